@@ -1,0 +1,30 @@
+"""fp8stack: full-stack FP8 training for PyTorch.
+
+    model, optimizer = fp8stack.initialize(model, optimizer, opt_level="O2")
+
+O0 multiplies in FP8, O1 keeps gradients in FP8, O2 keeps optimizer states in 8 bits and weights in 24. Importing this
+package touches no GPU and imports neither Triton nor any framework.
+"""
+
+from . import capability, checkpoint, errors, formats, levels, memory, nn, optim
+from .api import get_report, initialize, restore
+from .levels import Recipe
+from .tensor import BlockScaledTensor
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "BlockScaledTensor",
+    "Recipe",
+    "capability",
+    "checkpoint",
+    "errors",
+    "formats",
+    "get_report",
+    "initialize",
+    "levels",
+    "memory",
+    "nn",
+    "optim",
+    "restore",
+]

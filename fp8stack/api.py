@@ -1,0 +1,364 @@
+"""`initialize` and `restore`: one call into a level and one call back.
+
+    model, optimizer = fp8stack.initialize(model, optimizer, opt_level="O2")
+
+In order: every check; the plan (which layers, which weights); then the changes. Linear layers change class (O0). Large
+matrices get a hook that turns each fresh gradient into FP8 blocks (O1). The optimizer is replaced by its low-precision
+counterpart, which shares the `param_groups` list and takes over the state; weights of Linear and Embedding layers
+become bfloat16, their remaining bits the optimizer's (O2). Parameters keep their identity throughout, so ties, groups,
+schedulers, hooks and copies go on working. torch itself is not patched anywhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from . import capability
+from .checks import CONVERTED, check_model, check_optimizer, inconvertible_option
+from .comm import GradientHandle
+from .errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
+from .formats import scale_shape
+from .levels import Recipe, recipe_for
+from .nn.convert import Conversion, LayerPlan, apply_gemms, apply_storage, plan_layers
+from .optim import BlockwiseOptimizer
+from .optim.base import is_large_matrix
+from .optim.state import zero_moment
+from .optim.state_dict import MASTER_KEYS, adopt, to_torch
+from .report import Report, emit
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass
+class Session:
+    """What one `initialize` call changed, so that `restore` can undo it."""
+
+    recipe: Recipe
+    report: Report
+    source: torch.optim.Optimizer | None  # the optimizer that was given
+    returned: torch.optim.Optimizer | None
+    conversion: Conversion = field(default_factory=Conversion)
+    gradients: GradientHandle = field(default_factory=GradientHandle)
+    stored: list[tuple[nn.Parameter, torch.dtype]] = field(
+        default_factory=list
+    )  # and the dtype they had
+    flags: list[tuple[dict[str, Any], str, Any]] = field(
+        default_factory=list
+    )  # group options that were changed
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+
+
+def initialize(
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    opt_level: str = "O2",
+    *,
+    enabled: bool = True,
+    strict: bool = False,
+    preset: str | None = None,
+    **overrides: Any,
+) -> tuple[Model, Any]:
+    """Bring a model and its optimizer to a level; return the same model, and the optimizer to step.
+
+    Args:
+        model: a bare module on one device, its parameters floating point. Wrap it (DDP, compile) afterwards.
+        optimizer: built from the model's parameters. May be None at O0. At O2 (and at O1 for Adam, AdamW and SGD) the
+            returned optimizer is another object that shares `param_groups`; a scheduler built before drives it too.
+        opt_level: "O0" (FP8 GEMMs), "O1" (and FP8 gradients), "O2" (and 8-bit states, 24-bit masters).
+        enabled: False returns both arguments untouched.
+        strict: raise where a part of the level would fall back, instead of warning once with the reason.
+        preset: "fp8-lm" for that paper's state formats at O2.
+        overrides: single fields of `fp8stack.Recipe`, e.g. skip=["*.head"], fp8_format="e4m3".
+
+    Raises:
+        ConfigError: an unknown level, preset, option or value.
+        ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then.
+        UnsupportedDeviceError: a fallback under `strict`, or a device that the level cannot run on at all.
+    """
+    if not enabled:
+        return model, optimizer
+    recipe = recipe_for(opt_level, preset, **overrides)
+    device = check_model(model, recipe)
+    fallbacks = []
+    if optimizer is not None:
+        missing = check_optimizer(model, optimizer, recipe)
+        if missing:
+            fallbacks.append(
+                f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
+            )
+    elif recipe.level != "O0":
+        raise ModelError(f"{recipe.level} converts gradients for an optimizer; pass it, or use O0.")
+    compute, reason = _choose_compute(recipe, device)
+    if reason:
+        fallbacks.append(reason)
+    _require_optimizer_kernels(recipe, device)
+    if strict and fallbacks:
+        raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
+
+    quantized = _quantized_parameters(model, optimizer, recipe)
+    plan = plan_layers(model, recipe, quantized)
+    session = Session(
+        recipe, _report(recipe, plan, compute, device, fallbacks), optimizer, optimizer
+    )
+    apply_gemms(plan, session.conversion, compute, recipe.fp8_format)
+    if optimizer is not None:
+        session.returned = _convert_optimizer(optimizer, recipe, session)
+        _store_weights(model, plan, session)
+        _quantize_gradients(model, quantized, session)
+        session.report.bytes_per_parameter = _planned_bytes(quantized, session)
+    _SESSIONS[model] = session
+    for fallback in fallbacks:
+        warnings.warn(f"fp8stack {recipe.level}: {fallback}", Fp8StackWarning, stacklevel=2)
+    emit(session.report)
+    return model, session.returned
+
+
+def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, Any]:
+    """Undo `initialize`: plain layers, weights in their dtype with all the master's bits, torch's optimizer and state.
+
+    Returns the model and the optimizer that was given to `initialize`, its state in floating point. A scheduler built
+    on either optimizer goes on driving it.
+
+    Raises:
+        ModelError: if the model is not initialized, or `optimizer` belongs to another one. Nothing is changed.
+    """
+    session = _SESSIONS.get(model)
+    if session is None:
+        raise ModelError(
+            "this model is not initialized by fp8stack (or was restored already): nothing to undo."
+        )
+    if optimizer is not None and optimizer not in (session.returned, session.source):
+        raise ModelError(
+            "this optimizer is not the one that initialize returned for this model. Pass that one."
+        )
+    del _SESSIONS[model]
+    session.gradients.remove()
+    for hook in session.hooks:
+        hook.remove()
+    for group, name, value in session.flags:
+        group[name] = value
+    returned, source = session.returned, session.source
+    for parameter, dtype in session.stored:
+        if isinstance(returned, BlockwiseOptimizer):
+            _change_dtype(parameter, returned.master_weight(parameter).to(dtype))
+    session.conversion.undo()
+    if isinstance(returned, BlockwiseOptimizer):
+        if source is returned:
+            for parameter, _ in session.stored:
+                for key in MASTER_KEYS:
+                    returned.state[parameter].pop(key, None)
+        elif source is not None:
+            _return_state(returned, source)
+    return model, source
+
+
+def get_report(model: nn.Module) -> Report:
+    """Return what `initialize` did to `model`: layers, reasons, bytes, fallbacks.
+
+    Raises:
+        ModelError: if the model is not initialized.
+    """
+    if model not in _SESSIONS:
+        raise ModelError(
+            "this model was not initialized by fp8stack; call fp8stack.initialize first."
+        )
+    return _SESSIONS[model].report
+
+
+# --- decisions
+
+
+def _choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, str]:
+    """Return ("native" or "bf16", why it fell back or an empty string)."""
+    if recipe.compute == "bf16":
+        return "bf16", ""
+    answer = capability.fp8_gemm(device)
+    if answer:
+        return "native", ""
+    if recipe.compute == "native":
+        raise UnsupportedDeviceError(
+            f'compute="native": {answer.reason}. Use compute="auto" for bf16 GEMMs there.'
+        )
+    return "bf16", f"{answer.reason}; using bf16 GEMMs instead"
+
+
+def _require_optimizer_kernels(recipe: Recipe, device: torch.device) -> None:
+    answer = capability.fp8_optimizer(device)
+    if recipe.level != "O0" and not answer:
+        raise UnsupportedDeviceError(
+            f"{recipe.level}: {answer.reason}. Move the model there, or use O0."
+        )
+
+
+def _quantized_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe
+) -> set[nn.Parameter]:
+    """Return the matrices whose gradients or states become low-precision."""
+    owned = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+    return {
+        p
+        for p in model.parameters()
+        if p in owned and p.requires_grad and is_large_matrix(p, recipe.min_numel)
+    }
+
+
+def _report(
+    recipe: Recipe, plan: LayerPlan, compute: str, device: torch.device, fallbacks: list[str]
+) -> Report:
+    from . import __version__
+
+    gemm = {"hybrid": "fp8 e4m3/e5m2", "e4m3": "fp8 e4m3"}[recipe.fp8_format]
+    words = {"keep": "as given", "fp8": "fp8 e4m3 block 128", "8bit": "8-bit block 128"}
+    where = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (reference kernels)"
+    )
+    return Report(
+        level=recipe.level,
+        device=where,
+        version=__version__,
+        gemm=gemm if compute == "native" else "bf16",
+        gradients=words[recipe.gradients],
+        states=words.get(recipe.states, recipe.states),
+        master="the weight" if recipe.master == "keep" else recipe.master,
+        converted=[name for name, _ in plan.gemm],
+        skipped=dict(plan.skipped),
+        stored=[name for name, _ in plan.stored],
+        kept=dict(plan.kept),
+        fallbacks=fallbacks,
+    )
+
+
+def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
+    """Return bytes per parameter over the quantized matrices, from the shapes and dtypes that training will hold."""
+    optimizer, total, elements = session.returned, 0, 0
+    for parameter in quantized:
+        meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+        rows, blocks = scale_shape(parameter.shape)
+        fp8 = session.recipe.gradients == "fp8"
+        total += meta.nbytes + (parameter.numel() + 4 * rows * blocks if fp8 else meta.nbytes)
+        if isinstance(optimizer, BlockwiseOptimizer):
+            for name in optimizer.moments:
+                state = zero_moment(name, meta, optimizer.moment_format(parameter))
+                total += sum(t.nbytes for t in state.values())
+            kind = optimizer.master_format(parameter)
+            total += (
+                0
+                if kind is None
+                else {"split24": 1, "fp16": 2, "float32": 4}[kind] * parameter.numel()
+            )
+        else:
+            total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
+        elements += parameter.numel()
+    return total / max(elements, 1)
+
+
+# --- changes
+
+
+def _convert_optimizer(
+    optimizer: torch.optim.Optimizer, recipe: Recipe, session: Session
+) -> torch.optim.Optimizer:
+    """Return the optimizer that steps at this level; the given one where its states stay as they are."""
+    if recipe.gradients == "keep" and recipe.states == "keep":
+        return optimizer
+    if isinstance(optimizer, BlockwiseOptimizer):
+        return optimizer
+    kind = CONVERTED.get(type(optimizer))
+    if kind is None or inconvertible_option(optimizer):
+        # torch's multi-tensor steps would dequantize all gradients at once; one at a time keeps the memory saved.
+        for group in optimizer.param_groups:
+            for flag in ("foreach", "fused"):
+                if flag in group:
+                    session.flags.append((group, flag, group[flag]))
+                    group[flag] = False
+        return optimizer
+    names = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
+    options = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+    new = kind(
+        [dict(group) for group in optimizer.param_groups],
+        **options,
+        states=recipe.states,
+        master=recipe.master,
+        min_numel=recipe.min_numel,
+    )
+    new.param_groups = optimizer.param_groups
+    adopt(new, optimizer)
+    optimizer.state.clear()
+
+    def refuse(*_: Any) -> None:
+        raise ModelError(
+            "this optimizer was handed to fp8stack.initialize; step the optimizer that it returned."
+        )
+
+    def mark_called(*_: Any) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler built on it looks for
+
+    session.hooks.append(optimizer.register_step_pre_hook(refuse))
+    session.hooks.append(new.register_step_post_hook(mark_called))
+    return new
+
+
+def _store_weights(model: nn.Module, plan: LayerPlan, session: Session) -> None:
+    """Turn the planned weights to bfloat16 and give their remaining bits to the optimizer."""
+    apply_storage(model, plan, session.conversion)
+    optimizer = session.returned
+    for _, parameter in plan.stored:
+        if not isinstance(optimizer, BlockwiseOptimizer):
+            continue
+        value = parameter.detach().float()
+        if parameter.dtype is not torch.bfloat16:
+            session.stored.append((parameter, parameter.dtype))
+            _change_dtype(parameter, parameter.detach().bfloat16())
+        optimizer.set_master(parameter, value)
+
+
+def _change_dtype(parameter: nn.Parameter, value: Tensor) -> None:
+    """Replace the storage of `parameter` by `value`, of another dtype; a gradient follows."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = value
+    if gradient is not None:
+        parameter.grad = gradient.to(value.dtype)
+
+
+def _quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: Session) -> None:
+    if session.recipe.gradients != "fp8":
+        return
+    names = {p: name for name, p in model.named_parameters()}
+    session.gradients.attach(quantized, names)
+    if isinstance(session.returned, BlockwiseOptimizer):
+        handle, min_numel = session.gradients, session.recipe.min_numel
+
+        def attach_new(parameters: list[nn.Parameter]) -> None:
+            handle.attach((p for p in parameters if is_large_matrix(p, min_numel)), {})
+
+        session.returned.on_new_parameters = attach_new
+
+
+def _return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
+    """Give torch's optimizer its state back, in the dtypes it would hold."""
+    exported = to_torch(returned)["state"]
+    index = 0
+    for group in source.param_groups:
+        for parameter in group["params"]:
+            for key, value in exported.get(index, {}).items():
+                step = key == "step"
+                source.state[parameter][key] = (
+                    _step_for(group, value) if step else value.to(parameter.dtype)
+                )
+            index += 1
+    returned.state.clear()
+
+
+def _step_for(group: dict[str, Any], step: Tensor) -> Tensor:
+    """torch keeps the step count on the host unless a group is capturable or fused."""
+    return step if group.get("capturable") or group.get("fused") else step.cpu()

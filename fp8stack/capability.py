@@ -1,0 +1,101 @@
+"""What a device can run, each answer with its reason.
+
+FP8 GEMMs are decided by compute capability (8.9 and up) *and* by a live probe: a 16×32×16 product of known numbers
+through `torch._scaled_mm`, in both format combinations that training needs. A device name decides nothing, so a GPU
+that did not exist when this was written gets the right answer. On a CPU the probe alone decides: FP8 GEMMs run there
+for numerics and tests, not for speed. Nothing here runs at import, and answers are remembered per device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .formats import E4M3, E5M2
+
+FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Whether something can be used, and why or why not. True in a condition if it can."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def fp8_gemm(device: torch.device | str) -> Answer:
+    """Can `torch._scaled_mm` multiply FP8 matrices on this device, forward (E4M3×E4M3) and backward (E5M2×E4M3)?"""
+    device = _indexed(torch.device(device))
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            return Answer(
+                False,
+                f"FP8 GEMMs need compute capability >= 8.9; {device} is "
+                f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]})",
+            )
+    elif device.type != "cpu":
+        return Answer(
+            False, f"fp8stack runs FP8 GEMMs on cuda and cpu devices, not on {device.type}"
+        )
+    return _probe_fp8_gemm(device)
+
+
+def fp8_optimizer(device: torch.device | str) -> Answer:
+    """Do the optimizer kernels run on this device? Their codecs are integer arithmetic and need no FP8 hardware."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Answer(True, "pure-torch reference kernels")
+    if device.type == "cuda":
+        return Answer(True, "integer codecs: no FP8 hardware needed")
+    return Answer(False, f"the optimizer kernels run on cuda and cpu devices, not on {device.type}")
+
+
+def report(device: torch.device | str) -> dict[str, Answer]:
+    """Return every answer for `device`, by question."""
+    return {"fp8_gemm": fp8_gemm(device), "fp8_optimizer": fp8_optimizer(device)}
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return `device` with its index, so that "cuda" and "cuda:0" share an answer."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@cache
+def _probe_fp8_gemm(device: torch.device) -> Answer:
+    """Multiply small integers, which FP8 holds exactly, and compare with the float32 product."""
+    a = torch.arange(16 * 32, device=device).reshape(16, 32).remainder(5).float() - 2
+    b = torch.arange(16 * 32, device=device).reshape(16, 32).remainder(3).float() - 1
+    two = torch.full((), 2.0, device=device)
+    for left in (E4M3, E5M2):
+        try:
+            product = torch._scaled_mm(
+                a.to(left.dtype),
+                b.to(E4M3.dtype).t(),
+                scale_a=two,
+                scale_b=two,
+                out_dtype=torch.bfloat16,
+            )
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            return Answer(
+                False, f"torch._scaled_mm ({left.name} × e4m3) failed on {device}: {first}"
+            )
+        if not torch.equal(product.float(), 4 * (a @ b.t())):
+            return Answer(
+                False, f"torch._scaled_mm ({left.name} × e4m3) gave wrong numbers on {device}"
+            )
+    where = (
+        "compute capability and probe"
+        if device.type == "cuda"
+        else "probe (numerics only, no speed-up)"
+    )
+    return Answer(True, f"{where} passed on {device}")

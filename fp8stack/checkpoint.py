@@ -1,0 +1,145 @@
+"""Checkpoints and weights in ordinary formats.
+
+`save` and `load` keep model, optimizer and anything else of plain types in one file: written to a temporary file and
+renamed, so that an interrupted save leaves the old one; read with `weights_only=True`; checked before anything is
+changed. `torch.save(optimizer.state_dict())` works as well: the state is made of plain tensors.
+
+`master_state_dict` gives float32 weights (the 24-bit masters), `load_master_state_dict` takes them back, and
+`torch_state_dict` gives the optimizer state as torch's own optimizer would hold it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import CheckpointError
+from .optim import BlockwiseOptimizer
+from .optim.state_dict import to_torch
+
+
+def master_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Tensor]:
+    """Return `model.state_dict()` with every floating-point parameter as float32 master weight (copies).
+
+    Keys and shapes are the model's. Buffers and integer tensors are copied as they are.
+    """
+    masters: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        if isinstance(optimizer, BlockwiseOptimizer):
+            masters[id(parameter)] = optimizer.master_weight(parameter)
+        else:
+            masters[id(parameter)] = parameter.detach().float().clone()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    result = {}
+    for key, value in model.state_dict().items():
+        master = masters.get(id(parameters[key])) if key in parameters else None
+        result[key] = value.detach().clone() if master is None else master
+    return result
+
+
+@torch.no_grad()
+def load_master_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, state_dict: dict[str, Tensor]
+) -> None:
+    """Load float32 weights with all their bits: `model.load_state_dict`, and the masters that the optimizer holds.
+
+    Raises:
+        CheckpointError: if keys or shapes are not the model's. Nothing is changed.
+    """
+    own = model.state_dict()
+    _check_keys(own, state_dict)
+    model.load_state_dict(state_dict)
+    if isinstance(optimizer, BlockwiseOptimizer):
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in model.named_parameters():
+            if parameter in owned and optimizer.master_format(parameter) is not None:
+                value = state_dict[name].to(parameter.device, torch.float32)
+                optimizer.set_master(parameter, value)
+
+
+def torch_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
+    """Return the optimizer state as torch's optimizer of the same kind holds it: float32 moments and steps."""
+    return to_torch(optimizer)
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    **extra: Any,
+) -> None:
+    """Write model, optimizer and `extra` (numbers, strings, tensors, and lists and dicts of them) to `path`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    contents = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Load what `save` wrote into `model` and `optimizer` and return its `extra`.
+
+    Raises:
+        CheckpointError: if the file is missing, truncated, not from `save`, or of another model, optimizer or format
+            version. Neither model nor optimizer is changed then.
+    """
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: it is truncated, or not a checkpoint ({_first_line(error)}). Use an earlier one."
+        ) from error
+    if not isinstance(contents, dict) or not {"model", "optimizer", "extra"} <= contents.keys():
+        raise CheckpointError(
+            f"{path} was not written by fp8stack.checkpoint.save. Load its parts with torch.load(weights_only=True) "
+            "and the load_state_dict of model and optimizer."
+        )
+    _check_keys(model.state_dict(), contents["model"])
+    optimizer.load_state_dict(contents["optimizer"])  # checks everything before it changes anything
+    model.load_state_dict(contents["model"])
+    extra: dict[str, Any] = contents["extra"]
+    return extra
+
+
+def _check_keys(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
+    """Raise unless `given` has exactly the keys and shapes of `own`."""
+    missing, unknown = own.keys() - given.keys(), given.keys() - own.keys()
+    if missing or unknown:
+        raise CheckpointError(
+            f"the weights are of another model: {len(missing)} keys missing {sorted(missing)[:3]}, "
+            f"{len(unknown)} unknown {sorted(unknown)[:3]}. Build the model that was saved."
+        )
+    for key, value in own.items():
+        if value.shape != given[key].shape:
+            raise CheckpointError(
+                f"{key} has shape {tuple(given[key].shape)} in the checkpoint and {tuple(value.shape)} in the model. "
+                "Build the model that was saved."
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,153 @@
+"""Everything that can be wrong with a model and an optimizer, found at the call and before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ModelError
+from .levels import Recipe
+from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
+from .optim import SGD, Adam, AdamW, BlockwiseOptimizer
+
+CONVERTED: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
+    torch.optim.Adam: Adam,
+    torch.optim.AdamW: AdamW,
+    torch.optim.SGD: SGD,
+}
+"""Exact types that O2 converts (torch's AdamW is a subclass of its Adam; other subclasses may do anything)."""
+
+_WRAPPERS = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "DeepSpeedEngine",
+)
+
+
+def check_model(model: nn.Module, recipe: Recipe) -> torch.device:
+    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    wrapper = next((c.__name__ for c in type(model).__mro__ if c.__name__ in _WRAPPERS), None)
+    if wrapper:
+        raise ModelError(
+            f"the model is wrapped in {wrapper}; initialize the bare model, then wrap it."
+        )
+    ours = (Fp8Linear, Bf16Linear, StoredLinear, StoredEmbedding)
+    done = next((name for name, module in model.named_modules() if isinstance(module, ours)), None)
+    if done is not None:
+        raise ModelError(
+            f"{done or 'the model'} is already converted by fp8stack, or copied from a model that is. "
+            "Call fp8stack.restore(model, optimizer) first to change the level."
+        )
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError("the model has no parameters, so there is nothing to convert.")
+    for name, parameter in parameters.items():
+        _check_parameter(name, parameter, recipe)
+    devices: dict[torch.device, str] = {}
+    for name, parameter in parameters.items():
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ModelError(
+            f"the parameters lie on several devices ({found}). Move the model to one: model.to(device)."
+        )
+    if recipe.gradients == "fp8":
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise ModelError(
+                    f"{name} is {type(module).__name__}(sparse=True), whose sparse gradients have no FP8 form. "
+                    f'Use sparse=False, or initialize with gradients="keep".'
+                )
+    return next(iter(devices))
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ModelError(
+            f"{name} is a lazy parameter without a shape; run one batch through the model first."
+        )
+    if parameter.is_meta:
+        raise ModelError(
+            f"{name} is on the meta device; materialize the model first: model.to_empty(device=...), then load weights."
+        )
+    if type(parameter.data).__name__ == "DTensor":
+        raise ModelError(
+            f"{name} is sharded (DTensor); call fp8stack.initialize on the whole model, before fully_shard."
+        )
+    if not parameter.is_floating_point():
+        raise ModelError(
+            f"{name} is {parameter.dtype}; parameters must be floating point. Register it as a buffer instead."
+        )
+    supported = (torch.float32, torch.bfloat16, torch.float16)
+    if recipe.level != "O0" and parameter.requires_grad and parameter.dtype not in supported:
+        raise ModelError(
+            f"{name} is {parameter.dtype}; {recipe.level} takes float32, bfloat16 and float16 parameters. "
+            "Convert the model first: model.float()."
+        )
+    gradient = parameter.grad
+    if recipe.gradients == "fp8" and gradient is not None:
+        _check_gradient(name, gradient)
+
+
+def _check_gradient(name: str, gradient: Tensor) -> None:
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise ModelError(
+            f"{name} has a {kind} gradient, which has no FP8 form. Clear it with optimizer.zero_grad()."
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[str]:
+    """Raise ModelError if `optimizer` does not fit; return the names of trainable parameters it does not own."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            raise ModelError(f"parameter group {index} of the optimizer is empty. Leave it out.")
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    foreign = sum(1 for p in owned if not any(p is q for q in model.parameters()))
+    missing = [name for name, p in trainable.items() if p not in owned]
+    if trainable and len(missing) == len(trainable):
+        raise ModelError(
+            f"the optimizer owns none of the model's {len(trainable)} trainable parameters"
+            f"{f' ({foreign} parameters of something else)' if foreign else ''}. Build it from this model: "
+            f"{type(optimizer).__name__}(model.parameters(), ...), after anything that replaces parameters."
+        )
+    if recipe.states != "keep":
+        _check_convertible(optimizer)
+    return missing
+
+
+def _check_convertible(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless O2 can take over `optimizer`."""
+    if isinstance(optimizer, BlockwiseOptimizer):
+        return
+    kind = type(optimizer)
+    if kind not in CONVERTED:
+        known = ", ".join(f"torch.optim.{t.__name__}" for t in CONVERTED)
+        raise ModelError(
+            f"O2 converts {known} (and takes fp8stack.optim's own), not {kind.__module__}.{kind.__qualname__}. "
+            'Use one of these, or opt_level="O1", which leaves optimizer states alone.'
+        )
+    reason = inconvertible_option(optimizer)
+    if reason:
+        raise ModelError(f'{kind.__name__} has {reason}. Switch it off, or use opt_level="O1".')
+
+
+def inconvertible_option(optimizer: torch.optim.Optimizer) -> str:
+    """Return the option of a torch optimizer that fp8stack's counterpart does not have, or an empty string."""
+    for option, why in (
+        ("amsgrad", "a third state"),
+        ("differentiable", "a step recorded by autograd"),
+    ):
+        if any(group.get(option) for group in optimizer.param_groups):
+            return f"{option}=True, which needs {why} that fp8stack's optimizers do not have"
+    return ""

@@ -1,0 +1,66 @@
+"""O1 on one device: each gradient becomes a block-scaled FP8 tensor as soon as it is ready.
+
+A post-accumulate-grad hook on each parameter replaces the fresh `p.grad` by its E4M3 blocks, so at any time at most
+one gradient exists in full precision. A second micro-batch is added by autograd itself, through the tensor's own
+`add_`, which keeps a residual so that nothing is swamped (`kernels/reference/gradient.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8stack.errors import GradientError
+from fp8stack.tensor import BlockScaledTensor, plain
+
+
+class GradientHandle:
+    """The hooks that quantize gradients; `remove()` takes them off and leaves ordinary gradients."""
+
+    def __init__(self) -> None:
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+
+    def attach(self, parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
+        """Quantize the gradients of `parameters` from now on, those that exist already included."""
+        for parameter in parameters:
+            if parameter in self._hooks or not parameter.requires_grad:
+                continue
+            name = names.get(parameter, "a parameter")
+
+            def quantize(p: Tensor, name: str = name) -> None:
+                quantize_gradient(p, name)
+
+            quantize(parameter)
+            self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(quantize)
+
+    def remove(self) -> None:
+        """Take the hooks off and dequantize the gradients that exist."""
+        for parameter, hook in self._hooks.items():
+            hook.remove()
+            if isinstance(parameter.grad, BlockScaledTensor):
+                parameter.grad = plain(parameter.grad)
+        self._hooks.clear()
+
+
+def quantize_gradient(parameter: Tensor, name: str) -> None:
+    """Replace `parameter.grad` by its E4M3 blocks, if it has one that is not yet.
+
+    Raises:
+        GradientError: for a sparse or complex gradient.
+    """
+    gradient = parameter.grad
+    if gradient is None or isinstance(gradient, BlockScaledTensor):
+        return
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise GradientError(
+            f"the gradient of {name} is {kind}; FP8 gradients are dense and real. Use a dense layer "
+            '(nn.Embedding(sparse=False)), or initialize with gradients="keep".'
+        )
+    quantized = BlockScaledTensor.quantize(gradient.to(parameter.dtype))
+    parameter.grad = (
+        None  # a parameter whose dtype was changed refuses the old gradient's neighbour otherwise
+    )
+    parameter.grad = quantized

@@ -1,0 +1,44 @@
+"""Errors and the one warning class of fp8stack.
+
+Every message says what was given, the rule it breaks and what to do, and names the layer or parameter concerned.
+Each class also derives from the builtin that a caller would expect, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Fp8StackError(Exception):
+    """Base class of every error that fp8stack raises on purpose."""
+
+
+class ConfigError(Fp8StackError, ValueError):
+    """An option, level, recipe field or checkpoint content that is not valid."""
+
+
+class ModelError(Fp8StackError, ValueError):
+    """A model or optimizer that a level cannot be applied to as it is."""
+
+
+class GradientError(Fp8StackError, RuntimeError):
+    """A gradient that cannot be quantized (sparse, complex)."""
+
+
+class CheckpointError(Fp8StackError, ValueError):
+    """A checkpoint that is truncated, of another format version, or of another model."""
+
+
+class UnsupportedDeviceError(Fp8StackError, RuntimeError):
+    """A fallback was needed while `strict=True`."""
+
+
+class Fp8StackWarning(UserWarning):
+    """Something fell back; the message holds the reason. `strict=True` turns it into an error."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean "x"?` for the nearest known name, or an empty string."""
+    close = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""

@@ -1,0 +1,84 @@
+"""The number formats of fp8stack and the one meaning of "scale".
+
+Everywhere in this library   **value = code × scale**.   There is no inverse scale.
+
+A format is a small binary float: `mantissa_bits`, the exponent of its smallest normal number, and its largest
+finite value. The exponent-zero codes are subnormals, so zero is exact. Codes are one byte.
+
+| name   | sign, exponent, mantissa | largest | smallest > 0 | used for                                   |
+|--------|--------------------------|---------|--------------|--------------------------------------------|
+| e4m3   | 1, 4, 3                  | 448     | 2^-9         | activations, weights, gradients, the wire  |
+| e5m2   | 1, 5, 2                  | 57344   | 2^-16        | gradients of activations (backward GEMMs)  |
+| s1e3m4 | 1, 3, 4                  | 31      | 2^-6         | Adam's m, momentum                         |
+| ue3m5  | 0, 3, 5                  | 31.5    | 2^-7         | Adam's v, stored as its square root        |
+
+E4M3 and E5M2 are the OCP 8-bit formats (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1). The
+other two spend every code on finite values: optimizer states need relative precision within a block of 128, and a
+block that holds a NaN or an infinity says so in its scale.
+
+**Block scaling.** A tensor of shape [d0, ...] is read as rows = d0, cols = numel / d0 (a 1-d or 0-d tensor is one
+row). Codes have the tensor's shape; scales are float32 [rows, ceil(cols / 128)]; a block never crosses a row, so any
+slice along dim 0 is a plain slice of both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 128
+"""Elements that share a scale."""
+
+TINY = 2.0**-126
+"""Smallest normal float32. A block whose scale would fall below it is a block of zeros."""
+
+GRAD_LIMIT = 2.0**64
+"""A gradient of this magnitude counts as non-finite: its square, Adam's v, overflows float32."""
+
+
+@dataclass(frozen=True)
+class Float8:
+    """A one-byte float. `max` is its largest finite value, `min_exponent` that of its smallest normal number."""
+
+    name: str
+    mantissa_bits: int
+    min_exponent: int
+    max: float
+    signed: bool = True
+    dtype: torch.dtype = torch.uint8  # what a tensor of its codes is stored as
+    squared: bool = False  # True: the codes hold the square root of a non-negative value
+
+    @property
+    def min_normal(self) -> float:
+        return 2.0**self.min_exponent
+
+    @property
+    def min_positive(self) -> float:
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+
+E4M3 = Float8("e4m3", 3, -6, 448.0, dtype=torch.float8_e4m3fn)
+E5M2 = Float8("e5m2", 2, -14, 57344.0, dtype=torch.float8_e5m2)
+S1E3M4 = Float8("s1e3m4", 4, -2, 31.0)
+UE3M5 = Float8("ue3m5", 5, -2, 31.5, signed=False, squared=True)
+
+FORMATS: dict[str, Float8] = {f.name: f for f in (E4M3, E5M2, S1E3M4, UE3M5)}
+
+
+def rows_cols(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """Return the (rows, cols) that block scaling reads a tensor of `shape` as.
+
+    >>> rows_cols((4, 3, 5)), rows_cols((7,)), rows_cols(())
+    ((4, 15), (1, 7), (1, 1))
+    """
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def scale_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape [rows, ceil(cols / 128)] of the scales of a block-scaled tensor of `shape`."""
+    rows, cols = rows_cols(shape)
+    return rows, -(-cols // BLOCK)

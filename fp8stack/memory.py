@@ -1,0 +1,78 @@
+"""Bytes per parameter, measured from the tensors that are alive: never from a formula.
+
+Every tensor of a model and its optimizer is counted once, under what it is for. An optimizer of any library is
+understood as far as its state uses torch's names; what is not recognized counts as "other".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .tensor import BlockScaledTensor
+
+PARTS = ("weight", "master", "grad", "m", "v", "other")
+_PREFIXES = {
+    "exp_avg_sq": "v",
+    "exp_avg": "m",
+    "momentum_buffer": "m",
+    "remainder": "master",
+    "master": "master",
+    "step": "other",
+}
+
+
+@dataclass
+class MemoryUse:
+    """Bytes by part (see PARTS), for matrices (two dimensions or more) and for everything."""
+
+    matrix_elements: int = 0
+    elements: int = 0
+    matrix_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+
+    def per_parameter(self, matrices_only: bool = True) -> dict[str, float]:
+        """Return bytes per parameter by part and in "total", over the matrices or over all parameters."""
+        elements = self.matrix_elements if matrices_only else self.elements
+        parts = self.matrix_bytes if matrices_only else self.bytes
+        shares = {part: size / max(elements, 1) for part, size in parts.items()}
+        return {**shares, "total": sum(shares.values())}
+
+
+def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryUse:
+    """Measure what the parameters of `model` keep resident: weight, master, gradient and optimizer state.
+
+    Call it while the gradients exist, after at least one step. A tied parameter counts once.
+    """
+    use = MemoryUse()
+    for parameter in model.parameters():
+        sizes = dict.fromkeys(PARTS, 0)
+        sizes["weight"] = parameter.nbytes
+        if parameter.grad is not None:
+            sizes["grad"] = _nbytes(parameter.grad)
+        if optimizer is not None:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    sizes[_part(key)] += _nbytes(value)
+        use.elements += parameter.numel()
+        _add(use.bytes, sizes)
+        if parameter.ndim >= 2:
+            use.matrix_elements += parameter.numel()
+            _add(use.matrix_bytes, sizes)
+    return use
+
+
+def _part(key: str) -> str:
+    """Return which part a state entry belongs to: exp_avg_sq_scale is v."""
+    return next((part for prefix, part in _PREFIXES.items() if key.startswith(prefix)), "other")
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.held_bytes if isinstance(tensor, BlockScaledTensor) else tensor.nbytes
+
+
+def _add(total: dict[str, int], sizes: dict[str, int]) -> None:
+    for part, size in sizes.items():
+        total[part] += size

@@ -1,0 +1,6 @@
+"""O0: Linear layers in FP8, and layers whose weights are stored in bfloat16."""
+
+from .linear import Bf16Linear, Fp8Linear
+from .storage import StoredEmbedding, StoredLinear
+
+__all__ = ["Bf16Linear", "Fp8Linear", "StoredEmbedding", "StoredLinear"]

@@ -1,0 +1,178 @@
+"""Decide what each layer of a model becomes, then change its class; and change it back.
+
+A layer is converted by assigning to `module.__class__`: parameters, hooks, names, ties and state_dict stay as they are,
+`isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear` (or
+`nn.Embedding`, for storage) are touched: a subclass may use its weight in ways that cannot be known.
+
+`plan` only looks; it is what the checks and the summary card are made from. `apply` changes the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from fp8stack.levels import Recipe
+
+from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
+from .storage import StoredEmbedding, StoredLinear
+
+
+@dataclass
+class LayerPlan:
+    """What happens to the layers of a model."""
+
+    gemm: list[tuple[str, nn.Linear]] = field(default_factory=list)  # to FP8 (or bf16) GEMMs
+    skipped: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # Linear layers left out: (name, reason and remedy)
+    stored: list[tuple[str, nn.Parameter]] = field(
+        default_factory=list
+    )  # weights to store in bfloat16
+    kept: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # matrices that keep their dtype: (name, reason)
+
+
+class Conversion:
+    """The changes made to a model, and how to undo them."""
+
+    def __init__(self) -> None:
+        # Weak, so that a record of changes does not keep a model alive.
+        self._changed: list[tuple[weakref.ref[nn.Module], type[nn.Module], tuple[str, ...]]] = []
+
+    def change(self, module: nn.Module, cls: type[nn.Module], **attributes: object) -> None:
+        """Give `module` the class `cls` and the attributes it needs."""
+        self._changed.append((weakref.ref(module), type(module), tuple(attributes)))
+        module.__class__ = cls
+        for name, value in attributes.items():
+            setattr(module, name, value)
+
+    def undo(self) -> None:
+        """Give every module its class back."""
+        for reference, cls, attributes in reversed(self._changed):
+            module = reference()
+            if module is not None:
+                module.__class__ = cls
+                for name in attributes:
+                    delattr(module, name)
+        self._changed.clear()
+
+
+def plan_layers(model: nn.Module, recipe: Recipe, quantized: set[nn.Parameter]) -> LayerPlan:
+    """Return what `recipe` does to the layers of `model`; `quantized` are the parameters whose states are converted."""
+    plan = LayerPlan()
+    excluded = _excluded(model, recipe)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        reason = excluded.get(module) or _unfit(module)
+        if reason:
+            plan.skipped.append((name, reason))
+        else:
+            plan.gemm.append((name, module))
+    if recipe.master != "keep":
+        _plan_storage(model, plan, excluded, quantized)
+    return plan
+
+
+def apply_gemms(plan: LayerPlan, conversion: Conversion, compute: str, fp8_format: str) -> None:
+    """Turn the planned Linear layers to FP8 ("native") or bf16 GEMMs."""
+    for _, module in plan.gemm:
+        if compute == "native":
+            conversion.change(module, Fp8Linear, fp8_format=fp8_format)
+        else:
+            conversion.change(module, Bf16Linear)
+
+
+def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> None:
+    """Let the modules around weights that are now bfloat16 compute in the dtype they had (call before the change)."""
+    stored = {p: p.dtype for _, p in plan.stored if p.dtype is not torch.bfloat16}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight not in stored:
+            continue
+        if type(module) is nn.Embedding:
+            conversion.change(module, StoredEmbedding, output_dtype=stored[weight])
+        elif type(module) is nn.Linear:
+            conversion.change(module, StoredLinear)
+
+
+def _excluded(model: nn.Module, recipe: Recipe) -> dict[nn.Module, str]:
+    """Return the modules to leave alone, with the reason."""
+    excluded: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        pattern = next((p for p in recipe.skip if fnmatchcase(name, p)), None)
+        if pattern is not None:
+            excluded.update(dict.fromkeys(module.modules(), f'matches skip="{pattern}"'))
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            reason = (
+                f"{type(module).__name__} reads the weights of its layers itself in its fast path"
+            )
+            excluded.update(dict.fromkeys(module.modules(), reason))
+    return excluded
+
+
+def _unfit(module: nn.Linear) -> str:
+    """Return why this Linear cannot run FP8 GEMMs and what to do about it, or an empty string."""
+    if type(module) is not nn.Linear:
+        return f"is a {type(module).__name__}, a subclass of nn.Linear that may use its weight otherwise"
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return (
+            "its weight is computed (weight_norm, parametrization); remove that before initialize"
+        )
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
+    for label, size in (("out_features", weight.shape[0]), ("in_features", weight.shape[1])):
+        if size % ALIGNMENT or size == 0:
+            fit = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+            return (
+                f"{label} {size} is not a multiple of {ALIGNMENT}, as FP8 GEMMs need; "
+                f"make it {fit}, or name the layer in skip=[...] to leave it out for good"
+            )
+    return ""
+
+
+def _plan_storage(
+    model: nn.Module, plan: LayerPlan, excluded: dict[nn.Module, str], quantized: set[nn.Parameter]
+) -> None:
+    """Fill in which weights become bfloat16 + remainder: those of plain Linear and Embedding layers only.
+
+    Any other owner may hand the weight to an operation that wants it in the dtype of the activations, so it keeps its
+    dtype and is its own master. A model that is already bfloat16 has nothing to convert: all its matrices qualify.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for module_name, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+                names.setdefault(parameter, f"{module_name}.{name}".lstrip("."))
+    for parameter, name in names.items():
+        if parameter not in quantized:
+            continue
+        reason = (
+            ""
+            if parameter.dtype is torch.bfloat16
+            else _storage_obstacle(owners[parameter], excluded)
+        )
+        if reason:
+            plan.kept.append((name, reason))
+        else:
+            plan.stored.append((name, parameter))
+
+
+def _storage_obstacle(owners: list[tuple[nn.Module, str]], excluded: dict[nn.Module, str]) -> str:
+    for module, name in owners:
+        if module in excluded:
+            return excluded[module]
+        if type(module) not in (nn.Linear, nn.Embedding) or name != "weight":
+            return f"{type(module).__name__} uses it directly"
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            return "Embedding with max_norm rewrites its weight in the forward pass"
+    return ""

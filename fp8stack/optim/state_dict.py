@@ -1,0 +1,204 @@
+"""Optimizer checkpoints: what is written, what is accepted, and conversion to and from torch's optimizers.
+
+`state_dict()` is torch's layout plus one entry, `fp8stack`: the format version and how much state there should be.
+Loading checks everything before it changes anything. A moment found in another format (float32 from torch, "fp8-lm"
+into "8bit") is decoded and encoded; one in the same format is copied bit for bit. Parameter groups are updated in
+place, so a scheduler that holds the list keeps driving it.
+
+torch's own `Optimizer.load_state_dict` cannot be used: it casts every state tensor to the dtype of its parameter.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.errors import CheckpointError
+
+from .state import State, decode_master, decode_moment, encode_master, encode_moment, zero_moment
+
+if TYPE_CHECKING:
+    from .base import BlockwiseOptimizer
+
+FORMAT = 1
+"""Version of the state's layout and codecs. A change of either raises it."""
+
+MASTER_KEYS = ("remainder", "master", "master_scale")
+
+
+def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """Return `packed` (torch's state_dict) with the entry that says what it is."""
+    packed["fp8stack"] = {
+        "format": FORMAT,
+        "optimizer": type(optimizer).__name__,
+        "states": optimizer.states,
+        "master": optimizer.master,
+        "entries": len(packed["state"]),
+    }
+    return packed
+
+
+def load(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
+    """Check `packed` against `optimizer`, then load it; see `BlockwiseOptimizer.load_state_dict`."""
+    packed = dict(packed)
+    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
+        packed = hook(optimizer, packed) or packed
+    _check_header(optimizer, packed)
+    _check_groups(optimizer, packed)
+    new_state: dict[Tensor, State] = {}
+    for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+            if key in packed["state"]:
+                new_state[parameter] = _convert(
+                    optimizer, group, parameter, packed["state"][key], key
+                )
+            elif (
+                parameter in optimizer.state
+            ):  # keep the master: it belongs to the weight, not to a step taken
+                kept = {k: v for k, v in optimizer.state[parameter].items() if k in MASTER_KEYS}
+                if kept:
+                    new_state[parameter] = kept
+    for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        group.update({k: deepcopy(v) for k, v in saved_group.items() if k != "params"})
+    optimizer.state.clear()
+    optimizer.state.update(new_state)
+    for post_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+        post_hook(optimizer)
+
+
+def adopt(optimizer: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
+    """Take over the state of torch's optimizer of the same kind, encoded; groups are shared already."""
+    for group in source.param_groups:
+        for parameter in group["params"]:
+            if parameter in source.state:
+                entry = source.state[parameter]
+                optimizer.state[parameter] = _convert(optimizer, group, parameter, entry, "given")
+
+
+def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
+    """Return the state as torch's optimizer of the same kind would hold it: float32 moments, no masters.
+
+    The weights' masters are not part of it: export those with `fp8stack.checkpoint.master_state_dict`.
+    """
+    packed = torch.optim.Optimizer.state_dict(optimizer)
+    state = {}
+    for key, entry in packed["state"].items():
+        if "step" in entry:
+            moments = {name: decode_moment(name, entry) for name in optimizer.moments}
+            state[key] = {name: m.clone() for name, m in moments.items() if m is not None}
+            if optimizer.torch_class is not torch.optim.SGD:
+                state[key]["step"] = entry["step"].clone()
+    return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
+    if not {"state", "param_groups"} <= packed.keys():
+        raise CheckpointError(
+            f'an optimizer state_dict has the keys "state" and "param_groups", this has {sorted(map(str, packed))}. '
+            "Pass what optimizer.state_dict() returned."
+        )
+    header = packed.get("fp8stack")
+    if header is None:
+        return  # torch's optimizer, or a caller that keeps only torch's two keys (DCP); entries tell their format
+    if header.get("format") != FORMAT:
+        raise CheckpointError(
+            f"this optimizer state has format {header.get('format')!r}; this version of fp8stack reads {FORMAT}. "
+            "Load it with the version that wrote it and export it with fp8stack.checkpoint.torch_state_dict."
+        )
+    if header.get("optimizer") != type(optimizer).__name__:
+        raise CheckpointError(
+            f"this state is of {header.get('optimizer')}, the optimizer is {type(optimizer).__name__}. "
+            "Make the optimizer that the checkpoint was saved from."
+        )
+    if header.get("entries") != len(packed["state"]):
+        raise CheckpointError(
+            f"the state says it has {header.get('entries')} entries and has {len(packed['state'])}: it is truncated. "
+            "Use an earlier checkpoint."
+        )
+
+
+def _check_groups(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
+    mine = [len(g["params"]) for g in optimizer.param_groups]
+    theirs = [len(g["params"]) for g in packed["param_groups"]]
+    if mine != theirs:
+        raise CheckpointError(
+            f"the checkpoint has parameter groups of {theirs} parameters, the optimizer of {mine}: "
+            "it is of another model or of other groups. Build both as they were when it was saved."
+        )
+
+
+def _convert(
+    optimizer: BlockwiseOptimizer,
+    group: dict[str, Any],
+    parameter: nn.Parameter,
+    entry: State,
+    key: Any,
+) -> State:
+    """Return one parameter's saved state in the optimizer's own format, on the parameter's device."""
+    entry = {
+        k: v.to(parameter.device, copy=True) if isinstance(v, Tensor) else deepcopy(v)
+        for k, v in entry.items()
+    }
+    new: State = {}
+    moments = optimizer.moments_of(group)
+    has_moments = "step" in entry or any(decodable(name, entry) for name in moments)
+    if has_moments:
+        step = entry.get("step", 1.0)
+        new["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device).reshape(
+            ()
+        )
+    for name in moments if has_moments else ():
+        kind = optimizer.moment_format(parameter)
+        wanted = zero_moment(name, parameter, kind)
+        if all(_alike(entry.get(k), v) for k, v in wanted.items()):
+            new.update({k: entry[k] for k in wanted})
+            continue
+        value = decode_moment(name, entry) if decodable(name, entry) else None
+        if value is None or value.shape != parameter.shape:
+            found = "missing" if value is None else f"of shape {tuple(value.shape)}"
+            raise CheckpointError(
+                f"state of parameter {key} (shape {tuple(parameter.shape)}): {name} is {found}. "
+                "The checkpoint is of another model, or truncated; use the one saved with this model."
+            )
+        new.update(encode_moment(name, value, parameter, kind))
+    new.update(_convert_master(optimizer, parameter, entry, key))
+    return new
+
+
+def _convert_master(
+    optimizer: BlockwiseOptimizer, parameter: nn.Parameter, entry: State, key: Any
+) -> State:
+    """Return the master's part of a saved state; the present one where the checkpoint has none."""
+    saved = {k: v for k, v in entry.items() if k in MASTER_KEYS}
+    present = {k: v for k, v in optimizer.state.get(parameter, {}).items() if k in MASTER_KEYS}
+    kind = optimizer.master_format(parameter)
+    if not saved:
+        return present
+    if any(v.ndim and v.shape != parameter.shape for v in saved.values()):
+        shapes = {k: tuple(v.shape) for k, v in saved.items()}
+        raise CheckpointError(
+            f"state of parameter {key} (shape {tuple(parameter.shape)}) has a master of shape {shapes}. "
+            "The checkpoint is of another model; use the one saved with this model."
+        )
+    if kind is None or ("remainder" in saved and parameter.dtype is not torch.bfloat16):
+        raise CheckpointError(
+            f"state of parameter {key}: the checkpoint holds a master weight for a 16-bit parameter, this one is "
+            f"{parameter.dtype}. Initialize at the level it was saved from, or export the weights with "
+            "fp8stack.checkpoint.master_state_dict."
+        )
+    wanted = encode_master(parameter.detach().float(), kind)[1]
+    if all(_alike(saved.get(k), v) for k, v in wanted.items()):
+        return saved
+    return encode_master(decode_master(parameter, saved), kind)[1]
+
+
+def decodable(name: str, entry: State) -> bool:
+    """Return whether `entry` holds the moment `name` in any format."""
+    return entry.get(name) is not None or {f"{name}_code", f"{name}_scale"} <= entry.keys()
+
+
+def _alike(saved: Any, wanted: Tensor) -> bool:
+    return isinstance(saved, Tensor) and saved.dtype is wanted.dtype and saved.shape == wanted.shape

@@ -1,0 +1,114 @@
+"""What `initialize` did, as data and as the summary card that is logged once, on rank 0.
+
+The card goes to the logger "fp8stack" at level INFO. Where nobody has configured logging it is written to stderr, once,
+so that a script shows it without setting anything up; FP8STACK_QUIET=1 silences it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import textwrap
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("fp8stack")
+logger.addHandler(logging.NullHandler())
+
+WIDTH = 110
+
+
+@dataclass
+class Report:
+    """The result of one `initialize` call. Names are those of `model.named_modules()` and `named_parameters()`."""
+
+    level: str
+    device: str
+    version: str
+    gemm: str  # "fp8 e4m3/e5m2", "fp8 e4m3" or "bf16"
+    gradients: str
+    states: str
+    master: str
+    converted: list[str] = field(default_factory=list)  # Linear layers in FP8 (or bf16)
+    skipped: dict[str, str] = field(
+        default_factory=dict
+    )  # Linear layers left out: reason and remedy
+    stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
+    kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
+    bytes_per_parameter: float = 0.0  # of matrices: weight, master, gradient and optimizer state
+    fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        linear = len(self.converted) + len(self.skipped)
+        lines = [
+            f"fp8stack {self.version} · {self.level} · {self.device}",
+            f"GEMM {self.gemm} · gradients {self.gradients} · states {self.states} · master {self.master}",
+            f"{len(self.converted)} of {linear} Linear layers in {self.gemm.split()[0]}"
+            + _listing("; left out: ", self.skipped),
+        ]
+        if self.stored or self.kept:
+            lines.append(
+                f"{len(self.stored)} matrices stored as bf16 with an 8-bit remainder"
+                if self.master == "split24"
+                else f"{len(self.stored)} matrices stored as bf16 with a float16 master"
+            )
+            lines[-1] += _listing("; kept in their dtype: ", self.kept)
+        lines.append(
+            f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices (float32 AdamW: 16)"
+        )
+        lines.append("fallbacks: " + ("; ".join(self.fallbacks) if self.fallbacks else "none"))
+        first, *rest = (
+            "\n".join(textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    "))
+            for line in lines
+        )
+        return "\n".join([first.strip(), *rest])
+
+
+def emit(report: Report) -> None:
+    """Log the card, on rank 0 only."""
+    if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or _rank() != 0:
+        return
+    if any(not isinstance(h, logging.NullHandler) for h in _handlers()):
+        logger.info("%s", report)
+        return
+    handler = logging.StreamHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        logger.info("%s", report)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _listing(title: str, reasons: dict[str, str]) -> str:
+    """Return up to four names with reasons, layers of one reason together."""
+    if not reasons:
+        return ""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(name)
+    shown = [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
+        for reason, names in list(by_reason.items())[:4]
+    ]
+    more = f", and {len(by_reason) - 4} more reasons" if len(by_reason) > 4 else ""
+    return title + ", ".join(shown) + more
+
+
+def _handlers() -> list[logging.Handler]:
+    return logger.handlers + logging.getLogger().handlers
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,304 @@
+"""A block-scaled FP8 tensor that behaves like the floating-point tensor it stands for.
+
+`p.grad` is one of these at O1 and O2: E4M3 codes in the shape of the parameter and a float32 scale for each block of
+128, value = code × scale, 1.03 bytes an element. It reports the dtype of the parameter, so autograd and torch's own
+functions accept it.
+
+How operations work (one rule): an operation that reads it gets its dequantized value and returns ordinary tensors; an
+operation that writes it in place is computed on the dequantized value and quantized again. A few are done directly on
+codes and scales, exactly and in 1 byte an element: multiplication and division by a scalar, zeroing, moving, cloning,
+the 2-norm and GradScaler's unscaling. Adding keeps a residual (see `kernels/reference/gradient.py`), so that many
+micro-batches accumulate without swamping.
+
+Limits: views (`grad[0]`, `grad.view(-1)`) are read-only copies, except that `grad[...] = value` writes through. Second
+derivatives are ordinary tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .errors import ConfigError
+from .formats import E4M3, scale_shape
+from .kernels import ops
+
+aten = torch.ops.aten
+
+
+class BlockScaledTensor(torch.Tensor):
+    """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`."""
+
+    codes: Tensor  # float8_e4m3fn, the shape of the tensor
+    scale: Tensor  # float32 [rows, ceil(cols / 128)]
+    residual: tuple[Tensor, Tensor] | None  # codes and scale of what rounding cut off a sum
+
+    # Everything is decided below the autograd level; no Python override per torch function is needed.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[BlockScaledTensor],
+        codes: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype = torch.float32,
+        residual: tuple[Tensor, Tensor] | None = None,
+    ) -> BlockScaledTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=dtype, device=codes.device
+        )
+
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype = torch.float32,
+        residual: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        if codes.dtype is not E4M3.dtype or tuple(scale.shape) != scale_shape(codes.shape):
+            raise ConfigError(
+                f"BlockScaledTensor needs float8_e4m3fn codes and scales of shape {scale_shape(codes.shape)} for "
+                f"codes of shape {tuple(codes.shape)}; got {codes.dtype} and {tuple(scale.shape)}."
+            )
+        self.codes, self.scale, self.residual = codes, scale, residual
+
+    @classmethod
+    def quantize(cls, x: Tensor) -> BlockScaledTensor:
+        """Return `x` (float32, bfloat16 or float16) in E4M3 blocks; it keeps the dtype of x as its face."""
+        if isinstance(x, cls):
+            return x
+        return cls(*ops.quantize_blocks(x.detach(), E4M3), dtype=x.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an ordinary tensor of the same shape, by default of the dtype this one reports."""
+        return ops.dequantize_blocks(self.codes, self.scale, E4M3, dtype or self.dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes really held: codes, scales and residual."""
+        return sum(t.nbytes for t in self.parts())
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the plain tensors this one consists of."""
+        return (self.codes, self.scale, *(self.residual or ()))
+
+    def accumulate_(self, x: Tensor) -> BlockScaledTensor:
+        """Add `x` in place, keeping a residual from the first addition on."""
+        if self.residual is None:
+            self.residual = torch.zeros_like(self.codes), torch.zeros_like(self.scale)
+        ops.accumulate_blocks(self.codes, self.scale, *self.residual, plain(x).contiguous())
+        return self
+
+    def assign_(self, value: Tensor) -> BlockScaledTensor:
+        """Replace the contents by `value`, quantized; a residual is dropped."""
+        if isinstance(value, BlockScaledTensor):
+            codes, scale, residual = value.codes, value.scale, value.residual
+        else:
+            full = value.expand(self.shape).contiguous()
+            (codes, scale), residual = ops.quantize_blocks(full, E4M3), None
+        self.codes.view(torch.uint8).copy_(
+            codes.view(torch.uint8)
+        )  # bytes: not every backend copies float8
+        self.scale.copy_(scale)
+        self.residual = None if residual is None else tuple(t.clone() for t in residual)  # type: ignore[assignment]
+        return self
+
+    def scale_(self, factor: Tensor | float) -> BlockScaledTensor:
+        """Multiply by a scalar in place: exact up to the rounding of the scales."""
+        self.scale.mul_(factor)
+        if self.residual is not None:
+            self.residual[1].mul_(factor)
+        return self
+
+    def map_parts(
+        self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> BlockScaledTensor:
+        """Return a new tensor with `function` applied to each part."""
+        codes, scale, *rest = (function(t) for t in self.parts())
+        return BlockScaledTensor(
+            codes, scale, dtype or self.dtype, (rest[0], rest[1]) if rest else None
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        body = repr(self.dequantize())[len("tensor(") : -1]
+        return f"BlockScaledTensor({body}, codes=float8_e4m3fn, block=128)"
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        full = self.dequantize()
+        full[index] = plain(value) if isinstance(value, Tensor) else value
+        self.assign_(full)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BlockScaledTensor:
+        return self.map_parts(torch.clone)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.codes, self.scale, self.dtype, self.residual)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype]]:
+        return ["codes", "scale"], (self.dtype,)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[torch.dtype], outer_size: Any, outer_stride: Any
+    ) -> BlockScaledTensor:
+        return BlockScaledTensor(inner["codes"], inner["scale"], context[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        direct = _DIRECT.get(func)
+        if direct is not None:
+            result = direct(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _through_values(func, args, kwargs)
+
+
+def plain(x: Tensor) -> Tensor:
+    """Return `x` itself, or its dequantized value if it is block-scaled."""
+    return x.dequantize() if isinstance(x, BlockScaledTensor) else x
+
+
+def _rebuild(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, residual: tuple[Tensor, Tensor] | None
+) -> BlockScaledTensor:
+    return BlockScaledTensor(codes, scale, dtype, residual)
+
+
+def _through_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run any operator on dequantized values and quantize again what it wrote in place."""
+    written: list[tuple[BlockScaledTensor, Tensor]] = []
+    values: dict[int, Tensor] = {}  # an argument that appears twice is dequantized once
+
+    def value_of(x: Any) -> Any:
+        if not isinstance(x, BlockScaledTensor):
+            return x
+        return values.setdefault(id(x), x.dequantize())
+
+    new_args, new_kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
+    schema = func._schema.arguments
+    for position, argument in enumerate(schema):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[position] if position < len(args) else kwargs.get(argument.name)
+        for item in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(item, BlockScaledTensor):
+                written.append((item, values[id(item)]))
+    result = func(*new_args, **new_kwargs)
+    for target, value in written:
+        target.assign_(value)
+    if not written:
+        return result
+    owner = {id(value): target for target, value in written}  # x.add_() returns x, not its value
+    return tree_map(lambda x: owner.get(id(x), x), result)
+
+
+# --- operators done on codes and scales
+
+
+def _is_scalar(x: Any) -> bool:
+    return not isinstance(x, Tensor) or (x.ndim == 0 and not isinstance(x, BlockScaledTensor))
+
+
+def _detach(func: Any, x: BlockScaledTensor) -> BlockScaledTensor:
+    return x.map_parts(lambda t: t)
+
+
+def _clone(func: Any, x: BlockScaledTensor, **kwargs: Any) -> BlockScaledTensor:
+    return x.map_parts(torch.clone)
+
+
+def _to_copy(func: Any, x: BlockScaledTensor, **kwargs: Any) -> Any:
+    if kwargs.get("dtype") not in (None, x.dtype):
+        return NotImplemented  # another dtype: an ordinary tensor
+    device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
+    return x.map_parts(lambda t: t.to(device=device, non_blocking=non_blocking, copy=True))
+
+
+def _copy_(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
+    if isinstance(x, BlockScaledTensor):
+        return x.assign_(source.to(x.device, non_blocking=non_blocking))
+    return NotImplemented
+
+
+def _zero_(func: Any, x: BlockScaledTensor) -> BlockScaledTensor:
+    x.residual = None
+    x.codes.view(torch.uint8).zero_()
+    x.scale.zero_()
+    return x
+
+
+def _zero_list_(func: Any, tensors: list[Tensor]) -> None:
+    for x in tensors:
+        x.zero_()
+
+
+def _mul_(func: Any, x: Any, factor: Any) -> Any:
+    if isinstance(x, BlockScaledTensor) and _is_scalar(factor):
+        return x.scale_(factor)
+    return NotImplemented
+
+
+def _div_(func: Any, x: Any, divisor: Any) -> Any:
+    if isinstance(x, BlockScaledTensor) and _is_scalar(divisor):
+        return x.scale_(1.0 / divisor)
+    return NotImplemented
+
+
+def _mul_list_(func: Any, tensors: list[Tensor], factors: Any) -> None:
+    for i, x in enumerate(tensors):
+        x.mul_(factors[i] if isinstance(factors, (list, tuple)) else factors)
+
+
+def _add_(func: Any, x: Any, other: Any, *, alpha: float = 1) -> Any:
+    if isinstance(x, BlockScaledTensor) and isinstance(other, Tensor):
+        other = plain(other)
+        return x.accumulate_((other if alpha == 1 else other * alpha).to(x.dtype).expand(x.shape))
+    return NotImplemented
+
+
+def _norm(func: Any, x: BlockScaledTensor, ord: float = 2, *args: Any, **kwargs: Any) -> Any:
+    if (
+        ord != 2
+        or any(a not in (None, False, []) for a in args)
+        or kwargs.get("dim")
+        or kwargs.get("keepdim")
+    ):
+        return NotImplemented
+    return ops.norm_blocks(x.codes, x.scale).to(kwargs.get("dtype") or x.dtype)
+
+
+def _unscale_list_(func: Any, tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """GradScaler: multiply every gradient by `inv_scale` and set `found_inf` to 1 if any is not finite."""
+    others = [x for x in tensors if not isinstance(x, BlockScaledTensor)]
+    if others:
+        func(others, found_inf, inv_scale)
+    for x in tensors:
+        if isinstance(x, BlockScaledTensor):
+            bad = (~x.scale.isfinite()).any()
+            found_inf.copy_(torch.where(bad, 1.0, found_inf))
+            x.scale_(inv_scale)
+
+
+_DIRECT: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy_,
+    aten.zero_.default: _zero_,
+    aten._foreach_zero_.default: _zero_list_,
+    aten.mul_.Tensor: _mul_,
+    aten.mul_.Scalar: _mul_,
+    aten.div_.Tensor: _div_,
+    aten.div_.Scalar: _div_,
+    aten._foreach_mul_.Scalar: _mul_list_,
+    aten._foreach_mul_.Tensor: _mul_list_,
+    aten._foreach_mul_.ScalarList: _mul_list_,
+    aten.add_.Tensor: _add_,
+    aten.linalg_vector_norm.default: _norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_list_,
+}

@@ -1,0 +1,106 @@
+"""Device-side casts between float32 and the one-byte formats; no other file of this project casts to FP8.
+
+The rounding is `reference/fp8.py`'s, instruction for instruction: add a power of two that leaves exactly the target's
+mantissa, and count steps with an integer subtraction. It uses no hardware FP8 cast, because those disagree: sm_80 has
+none, sm_89 rounds twice on the way from float32, and Triton's CPU interpreter does not round to nearest even. So the
+same bits come out of an A100, an H200 and the interpreter.
+
+Decoding goes through float16, whose exponent and mantissa fields line up with a shifted code: one shift, one exact
+conversion, one multiplication by a power of two. NaN codes are not decoded: a block that is not finite has scale NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def encode(
+    x,  # float32, finite
+    MANTISSA: tl.constexpr,  # bits
+    MIN_EXPONENT: tl.constexpr,  # of the smallest normal number
+    MAX: tl.constexpr,  # largest finite value
+    SIGNED: tl.constexpr,
+):  # int32 codes in [0, 255]
+    """Round to the nearest code, ties to even, saturating."""
+    lowest: tl.constexpr = (MIN_EXPONENT + 127) << 23
+    magnitude = tl.minimum(tl.abs(x), MAX)
+    exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True), lowest) & 0x7F800000
+    magic = exponent + ((23 - MANTISSA) << 23)
+    rounded = magnitude + magic.to(tl.float32, bitcast=True)
+    code = rounded.to(tl.int32, bitcast=True) - magic
+    code += (exponent - lowest) >> (23 - MANTISSA)
+    if SIGNED:
+        code |= (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return code
+
+
+@triton.jit
+def decode(
+    code,  # uint8, not a NaN code
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    SIGNED: tl.constexpr,
+):  # float32
+    """Return the value of a code, exactly."""
+    c = code.to(tl.int16)
+    half = (c & 0x7F if SIGNED else c) << (10 - MANTISSA)
+    if SIGNED:
+        half |= (c & 0x80) << 8
+    unit: tl.constexpr = 2.0 ** (MIN_EXPONENT + 14)  # float16's smallest normal number is 2^-14
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * unit
+
+
+@triton.jit
+def scale_and_inverse(
+    magnitude_bits,  # int32, the largest bits(x) & 0x7FFFFFFF: NaN > infinity > finite
+    MAX: tl.constexpr,
+):  # float32, float32
+    """Return (amax / MAX, its reciprocal): 0 for a block too small to scale, NaN and 0 for one that is not finite."""
+    scale = tl.div_rn(magnitude_bits.to(tl.float32, bitcast=True), MAX)
+    scale = tl.where(scale >= 2.0**-126, scale, 0.0)
+    inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
+    finite = magnitude_bits < 0x7F800000
+    return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
+
+
+@triton.jit
+def encode_blocks(
+    x,  # float32 [blocks, 128]; square roots if SQUARED
+    MANTISSA: tl.constexpr,
+    MIN_EXPONENT: tl.constexpr,
+    MAX: tl.constexpr,
+    SIGNED: tl.constexpr,
+    SQUARED: tl.constexpr,
+):  # int32 codes [blocks, 128], float32 scale [blocks]
+    """Quantize a tile, one scale for each row of it."""
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    scale, inverse = scale_and_inverse(bits, MAX)
+    alive = inverse[:, None] > 0
+    code = encode(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, MIN_EXPONENT, MAX, SIGNED)
+    if SQUARED:  # a positive second moment never becomes zero
+        code = tl.where(alive & (x > 0), tl.maximum(code, 1), code)
+    return code, scale
+
+
+@triton.jit
+def block_offsets(
+    n_blocks,
+    blocks_per_row,
+    cols,
+    BLOCKS: tl.constexpr,  # blocks in a tile
+    EVEN: tl.constexpr,  # cols is a multiple of 128: blocks lie end to end
+):  # int64 blocks [BLOCKS], bool inside [BLOCKS], int64 offsets and bool mask [BLOCKS, 128]
+    """Return the blocks of this program and where their elements lie."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = block < n_blocks
+    lane = tl.arange(0, 128)
+    if EVEN:
+        offset = block[:, None] * 128 + lane[None, :]
+        mask = inside[:, None] & (lane[None, :] >= 0)
+    else:
+        col = (block % blocks_per_row)[:, None] * 128 + lane[None, :]
+        offset = (block // blocks_per_row)[:, None] * cols + col
+        mask = inside[:, None] & (col < cols)
+    return block, inside, offset, mask

@@ -1,0 +1,140 @@
+"""Triton kernels that quantize and dequantize, with a scale per block of 128 or per tensor.
+
+The numbers are those of `reference/quantize.py`, bit for bit. A program owns 16 blocks; a block never crosses a row, so
+the tail of a row is masked, and rows that are a multiple of 128 take the unmasked path. A scale per tensor takes two
+kernels: the largest magnitude by an integer atomic maximum (bits of |x|, so that NaN and infinity win), then the cast,
+which reads it on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8stack.formats import BLOCK, Float8, rows_cols, scale_shape
+
+from .fp8 import block_offsets, decode, encode, encode_blocks, scale_and_inverse
+
+BLOCKS = 16
+FLAT = 4096
+# Every multiplication and addition rounds on its own: contracting them would give other bits than the reference.
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _quantize_blocks_kernel(
+    x_ptr, codes_ptr, scale_ptr, n_blocks, blocks_per_row, cols,
+    MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr,
+    SIGNED: tl.constexpr, SQUARED: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if SQUARED:
+        x = tl.sqrt_rn(x)
+    code, scale = encode_blocks(x, MANTISSA, MIN_EXPONENT, MAX, SIGNED, SQUARED)
+    tl.store(codes_ptr + offset, code.to(tl.uint8), mask=mask)
+    tl.store(scale_ptr + block, scale, mask=inside)
+
+
+@triton.jit
+def _dequantize_blocks_kernel(
+    codes_ptr, scale_ptr, out_ptr, n_blocks, blocks_per_row, cols,
+    MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
+    SIGNED: tl.constexpr, SQUARED: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
+    code = tl.load(codes_ptr + offset, mask=mask, other=0)
+    scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
+    value = decode(code, MANTISSA, MIN_EXPONENT, SIGNED) * scale[:, None]
+    if SQUARED:
+        value = value * value
+    tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _amax_kernel(x_ptr, amax_ptr, numel, FLAT: tl.constexpr):
+    offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
+    tl.atomic_max(amax_ptr, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0))
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr, amax_ptr, codes_ptr, scale_ptr, numel,
+    MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    scale, inverse = scale_and_inverse(tl.load(amax_ptr), MAX)
+    offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
+    x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
+    x = tl.where(inverse > 0, x * inverse, 0.0)
+    code = encode(x, MANTISSA, MIN_EXPONENT, MAX, True)
+    tl.store(codes_ptr + offset, code.to(tl.uint8), mask=offset < numel)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr, scale)
+
+
+def quantize_blocks(
+    x: Tensor,  # float32, bfloat16 or float16, any shape
+    fmt: Float8,
+) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32 [rows, ceil(cols / 128)]
+    """Quantize `x` with one scale for each block of 128 elements of a row."""
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(scale_shape(x.shape), dtype=torch.float32, device=x.device)
+    if scale.numel():
+        geometry = block_geometry(x.shape)
+        _quantize_blocks_kernel[block_grid(scale)](
+            x, codes, scale, scale.numel(), *geometry[:2],
+            fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.signed, fmt.squared, geometry[2], BLOCKS,
+            **LAUNCH,
+        )  # fmt: skip
+    return codes.view(fmt.dtype), scale
+
+
+def dequantize_blocks(
+    codes: Tensor,  # fmt.dtype, any shape
+    scale: Tensor,  # float32 [rows, ceil(cols / 128)]
+    fmt: Float8,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # dtype, the shape of codes
+    """Return code × scale (squared for `ue3m5`), rounded to `dtype`."""
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if scale.numel():
+        geometry = block_geometry(codes.shape)
+        _dequantize_blocks_kernel[block_grid(scale)](
+            codes.contiguous().view(torch.uint8), scale.contiguous(), out, scale.numel(), *geometry[:2],
+            fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, geometry[2], BLOCKS,
+            **LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+def quantize_tensor(
+    x: Tensor,  # float32, bfloat16 or float16, any shape
+    fmt: Float8,  # e4m3 or e5m2
+) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32, 0-d
+    """Quantize `x` with one scale for the whole tensor."""
+    x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scale = torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.numel():
+        amax = torch.zeros((), dtype=torch.int32, device=x.device)
+        grid = (triton.cdiv(x.numel(), FLAT),)
+        _amax_kernel[grid](x, amax, x.numel(), FLAT, **LAUNCH)
+        _cast_kernel[grid](
+            x, amax, codes, scale, x.numel(), fmt.mantissa_bits, fmt.min_exponent, fmt.max, FLAT,
+            **LAUNCH,
+        )  # fmt: skip
+    return codes.view(fmt.dtype), scale
+
+
+def block_geometry(shape: torch.Size) -> tuple[int, int, bool]:
+    """Return (blocks per row, columns, whether the columns are a multiple of 128)."""
+    _, cols = rows_cols(shape)
+    return -(-cols // BLOCK), cols, cols % BLOCK == 0
+
+
+def block_grid(scale: Tensor) -> tuple[int]:
+    return (triton.cdiv(scale.numel(), BLOCKS),)

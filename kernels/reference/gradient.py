@@ -1,0 +1,59 @@
+"""Arithmetic on block-scaled FP8 gradients: adding a micro-batch, and the norm.
+
+**Adding.** E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than what is added, rounding to nearest
+drops the addend entirely, and a gradient accumulated over many micro-batches stops growing. So a sum keeps a second
+block-scaled tensor, the *residual*, which holds what the rounding of the first cut off:
+
+    total    = code × scale + residual code × residual scale + x
+    code     = quantize(total)
+    residual = quantize(total - code × scale)
+
+Together they carry about 8 bits of mantissa, like bfloat16, in 2.06 bytes a parameter; a gradient that is not
+accumulated has no residual and takes 1.03. Readers use the first tensor alone: it is the rounded total.
+
+**Norm.** The blocks are scaled by the largest scale before squaring, so neither overflow nor underflow of float32
+squares falsifies the norm of a very large or very small gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8stack.formats import E4M3
+
+from .quantize import as_blocks, dequantize_blocks, quantize_blocks
+
+
+def accumulate_blocks(
+    codes: Tensor,  # e4m3, any shape; overwritten
+    scale: Tensor,  # float32 [rows, ceil(cols / 128)]; overwritten
+    residual_codes: Tensor,  # e4m3, like codes; overwritten
+    residual_scale: Tensor,  # float32, like scale; overwritten
+    x: Tensor,  # float32, bfloat16 or float16, like codes
+) -> None:
+    """Add `x` to a block-scaled E4M3 tensor with a residual, in place."""
+    total = dequantize_blocks(codes, scale, E4M3)
+    total = total + dequantize_blocks(residual_codes, residual_scale, E4M3) + x.float()
+    new_codes, new_scale = quantize_blocks(total, E4M3)
+    rest = total - dequantize_blocks(new_codes, new_scale, E4M3)
+    for old, new in zip(
+        (codes, scale, residual_codes, residual_scale),
+        (new_codes, new_scale, *quantize_blocks(rest, E4M3)),
+        strict=True,
+    ):
+        old.copy_(new)
+
+
+def norm_blocks(
+    codes: Tensor,  # e4m3, any shape
+    scale: Tensor,  # float32 [rows, ceil(cols / 128)]
+) -> Tensor:  # float32, 0-d
+    """Return the 2-norm of a block-scaled E4M3 tensor; NaN if any block is NaN."""
+    if not codes.numel():
+        return scale.new_zeros(())
+    largest = scale.amax()
+    squares = as_blocks(codes.float()).square().sum(-1)
+    relative = torch.where(largest > 0, scale / largest, 0.0)
+    norm = (squares * relative.square()).sum().sqrt() * largest
+    return torch.where(largest.isnan(), largest, norm)

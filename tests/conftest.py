@@ -1,0 +1,37 @@
+"""Without a GPU, Triton kernels run on CPU tensors in Triton's interpreter, which must be chosen before Triton loads."""
+
+import os
+import zlib
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("FP8STACK_QUIET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _seed(request):
+    """Seed every test from its own name, so that neither order nor selection changes its numbers."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.split("::", 1)[-1].encode()))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Every device that the operators run on: the reference on cpu, Triton on cuda."""
+    return request.param
+
+
+@pytest.fixture
+def kernel_device():
+    """Where Triton kernels run in this session: on the GPU, or in the interpreter on CPU tensors."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
