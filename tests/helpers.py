@@ -8,8 +8,11 @@ from fp8stack.formats import Float8
 
 
 def bits(x: Tensor) -> Tensor:
-    """Return the bytes of `x` on the CPU, as a flat uint8 tensor."""
-    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """Return the bytes of `x` on the CPU, as a flat uint8 tensor. NaNs are made one: their payload is the device's."""
+    x = x.detach().cpu().contiguous().reshape(-1)
+    if x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.where(x.isnan(), torch.nan, x)
+    return x.view(torch.uint8)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:

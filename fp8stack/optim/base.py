@@ -149,7 +149,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         for group, parameters in work:
             states = [self.ensure_state(group, p) for p in parameters]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, apply.to(steps[0].device))
+            torch._foreach_add_(steps, [apply] * len(steps))  # a list: a single tensor would sync
             sign = -1.0 if group.get("maximize") else 1.0
             hyper = self._hyper(group, torch.stack(steps).double(), grad_mul * sign, apply)
             for i, (p, state) in enumerate(zip(parameters, states, strict=True)):

@@ -80,7 +80,7 @@ def dequantize_blocks(
     values = as_blocks(decode(codes, fmt)) * scale.unsqueeze(-1)
     if fmt.squared:
         values = values * values
-    return from_blocks(values, codes.shape).to(dtype)
+    return from_blocks(values, codes.shape).contiguous().to(dtype)
 
 
 def quantize_tensor(

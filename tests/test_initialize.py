@@ -1,0 +1,461 @@
+"""The contract of `initialize` and `restore`: what a training script built before the call goes on working after it."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from helpers import TinyLM, assert_same_bits, batch, train
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+
+import fp8stack
+from fp8stack import BlockScaledTensor, memory
+from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
+from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
+
+LEVELS = ["O0", "O1", "O2"]
+
+
+def build(level=None, device="cpu", tied=False, optimizer=torch.optim.AdamW, **overrides):
+    torch.manual_seed(0)
+    model = TinyLM(tied=tied).to(device)
+    opt = optimizer(model.parameters(), lr=3e-3)
+    if level:
+        model, opt = fp8stack.initialize(model, opt, level, **overrides)
+    return model, opt
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_trains_as_the_baseline_does(level, device):
+    baseline = train(*build(device=device), 40, device=device)
+    losses = train(*build(level, device), 40, device=device)
+    assert baseline[-1] < 0.2 * baseline[0]
+    assert abs(losses[-1] - baseline[-1]) < 0.01 * baseline[0]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_other_converted_optimizers_train(optimizer, device):
+    def make(params, lr):
+        return optimizer(params, lr=0.3, momentum=0.9) if optimizer is torch.optim.SGD else optimizer(params, lr=lr)
+
+    baseline = train(*build(device=device, optimizer=make), 40, device=device)
+    model, opt = build("O2", device, optimizer=make)
+    assert type(opt).__name__ == optimizer.__name__
+    losses = train(model, opt, 40, device=device)
+    assert losses[-1] < baseline[-1] + 0.02 * baseline[0]
+
+
+def test_parameters_keep_their_identity_and_state_dict_its_keys_and_shapes():
+    torch.manual_seed(0)
+    model = TinyLM()
+    before = dict(model.named_parameters())
+    shapes = {k: v.shape for k, v in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    returned, _ = fp8stack.initialize(model, optimizer, "O2")
+    assert returned is model
+    assert all(p is before[name] for name, p in model.named_parameters())
+    assert {k: v.shape for k, v in model.state_dict().items()} == shapes
+    assert isinstance(model.up, nn.Linear)
+    assert model.up.weight.dtype is torch.bfloat16
+    assert model.norm.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_outputs_keep_the_dtype_of_the_activations(level):
+    model, _ = build(level)
+    assert model.embed(torch.tensor([1])).dtype is torch.float32
+    assert model.up(torch.zeros(3, 128)).dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.up(torch.zeros(3, 128)).dtype is torch.bfloat16
+        assert model(*batch(0)).isfinite()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scheduler_built_before_drives_the_rate_after(level):
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    model, returned = fp8stack.initialize(model, optimizer, level)
+    assert returned.param_groups is optimizer.param_groups
+    before = returned.param_groups[0]["lr"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns when it thinks that no optimizer step was taken
+        train(model, returned, 1)
+        scheduler.step()
+    assert (before, returned.param_groups[0]["lr"]) == (1.0, 0.5)
+    weight = fp8stack.checkpoint.master_state_dict(model, returned)["norm.weight"].clone()
+    returned.param_groups[0]["lr"] = 0.0
+    train(model, returned, 1)
+    assert_same_bits(fp8stack.checkpoint.master_state_dict(model, returned)["norm.weight"], weight)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tied_embeddings_stay_tied_and_are_stepped_once(level):
+    model, optimizer = build(level, tied=True)
+    assert model.head.weight is model.embed.weight
+    losses = train(model, optimizer, 30)
+    assert model.head.weight is model.embed.weight
+    assert losses[-1] < 0.5 * losses[0]
+    assert optimizer.state[model.embed.weight]["step"].item() == 30
+    baseline = train(*build(tied=True), 30)
+    assert abs(losses[-1] - baseline[-1]) < 0.01 * baseline[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_frozen_layer_stays_frozen(level):
+    torch.manual_seed(0)
+    model = TinyLM()
+    model.up.weight.requires_grad_(False)
+    before = model.up.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # owns it, as scripts often do
+    model, optimizer = fp8stack.initialize(model, optimizer, level)
+    train(model, optimizer, 3)
+    assert not model.up.weight.requires_grad
+    assert model.up.weight.grad is None
+    assert_same_bits(model.up.weight, before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_ema_copies_and_hooks_go_on_working(level):
+    torch.manual_seed(0)
+    model = TinyLM()
+    early = copy.deepcopy(model)  # a float32 copy made before, updated by hand
+    calls = []
+    model.up.register_forward_hook(lambda *_: calls.append("forward"))
+    model.up.weight.register_hook(lambda gradient: calls.append(type(gradient)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = fp8stack.initialize(model, optimizer, level)
+    late = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))  # torch's own, made after
+    for step in range(4):
+        train(model, optimizer, 1, start=step)
+        late.update_parameters(model)
+        for average, current in zip(early.parameters(), model.parameters(), strict=True):
+            average.data.mul_(0.5).add_(current.data, alpha=0.5)
+    assert calls == ["forward", torch.Tensor] * 4
+    assert early(*batch(0)).isfinite()
+    assert late(*batch(0)).isfinite()
+    difference = (late.module.up.weight.float() - early.up.weight).norm()
+    assert difference < 0.02 * early.up.weight.norm()
+
+
+def test_state_carries_over_in_the_middle_of_a_run():
+    """Switching at step 20 continues like never switching; starting the moments anew would not."""
+    baseline = train(*build(), 40)
+    model, optimizer = build()
+    train(model, optimizer, 20)
+    moments = optimizer.state[model.up.weight]["exp_avg"].clone()
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2")
+    state = optimizer.state[model.up.weight]
+    assert state["step"].item() == 20
+    decoded = fp8stack.checkpoint.torch_state_dict(optimizer)["state"]
+    index = next(i for i, p in enumerate(model.parameters()) if p is model.up.weight)
+    assert (decoded[index]["exp_avg"] - moments).norm() < 0.03 * moments.norm()
+    losses = train(model, optimizer, 20, start=20)
+    for ours, theirs in zip(losses, baseline[20:], strict=True):
+        assert abs(ours - theirs) < 0.02 * baseline[0]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_restore_undoes_it(level):
+    model, _ = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    classes = [type(m) for m in model.modules()]
+    model, converted = fp8stack.initialize(model, optimizer, level)
+    train(model, converted, 20)
+    masters = fp8stack.checkpoint.master_state_dict(model, converted)
+    model(*batch(0)).backward()
+    again, original = fp8stack.restore(model, converted)
+    assert again is model
+    assert original is optimizer
+    assert [type(m) for m in model.modules()] == classes
+    for name, p in model.named_parameters():
+        assert p.dtype is torch.float32
+        assert_same_bits(p, masters[name], name)
+        assert type(p.grad) is torch.Tensor
+    losses = train(model, original, 20, start=20)
+    assert optimizer.state[model.up.weight]["step"].item() == 40
+    baseline = train(*build(), 40)
+    assert abs(losses[-1] - baseline[-1]) < 0.02 * baseline[0]
+    with pytest.raises(ModelError, match="nothing to undo"):
+        fp8stack.restore(model)
+    fp8stack.initialize(model, optimizer, level)  # and again
+
+
+def test_enabled_false_changes_nothing():
+    model, optimizer = build()
+    classes = [type(m) for m in model.modules()]
+    result = fp8stack.initialize(model, optimizer, "O2", enabled=False)
+    assert result == (model, optimizer)
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_an_initialized_model_trains_bit_for_bit_the_same_twice():
+    first, second = (train(*build("O2"), 5) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_are_fp8_as_soon_as_they_are_ready(level):
+    """When the last gradient arrives every other one is FP8 already: no second full-precision gradient lives."""
+    model, _ = build(level)
+    alive = []
+
+    def record(p):
+        alive.append([type(q.grad) for q in model.parameters() if q.grad is not None and q.ndim >= 2])
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(record)
+    model(*batch(0)).backward()
+    assert len(alive) == 7
+    assert all(kind is BlockScaledTensor for kinds in alive for kind in kinds)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_accumulation_clipping_and_zero_grad(level, set_to_none):
+    """Four micro-batches of one batch are the batch, to the rounding of FP8."""
+    model, optimizer = build(level)
+    tokens, targets = batch(0)
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for i in range(4):
+            (model(tokens[i : i + 1], targets[i : i + 1]) / 4).backward()
+    reference, _ = build("O0")  # the same GEMMs, gradients summed in float32
+    for i in range(4):
+        (reference(tokens[i : i + 1], targets[i : i + 1]) / 4).backward()
+    exact = reference.up.weight.grad
+    gradient = model.up.weight.grad.dequantize().float()
+    assert (gradient - exact).norm() < 0.03 * exact.norm()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    clipped = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.testing.assert_close(clipped, torch.tensor(0.01), rtol=1e-4, atol=0)
+    assert norm > 0.01
+    optimizer.zero_grad(set_to_none=set_to_none)
+    if set_to_none:
+        assert model.up.weight.grad is None
+    else:
+        assert (model.up.weight.grad.dequantize() == 0).all()
+
+
+def test_o1_takes_any_optimizer_and_keeps_its_states():
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.NAdam(model.parameters(), lr=2e-3)
+    returned = fp8stack.initialize(model, optimizer, "O1")[1]
+    assert returned is optimizer
+    losses = train(model, optimizer, 40)
+    baseline = train(*build(optimizer=lambda p, lr: torch.optim.NAdam(p, lr=2e-3)), 40)
+    assert abs(losses[-1] - baseline[-1]) < 0.02 * baseline[0]
+    assert optimizer.state[model.up.weight]["exp_avg"].dtype is torch.float32
+
+
+def test_amsgrad_stays_torch_s_own_at_o1():
+    model, optimizer = build("O1", optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, amsgrad=True))
+    assert type(optimizer) is torch.optim.AdamW
+    losses = train(model, optimizer, 20)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_adam_with_decoupled_decay_is_adamw():
+    def make(params, lr):
+        return torch.optim.Adam(params, lr=lr, weight_decay=0.5, decoupled_weight_decay=True)
+
+    try:
+        make([nn.Parameter(torch.zeros(2))], 0.1)
+    except TypeError:
+        pytest.skip("this torch has no Adam(decoupled_weight_decay=...)")
+    model, optimizer = build("O2", optimizer=make)
+    reference, plain = build("O2", optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, weight_decay=0.5))
+    assert train(model, optimizer, 5) == train(reference, plain, 5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_activation_checkpointing_and_compile(level):
+    model, _ = build(level)
+    tokens, targets = batch(0)
+    plain = model(tokens, targets)
+    plain.backward()
+    expected = model.up.weight.grad.clone() + 0
+    model.zero_grad()
+    checkpoint(model, tokens, targets, use_reentrant=False).backward()
+    assert_same_bits(model.up.weight.grad + 0, expected)
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=0)
+    assert (model.up.weight.grad + 0 - expected).norm() < 0.02 * expected.norm()
+
+
+def test_gradients_of_new_parameter_groups_join():
+    model, optimizer = build("O2")
+    extra = nn.Linear(128, 128)
+    optimizer.add_param_group({"params": list(extra.parameters()), "lr": 1e-4})
+    extra(torch.randn(4, 128)).sum().backward()
+    assert isinstance(extra.weight.grad, BlockScaledTensor)
+    optimizer.step()
+    assert "exp_avg_code" in optimizer.state[extra.weight]
+
+
+def test_bytes_per_parameter_are_what_the_levels_promise():
+    """Measured from live tensors, on parameters of matrices."""
+    limits = {None: 16.0, "O0": 16.0, "O1": 13.2, "O2": 6.2}
+    for level, limit in limits.items():
+        torch.manual_seed(0)
+        model = TinyLM(dim=256)
+        optimizer = torch.optim.AdamW(model.parameters())
+        if level:
+            model, optimizer = fp8stack.initialize(model, optimizer, level)
+        train(model, optimizer, 2)  # the gradients of the last step are still alive
+        used = memory.measure(model, optimizer).per_parameter()
+        assert round(used["total"], 3) <= limit, (level, used)  # a step count is 4 bytes a tensor
+        if level:
+            planned = fp8stack.get_report(model).bytes_per_parameter
+            assert abs(planned - used["total"]) < 0.01, (level, planned, used)
+    assert fp8stack.levels.LEVELS["O2"].bytes_per_parameter == 6.09375
+
+
+def test_the_fp8_lm_preset_keeps_the_paper_s_formats():
+    model, optimizer = build("O2", preset="fp8-lm")
+    losses = train(model, optimizer, 30)
+    state = optimizer.state[model.up.weight]
+    assert state["exp_avg_code"].dtype is torch.float8_e4m3fn
+    assert state["exp_avg_sq_code"].dtype is torch.float16
+    assert state["master"].dtype is torch.float16
+    assert all(state[f"{n}_scale"].ndim == 0 for n in ("exp_avg", "exp_avg_sq", "master"))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_layers_are_chosen_with_reasons():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(64, 128)
+            self.fits = nn.Linear(128, 128)
+            self.narrow = nn.Linear(128, 130)
+            self.conv = nn.Conv2d(16, 64, 3)
+            self.bare = nn.Parameter(torch.zeros(128, 128))
+            self.block = nn.TransformerEncoderLayer(128, 4, 256)
+            self.head = nn.Linear(128, 64)
+            self.weird = nn.utils.parametrizations.weight_norm(nn.Linear(128, 128))
+
+    model = Odd()
+    model, _ = fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), "O2", skip=["head"])
+    report = fp8stack.get_report(model)
+    assert report.converted == ["fits"]
+    assert "out_features 130 is not a multiple of 16" in report.skipped["narrow"]
+    assert "make it 144" in report.skipped["narrow"]
+    assert report.skipped["head"] == 'matches skip="head"'
+    assert "reads the weights" in report.skipped["block.linear1"]
+    assert "subclass" in report.skipped["weird"]
+    assert report.stored == ["embed.weight", "fits.weight", "narrow.weight"]
+    assert report.kept["conv.weight"] == "Conv2d uses it directly"
+    assert report.kept["bare"] == "Odd uses it directly"
+    assert type(model.fits) is Fp8Linear
+    assert type(model.narrow) is StoredLinear
+    assert type(model.embed) is StoredEmbedding
+    assert type(model.head) is nn.Linear
+    assert model.head.weight.dtype is torch.float32
+    json.dumps(report.to_dict())
+    card = str(report)
+    assert "1 of 7 Linear layers in fp8" in card
+    assert "narrow" in card
+    with torch.no_grad():
+        model.eval()
+        assert model.block(torch.randn(5, 2, 128)).isfinite().all()
+
+
+def test_a_bfloat16_model_gets_masters_for_every_matrix():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(16, 64, 5), nn.Flatten(), nn.Linear(256, 64)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2")
+    model(torch.randn(4, 16, 8).bfloat16()).square().sum().backward()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["remainder"].dtype is torch.int8
+    assert optimizer.state[model[0].bias]["master"].dtype is torch.float32
+
+
+def test_the_card_is_logged_once_and_can_be_silenced(monkeypatch, caplog, capsys):
+    monkeypatch.setenv("FP8STACK_QUIET", "0")
+    with caplog.at_level("INFO", logger="fp8stack"):
+        build("O2")
+    assert len(caplog.records) == 1
+    assert "6.10 bytes per parameter" in caplog.text or "6.09 bytes per parameter" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("FP8STACK_QUIET", "1")
+    build("O2")
+    assert not caplog.records
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fallback_warns_once_or_raises_when_strict(monkeypatch):
+    monkeypatch.setattr(
+        fp8stack.capability, "fp8_gemm", lambda device: fp8stack.capability.Answer(False, "no FP8 here")
+    )
+    with pytest.warns(Fp8StackWarning, match="no FP8 here; using bf16 GEMMs instead") as caught:
+        model, optimizer = build("O2")
+    assert len(caught) == 1
+    assert type(model.up) is Bf16Linear
+    assert fp8stack.get_report(model).fallbacks == ["no FP8 here; using bf16 GEMMs instead"]
+    losses = train(model, optimizer, 20)
+    assert losses[-1] < 0.5 * losses[0]
+    model, optimizer = build()
+    with pytest.raises(UnsupportedDeviceError, match="no FP8 here"):
+        fp8stack.initialize(model, optimizer, "O2", strict=True)
+    with pytest.raises(UnsupportedDeviceError, match='compute="native"'):
+        fp8stack.initialize(model, optimizer, "O2", compute="native")
+    assert type(model.up) is nn.Linear
+    assert model.up.weight.dtype is torch.float32
+
+
+def test_a_model_moved_after_the_call_keeps_training(device):
+    model, optimizer = build("O2")
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    model.to(device)
+    losses = train(model, optimizer, 20, start=3, device=device)
+    assert losses[-1] < 0.7 * losses[0]
+    assert optimizer.state[model.up.weight]["remainder"].device.type == device
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_grad_scaler_and_autocast_loop(level, device):
+    model, optimizer = build(level, device)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**12)
+    losses = []
+    for step in range(30):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(*batch(step, device))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_loss_scale_leaves_the_o2_trajectory_as_it_is():
+    """Scaling the loss by 1e-6 scales every gradient; Adam divides it out, so the weights take the same path."""
+    weights = []
+    for factor in (1.0, 1e-6):
+        torch.manual_seed(0)
+        model = TinyLM()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-8 * factor)
+        model, optimizer = fp8stack.initialize(model, optimizer, "O2")
+        for step in range(30):
+            optimizer.zero_grad()
+            (model(*batch(step)) * factor).backward()
+            optimizer.step()
+        weights.append(fp8stack.checkpoint.master_state_dict(model, optimizer))
+    torch.manual_seed(0)
+    start = TinyLM().state_dict()
+    for name in ("up.weight", "down.weight", "head.weight", "embed.weight"):
+        moved = (weights[0][name] - start[name]).norm()
+        assert (weights[1][name] - weights[0][name]).norm() < 0.03 * moved, name

@@ -1,0 +1,177 @@
+"""BlockScaledTensor behaves like the tensor it stands for, and every torch function a training script uses on
+gradients works on it."""
+
+import copy
+import io
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from torch import nn
+
+from fp8stack import BlockScaledTensor
+from fp8stack.errors import ConfigError
+from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
+from fp8stack.formats import E4M3
+
+
+@pytest.fixture
+def pair(device):
+    """A block-scaled tensor and its value."""
+    x = BlockScaledTensor.quantize(torch.randn(6, 200, device=device))
+    return x, x.dequantize()
+
+
+def test_reports_the_face_of_an_ordinary_tensor(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = BlockScaledTensor.quantize(torch.randn(4, 256, device=device, dtype=dtype))
+        assert (x.dtype, x.shape, x.device.type) == (dtype, (4, 256), device)
+        assert not x.requires_grad
+        assert x.numel() == 1024
+        assert x.held_bytes == 1024 + 4 * 8
+        assert x.dequantize().dtype is dtype
+
+
+def test_prints_its_values(pair):
+    x, value = pair
+    assert f"{value[0, 0].item():.4f}"[:5] in repr(x)
+    assert "float8_e4m3fn" in repr(x)
+
+
+def test_reads_like_its_value(pair):
+    x, value = pair
+    assert torch.equal(x, value)
+    assert torch.allclose(x + 1, value + 1)
+    assert torch.equal(2.0 * x, 2.0 * value)
+    assert torch.equal(x[2, 3:9], value[2, 3:9])
+    assert torch.equal(x.view(-1), value.view(-1))
+    assert torch.equal(x.t() @ value, value.t() @ value)
+    assert torch.equal((x > 0), (value > 0))
+    assert torch.isfinite(x).all()
+    assert x.sum().item() == value.sum().item()
+    assert type(x.float() + 0) is torch.Tensor
+    assert type(x.double()) is torch.Tensor
+
+
+def test_detach_shares_and_clone_does_not(pair):
+    x, value = pair
+    clone, alias = x.clone(), x.detach()
+    x.mul_(2.0)
+    assert torch.equal(alias, 2 * value)
+    assert torch.equal(clone, value)
+    assert torch.equal(copy.deepcopy(x), 2 * value)
+
+
+def test_multiplying_by_a_scalar_touches_the_scales_only(pair):
+    x, value = pair
+    codes = x.codes.clone()
+    x.mul_(0.5)
+    x.div_(torch.tensor(4.0, device=x.device))
+    assert_same_bits(x.codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(x, value / 8)
+
+
+def test_other_in_place_operations_are_computed_on_values_and_quantized_again(pair):
+    x, value = pair
+    x.clamp_(-0.5, 0.5)
+    expected = dequantize_blocks(*quantize_blocks(value.clamp(-0.5, 0.5), E4M3), E4M3)
+    assert torch.equal(x, expected)
+    x[0] = 0.0
+    expected[0] = 0.0
+    assert torch.equal(x.dequantize()[0], expected[0])
+    assert isinstance(x.neg_(), BlockScaledTensor)
+
+
+def test_copies_both_ways_and_zeroes(pair):
+    x, value = pair
+    plain = torch.empty_like(value)
+    plain.copy_(x)
+    assert torch.equal(plain, value)
+    x.zero_()
+    assert (x.dequantize() == 0).all()
+    x.copy_(value)
+    assert torch.equal(x, value)
+    torch._foreach_zero_([x, plain])
+    assert (x.dequantize() == 0).all()
+    assert (plain == 0).all()
+
+
+def test_addition_keeps_what_rounding_cuts_off(device):
+    """Sixty-four equal addends: without the residual E4M3 stops growing at sixteen."""
+    addend = torch.rand(8, 128, device=device) + 0.5
+    x = BlockScaledTensor.quantize(addend)
+    for _ in range(63):
+        x.add_(addend)
+    assert ((x.dequantize() / (64 * addend)) - 1).abs().max() < 2**-4 * 1.05
+    assert (x.dequantize() / (64 * addend)).mean().sub(1).abs() < 0.005
+
+
+def test_moves_between_devices_and_dtypes(pair):
+    x, value = pair
+    moved = x.to("cpu", copy=True)
+    assert isinstance(moved, BlockScaledTensor)
+    assert torch.equal(moved, value.cpu())
+    assert type(x.to(torch.bfloat16)) is torch.Tensor
+
+
+def test_norms(pair):
+    x, value = pair
+    torch.testing.assert_close(torch.linalg.vector_norm(x), value.norm(), rtol=1e-6, atol=0)
+    for order in (1, torch.inf):
+        assert torch.linalg.vector_norm(x, order).item() == torch.linalg.vector_norm(value, order).item()
+
+
+def test_clip_grad_norm_clips_as_for_ordinary_gradients(device):
+    ours, theirs = (nn.Linear(128, 64, device=device) for _ in range(2))
+    for layer in (ours, theirs):
+        layer.weight.grad = torch.ones_like(layer.weight) * 3
+        layer.bias.grad = torch.ones_like(layer.bias)
+    ours.weight.grad = BlockScaledTensor.quantize(ours.weight.grad)
+    for max_norm in (1.0, 1e9):
+        exact = sum(p.grad.double().square().sum() for p in ours.parameters()).sqrt().float()
+        norm = nn.utils.clip_grad_norm_(ours.parameters(), max_norm)
+        nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
+        torch.testing.assert_close(norm, exact, rtol=1e-6, atol=0)
+    # torch's own float32 norm on a CPU is off by 5e-6 here
+    torch.testing.assert_close(ours.weight.grad.dequantize(), theirs.weight.grad, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.bias.grad, theirs.bias.grad, rtol=1e-5, atol=0)
+    nn.utils.clip_grad_value_(ours.parameters(), 1e-3)
+    assert ours.weight.grad.dequantize().max() <= 1e-3
+
+
+def test_grad_scaler_unscales_and_finds_infinities(device):
+    layer = nn.Linear(128, 64, device=device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    scaler.scale(torch.zeros((), device=device))  # creates its state
+    value = torch.randn(64, 128, device=device)
+    layer.weight.grad = BlockScaledTensor.quantize(value * 1024)
+    expected = layer.weight.grad.dequantize() / 1024
+    scaler.unscale_(optimizer)
+    assert torch.equal(layer.weight.grad, expected)
+    assert scaler._found_inf_per_device(optimizer)[layer.weight.device].item() == 0
+
+    scaler.update()
+    value[0, 0] = torch.inf
+    layer.weight.grad = BlockScaledTensor.quantize(value)
+    scaler.unscale_(optimizer)
+    assert scaler._found_inf_per_device(optimizer)[layer.weight.device].item() == 1
+
+
+def test_saves_and_loads(pair):
+    x, value = pair
+    x.add_(value)
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([BlockScaledTensor]):
+        loaded = torch.load(file, weights_only=True)
+    for a, b in zip(loaded.parts(), x.parts(), strict=True):
+        assert_same_bits(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_refuses_parts_that_do_not_fit():
+    with pytest.raises(ConfigError, match=r"scales of shape \(4, 2\)"):
+        BlockScaledTensor(torch.zeros(4, 200).to(torch.float8_e4m3fn), torch.zeros(4, 1))
+    with pytest.raises(ConfigError, match="float8_e4m3fn codes"):
+        BlockScaledTensor(torch.zeros(4, 200), torch.zeros(4, 2))
