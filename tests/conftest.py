@@ -1,4 +1,4 @@
-"""Without a GPU, Triton kernels run on CPU tensors in Triton's interpreter, which must be chosen before Triton loads."""
+"""Without a GPU, Triton kernels run on CPU tensors in its interpreter, which must be chosen before Triton loads."""
 
 import os
 import zlib

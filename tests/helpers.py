@@ -23,9 +23,14 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
     if not torch.equal(a, e):
         first = int((a != e).nonzero()[0]) // actual.element_size()
         index = [int(i) for i in torch.unravel_index(torch.tensor(first), actual.shape)]
-        values = actual.detach().flatten()[first].float(), expected.detach().flatten()[first].float()
+        values = (
+            actual.detach().flatten()[first].float(),
+            expected.detach().flatten()[first].float(),
+        )
         share = (a != e).float().mean()
-        raise AssertionError(f"{what}: first difference at {index}: {values}; {share:.2%} of bytes differ")
+        raise AssertionError(
+            f"{what}: first difference at {index}: {values}; {share:.2%} of bytes differ"
+        )
 
 
 def grid(fmt: Float8) -> Tensor:
@@ -53,7 +58,7 @@ def nearest(x: Tensor, fmt: Float8) -> Tensor:
 
 
 class TinyLM(nn.Module):
-    """Embedding, an MLP block with a norm and biases, a head: every kind of parameter that a level treats differently."""
+    """Embedding, MLP block with norm and biases, head: every kind of parameter that a level treats differently."""
 
     def __init__(self, vocab: int = 320, dim: int = 128, tied: bool = False) -> None:
         super().__init__()
@@ -78,7 +83,9 @@ def batch(step: int, device: str = "cpu", size: int = 4, length: int = 33) -> tu
     return tokens.to(device), ((tokens * 7 + 3) % 64).to(device)
 
 
-def train(model: nn.Module, optimizer, steps: int, start: int = 0, device: str = "cpu") -> list[float]:
+def train(
+    model: nn.Module, optimizer, steps: int, start: int = 0, device: str = "cpu"
+) -> list[float]:
     """Take `steps` optimizer steps on `batch(start)`, `batch(start + 1)`, ...; return the losses."""
     losses = []
     for step in range(start, start + steps):

@@ -11,8 +11,8 @@ from torch import nn
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError
-from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 from fp8stack.formats import E4M3
+from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 
 
 @pytest.fixture
@@ -118,7 +118,10 @@ def test_norms(pair):
     x, value = pair
     torch.testing.assert_close(torch.linalg.vector_norm(x), value.norm(), rtol=1e-6, atol=0)
     for order in (1, torch.inf):
-        assert torch.linalg.vector_norm(x, order).item() == torch.linalg.vector_norm(value, order).item()
+        assert (
+            torch.linalg.vector_norm(x, order).item()
+            == torch.linalg.vector_norm(value, order).item()
+        )
 
 
 def test_clip_grad_norm_clips_as_for_ordinary_gradients(device):

@@ -55,12 +55,17 @@ def test_low_precision_states_follow_torch_closely(ours, theirs, options, dtype,
     moved = b.detach().cpu() - start.float()
     error = optimizer.master_weight(a).cpu() - b.detach().cpu()
     assert error.norm() < 0.04 * moved.norm()
-    assert torch.dot(error.flatten(), moved.flatten()).abs() < 0.02 * moved.norm() ** 2  # no bias along the way
+    assert (
+        torch.dot(error.flatten(), moved.flatten()).abs() < 0.02 * moved.norm() ** 2
+    )  # no bias along the way
 
 
 def test_state_formats_follow_size_and_dimension():
     big, small = nn.Parameter(torch.zeros(64, 128)), nn.Parameter(torch.zeros(8, 8))
-    vector, half = nn.Parameter(torch.zeros(8192)), nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+    vector, half = (
+        nn.Parameter(torch.zeros(8192)),
+        nn.Parameter(torch.zeros(16, dtype=torch.bfloat16)),
+    )
     optimizer = AdamW([big, small, vector, half])
     for p in (big, small, vector, half):
         p.grad = torch.ones_like(p)
@@ -70,7 +75,9 @@ def test_state_formats_follow_size_and_dimension():
     for p in (small, vector, half):
         assert optimizer.state[p]["exp_avg"].dtype is torch.float32
     assert "master" not in optimizer.state[vector]
-    assert optimizer.state[half]["master"].dtype is torch.float32  # a bfloat16 vector still accumulates in float32
+    assert (
+        optimizer.state[half]["master"].dtype is torch.float32
+    )  # a bfloat16 vector still accumulates in float32
 
 
 def test_a_bfloat16_weight_without_a_master_would_not_move_where_ours_does():
@@ -100,7 +107,9 @@ def test_a_bad_gradient_skips_the_whole_step(bad, fp8, kind, device):
     for p in parameters:
         p.grad = torch.randn_like(p)
     optimizer.step()
-    before = [[p.detach().clone(), *(t.clone() for t in optimizer.state[p].values())] for p in parameters]
+    before = [
+        [p.detach().clone(), *(t.clone() for t in optimizer.state[p].values())] for p in parameters
+    ]
     parameters[0].grad[3, 7] = bad
     if fp8:
         parameters[0].grad = BlockScaledTensor.quantize(parameters[0].grad)
@@ -113,7 +122,10 @@ def test_a_bad_gradient_skips_the_whole_step(bad, fp8, kind, device):
 def test_the_first_step_can_be_skipped_too():
     weight = nn.Parameter(torch.randn(64, 128))
     clean = nn.Parameter(weight.detach().clone())
-    a, b = SGD([weight], lr=0.1, momentum=0.9, dampening=0.5), SGD([clean], lr=0.1, momentum=0.9, dampening=0.5)
+    a, b = (
+        SGD([weight], lr=0.1, momentum=0.9, dampening=0.5),
+        SGD([clean], lr=0.1, momentum=0.9, dampening=0.5),
+    )
     weight.grad = torch.full_like(weight, torch.nan)
     a.step()
     for p, optimizer in ((weight, a), (clean, b)):
@@ -141,7 +153,9 @@ def test_gradient_scale_invariance(device):
     """Adam divides its gradient's scale out; states in low precision must too, down to scales that fp16 cannot hold."""
     paths = []
     for scale in (1.0, 2.0**-20, 1e-6, 1e-12, 1e6):
-        weight = nn.Parameter(torch.randn(16, 512, generator=torch.Generator().manual_seed(1)).to(device))
+        weight = nn.Parameter(
+            torch.randn(16, 512, generator=torch.Generator().manual_seed(1)).to(device)
+        )
         start = weight.detach().clone()
         optimizer = AdamW([weight], lr=1e-2, eps=0.0, weight_decay=0.0)
         generator = torch.Generator().manual_seed(2)

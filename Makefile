@@ -1,0 +1,47 @@
+# Two commands set everything up: `make demo` and `make test`. Each makes .venv, installs what it needs, and runs.
+#
+#   PYTHON=python3.12      the interpreter that .venv is made from (3.10 or newer)
+#   TORCH="torch==2.11.0"  another torch; by default the pinned CPU build without an NVIDIA GPU, the newest with one
+#   ARGS="..."             passed on to the demo or to pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+ARGS ?=
+
+.PHONY: demo test test-gpu lint format clean
+.DELETE_ON_ERROR:
+
+demo: $(BIN)/.demo
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(BIN)/.test
+	$(BIN)/pytest -n auto $(ARGS)
+
+test-gpu: $(BIN)/.test
+	$(BIN)/pytest -m gpu $(ARGS)
+
+lint: $(BIN)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(BIN)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+# torch comes first and alone: with the right build installed, nothing later pulls another one.
+$(BIN)/.torch:
+	$(PYTHON) -c 'import sys; sys.exit("fp8stack needs Python 3.10 or newer, this is %d.%d; name another with PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	@touch $@
+
+$(BIN)/.%: pyproject.toml | $(BIN)/.torch
+	$(BIN)/pip install --quiet --editable ".[$*]"
+	@touch $@

@@ -1,0 +1,145 @@
+"""FP8 Linear layers: numbers against float64, what they save, padding, dtypes, and the layers around them."""
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from torch import nn
+from torch.nn import functional as F
+
+from fp8stack.formats import E4M3, E5M2
+from fp8stack.kernels.reference.quantize import quantize_tensor
+from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
+
+
+def fp8_linear(in_features, out_features, bias=True, fmt="hybrid", device="cpu"):
+    layer = nn.Linear(in_features, out_features, bias, device=device)
+    layer.__class__ = Fp8Linear
+    layer.fp8_format = fmt
+    return layer
+
+
+def rounded(x, fmt):
+    """Return float64 x after per-tensor quantization."""
+    codes, scale = quantize_tensor(x.detach().cpu().float(), fmt)
+    return codes.double() * scale.double()
+
+
+@pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_three_products_are_those_of_the_rounded_operands(fmt, dtype, device):
+    """FP8 rounding is the only error: everything after it agrees with float64 to the rounding of the output."""
+    layer = fp8_linear(96, 48, fmt=fmt, device=device).to(dtype)
+    x = torch.randn(5, 16, 96, device=device).to(dtype).requires_grad_()
+    gradient = torch.randn(5, 16, 48, device=device).to(dtype)
+    y = layer(x)
+    y.backward(gradient)
+    x8, w8 = rounded(x, E4M3), rounded(layer.weight, E4M3)
+    g8 = rounded(gradient, E5M2 if fmt == "hybrid" else E4M3)
+    exact = {
+        "y": x8 @ w8.T + layer.bias.double().cpu(),
+        "dx": g8 @ w8,
+        "dw": g8.flatten(0, 1).T @ x8.flatten(0, 1),
+        "db": gradient.double().cpu().sum((0, 1)),
+    }
+    given = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad}
+    for name, value in given.items():
+        assert value.dtype is dtype
+        # a product keeps the output dtype's rounding; Hopper's fast accumulation adds 2^-13 of the largest partial sum
+        step = max(torch.finfo(dtype).eps, 2**-12 if device == "cuda" else 0)
+        error = (value.detach().double().cpu() - exact[name]).abs().max()
+        assert error <= 8 * step * exact[name].abs().max(), name
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33])
+def test_any_number_of_tokens(tokens, device):
+    layer = fp8_linear(32, 64, device=device)
+    x = torch.randn(tokens, 32, device=device, requires_grad=True)
+    y = layer(x)
+    assert y.shape == (tokens, 64)
+    y.square().sum().backward()
+    assert x.grad.shape == x.shape
+    assert layer.weight.grad.shape == (64, 32)
+    assert (layer.weight.grad.abs().sum() > 0) == (tokens > 0)
+
+
+def test_one_dimensional_and_non_contiguous_inputs(device):
+    layer = fp8_linear(32, 64, device=device)
+    x = torch.randn(32, 20, device=device)
+    assert_same_bits(layer(x.t()), layer(x.t().contiguous()))
+    assert layer(x[:, 0]).shape == (64,)
+
+
+def test_saves_fp8_for_backward_and_nothing_larger():
+    layer = fp8_linear(256, 128, bias=False)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(64, 256, requires_grad=True))
+    sizes = {tuple(t.shape): t.element_size() for t in saved}
+    assert sizes == {(64, 256): 1, (128, 256): 1, (): 4}
+
+
+def test_a_frozen_weight_or_input_gets_no_gradient():
+    layer = fp8_linear(32, 32)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(16, 32, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert x.grad is not None
+    layer.weight.requires_grad_(True)
+    layer(x.detach()).sum().backward()
+    assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_visible(bad, device):
+    layer = fp8_linear(32, 32, device=device)
+    x = torch.randn(16, 32, device=device)
+    x[3, 5] = bad
+    assert not layer(x).isfinite().any()
+
+
+def test_zeros_and_tiny_values():
+    layer = fp8_linear(32, 32, bias=False)
+    assert (layer(torch.zeros(16, 32)) == 0).all()
+    x = torch.randn(16, 32)
+    assert_same_bits(
+        layer(x * 2.0**-100) * 2.0**100, layer(x)
+    )  # a scale per tensor: no range to fall out of
+
+
+@pytest.mark.parametrize("kind", [Fp8Linear, Bf16Linear, StoredLinear])
+def test_the_output_has_the_dtype_of_the_input_or_of_autocast(kind, device):
+    layer = nn.Linear(32, 32, device=device)
+    layer.weight.data = layer.weight.data.bfloat16()
+    layer.__class__ = kind
+    layer.fp8_format = "hybrid"
+    x = torch.randn(16, 32, device=device)
+    assert layer(x).dtype is torch.float32
+    with torch.autocast(device, torch.bfloat16):
+        assert layer(x).dtype is torch.bfloat16
+    y = layer(x)
+    y.sum().backward()
+    assert layer.weight.grad.dtype is torch.bfloat16
+    expected = F.linear(x, layer.weight.float(), layer.bias)
+    assert (y - expected).norm() < {Fp8Linear: 0.06, Bf16Linear: 0.01, StoredLinear: 1e-6}[
+        kind
+    ] * expected.norm()
+
+
+def test_a_stored_embedding_looks_up_and_sums_gradients_in_float32(device):
+    embedding = nn.Embedding(8, 16, padding_idx=0, device=device)
+    embedding.weight.data = embedding.weight.data.bfloat16()
+    embedding.__class__, embedding.output_dtype = StoredEmbedding, torch.float32
+    index = torch.tensor([[1, 2, 0] + [3] * 1000], device=device)
+    out = embedding(index)
+    assert out.dtype is torch.float32
+    assert_same_bits(out[0, 1], embedding.weight[2].float())
+    out.sum().backward()
+    gradient = embedding.weight.grad
+    assert gradient.dtype is torch.bfloat16
+    assert (gradient[0] == 0).all()
+    assert (gradient[3] == 1000).all()  # in bfloat16, a sum of ones stops at 256
+
+
+def test_prints_its_format():
+    assert "fp8=e4m3" in repr(fp8_linear(16, 16, fmt="e4m3"))

@@ -1,0 +1,256 @@
+"""Bad input: each kind has a specific error that names the culprit and the remedy, and leaves everything untouched."""
+
+import pytest
+import torch
+from helpers import TinyLM, batch, train
+from torch import nn
+
+import fp8stack
+from fp8stack.errors import ConfigError, Fp8StackWarning, GradientError, ModelError
+from fp8stack.levels import recipe_for
+
+
+def snapshot(model, optimizer):
+    """What must not change when a call is refused."""
+    return (
+        [type(m) for m in model.modules()],
+        [(id(p), p.dtype, p.device, p._version) for p in model.parameters()],
+        [dict(g, params=[id(p) for p in g["params"]]) for g in optimizer.param_groups],
+        {id(p): sorted(s) for p, s in optimizer.state.items()},
+        [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()],
+        [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+    )
+
+
+def refused(model, optimizer, error, match, *args, **kwargs):
+    before = snapshot(model, optimizer)
+    with pytest.raises(error, match=match):
+        fp8stack.initialize(model, optimizer, *args, **kwargs)
+    assert snapshot(model, optimizer) == before
+
+
+@pytest.fixture
+def model():
+    return TinyLM()
+
+
+@pytest.fixture
+def optimizer(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("level", ["02", "o2", 2, "O3", "", None, "O2 "])
+def test_wrong_level(model, optimizer, level):
+    refused(
+        model,
+        optimizer,
+        ConfigError,
+        r'opt_level must be one of "O0", "O1", "O2" \(a capital',
+        level,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"fp8_fromat": "e4m3"}, 'no option .fp8_fromat.*Did you mean "fp8_format"'),
+        ({"fp8_format": "e5m2"}, "fp8_format='e5m2' is not a choice"),
+        ({"preset": "fp8lm"}, 'preset must be one of "fp8-lm".*Did you mean "fp8-lm"'),
+        ({"skip": "head"}, r"skip='head' must be a list"),
+        ({"min_numel": -1}, "min_numel=-1 must be an integer"),
+        ({"states": "fp8-lm"}, "does not go with master='split24'"),
+    ],
+)
+def test_wrong_option(model, optimizer, options, match):
+    refused(model, optimizer, ConfigError, match, "O2", **options)
+
+
+def test_preset_at_another_level():
+    with pytest.raises(ConfigError, match="only opt_level=.O2. converts"):
+        recipe_for("O1", preset="fp8-lm")
+
+
+def test_what_is_not_a_model_or_an_optimizer(model, optimizer):
+    with pytest.raises(ModelError, match=r"model must be a torch.nn.Module, got list"):
+        fp8stack.initialize([model], optimizer)
+    with pytest.raises(ModelError, match=r"optimizer must be a torch.optim.Optimizer, got TinyLM"):
+        fp8stack.initialize(model, model)
+    with pytest.raises(
+        ModelError, match="O2 converts gradients for an optimizer; pass it, or use O0"
+    ):
+        fp8stack.initialize(model)
+    assert fp8stack.initialize(model, opt_level="O0") == (model, None)
+
+
+def test_an_optimizer_of_another_model(model):
+    other = torch.optim.AdamW(TinyLM().parameters())
+    match = r"owns none of the model's 7 trainable parameters \(7 parameters of something else\)"
+    refused(model, other, ModelError, match, "O2")
+
+
+def test_an_optimizer_of_a_part_of_the_model_warns_or_raises_when_strict(model):
+    optimizer = torch.optim.AdamW(model.head.parameters())
+    refused(
+        model,
+        optimizer,
+        fp8stack.errors.UnsupportedDeviceError,
+        "6 trainable parameters",
+        strict=True,
+    )
+    with pytest.warns(
+        Fp8StackWarning, match=r"6 trainable parameters are not in the optimizer.*embed.weight"
+    ):
+        fp8stack.initialize(model, optimizer, "O2")
+    assert model.embed.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.RMSprop]
+)
+def test_an_optimizer_that_o2_does_not_convert(model, kind):
+    match = (
+        rf"O2 converts torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD .*not .*{kind.__name__}"
+    )
+    refused(model, kind(model.parameters()), ModelError, match, "O2")
+
+
+def test_a_subclass_is_not_taken_for_its_base(model):
+    class Mine(torch.optim.AdamW):
+        pass
+
+    refused(model, Mine(model.parameters()), ModelError, "not .*Mine", "O2")
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
+def test_options_that_o2_does_not_have(model, option):
+    optimizer = torch.optim.AdamW(model.parameters(), **{option: True})
+    refused(model, optimizer, ModelError, f"{option}=True.*opt_level=.O1.", "O2")
+
+
+def test_an_initialized_model(model, optimizer):
+    _, returned = fp8stack.initialize(model, optimizer, "O1")
+    refused(
+        model, returned, ModelError, r"embed|up is already converted by fp8stack.*restore", "O2"
+    )
+
+
+def test_stepping_the_optimizer_that_was_handed_over(model, optimizer):
+    fp8stack.initialize(model, optimizer, "O2")
+    model(*batch(0)).backward()
+    with pytest.raises(ModelError, match="step the optimizer that it returned"):
+        optimizer.step()
+
+
+def test_meta_tensors():
+    model = TinyLM().to("meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(model, optimizer, ModelError, "embed.weight is on the meta device; materialize", "O2")
+
+
+def test_lazy_parameters():
+    model = nn.Sequential(nn.LazyLinear(16))
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ModelError, match=r"0\.\w+ is a lazy parameter.*run one batch"):
+        fp8stack.initialize(model, optimizer, "O2")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_parameters_that_are_not_real_floats(model, optimizer, dtype):
+    model.register_parameter(
+        "codes", nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+    )
+    refused(model, optimizer, ModelError, f"codes is {dtype}.*buffer", "O0")
+
+
+def test_double_precision(model):
+    model.double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(
+        model,
+        optimizer,
+        ModelError,
+        r"embed.weight is torch.float64; O1 takes.*model.float\(\)",
+        "O1",
+    )
+
+
+@pytest.mark.gpu
+def test_mixed_devices(model):
+    model.head.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    match = r"several devices \(embed.weight on cpu, head.weight on cuda:0\)"
+    refused(model, optimizer, ModelError, match, "O2")
+
+
+def test_mixed_devices_are_found_without_a_gpu(monkeypatch):
+    """A meta parameter is refused before; so a second device is imitated by what the check reads."""
+    model = TinyLM()
+    devices = {id(model.head.weight): torch.device("cuda", 1)}
+    monkeypatch.setattr(
+        torch.nn.Parameter,
+        "device",
+        property(lambda p: devices.get(id(p), torch.device("cpu"))),
+        raising=False,
+    )
+    with pytest.raises(ModelError, match=r"embed.weight on cpu, head.weight on cuda:1"):
+        fp8stack.checks.check_model(model, recipe_for("O2"))
+
+
+def test_empty_parameter_groups(model):
+    optimizer = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": []}])
+    refused(model, optimizer, ModelError, "parameter group 1 of the optimizer is empty", "O1")
+
+
+def test_a_model_without_parameters(optimizer):
+    with pytest.raises(ModelError, match="no parameters"):
+        fp8stack.initialize(nn.ReLU(), optimizer)
+
+
+def test_sparse_embeddings(model):
+    model.embed.sparse = True
+    refused(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        ModelError,
+        "embed is Embedding.sparse=True.",
+        "O1",
+    )
+
+
+def test_sparse_and_complex_gradients_that_exist_already(model, optimizer):
+    model.embed.weight.grad = torch.zeros_like(model.embed.weight).to_sparse()
+    refused(model, optimizer, ModelError, r"embed.weight has a sparse gradient.*zero_grad", "O1")
+
+
+def test_a_sparse_gradient_that_arrives_later_names_its_parameter(model, optimizer):
+    fp8stack.initialize(model, optimizer, "O1")
+    model.embed.sparse = True
+    model.embed.__class__ = nn.Embedding
+    with pytest.raises(GradientError, match="gradient of embed.weight is sparse"):
+        model(*batch(0)).backward()
+
+
+def test_a_model_wrapped_already(model, optimizer):
+    wrapped = nn.DataParallel(model)
+    refused(
+        wrapped, optimizer, ModelError, "wrapped in DataParallel; initialize the bare model", "O2"
+    )
+
+
+def test_restore_with_the_wrong_arguments(model, optimizer):
+    with pytest.raises(ModelError, match="nothing to undo"):
+        fp8stack.restore(model, optimizer)
+    with pytest.raises(ModelError, match="not initialized"):
+        fp8stack.get_report(model)
+    _, returned = fp8stack.initialize(model, optimizer, "O2")
+    with pytest.raises(ModelError, match="not the one that initialize returned"):
+        fp8stack.restore(model, torch.optim.AdamW(model.parameters()))
+    train(model, returned, 1)
+
+
+def test_a_second_derivative_says_no(model, optimizer):
+    fp8stack.initialize(model, optimizer, "O0")
+    x = torch.randn(16, 128, requires_grad=True)
+    (first,) = torch.autograd.grad(model.up(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

@@ -1,0 +1,312 @@
+"""Resume equals continue, bit for bit; states convert to and from torch; bad checkpoints change nothing."""
+
+import io
+
+import pytest
+import torch
+from helpers import TinyLM, assert_same_bits, train
+from torch import nn
+
+import fp8stack
+from fp8stack import checkpoint
+from fp8stack.errors import CheckpointError
+from fp8stack.optim import SGD, Adam, AdamW
+
+MAKERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=3e-3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=3e-3),
+}
+
+
+def build(level, make="adamw", **overrides):
+    torch.manual_seed(0)
+    model = TinyLM()
+    return fp8stack.initialize(model, MAKERS[make](model.parameters()), level, **overrides)
+
+
+def through_file(contents):
+    file = io.BytesIO()
+    torch.save(contents, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def assert_same_training(a, b):
+    (model_a, optimizer_a), (model_b, optimizer_b) = a, b
+    assert train(model_a, optimizer_a, 5, start=5) == train(model_b, optimizer_b, 5, start=5)
+    for (name, p), q in zip(model_a.named_parameters(), model_b.parameters(), strict=True):
+        assert_same_bits(p, q, name)
+        for key, value in optimizer_a.state[p].items():
+            other = optimizer_b.state[q][key]
+            if isinstance(value, torch.Tensor):
+                value, other = (
+                    t.view(torch.uint8) if t.element_size() == 1 else t for t in (value, other)
+                )
+                assert_same_bits(value, other, f"{name}.{key}")
+            else:
+                assert value == other
+
+
+CASES = [
+    ("O0", "adamw", {}),
+    ("O1", "adamw", {}),
+    ("O1", "nadam", {}),
+    ("O2", "adamw", {}),
+    ("O2", "adam", {}),
+    ("O2", "sgd", {}),
+    ("O2", "adamw", {"preset": "fp8-lm"}),
+    ("O2", "adamw", {"gradients": "keep"}),
+]
+
+
+@pytest.mark.parametrize(("level", "make", "options"), CASES)
+def test_resume_equals_continue(level, make, options):
+    original = build(level, make, **options)
+    train(*original, 5)
+    saved = through_file({"model": original[0].state_dict(), "optimizer": original[1].state_dict()})
+    resumed = build(level, make, **options)
+    train(*resumed, 2)  # it has a life of its own that loading must replace
+    resumed[0].load_state_dict(saved["model"])
+    resumed[1].load_state_dict(saved["optimizer"])
+    assert_same_training(original, resumed)
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_the_order_of_loading_does_not_matter(order):
+    original = build("O2")
+    train(*original, 5)
+    saved = through_file([part.state_dict() for part in original])
+    resumed = build("O2")
+    pairs = list(zip(resumed, saved, strict=True))
+    for part, state in pairs if order == "model first" else reversed(pairs):
+        part.load_state_dict(state)
+    assert_same_training(original, resumed)
+
+
+def test_a_rate_that_a_scheduler_set_is_resumed_in_place():
+    model, optimizer = build("O2")
+    groups, group = optimizer.param_groups, optimizer.param_groups[0]
+    saved = through_file(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.125
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups is groups
+    assert groups[0] is group
+    assert group["lr"] == 0.125
+
+
+def test_torch_state_goes_in_and_comes_out():
+    """float32 moments from torch are encoded; what comes out again is what went in, to the step of the codes."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    plain = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    train(model, plain, 5)
+    ours = AdamW(model.parameters(), lr=1.0)
+    ours.load_state_dict(through_file(plain.state_dict()))
+    assert ours.param_groups[0]["lr"] == 3e-3
+    back = checkpoint.torch_state_dict(ours)
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(through_file(back))
+    for p in model.parameters():
+        for name, tolerance in (("exp_avg", 2**-5), ("exp_avg_sq", 2**-5)):
+            before, after = plain.state[p][name], again.state[p][name]
+            assert (after - before).norm() <= tolerance * before.norm()
+        assert again.state[p]["step"] == 5
+    train(model, again, 3, start=5)
+
+
+@pytest.mark.parametrize(("ours", "make"), [(Adam, "adam"), (SGD, "sgd")])
+def test_other_optimizers_exchange_state_with_torch(ours, make):
+    torch.manual_seed(0)
+    model = TinyLM()
+    plain = MAKERS[make](model.parameters())
+    train(model, plain, 3)
+    optimizer = ours(model.parameters())
+    optimizer.load_state_dict(plain.state_dict())
+    train(model, optimizer, 3, start=3)
+    plain.load_state_dict(checkpoint.torch_state_dict(optimizer))
+    train(model, plain, 3, start=6)
+
+
+def test_states_convert_between_recipes():
+    original = build("O2")
+    train(*original, 5)
+    other = build("O2", preset="fp8-lm")
+    other[0].load_state_dict(original[0].state_dict())
+    other[1].load_state_dict(through_file(original[1].state_dict()))
+    a, b = (checkpoint.master_state_dict(*pair) for pair in (original, other))
+    for name, value in a.items():
+        assert (b[name] - value).abs().max() <= 2**-10 * value.abs().max()
+    train(*other, 3, start=5)
+
+
+def test_master_state_dict_is_float32_and_goes_back_with_all_its_bits(tmp_path):
+    model, optimizer = build("O2")
+    train(model, optimizer, 5)
+    masters = checkpoint.master_state_dict(model, optimizer)
+    assert list(masters) == list(model.state_dict())
+    assert all(v.dtype is torch.float32 for v in masters.values())
+    weight = model.up.weight
+    assert (
+        (masters["up.weight"] - weight.float()).abs() <= 2**-8 * masters["up.weight"].abs()
+    ).all()
+    assert not torch.equal(masters["up.weight"], weight.float())  # more than the bfloat16 weight
+    fresh, fresh_optimizer = build("O2")
+    checkpoint.load_master_state_dict(fresh, fresh_optimizer, through_file(masters))
+    for name, value in checkpoint.master_state_dict(fresh, fresh_optimizer).items():
+        assert_same_bits(value, masters[name], name)
+    plain = TinyLM()
+    plain.load_state_dict(masters)
+    assert_same_bits(plain.up.weight, masters["up.weight"])
+    tied = TinyLM(tied=True)
+    assert "embed.weight" in checkpoint.master_state_dict(tied)
+    assert "head.weight" in checkpoint.master_state_dict(tied)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_save_and_load_a_file(level, tmp_path):
+    original = build(level)
+    train(*original, 5)
+    path = tmp_path / "deep" / "run.pt"
+    checkpoint.save(path, *original, step=5, note="five", losses=[1.0, 2.0])
+    assert [p.name for p in path.parent.iterdir()] == ["run.pt"]
+    resumed = build(level)
+    extra = checkpoint.load(path, *resumed)
+    assert extra == {"step": 5, "note": "five", "losses": [1.0, 2.0]}
+    assert_same_training(original, resumed)
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+    model, optimizer = build("O2")
+    path = tmp_path / "run.pt"
+    checkpoint.save(path, model, optimizer, step=1)
+    before = path.read_bytes()
+
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(path, model, optimizer, step=2)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, optimizer = build("O2")
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path / "good.pt", model, optimizer)
+    return tmp_path / "good.pt"
+
+
+def damage(saved, change):
+    contents = torch.load(saved, weights_only=True)
+    change(contents)
+    torch.save(contents, saved)
+
+
+def drop_codes(contents):
+    del contents["optimizer"]["state"][0]["exp_avg_code"]
+
+
+def shrink_codes(contents):
+    state = contents["optimizer"]["state"][0]
+    state["exp_avg_code"] = state["exp_avg_code"][:7]
+    state["exp_avg_scale"] = state["exp_avg_scale"][:7]
+
+
+BAD = [
+    (
+        lambda c: c["optimizer"]["fp8stack"].update(format=99),
+        "has format 99; this version of fp8stack reads 1",
+    ),
+    (
+        lambda c: c["optimizer"]["fp8stack"].update(optimizer="SGD"),
+        "this state is of SGD, the optimizer is AdamW",
+    ),
+    (lambda c: c["optimizer"]["state"].pop(3), "says it has 7 entries and has 6: it is truncated"),
+    (
+        lambda c: c["optimizer"]["param_groups"][0]["params"].pop(),
+        "groups of .6. parameters, the optimizer of .7.",
+    ),
+    (lambda c: c["optimizer"].pop("state"), 'keys "state" and "param_groups"'),
+    (drop_codes, "exp_avg is missing"),
+    (shrink_codes, r"exp_avg is of shape \(7, 128\)"),
+    (lambda c: c["model"].pop("up.weight"), "1 keys missing .*up.weight"),
+    (
+        lambda c: c["model"].update({"up.weight": torch.zeros(3, 3)}),
+        r"up.weight has shape \(3, 3\)",
+    ),
+    (lambda c: c.pop("model"), "was not written by fp8stack.checkpoint.save"),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), BAD)
+def test_bad_checkpoints_are_named_and_change_nothing(saved, change, match):
+    damage(saved, change)
+    model, optimizer = build("O2")
+    train(model, optimizer, 1)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    state = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+    with pytest.raises(CheckpointError, match=match):
+        checkpoint.load(saved, model, optimizer)
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, weights[name])
+    for p, entries in state.items():
+        for key, value in entries.items():
+            assert_same_bits(optimizer.state[p][key], value)
+
+
+@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.99])
+def test_truncated_files(saved, keep):
+    data = saved.read_bytes()
+    saved.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
+    model, optimizer = build("O2")
+    with pytest.raises(
+        CheckpointError, match=r"good.pt cannot be read: it is truncated, or not a checkpoint"
+    ):
+        checkpoint.load(saved, model, optimizer)
+
+
+def test_missing_files_and_pickles(tmp_path):
+    model, optimizer = build("O2")
+    with pytest.raises(CheckpointError, match="there is no checkpoint at"):
+        checkpoint.load(tmp_path / "nowhere.pt", model, optimizer)
+    torch.save({"model": print}, tmp_path / "code.pt")  # would run code on loading
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.load(tmp_path / "code.pt", model, optimizer)
+
+
+def test_o2_state_does_not_go_into_a_float32_model():
+    original = build("O2")
+    train(*original, 2)
+    model = TinyLM()
+    optimizer = AdamW(model.parameters())
+    with pytest.raises(
+        CheckpointError, match=r"holds a master weight for a 16-bit parameter.*master_state_dict"
+    ):
+        optimizer.load_state_dict(original[1].state_dict())
+
+
+def test_torch_s_optimizer_refuses_codes_instead_of_misreading_them():
+    original = build("O2")
+    train(*original, 2)
+    model = TinyLM()
+    plain = torch.optim.AdamW(model.parameters())
+    plain.load_state_dict(original[1].state_dict())
+    model.up.weight.grad = torch.ones_like(model.up.weight)
+    with pytest.raises(KeyError, match="exp_avg"):
+        plain.step()
+
+
+def test_state_dict_hooks_of_torch_are_called():
+    weight = nn.Parameter(torch.zeros(64, 128))
+    optimizer = AdamW([weight])
+    calls = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, s: calls.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("post"))
+    optimizer.register_state_dict_post_hook(lambda o, s: calls.append("saved"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["saved", "pre", "post"]
