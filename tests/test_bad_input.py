@@ -66,7 +66,7 @@ def test_wrong_option(model, optimizer, options, match):
 
 
 def test_preset_at_another_level():
-    with pytest.raises(ConfigError, match="only opt_level=.O2. converts"):
+    with pytest.raises(ConfigError, match=r"only opt_level=.O2. converts"):
         recipe_for("O1", preset="fp8-lm")
 
 
@@ -226,7 +226,7 @@ def test_a_sparse_gradient_that_arrives_later_names_its_parameter(model, optimiz
     fp8stack.initialize(model, optimizer, "O1")
     model.embed.sparse = True
     model.embed.__class__ = nn.Embedding
-    with pytest.raises(GradientError, match="gradient of embed.weight is sparse"):
+    with pytest.raises(GradientError, match=r"gradient of embed.weight is sparse"):
         model(*batch(0)).backward()
 
 

@@ -86,7 +86,7 @@ def test_the_order_of_loading_does_not_matter(order):
 
 
 def test_a_rate_that_a_scheduler_set_is_resumed_in_place():
-    model, optimizer = build("O2")
+    _, optimizer = build("O2")
     groups, group = optimizer.param_groups, optimizer.param_groups[0]
     saved = through_file(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.125

@@ -306,7 +306,7 @@ def test_activation_checkpointing_and_compile(level):
 
 
 def test_gradients_of_new_parameter_groups_join():
-    model, optimizer = build("O2")
+    _, optimizer = build("O2")
     extra = nn.Linear(128, 128)
     optimizer.add_param_group({"params": list(extra.parameters()), "lr": 1e-4})
     extra(torch.randn(4, 128)).sum().backward()
