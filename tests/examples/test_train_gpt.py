@@ -1,0 +1,136 @@
+"""The demo end to end: its command line as a stranger runs it, and the loop that benchmarks use."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import corpus
+import pytest
+import torch
+import train_gpt
+from gpt import GPTConfig
+from record import Record, find_deviations
+
+SCRIPT = Path(train_gpt.__file__)
+TINY = GPTConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=64, seq_len=32)
+SETTINGS = train_gpt.Settings(model=TINY, steps=12, batch=2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for index in range(30):
+        line = f"for x in range({index}):\n    print(x)\n"
+        (folder / f"loop_{index}.py").write_text(line * 20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(data):
+    return corpus.load(data, TINY.seq_len)
+
+
+def run_demo(*arguments):
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def make_record(level, loss):
+    return Record(level, [loss], [(1, loss)], 1.0, {"total": 16.0}, None, {})
+
+
+def test_demo_writes_table_sample_records_and_report(data, tmp_path):
+    sizes = ("--steps", 3, "--batch", 1, "--seq-len", 32)
+    result = run_demo("--levels", "baseline", "O2", *sizes, "--data", data, "--out", tmp_path)
+    assert result.returncode == 0, result.stderr
+    for expected in ("val loss", "tokens/s", "master", "written by the O2 model", "report.html"):
+        assert expected in result.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "currentColor" in page
+    assert str(tmp_path) not in page
+    baseline, o2 = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("baseline", "O2"))
+    assert len(baseline["train_loss"]) == 3
+    assert baseline["train_loss"][0] == pytest.approx(o2["train_loss"][0], rel=0.01)
+    assert baseline["bytes_per_parameter"]["total"] == pytest.approx(16, abs=0.1)
+    assert o2["bytes_per_parameter"]["total"] < 7
+    assert o2["sample"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--data", "nowhere"), "there is no such file or folder"),
+        (("--steps", "1"), "--steps 1: must be 2 or more"),
+        (("--levels", "02"), "invalid choice: '02'"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_gpt.main([*arguments, "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the error without a GPU")
+def test_missing_gpu_is_refused_with_a_remedy():
+    with pytest.raises(ValueError, match="use --device cpu"):
+        train_gpt.choose_device("cuda")
+
+
+def test_level_that_fails_is_named_and_fails_the_demo(tmp_path, capsys):
+    options = train_gpt.build_parser().parse_args(["--levels", "O1", "--out", str(tmp_path)])
+    assert train_gpt.conclude([], options) == 1
+    assert "O1 failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["baseline", "O2"])
+def test_seed_gives_the_same_run_bit_for_bit(text, level):
+    settings = replace(SETTINGS, level=level)
+    first, second = (train_gpt.train(settings, text)[1] for _ in range(2))
+    assert first.train_loss == second.train_loss
+    assert first.validation == second.validation
+
+
+@pytest.mark.parametrize("level", train_gpt.LEVELS)
+def test_training_lowers_the_loss_at_every_level(text, level):
+    _, record = train_gpt.train(replace(SETTINGS, level=level, steps=40), text)
+    assert record.train_loss[-1] < record.train_loss[0] - 1
+    assert record.validation[-1][0] == 40
+
+
+def test_learning_rate_rises_then_falls_to_zero():
+    factors = [train_gpt.scale_lr(step, 100) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert max(factors) == factors[9] == 1
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert 0 < factors[-1] < 0.001
+
+
+def test_weight_decay_is_for_matrices_only():
+    model = train_gpt.GPT(TINY)
+    matrices, vectors = train_gpt.build_optimizer(model, lr=1e-3).param_groups
+    assert {p.ndim for p in matrices["params"]} == {2}
+    assert {p.ndim for p in vectors["params"]} == {1}
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+
+
+@pytest.mark.parametrize("loss", [2.03, math.nan])
+def test_worse_or_missing_loss_is_reported(loss):
+    (line,) = find_deviations([make_record("baseline", 2.0), make_record("O2", loss)])
+    assert line.startswith("O2 ends at")
+
+
+def test_better_loss_and_missing_baseline_are_no_deviation():
+    assert find_deviations([make_record("baseline", 2.0), make_record("O2", 1.9)]) == []
+    assert find_deviations([make_record("O2", 9.0)]) == []
+
+
+def test_record_survives_its_file(tmp_path):
+    record = make_record("O1", 2.0)
+    record.save(tmp_path)
+    assert Record.load(tmp_path, "O1").final_loss == 2.0

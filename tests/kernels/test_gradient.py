@@ -1,0 +1,201 @@
+"""Block-scaled gradients: adding micro-batches with a residual, and the norm without overflow or underflow."""
+
+import math
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from fp8stack.formats import BLOCK, E4M3
+from fp8stack.kernels import ops
+
+NAN, INF = math.nan, math.inf
+
+
+class Sum:
+    """A gradient with a residual, as `BlockScaledTensor` keeps it."""
+
+    def __init__(self, x):
+        self.codes, self.scale = ops.quantize_blocks(x, E4M3)
+        self.residual = torch.zeros_like(self.codes), torch.zeros_like(self.scale)
+
+    def add(self, x):
+        ops.accumulate_blocks(self.codes, self.scale, *self.residual, x)
+        return self
+
+    def drop_residual(self):
+        for part in self.residual:
+            part.view(torch.uint8).zero_()
+
+    @property
+    def rounded(self):
+        return ops.dequantize_blocks(self.codes, self.scale, E4M3).double()
+
+    @property
+    def total(self):
+        return self.rounded + ops.dequantize_blocks(*self.residual, E4M3).double()
+
+
+def outlier_and_micro_batch(device):
+    """A first gradient with one large element a block, and a micro-batch of 1/8 to 1 that has none."""
+    first = torch.zeros(3, 300)
+    first[:, ::BLOCK] = 300.0
+    micro_batch = torch.rand(3, 300) * 0.875 + 0.125
+    micro_batch[:, ::BLOCK] = 0
+    return first.to(device), (micro_batch * torch.randn(3, 300).sign()).to(device)
+
+
+def test_sum_of_many_micro_batches_grows_linearly_thanks_to_the_residual(device):
+    first, micro_batch = outlier_and_micro_batch(device)
+    kept, dropped = Sum(first), Sum(first)
+    for count in range(1, 257):
+        kept.add(micro_batch)
+        dropped.add(micro_batch).drop_residual()
+        if count in (16, 64, 256):
+            exact = (first.double() + count * micro_batch.double())[micro_batch != 0]
+            error, rounded_error, dropped_error = (
+                float(((sum_ - exact).norm() / exact.norm()).cpu())
+                for sum_ in (
+                    x[micro_batch != 0] for x in (kept.total, kept.rounded, dropped.rounded)
+                )
+            )
+            assert error < 2.0**-6, f"after {count} additions"
+            assert rounded_error < 2.0**-4, f"after {count} additions"
+    assert dropped_error > 0.75
+    stagnant = dropped.rounded.clone()
+    assert torch.equal(dropped.add(micro_batch).rounded, stagnant)
+
+
+def test_sum_of_different_micro_batches_stays_close(device):
+    first = torch.randn(8, 384, device=device)
+    gradient, exact = Sum(first), first.double()
+    for _ in range(63):
+        x = torch.randn(8, 384, device=device)
+        gradient.add(x)
+        exact = exact + x.double()
+    assert (gradient.total - exact).norm() < 2.0**-6 * exact.norm()
+
+
+def test_codes_are_the_rounded_total_and_the_residual_the_rounded_rest(device):
+    x, y = torch.randn(2, 5, 200, device=device)
+    gradient = Sum(x)
+    before = ops.dequantize_blocks(gradient.codes, gradient.scale, E4M3)
+    gradient.add(y)
+    codes, scale = ops.quantize_blocks(before + y, E4M3)
+    rest = before + y - ops.dequantize_blocks(codes, scale, E4M3)
+    for actual, expected in zip(
+        (gradient.codes, gradient.scale, *gradient.residual),
+        (codes, scale, *ops.quantize_blocks(rest, E4M3)),
+        strict=True,
+    ):
+        assert_same_bits(actual, expected)
+    assert gradient.residual[1].gt(0).all()
+
+
+def test_sums_that_code_and_residual_can_hold_are_exact(device):
+    """Scale 1, steps of 16 and rests of -7 to 7, whose own scale is 1/64: every number on the way is a code."""
+    x = torch.zeros(1, 128, device=device)
+    x[0, 0] = 448.0
+    y = torch.zeros(1, 128, device=device)
+    y[0, 1:106] = (torch.arange(144, 256, 16)[:, None] + torch.arange(-7, 8)).flatten()
+    gradient = Sum(x).add(y)
+    assert torch.equal(gradient.total.float(), x + y)
+    assert not torch.equal(gradient.rounded.float(), x + y)
+    gradient.add(-y)
+    assert torch.equal(gradient.rounded.float(), x)
+    assert gradient.residual[1].eq(0).all()
+
+
+def test_adding_zeros_changes_nothing_beyond_the_rounding_of_the_scale(device):
+    zeros = torch.zeros(4, 300, device=device)
+    gradient = Sum(torch.randn(4, 300, device=device))
+    before = gradient.rounded
+    gradient.add(zeros)
+    assert ((gradient.total - before).abs() <= before.abs() * 2.0**-22).all()
+    nothing = Sum(zeros).add(zeros)
+    assert nothing.scale.eq(0).all()
+    assert_same_bits(nothing.total, torch.zeros(4, 300, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_16_bit_micro_batches_are_added_in_float32(dtype, device):
+    x, y = torch.randn(2, 5, 200, device=device)
+    narrow, wide = Sum(x).add(y.to(dtype)), Sum(x).add(y.to(dtype).float())
+    assert_same_bits(narrow.codes, wide.codes)
+    assert_same_bits(narrow.residual[0], wide.residual[0])
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("where", ["first", "added"])
+def test_non_finite_gradient_stays_in_its_block_and_is_never_lost(bad, where, device):
+    x, y = torch.randn(2, 2, 256, device=device)
+    (x if where == "first" else y)[1, 200] = bad
+    gradient = Sum(x).add(y).add(torch.ones(2, 256, device=device))
+    assert gradient.scale.isnan().tolist() == [[False, False], [False, True]]
+    assert gradient.total.isnan().any(0).nonzero().flatten().tolist() == list(range(128, 256))
+    assert ops.norm_blocks(gradient.codes, gradient.scale).isnan()
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (0,), (0, 4), (4, 0), (2, 3, 64)], ids=str)
+def test_any_shape_accumulates(shape, device):
+    x, y = torch.randn(2, *shape, device=device)
+    gradient = Sum(x)
+    exact = gradient.rounded + y.double()
+    gradient.add(y)
+    assert gradient.total.shape == shape
+    largest = exact.abs().max() if exact.numel() else 0.0
+    assert ((gradient.total - exact).abs() <= 2.0**-8 * largest).all()
+
+
+# --- norm
+
+
+def exact_norm(codes, scale):
+    """Return the 2-norm in float64, whose range no float32 gradient can leave."""
+    return ops.dequantize_blocks(codes, scale, E4M3).double().norm()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 1.0, 1e10, 1e25, 1e36], ids="{:.0e}".format)
+@pytest.mark.parametrize("shape", [(), (7,), (5, 200), (17, 256), (2, 3, 64)], ids=str)
+def test_norm_of_small_and_large_gradients(size, shape, device):
+    codes, scale = ops.quantize_blocks((torch.rand(shape, device=device) + 0.5) * size, E4M3)
+    norm = ops.norm_blocks(codes, scale)
+    assert norm.shape == ()
+    assert norm.dtype is torch.float32
+    assert float(norm) == pytest.approx(float(exact_norm(codes, scale)), rel=1e-6)
+    assert float(norm) > 0
+
+
+def test_norm_of_blocks_of_very_different_size(device):
+    x = torch.randn(6, 300, device=device) * torch.logspace(-30, 25, 6, device=device)[:, None]
+    for rows in (slice(0, 3), slice(0, 6), slice(5, 6)):
+        codes, scale = ops.quantize_blocks(x[rows], E4M3)
+        expected = float(exact_norm(codes, scale))
+        assert float(ops.norm_blocks(codes, scale)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_norm_of_a_gradient_that_was_multiplied_by_a_negative_number(device):
+    """`grad.mul_(-1)` is done on the scales, which are then negative."""
+    codes, scale = ops.quantize_blocks(torch.randn(4, 256, device=device), E4M3)
+    assert_same_bits(ops.norm_blocks(codes, -scale), ops.norm_blocks(codes, scale))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0)], ids=str)
+def test_norm_of_nothing_is_zero(shape, device):
+    codes, scale = ops.quantize_blocks(torch.randn(shape, device=device), E4M3)
+    assert_same_bits(ops.norm_blocks(codes, scale), torch.tensor(0.0))
+
+
+def test_norm_of_zeros_is_zero_and_of_one_element_its_magnitude(device):
+    x = torch.zeros(3, 300, device=device)
+    assert_same_bits(ops.norm_blocks(*ops.quantize_blocks(x, E4M3)), torch.tensor(0.0))
+    x[1, 7] = -448e-20
+    codes, scale = ops.quantize_blocks(x, E4M3)
+    assert float(ops.norm_blocks(codes, scale)) == pytest.approx(448e-20, rel=1e-6)
+
+
+def test_norm_does_not_change_with_a_power_of_two(device):
+    codes, scale = ops.quantize_blocks(torch.randn(5, 200, device=device), E4M3)
+    norm = ops.norm_blocks(codes, scale)
+    for power in (-60, -3, 40):
+        assert_same_bits(ops.norm_blocks(codes, scale * 2.0**power), norm * 2.0**power)

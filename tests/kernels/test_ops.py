@@ -1,0 +1,262 @@
+"""The operators as torch sees them: schemas, fake tensors, torch.compile; which backend runs; the import guards."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_same_bits, bits
+
+import fp8stack
+from fp8stack.errors import ConfigError
+from fp8stack.formats import E4M3, FORMATS, S1E3M4, UE3M5, scale_shape
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.fp8lm import encode_tensor
+from fp8stack.kernels.reference.master import split
+
+ROOT = Path(fp8stack.__file__).parents[1]
+SHAPES = pytest.mark.parametrize("shape", [(), (7,), (0, 4), (5, 200), (2, 3, 64)], ids=str)
+ALL = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+
+
+def hyper(device):
+    return torch.tensor([1, 0.99, 0.1, 1, 1, 0, 0, 0], dtype=torch.float32, device=device)
+
+
+def sample_arguments(name, shape, device):
+    """Yield argument lists that cover the optional tensors and formats of operator `name`."""
+    x = torch.randn(shape, device=device)
+    grad = ops.quantize_blocks(x, E4M3)
+    m, v = ops.quantize_blocks(x, S1E3M4), ops.quantize_blocks(x.square(), UE3M5)
+    halves = split(x)
+    match name:
+        case "quantize_blocks":
+            yield from ((x.abs(), fmt) for fmt in FORMATS)
+            yield x.bfloat16(), "e4m3"
+        case "dequantize_blocks":
+            yield *grad, "e4m3", torch.float32
+            yield *v, "ue3m5", torch.bfloat16
+        case "quantize_tensor":
+            yield x, "e4m3"
+            yield x.bfloat16(), "e5m2"
+        case "accumulate_blocks":
+            yield *grad, *ops.quantize_blocks(x / 16, E4M3), x
+        case "norm_blocks":
+            yield grad
+        case "adam_step":
+            options = (hyper(device), 0.9, 0.999, 1e-8, 0.1, True)
+            yield *halves, *grad, *m, *v, *options
+            yield x.clone(), None, x, None, x.clone(), None, x.square(), None, *options
+        case "fp8lm_adam_step":
+            states = (*encode_tensor(x, E4M3.dtype), *encode_tensor(x.square(), torch.float16))
+            options = (hyper(device), 0.9, 0.999, 1e-8, 0.1, False)
+            yield x.bfloat16(), *encode_tensor(x, torch.float16), *grad, *states, *options
+            yield x.clone(), None, None, x, None, *(t.clone() for t in states), *options
+        case "sgd_step":
+            yield *halves, *grad, *m, hyper(device), 0.9, 0.1, False
+            yield x.clone(), None, x, None, x.clone(), None, hyper(device), 0.9, 0.1, True
+            yield x.clone(), None, x, None, None, None, hyper(device), 0.0, 0.0, False
+
+
+OPERATORS = sorted(
+    name.split("::")[1]
+    for name in torch._C._dispatch_get_all_op_names()
+    if name.startswith("fp8stack::")
+)
+
+
+def test_all_operators_are_sampled_here():
+    assert OPERATORS == [
+        "accumulate_blocks", "adam_step", "dequantize_blocks", "fp8lm_adam_step",
+        "norm_blocks", "quantize_blocks", "quantize_tensor", "sgd_step",
+    ]  # fmt: skip
+    for name in OPERATORS:
+        assert list(sample_arguments(name, (5, 200), "cpu")), name
+
+
+@pytest.fixture
+def compare_float8(monkeypatch):
+    """Let opcheck see whether an argument changed: it asks `torch.allclose`, which does not know float8."""
+    allclose = torch.allclose
+
+    def compare(a, b, **options):
+        if a.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            return torch.equal(bits(a), bits(b))
+        return allclose(a, b, **options)
+
+    monkeypatch.setattr(torch, "allclose", compare)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (5, 200), (2, 3, 64)], ids=str
+)  # opcheck cannot clone empty bytes
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.usefixtures("compare_float8")
+def test_operator_keeps_torchs_rules(name, shape, device):
+    """Schema (aliases and mutations as declared), fake tensors of the right shapes, and AOT autograd."""
+    operator = getattr(torch.ops.fp8stack, name).default
+    for arguments in sample_arguments(name, shape, device):
+        results = torch.library.opcheck(
+            operator, arguments,
+            test_utils=["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"],
+        )  # fmt: skip
+        assert set(results.values()) == {"SUCCESS"}, results
+
+
+@ALL
+@SHAPES
+def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(fmt, shape):
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(shape, dtype=torch.bfloat16)
+        codes, scale = ops.quantize_blocks(x, fmt)
+        values = ops.dequantize_blocks(codes, scale, fmt, torch.float16)
+        tensor_codes, tensor_scale = ops.quantize_tensor(x, fmt)
+    assert (codes.shape, codes.dtype) == (x.shape, fmt.dtype)
+    assert (scale.shape, scale.dtype) == (scale_shape(shape), torch.float32)
+    assert (values.shape, values.dtype) == (x.shape, torch.float16)
+    assert (tensor_codes.shape, tensor_codes.dtype) == (x.shape, fmt.dtype)
+    assert (tensor_scale.shape, tensor_scale.dtype) == ((), torch.float32)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@ALL
+def test_compiled_function_gives_the_eager_bits(fmt, dynamic, device):
+    def function(x):
+        codes, scale = ops.quantize_blocks(x * 2, fmt)
+        return codes, scale, ops.dequantize_blocks(codes, scale, fmt, x.dtype) + x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for shape in ((5, 200), (9, 130)):
+        x = torch.rand(shape, device=device)
+        for actual, expected in zip(compiled(x), function(x), strict=True):
+            assert_same_bits(actual, expected)
+
+
+def test_compiled_function_mutates_as_eager_does(device):
+    def function(codes, scale, residual_codes, residual_scale, x):
+        ops.accumulate_blocks(codes, scale, residual_codes, residual_scale, x)
+        return ops.norm_blocks(codes, scale)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 200, device=device)
+    eager = [*ops.quantize_blocks(x, E4M3), *ops.quantize_blocks(x / 16, E4M3)]
+    before = [t.clone() for t in eager]
+    traced = [t.clone() for t in eager]
+    assert_same_bits(compiled(*traced, x), function(*eager, x))
+    for actual, expected in zip(traced, eager, strict=True):
+        assert_same_bits(actual, expected)
+    assert not torch.equal(traced[1], before[1])
+
+
+# --- which implementation runs
+
+
+@pytest.mark.parametrize("value", ["", "cuda", "Triton", "1"])
+def test_unknown_backend_is_an_error_that_names_the_choices(value, monkeypatch):
+    monkeypatch.setenv("FP8STACK_KERNELS", value)
+    with pytest.raises(
+        ConfigError, match=f'FP8STACK_KERNELS must be "triton" or "reference", got "{value}"'
+    ):
+        ops.kernel_backend()
+
+
+def test_backend_follows_the_environment_at_every_call(monkeypatch):
+    for value, reason in (
+        ("reference", "FP8STACK_KERNELS=reference"),
+        ("triton", "Triton is installed"),
+    ):
+        monkeypatch.setenv("FP8STACK_KERNELS", value)
+        assert ops.kernel_backend() == (value, reason)
+    monkeypatch.delenv("FP8STACK_KERNELS")
+    assert ops.kernel_backend() == ("triton", "Triton is installed")
+
+
+@pytest.mark.gpu
+def test_reference_on_a_gpu_gives_the_bits_of_triton(monkeypatch):
+    from fp8stack.kernels import quantize as triton_quantize
+
+    x = torch.randn(64, 300, device="cuda")
+    expected = ops.quantize_blocks(x, E4M3)
+    monkeypatch.setenv("FP8STACK_KERNELS", "reference")
+    monkeypatch.setattr(triton_quantize, "quantize_blocks", None)  # a call of it would fail
+    for actual, same in zip(ops.quantize_blocks(x, E4M3), expected, strict=True):
+        assert_same_bits(actual, same)
+    monkeypatch.setenv("FP8STACK_KERNELS", "CUDA")
+    with pytest.raises(ConfigError):
+        ops.quantize_blocks(x, E4M3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(
+    "name", [name for name in OPERATORS if name != "norm_blocks"]
+)  # a sum has an order
+@pytest.mark.parametrize("shape", [(), (7,), (5, 200), (64, 256)], ids=str)
+def test_operator_gives_the_same_bits_on_a_gpu_and_on_a_cpu(name, shape, backend, monkeypatch):
+    monkeypatch.setenv("FP8STACK_KERNELS", backend)
+    operator = getattr(torch.ops.fp8stack, name)
+    for arguments in sample_arguments(name, shape, "cpu"):
+        on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]
+        actual, expected = operator(*on_gpu), operator(*arguments)
+        for a, e in zip(
+            flatten([on_gpu, actual]), flatten([list(arguments), expected]), strict=True
+        ):
+            assert_same_bits(a, e)
+
+
+def flatten(tree):
+    """Return the tensors in nested lists and tuples."""
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)
+    ]
+
+
+# --- imports
+
+
+def run_python(code, cwd=None, **environment):
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=env, timeout=120
+    )
+
+
+@pytest.mark.parametrize("folder", ["kernels", "integrations"])
+def test_top_level_folder_refuses_to_pass_for_another_package(folder):
+    run = run_python(f"import {folder}", cwd=ROOT)
+    assert run.returncode != 0
+    assert f"ImportError: this folder was imported as '{folder}'" in run.stderr
+    assert f"import fp8stack.{folder} instead" in run.stderr
+
+
+def test_package_imports_neither_triton_nor_its_own_folders_twice():
+    code = (
+        "import sys, fp8stack, fp8stack.kernels.ops, fp8stack.integrations\n"
+        "print(sorted({'triton', 'kernels', 'integrations'} & set(sys.modules)))\n"
+        "import torch; print(torch.cuda.is_initialized())"
+    )
+    run = run_python(code)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[:2] == ["[]", "False"]
+
+
+def test_operators_run_where_triton_cannot_be_imported():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, warnings\n"
+        "from fp8stack.kernels import ops\n"
+        "from fp8stack.formats import E4M3\n"
+        "print(ops.quantize_blocks(torch.ones(3, 200), E4M3)[1].shape)\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    print(ops.kernel_backend()[0], ops.kernel_backend()[0], len(caught), caught[0].message)\n"
+    )
+    run = run_python(code)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(
+        "torch.Size([3, 2])\nreference reference 1 Triton cannot be imported"
+    )
+    assert "pip install triton" in run.stdout

@@ -1,0 +1,368 @@
+"""Quantization with a scale per block of 128 and per tensor: against an oracle, and for what users rely on."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_same_bits, grid, nearest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8stack.formats import BLOCK, E4M3, E5M2, FORMATS, TINY, UE3M5, rows_cols, scale_shape
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.fp8 import decode, encode
+from fp8stack.kernels.reference.quantize import as_blocks, from_blocks
+
+NAN, INF = math.nan, math.inf
+ALL = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+SHAPES = [
+    (), (1,), (7,), (128,), (129,), (0,), (0, 4), (4, 0), (3, 5), (4, 128), (5, 200), (2, 3, 64), (17, 256), (2, 0, 3)
+]  # fmt: skip
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def values_for(fmt, shape, dtype=torch.float32):
+    """Return normal values, or their absolute values for the unsigned format."""
+    x = torch.randn(shape).to(dtype)
+    return x.abs() if fmt.squared else x
+
+
+def quantize_by_hand(x, fmt):
+    """Return (codes as uint8, scale) of CPU tensor `x`, block by block, with numpy's float32 and a search for codes."""
+    rows, cols = rows_cols(x.shape)
+    table = x.float().reshape(rows, cols).numpy()
+    codes = np.zeros((rows, cols), np.uint8)
+    scales = np.zeros(scale_shape(x.shape), np.float32)
+    for row in range(rows):
+        for block in range(scales.shape[1]):
+            part = slice(block * BLOCK, (block + 1) * BLOCK)
+            values = table[row, part]
+            if fmt.squared:
+                with np.errstate(invalid="ignore"):
+                    values = np.sqrt(values.astype(np.float64)).astype(np.float32)
+            amax = np.abs(values).max()
+            if not np.isfinite(amax):
+                scales[row, block] = np.nan
+            elif amax / np.float32(fmt.max) >= np.float32(TINY):
+                scales[row, block] = amax / np.float32(fmt.max)
+                scaled = torch.from_numpy(values * (np.float32(1) / scales[row, block]))
+                steps = torch.searchsorted(grid(fmt), nearest(scaled, fmt).abs()).numpy()
+                if fmt.squared:
+                    steps[(steps == 0) & (values > 0)] = 1
+                codes[row, part] = steps | (np.signbit(values) * 0x80 if fmt.signed else 0)
+    return torch.from_numpy(codes).reshape(x.shape), torch.from_numpy(scales)
+
+
+def assert_matches_oracle(x, fmt, device):
+    codes, scale = ops.quantize_blocks(x.to(device), fmt)
+    expected_codes, expected_scale = quantize_by_hand(x.contiguous(), fmt)
+    assert codes.dtype is fmt.dtype
+    assert codes.is_contiguous()
+    assert_same_bits(codes.cpu().view(torch.uint8), expected_codes, "codes")
+    assert torch.equal(scale.cpu().isnan(), expected_scale.isnan())
+    assert_same_bits(scale.cpu().nan_to_num(-1.0), expected_scale.nan_to_num(-1.0), "scale")
+
+
+def round_trip(x, fmt):
+    return ops.dequantize_blocks(*ops.quantize_blocks(x, fmt), fmt)
+
+
+# --- scales per block
+
+
+@ALL
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_codes_and_scales_are_those_of_the_definition(fmt, shape, dtype, device):
+    assert_matches_oracle(values_for(fmt, shape, dtype), fmt, device)
+
+
+@ALL
+def test_values_of_every_exponent_match_the_definition(fmt, device, random_bits):
+    x = random_bits(40 * BLOCK).reshape(8, -1)
+    assert_matches_oracle(x.abs() if fmt.squared else x, fmt, device)
+
+
+@ALL
+def test_views_quantize_like_their_copies(fmt, device):
+    x = values_for(fmt, (6, 300, 4)).to(device)
+    for view in (
+        x.transpose(0, 2),
+        x[::2],
+        x[:, 5:150],
+        x.permute(2, 1, 0)[1:],
+        x[1, :, 2],
+        x[0:1].expand(3, 300, 4),
+    ):
+        assert_matches_oracle(view.cpu(), fmt, device)
+        for part, expected in zip(
+            ops.quantize_blocks(view, fmt), ops.quantize_blocks(view.contiguous(), fmt), strict=True
+        ):
+            assert_same_bits(part, expected)
+
+
+@ALL
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_decode_to_code_times_scale(fmt, shape, device):
+    codes, scale = (t.to(device) for t in quantize_by_hand(values_for(fmt, shape), fmt))
+    values = ops.dequantize_blocks(codes.view(fmt.dtype), scale, fmt).cpu()
+    rows, cols = rows_cols(shape)
+    assert scale.shape == (rows, math.ceil(cols / BLOCK))
+    spread = scale.cpu().repeat_interleave(BLOCK, 1)[:, :cols].reshape(shape)
+    expected = decode(codes.cpu(), fmt) * spread
+    assert_same_bits(values, expected * expected if fmt.squared else expected)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_decoding_to_16_bits_rounds_the_float32_value_once(fmt, dtype, device):
+    codes, scale = ops.quantize_blocks(values_for(fmt, (5, 200)).to(device), fmt)
+    values = ops.dequantize_blocks(codes, scale, fmt, dtype)
+    assert_same_bits(values, ops.dequantize_blocks(codes, scale, fmt).to(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_come_apart_and_together_again(shape):
+    x = torch.randn(shape)
+    blocks = as_blocks(x)
+    assert blocks.shape == (*scale_shape(x.shape), BLOCK)
+    assert blocks.sum() == pytest.approx(float(x.sum()), abs=1e-4)  # the padding is zeros
+    assert_same_bits(from_blocks(blocks, x.shape), x)
+
+
+@ALL
+def test_block_of_zeros_has_scale_zero_and_decodes_to_zero(fmt, device):
+    x = values_for(fmt, (3, 300)).to(device)
+    x[1, 128:256] = 0
+    x[2] = 0
+    codes, scale = ops.quantize_blocks(x, fmt)
+    assert scale.cpu().eq(0).tolist() == [[False] * 3, [False, True, False], [True] * 3]
+    assert codes.view(torch.uint8)[1, 128:256].eq(0).all()
+    assert codes.view(torch.uint8)[2].eq(0).all()
+    values = ops.dequantize_blocks(codes, scale, fmt)
+    assert_same_bits(values[1, 128:256], torch.zeros(128))
+    assert_same_bits(values[2], torch.zeros(300))
+    assert values[0].ne(0).any()
+
+
+@ALL
+def test_zero_stays_zero_in_a_block_of_other_values(fmt, device):
+    x = values_for(fmt, (2, 256)).to(device)
+    x[:, ::3] = 0
+    assert_same_bits(round_trip(x, fmt)[:, ::3], torch.zeros(2, 86))
+
+
+@ALL
+@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+def test_non_finite_value_poisons_its_own_block_only(fmt, bad, device):
+    x = values_for(fmt, (4, 300)).to(device)
+    clean_codes, clean_scale = ops.quantize_blocks(x, fmt)
+    x[1, 140] = bad
+    x[3, 299] = bad
+    codes, scale = ops.quantize_blocks(x, fmt)
+    poisoned = torch.zeros(4, 3, dtype=torch.bool, device=device)
+    poisoned[1, 1] = poisoned[3, 2] = True
+    elements = poisoned.repeat_interleave(BLOCK, 1)[:, :300]
+    assert torch.equal(scale.isnan(), poisoned)
+    assert_same_bits(scale[~poisoned], clean_scale[~poisoned])
+    assert codes.view(torch.uint8)[elements].eq(0).all()
+    raw, clean = codes.view(torch.uint8), clean_codes.view(torch.uint8)
+    assert_same_bits(raw[~elements], clean[~elements])
+    assert torch.equal(ops.dequantize_blocks(codes, scale, fmt).isnan(), elements)
+
+
+def test_negative_second_moment_is_reported_not_hidden(device):
+    x = torch.rand(2, 256, device=device)
+    x[0, 3] = -1e-20
+    assert ops.quantize_blocks(x, UE3M5)[1].isnan().tolist() == [[True, False], [False, False]]
+
+
+@ALL
+def test_block_too_small_to_scale_is_a_block_of_zeros(fmt, device):
+    """The limit is a scale of 2^-126; for the squared format it is reached by squares below the float32 range."""
+    smallest = fmt.max * TINY
+    if fmt.squared:
+        x = torch.full(
+            (1, 128), 2.0**-149, device=device
+        )  # the smallest float32: its root is a normal number
+        codes, scale = ops.quantize_blocks(x, fmt)
+        assert scale > 0
+        assert codes.eq(255).all()
+        return
+    kept = torch.full((1, 128), smallest, device=device)
+    lost = torch.nextafter(kept, torch.zeros_like(kept))
+    codes, scale = ops.quantize_blocks(torch.cat([kept, lost, lost / 1000], 1), fmt)
+    assert scale.tolist() == [[TINY, 0.0, 0.0]]
+    values = ops.dequantize_blocks(codes, scale, fmt)
+    assert values[0, :128].eq(smallest).all()
+    assert_same_bits(values[0, 128:], torch.zeros(256))
+    assert codes.view(torch.uint8)[0, 128:].eq(0).all()
+
+
+@ALL
+def test_largest_float32_survives(fmt, device):
+    x = torch.full((1, 128), torch.finfo(torch.float32).max, device=device)
+    x[0, 1:] = torch.logspace(20, 38, 127)
+    codes, scale = ops.quantize_blocks(x, fmt)
+    assert scale.isfinite().all()
+    assert decode(codes[0, 0], fmt) == fmt.max
+    assert decode(codes, fmt).diff().ge(0)[0, 1:].all()
+
+
+@ALL
+@pytest.mark.parametrize("power", [-80, -1, 1, 13, 80])
+def test_scaling_by_a_power_of_two_changes_scales_only(fmt, power, device):
+    """For the squared format x is scaled by an even power, since its root is what is coded."""
+    x = values_for(fmt, (5, 200)).to(device)
+    factor = 2.0 ** (power // 2 * 2 if fmt.squared else power)
+    codes, scale = ops.quantize_blocks(x, fmt)
+    scaled_codes, scaled_scale = ops.quantize_blocks(x * factor, fmt)
+    assert_same_bits(scaled_codes, codes)
+    assert_same_bits(scaled_scale, scale * (math.sqrt(factor) if fmt.squared else factor))
+
+
+@ALL
+def test_rows_are_independent(fmt, device):
+    x = values_for(fmt, (9, 200)).to(device)
+    codes, scale = ops.quantize_blocks(x, fmt)
+    for rows in (slice(0, 4), slice(4, 9), slice(8, 9), slice(3, 3)):
+        part_codes, part_scale = ops.quantize_blocks(x[rows], fmt)
+        assert_same_bits(part_codes, codes[rows])
+        assert_same_bits(part_scale, scale[rows])
+        assert_same_bits(
+            ops.dequantize_blocks(codes[rows], scale[rows], fmt),
+            ops.dequantize_blocks(codes, scale, fmt)[rows],
+        )
+
+
+@ALL
+def test_order_within_a_block_does_not_matter(fmt, device):
+    x = values_for(fmt, (3, 128)).to(device)
+    order = torch.randperm(128)
+    codes, scale = ops.quantize_blocks(x, fmt)
+    shuffled_codes, shuffled_scale = ops.quantize_blocks(x[:, order], fmt)
+    assert_same_bits(shuffled_scale, scale)
+    assert_same_bits(shuffled_codes.view(torch.uint8), codes.view(torch.uint8)[:, order])
+
+
+@ALL
+def test_rounding_error_is_half_a_step(fmt, device):
+    """Half a step is 2^-(mantissa_bits + 1) of a normal value and half of the smallest step below; 2^-22 is float32's
+    share: the rounding of scale, inverse and products."""
+    x = torch.cat([torch.randn(16, 256), torch.randn(16, 256) * torch.logspace(-6, 6, 256)], 1)
+    x = x.double() * torch.logspace(-9, 9, 16, dtype=torch.float64)[:, None]
+    x = (x.square() if fmt.squared else x).float()
+    codes, scale = (t.cpu() for t in ops.quantize_blocks(x.to(device), fmt))
+    exact, values = x.double(), ops.dequantize_blocks(codes, scale, fmt).double()
+    if fmt.squared:
+        exact, values = exact.sqrt(), values.sqrt()
+    smallest = scale.double().repeat_interleave(BLOCK, 1) * fmt.min_positive
+    lifted = fmt.squared & (codes.view(torch.uint8) == 1)
+    half_step = torch.maximum(exact.abs() * 2.0 ** -(fmt.mantissa_bits + 1), smallest / 2)
+    bound = torch.where(lifted, smallest, half_step) + exact.abs() * 2.0**-22
+    error = (values - exact).abs()
+    assert (error <= bound).all()
+    assert (error > bound / 2).any()  # the bound is not an idle one
+
+
+@ALL
+def test_quantizing_what_was_decoded_moves_no_value_by_more_than_the_scale_rounds(fmt, device):
+    x = values_for(fmt, (6, 300)).to(device)
+    once = round_trip(x, fmt)
+    twice = round_trip(once, fmt)
+    assert ((twice - once).abs() <= once.abs() * 2.0**-21).all()
+
+
+def test_positive_second_moment_never_becomes_zero(device):
+    """A block over twelve decades of v, six of its root: the floor is code 1, 1/4032 of the largest root."""
+    v = torch.logspace(-12, 0, 128, device=device).reshape(1, 128)
+    v[0, 64] = 0
+    codes, scale = ops.quantize_blocks(v, UE3M5)
+    assert codes[v > 0].min() == 1
+    assert codes[0, 64] == 0
+    values = ops.dequantize_blocks(codes, scale, UE3M5)
+    assert values[0, 64] == 0
+    floor = float(v.max()) / 4032**2
+    assert values[v > 0].min() == pytest.approx(floor, rel=1e-6)
+    small = (v > 0) & (v <= floor)
+    assert small.sum() > 40
+    assert (values[small] >= v[small]).all()
+
+
+@ALL
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_bits_quantize_as_defined(fmt, data):
+    """Blocks from arbitrary bit patterns: NaN, infinities, subnormals, zeros of both signs, all magnitudes at once."""
+    patterns = st.one_of(
+        st.integers(0, 2**32 - 1),
+        st.sampled_from([0, 2**31, 0x7F800000, 0x7F800001, 0x7F7FFFFF, 1, 0x007FFFFF, 0x00800000]),
+        st.integers(0x3F000000, 0x40000000),
+    )
+    pool = data.draw(st.lists(patterns, min_size=1, max_size=12))
+    size = data.draw(st.integers(1, 300))
+    order = data.draw(st.randoms(use_true_random=False))
+    bits = torch.tensor([order.choice(pool) for _ in range(size)], dtype=torch.int64)
+    x = bits.to(torch.int32).view(torch.float32)
+    assert_matches_oracle(x.abs() if fmt.squared else x, fmt, "cpu")
+
+
+# --- one scale per tensor
+
+
+@OCP
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_tensor_scale_is_the_largest_magnitude_over_the_largest_code(fmt, shape, dtype, device):
+    x = torch.randn(shape).to(dtype)
+    codes, scale = (t.cpu() for t in ops.quantize_tensor(x.to(device), fmt))
+    assert codes.dtype is fmt.dtype
+    assert codes.shape == x.shape
+    assert scale.shape == ()
+    if not x.numel():
+        assert scale == 0
+        return
+    expected = np.abs(x.float().numpy()).max() / np.float32(fmt.max)
+    assert_same_bits(scale, torch.tensor(expected))
+    scaled = torch.from_numpy(np.asarray(x.float().numpy() * (np.float32(1) / expected)))
+    assert_same_bits(codes.float(), nearest(scaled, fmt).float())
+
+
+@OCP
+def test_tensor_of_one_block_gets_the_codes_of_that_block(fmt, device):
+    x = torch.randn(1, 128, device=device)
+    codes, scale = ops.quantize_tensor(x, fmt)
+    block_codes, block_scale = ops.quantize_blocks(x, fmt)
+    assert_same_bits(codes, block_codes)
+    assert_same_bits(scale, block_scale[0, 0])
+
+
+@OCP
+def test_tensor_of_zeros_has_scale_zero(fmt, device):
+    codes, scale = ops.quantize_tensor(torch.zeros(3, 200, device=device), fmt)
+    assert scale == 0
+    assert codes.view(torch.uint8).eq(0).all()
+
+
+@OCP
+@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+def test_non_finite_value_poisons_the_whole_tensor(fmt, bad, device):
+    x = torch.randn(70, 80, device=device)
+    x[-1, -1] = bad
+    codes, scale = ops.quantize_tensor(x, fmt)
+    assert scale.isnan()
+    assert codes.view(torch.uint8).eq(0).all()
+
+
+@OCP
+def test_tensor_scale_reads_views_in_their_own_order(fmt, device):
+    x = torch.randn(40, 30, device=device)
+    for view in (x.T, x[::3, 1:], x[:, 4]):
+        codes, scale = ops.quantize_tensor(view, fmt)
+        assert_same_bits(codes.float(), encode_decode(view, scale, fmt))
+
+
+def encode_decode(x, scale, fmt):
+    return decode(encode(x.float() * (1 / scale), fmt), fmt)
