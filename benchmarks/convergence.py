@@ -8,7 +8,11 @@ with the curves, to `benchmarks/results/convergence.jsonl` and draws `docs/asset
 output is one JSON object with the result, and the exit status is 1 if any level's mean validation loss is further
 than 0.5 % from the baseline's.
 
-Limits: a byte-level model of tens of millions of parameters on a few million bytes of Python says little of a large
+The text is the source of the installed PyTorch, tens of megabytes, so that no run sees it twice by much. Batches are
+large because this model learns to copy from its context in one sudden transition, whose step is a matter of luck when
+the gradient is noisy: with 8,192 tokens a step, runs of the baseline itself ended 14 % apart.
+
+Limits: a byte-level model of tens of millions of parameters on tens of megabytes of Python says little of a large
 model. It is a regression test of the numerics with a statement of noise, not a claim about every model.
 """
 
@@ -24,6 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import ROOT, append_records, conditions
 
 sys.path.insert(0, str(ROOT / "examples"))
@@ -153,10 +158,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time on the one device")
-    parser.add_argument("--data", type=Path, help="text file or folder (Python's standard library)")
+    parser.add_argument(
+        "--data", type=Path, default=Path(torch.__file__).parent, help="text file or folder"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()

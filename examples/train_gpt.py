@@ -54,8 +54,8 @@ from record import Record, find_deviations
 
 LEVELS = ("baseline", "O0", "O1", "O2")
 FP8_FORMATS = ("hybrid", "e4m3")
-VALIDATIONS = 8  # times in a run that the validation loss is taken
-VALIDATION_BATCHES = 8
+VALIDATIONS = 6  # times in a run that the validation loss is taken
+VALIDATION_BATCHES = 16
 LOG_EVERY = 10  # steps between readings of the loss and the clock; a GPU is waited for at each
 COUNTED_STEP = 2  # bytes are counted in this step: the optimizer has states, gradients are alive
 PROMPT = "\nclass "
@@ -107,7 +107,7 @@ def train(
             model, optimizer, opt_level=settings.level, fp8_format=settings.fp8_format
         )
 
-    losses: list[Tensor] = []
+    losses = torch.zeros(settings.steps, device=device)
     validation: list[tuple[int, float]] = []
     watch = Stopwatch(device, tokens_per_step=settings.batch * seq_len)
     steps = range(1, settings.steps + 1)
@@ -121,7 +121,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        losses.append(loss.detach())
+        losses[step - 1] = loss.detach()
 
         if step % LOG_EVERY == 0 or step == settings.steps:
             watch.lap(step)
@@ -133,7 +133,7 @@ def train(
 
     return model, Record(
         level=settings.level,
-        train_loss=torch.stack(losses).tolist(),
+        train_loss=losses.tolist(),
         validation=validation,
         tokens_per_second=watch.tokens_per_second,
         bytes_per_parameter=bytes_per_parameter,

@@ -8,6 +8,9 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(
+        1
+    )  # small tensors and a worker per core: waiting for a second thread costs more than the work
 os.environ.setdefault("FP8STACK_QUIET", "1")
 
 

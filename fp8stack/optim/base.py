@@ -220,10 +220,8 @@ def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
 
 def _largest(gradient: Tensor | None) -> Tensor:
     """Return the largest magnitude in a gradient (for FP8, what its scales allow), NaN if there is one."""
-    if isinstance(gradient, BlockScaledTensor):
-        return (
-            gradient.scale.amax() * E4M3.max if gradient.numel() else gradient.scale.new_zeros(())
-        )
+    if isinstance(gradient, BlockScaledTensor) and gradient.numel():
+        return gradient.scale.abs().amax() * E4M3.max
     if gradient is None or not gradient.numel():
         return torch.zeros(())
     if gradient.is_sparse or gradient.is_complex():

@@ -52,6 +52,7 @@ def norm_blocks(
     """Return the 2-norm of a block-scaled E4M3 tensor; NaN if any block is NaN."""
     if not codes.numel():
         return scale.new_zeros(())
+    scale = scale.abs()  # a gradient multiplied by a negative number has negative scales
     largest = scale.amax()
     squares = as_blocks(codes.float()).square().sum(-1)
     relative = torch.where(largest > 0, scale / largest, 0.0)

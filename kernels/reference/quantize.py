@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, TINY, Float8, rows_cols, scale_shape
 
-from .fp8 import cast, decode, encode, sqrt_rn
+from .fp8 import cast_finite, decode, encode, sqrt_rn
 
 
 def as_blocks(x: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def quantize_blocks(
                 (blocks > 0) & (inverse.unsqueeze(-1) > 0), codes.clamp(min=1), codes
             )
     else:
-        codes = cast(scaled, fmt)
+        codes = cast_finite(scaled, fmt)
     return from_blocks(codes, x.shape).contiguous(), scale
 
 
@@ -91,4 +91,4 @@ def quantize_tensor(
     x = x.float()
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
     scale, inverse = scale_and_inverse(amax, fmt)
-    return cast(torch.where(inverse > 0, x * inverse, 0.0), fmt), scale
+    return cast_finite(torch.where(inverse > 0, x * inverse, 0.0), fmt), scale

@@ -5,16 +5,6 @@ import torch
 from helpers import grid
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _one_thread():
-    """Small tensors on a busy machine: waiting for a second thread takes longer than the work (100 times, measured)."""
-    threads = torch.get_num_threads()
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def neighbours(x):
     """Return `x` with the float32 just below and just above each element."""
     x = x.float()

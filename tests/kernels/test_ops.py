@@ -1,5 +1,6 @@
 """The operators as torch sees them: schemas, fake tensors, torch.compile; which backend runs; the import guards."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,10 @@ def sample_arguments(name, shape, device):
     """Yield argument lists that cover the optional tensors and formats of operator `name`."""
     x = torch.randn(shape, device=device)
     grad = ops.quantize_blocks(x, E4M3)
-    m, v = ops.quantize_blocks(x, S1E3M4), ops.quantize_blocks(x.square(), UE3M5)
+    m, v = (
+        ops.quantize_blocks(x / 2, S1E3M4),
+        ops.quantize_blocks(4 * x.square(), UE3M5),
+    )  # a step changes them
     halves = split(x)
     match name:
         case "quantize_blocks":
@@ -217,8 +221,10 @@ def flatten(tree):
 # --- imports
 
 
-def run_python(code, cwd=None, **environment):
-    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **environment}
+def run_python(code, cwd=None):
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, env=env, timeout=120
     )
@@ -234,9 +240,10 @@ def test_top_level_folder_refuses_to_pass_for_another_package(folder):
 
 def test_package_imports_neither_triton_nor_its_own_folders_twice():
     code = (
-        "import sys, fp8stack, fp8stack.kernels.ops, fp8stack.integrations\n"
-        "print(sorted({'triton', 'kernels', 'integrations'} & set(sys.modules)))\n"
-        "import torch; print(torch.cuda.is_initialized())"
+        "import sys, torch; before = set(sys.modules)\n"
+        "import fp8stack, fp8stack.kernels.ops, fp8stack.integrations\n"
+        "print(sorted({'triton', 'kernels', 'integrations'} & (set(sys.modules) - before)))\n"
+        "print(torch.cuda.is_initialized())"
     )
     run = run_python(code)
     assert run.returncode == 0, run.stderr

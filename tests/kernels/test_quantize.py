@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same_bits, grid, nearest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8stack.formats import BLOCK, E4M3, E5M2, FORMATS, TINY, UE3M5, rows_cols, scale_shape
 from fp8stack.kernels import ops
@@ -60,9 +58,8 @@ def assert_matches_oracle(x, fmt, device):
     expected_codes, expected_scale = quantize_by_hand(x.contiguous(), fmt)
     assert codes.dtype is fmt.dtype
     assert codes.is_contiguous()
-    assert_same_bits(codes.cpu().view(torch.uint8), expected_codes, "codes")
-    assert torch.equal(scale.cpu().isnan(), expected_scale.isnan())
-    assert_same_bits(scale.cpu().nan_to_num(-1.0), expected_scale.nan_to_num(-1.0), "scale")
+    assert_same_bits(codes.view(torch.uint8), expected_codes, "codes")
+    assert_same_bits(scale, expected_scale, "scale")
 
 
 def round_trip(x, fmt):
@@ -292,21 +289,16 @@ def test_positive_second_moment_never_becomes_zero(device):
 
 
 @ALL
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_bits_quantize_as_defined(fmt, data):
-    """Blocks from arbitrary bit patterns: NaN, infinities, subnormals, zeros of both signs, all magnitudes at once."""
-    patterns = st.one_of(
-        st.integers(0, 2**32 - 1),
-        st.sampled_from([0, 2**31, 0x7F800000, 0x7F800001, 0x7F7FFFFF, 1, 0x007FFFFF, 0x00800000]),
-        st.integers(0x3F000000, 0x40000000),
-    )
-    pool = data.draw(st.lists(patterns, min_size=1, max_size=12))
-    size = data.draw(st.integers(1, 300))
-    order = data.draw(st.randoms(use_true_random=False))
-    bits = torch.tensor([order.choice(pool) for _ in range(size)], dtype=torch.int64)
-    x = bits.to(torch.int32).view(torch.float32)
-    assert_matches_oracle(x.abs() if fmt.squared else x, fmt, "cpu")
+def test_blocks_of_any_bits_quantize_as_defined(fmt, device):
+    """Few different values a block, among them NaN, infinities, subnormals, zeros of both signs and the largest."""
+    special = [0, 2**31, 0x7F800000, 0xFF800000, 0x7F800001, 0x7F7FFFFF, 1, 0x007FFFFF, 0x00800000]
+    for _ in range(100):
+        near_one = torch.randint(0x3F000000, 0x40000000, (8,))
+        pool = torch.cat([torch.tensor(special), torch.randint(0, 2**32, (8,)), near_one])
+        pool = pool[torch.randperm(len(pool))[: int(torch.randint(1, 13, ()))]]
+        bits = pool[torch.randint(len(pool), (int(torch.randint(1, 301, ())),))]
+        x = bits.to(torch.int32).view(torch.float32)
+        assert_matches_oracle(x.abs() if fmt.squared else x, fmt, device)
 
 
 # --- one scale per tensor
