@@ -35,7 +35,7 @@ def conditions() -> dict[str, Any]:
         "triton": _triton_version(),
         "fp8stack": fp8stack.__version__,
         "git": os.environ.get("FP8STACK_GIT") or _output("git", "rev-parse", "--short=12", "HEAD"),
-        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["python", *(Path(a).name if a[:1] == "/" else a for a in sys.argv)]),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

@@ -240,7 +240,8 @@ $rows
 </tbody>
 </table></div>
 <p><small>Weight to total: bytes per parameter of the matrices, measured on the live tensors.
-Peak: growth of the process's memory over its size before the model was built.</small></p>
+Peak: the most that memory grew over what was in use before the model was built; activations are
+most of it in a small model, and a CPU adds the temporary copies of its FP8 emulation.</small></p>
 <h2>Loss</h2>
 $curves
 <h2>Memory per parameter</h2>

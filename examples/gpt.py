@@ -133,8 +133,9 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:  # [B, T, dim]
-        query = rotate(self.query_norm(self._split_heads(self.query(x))), rotation)
-        key = rotate(self.key_norm(self._split_heads(self.key(x))), rotation)
+        # type_as: under autocast a Linear returns bf16, and the norms work in the type of x.
+        query = rotate(self.query_norm(self._split_heads(self.query(x)).type_as(x)), rotation)
+        key = rotate(self.key_norm(self._split_heads(self.key(x)).type_as(x)), rotation)
         value = self._split_heads(self.value(x))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         return self.output(mixed.transpose(1, 2).flatten(2))

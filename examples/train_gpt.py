@@ -22,6 +22,7 @@ the memory of weights, gradients and optimizer, not its speed.
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import platform
 import subprocess
@@ -68,12 +69,13 @@ class Settings:
 
     level: str = "baseline"
     model: GPTConfig = field(default_factory=GPTConfig)
-    steps: int = 360
+    steps: int = 300
     batch: int = 4
     lr: float = 3e-3
     seed: int = 0
     device: str = "cpu"
     fp8_format: str = "hybrid"
+    skip: tuple[str, ...] = ()
 
 
 SIZES = {
@@ -104,9 +106,14 @@ def train(
     scheduler = LambdaLR(optimizer, lambda step: scale_lr(step, settings.steps))
     if settings.level != "baseline":
         model, optimizer = fp8stack.initialize(
-            model, optimizer, opt_level=settings.level, fp8_format=settings.fp8_format
+            model,
+            optimizer,
+            opt_level=settings.level,
+            fp8_format=settings.fp8_format,
+            skip=settings.skip,
         )
 
+    # One tensor, since a list of small ones that live on keeps a CPU's heap from being reused.
     losses = torch.zeros(settings.steps, device=device)
     validation: list[tuple[int, float]] = []
     watch = Stopwatch(device, tokens_per_step=settings.batch * seq_len)
@@ -148,7 +155,11 @@ def rehearse(settings: Settings, text: corpus.Corpus) -> None:
     They import modules (150 MiB of memory on the CPU) and compile kernels (seconds on a GPU).
     """
     tiny = replace(settings.model, dim=64, layers=1, heads=2, kv_heads=1, ffn=64)
-    train(replace(settings, model=tiny, steps=2), text, show_progress=False)
+    logging.disable(logging.INFO)  # fp8stack's card would describe the wrong model
+    try:
+        train(replace(settings, model=tiny, steps=2), text, show_progress=False)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def build_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
@@ -227,12 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     options.out.mkdir(parents=True, exist_ok=True)
     if options.worker:
-        settings = replace(settings, level=options.worker)
-        rehearse(settings, text)
-        model, record = train(settings, text)
-        if options.worker == options.levels[-1]:
-            record.sample = write_sample(model, settings)
-        record.save(options.out)
+        run_worker(replace(settings, level=options.worker), text, options)
         return 0
 
     records = []
@@ -242,6 +248,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if subprocess.run(command, check=False).returncode == 0:
             records.append(Record.load(options.out, level))
     return conclude(records, options)
+
+
+def run_worker(settings: Settings, text: corpus.Corpus, options: argparse.Namespace) -> None:
+    """Train one level in this process and leave its record for the parent; the last level writes."""
+    rehearse(settings, text)
+    model, record = train(settings, text)
+    if settings.level == options.levels[-1]:
+        record.sample = write_sample(model, settings)
+    record.save(options.out)
 
 
 def conclude(records: list[Record], options: argparse.Namespace) -> int:
@@ -273,6 +288,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="text file or folder (Python's standard library)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if any")
     add("--fp8-format", choices=FP8_FORMATS, default="hybrid", help="of the GEMMs (%(default)s)")
+    add("--skip", nargs="+", metavar="PATTERN", help="layers to leave as they are, such as head")
     add("--out", type=Path, default=Path("runs/demo"), help="folder for results (%(default)s)")
     add("--worker", choices=LEVELS, help=argparse.SUPPRESS)  # the child process of one level
     return parser
@@ -283,10 +299,12 @@ def choose_settings(options: argparse.Namespace) -> Settings:
     preset = SIZES[options.size]
     given = {
         name: getattr(options, name)
-        for name in ("steps", "batch", "lr", "seed", "fp8_format")
+        for name in ("steps", "batch", "lr", "seed", "fp8_format", "skip")
         if getattr(options, name) is not None
     }
-    model = replace(preset.model, seq_len=options.seq_len or preset.model.seq_len)
+    model = preset.model
+    if options.seq_len is not None:
+        model = replace(model, seq_len=options.seq_len)
     settings = replace(preset, **given, model=model, device=choose_device(options.device))
     rules = (
         ("--steps", settings.steps, 2),
