@@ -1,0 +1,47 @@
+"""The documentation is true: its Python runs, its numbers are those of the records, its links lead somewhere."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_python_blocks_run(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_the_convergence_table_is_the_record_s():
+    losses = {}
+    for line in (ROOT / "benchmarks/results/convergence.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        losses.setdefault(record["variant"], {})[record["params"]["seed"]] = record["value"]
+    for level, runs in losses.items():
+        mean = statistics.mean(runs.values())
+        paired = [runs[seed] / losses["baseline"][seed] - 1 for seed in sorted(runs)]
+        if level == "baseline":
+            assert f"| baseline | {mean:.4f} |" in README
+            continue
+        each = ", ".join(f"{100 * d:+.2f}".replace("-", "−") for d in paired)
+        row = f"| {level} | {mean:.4f} | {100 * statistics.mean(paired):+.2f} % | {each} % |"
+        assert row in README
+        assert abs(statistics.mean(paired)) < 0.005, (
+            "the levels train as the baseline does, to half a percent"
+        )
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", "docs/limitations.md", "CHANGELOG.md"]
+)
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
