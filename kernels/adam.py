@@ -102,7 +102,7 @@ def _adam_kernel(
 
 
 def adam_step(
-    weight: Tensor,  # float32, bfloat16 or float16, contiguous; updated
+    weight: Tensor,  # float32, bfloat16 or float16; updated
     master: Tensor | None,  # int8 remainder of a bfloat16 weight, or a float32 copy; updated
     grad: Tensor,  # float32, bfloat16, float16, or e4m3 codes with grad_scale
     grad_scale: Tensor | None,
@@ -121,6 +121,12 @@ def adam_step(
     rows, blocks_per_row = scale_shape(weight.shape)
     n_blocks = rows * blocks_per_row
     if not n_blocks:
+        return
+    if not weight.is_contiguous():  # channels_last, or a transposed view: blocks are row-major
+        row_major = weight.contiguous()
+        state = (master, grad, grad_scale, m, m_scale, v, v_scale, hyper)
+        adam_step(row_major, *state, beta1, beta2, eps, weight_decay, decoupled)
+        weight.copy_(row_major)
         return
     kind = _NONE
     if master is not None:

@@ -38,15 +38,15 @@ def zero_moment(name: str, parameter: Tensor, kind: str) -> State:
     """Return the state of a moment that is zero everywhere. `kind`: "float32", "keep", "8bit" or "fp8-lm"."""
     if kind == "8bit":
         return {
-            f"{name}_code": torch.zeros_like(parameter, dtype=torch.uint8),
+            f"{name}_code": _zeros(parameter, torch.uint8),
             f"{name}_scale": parameter.new_zeros(scale_shape(parameter.shape), dtype=torch.float32),
         }
     if kind == "fp8-lm":
         return {
-            f"{name}_code": torch.zeros_like(parameter, dtype=tensor_format(name)),
+            f"{name}_code": _zeros(parameter, tensor_format(name)),
             f"{name}_scale": parameter.new_ones((), dtype=torch.float32),
         }
-    return {name: torch.zeros_like(parameter, dtype=float_dtype(parameter, kind))}
+    return {name: _zeros(parameter, float_dtype(parameter, kind))}
 
 
 def encode_moment(name: str, value: Tensor, parameter: Tensor, kind: str) -> State:
@@ -74,6 +74,11 @@ def decode_moment(name: str, state: State) -> Tensor | None:
     return fp8lm.decode_tensor(codes, state[f"{name}_scale"])
 
 
+def _zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """State is always row-major, whatever the strides of the parameter: blocks are."""
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+
+
 def float_dtype(parameter: Tensor, kind: str) -> torch.dtype:
     return parameter.dtype if kind == "keep" else torch.float32
 
@@ -89,7 +94,7 @@ def encode_master(value: Tensor, kind: str) -> tuple[Tensor, State]:
     if kind == "fp16":
         codes, scale = fp8lm.encode_tensor(value, torch.float16)
         return value.bfloat16(), {"master": codes, "master_scale": scale}
-    return value, {"master": value.clone()}
+    return value, {"master": value.clone(memory_format=torch.contiguous_format)}
 
 
 def decode_master(parameter: Tensor, state: State) -> Tensor:

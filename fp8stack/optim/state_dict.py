@@ -139,7 +139,7 @@ def _convert(
 ) -> State:
     """Return one parameter's saved state in the optimizer's own format, on the parameter's device."""
     entry = {
-        k: v.to(parameter.device, copy=True) if isinstance(v, Tensor) else deepcopy(v)
+        k: v.to(parameter.device, copy=True).contiguous() if isinstance(v, Tensor) else deepcopy(v)
         for k, v in entry.items()
     }
     new: State = {}

@@ -48,19 +48,14 @@ def adam_step(
     decoupled: bool,
 ) -> None:
     """Update one tensor in place; nothing is written where `apply` is 0."""
-    grad_mul, decay, step_size, inv_sqrt_bc2, apply = hyper[:5].unbind()
-    g = grad.float() if grad_scale is None else dequantize_blocks(grad, grad_scale, E4M3)
-    g = g * grad_mul
-    w = load_master(weight, master)
-    if not decoupled and weight_decay != 0:
-        g = g + weight_decay * w
-    m32 = m.float() if m_scale is None else dequantize_blocks(m, m_scale, S1E3M4)
-    v32 = v.float() if v_scale is None else dequantize_blocks(v, v_scale, UE3M5)
-    m32 = beta1 * m32 + (1 - beta1) * g
-    v32 = beta2 * v32 + (1 - beta2) * (g * g)
-    if decoupled:
-        w = w * decay
-    w = w - step_size * (m32 / (sqrt_rn(v32) * inv_sqrt_bc2 + eps))
+    apply = hyper[4]
+    w, m32, v32 = update(
+        grad.float() if grad_scale is None else dequantize_blocks(grad, grad_scale, E4M3),
+        load_master(weight, master),
+        m.float() if m_scale is None else dequantize_blocks(m, m_scale, S1E3M4),
+        v.float() if v_scale is None else dequantize_blocks(v, v_scale, UE3M5),
+        hyper, beta1, beta2, eps, weight_decay, decoupled,
+    )  # fmt: skip
     store_master(weight, master, w, apply)
     if m_scale is None or v_scale is None:
         write(m, m32, apply)
@@ -70,6 +65,30 @@ def adam_step(
             write(old, new, apply)
         for old, new in zip((v, v_scale), quantize_blocks(v32, UE3M5), strict=True):
             write(old, new, apply)
+
+
+def update(
+    g: Tensor,  # float32, as are w, m and v, all of one shape
+    w: Tensor,
+    m: Tensor,
+    v: Tensor,
+    hyper: Tensor,  # float32 [8], see HYPER
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # the new w, m and v
+    """The arithmetic of the step, whatever the formats."""
+    grad_mul, decay, step_size, inv_sqrt_bc2 = hyper[:4].unbind()
+    g = g * grad_mul
+    if not decoupled and weight_decay != 0:
+        g = g + weight_decay * w
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * (g * g)
+    if decoupled:
+        w = w * decay
+    return w - step_size * (m / (sqrt_rn(v) * inv_sqrt_bc2 + eps)), m, v
 
 
 def load_master(weight: Tensor, master: Tensor | None) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, TINY
 
-from .adam import load_master, store_master, write
-from .fp8 import cast, sqrt_rn
+from .adam import load_master, store_master, update, write
+from .fp8 import cast
 from .quantize import dequantize_blocks
 
 FLOAT16_MAX = 65504.0
@@ -71,27 +71,22 @@ def fp8lm_adam_step(
     decoupled: bool,
 ) -> None:
     """The update of `adam.adam_step` with the FP8-LM state formats."""
-    grad_mul, decay, step_size, inv_sqrt_bc2, apply = hyper[:5].unbind()
-    g = grad.float() if grad_scale is None else dequantize_blocks(grad, grad_scale, E4M3)
-    g = g * grad_mul
+    apply = hyper[4]
+    encoded = [(m, m_scale), (v, v_scale)]
     if master is not None and master_scale is not None:
-        w = decode_tensor(master, master_scale)
+        old = decode_tensor(master, master_scale)
+        encoded.append((master, master_scale))
     else:
-        w = load_master(weight, master)
-    if not decoupled and weight_decay != 0:
-        g = g + weight_decay * w
-    m32 = beta1 * decode_tensor(m, m_scale) + (1 - beta1) * g
-    v32 = beta2 * decode_tensor(v, v_scale) + (1 - beta2) * (g * g)
-    if decoupled:
-        w = w * decay
-    w = w - step_size * (m32 / (sqrt_rn(v32) * inv_sqrt_bc2 + eps))
-    encoded = [(m, m_scale, m32), (v, v_scale, v32)]
-    if master is not None and master_scale is not None:
-        encoded.append((master, master_scale, w))
-        write(weight, w, apply)
-    else:
-        store_master(weight, master, w, apply)
-    for codes, scale, value in encoded:
+        old = load_master(weight, master)
+    w, m32, v32 = update(
+        grad.float() if grad_scale is None else dequantize_blocks(grad, grad_scale, E4M3),
+        old,
+        decode_tensor(m, m_scale),
+        decode_tensor(v, v_scale),
+        hyper, beta1, beta2, eps, weight_decay, decoupled,
+    )  # fmt: skip
+    for (codes, scale), value in zip(encoded, (m32, v32, w), strict=False):
         new_codes, new_scale = encode_tensor(value, codes.dtype)
         write(codes, new_codes, apply)
         write(scale, new_scale, apply)
+    store_master(weight, None if len(encoded) == 3 else master, w, apply)
