@@ -113,9 +113,9 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
             raise ModelError(f"parameter group {index} of the optimizer is empty. Leave it out.")
     owned = {p for group in optimizer.param_groups for p in group["params"]}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    foreign = sum(1 for p in owned if not any(p is q for q in model.parameters()))
     missing = [name for name, p in trainable.items() if p not in owned]
     if trainable and len(missing) == len(trainable):
+        foreign = len(owned - set(model.parameters()))
         raise ModelError(
             f"the optimizer owns none of the model's {len(trainable)} trainable parameters"
             f"{f' ({foreign} parameters of something else)' if foreign else ''}. Build it from this model: "

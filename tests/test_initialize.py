@@ -477,3 +477,19 @@ def test_loss_scale_leaves_the_o2_trajectory_as_it_is():
     for name in ("up.weight", "down.weight", "head.weight", "embed.weight"):
         moved = (weights[0][name] - start[name]).norm()
         assert (weights[1][name] - weights[0][name]).norm() < 0.03 * moved, name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_models_and_optimizers_can_be_copied_and_pickled(level, tmp_path):
+    model, optimizer = build(level)
+    train(model, optimizer, 3)
+    torch.save((model, optimizer), tmp_path / "all.pt")
+    pickled = torch.load(tmp_path / "all.pt", weights_only=False)
+    memo = {}
+    copied = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    expected = train(model, optimizer, 3, start=3)
+    for other_model, other_optimizer in (pickled, copied):
+        assert type(other_model.up) is type(model.up)
+        losses = train(other_model, other_optimizer, 3, start=3)
+        # a copy has no hooks on its parameters, so its gradients are ordinary: close, not the same
+        assert abs(losses[-1] - expected[-1]) < 0.02 * expected[0]

@@ -207,10 +207,9 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         checkpoint_format.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "on_new_parameters": None,
-        }  # a listener belongs to the model it was set for
+        """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
+        own = {"states": self.states, "master": self.master, "min_numel": self.min_numel}
+        return {**super().__getstate__(), **own, "on_new_parameters": None}
 
 
 def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
