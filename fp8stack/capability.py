@@ -74,7 +74,7 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
     """Multiply small integers, which FP8 holds exactly, and compare with the float32 product."""
     a = torch.arange(16 * 32, device=device).reshape(16, 32).remainder(5).float() - 2
     b = torch.arange(16 * 32, device=device).reshape(16, 32).remainder(3).float() - 1
-    two = torch.full((), 2.0, device=device)
+    two = torch.full((), 2.0, dtype=torch.float32, device=device)
     for left in (E4M3, E5M2):
         try:
             product = torch._scaled_mm(
@@ -84,7 +84,7 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
                 scale_b=two,
                 out_dtype=torch.bfloat16,
             )
-        except (RuntimeError, NotImplementedError, AttributeError) as error:
+        except (RuntimeError, AttributeError, TypeError, ValueError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             return Answer(
                 False, f"torch._scaled_mm ({left.name} × e4m3) failed on {device}: {first}"

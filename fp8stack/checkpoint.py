@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError
 from .optim import BlockwiseOptimizer
-from .optim.state_dict import to_torch
+from .optim.state_dict import MASTER_KEYS, check_groups, check_layout, prepare, to_torch
 
 
 def master_state_dict(
@@ -43,7 +43,11 @@ def master_state_dict(
     result = {}
     for key, value in model.state_dict().items():
         master = masters.get(id(parameters[key])) if key in parameters else None
-        result[key] = value.detach().clone() if master is None else master
+        if master is None and isinstance(
+            value, Tensor
+        ):  # a buffer; a module's extra state may be anything
+            master = value.detach().clone()
+        result[key] = value if master is None else master
     return result
 
 
@@ -88,6 +92,9 @@ def save(
             torch.save(contents, file)
             file.flush()
             os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # as any new file; mkstemp's is private
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -119,10 +126,44 @@ def load(
             "and the load_state_dict of model and optimizer."
         )
     _check_keys(model.state_dict(), contents["model"])
-    optimizer.load_state_dict(contents["optimizer"])  # checks everything before it changes anything
-    model.load_state_dict(contents["model"])
+    packed = contents["optimizer"]
+    if isinstance(optimizer, BlockwiseOptimizer):
+        prepare(optimizer, packed)  # raises what there is to raise
+    else:
+        _check_for_torch(optimizer, packed)
+    model.load_state_dict(
+        contents["model"]
+    )  # first: a master that is converted starts from the weight
+    optimizer.load_state_dict(packed)
+    if isinstance(optimizer, BlockwiseOptimizer):
+        _set_missing_masters(model, optimizer, contents)
     extra: dict[str, Any] = contents["extra"]
     return extra
+
+
+def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
+    """Raise unless torch's own optimizer can make sense of `packed`."""
+    check_layout(packed)
+    if "fp8stack" in packed:
+        raise CheckpointError(
+            f"the checkpoint holds low-precision states, which {type(optimizer).__name__} of torch cannot read. "
+            "Initialize at the level it was saved from, then fp8stack.restore(model, optimizer)."
+        )
+    check_groups(optimizer, packed)
+
+
+def _set_missing_masters(
+    model: nn.Module, optimizer: BlockwiseOptimizer, contents: dict[str, Any]
+) -> None:
+    """Give weights that were saved without a master (at O0 or O1) all the bits that were saved of them."""
+    names = {p: name for name, p in model.named_parameters()}
+    packed = contents["optimizer"]
+    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
+            has_master = packed["state"].get(key, {}).keys() & set(MASTER_KEYS)
+            if parameter in names and not has_master and optimizer.master_format(parameter):
+                value = contents["model"][names[parameter]].to(parameter.device, torch.float32)
+                optimizer.set_master(parameter, value)
 
 
 def _check_keys(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
@@ -134,7 +175,7 @@ def _check_keys(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
             f"{len(unknown)} unknown {sorted(unknown)[:3]}. Build the model that was saved."
         )
     for key, value in own.items():
-        if value.shape != given[key].shape:
+        if isinstance(value, Tensor) and value.shape != given[key].shape:
             raise CheckpointError(
                 f"{key} has shape {tuple(given[key].shape)} in the checkpoint and {tuple(value.shape)} in the model. "
                 "Build the model that was saved."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, S1E3M4, UE3M5, scale_shape
 
-from .fp8 import block_offsets, decode, encode_blocks
+from .fp8 import block_offsets, decode, encode_blocks, round_to
 from .quantize import LAUNCH, block_geometry
 
 BLOCKS = 8
@@ -50,10 +50,17 @@ def _adam_kernel(
 
     w = tl.load(weight_ptr + offset, mask=mask, other=0)
     if MASTER == 1:  # weight_ptr holds the bits of bfloat16 as int16
-        low = tl.load(master_ptr + offset, mask=mask, other=0).to(tl.int32)
-        w = ((w.to(tl.int32) << 16) + (low << 8)).to(tl.float32, bitcast=True)
-    elif MASTER == 2:
-        w = tl.load(master_ptr + offset, mask=mask, other=0.0)
+        low = tl.load(master_ptr + offset, mask=mask, other=0).to(tl.int32) << 8
+        high = w.to(tl.int32) << 16
+        magnitude = high & 0x7FFFFFFF  # see reference/master.py
+        misfit = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F800000) & (low > 0))
+        w = (high + tl.where(misfit, 0, low)).to(tl.float32, bitcast=True)
+    elif (
+        MASTER == 2
+    ):  # a weight that is not the rounded master was written by somebody else, and counts
+        master = tl.load(master_ptr + offset, mask=mask, other=0.0)
+        w = w.to(tl.float32)
+        w = tl.where(round_to(master, weight_ptr.dtype.element_ty) == w, master, w)
     else:
         w = w.to(tl.float32)
     if not DECOUPLED and weight_decay != 0:
@@ -87,7 +94,8 @@ def _adam_kernel(
     else:
         if MASTER == 2:
             tl.store(master_ptr + offset, w, mask=mask)
-        tl.store(weight_ptr + offset, w.to(weight_ptr.dtype.element_ty), mask=mask)
+        rounded = round_to(w, weight_ptr.dtype.element_ty)
+        tl.store(weight_ptr + offset, rounded.to(weight_ptr.dtype.element_ty), mask=mask)
 
     if STATE_BLOCKS:
         code, scale = encode_blocks(m, M_BITS, M_EXP, M_MAX, True, False)

@@ -85,6 +85,17 @@ def encode_blocks(
 
 
 @triton.jit
+def round_to(x, DTYPE: tl.constexpr):  # float32
+    """Round float32 to the nearest `DTYPE`. To bfloat16 by hand: Triton's interpreter truncates there."""
+    if tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    else:
+        return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
 def block_offsets(
     n_blocks,
     blocks_per_row,

@@ -222,7 +222,7 @@ def _largest(gradient: Tensor | None) -> Tensor:
     if isinstance(gradient, BlockScaledTensor) and gradient.numel():
         return gradient.scale.abs().amax() * E4M3.max
     if gradient is None or not gradient.numel():
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     if gradient.is_sparse or gradient.is_complex():
         kind = "sparse" if gradient.is_sparse else "complex"
         raise GradientError(

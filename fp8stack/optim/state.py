@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, S1E3M4, UE3M5, Float8, scale_shape
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference import fp8lm, master
+from fp8stack.kernels.reference import adam, fp8lm, master
 
 State = dict[str, Any]
 
@@ -93,17 +93,16 @@ def encode_master(value: Tensor, kind: str) -> tuple[Tensor, State]:
         return weight, {"remainder": remainder}
     if kind == "fp16":
         codes, scale = fp8lm.encode_tensor(value, torch.float16)
-        return value.bfloat16(), {"master": codes, "master_scale": scale}
+        weight = fp8lm.decode_tensor(codes, scale).bfloat16()
+        return weight, {"master": codes, "master_scale": scale}
     return value, {"master": value.clone(memory_format=torch.contiguous_format)}
 
 
 def decode_master(parameter: Tensor, state: State) -> Tensor:
     """Return the float32 weight that the optimizer accumulates in, as a new tensor."""
-    if "remainder" in state:
-        return master.join(parameter.detach(), state["remainder"])
+    weight = parameter.detach()
     if "master_scale" in state:
-        return fp8lm.decode_tensor(state["master"], state["master_scale"])
-    if "master" in state:
-        value: Tensor = state["master"].clone()
-        return value
-    return parameter.detach().float().clone()
+        return adam.unless_written(
+            weight, fp8lm.decode_tensor(state["master"], state["master_scale"])
+        )
+    return adam.load_master(weight, state.get("remainder", state.get("master"))).clone()

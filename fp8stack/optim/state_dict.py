@@ -46,27 +46,48 @@ def load(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
     packed = dict(packed)
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         packed = hook(optimizer, packed) or packed
+    new_state, new_weights = prepare(optimizer, packed)
+    for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        group.update({k: deepcopy(v) for k, v in saved_group.items() if k != "params"})
+    optimizer.state.clear()
+    optimizer.state.update(new_state)
+    for parameter, weight in new_weights.items():
+        parameter.data.copy_(weight)
+    for post_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+        post_hook(optimizer)
+
+
+def prepare(
+    optimizer: BlockwiseOptimizer, packed: dict[str, Any]
+) -> tuple[dict[Tensor, State], dict[nn.Parameter, Tensor]]:
+    """Return the state that `packed` holds in the optimizer's formats, and the weights it changes; change nothing.
+
+    Weights change only where their master is converted to another format, since they are its rounding.
+    """
+    check_layout(packed)
     _check_header(optimizer, packed)
-    _check_groups(optimizer, packed)
+    check_groups(optimizer, packed)
     new_state: dict[Tensor, State] = {}
+    new_weights: dict[nn.Parameter, Tensor] = {}
     for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved_group["params"], strict=True):
             if key in packed["state"]:
-                new_state[parameter] = _convert(
-                    optimizer, group, parameter, packed["state"][key], key
-                )
+                entry = packed["state"][key]
+                try:
+                    state = _convert(optimizer, group, parameter, entry, key, new_weights)
+                except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+                    raise CheckpointError(
+                        f"state of parameter {key} (shape {tuple(parameter.shape)}) is malformed ({error}). "
+                        "The checkpoint is damaged, or of another model; use an earlier one."
+                    ) from error
+                new_state[parameter] = state
             elif (
                 parameter in optimizer.state
             ):  # keep the master: it belongs to the weight, not to a step taken
                 kept = {k: v for k, v in optimizer.state[parameter].items() if k in MASTER_KEYS}
                 if kept:
                     new_state[parameter] = kept
-    for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        group.update({k: deepcopy(v) for k, v in saved_group.items() if k != "params"})
-    optimizer.state.clear()
-    optimizer.state.update(new_state)
-    for post_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
-        post_hook(optimizer)
+    return new_state, new_weights
 
 
 def adopt(optimizer: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
@@ -75,7 +96,9 @@ def adopt(optimizer: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if parameter in source.state:
                 entry = source.state[parameter]
-                optimizer.state[parameter] = _convert(optimizer, group, parameter, entry, "given")
+                optimizer.state[parameter] = _convert(
+                    optimizer, group, parameter, entry, "given", {}
+                )
 
 
 def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
@@ -94,18 +117,28 @@ def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
-def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
-    if not {"state", "param_groups"} <= packed.keys():
+def check_layout(packed: Any) -> None:
+    """Raise unless `packed` is laid out as a state_dict of an optimizer."""
+    if not isinstance(packed, dict) or not {"state", "param_groups"} <= packed.keys():
+        found = sorted(map(str, packed)) if isinstance(packed, dict) else type(packed).__name__
         raise CheckpointError(
-            f'an optimizer state_dict has the keys "state" and "param_groups", this has {sorted(map(str, packed))}. '
+            f'an optimizer state_dict has the keys "state" and "param_groups", this has {found}. '
             "Pass what optimizer.state_dict() returned."
         )
+    if not all(isinstance(g, dict) and "params" in g for g in packed["param_groups"]):
+        raise CheckpointError(
+            "a parameter group of the checkpoint lists no params: it is damaged. Use an earlier one."
+        )
+
+
+def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
     header = packed.get("fp8stack")
     if header is None:
         return  # torch's optimizer, or a caller that keeps only torch's two keys (DCP); entries tell their format
-    if header.get("format") != FORMAT:
+    found = header.get("format") if isinstance(header, dict) else header
+    if found != FORMAT:
         raise CheckpointError(
-            f"this optimizer state has format {header.get('format')!r}; this version of fp8stack reads {FORMAT}. "
+            f"this optimizer state has format {found!r}; this version of fp8stack reads {FORMAT}. "
             "Load it with the version that wrote it and export it with fp8stack.checkpoint.torch_state_dict."
         )
     if header.get("optimizer") != type(optimizer).__name__:
@@ -120,7 +153,8 @@ def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None
         )
 
 
-def _check_groups(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
+def check_groups(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """Raise unless the saved groups have as many parameters as the optimizer's."""
     mine = [len(g["params"]) for g in optimizer.param_groups]
     theirs = [len(g["params"]) for g in packed["param_groups"]]
     if mine != theirs:
@@ -136,6 +170,7 @@ def _convert(
     parameter: nn.Parameter,
     entry: State,
     key: Any,
+    new_weights: dict[nn.Parameter, Tensor],
 ) -> State:
     """Return one parameter's saved state in the optimizer's own format, on the parameter's device."""
     entry = {
@@ -164,12 +199,16 @@ def _convert(
                 "The checkpoint is of another model, or truncated; use the one saved with this model."
             )
         new.update(encode_moment(name, value, parameter, kind))
-    new.update(_convert_master(optimizer, parameter, entry, key))
+    new.update(_convert_master(optimizer, parameter, entry, key, new_weights))
     return new
 
 
 def _convert_master(
-    optimizer: BlockwiseOptimizer, parameter: nn.Parameter, entry: State, key: Any
+    optimizer: BlockwiseOptimizer,
+    parameter: nn.Parameter,
+    entry: State,
+    key: Any,
+    new_weights: dict[nn.Parameter, Tensor],
 ) -> State:
     """Return the master's part of a saved state; the present one where the checkpoint has none."""
     saved = {k: v for k, v in entry.items() if k in MASTER_KEYS}
@@ -192,7 +231,8 @@ def _convert_master(
     wanted = encode_master(parameter.detach().float(), kind)[1]
     if all(_alike(saved.get(k), v) for k, v in wanted.items()):
         return saved
-    return encode_master(decode_master(parameter, saved), kind)[1]
+    new_weights[parameter], converted = encode_master(decode_master(parameter, saved), kind)
+    return converted
 
 
 def decodable(name: str, entry: State) -> bool:

@@ -95,7 +95,12 @@ def load_master(weight: Tensor, master: Tensor | None) -> Tensor:
     """Return the float32 value that the optimizer accumulates in."""
     if master is None:
         return weight.float()
-    return join(weight, master) if master.dtype is torch.int8 else master
+    return join(weight, master) if master.dtype is torch.int8 else unless_written(weight, master)
+
+
+def unless_written(weight: Tensor, master: Tensor) -> Tensor:
+    """Return float32 `master` where `weight` is its rounding, and the weight where somebody else wrote to it."""
+    return torch.where(master.to(weight.dtype) == weight, master, weight.float())
 
 
 def store_master(weight: Tensor, master: Tensor | None, w: Tensor, apply: Tensor) -> None:

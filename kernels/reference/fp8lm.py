@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, TINY
 
-from .adam import load_master, store_master, update, write
+from .adam import load_master, store_master, unless_written, update, write
 from .fp8 import cast
 from .quantize import dequantize_blocks
 
@@ -72,10 +72,8 @@ def fp8lm_adam_step(
 ) -> None:
     """The update of `adam.adam_step` with the FP8-LM state formats."""
     apply = hyper[4]
-    encoded = [(m, m_scale), (v, v_scale)]
     if master is not None and master_scale is not None:
-        old = decode_tensor(master, master_scale)
-        encoded.append((master, master_scale))
+        old = unless_written(weight, decode_tensor(master, master_scale))
     else:
         old = load_master(weight, master)
     w, m32, v32 = update(
@@ -85,8 +83,18 @@ def fp8lm_adam_step(
         decode_tensor(v, v_scale),
         hyper, beta1, beta2, eps, weight_decay, decoupled,
     )  # fmt: skip
-    for (codes, scale), value in zip(encoded, (m32, v32, w), strict=False):
-        new_codes, new_scale = encode_tensor(value, codes.dtype)
-        write(codes, new_codes, apply)
-        write(scale, new_scale, apply)
-    store_master(weight, None if len(encoded) == 3 else master, w, apply)
+    _store(m, m_scale, m32, apply)
+    _store(v, v_scale, v32, apply)
+    if master is not None and master_scale is not None:
+        _store(master, master_scale, w, apply)
+        write(
+            weight, decode_tensor(master, master_scale), apply
+        )  # the rounding of the master as it is kept
+    else:
+        store_master(weight, master, w, apply)
+
+
+def _store(codes: Tensor, scale: Tensor, value: Tensor, apply: Tensor) -> None:
+    new_codes, new_scale = encode_tensor(value, codes.dtype)
+    write(codes, new_codes, apply)
+    write(scale, new_scale, apply)

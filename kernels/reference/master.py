@@ -7,6 +7,11 @@ A float32 is 32 bits; bfloat16 is its upper 16. Rounded to 24 bits (16 of mantis
 
 so the bfloat16 half is the rounded weight that the model computes with, and the pair is the master that the optimizer
 accumulates in: relative error at most 2^-16, 3 bytes instead of 2 + 4. NaN and infinity keep remainder 0.
+
+Somebody else may write to the weight (load it, clamp it, zero a row) and leave an old remainder. `join` then gives a
+master within half a step of what was written. Added to zero, a negative remainder would make a NaN, and so would a
+positive one added to infinity; `split` makes neither pair, and `join` ignores the remainder there. (Beyond 3.39e38 the
+bfloat16 half is infinity and the remainder negative.)
 """
 
 from __future__ import annotations
@@ -40,4 +45,7 @@ def join(
 ) -> Tensor:  # float32, the same shape
     """Return the float32 master of a split weight."""
     high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
-    return (high + (remainder.to(torch.int32) << 8)).view(torch.float32)
+    low = remainder.to(torch.int32) << 8
+    magnitude = high & 0x7FFFFFFF
+    misfit = ((magnitude == 0) & (low < 0)) | ((magnitude == _EXPONENT) & (low > 0))
+    return (high + torch.where(misfit, 0, low)).view(torch.float32)

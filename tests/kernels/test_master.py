@@ -146,3 +146,24 @@ def test_shape_is_kept_and_strides_do_not_matter():
             assert part.shape == view.shape
             assert torch.equal(part, same)
         assert join(*parts).shape == view.shape
+
+
+def test_any_remainder_beside_any_weight_rounds_back_to_that_weight():
+    """A weight that was written leaves an old remainder: the pair must stay within half a step of the weight.
+
+    All 65536 bfloat16 by all 256 remainders. NaN must stay NaN; zero and infinity must not become NaN.
+    """
+    weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    exact = weights.float()
+    finite = exact.isfinite()
+    upward = torch.nextafter(weights.abs(), torch.full_like(weights, torch.inf)).float()
+    step = torch.where(
+        upward.isfinite(), upward - exact.abs(), 2.0**120
+    )  # above the largest, as below
+    for remainder in range(-128, 128):
+        joined = join(weights, torch.full(weights.shape, remainder, dtype=torch.int8))
+        assert torch.equal(joined.isnan(), exact.isnan())
+        assert ((joined - exact).abs() <= step / 2)[finite].all()
+        assert (joined[exact.isinf()].abs() > 3.38e38).all()
+        if remainder < 0:
+            assert_same_bits(joined[exact == 0], exact[exact == 0])
