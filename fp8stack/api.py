@@ -13,46 +13,38 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from . import capability
-from .checks import CONVERTED, check_model, check_optimizer, inconvertible_option
-from .comm import GradientHandle
+from .checks import check_model, check_optimizer
 from .errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
 from .formats import scale_shape
+from .kernels.ops import kernel_backend
 from .levels import Recipe, recipe_for
-from .nn.convert import Conversion, LayerPlan, apply_gemms, apply_storage, plan_layers
+from .nn.convert import (
+    LayerPlan,
+    apply_gemms,
+    plan_layers,
+    skipped_modules,
+)
 from .optim import BlockwiseOptimizer
 from .optim.base import is_large_matrix
 from .optim.state import zero_moment
-from .optim.state_dict import MASTER_KEYS, adopt, to_torch
+from .optim.state_dict import MASTER_KEYS
 from .report import Report, emit
+from .session import (
+    Session,
+    change_dtype,
+    convert_optimizer,
+    quantize_gradients,
+    return_state,
+    store_weights,
+)
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass
-class Session:
-    """What one `initialize` call changed, so that `restore` can undo it."""
-
-    recipe: Recipe
-    report: Report
-    source: torch.optim.Optimizer | None  # the optimizer that was given
-    returned: torch.optim.Optimizer | None
-    conversion: Conversion = field(default_factory=Conversion)
-    gradients: GradientHandle = field(default_factory=GradientHandle)
-    stored: list[tuple[nn.Parameter, torch.dtype]] = field(
-        default_factory=list
-    )  # and the dtype they had
-    flags: list[tuple[dict[str, Any], str, Any]] = field(
-        default_factory=list
-    )  # group options that were changed
-    hooks: list[RemovableHandle] = field(default_factory=list)
 
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
@@ -78,7 +70,7 @@ def initialize(
         enabled: False returns both arguments untouched.
         strict: raise where a part of the level would fall back, instead of warning once with the reason.
         preset: "fp8-lm" for that paper's state formats at O2.
-        overrides: single fields of `fp8stack.Recipe`, e.g. skip=["*.head"], fp8_format="e4m3".
+        overrides: single fields of `fp8stack.Recipe`, e.g. skip=["*head"], fp8_format="e4m3".
 
     Raises:
         ConfigError: an unknown level, preset, option or value.
@@ -89,36 +81,31 @@ def initialize(
         return model, optimizer
     recipe = recipe_for(opt_level, preset, **overrides)
     device = check_model(model, recipe)
-    fallbacks = []
-    if optimizer is not None:
-        missing = check_optimizer(model, optimizer, recipe)
-        if missing:
-            fallbacks.append(
-                f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
-            )
-    elif recipe.level != "O0":
-        raise ModelError(f"{recipe.level} converts gradients for an optimizer; pass it, or use O0.")
-    compute, reason = _choose_compute(recipe, device)
-    if reason:
-        fallbacks.append(reason)
-    _require_optimizer_kernels(recipe, device)
+    missing = _check_given(model, optimizer, recipe)
+    compute, fallbacks = _choose_kernels(recipe, device)
+    skipped = skipped_modules(model, recipe)
+    quantized = _quantized_parameters(model, optimizer, recipe, set(skipped))
+    plan = plan_layers(model, recipe, quantized)
+    if missing:
+        fallbacks.append(
+            f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
+        )
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
+    for fallback in fallbacks:  # before anything changes: a caller may turn warnings into errors
+        warnings.warn(f"fp8stack {recipe.level}: {fallback}", Fp8StackWarning, stacklevel=2)
 
-    quantized = _quantized_parameters(model, optimizer, recipe)
-    plan = plan_layers(model, recipe, quantized)
     session = Session(
         recipe, _report(recipe, plan, compute, device, fallbacks), optimizer, optimizer
     )
     apply_gemms(plan, session.conversion, compute, recipe.fp8_format)
     if optimizer is not None:
-        session.returned = _convert_optimizer(optimizer, recipe, session)
-        _store_weights(model, plan, session)
-        _quantize_gradients(model, quantized, session)
+        full_precision = {p for m in skipped for p in m.parameters(recurse=False)}
+        session.returned = convert_optimizer(optimizer, recipe, session, full_precision)
+        store_weights(model, plan, session)
+        quantize_gradients(model, quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(quantized, session)
     _SESSIONS[model] = session
-    for fallback in fallbacks:
-        warnings.warn(f"fp8stack {recipe.level}: {fallback}", Fp8StackWarning, stacklevel=2)
     emit(session.report)
     return model, session.returned
 
@@ -150,15 +137,16 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     returned, source = session.returned, session.source
     for parameter, dtype in session.stored:
         if isinstance(returned, BlockwiseOptimizer):
-            _change_dtype(parameter, returned.master_weight(parameter).to(dtype))
+            change_dtype(parameter, returned.master_weight(parameter).to(dtype))
     session.conversion.undo()
     if isinstance(returned, BlockwiseOptimizer):
+        returned.on_new_parameters = None
         if source is returned:
             for parameter, _ in session.stored:
                 for key in MASTER_KEYS:
                     returned.state[parameter].pop(key, None)
         elif source is not None:
-            _return_state(returned, source)
+            return_state(returned, source)
     return model, source
 
 
@@ -178,37 +166,65 @@ def get_report(model: nn.Module) -> Report:
 # --- decisions
 
 
-def _choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, str]:
-    """Return ("native" or "bf16", why it fell back or an empty string)."""
+def _check_given(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe
+) -> list[str]:
+    """Raise if the optimizer does not fit; return the trainable parameters that it does not own."""
+    if optimizer is None:
+        if recipe.level != "O0":
+            raise ModelError(
+                f"{recipe.level} converts gradients for an optimizer; pass it, or use O0."
+            )
+        return []
+    if any(optimizer in (s.source, s.returned) for s in _SESSIONS.values()):
+        raise ModelError(
+            "this optimizer belongs to a model that is initialized already. Make one for each model, "
+            "or fp8stack.restore that model first."
+        )
+    return check_optimizer(model, optimizer, recipe)
+
+
+def _choose_kernels(recipe: Recipe, device: torch.device) -> tuple[str, list[str]]:
+    """Return ("native" or "bf16", what falls back and why)."""
+    fallbacks = []
+    if recipe.level != "O0":
+        answer = capability.fp8_optimizer(device)
+        if not answer:
+            raise UnsupportedDeviceError(
+                f"{recipe.level}: {answer.reason}. Move the model there, or use O0."
+            )
+    if device.type == "cuda":
+        backend, why = kernel_backend()
+        if backend == "reference":
+            fallbacks.append(f"{why}; using the slower torch reference kernels instead of Triton")
     if recipe.compute == "bf16":
-        return "bf16", ""
+        return "bf16", fallbacks
     answer = capability.fp8_gemm(device)
     if answer:
-        return "native", ""
+        return "native", fallbacks
     if recipe.compute == "native":
         raise UnsupportedDeviceError(
             f'compute="native": {answer.reason}. Use compute="auto" for bf16 GEMMs there.'
         )
-    return "bf16", f"{answer.reason}; using bf16 GEMMs instead"
-
-
-def _require_optimizer_kernels(recipe: Recipe, device: torch.device) -> None:
-    answer = capability.fp8_optimizer(device)
-    if recipe.level != "O0" and not answer:
-        raise UnsupportedDeviceError(
-            f"{recipe.level}: {answer.reason}. Move the model there, or use O0."
-        )
+    return "bf16", [*fallbacks, f"{answer.reason}; using bf16 GEMMs instead"]
 
 
 def _quantized_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    recipe: Recipe,
+    skipped: set[nn.Module],
 ) -> set[nn.Parameter]:
-    """Return the matrices whose gradients or states become low-precision."""
+    """Return the matrices whose gradients or states become low-precision: large, owned, and in no skipped module."""
     owned = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
+    left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     return {
         p
         for p in model.parameters()
-        if p in owned and p.requires_grad and is_large_matrix(p, recipe.min_numel)
+        if p in owned
+        and p not in left_alone
+        and p.requires_grad
+        and is_large_matrix(p, recipe.min_numel)
     }
 
 
@@ -260,105 +276,3 @@ def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
             total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
         elements += parameter.numel()
     return total / max(elements, 1)
-
-
-# --- changes
-
-
-def _convert_optimizer(
-    optimizer: torch.optim.Optimizer, recipe: Recipe, session: Session
-) -> torch.optim.Optimizer:
-    """Return the optimizer that steps at this level; the given one where its states stay as they are."""
-    if recipe.gradients == "keep" and recipe.states == "keep":
-        return optimizer
-    if isinstance(optimizer, BlockwiseOptimizer):
-        return optimizer
-    kind = CONVERTED.get(type(optimizer))
-    if kind is None or inconvertible_option(optimizer):
-        # torch's multi-tensor steps would dequantize all gradients at once; one at a time keeps the memory saved.
-        for group in optimizer.param_groups:
-            for flag in ("foreach", "fused"):
-                if flag in group:
-                    session.flags.append((group, flag, group[flag]))
-                    group[flag] = False
-        return optimizer
-    names = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
-    options = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
-    new = kind(
-        [dict(group) for group in optimizer.param_groups],
-        **options,
-        states=recipe.states,
-        master=recipe.master,
-        min_numel=recipe.min_numel,
-    )
-    new.param_groups = optimizer.param_groups
-    adopt(new, optimizer)
-    optimizer.state.clear()
-
-    def refuse(*_: Any) -> None:
-        raise ModelError(
-            "this optimizer was handed to fp8stack.initialize; step the optimizer that it returned."
-        )
-
-    def mark_called(*_: Any) -> None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler built on it looks for
-
-    session.hooks.append(optimizer.register_step_pre_hook(refuse))
-    session.hooks.append(new.register_step_post_hook(mark_called))
-    return new
-
-
-def _store_weights(model: nn.Module, plan: LayerPlan, session: Session) -> None:
-    """Turn the planned weights to bfloat16 and give their remaining bits to the optimizer."""
-    apply_storage(model, plan, session.conversion)
-    optimizer = session.returned
-    for _, parameter in plan.stored:
-        if not isinstance(optimizer, BlockwiseOptimizer):
-            continue
-        value = parameter.detach().float()
-        if parameter.dtype is not torch.bfloat16:
-            session.stored.append((parameter, parameter.dtype))
-            _change_dtype(parameter, parameter.detach().bfloat16())
-        optimizer.set_master(parameter, value)
-
-
-def _change_dtype(parameter: nn.Parameter, value: Tensor) -> None:
-    """Replace the storage of `parameter` by `value`, of another dtype; a gradient follows."""
-    gradient, parameter.grad = parameter.grad, None
-    parameter.data = value
-    if gradient is not None:
-        parameter.grad = gradient.to(value.dtype)
-
-
-def _quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: Session) -> None:
-    if session.recipe.gradients != "fp8":
-        return
-    names = {p: name for name, p in model.named_parameters()}
-    session.gradients.attach(quantized, names)
-    if isinstance(session.returned, BlockwiseOptimizer):
-        handle, min_numel = session.gradients, session.recipe.min_numel
-
-        def attach_new(parameters: list[nn.Parameter]) -> None:
-            handle.attach((p for p in parameters if is_large_matrix(p, min_numel)), {})
-
-        session.returned.on_new_parameters = attach_new
-
-
-def _return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
-    """Give torch's optimizer its state back, in the dtypes it would hold."""
-    exported = to_torch(returned)["state"]
-    index = 0
-    for group in source.param_groups:
-        for parameter in group["params"]:
-            for key, value in exported.get(index, {}).items():
-                step = key == "step"
-                source.state[parameter][key] = (
-                    _step_for(group, value) if step else value.to(parameter.dtype)
-                )
-            index += 1
-    returned.state.clear()
-
-
-def _step_for(group: dict[str, Any], step: Tensor) -> Tensor:
-    """torch keeps the step count on the host unless a group is capturable or fused."""
-    return step if group.get("capturable") or group.get("fused") else step.cpu()

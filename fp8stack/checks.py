@@ -122,13 +122,20 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
             f"{type(optimizer).__name__}(model.parameters(), ...), after anything that replaces parameters."
         )
     if recipe.states != "keep":
-        _check_convertible(optimizer)
+        _check_convertible(optimizer, recipe)
     return missing
 
 
-def _check_convertible(optimizer: torch.optim.Optimizer) -> None:
+def _check_convertible(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Raise unless O2 can take over `optimizer`."""
     if isinstance(optimizer, BlockwiseOptimizer):
+        for name in ("states", "master", "min_numel"):
+            own, wanted = getattr(optimizer, name), getattr(recipe, name)
+            if own != wanted:
+                raise ModelError(
+                    f"the optimizer was made with {name}={own!r}, the recipe says {name}={wanted!r}. "
+                    f"Make it with {name}={wanted!r}, or initialize(..., {name}={own!r})."
+                )
         return
     kind = type(optimizer)
     if kind not in CONVERTED:

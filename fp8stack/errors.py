@@ -31,7 +31,7 @@ class CheckpointError(Fp8StackError, ValueError):
 
 
 class UnsupportedDeviceError(Fp8StackError, RuntimeError):
-    """A fallback was needed while `strict=True`."""
+    """A device that cannot run a level, or anything that would fall back while `strict=True`."""
 
 
 class Fp8StackWarning(UserWarning):

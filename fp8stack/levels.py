@@ -6,7 +6,7 @@
 | O1    | FP8                    | E4M3, block 128       | the user's     | the user's     |
 | O2    | FP8                    | E4M3, block 128       | bf16 + 8 bits  | 8-bit blocks   |
 
-A `Recipe` is frozen; `recipe_for("O2", skip=["*.head"])` returns the level's recipe with fields overridden, and
+A `Recipe` is frozen; `recipe_for("O2", skip=["*head"])` returns the level's recipe with fields overridden, and
 refuses names and values it does not know.
 """
 
@@ -43,7 +43,7 @@ class Recipe:
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit" (m as S1E3M4, sqrt(v) as UE3M5, blocks of 128), "fp8-lm" (m E4M3, v float16, one scale a tensor).
     master: "split24" (bfloat16 weight + 8 bits), "fp16" (a float16 master with one scale, FP8-LM's).
-    skip: fnmatch patterns of module names to leave entirely as they are, e.g. ("*.head",).
+    skip: fnmatch patterns of module names to leave entirely as they are, e.g. ("*head",).
     min_numel: matrices with fewer elements, and all vectors, keep full-precision gradients and states.
     """
 

@@ -111,4 +111,5 @@ def _rank() -> int:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdigit() else 0

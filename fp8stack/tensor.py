@@ -35,7 +35,7 @@ class BlockScaledTensor(torch.Tensor):
 
     codes: Tensor  # float8_e4m3fn, the shape of the tensor
     scale: Tensor  # float32 [rows, ceil(cols / 128)]
-    residual: tuple[Tensor, Tensor] | None  # codes and scale of what rounding cut off a sum
+    holder: list[tuple[Tensor, Tensor] | None]  # of one residual; aliases (detach, .data) share it
 
     # Everything is decided below the autograd level; no Python override per torch function is needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -64,7 +64,16 @@ class BlockScaledTensor(torch.Tensor):
                 f"BlockScaledTensor needs float8_e4m3fn codes and scales of shape {scale_shape(codes.shape)} for "
                 f"codes of shape {tuple(codes.shape)}; got {codes.dtype} and {tuple(scale.shape)}."
             )
-        self.codes, self.scale, self.residual = codes, scale, residual
+        self.codes, self.scale, self.holder = codes, scale, [residual]
+
+    @property
+    def residual(self) -> tuple[Tensor, Tensor] | None:
+        """Codes and scale of what rounding cut off a sum, or None where nothing was added yet."""
+        return self.holder[0]
+
+    @residual.setter
+    def residual(self, value: tuple[Tensor, Tensor] | None) -> None:
+        self.holder[0] = value
 
     @classmethod
     def quantize(cls, x: Tensor) -> BlockScaledTensor:
@@ -171,7 +180,9 @@ def _through_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def value_of(x: Any) -> Any:
         if not isinstance(x, BlockScaledTensor):
             return x
-        return values.setdefault(id(x), x.dequantize())
+        if id(x) not in values:
+            values[id(x)] = x.dequantize()
+        return values[id(x)]
 
     new_args, new_kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
     schema = func._schema.arguments
@@ -199,7 +210,9 @@ def _is_scalar(x: Any) -> bool:
 
 
 def _detach(func: Any, x: BlockScaledTensor) -> BlockScaledTensor:
-    return x.map_parts(lambda t: t)
+    alias = BlockScaledTensor(x.codes, x.scale, x.dtype)
+    alias.holder = x.holder
+    return alias
 
 
 def _clone(func: Any, x: BlockScaledTensor, **kwargs: Any) -> BlockScaledTensor:
@@ -239,7 +252,9 @@ def _mul_(func: Any, x: Any, factor: Any) -> Any:
 
 def _div_(func: Any, x: Any, divisor: Any) -> Any:
     if isinstance(x, BlockScaledTensor) and _is_scalar(divisor):
-        return x.scale_(1.0 / divisor)
+        return x.scale_(
+            1.0 / torch.as_tensor(divisor, dtype=torch.float32)
+        )  # by zero: infinity, as in torch
     return NotImplemented
 
 

@@ -137,7 +137,7 @@ def test_an_initialized_model(model, optimizer):
 def test_stepping_the_optimizer_that_was_handed_over(model, optimizer):
     fp8stack.initialize(model, optimizer, "O2")
     model(*batch(0)).backward()
-    with pytest.raises(ModelError, match="step the optimizer that it returned"):
+    with pytest.raises(ModelError, match="use the optimizer that it returned"):
         optimizer.step()
 
 

@@ -10,12 +10,14 @@ A layer is converted by assigning to `module.__class__`: parameters, hooks, name
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
+from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import Recipe
 
 from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
@@ -66,7 +68,7 @@ class Conversion:
 def plan_layers(model: nn.Module, recipe: Recipe, quantized: set[nn.Parameter]) -> LayerPlan:
     """Return what `recipe` does to the layers of `model`; `quantized` are the parameters whose states are converted."""
     plan = LayerPlan()
-    excluded = _excluded(model, recipe)
+    excluded = {**_fast_paths(model), **skipped_modules(model, recipe)}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -102,19 +104,37 @@ def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> 
             conversion.change(module, StoredLinear)
 
 
-def _excluded(model: nn.Module, recipe: Recipe) -> dict[nn.Module, str]:
-    """Return the modules to leave alone, with the reason."""
-    excluded: dict[nn.Module, str] = {}
-    for name, module in model.named_modules():
-        pattern = next((p for p in recipe.skip if fnmatchcase(name, p)), None)
-        if pattern is not None:
-            excluded.update(dict.fromkeys(module.modules(), f'matches skip="{pattern}"'))
+def skipped_modules(model: nn.Module, recipe: Recipe) -> dict[nn.Module, str]:
+    """Return the modules that `recipe.skip` names, with everything in them, and the reason.
+
+    Raises:
+        ConfigError: for a pattern that matches no module.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    skipped: dict[nn.Module, str] = {}
+    for pattern in recipe.skip:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(
+                f"skip={pattern!r} matches no module of the model.{did_you_mean(pattern, names)} "
+                "Patterns are compared with whole names, such as blocks.0.head; *head matches any that end in it."
+            )
+        for name in matching:
+            inner = model.get_submodule(name).modules()
+            skipped.update(dict.fromkeys(inner, f'matches skip="{pattern}"'))
+    return skipped
+
+
+def _fast_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """Return modules whose weights a torch module around them reads itself, with the reason to leave them."""
+    found: dict[nn.Module, str] = {}
+    for module in model.modules():
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             reason = (
                 f"{type(module).__name__} reads the weights of its layers itself in its fast path"
             )
-            excluded.update(dict.fromkeys(module.modules(), reason))
-    return excluded
+            found.update(dict.fromkeys(module.modules(), reason))
+    return found
 
 
 def _unfit(module: nn.Linear) -> str:
@@ -153,6 +173,7 @@ def _plan_storage(
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, name))
                 names.setdefault(parameter, f"{module_name}.{name}".lstrip("."))
+    storages = Counter(p.untyped_storage().data_ptr() for p in names)
     for parameter, name in names.items():
         if parameter not in quantized:
             continue
@@ -161,6 +182,13 @@ def _plan_storage(
             if parameter.dtype is torch.bfloat16
             else _storage_obstacle(owners[parameter], excluded)
         )
+        if not reason and storages[parameter.untyped_storage().data_ptr()] > 1:
+            same = parameter.dtype is torch.bfloat16  # its storage stays as it is
+            reason = (
+                ""
+                if same
+                else "shares its storage with another parameter; tie them: a.weight = b.weight"
+            )
         if reason:
             plan.kept.append((name, reason))
         else:

@@ -46,6 +46,10 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if master not in MASTERS:
             raise ConfigError(f"master must be one of {MASTERS}, got {master!r}.")
         self.states, self.master, self.min_numel = states, master, min_numel
+        self.skipped_steps: Tensor | float = (
+            0.0  # steps not taken for a bad gradient; reading it waits for the GPU
+        )
+        self.full_precision: set[Tensor] = set()  # matrices that keep float32 states nevertheless
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
         super().__init__(params, defaults)
 
@@ -53,7 +57,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def quantizes(self, parameter: Tensor) -> bool:
         """Return whether this parameter's moments are kept in the low-precision format."""
-        return self.states in ("8bit", "fp8-lm") and is_large_matrix(parameter, self.min_numel)
+        low = self.states in ("8bit", "fp8-lm") and is_large_matrix(parameter, self.min_numel)
+        return low and parameter not in self.full_precision
 
     def moment_format(self, parameter: Tensor) -> str:
         """Return how the moments of `parameter` are kept."""
@@ -146,6 +151,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             return loss
         device = work[0][1][0].device
         grad_mul, apply = self._verdict([p for _, parameters in work for p in parameters], device)
+        self.skipped_steps = (1 - apply) + self.skipped_steps
         for group, parameters in work:
             states = [self.ensure_state(group, p) for p in parameters]
             steps = [state["step"] for state in states]
@@ -208,8 +214,14 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
-        own = {"states": self.states, "master": self.master, "min_numel": self.min_numel}
-        return {**super().__getstate__(), **own, "on_new_parameters": None}
+        own = ("states", "master", "min_numel", "full_precision")
+        mine = {name: getattr(self, name) for name in own}
+        return {
+            **super().__getstate__(),
+            **mine,
+            "on_new_parameters": None,
+            "skipped_steps": float(self.skipped_steps),
+        }
 
 
 def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:

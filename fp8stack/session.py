@@ -1,0 +1,162 @@
+"""The changes that `initialize` makes to an optimizer and to weights, and what it takes to undo them.
+
+A `Session` is the record of one call. Nothing here decides or checks: `api.py` does, before the first change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from .checks import CONVERTED, inconvertible_option
+from .comm import GradientHandle
+from .errors import ModelError
+from .levels import Recipe
+from .nn.convert import Conversion, LayerPlan, apply_storage
+from .optim import BlockwiseOptimizer
+from .optim.base import is_large_matrix
+from .optim.state_dict import adopt, to_torch
+from .report import Report
+
+
+@dataclass
+class Session:
+    """What one `initialize` call changed, so that `restore` can undo it."""
+
+    recipe: Recipe
+    report: Report
+    source: torch.optim.Optimizer | None  # the optimizer that was given
+    returned: torch.optim.Optimizer | None
+    conversion: Conversion = field(default_factory=Conversion)
+    gradients: GradientHandle = field(default_factory=GradientHandle)
+    stored: list[tuple[nn.Parameter, torch.dtype]] = field(
+        default_factory=list
+    )  # and the dtype they had
+    flags: list[tuple[dict[str, Any], str, Any]] = field(
+        default_factory=list
+    )  # group options that were changed
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+
+def convert_optimizer(
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    session: Session,
+    full_precision: set[nn.Parameter],
+) -> torch.optim.Optimizer:
+    """Return the optimizer that steps at this level; the given one where its states stay as they are."""
+    if recipe.gradients == "keep" and recipe.states == "keep":
+        return optimizer
+    if isinstance(optimizer, BlockwiseOptimizer):
+        optimizer.full_precision |= full_precision
+        return optimizer
+    kind = CONVERTED.get(type(optimizer))
+    if kind is None or inconvertible_option(optimizer):
+        # torch's multi-tensor steps would dequantize all gradients at once; one at a time keeps the memory saved.
+        for group in optimizer.param_groups:
+            for flag in ("foreach", "fused"):
+                if flag in group:
+                    session.flags.append((group, flag, group[flag]))
+                    group[flag] = False
+        return optimizer
+    names = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
+    options = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+    new = kind(
+        [dict(group) for group in optimizer.param_groups],
+        **options,
+        states=recipe.states,
+        master=recipe.master,
+        min_numel=recipe.min_numel,
+    )
+    new.full_precision |= full_precision
+    new.param_groups = optimizer.param_groups
+    adopt(new, optimizer)
+    optimizer.state.clear()
+    _hand_over(optimizer, new, session)
+    return new
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, session: Session) -> None:
+    """Copy the user's hooks to the new optimizer, and let the old one say so if it is used by mistake."""
+    for action in ("step", "state_dict", "load_state_dict"):
+        for when in ("pre", "post"):
+            hooks = f"_optimizer_{action}_{when}_hooks"
+            getattr(new, hooks).update(getattr(optimizer, hooks))
+
+    def refuse(*_: Any) -> None:
+        raise ModelError(
+            "this optimizer was handed to fp8stack.initialize; use the optimizer that it returned."
+        )
+
+    def mark_called(*_: Any) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+
+    session.hooks.append(optimizer.register_step_pre_hook(refuse))
+    session.hooks.append(optimizer.register_state_dict_pre_hook(refuse))
+    session.hooks.append(optimizer.register_load_state_dict_pre_hook(refuse))
+    session.hooks.append(new.register_step_post_hook(mark_called))
+
+
+def store_weights(model: nn.Module, plan: LayerPlan, session: Session) -> None:
+    """Turn the planned weights to bfloat16 and give their remaining bits to the optimizer."""
+    apply_storage(model, plan, session.conversion)
+    optimizer = session.returned
+    for _, parameter in plan.stored:
+        if not isinstance(optimizer, BlockwiseOptimizer):
+            continue
+        value = optimizer.master_weight(
+            parameter
+        )  # more than the weight, where there is a master already
+        if parameter.dtype is not torch.bfloat16:
+            session.stored.append((parameter, parameter.dtype))
+            change_dtype(parameter, parameter.detach().bfloat16())
+        optimizer.set_master(parameter, value)
+
+
+def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:
+    """Replace the storage of `parameter` by `value`, of another dtype; a gradient follows."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = value
+    if gradient is not None:
+        parameter.grad = gradient.to(value.dtype)
+
+
+def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: Session) -> None:
+    if session.recipe.gradients != "fp8":
+        return
+    names = {p: name for name, p in model.named_parameters()}
+    session.gradients.attach(quantized, names)
+    if isinstance(session.returned, BlockwiseOptimizer):
+        handle, min_numel = session.gradients, session.recipe.min_numel
+
+        def attach_new(parameters: list[nn.Parameter]) -> None:
+            handle.attach((p for p in parameters if is_large_matrix(p, min_numel)), {})
+
+        session.returned.on_new_parameters = attach_new
+
+
+def return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
+    """Give torch's optimizer its state back, in the dtypes it would hold."""
+    for group in source.param_groups:  # one that was added since has not all of torch's options
+        for name, value in source.defaults.items():
+            group.setdefault(name, value)
+    exported = to_torch(returned)["state"]
+    index = 0
+    for group in source.param_groups:
+        for parameter in group["params"]:
+            for key, value in exported.get(index, {}).items():
+                step = key == "step"
+                source.state[parameter][key] = (
+                    _step_for(group, value) if step else value.to(parameter.dtype)
+                )
+            index += 1
+    returned.state.clear()
+
+
+def _step_for(group: dict[str, Any], step: Tensor) -> Tensor:
+    """torch keeps the step count on the host unless a group is capturable or fused."""
+    return step if group.get("capturable") or group.get("fused") else step.cpu()

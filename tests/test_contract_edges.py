@@ -1,0 +1,226 @@
+"""Corners of the contract that a script can reach: writes to weights, skipped layers, hand-overs, shared storage."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from helpers import TinyLM, assert_same_bits, batch, train
+from torch import nn
+
+import fp8stack
+from fp8stack import BlockScaledTensor, checkpoint
+from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning, ModelError
+from fp8stack.optim import AdamW
+
+
+def build(level=None, dtype=torch.float32, **overrides):
+    torch.manual_seed(0)
+    model = TinyLM().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return (
+        fp8stack.initialize(model, optimizer, level, **overrides) if level else (model, optimizer)
+    )
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -0.0, 1e-30])
+@pytest.mark.parametrize("preset", [None, "fp8-lm"])
+def test_a_weight_that_is_written_is_the_weight_that_is_stepped(value, preset):
+    model, optimizer = build("O2", preset=preset)
+    train(model, optimizer, 3)
+    with torch.no_grad():
+        model.up.weight[:, :64] = value
+    optimizer.param_groups[0]["lr"] = 1e-4
+    train(model, optimizer, 1)
+    written = checkpoint.master_state_dict(model, optimizer)["up.weight"][:, :64]
+    assert ((written - value).abs() <= 2e-3 + 2**-8 * abs(value)).all()
+    assert model(*batch(0)).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_loading_a_16_bit_model_replaces_what_its_masters_held(dtype):
+    """Vectors and small matrices have float32 masters; one that is not the weight's any more must not win."""
+    model, optimizer = build("O2", dtype)
+    model(*batch(0)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    optimizer.param_groups[0]["lr"] = 1e-6
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p in model.parameters():
+        assert (p - 0.5).abs().max() <= 2**-8
+        assert (optimizer.master_weight(p) - 0.5).abs().max() <= 2**-8
+
+
+@pytest.mark.parametrize("preset", [None, "fp8-lm"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpoint_of_another_level_sets_weights_and_masters(level, preset, tmp_path):
+    original = build(level)
+    train(*original, 5)
+    weights = checkpoint.master_state_dict(*original)
+    checkpoint.save(tmp_path / "run.pt", *original)
+    torch.manual_seed(9)
+    model = TinyLM()
+    model, optimizer = fp8stack.initialize(
+        model, torch.optim.AdamW(model.parameters()), "O2", preset=preset
+    )
+    checkpoint.load(tmp_path / "run.pt", model, optimizer)
+    for name, value in checkpoint.master_state_dict(model, optimizer).items():
+        bound = 2**-16 if preset is None else 2**-10
+        assert (value - weights[name]).abs().max() <= bound * weights[name].abs().max(), name
+
+
+def test_low_precision_states_are_refused_by_torch_s_optimizer(tmp_path):
+    original = build("O2")
+    train(*original, 1)
+    checkpoint.save(tmp_path / "run.pt", *original)
+    model, optimizer = build()
+    weights = model.up.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"AdamW of torch cannot read.*restore"):
+        checkpoint.load(tmp_path / "run.pt", model, optimizer)
+    assert_same_bits(model.up.weight, weights)
+
+
+def test_an_fp8stack_optimizer_is_taken_as_it_is_or_not_at_all():
+    model = TinyLM().bfloat16()
+    optimizer = AdamW(model.parameters(), lr=3e-3)
+    train(model, optimizer, 3)
+    masters = checkpoint.master_state_dict(model, optimizer)
+    model, returned = fp8stack.initialize(model, optimizer, "O2")
+    assert returned is optimizer
+    for name, value in checkpoint.master_state_dict(model, optimizer).items():
+        assert_same_bits(value, masters[name], name)
+    train(model, optimizer, 3, start=3)
+    other = TinyLM()
+    for option in ({"master": "keep"}, {"min_numel": 1}, {"states": "float32"}):
+        with pytest.raises(ModelError, match=f"made with {next(iter(option))}="):
+            fp8stack.initialize(other, AdamW(other.parameters(), **option), "O2")
+
+
+def test_skipped_layers_are_left_entirely_alone():
+    model, optimizer = build("O2", skip=["he*"])
+    train(model, optimizer, 2)
+    assert type(model.head) is nn.Linear
+    assert model.head.weight.dtype is torch.float32
+    assert type(model.head.weight.grad) is torch.Tensor
+    assert optimizer.state[model.head.weight]["exp_avg"].dtype is torch.float32
+    assert "exp_avg_code" in optimizer.state[model.up.weight]
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert len(again.full_precision) == 1
+
+
+def test_a_pattern_that_matches_nothing_says_so():
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match=r"skip='haed' matches no module.*Did you mean \"head\""):
+        fp8stack.initialize(model, optimizer, "O2", skip=["haed"])
+    assert type(model.up) is nn.Linear
+
+
+def test_one_module_under_two_names_is_skipped_by_either():
+    shared = nn.Linear(128, 128)
+    model = nn.ModuleDict({"a": shared, "b": shared})
+    fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), "O2", skip=["b"])
+    assert type(shared) is nn.Linear
+
+
+def test_groups_added_meanwhile_survive_restore():
+    model, optimizer = build("O2")
+    extra = nn.Linear(128, 128)
+    optimizer.add_param_group({"params": list(extra.parameters())})
+    extra(torch.randn(4, 128)).sum().backward()
+    optimizer.step()
+    _, original = fp8stack.restore(model, optimizer)
+    extra.zero_grad()
+    extra(torch.randn(4, 128)).sum().backward()
+    original.step()
+
+
+def test_parameters_that_share_storage_stay_shared():
+    model = TinyLM()
+    model.head.weight.data = model.embed.weight.data
+    model, _ = fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert "shares its storage" in fp8stack.get_report(model).kept["head.weight"]
+
+
+def test_an_optimizer_serves_one_model():
+    a, b = TinyLM(), TinyLM()
+    optimizer = torch.optim.AdamW([*a.parameters(), *b.parameters()])
+    _, returned = fp8stack.initialize(a, optimizer, "O2")
+    for used in (optimizer, returned):
+        with pytest.raises(ModelError, match="belongs to a model that is initialized already"):
+            fp8stack.initialize(b, used, "O2")
+    assert type(b.up) is nn.Linear
+
+
+def test_a_copied_optimizer_steps_its_own_model():
+    model = TinyLM()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # patches step on the instance
+    memo = {}
+    other, copied = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    before = model.up.weight.detach().clone()
+    train(other, copied, 1)
+    assert_same_bits(model.up.weight, before)
+    assert not torch.equal(other.up.weight, before)
+
+
+def test_aliases_of_a_gradient_share_its_residual():
+    x = BlockScaledTensor.quantize(torch.randn(8, 128))
+    addend = torch.randn(8, 128)
+    x.add_(addend)
+    x.detach().zero_()
+    x.add_(torch.zeros(8, 128))
+    assert (x.dequantize() == 0).all()
+    x.data.add_(addend)
+    assert x.residual is not None
+
+
+def test_the_old_optimizer_says_so_when_it_is_used_and_its_hooks_move_on():
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
+    _, returned = fp8stack.initialize(model, optimizer, "O2")
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(ModelError, match="use the optimizer that it returned"):
+            use()
+    train(model, returned, 2)
+    assert calls == ["stepped"] * 2
+
+
+def test_a_warning_turned_into_an_error_leaves_everything_as_it_was(monkeypatch):
+    answer = fp8stack.capability.Answer(False, "no FP8 here")
+    monkeypatch.setattr(fp8stack.capability, "fp8_gemm", lambda device: answer)
+    model, optimizer = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(Fp8StackWarning):
+            fp8stack.initialize(model, optimizer, "O2")
+    assert type(model.up) is nn.Linear
+    assert model.up.weight.dtype is torch.float32
+    monkeypatch.undo()
+    fp8stack.initialize(model, optimizer, "O2")
+
+
+def test_the_default_dtype_does_not_matter():
+    fp8stack.capability._probe_fp8_gemm.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model, optimizer = build("O2")
+        train(model, optimizer, 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_skipped_steps_are_counted():
+    model, optimizer = build("O2")
+    train(model, optimizer, 2)
+    model.up.weight.grad.mul_(float("nan"))
+    optimizer.step()
+    optimizer.step()
+    assert int(optimizer.skipped_steps) == 2
