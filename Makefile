@@ -2,12 +2,14 @@
 #
 #   PYTHON=python3.12      the interpreter that .venv is made from (3.10 or newer)
 #   TORCH="torch==2.11.0"  another torch; by default the pinned CPU build without an NVIDIA GPU, the newest with one
+#   TORCH_ARGS="..."       options of the pip that installs torch, such as --index-url of a CPU index
 #   ARGS="..."             passed on to the demo or to pytest
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
+TORCH_ARGS ?=
 ARGS ?=
 
 .PHONY: demo test test-gpu lint format clean
@@ -39,7 +41,7 @@ clean:
 $(BIN)/.torch:
 	$(PYTHON) -c 'import sys; sys.exit("fp8stack needs Python 3.10 or newer, this is %d.%d; name another with PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet $(TORCH_ARGS) "$(TORCH)"
 	@touch $@
 
 $(BIN)/.%: pyproject.toml | $(BIN)/.torch

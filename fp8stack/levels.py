@@ -24,7 +24,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "compute": ("auto", "native", "bf16"),
         "fp8_format": ("hybrid", "e4m3"),
-        "scaling": ("current",),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8-lm"),
         "master": ("keep", "split24", "fp16"),
@@ -39,7 +38,6 @@ class Recipe:
     compute: GEMMs of Linear layers. "native": FP8 through torch._scaled_mm. "bf16": bfloat16. "auto": native where
         the device can, else bf16 with a warning.
     fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations) or "e4m3" (E4M3 for both).
-    scaling: "current", one scale per tensor from its own amax.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit" (m as S1E3M4, sqrt(v) as UE3M5, blocks of 128), "fp8-lm" (m E4M3, v float16, one scale a tensor).
     master: "split24" (bfloat16 weight + 8 bits), "fp16" (a float16 master with one scale, FP8-LM's).
@@ -51,7 +49,6 @@ class Recipe:
     brief: str
     compute: str = "auto"
     fp8_format: str = "hybrid"
-    scaling: str = "current"
     gradients: str = "keep"
     states: str = "keep"
     master: str = "keep"
@@ -66,9 +63,11 @@ class Recipe:
                 raise ConfigError(
                     f"{name}={value!r} is not a choice; use one of {choices}.{did_you_mean(str(value), known)}"
                 )
-        if isinstance(self.skip, str):
+        if not isinstance(self.skip, (list, tuple)) or any(
+            not isinstance(p, str) for p in self.skip
+        ):
             raise ConfigError(
-                f"skip={self.skip!r} must be a list of patterns; write skip=[{self.skip!r}]."
+                f'skip={self.skip!r} must be a list of patterns (strings), such as skip=["*head"].'
             )
         object.__setattr__(self, "skip", tuple(self.skip))
         if (
@@ -120,14 +119,14 @@ def recipe_for(opt_level: str, preset: str | None = None, **overrides: Any) -> R
     Raises:
         ConfigError: for an unknown level, preset, field or value; the message names the nearest known one.
     """
-    if opt_level not in LEVELS:
+    if not isinstance(opt_level, str) or opt_level not in LEVELS:
         known = ", ".join(f'"{level}"' for level in LEVELS)
         raise ConfigError(
             f"opt_level must be one of {known} (a capital letter O and a digit), got {opt_level!r}."
         )
     recipe = LEVELS[opt_level]
     if preset is not None:
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             known = ", ".join(f'"{name}"' for name in PRESETS)
             raise ConfigError(
                 f"preset must be one of {known}, got {preset!r}.{did_you_mean(str(preset), PRESETS)}"

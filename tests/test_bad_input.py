@@ -39,7 +39,7 @@ def optimizer(model):
     return torch.optim.AdamW(model.parameters())
 
 
-@pytest.mark.parametrize("level", ["02", "o2", 2, "O3", "", None, "O2 "])
+@pytest.mark.parametrize("level", ["02", "o2", 2, "O3", "", None, "O2 ", ["O2"]])
 def test_wrong_level(model, optimizer, level):
     refused(
         model,
@@ -57,6 +57,9 @@ def test_wrong_level(model, optimizer, level):
         ({"fp8_format": "e5m2"}, "fp8_format='e5m2' is not a choice"),
         ({"preset": "fp8lm"}, 'preset must be one of "fp8-lm".*Did you mean "fp8-lm"'),
         ({"skip": "head"}, r"skip='head' must be a list"),
+        ({"skip": None}, r"skip=None must be a list"),
+        ({"skip": [1]}, r"skip=\[1\] must be a list"),
+        ({"preset": ["fp8-lm"]}, "preset must be one of"),
         ({"min_numel": -1}, "min_numel=-1 must be an integer"),
         ({"states": "fp8-lm"}, "does not go with master='split24'"),
     ],

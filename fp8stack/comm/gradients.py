@@ -1,8 +1,9 @@
 """O1 on one device: each gradient becomes a block-scaled FP8 tensor as soon as it is ready.
 
-A post-accumulate-grad hook on each parameter replaces the fresh `p.grad` by its E4M3 blocks, so at any time at most
-one gradient exists in full precision. A second micro-batch is added by autograd itself, through the tensor's own
-`add_`, which keeps a residual so that nothing is swamped (`kernels/reference/gradient.py`).
+A post-accumulate-grad hook on each parameter replaces the fresh `p.grad` by its E4M3 blocks, so in eager mode at most
+one gradient exists in full precision at any time (a compiled backward returns all of its gradients at once). A second
+micro-batch is added by autograd itself, through the tensor's own `add_`, which keeps a residual so that nothing is
+swamped (`kernels/reference/gradient.py`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,4 @@ def quantize_gradient(parameter: Tensor, name: str) -> None:
             '(nn.Embedding(sparse=False)), or initialize with gradients="keep".'
         )
     quantized = BlockScaledTensor.quantize(gradient.to(parameter.dtype))
-    parameter.grad = (
-        None  # a parameter whose dtype was changed refuses the old gradient's neighbour otherwise
-    )
     parameter.grad = quantized
