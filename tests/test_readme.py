@@ -45,3 +45,19 @@ def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
+
+
+def test_the_demo_s_table_is_the_record_s():
+    lines = (ROOT / "benchmarks/results/demo.jsonl").read_text().splitlines()
+    records = {record["variant"]: record for record in map(json.loads, lines)}
+    assert list(records) == ["baseline", "O0", "O1", "O2"]
+    for level, record in records.items():
+        change = 100 * (record["value"] / records["baseline"]["value"] - 1)
+        difference = f" {change:+.2f} % " if level != "baseline" else " "
+        size = record["bytes_per_parameter"]
+        parts = ("weight", "master", "grad", "m", "v")
+        cells = [f"{size[part]:.2f}" if size[part] else "0" for part in parts]
+        row = f"| {level} | {record['value']:.4f} |{difference}| {' | '.join(cells)} | {size['total']:.2f} |"
+        assert row in README
+        assert abs(change) < 1, "in the demo every level ends within 1 % of the baseline"
+        assert record["make_demo_seconds"] < 360
