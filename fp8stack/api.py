@@ -84,8 +84,9 @@ def initialize(
     missing = _check_given(model, optimizer, recipe)
     compute, fallbacks = _choose_kernels(recipe, device)
     skipped = skipped_modules(model, recipe)
-    quantized = _quantized_parameters(model, optimizer, recipe, set(skipped))
-    plan = plan_layers(model, recipe, quantized)
+    left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
+    quantized = _quantized_parameters(model, optimizer, recipe, left_alone)
+    plan = plan_layers(model, recipe, skipped, quantized)
     if missing:
         fallbacks.append(
             f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
@@ -100,8 +101,7 @@ def initialize(
     )
     apply_gemms(plan, session.conversion, compute, recipe.fp8_format)
     if optimizer is not None:
-        full_precision = {p for m in skipped for p in m.parameters(recurse=False)}
-        session.returned = convert_optimizer(optimizer, recipe, session, full_precision)
+        session.returned = convert_optimizer(optimizer, recipe, session, left_alone)
         store_weights(model, plan, session)
         quantize_gradients(model, quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(quantized, session)
@@ -213,11 +213,10 @@ def _quantized_parameters(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     recipe: Recipe,
-    skipped: set[nn.Module],
+    left_alone: set[nn.Parameter],
 ) -> set[nn.Parameter]:
     """Return the matrices whose gradients or states become low-precision: large, owned, and in no skipped module."""
     owned = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
-    left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     return {
         p
         for p in model.parameters()

@@ -43,9 +43,8 @@ def master_state_dict(
     result = {}
     for key, value in model.state_dict().items():
         master = masters.get(id(parameters[key])) if key in parameters else None
-        if master is None and isinstance(
-            value, Tensor
-        ):  # a buffer; a module's extra state may be anything
+        # a buffer is copied; a module's extra state may be anything
+        if master is None and isinstance(value, Tensor):
             master = value.detach().clone()
         result[key] = value if master is None else master
     return result
@@ -131,9 +130,8 @@ def load(
         prepare(optimizer, packed)  # raises what there is to raise
     else:
         _check_for_torch(optimizer, packed)
-    model.load_state_dict(
-        contents["model"]
-    )  # first: a master that is converted starts from the weight
+    # The model first: a master that is converted starts from the weight.
+    model.load_state_dict(contents["model"])
     optimizer.load_state_dict(packed)
     if isinstance(optimizer, BlockwiseOptimizer):
         _set_missing_masters(model, optimizer, contents)

@@ -33,12 +33,10 @@ class Session:
     returned: torch.optim.Optimizer | None
     conversion: Conversion = field(default_factory=Conversion)
     gradients: GradientHandle = field(default_factory=GradientHandle)
-    stored: list[tuple[nn.Parameter, torch.dtype]] = field(
-        default_factory=list
-    )  # and the dtype they had
-    flags: list[tuple[dict[str, Any], str, Any]] = field(
-        default_factory=list
-    )  # group options that were changed
+    # weights that became bfloat16, with the dtype they had
+    stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
+    # group options that were changed, with what they were
+    flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -108,9 +106,8 @@ def store_weights(model: nn.Module, plan: LayerPlan, session: Session) -> None:
     for _, parameter in plan.stored:
         if not isinstance(optimizer, BlockwiseOptimizer):
             continue
-        value = optimizer.master_weight(
-            parameter
-        )  # more than the weight, where there is a master already
+        # more than the weight, where there is a master already
+        value = optimizer.master_weight(parameter)
         if parameter.dtype is not torch.bfloat16:
             session.stored.append((parameter, parameter.dtype))
             change_dtype(parameter, parameter.detach().bfloat16())

@@ -252,9 +252,8 @@ def _mul_(func: Any, x: Any, factor: Any) -> Any:
 
 def _div_(func: Any, x: Any, divisor: Any) -> Any:
     if isinstance(x, BlockScaledTensor) and _is_scalar(divisor):
-        return x.scale_(
-            1.0 / torch.as_tensor(divisor, dtype=torch.float32)
-        )  # by zero: infinity, as in torch
+        # A tensor, so that division by zero gives infinity as in torch.
+        return x.scale_(1.0 / torch.as_tensor(divisor, dtype=torch.float32))
     return NotImplemented
 
 

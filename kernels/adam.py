@@ -55,9 +55,8 @@ def _adam_kernel(
         magnitude = high & 0x7FFFFFFF  # see reference/master.py
         misfit = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F800000) & (low > 0))
         w = (high + tl.where(misfit, 0, low)).to(tl.float32, bitcast=True)
-    elif (
-        MASTER == 2
-    ):  # a weight that is not the rounded master was written by somebody else, and counts
+    elif MASTER == 2:
+        # A weight that is not the rounded master was written by somebody else, and counts.
         master = tl.load(master_ptr + offset, mask=mask, other=0.0)
         w = w.to(tl.float32)
         w = tl.where(round_to(master, weight_ptr.dtype.element_ty) == w, master, w)

@@ -65,10 +65,18 @@ class Conversion:
         self._changed.clear()
 
 
-def plan_layers(model: nn.Module, recipe: Recipe, quantized: set[nn.Parameter]) -> LayerPlan:
-    """Return what `recipe` does to the layers of `model`; `quantized` are the parameters whose states are converted."""
+def plan_layers(
+    model: nn.Module,
+    recipe: Recipe,
+    skipped: dict[nn.Module, str],
+    quantized: set[nn.Parameter],
+) -> LayerPlan:
+    """Return what `recipe` does to the layers of `model`.
+
+    `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted.
+    """
     plan = LayerPlan()
-    excluded = {**_fast_paths(model), **skipped_modules(model, recipe)}
+    excluded = {**_fast_paths(model), **skipped}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue

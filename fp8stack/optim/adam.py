@@ -24,9 +24,8 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError
 from fp8stack.kernels import ops
-from fp8stack.tensor import BlockScaledTensor
 
-from .base import BlockwiseOptimizer, ParamsT
+from .base import BlockwiseOptimizer, ParamsT, gradient_parts
 from .state import State
 
 
@@ -122,13 +121,6 @@ class AdamW(Adam):
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-
-def gradient_parts(p: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
-    """Return (codes, scale) of an FP8 gradient, or (gradient, None)."""
-    if isinstance(p.grad, BlockScaledTensor):
-        return p.grad.codes, p.grad.scale
-    return None if p.grad is None else p.grad.contiguous(), None
 
 
 def _check(defaults: dict[str, Any]) -> None:

@@ -46,9 +46,8 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         if master not in MASTERS:
             raise ConfigError(f"master must be one of {MASTERS}, got {master!r}.")
         self.states, self.master, self.min_numel = states, master, min_numel
-        self.skipped_steps: Tensor | float = (
-            0.0  # steps not taken for a bad gradient; reading it waits for the GPU
-        )
+        # Steps not taken for a bad gradient; a tensor on the device, so reading it waits for the GPU.
+        self.skipped_steps: Tensor | float = 0.0
         self.full_precision: set[Tensor] = set()  # matrices that keep float32 states nevertheless
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
         super().__init__(params, defaults)
@@ -227,6 +226,13 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
     """Return whether a parameter is quantized: two dimensions or more, on the whole tensor's shape, and not small."""
     return parameter.ndim >= 2 and parameter.numel() >= min_numel
+
+
+def gradient_parts(p: nn.Parameter) -> tuple[Tensor | None, Tensor | None]:
+    """Return (codes, scale) of an FP8 gradient, or (gradient, None)."""
+    if isinstance(p.grad, BlockScaledTensor):
+        return p.grad.codes, p.grad.scale
+    return None if p.grad is None else p.grad.contiguous(), None
 
 
 def _largest(gradient: Tensor | None) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from fp8stack.errors import ConfigError
 from fp8stack.kernels import ops
 
-from .adam import gradient_parts
-from .base import BlockwiseOptimizer, ParamsT
+from .base import BlockwiseOptimizer, ParamsT, gradient_parts
 from .state import State
 
 
