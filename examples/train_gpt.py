@@ -30,6 +30,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ class Settings:
     device: str = "cpu"
     fp8_format: str = "hybrid"
     skip: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)  # further ones of fp8stack.initialize
 
 
 SIZES = {
@@ -111,6 +113,7 @@ def train(
             opt_level=settings.level,
             fp8_format=settings.fp8_format,
             skip=settings.skip,
+            **settings.options,
         )
 
     # One tensor, since a list of small ones that live on keeps a CPU's heap from being reused.

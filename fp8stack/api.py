@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,13 @@ from torch import nn
 
 from . import capability
 from .checks import check_model, check_optimizer
-from .errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
+from .errors import (
+    ConfigError,
+    Fp8StackWarning,
+    ModelError,
+    UnsupportedDeviceError,
+    did_you_mean,
+)
 from .formats import scale_shape
 from .kernels.ops import kernel_backend
 from .levels import Recipe, recipe_for
@@ -32,8 +39,7 @@ from .nn.convert import (
 )
 from .optim import BlockwiseOptimizer
 from .optim.base import is_large_matrix
-from .optim.state import zero_moment
-from .optim.state_dict import MASTER_KEYS
+from .optim.state import MASTER_KEYS, zero_master, zero_moment
 from .report import Report, emit
 from .session import (
     Session,
@@ -86,6 +92,7 @@ def initialize(
     skipped = skipped_modules(model, recipe)
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     quantized = _quantized_parameters(model, optimizer, recipe, left_alone)
+    formats = _formats_by_parameter(model, recipe, left_alone)
     plan = plan_layers(model, recipe, skipped, quantized)
     if missing:
         fallbacks.append(
@@ -101,7 +108,7 @@ def initialize(
     )
     apply_gemms(plan, session.conversion, compute, recipe.fp8_format)
     if optimizer is not None:
-        session.returned = convert_optimizer(optimizer, recipe, session, left_alone)
+        session.returned = convert_optimizer(optimizer, recipe, session, formats)
         store_weights(model, plan, session)
         quantize_gradients(model, quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(quantized, session)
@@ -141,6 +148,9 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     session.conversion.undo()
     if isinstance(returned, BlockwiseOptimizer):
         returned.on_new_parameters = None
+        if session.recipe.step_in_backward and returned.release is not None:
+            returned.release.remove()
+            returned.release = None
         if source is returned:
             for parameter, _ in session.stored:
                 for key in MASTER_KEYS:
@@ -227,13 +237,44 @@ def _quantized_parameters(
     }
 
 
+def _formats_by_parameter(
+    model: nn.Module, recipe: Recipe, left_alone: set[nn.Parameter]
+) -> dict[nn.Parameter, tuple[str, str]]:
+    """Return (states, master) of the parameters that have formats of their own: skipped, or named in `states_for`.
+
+    Raises:
+        ConfigError: for a pattern that matches no parameter.
+    """
+    keep = (
+        "keep" if recipe.states == "keep" else "fp32",
+        "keep" if recipe.master == "keep" else "fp32",
+    )
+    formats = dict.fromkeys(left_alone, keep)
+    names = dict(model.named_parameters(remove_duplicate=False))
+    modules = [name for name, _ in model.named_modules() if name]
+    for pattern, states, master in recipe.states_for:
+        matching = [
+            p for name, p in names.items()
+            if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+        ]  # fmt: skip
+        if not matching:
+            raise ConfigError(
+                f"states_for[{pattern!r}] matches no parameter of the model."
+                f"{did_you_mean(pattern, [*names, *modules])} "
+                "Patterns are compared with whole names of parameters and of their modules."
+            )
+        formats.update(dict.fromkeys(matching, (states or recipe.states, master or recipe.master)))
+    return formats
+
+
 def _report(
     recipe: Recipe, plan: LayerPlan, compute: str, device: torch.device, fallbacks: list[str]
 ) -> Report:
     from . import __version__
 
     gemm = {"hybrid": "fp8 e4m3/e5m2", "e4m3": "fp8 e4m3"}[recipe.fp8_format]
-    words = {"keep": "as given", "fp8": "fp8 e4m3 block 128", "8bit": "8-bit block 128"}
+    words = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}
+    states = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
     where = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (reference kernels)"
     )
@@ -242,8 +283,10 @@ def _report(
         device=where,
         version=__version__,
         gemm=gemm if compute == "native" else "bf16",
-        gradients=words[recipe.gradients],
-        states=words.get(recipe.states, recipe.states),
+        gradients="used in backward and freed"
+        if recipe.step_in_backward
+        else words[recipe.gradients],
+        states=states.get(recipe.states, recipe.states),
         master="the weight" if recipe.master == "keep" else recipe.master,
         converted=[name for name, _ in plan.gemm],
         skipped=dict(plan.skipped),
@@ -260,17 +303,14 @@ def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
         meta = torch.empty_like(parameter, device="meta", requires_grad=False)
         rows, blocks = scale_shape(parameter.shape)
         fp8 = session.recipe.gradients == "fp8"
-        total += meta.nbytes + (parameter.numel() + 4 * rows * blocks if fp8 else meta.nbytes)
+        gradient = parameter.numel() + 4 * rows * blocks if fp8 else meta.nbytes
+        total += meta.nbytes + (0 if session.recipe.step_in_backward else gradient)
         if isinstance(optimizer, BlockwiseOptimizer):
             for name in optimizer.moments:
                 state = zero_moment(name, meta, optimizer.moment_format(parameter))
                 total += sum(t.nbytes for t in state.values())
-            kind = optimizer.master_format(parameter)
-            total += (
-                0
-                if kind is None
-                else {"split24": 1, "fp16": 2, "float32": 4}[kind] * parameter.numel()
-            )
+            master = zero_master(meta, optimizer.master_format(parameter))
+            total += sum(t.nbytes for t in master.values())
         else:
             total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
         elements += parameter.numel()

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError
 from .optim import BlockwiseOptimizer
-from .optim.state_dict import MASTER_KEYS, check_groups, check_layout, prepare, to_torch
+from .optim.state import MASTER_KEYS
+from .optim.state_dict import check_groups, check_layout, prepare, to_torch
 
 
 def master_state_dict(

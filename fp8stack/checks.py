@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ModelError
+from .errors import ConfigError, ModelError
 from .levels import Recipe
 from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 from .optim import SGD, Adam, AdamW, BlockwiseOptimizer
+from .optim.release import check_single_process
 
 CONVERTED: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     torch.optim.Adam: Adam,
@@ -123,7 +124,31 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
         )
     if recipe.states != "keep":
         _check_convertible(optimizer, recipe)
+    if recipe.step_in_backward:
+        _check_release(optimizer, recipe)
     return missing
+
+
+def _check_release(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
+    """Raise unless `optimizer` can step each parameter in backward."""
+    check_single_process()
+    ours = isinstance(optimizer, BlockwiseOptimizer)
+    if recipe.gradients == "keep" and recipe.states == "keep" and not ours:
+        raise ConfigError(
+            f"step_in_backward=True needs one of fp8stack's optimizers, and {recipe.level} leaves yours as it is. "
+            'Use opt_level="O1" or "O2".'
+        )
+    if not ours and (type(optimizer) not in CONVERTED or inconvertible_option(optimizer)):
+        known = ", ".join(f"torch.optim.{t.__name__}" for t in CONVERTED)
+        raise ModelError(
+            f"step_in_backward=True steps with fp8stack's counterparts of {known}, not with "
+            f"{type(optimizer).__name__}{inconvertible_option(optimizer) and ' with these options'}."
+        )
+    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.max_grad_norm is not None:
+        raise ConfigError(
+            f"step_in_backward frees each gradient before the last one is known, so max_grad_norm="
+            f"{optimizer.max_grad_norm} has no norm to clip by. Leave one of them out."
+        )
 
 
 def _check_convertible(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:

@@ -3,18 +3,23 @@
 Everywhere in this library   **value = code × scale**.   There is no inverse scale.
 
 A format is a small binary float: `mantissa_bits`, the exponent of its smallest normal number, and its largest
-finite value. The exponent-zero codes are subnormals, so zero is exact. Codes are one byte.
+finite value. The exponent-zero codes are subnormals, so zero is exact. Codes take one byte, or half of one.
 
-| name   | sign, exponent, mantissa | largest | smallest > 0 | used for                                   |
-|--------|--------------------------|---------|--------------|--------------------------------------------|
-| e4m3   | 1, 4, 3                  | 448     | 2^-9         | activations, weights, gradients, the wire  |
-| e5m2   | 1, 5, 2                  | 57344   | 2^-16        | gradients of activations (backward GEMMs)  |
-| s1e3m4 | 1, 3, 4                  | 31      | 2^-6         | Adam's m, momentum                         |
-| ue3m5  | 0, 3, 5                  | 31.5    | 2^-7         | Adam's v, stored as its square root        |
+| name      | sign, exponent, mantissa | largest | smallest > 0 | used for                                   |
+|-----------|--------------------------|---------|--------------|--------------------------------------------|
+| e4m3      | 1, 4, 3                  | 448     | 2^-9         | activations, weights, gradients, the wire  |
+| e5m2      | 1, 5, 2                  | 57344   | 2^-16        | gradients of activations (backward GEMMs)  |
+| s1e3m4    | 1, 3, 4                  | 31      | 2^-6         | Adam's m, momentum                         |
+| ue3m5     | 0, 3, 5                  | 31.5    | 2^-7         | Adam's v, stored as its square root        |
+| e4m3_root | as e4m3                  | 448     | 2^-9         | v as its square root, `states="fp8"`       |
+| s1e2m1    | 1, 2, 1 (4 bits)         | 6       | 2^-1         | m, `states="4bit-experimental"`            |
+| ue3m1     | 0, 3, 1 (4 bits)         | 24      | 2^-3         | v as its square root, `states="4bit"`      |
 
-E4M3 and E5M2 are the OCP 8-bit formats (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1). The
-other two spend every code on finite values: optimizer states need relative precision within a block of 128, and a
-block that holds a NaN or an infinity says so in its scale.
+E4M3 and E5M2 are the OCP 8-bit formats (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1), s1e2m1
+is the OCP's FP4. The others spend every code on finite values: optimizer states need relative precision within a block
+of 128, and a block that holds a NaN or an infinity says so in its scale. Rounding is to nearest, ties to even for e4m3
+and e5m2 (as the hardware does), away from zero for the others; ue3m1 rounds stochastically, because a second moment
+in steps of a third would never move to its nearest neighbour.
 
 **Block scaling.** A tensor of shape [d0, ...] is read as rows = d0, cols = numel / d0 (a 1-d or 0-d tensor is one
 row). Codes have the tensor's shape; scales are float32 [rows, ceil(cols / 128)]; a block never crosses a row, so any
@@ -39,8 +44,8 @@ GRAD_LIMIT = 2.0**64
 
 
 @dataclass(frozen=True)
-class Float8:
-    """A one-byte float. `max` is its largest finite value, `min_exponent` that of its smallest normal number."""
+class MiniFloat:
+    """A float of one byte or less. `max` is its largest finite value, `min_exponent` that of its smallest normal."""
 
     name: str
     mantissa_bits: int
@@ -49,6 +54,8 @@ class Float8:
     signed: bool = True
     dtype: torch.dtype = torch.uint8  # what a tensor of its codes is stored as
     squared: bool = False  # True: the codes hold the square root of a non-negative value
+    bits: int = 8  # 4: two codes a byte, the even column in the low half
+    stochastic: bool = False  # True: rounded up with a probability equal to the fraction cut off
 
     @property
     def min_normal(self) -> float:
@@ -58,13 +65,31 @@ class Float8:
     def min_positive(self) -> float:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
+    def codes_shape(self, shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the codes of a tensor of `shape`: the same, or [rows, ceil(cols / 2)] for 4 bits."""
+        if self.bits == 8:
+            return tuple(shape)
+        rows, cols = rows_cols(shape)
+        return rows, -(-cols // 2)
 
-E4M3 = Float8("e4m3", 3, -6, 448.0, dtype=torch.float8_e4m3fn)
-E5M2 = Float8("e5m2", 2, -14, 57344.0, dtype=torch.float8_e5m2)
-S1E3M4 = Float8("s1e3m4", 4, -2, 31.0)
-UE3M5 = Float8("ue3m5", 5, -2, 31.5, signed=False, squared=True)
+    def values_shape(self, codes: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a tensor whose codes have shape `codes`, an even number of columns for 4 bits."""
+        return tuple(codes) if self.bits == 8 else (codes[0], 2 * codes[1])
 
-FORMATS: dict[str, Float8] = {f.name: f for f in (E4M3, E5M2, S1E3M4, UE3M5)}
+
+E4M3 = MiniFloat("e4m3", 3, -6, 448.0, dtype=torch.float8_e4m3fn)
+E5M2 = MiniFloat("e5m2", 2, -14, 57344.0, dtype=torch.float8_e5m2)
+S1E3M4 = MiniFloat("s1e3m4", 4, -2, 31.0)
+UE3M5 = MiniFloat("ue3m5", 5, -2, 31.5, signed=False, squared=True)
+E4M3_ROOT = MiniFloat(
+    "e4m3_root", 3, -6, 448.0, signed=False, dtype=torch.float8_e4m3fn, squared=True
+)
+S1E2M1 = MiniFloat("s1e2m1", 1, 0, 6.0, bits=4)
+UE3M1 = MiniFloat("ue3m1", 1, -2, 24.0, signed=False, squared=True, bits=4, stochastic=True)
+
+FORMATS: dict[str, MiniFloat] = {
+    f.name: f for f in (E4M3, E5M2, S1E3M4, UE3M5, E4M3_ROOT, S1E2M1, UE3M1)
+}
 
 
 def rows_cols(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:

@@ -25,8 +25,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "compute": ("auto", "native", "bf16"),
         "fp8_format": ("hybrid", "e4m3"),
         "gradients": ("keep", "fp8"),
-        "states": ("keep", "8bit", "fp8-lm"),
-        "master": ("keep", "split24", "fp16"),
+        "states": ("keep", "8bit", "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32"),
+        "master": ("keep", "split24", "split32", "fp16", "fp32", "none"),
     }
 )
 
@@ -39,10 +39,14 @@ class Recipe:
         the device can, else bf16 with a warning.
     fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations) or "e4m3" (E4M3 for both).
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
-    states: "8bit" (m as S1E3M4, sqrt(v) as UE3M5, blocks of 128), "fp8-lm" (m E4M3, v float16, one scale a tensor).
-    master: "split24" (bfloat16 weight + 8 bits), "fp16" (a float16 master with one scale, FP8-LM's).
+    states: "8bit", "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state.py`.
+    master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding).
     skip: fnmatch patterns of module names to leave entirely as they are, e.g. ("*head",).
     min_numel: matrices with fewer elements, and all vectors, keep full-precision gradients and states.
+    states_for: formats of single parameters: a dict from fnmatch patterns of parameter or module names to states, or to
+        a dict of "states" and "master", e.g. {"*embed*": "fp32", "head": {"states": "4bit", "master": "none"}}.
+    step_in_backward: step each parameter when its gradient arrives and free the gradient; one process, no
+        accumulation, no clipping by a global norm, no GradScaler.
     """
 
     level: str
@@ -54,6 +58,8 @@ class Recipe:
     master: str = "keep"
     skip: tuple[str, ...] = ()
     min_numel: int = 4096
+    states_for: Any = ()
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -76,21 +82,56 @@ class Recipe:
             or self.min_numel < 0
         ):
             raise ConfigError(f"min_numel={self.min_numel!r} must be an integer >= 0.")
-        pairs = {("keep", "keep"), ("8bit", "split24"), ("8bit", "keep"), ("fp8-lm", "fp16")}
-        if (self.states, self.master) not in pairs:
-            allowed = "; ".join(f"states={s!r} with master={m!r}" for s, m in sorted(pairs))
+        object.__setattr__(self, "states_for", _formats(self.states_for))
+        if not isinstance(self.step_in_backward, bool):
+            raise ConfigError(f"step_in_backward={self.step_in_backward!r} must be True or False.")
+        if self.states == "keep" and self.states_for:
             raise ConfigError(
-                f"states={self.states!r} does not go with master={self.master!r}. These do: {allowed}."
+                f"states_for={{p: s for p, s, _ in self.states_for}} has no effect at {self.level}, which leaves "
+                'optimizer states alone. Use opt_level="O2", or give states="fp32" as well.'
+            )
+        if self.states == "keep" and self.master != "keep":
+            raise ConfigError(
+                f'states="keep" leaves the optimizer as it is, so master={self.master!r} has no place to be kept. '
+                'Use master="keep", or states="fp32" for float32 states beside it.'
             )
 
     @property
     def bytes_per_parameter(self) -> float:
         """Resident bytes of weight, master, gradient, m and v of a float32 matrix under AdamW at this recipe."""
-        weight = {"keep": 4.0, "split24": 2.0, "fp16": 2.0}[self.master]
-        master = {"keep": 0.0, "split24": 1.0, "fp16": 2.0}[self.master]
+        weight = 4.0 if self.master == "keep" else 2.0
+        masters = {"keep": 0, "none": 0, "split24": 1, "split32": 2, "fp16": 2, "fp32": 4}
         gradient = 1 + 4 / BLOCK if self.gradients == "fp8" else weight
-        moments = {"keep": 8.0, "8bit": 2 * (1 + 4 / BLOCK), "fp8-lm": 3.0}[self.states]
-        return weight + master + gradient + moments
+        codes = {"8bit": 2.0, "fp8": 2.0, "4bit": 1.5, "4bit-experimental": 1.0}.get(self.states)
+        dense = {"keep": 8.0, "fp32": 8.0, "bf16": 4.0, "fp8-lm": 3.0}
+        moments = dense[self.states] if codes is None else codes + 8 / BLOCK
+        return weight + masters[self.master] + gradient + moments
+
+
+def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
+    """Return `states_for` as (pattern, states, master), "" for what is not given."""
+    if isinstance(given, tuple):
+        return given
+    if not isinstance(given, Mapping) or any(not isinstance(p, str) for p in given):
+        raise ConfigError(
+            f'states_for={given!r} must be a dict of patterns and formats, such as {{"*embed*": "fp32"}}.'
+        )
+    result = []
+    for pattern, value in given.items():
+        formats = {"states": value} if isinstance(value, str) else value
+        if not isinstance(formats, Mapping) or not formats.keys() <= {"states", "master"}:
+            raise ConfigError(
+                f'states_for[{pattern!r}]={value!r} must be a format, or a dict with "states" and "master".'
+            )
+        for name, choice in formats.items():
+            if choice not in CHOICES[name]:
+                choices = ", ".join(f'"{k}"' for k in CHOICES[name])
+                raise ConfigError(
+                    f"states_for[{pattern!r}]: {name}={choice!r} is not a choice; use one of {choices}."
+                    f"{did_you_mean(str(choice), CHOICES[name])}"
+                )
+        result.append((pattern, formats.get("states", ""), formats.get("master", "")))
+    return tuple(result)
 
 
 LEVELS: Mapping[str, Recipe] = MappingProxyType(

@@ -44,13 +44,14 @@ def convert_optimizer(
     optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     session: Session,
-    full_precision: set[nn.Parameter],
+    formats: dict[nn.Parameter, tuple[str, str]],
 ) -> torch.optim.Optimizer:
     """Return the optimizer that steps at this level; the given one where its states stay as they are."""
     if recipe.gradients == "keep" and recipe.states == "keep":
         return optimizer
     if isinstance(optimizer, BlockwiseOptimizer):
-        optimizer.full_precision |= full_precision
+        for p, own in formats.items():
+            optimizer.overrides.setdefault(p, own)
         return optimizer
     kind = CONVERTED.get(type(optimizer))
     if kind is None or inconvertible_option(optimizer):
@@ -70,7 +71,8 @@ def convert_optimizer(
         master=recipe.master,
         min_numel=recipe.min_numel,
     )
-    new.full_precision |= full_precision
+    for p, own in formats.items():
+        new.overrides[p] = own
     new.param_groups = optimizer.param_groups
     adopt(new, optimizer)
     optimizer.state.clear()
@@ -123,6 +125,10 @@ def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: Session) -> None:
+    """Let gradients become FP8 as they arrive, or be used and freed at once."""
+    if session.recipe.step_in_backward and isinstance(session.returned, BlockwiseOptimizer):
+        session.returned.step_in_backward()
+        return
     if session.recipe.gradients != "fp8":
         return
     names = {p: name for name, p in model.named_parameters()}

@@ -17,6 +17,7 @@ derivatives are ordinary tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -90,6 +91,11 @@ class BlockScaledTensor(torch.Tensor):
     def held_bytes(self) -> int:
         """Bytes really held: codes, scales and residual."""
         return sum(t.nbytes for t in self.parts())
+
+    @cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Addresses of codes and scale, which stay where they are for the life of the tensor."""
+        return self.codes.data_ptr(), self.scale.data_ptr()
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return the plain tensors this one consists of."""

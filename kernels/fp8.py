@@ -1,4 +1,6 @@
-"""Device-side casts between float32 and the one-byte formats; no other file of this project casts to FP8.
+"""Device-side casts between float32 and the FP8 formats; no other file of this project casts to FP8.
+
+The optimizer's own formats are in `states.py`.
 
 The rounding is `reference/fp8.py`'s, instruction for instruction: add a power of two that leaves exactly the target's
 mantissa, and count steps with an integer subtraction. It uses no hardware FP8 cast, because those disagree: sm_80 has
@@ -21,7 +23,6 @@ def encode(
     MANTISSA: tl.constexpr,  # bits
     MIN_EXPONENT: tl.constexpr,  # of the smallest normal number
     MAX: tl.constexpr,  # largest finite value
-    SIGNED: tl.constexpr,
 ):  # int32 codes in [0, 255]
     """Round to the nearest code, ties to even, saturating."""
     lowest: tl.constexpr = (MIN_EXPONENT + 127) << 23
@@ -31,9 +32,7 @@ def encode(
     rounded = magnitude + magic.to(tl.float32, bitcast=True)
     code = rounded.to(tl.int32, bitcast=True) - magic
     code += (exponent - lowest) >> (23 - MANTISSA)
-    if SIGNED:
-        code |= (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    return code
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @triton.jit
@@ -67,21 +66,16 @@ def scale_and_inverse(
 
 @triton.jit
 def encode_blocks(
-    x,  # float32 [blocks, 128]; square roots if SQUARED
+    x,  # float32 [blocks, 128]
     MANTISSA: tl.constexpr,
     MIN_EXPONENT: tl.constexpr,
     MAX: tl.constexpr,
-    SIGNED: tl.constexpr,
-    SQUARED: tl.constexpr,
 ):  # int32 codes [blocks, 128], float32 scale [blocks]
     """Quantize a tile, one scale for each row of it."""
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scale, inverse = scale_and_inverse(bits, MAX)
     alive = inverse[:, None] > 0
-    code = encode(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, MIN_EXPONENT, MAX, SIGNED)
-    if SQUARED:  # a positive second moment never becomes zero
-        code = tl.where(alive & (x > 0), tl.maximum(code, 1), code)
-    return code, scale
+    return encode(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, MIN_EXPONENT, MAX), scale
 
 
 @triton.jit

@@ -22,35 +22,39 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
-from fp8stack.formats import FORMATS, Float8, scale_shape
+from fp8stack.formats import FORMATS, MiniFloat, scale_shape
 
-from .reference import adam, fp8lm, gradient, quantize, sgd
+from .reference import gradient, quantize
 
 _LIBRARY = torch.library.Library("fp8stack", "DEF")
 _TRITON_MODULE = {
     "quantize_blocks": "quantize",
     "dequantize_blocks": "quantize",
     "quantize_tensor": "quantize",
-    "adam_step": "adam",
 }
 
 
 # --- the typed way in
 
 
-def quantize_blocks(x: Tensor, fmt: Float8) -> tuple[Tensor, Tensor]:
-    """Return (codes: fmt.dtype, x's shape; scale: float32 [rows, ceil(cols / 128)]); see `reference/quantize.py`."""
+def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
+    """Return codes and scale (float32 [rows, ceil(cols / 128)]), to nearest; see `reference/quantize.py`."""
     return cast("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_blocks(x, fmt.name))
 
 
 def dequantize_blocks(
-    codes: Tensor, scale: Tensor, fmt: Float8, dtype: torch.dtype = torch.float32
+    codes: Tensor,
+    scale: Tensor,
+    fmt: MiniFloat,
+    dtype: torch.dtype = torch.float32,
+    shape: torch.Size | None = None,
 ) -> Tensor:
-    """Return code × scale in `dtype`; see `reference/quantize.py`."""
-    return cast(Tensor, torch.ops.fp8stack.dequantize_blocks(codes, scale, fmt.name, dtype))
+    """Return code × scale in `dtype`, of `shape` or that of the codes; see `reference/quantize.py`."""
+    shape = torch.Size(fmt.values_shape(codes.shape)) if shape is None else shape
+    return cast(Tensor, torch.ops.fp8stack.dequantize_blocks(codes, scale, fmt.name, dtype, shape))
 
 
-def quantize_tensor(x: Tensor, fmt: Float8) -> tuple[Tensor, Tensor]:
+def quantize_tensor(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return (codes: fmt.dtype, x's shape; scale: float32, 0-d); see `reference/quantize.py`."""
     return cast("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_tensor(x, fmt.name))
 
@@ -67,21 +71,6 @@ def norm_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.fp8stack.norm_blocks(codes, scale))
 
 
-def adam_step(*args: Any) -> None:
-    """Update one tensor in place; arguments and arithmetic in `reference/adam.py`."""
-    torch.ops.fp8stack.adam_step(*args)
-
-
-def fp8lm_adam_step(*args: Any) -> None:
-    """Update one tensor in place; arguments and arithmetic in `reference/fp8lm.py`."""
-    torch.ops.fp8stack.fp8lm_adam_step(*args)
-
-
-def sgd_step(*args: Any) -> None:
-    """Update one tensor in place; arguments and arithmetic in `reference/sgd.py`."""
-    torch.ops.fp8stack.sgd_step(*args)
-
-
 def kernel_backend() -> tuple[str, str]:
     """Return ("triton" or "reference", the reason): what CUDA tensors run on."""
     choice = os.environ.get("FP8STACK_KERNELS", "triton")
@@ -91,6 +80,11 @@ def kernel_backend() -> tuple[str, str]:
         return "reference", "FP8STACK_KERNELS=reference"
     error = _triton_error()
     return ("reference", error) if error else ("triton", "Triton is installed")
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Return whether kernels that work on many tensors at once, through pointers, run on `device`."""
+    return device.type == "cuda" and kernel_backend()[0] == "triton"
 
 
 # --- registration
@@ -144,7 +138,8 @@ def _register(
 
 
 def _fake_quantize_blocks(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.shape, dtype=FORMATS[fmt].dtype, device=x.device)
+    shape = FORMATS[fmt].codes_shape(x.shape)
+    codes = torch.empty(shape, dtype=FORMATS[fmt].dtype, device=x.device)
     return codes, x.new_empty(scale_shape(x.shape), dtype=torch.float32)
 
 
@@ -159,9 +154,9 @@ _register(
     _fake_quantize_blocks,
 )
 _register(
-    "dequantize_blocks(Tensor codes, Tensor scale, str fmt, ScalarType dtype) -> Tensor",
+    "dequantize_blocks(Tensor codes, Tensor scale, str fmt, ScalarType dtype, int[] shape) -> Tensor",
     quantize.dequantize_blocks,
-    lambda codes, scale, fmt, dtype: torch.empty(codes.shape, dtype=dtype, device=codes.device),
+    lambda codes, scale, fmt, dtype, shape: torch.empty(shape, dtype=dtype, device=codes.device),
 )
 _register(
     "quantize_tensor(Tensor x, str fmt) -> (Tensor, Tensor)",
@@ -177,22 +172,4 @@ _register(
     "norm_blocks(Tensor codes, Tensor scale) -> Tensor",
     gradient.norm_blocks,
     lambda codes, scale: scale.new_empty(()),
-)
-_register(
-    "adam_step(Tensor(a!) weight, Tensor(b!)? master, Tensor grad, Tensor? grad_scale, "
-    "Tensor(c!) m, Tensor(d!)? m_scale, Tensor(e!) v, Tensor(f!)? v_scale, Tensor hyper, "
-    "float beta1, float beta2, float eps, float weight_decay, bool decoupled) -> ()",
-    adam.adam_step,
-)
-_register(
-    "fp8lm_adam_step(Tensor(a!) weight, Tensor(b!)? master, Tensor(c!)? master_scale, Tensor grad, "
-    "Tensor? grad_scale, Tensor(d!) m, Tensor(e!) m_scale, Tensor(f!) v, Tensor(g!) v_scale, "
-    "Tensor hyper, float beta1, float beta2, float eps, float weight_decay, bool decoupled) -> ()",
-    fp8lm.fp8lm_adam_step,
-)
-_register(
-    "sgd_step(Tensor(a!) weight, Tensor(b!)? master, Tensor grad, Tensor? grad_scale, "
-    "Tensor(c!)? buffer, Tensor(d!)? buffer_scale, Tensor hyper, float momentum, "
-    "float weight_decay, bool nesterov) -> ()",
-    sgd.sgd_step,
 )

@@ -8,14 +8,18 @@ which reads it on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8stack.formats import BLOCK, Float8, rows_cols, scale_shape
+from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shape
 
 from .fp8 import block_offsets, decode, encode, encode_blocks, scale_and_inverse
+from .reference import quantize as reference
+from .states import encode_state, root
 
 BLOCKS = 16
 FLAT = 4096
@@ -27,13 +31,16 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 def _quantize_blocks_kernel(
     x_ptr, codes_ptr, scale_ptr, n_blocks, blocks_per_row, cols,
     MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr,
-    SIGNED: tl.constexpr, SQUARED: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    SQUARED: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if SQUARED:
-        x = tl.sqrt_rn(x)
-    code, scale = encode_blocks(x, MANTISSA, MIN_EXPONENT, MAX, SIGNED, SQUARED)
+        x = root(x, False)
+    if STATE == "":
+        code, scale = encode_blocks(x, MANTISSA, MIN_EXPONENT, MAX)
+    else:
+        code, scale = encode_state(x, 0, STATE, False)
     tl.store(codes_ptr + offset, code.to(tl.uint8), mask=mask)
     tl.store(scale_ptr + block, scale, mask=inside)
 
@@ -69,7 +76,7 @@ def _cast_kernel(
     offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
     x = tl.where(inverse > 0, x * inverse, 0.0)
-    code = encode(x, MANTISSA, MIN_EXPONENT, MAX, True)
+    code = encode(x, MANTISSA, MIN_EXPONENT, MAX)
     tl.store(codes_ptr + offset, code.to(tl.uint8), mask=offset < numel)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
@@ -77,17 +84,20 @@ def _cast_kernel(
 
 def quantize_blocks(
     x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: Float8,
+    fmt: MiniFloat,
 ) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32 [rows, ceil(cols / 128)]
     """Quantize `x` with one scale for each block of 128 elements of a row."""
+    if fmt.bits == 4:  # for checkpoints only
+        return reference.quantize_blocks(x, fmt)
     x = x.contiguous()
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale = torch.empty(scale_shape(x.shape), dtype=torch.float32, device=x.device)
     if scale.numel():
         geometry = block_geometry(x.shape)
+        state = "" if fmt in (E4M3, E5M2) else fmt.name
         _quantize_blocks_kernel[block_grid(scale)](
             x, codes, scale, scale.numel(), *geometry[:2],
-            fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.signed, fmt.squared, geometry[2], BLOCKS,
+            fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.squared, state, geometry[2], BLOCKS,
             **LAUNCH,
         )  # fmt: skip
     return codes.view(fmt.dtype), scale
@@ -96,10 +106,13 @@ def quantize_blocks(
 def dequantize_blocks(
     codes: Tensor,  # fmt.dtype, any shape
     scale: Tensor,  # float32 [rows, ceil(cols / 128)]
-    fmt: Float8,
+    fmt: MiniFloat,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:  # dtype, the shape of codes
-    """Return code × scale (squared for `ue3m5`), rounded to `dtype`."""
+    shape: Sequence[int] | None = None,  # of the values, where codes of 4 bits do not tell
+) -> Tensor:  # dtype, `shape` or that of codes
+    """Return code × scale (squared for a squared format), rounded to `dtype`."""
+    if fmt.bits == 4:  # for checkpoints only
+        return reference.dequantize_blocks(codes, scale, fmt, dtype, shape)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if scale.numel():
         geometry = block_geometry(codes.shape)
@@ -113,7 +126,7 @@ def dequantize_blocks(
 
 def quantize_tensor(
     x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: Float8,  # e4m3 or e5m2
+    fmt: MiniFloat,  # e4m3 or e5m2
 ) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32, 0-d
     """Quantize `x` with one scale for the whole tensor."""
     x = x.contiguous()

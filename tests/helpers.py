@@ -1,10 +1,18 @@
-"""What several test files need: bitwise comparison, exact oracles, and small models with data."""
+"""What several test files need: bitwise comparison, exact oracles, steps of optimizers, and small models with data."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8stack.formats import Float8
+from fp8stack.formats import E4M3, FORMATS, MiniFloat
+from fp8stack.kernels.reference import step as reference
+from fp8stack.kernels.reference.master import split
+from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
+from fp8stack.kernels.reference.scaled import decode_tensor, encode_tensor
+from fp8stack.kernels.reference.step import HYPER, StepKind, StepTensors, load_master
 
 
 def bits(x: Tensor) -> Tensor:
@@ -33,7 +41,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         )
 
 
-def grid(fmt: Float8) -> Tensor:
+def grid(fmt: MiniFloat) -> Tensor:
     """Return every finite non-negative value of `fmt`, ascending, float64, from the definition of the format."""
     mantissas = torch.arange(2**fmt.mantissa_bits, dtype=torch.float64)
     step = fmt.min_positive
@@ -45,16 +53,220 @@ def grid(fmt: Float8) -> Tensor:
     return values[values <= fmt.max]
 
 
-def nearest(x: Tensor, fmt: Float8) -> Tensor:
-    """Round |x| to `grid(fmt)` by search, ties to the even index, saturating; float64. The oracle for `encode`."""
+def nearest(x: Tensor, fmt: MiniFloat) -> Tensor:
+    """Round |x| to `grid(fmt)` by search, saturating; float64. The oracle for `encode`.
+
+    Ties go to the even index in the formats that hardware casts to, away from zero in the optimizer's own.
+    """
     values = grid(fmt)
     magnitude = x.double().abs().clamp(max=fmt.max)
     upper = torch.searchsorted(values, magnitude).clamp(max=len(values) - 1)
     lower = (upper - 1).clamp(min=0)
     below, above = magnitude - values[lower], values[upper] - magnitude
-    take_lower = (below < above) | ((below == above) & (lower % 2 == 0))
+    tie_goes_down = (lower % 2 == 0) & (fmt.dtype is not torch.uint8)
+    take_lower = (below < above) | ((below == above) & tie_goes_down)
     chosen = torch.where(magnitude == values[upper], upper, torch.where(take_lower, lower, upper))
     return values[chosen] * torch.where(torch.signbit(x), -1.0, 1.0)
+
+
+MOMENTS = {  # the kinds of m and v that the states of an optimizer are made of
+    "8bit": ("s1e3m4", "ue3m5"),
+    "fp8": ("e4m3", "e4m3_root"),
+    "4bit": ("s1e3m4", "ue3m1"),
+    "4bit-experimental": ("s1e2m1", "ue3m1"),
+    "fp8-lm": ("tensor", "tensor"),
+    "bf16": ("dense", "dithered"),
+    "fp32": ("dense", "dense"),
+    "keep": ("dense", "dense"),
+    "none": ("", ""),
+}
+MASTERS = {
+    "split24": "split", "split32": "split", "fp32": "dense", "fp16": "tensor", "none": "dithered", "keep": "",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """The formats of one optimizer step."""
+
+    algorithm: str = "adam"
+    states: str = "fp32"
+    master: str = "keep"
+    gradient: torch.dtype | str = torch.float32  # or "blocks"
+    weight: torch.dtype | None = None  # None: bfloat16, or float32 without a master
+    coupled: bool = False
+
+    def __str__(self) -> str:
+        dtype = f"-{self.dtype}" if self.weight else ""
+        parts = [self.algorithm, self.states, self.master + dtype, self.gradient]
+        name = "-".join(str(part).removeprefix("torch.") for part in parts)
+        return (name + "-coupled" * self.coupled).replace("torch.", "")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight or (torch.float32 if self.master == "keep" else torch.bfloat16)
+
+    @property
+    def kind(self) -> StepKind:
+        m, v = MOMENTS[self.states]
+        v = v if self.algorithm == "adam" else ""
+        return StepKind(self.algorithm, self.coupled, m, v, MASTERS[self.master])
+
+
+BLOCKS, BF16, FP16 = "blocks", torch.bfloat16, torch.float16
+STEP_CASES = [  # every algorithm, format of state, master and gradient; the first is the default optimizer's
+    StepCase("adam", "8bit", "split24", BLOCKS),
+    StepCase("adam", "8bit", "split32", BF16, coupled=True),
+    StepCase("adam", "8bit", "none", BLOCKS),
+    StepCase("adam", "8bit", "fp32", FP16, weight=FP16),
+    StepCase("adam", "fp8", "split24", BLOCKS, coupled=True),
+    StepCase("adam", "fp8", "keep"),
+    StepCase("adam", "4bit", "split24", BLOCKS),
+    StepCase("adam", "4bit", "none", BF16, coupled=True),
+    StepCase("adam", "4bit-experimental", "none", BLOCKS),
+    StepCase("adam", "4bit-experimental", "split32"),
+    StepCase("adam", "bf16", "split24", BF16),
+    StepCase("adam", "bf16", "none", BLOCKS, coupled=True),
+    StepCase("adam", "fp32", "keep"),
+    StepCase("adam", "fp32", "fp32", BLOCKS, coupled=True),
+    StepCase("adam", "keep", "keep", BF16, weight=BF16),
+    StepCase("adam", "keep", "keep", FP16, weight=FP16, coupled=True),
+    StepCase("adam", "fp8-lm", "fp16", BLOCKS),
+    StepCase("adam", "fp8-lm", "split24", coupled=True),
+    StepCase("adam", "fp8-lm", "keep", BF16),
+    StepCase("sgd", "none", "split24", BF16, coupled=True),
+    StepCase("sgd", "8bit", "split24", BLOCKS, coupled=True),
+    StepCase("sgd", "fp32", "keep"),
+    StepCase("sgd", "fp8-lm", "fp16", BLOCKS),
+    StepCase("nesterov", "8bit", "split32", BF16),
+    StepCase("nesterov", "fp32", "keep", FP16, coupled=True),
+    StepCase("lion", "8bit", "split24", BLOCKS),
+    StepCase("lion", "4bit-experimental", "none", BF16),
+    StepCase("lion", "fp8", "fp32", coupled=True),
+]
+
+
+def make_hyper(
+    algorithm: str = "adam", step: int = 1, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8, decay: float = 0.0, coupled: float = 0.0, grad_mul: float = 1.0, apply: float = 1.0,
+    gain: float | None = None, seed: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the scalars of a step, as the optimizer fills them: float32 [16], columns as `HYPER`."""
+    adam, averages = algorithm == "adam", algorithm in ("adam", "lion")
+    if gain is None:
+        gain = 1 - betas[0] if averages else 1.0
+    row = {
+        "grad_mul": grad_mul, "decay": 1 - lr * decay, "step_size": lr / (1 - betas[0] ** step) if adam else lr,
+        "inv_sqrt_bc2": (1 - betas[1] ** step) ** -0.5 if adam else 1.0, "apply": apply,
+        "beta1": betas[0], "gain": gain, "beta2": betas[1], "one_minus_beta2": 1 - betas[1],
+        "eps": max(eps, 2.0**-126), "weight_decay": coupled,
+    }  # fmt: skip
+    hyper = torch.zeros(16)
+    hyper[:11] = torch.tensor([row[name] for name in HYPER[:11]])
+    word = (step * 0x5BD1E995 if seed is None else seed) & 0xFFFFFFFF
+    signed = word - 2**32 if word >= 2**31 else word
+    hyper[11] = torch.tensor(signed, dtype=torch.int32).view(torch.float32)
+    return hyper
+
+
+class Step:
+    """The tensors of one parameter and of its optimizer's state, drawn at random; its fields are `StepTensors`'."""
+
+    def __init__(
+        self, case: StepCase, shape: tuple[int, ...], device: str = "cpu", draw: Any = torch.randn
+    ) -> None:
+        self.case, self.kind, self.device = case, case.kind, device
+        self.tensors = StepTensors(*[None] * 9)  # type: ignore[arg-type]
+        self.set(grad=draw(shape) * 0.1, m=draw(shape) * 0.1, v=(draw(shape) * 0.1).square())
+        self.set(weight=draw(shape))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensors, name)
+
+    def set(self, **values: Tensor) -> "Step":
+        """Encode float32 values of weight, gradient or moments in their formats; each becomes a new tensor."""
+        new: dict[str, Tensor | None] = {}
+        for name, x in values.items():
+            x = x.clone()
+            kind, scale = {"m": self.kind.m, "v": self.kind.v}.get(name, "dense"), None
+            if name == "weight":
+                x, new["master"], new["master_scale"] = self._encode_weight(x)
+            elif name == "grad" and self.case.gradient == "blocks":
+                x, scale = quantize_blocks(x, E4M3)
+            elif name == "grad":
+                x = x.to(self.case.gradient)
+            elif kind in FORMATS:
+                x, scale = quantize_blocks(x, FORMATS[kind])
+            elif kind == "tensor":
+                x, scale = encode_tensor(x, E4M3.dtype if name == "m" else torch.float16)
+            elif kind == "":
+                x = None
+            else:
+                narrow = {"bf16": BF16, "keep": self.case.dtype}
+                x = x.to(narrow.get(self.case.states, torch.float32))
+            new |= {name: x} if name == "weight" else {name: x, f"{name}_scale": scale}
+        moved = {k: None if x is None else x.contiguous().to(self.device) for k, x in new.items()}
+        self.tensors = self.tensors._replace(**moved)
+        return self
+
+    def _encode_weight(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.kind.master == "split":
+            return *split(x, torch.int8 if self.case.master == "split24" else torch.int16), None
+        if self.kind.master == "tensor":
+            codes, scale = encode_tensor(x, torch.float16)
+            return decode_tensor(codes, scale).to(self.case.dtype), codes, scale
+        return x.to(self.case.dtype), x if self.kind.master == "dense" else None, None
+
+    def zero_states(self) -> "Step":
+        zeros = torch.zeros(self.tensors.weight.shape)
+        return self.set(m=zeros, v=zeros)
+
+    def copy(self, device: str) -> "Step":
+        """Return the same tensors, copied to `device`."""
+        other = object.__new__(Step)
+        other.case, other.kind, other.device = self.case, self.kind, device
+        moved = [None if x is None else x.clone().to(device) for x in self.tensors]
+        other.tensors = StepTensors(*moved)  # type: ignore[arg-type]
+        return other
+
+    def step(self, hyper: Tensor, fast: bool = True) -> "Step":
+        """Take the step: with the reference on a CPU, with the Triton kernel on a GPU."""
+        if self.device == "cpu":
+            reference.step(self.kind, self.tensors, hyper)
+        else:
+            from fp8stack.kernels import step as triton
+
+            triton.step(self.kind, self.tensors, hyper.to(self.device), fast)
+        return self
+
+    def written(self) -> dict[str, Tensor]:
+        """Return copies of everything that a step writes."""
+        named = self.tensors._asdict().items()
+        return {n: x.clone() for n, x in named if x is not None and not n.startswith("grad")}
+
+    @property
+    def value(self) -> Tensor:
+        """The weight that the optimizer accumulates in, float32."""
+        return load_master(self.weight, self.master, self.master_scale)
+
+    @property
+    def moments(self) -> tuple[Tensor | None, Tensor | None]:
+        """m and v in float32."""
+        m, v = (self.kind.m, self.m, self.m_scale), (self.kind.v, self.v, self.v_scale)
+        return self._decode(*m), self._decode(*v)
+
+    @property
+    def gradient(self) -> Tensor:
+        if self.grad_scale is None:
+            return self.grad.float()
+        return dequantize_blocks(self.grad, self.grad_scale, E4M3)
+
+    def _decode(self, kind: str, codes: Tensor | None, scale: Tensor | None) -> Tensor | None:
+        if codes is None or scale is None:
+            return None if codes is None else codes.float()
+        if kind == "tensor":
+            return decode_tensor(codes, scale)
+        return dequantize_blocks(codes, scale, FORMATS[kind], shape=self.weight.shape)
 
 
 class TinyLM(nn.Module):

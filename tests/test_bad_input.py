@@ -61,7 +61,7 @@ def test_wrong_level(model, optimizer, level):
         ({"skip": [1]}, r"skip=\[1\] must be a list"),
         ({"preset": ["fp8-lm"]}, "preset must be one of"),
         ({"min_numel": -1}, "min_numel=-1 must be an integer"),
-        ({"states": "fp8-lm"}, "does not go with master='split24'"),
+        ({"states": "keep"}, "master='split24' has no place to be kept"),
     ],
 )
 def test_wrong_option(model, optimizer, options, match):

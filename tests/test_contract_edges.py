@@ -96,7 +96,7 @@ def test_an_fp8stack_optimizer_is_taken_as_it_is_or_not_at_all():
         assert_same_bits(value, masters[name], name)
     train(model, optimizer, 3, start=3)
     other = TinyLM()
-    for option in ({"master": "keep"}, {"min_numel": 1}, {"states": "float32"}):
+    for option in ({"master": "keep"}, {"min_numel": 1}, {"states": "fp32"}):
         with pytest.raises(ModelError, match=f"made with {next(iter(option))}="):
             fp8stack.initialize(other, AdamW(other.parameters(), **option), "O2")
 
@@ -110,7 +110,7 @@ def test_skipped_layers_are_left_entirely_alone():
     assert optimizer.state[model.head.weight]["exp_avg"].dtype is torch.float32
     assert "exp_avg_code" in optimizer.state[model.up.weight]
     again = pickle.loads(pickle.dumps(optimizer))
-    assert len(again.full_precision) == 1
+    assert list(again.overrides.values()) == [("fp32", "fp32")]
 
 
 def test_a_pattern_that_matches_nothing_says_so():

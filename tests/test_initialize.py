@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack import BlockScaledTensor, memory
-from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 
 LEVELS = ["O0", "O1", "O2"]
@@ -493,3 +493,35 @@ def test_models_and_optimizers_can_be_copied_and_pickled(level, tmp_path):
         losses = train(other_model, other_optimizer, 3, start=3)
         # a copy has no hooks on its parameters, so its gradients are ordinary: close, not the same
         assert abs(losses[-1] - expected[-1]) < 0.02 * expected[0]
+
+
+def test_single_parameters_have_formats_of_their_own():
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    states_for = {"embed": "fp32", "up.weight": {"states": "4bit", "master": "split32"}}
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", states_for=states_for)
+    losses = train(model, optimizer, 8)
+    assert losses[-1] < losses[0]
+    embed, up, down = (optimizer.state[m.weight] for m in (model.embed, model.up, model.down))
+    assert embed["exp_avg"].dtype is torch.float32
+    assert up["exp_avg_sq_code"].shape == (256, 64)
+    assert up["remainder"].dtype is torch.int16
+    assert down["exp_avg_sq_code"].shape == (128, 256)
+    assert down["remainder"].dtype is torch.int8
+
+
+@pytest.mark.parametrize(
+    ("states_for", "match"),
+    [
+        ({"embd": "fp32"}, r"states_for\['embd'\] matches no parameter.*Did you mean \"embed"),
+        ({"embed": "fp31"}, r"states='fp31' is not a choice.*Did you mean \"fp32\""),
+        ({"embed": {"state": "fp32"}}, 'must be a format, or a dict with "states" and "master"'),
+        (["embed"], "must be a dict of patterns and formats"),
+    ],
+)
+def test_formats_of_single_parameters_are_checked(states_for, match):
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=match):
+        fp8stack.initialize(model, optimizer, "O2", states_for=states_for)
+    assert type(model.up) is nn.Linear

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8stack.formats import E4M3, E5M2, Float8
+from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
 
 ALIGNMENT = 16
@@ -66,7 +66,7 @@ class _Fp8Matmul(torch.autograd.Function):
         x: Tensor,  # [..., in]
         weight: Tensor,  # [out, in]
         dtype: torch.dtype,  # of the output
-        gradient_format: Float8,
+        gradient_format: MiniFloat,
     ) -> Tensor:  # [..., out]
         rows = x.reshape(-1, x.shape[-1])
         x8, x_scale = ops.quantize_tensor(_pad_rows(rows), E4M3)

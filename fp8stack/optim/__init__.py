@@ -2,6 +2,8 @@
 
 from .adam import Adam, AdamW
 from .base import BlockwiseOptimizer
+from .clip import clip_grad_norm_
+from .lion import Lion
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "BlockwiseOptimizer"]
+__all__ = ["SGD", "Adam", "AdamW", "BlockwiseOptimizer", "Lion", "clip_grad_norm_"]

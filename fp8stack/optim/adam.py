@@ -1,4 +1,4 @@
-"""Adam and AdamW with 8-bit states, 24-bit master weights and FP8 gradients.
+"""Adam and AdamW with low-precision states, 24-bit master weights and FP8 gradients.
 
 | per parameter of a matrix | torch AdamW, fp32 | this, bf16 weight, FP8 gradient      |
 |---------------------------|-------------------|--------------------------------------|
@@ -9,10 +9,10 @@
 | v                         | 4                 | 1.03   UE3M5 of sqrt(v), the same    |
 | total, bytes              | 16                | 6.09                                 |
 
-Caveats: sqrt(v) is kept to 1/64 of itself and never below 1/4032 of the largest in its block of 128, so an element
-whose gradients are thousands of times smaller than its neighbours' moves less than Adam would move it, never more.
-The 24-bit master loses updates below 2^-17 of the weight (lr 1e-5 on a weight of 1; typical weights are 0.02).
-amsgrad and differentiable are not offered. The arithmetic is in `kernels/reference/adam.py`.
+Other formats are in `state.py`. Caveats: sqrt(v) is kept to 1/64 of itself and never below 1/4032 of the largest in
+its block of 128, so an element whose gradients are thousands of times smaller than its neighbours' moves less than
+Adam would move it, never more. The 24-bit master loses updates below 2^-17 of the weight (lr 1e-5 on a weight of 1;
+typical weights are 0.02). amsgrad and differentiable are not offered.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8stack.errors import ConfigError
-from fp8stack.kernels import ops
-
-from .base import BlockwiseOptimizer, ParamsT, gradient_parts
-from .state import State
+from .base import BlockwiseOptimizer, ParamsT
+from .checks import check_range
 
 
 class Adam(BlockwiseOptimizer):
     """Adam (Kingma and Ba, 2015) with L2 regularization, as `torch.optim.Adam`, in low-precision formats.
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize: as in torch; `lr` may be a tensor.
-        states: "8bit" (default), "fp8-lm" (one scale a tensor), "float32", or "keep" (the parameter's dtype).
-        master: "split24" (default), "fp16" (with states="fp8-lm"), or "keep": no master for 16-bit parameters.
+        params, lr, betas, eps, weight_decay, maximize: as in torch; `lr` may be a tensor. A parameter group may have
+            "states" and "master" of its own.
+        states: "8bit" (default), "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32", or "keep" (the
+            parameter's dtype); see `fp8stack/optim/state.py`.
+        master: "split24" (default), "split32", "fp16", "fp32", "none" (stochastic rounding), or "keep": no master.
         min_numel: matrices with fewer elements, and all vectors, keep float32 states.
+        max_grad_norm: clip the norm of all gradients to this, fused into the step; `grad_norm` holds the norm then.
 
     Raises:
-        ConfigError: for a hyper-parameter out of range.
+        ConfigError: for a hyper-parameter out of range or an unknown format.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
-    torch_class: type[torch.optim.Optimizer] = torch.optim.Adam
+    algorithm = "adam"
+    torch_class: type[torch.optim.Optimizer] | None = torch.optim.Adam
     decoupled = False
 
     def __init__(
@@ -58,11 +59,8 @@ class Adam(BlockwiseOptimizer):
         states: str = "8bit",
         master: str = "split24",
         min_numel: int = 4096,
+        max_grad_norm: float | None = None,
     ) -> None:
-        if (states == "fp8-lm") != (master == "fp16"):
-            raise ConfigError(
-                f'states={states!r} does not go with master={master!r}: "fp8-lm" and "fp16" belong together.'
-            )
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -70,39 +68,29 @@ class Adam(BlockwiseOptimizer):
             "weight_decay": weight_decay,
             "maximize": maximize,
         }
-        _check(defaults)
-        super().__init__(params, defaults, states, master, min_numel)
+        self.numbers_of(defaults)
+        super().__init__(params, defaults, states, master, min_numel, max_grad_norm)
 
-    def _hyper(
-        self, group: dict[str, Any], steps: Tensor, grad_mul: Tensor, apply: Tensor
-    ) -> Tensor:
-        beta1, beta2 = group["betas"]
-        lr = group["lr"]
-        table = steps.new_zeros(steps.shape[0], 8)
-        table[:, 0] = grad_mul
-        table[:, 1] = 1 - lr * group["weight_decay"]
-        table[:, 2] = lr / (1 - beta1**steps)
-        table[:, 3] = (1 - beta2**steps).rsqrt()
-        table[:, 4] = apply
-        return table.float()
-
-    def _update(self, group: dict[str, Any], p: nn.Parameter, state: State, hyper: Tensor) -> None:
-        gradient, scale = gradient_parts(p)
+    def _is_decoupled(self, group: dict[str, Any]) -> bool:
         # torch's Adam(decoupled_weight_decay=True) is AdamW by another name.
-        decoupled = group.get("decoupled_weight_decay", self.decoupled)
-        scalars = (*group["betas"], group["eps"], group["weight_decay"], bool(decoupled))
-        master = state.get("remainder", state.get("master"))
-        if "exp_avg_code" not in state:
-            moments = (state["exp_avg"], None, state["exp_avg_sq"], None)
-        else:
-            moments = tuple(
-                state[f"{n}_{part}"] for n in self.moments for part in ("code", "scale")
-            )
-            if self.states == "fp8-lm":
-                masters = (master, state.get("master_scale"))
-                ops.fp8lm_adam_step(p, *masters, gradient, scale, *moments, hyper, *scalars)
-                return
-        ops.adam_step(p, master, gradient, scale, *moments, hyper, *scalars)
+        return bool(group.get("decoupled_weight_decay", self.decoupled))
+
+    def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
+        return "adam", bool(group["weight_decay"]) and not self._is_decoupled(group)
+
+    def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
+        lr, betas, eps, decay = check_range(group)
+        decoupled = self._is_decoupled(group)
+        sign = -1.0 if group.get("maximize") else 1.0
+        return (
+            lr,
+            *betas,
+            eps,
+            decay if decoupled else 0.0,
+            0.0 if decoupled else decay,
+            sign,
+            0.0,
+        )
 
 
 class AdamW(Adam):
@@ -121,15 +109,3 @@ class AdamW(Adam):
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-
-def _check(defaults: dict[str, Any]) -> None:
-    lr, (beta1, beta2) = defaults["lr"], defaults["betas"]
-    if not isinstance(lr, Tensor) and not lr >= 0:
-        raise ConfigError(f"lr must be >= 0, got {lr}.")
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ConfigError(f"betas must lie in [0, 1), got {(beta1, beta2)}.")
-    if not defaults["eps"] >= 0:
-        raise ConfigError(f"eps must be >= 0, got {defaults['eps']}.")
-    if not defaults["weight_decay"] >= 0:
-        raise ConfigError(f"weight_decay must be >= 0, got {defaults['weight_decay']}.")

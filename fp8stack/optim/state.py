@@ -1,13 +1,36 @@
 """How optimizer state is kept: formats of moments and of master weights, as plain tensors under plain names.
 
+| `states`            | m                       | v                           | bytes  | what it costs           |
+|---------------------|-------------------------|-----------------------------|--------|-------------------------|
+| "8bit" (default)    | s1e3m4, block 128       | sqrt(v) as ue3m5, block 128 | 2.06   | 3 % of m, 1.6 % of root |
+| "fp8"               | e4m3, block 128         | sqrt(v) as e4m3, block 128  | 2.06   | 6 % and 6 %             |
+| "4bit"              | s1e3m4, block 128       | sqrt(v) as ue3m1, dithered  | 1.56   | 3 % and 33 %, unbiased  |
+| "4bit-experimental" | s1e2m1 (FP4), block 128 | sqrt(v) as ue3m1, dithered  | 1.06   | 25 % and 33 %           |
+| "fp8-lm"            | e4m3, one scale         | float16, one scale          | 3      | the FP8-LM paper's      |
+| "bf16"              | bfloat16                | bfloat16, dithered          | 4      | 0.4 % and 0.8 %         |
+| "fp32"              | float32                 | float32                     | 8      | nothing                 |
+| "keep"              | the parameter's dtype   | the parameter's dtype       | 4 or 8 | as torch                |
+
+What it costs is the largest relative error of one rounding (half a step for nearest, a step where dithered).
+
+| `master`            | weight and master of a bfloat16 matrix       | bytes | relative error                  |
+|---------------------|----------------------------------------------|-------|---------------------------------|
+| "split24" (default) | bfloat16 and the next 8 bits                 | 3     | 2^-17                           |
+| "split32"           | bfloat16 and the next 16 bits                | 4     | none: it is the float32         |
+| "fp32"              | bfloat16 and a float32 copy                  | 6     | none                            |
+| "fp16"              | bfloat16 and float16 with one scale (FP8-LM) | 4     | 2^-12                           |
+| "none"              | bfloat16, rounded stochastically             | 2     | 2^-8 a step, right on average   |
+| "keep"              | the parameter alone, rounded to nearest      | 2     | 2^-9: updates below it are lost |
+
 A moment called `name` (torch's names: exp_avg, exp_avg_sq, momentum_buffer) is stored as one of
 
-    {name: floating-point tensor}                                   "keep": float32, or the dtype of the parameter
-    {name_code: uint8, name_scale: float32 [rows, ceil(cols/128)]}  "8bit": S1E3M4, or UE3M5 of the square root
-    {name_code: e4m3 or float16, name_scale: float32 0-d}           "fp8-lm": one scale a tensor
+    {name: floating-point tensor}
+    {name_code: codes, name_scale: float32 [rows, ceil(cols/128)]}   uint8, two a byte for 4 bits, or float8_e4m3fn
+    {name_code: e4m3 or float16, name_scale: float32 0-d}            "fp8-lm": one scale a tensor
 
-and a master weight as `remainder` (int8, beside a bfloat16 weight), `master` (float32), or `master` and `master_scale`
-(float16, FP8-LM). Other names than torch's hold codes on purpose: no other optimizer can mistake them for values.
+and a master weight as `remainder` (int8 or int16, beside a bfloat16 weight), `master` (float32), or `master` and
+`master_scale` (float16). Other names than torch's hold codes on purpose: no other optimizer can mistake them for
+values.
 """
 
 from __future__ import annotations
@@ -17,51 +40,83 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.formats import E4M3, S1E3M4, UE3M5, Float8, scale_shape
+from fp8stack.formats import (
+    E4M3,
+    E4M3_ROOT,
+    S1E2M1,
+    S1E3M4,
+    UE3M1,
+    UE3M5,
+    MiniFloat,
+    scale_shape,
+)
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference import adam, fp8lm, master
+from fp8stack.kernels.reference import master, scaled
+from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
 
 State = dict[str, Any]
 
+_BLOCK_FORMATS: dict[str, tuple[MiniFloat, MiniFloat]] = {
+    "8bit": (S1E3M4, UE3M5),
+    "fp8": (E4M3, E4M3_ROOT),
+    "4bit": (S1E3M4, UE3M1),
+    "4bit-experimental": (S1E2M1, UE3M1),
+}
+STATES = (*_BLOCK_FORMATS, "fp8-lm", "bf16", "fp32", "keep")
+MASTERS = ("split24", "split32", "fp16", "fp32", "none", "keep")
+MASTER_KEYS = ("remainder", "master", "master_scale")
+_SPLIT = {"split24": torch.int8, "split32": torch.int16}
 
-def block_format(name: str) -> Float8:
-    """Return the 8-bit format of the moment `name`."""
-    return UE3M5 if name == "exp_avg_sq" else S1E3M4
+
+def is_second(name: str) -> bool:
+    """Return whether the moment `name` is a second moment, which is never negative."""
+    return name == "exp_avg_sq"
+
+
+def block_format(name: str, states: str) -> MiniFloat | None:
+    """Return the block format of the moment `name`, or None if `states` keeps it otherwise."""
+    pair = _BLOCK_FORMATS.get(states)
+    return None if pair is None else pair[is_second(name)]
 
 
 def tensor_format(name: str) -> torch.dtype:
     """Return the FP8-LM storage of the moment `name`."""
-    return torch.float16 if name == "exp_avg_sq" else E4M3.dtype
+    return torch.float16 if is_second(name) else E4M3.dtype
 
 
-def zero_moment(name: str, parameter: Tensor, kind: str) -> State:
-    """Return the state of a moment that is zero everywhere. `kind`: "float32", "keep", "8bit" or "fp8-lm"."""
-    if kind == "8bit":
+def float_dtype(parameter: Tensor, states: str) -> torch.dtype:
+    return {"keep": parameter.dtype, "bf16": torch.bfloat16}.get(states, torch.float32)
+
+
+def zero_moment(name: str, parameter: Tensor, states: str) -> State:
+    """Return the state of a moment that is zero everywhere."""
+    fmt, shape, device = block_format(name, states), parameter.shape, parameter.device
+    if fmt is not None:
+        codes = torch.zeros(fmt.codes_shape(shape), dtype=torch.uint8, device=device)
+        scale = torch.zeros(scale_shape(shape), dtype=torch.float32, device=device)
+        return {f"{name}_code": codes.view(fmt.dtype), f"{name}_scale": scale}
+    if states == "fp8-lm":
         return {
-            f"{name}_code": _zeros(parameter, torch.uint8),
-            f"{name}_scale": parameter.new_zeros(scale_shape(parameter.shape), dtype=torch.float32),
+            f"{name}_code": torch.zeros(shape, dtype=tensor_format(name), device=device),
+            f"{name}_scale": torch.ones((), dtype=torch.float32, device=device),
         }
-    if kind == "fp8-lm":
-        return {
-            f"{name}_code": _zeros(parameter, tensor_format(name)),
-            f"{name}_scale": parameter.new_ones((), dtype=torch.float32),
-        }
-    return {name: _zeros(parameter, float_dtype(parameter, kind))}
+    return {name: torch.zeros(shape, dtype=float_dtype(parameter, states), device=device)}
 
 
-def encode_moment(name: str, value: Tensor, parameter: Tensor, kind: str) -> State:
-    """Return the state that holds `value` (floating point, the parameter's shape)."""
+def encode_moment(name: str, value: Tensor, parameter: Tensor, states: str) -> State:
+    """Return the state that holds `value` (floating point, the parameter's shape), rounded to nearest."""
     value = value.to(device=parameter.device, dtype=torch.float32).contiguous()
-    if kind == "8bit":
-        codes, scale = ops.quantize_blocks(value, block_format(name))
-    elif kind == "fp8-lm":
-        codes, scale = fp8lm.encode_tensor(value, tensor_format(name))
+    fmt = block_format(name, states)
+    if fmt is not None:
+        codes, scale = ops.quantize_blocks(value, fmt)
+    elif states == "fp8-lm":
+        codes, scale = scaled.encode_tensor(value, tensor_format(name))
     else:
-        return {name: value.to(float_dtype(parameter, kind), copy=True)}
+        return {name: value.to(float_dtype(parameter, states), copy=True)}
     return {f"{name}_code": codes, f"{name}_scale": scale}
 
 
-def decode_moment(name: str, state: State) -> Tensor | None:
+def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
     """Return the moment in float32, or None if the state has none of this name."""
     if name in state and state[name] is not None:
         value: Tensor = state[name].float()
@@ -69,40 +124,84 @@ def decode_moment(name: str, state: State) -> Tensor | None:
     codes = state.get(f"{name}_code")
     if codes is None:
         return None
+    scale = state[f"{name}_scale"]
+    fmt = stored_format(name, codes, scale, shape)
+    if fmt is None:
+        return scaled.decode_tensor(codes, scale)
+    return ops.dequantize_blocks(codes, scale, fmt, shape=shape)
+
+
+def stored_format(name: str, codes: Tensor, scale: Tensor, shape: torch.Size) -> MiniFloat | None:
+    """Return the block format that `codes` of the moment `name` are in, or None for one scale a tensor."""
+    if scale.ndim == 0:
+        return None
+    states = "fp8"
     if codes.dtype is torch.uint8:
-        return ops.dequantize_blocks(codes, state[f"{name}_scale"], block_format(name))
-    return fp8lm.decode_tensor(codes, state[f"{name}_scale"])
+        states = "8bit" if codes.shape == shape else "4bit-experimental"
+    return block_format(name, states)
 
 
-def _zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """State is always row-major, whatever the strides of the parameter: blocks are."""
-    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+# --- masters
 
 
-def float_dtype(parameter: Tensor, kind: str) -> torch.dtype:
-    return parameter.dtype if kind == "keep" else torch.float32
+def zero_master(parameter: Tensor, kind: str | None) -> State:
+    """Return a state laid out as that of a master, its values meaningless."""
+    if kind is None or kind == "none":
+        return {}
+    if kind in _SPLIT:
+        return {"remainder": torch.empty_like(parameter, dtype=_SPLIT[kind])}
+    if kind == "fp16":
+        scale = torch.empty((), dtype=torch.float32, device=parameter.device)
+        return {"master": torch.empty_like(parameter, dtype=torch.float16), "master_scale": scale}
+    return {"master": torch.empty_like(parameter, dtype=torch.float32)}
 
 
-def encode_master(value: Tensor, kind: str) -> tuple[Tensor, State]:
-    """Return (the weight's new contents, the state of its master) for a float32 `value`.
-
-    `kind`: "split24" (bfloat16 and int8), "float32" (the caller casts the weight) or "fp16".
-    """
-    if kind == "split24":
-        weight, remainder = master.split(value)
+def encode_master(value: Tensor, kind: str | None) -> tuple[Tensor, State]:
+    """Return (the weight's new contents, which the caller casts; the state of its master) for a float32 `value`."""
+    if kind in _SPLIT:
+        weight, remainder = master.split(value, _SPLIT[kind])
         return weight, {"remainder": remainder}
     if kind == "fp16":
-        codes, scale = fp8lm.encode_tensor(value, torch.float16)
-        weight = fp8lm.decode_tensor(codes, scale).bfloat16()
+        codes, scale = scaled.encode_tensor(value, torch.float16)
+        weight = scaled.decode_tensor(codes, scale).bfloat16()
         return weight, {"master": codes, "master_scale": scale}
-    return value, {"master": value.clone(memory_format=torch.contiguous_format)}
+    if kind == "fp32":
+        return value, {"master": value.clone(memory_format=torch.contiguous_format)}
+    return value, {}
 
 
 def decode_master(parameter: Tensor, state: State) -> Tensor:
     """Return the float32 weight that the optimizer accumulates in, as a new tensor."""
-    weight = parameter.detach()
-    if "master_scale" in state:
-        return adam.unless_written(
-            weight, fp8lm.decode_tensor(state["master"], state["master_scale"])
-        )
-    return adam.load_master(weight, state.get("remainder", state.get("master"))).clone()
+    value = state.get("remainder", state.get("master"))
+    return load_master(parameter.detach(), value, state.get("master_scale")).clone()
+
+
+# --- what the kernels take
+
+
+def step_kind(
+    algorithm: str, coupled: bool, moments: tuple[str, ...], states: str, master: str | None
+) -> StepKind:
+    """Return the kernel for a parameter whose moments are kept as `states`, its master as `master`."""
+    kinds = ["", ""]
+    for name in moments:
+        fmt = block_format(name, states)
+        kind = fmt.name if fmt else "tensor" if states == "fp8-lm" else "dense"
+        if states == "bf16" and is_second(name):
+            kind = "dithered"  # to nearest, it would not move by less than 1/256
+        kinds[is_second(name)] = kind
+    names = {None: "", "none": "dithered", "fp16": "tensor", "fp32": "dense"}
+    return StepKind(algorithm, coupled, kinds[0], kinds[1], names.get(master, "split"))
+
+
+def step_tensors(
+    weight: Tensor, grad: Tensor, grad_scale: Tensor | None, moments: tuple[str, ...], state: State
+) -> StepTensors:
+    """Return the tensors that a step on one parameter reads and writes."""
+    parts: list[Tensor | None] = [None, None, None, None]
+    for name in moments:
+        at = 2 * is_second(name)
+        parts[at] = state.get(f"{name}_code", state.get(name))
+        parts[at + 1] = state.get(f"{name}_scale")
+    value = state.get("remainder", state.get("master"))
+    return StepTensors(weight, value, state.get("master_scale"), grad, grad_scale, *parts)

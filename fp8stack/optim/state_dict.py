@@ -17,8 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError
+from fp8stack.formats import S1E2M1, S1E3M4
 
-from .state import State, decode_master, decode_moment, encode_master, encode_moment, zero_moment
+from .state import (
+    MASTER_KEYS,
+    State,
+    decode_master,
+    decode_moment,
+    encode_master,
+    encode_moment,
+    zero_master,
+    zero_moment,
+)
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
@@ -26,11 +36,10 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the state's layout and codecs. A change of either raises it."""
 
-MASTER_KEYS = ("remainder", "master", "master_scale")
-
 
 def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """Return `packed` (torch's state_dict) with the entry that says what it is."""
+    """Return `packed` (torch's state_dict) as plain dictionaries, with the entry that says what it is."""
+    packed["state"] = {key: dict(entry) for key, entry in packed["state"].items()}
     packed["fp8stack"] = {
         "format": FORMAT,
         "optimizer": type(optimizer).__name__,
@@ -107,10 +116,12 @@ def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     The weights' masters are not part of it: export those with `fp8stack.checkpoint.master_state_dict`.
     """
     packed = torch.optim.Optimizer.state_dict(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {}
     for key, entry in packed["state"].items():
         if "step" in entry:
-            moments = {name: decode_moment(name, entry) for name in optimizer.moments}
+            shape = parameters[key].shape
+            moments = {name: decode_moment(name, entry, shape) for name in optimizer.moments}
             state[key] = {name: m.clone() for name, m in moments.items() if m is not None}
             if optimizer.torch_class is not torch.optim.SGD:
                 state[key]["step"] = entry["step"].clone()
@@ -186,12 +197,14 @@ def _convert(
             ()
         )
     for name in moments if has_moments else ():
+        _check_shape(name, entry, parameter, key)
         kind = optimizer.moment_format(parameter)
-        wanted = zero_moment(name, parameter, kind)
+        wanted = zero_moment(name, _shadow(parameter), kind)
         if all(_alike(entry.get(k), v) for k, v in wanted.items()):
             new.update({k: entry[k] for k in wanted})
             continue
-        value = decode_moment(name, entry) if decodable(name, entry) else None
+        shape = parameter.shape
+        value = decode_moment(name, entry, shape) if decodable(name, entry) else None
         if value is None or value.shape != parameter.shape:
             found = "missing" if value is None else f"of shape {tuple(value.shape)}"
             raise CheckpointError(
@@ -228,16 +241,34 @@ def _convert_master(
             f"{parameter.dtype}. Initialize at the level it was saved from, or export the weights with "
             "fp8stack.checkpoint.master_state_dict."
         )
-    wanted = encode_master(parameter.detach().float(), kind)[1]
+    wanted = zero_master(_shadow(parameter), kind)
     if all(_alike(saved.get(k), v) for k, v in wanted.items()):
         return saved
     new_weights[parameter], converted = encode_master(decode_master(parameter, saved), kind)
     return converted
 
 
+def _check_shape(name: str, entry: State, parameter: Tensor, key: Any) -> None:
+    """Raise unless codes are as many as the parameter's elements, one or two in a byte."""
+    codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
+    if codes is None or scale is None:
+        return
+    known = {tuple(fmt.codes_shape(parameter.shape)) for fmt in (S1E3M4, S1E2M1)}
+    if tuple(codes.shape) not in known:
+        raise CheckpointError(
+            f"state of parameter {key} (shape {tuple(parameter.shape)}): {name} is of shape {tuple(codes.shape)}. "
+            "The checkpoint is of another model, or truncated; use the one saved with this model."
+        )
+
+
 def decodable(name: str, entry: State) -> bool:
     """Return whether `entry` holds the moment `name` in any format."""
     return entry.get(name) is not None or {f"{name}_code", f"{name}_scale"} <= entry.keys()
+
+
+def _shadow(parameter: Tensor) -> Tensor:
+    """Return the parameter without its data: what shapes and dtypes are worked out with."""
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _alike(saved: Any, wanted: Tensor) -> bool:

@@ -1,16 +1,24 @@
-"""Casts between float32 and the one-byte formats: round to nearest, ties to even.
+"""Casts between float32 and the formats of one byte or less.
 
-The rounding is done on the grid of the target in float32, without a hardware cast. With e = the exponent of x, or
-that of the smallest normal number if x is below it, the grid around x has step 2^(e - M) for M mantissa bits. Adding
-magic = 2^(e + 23 - M) pushes everything finer than that step out of a float32's 24 bits, so the addition itself
-rounds to nearest even, and the integer difference bits(x + magic) - bits(magic) counts the steps:
+**E4M3 and E5M2: to nearest, ties to even.** The rounding is done on the grid of the target in float32, without a
+hardware cast. With e = the exponent of x, or that of the smallest normal number if x is below it, the grid around x has
+step 2^(e - M) for M mantissa bits. Adding magic = 2^(e + 23 - M) pushes everything finer than that step out of a
+float32's 24 bits, so the addition itself rounds to nearest even, and bits(x + magic) - bits(magic) counts the steps:
 
     code = bits(x + magic) - bits(magic) + (e - min_exponent) * 2^M
 
-Normal numbers, subnormals and the carry into the next exponent are all the same line, and no subnormal float32 is ever
-produced. Overflow saturates at the largest finite value (`count_saturated` counts it beforehand). NaN is kept where
-the format has one (E4M3, E5M2: always code 0x7F), as is infinity in E5M2; infinity becomes NaN in E4M3. The two
-optimizer formats have neither: their blocks carry a NaN scale instead (`quantize.py`).
+**Optimizer formats: to nearest, ties away from zero, or stochastically.** Scaled by 2^-(min_exponent + 14), the
+format's exponents fall on float16's, subnormals included, so a code is the top of a float16. Cut to float16 (not
+rounded: two roundings would move ties), it is rounded by an integer addition:
+
+    code = (float16_bits(x × 2^-(min_exponent + 14)) + 2^(9 - M)) >> (10 - M)
+
+Stochastic rounding adds random bits instead, and to all of float32's: a second moment that is encoded a thousand times
+while it decays would lose 2^-10 of a step each time.
+
+Overflow saturates at the largest finite value (`count_saturated` counts it beforehand). NaN is kept where the format
+has one (E4M3, E5M2: always code 0x7F), as is infinity in E5M2; infinity becomes NaN in E4M3. The optimizer formats
+have neither: their blocks carry a NaN scale instead (`quantize.py`).
 """
 
 from __future__ import annotations
@@ -21,36 +29,79 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fp8stack.formats import Float8
+from fp8stack.formats import MiniFloat
 
 _EXPONENT = 0x7F800000
+_WORD = 0xFFFFFFFF
 
 
 def encode(
     x: Tensor,  # float32, any shape
-    fmt: Float8,
-) -> Tensor:  # uint8, the same shape
-    """Return the codes of `x` in `fmt`. For `ue3m5`, `x` must not be negative; the square root is the caller's."""
+    fmt: MiniFloat,
+    noise: Tensor | None = None,  # int64 like x, 32 random bits: round stochastically
+) -> Tensor:  # uint8, the same shape; 4-bit codes unpacked
+    """Return the codes of `x` in `fmt`. For a squared format `x` is the root already, and not negative."""
     x = x.float()
+    if fmt.dtype is torch.uint8:
+        return _encode_cut(x, fmt, noise)
     magnitude = x.abs().clamp(max=fmt.max)
     exponent = magnitude.clamp(min=fmt.min_normal).view(torch.int32) & _EXPONENT
     magic = exponent + ((23 - fmt.mantissa_bits) << 23)
     steps = (magnitude + magic.view(torch.float32)).view(torch.int32) - magic
     lowest = (fmt.min_exponent + 127) << 23
     codes = steps + ((exponent - lowest) >> (23 - fmt.mantissa_bits))
-    if fmt.signed:
-        codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
-    if fmt.name == "e4m3":
+    codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
+    if fmt.mantissa_bits == 3:
         codes = torch.where(x.isfinite(), codes, 0x7F)
-    elif fmt.name == "e5m2":
+    else:
         infinity = 0x7C | (codes & 0x80)
         codes = torch.where(x.isnan(), 0x7F, torch.where(x.isinf(), infinity, codes))
     return codes.to(torch.uint8)
 
 
+def _encode_cut(x: Tensor, fmt: MiniFloat, noise: Tensor | None) -> Tensor:
+    size = x.abs().clamp(max=fmt.max) * 2.0 ** -(fmt.min_exponent + 14)
+    if noise is None:
+        drop = 10 - fmt.mantissa_bits
+        codes = (truncate(size, 10) + (1 << (drop - 1))) >> drop
+    else:
+        drop = 23 - fmt.mantissa_bits
+        codes = (truncate(size, 23) + (noise >> (32 - drop)).int()) >> drop
+    sign = 1 << (fmt.bits - 1) if fmt.signed else 0
+    codes = codes.clamp(max=(1 << fmt.bits) - 1 - sign)
+    if fmt.signed:
+        codes = codes | torch.where(torch.signbit(x), sign, 0)
+    return torch.where(x.isnan(), sign, codes).to(torch.uint8)
+
+
+def truncate(
+    x: Tensor,  # float32, not negative, below 2
+    mantissa_bits: int,  # 10 for float16
+) -> Tensor:  # int32, the same shape
+    """Return the bits of `x` in a float with the exponents of float16, rounded toward zero."""
+    subnormal = (x * 2.0 ** (14 + mantissa_bits)).int()
+    normal = (x.view(torch.int32) >> (23 - mantissa_bits)) - (112 << mantissa_bits)
+    return torch.where(x < 2.0**-14, subnormal, normal)
+
+
+def noise(
+    shape: torch.Size,
+    seed: Tensor,  # int32, 0-d
+) -> Tensor:  # int64, values in [0, 2^32)
+    """Return 32 random bits an element: a hash of its index and the seed, the same on every device.
+
+    The mixer is Wellons' lowbias32 ("Prospecting for hash functions", 2018).
+    """
+    index = torch.arange(shape.numel(), device=seed.device).reshape(shape)
+    x = (index * 0x9E3779B1 + seed.long()) & _WORD
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
+    return x ^ (x >> 16)
+
+
 def cast(
     x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: Float8,  # e4m3 or e5m2
+    fmt: MiniFloat,  # e4m3 or e5m2
 ) -> Tensor:  # fmt.dtype, the same shape
     """Return `x` as an FP8 tensor; the same codes as `encode`, through torch's own cast, which is faster on a CPU.
 
@@ -63,7 +114,7 @@ def cast(
 
 def cast_finite(
     x: Tensor,  # float32, finite, any shape
-    fmt: Float8,  # e4m3 or e5m2
+    fmt: MiniFloat,  # e4m3 or e5m2
 ) -> Tensor:  # fmt.dtype, the same shape
     """Return `cast(x, fmt)` for an `x` that is known to be finite, in two passes over memory instead of six."""
     return x.clamp(-fmt.max, fmt.max).to(fmt.dtype)
@@ -71,7 +122,7 @@ def cast_finite(
 
 def decode(
     codes: Tensor,  # uint8 (or fmt.dtype), any shape
-    fmt: Float8,
+    fmt: MiniFloat,
 ) -> Tensor:  # float32, the same shape
     """Return the values of `codes`. Exact: every code of every format is a float32."""
     if fmt.dtype is not torch.uint8:
@@ -89,7 +140,7 @@ def sqrt_rn(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-def count_saturated(x: Tensor, fmt: Float8) -> Tensor:
+def count_saturated(x: Tensor, fmt: MiniFloat) -> Tensor:
     """Return how many finite elements of `x` lie above the largest value of `fmt` by half a step or more (int64, 0-d).
 
     They are the ones that `encode` clips: up to half a step above the maximum, rounding down to it is correct.
@@ -102,16 +153,17 @@ def count_saturated(x: Tensor, fmt: Float8) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _table(fmt: Float8, device: torch.device) -> Tensor:
-    """Return the float32 values of the 256 codes, computed from the definition of the format."""
-    codes = torch.arange(256)
-    body = codes & 0x7F if fmt.signed else codes
+def _table(fmt: MiniFloat, device: torch.device) -> Tensor:
+    """Return the float32 values of all codes, computed from the definition of the format."""
+    codes = torch.arange(1 << fmt.bits)
+    sign = 1 << (fmt.bits - 1) if fmt.signed else 0
+    body = codes & ~sign
     exponent, mantissa = body >> fmt.mantissa_bits, body & ((1 << fmt.mantissa_bits) - 1)
     steps = torch.where(exponent > 0, mantissa + (1 << fmt.mantissa_bits), mantissa).double()
     value = (
         steps * 2.0 ** (exponent.clamp(min=1) - 1 + fmt.min_exponent - fmt.mantissa_bits).double()
     )
     if fmt.signed:
-        value = torch.where(codes >= 128, -value, value)
+        value = torch.where(codes >= sign, -value, value)
     table: Tensor = value.float().to(device)
     return table

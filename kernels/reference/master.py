@@ -1,17 +1,17 @@
-"""The 24-bit master weight: a bfloat16 weight and one byte of what its rounding cut off.
+"""Master weights: the float32 value that an optimizer accumulates in, kept in fewer bits.
 
-A float32 is 32 bits; bfloat16 is its upper 16. Rounded to 24 bits (16 of mantissa), it splits by integer arithmetic:
+**Split.** A float32 is 32 bits; bfloat16 is its upper 16. Rounded to 24 bits (16 of mantissa), or left whole, it splits
+by integer arithmetic into the bfloat16 weight that the model computes with and a remainder of one or two bytes:
 
-    join    bits = (bfloat16 << 16) + (remainder << 8)                   remainder in [-128, 127]
-    split   r = bits + 0x80;   hi = (r + 0x8000) >> 16;   remainder = (r >> 8) - (hi << 8)
+    24 bits   r = bits + 0x80;   hi = (r + 0x8000) >> 16;      remainder = (r >> 8) - (hi << 8)     in [-128, 127]
+              bits = (hi << 16) + (remainder << 8)             relative error at most 2^-16
+    32 bits   hi = (bits + 0x8000) >> 16;                      remainder = bits - (hi << 16)        exact
 
-so the bfloat16 half is the rounded weight that the model computes with, and the pair is the master that the optimizer
-accumulates in: relative error at most 2^-16, 3 bytes instead of 2 + 4. NaN and infinity keep remainder 0.
+Somebody else may write to the weight (load it, clamp it, zero a row) and leave an old remainder: the pair is then
+within half a step of what was written. Added to zero a negative remainder would make a NaN, and so would a positive
+one added to infinity; `split` makes neither pair, and `join` takes the weight alone wherever the sum is NaN.
 
-Somebody else may write to the weight (load it, clamp it, zero a row) and leave an old remainder. `join` then gives a
-master within half a step of what was written. Added to zero, a negative remainder would make a NaN, and so would a
-positive one added to infinity; `split` makes neither pair, and `join` ignores the remainder there. (Beyond 3.39e38 the
-bfloat16 half is infinity and the remainder negative.)
+**Stochastic rounding** needs no master: a float32 goes up or down to bfloat16 with a probability that keeps its mean.
 """
 
 from __future__ import annotations
@@ -19,33 +19,46 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_EXPONENT = 0x7F800000
+_NAN = 0x7FC00000
 
 
 def split(
     master: Tensor,  # float32, any shape
-) -> tuple[Tensor, Tensor]:  # bfloat16 and int8, the same shape
-    """Split a float32 weight into its bfloat16 half and the remainder byte."""
-    bits = master.contiguous().view(torch.int32)
-    special = (bits & _EXPONENT) == _EXPONENT
-    rounded = bits + 0x80
-    high = (rounded + 0x8000) >> 16
-    remainder = (rounded >> 8) - (high << 8)
-    quiet = (bits >> 16) | torch.where(
-        (bits & 0x7FFFFF) != 0, 0x40, 0
-    )  # a NaN whose upper half is infinity
-    high = torch.where(special, quiet, high)
-    remainder = torch.where(special, 0, remainder)
-    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int8)
+    dtype: torch.dtype = torch.int8,  # or torch.int16: no bit is lost
+) -> tuple[Tensor, Tensor]:  # bfloat16 and `dtype`, the same shape
+    """Split a float32 weight into its bfloat16 half and the remainder."""
+    bits = _bits(master)
+    if dtype is torch.int8:
+        rounded = bits + 0x80
+        high = (rounded + 0x8000) >> 16
+        remainder = (rounded >> 8) - (high << 8)
+    else:
+        high = (bits + 0x8000) >> 16
+        remainder = bits - (high << 16)
+    return high.to(torch.int16).view(torch.bfloat16), remainder.to(dtype)
 
 
 def join(
     weight: Tensor,  # bfloat16, any shape
-    remainder: Tensor,  # int8, the same shape
+    remainder: Tensor,  # int8 or int16, the same shape
 ) -> Tensor:  # float32, the same shape
     """Return the float32 master of a split weight."""
     high = weight.contiguous().view(torch.int16).to(torch.int32) << 16
-    low = remainder.to(torch.int32) << 8
-    magnitude = high & 0x7FFFFFFF
-    misfit = ((magnitude == 0) & (low < 0)) | ((magnitude == _EXPONENT) & (low > 0))
-    return (high + torch.where(misfit, 0, low)).view(torch.float32)
+    low = remainder.to(torch.int32) << (8 if remainder.dtype is torch.int8 else 0)
+    joined = (high + low).view(torch.float32)
+    return torch.where(joined.isnan(), high.view(torch.float32), joined)
+
+
+def dither(
+    x: Tensor,  # float32, any shape
+    random: Tensor,  # integers like x, in [0, 2^16)
+) -> Tensor:  # bfloat16, the same shape
+    """Round to one of the two nearest bfloat16 values, at random, so that the mean is `x`."""
+    high = (_bits(x) + random.to(torch.int32)) >> 16
+    return high.to(torch.int16).view(torch.bfloat16)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Return the bits of float32 `x`, every NaN the one that rounding cannot carry over into a number."""
+    x = x.contiguous()
+    return torch.where(x.isnan(), _NAN, x.view(torch.int32))

@@ -5,23 +5,27 @@ Per block (or tensor), with `max` the format's largest value, all in float32:
     amax  = max |x|                       NaN and infinity count, they are never dropped
     scale = amax / max                    if amax is finite and the quotient is a normal float32
           = 0                             if it is smaller: the block is zero
-          = NaN                           if amax is not finite: the whole block decodes to NaN, its codes are 0
-    code  = round(x × (1 / scale))        to the nearest code, ties to even
+          = NaN                           if amax is not finite: the block decodes to NaN, its codes mean nothing
+    code  = round(x × (1 / scale))        as `fp8.py` rounds
 
-`ue3m5` stores square roots: x is replaced by sqrt(x) first and squared after decoding. A positive element never gets
-code 0 there (it is lifted to code 1, 1/4032 of the block's largest), since a second moment that flushes to zero makes
-Adam divide by epsilon; an element that is exactly zero keeps code 0.
+(The optimizer formats take amax × (1 / max), one multiplication, for scale.) A `squared` format stores square roots:
+x is replaced by sqrt(x) first and squared after decoding. A positive element never gets code 0 there (it is lifted to
+code 1, 1/4032 of the block's largest for ue3m5), since a second moment that flushes to zero makes Adam divide by
+epsilon; an element that is exactly zero keeps code 0. Codes of 4 bits lie two in a byte, [rows, ceil(cols / 2)], the
+even column in the lower half.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8stack.formats import BLOCK, TINY, Float8, rows_cols, scale_shape
+from fp8stack.formats import BLOCK, TINY, MiniFloat, rows_cols, scale_shape
 
-from .fp8 import cast_finite, decode, encode, sqrt_rn
+from .fp8 import cast_finite, decode, encode, noise, sqrt_rn
 
 
 def as_blocks(x: Tensor) -> Tensor:
@@ -39,10 +43,12 @@ def from_blocks(blocks: Tensor, shape: torch.Size) -> Tensor:
     return blocks.flatten(1)[:, :cols].reshape(shape)
 
 
-def scale_and_inverse(amax: Tensor, fmt: Float8) -> tuple[Tensor, Tensor]:
+def scale_and_inverse(amax: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return (scale, 1 / scale) for magnitudes `amax` (float32); the inverse is 0 where the scale is 0 or NaN."""
-    # Divided by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently.
-    scale = amax / torch.full_like(amax, fmt.max)
+    if fmt.dtype is torch.uint8:
+        scale = amax * (1 / fmt.max)
+    else:  # by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently
+        scale = amax / torch.full_like(amax, fmt.max)
     scale = torch.where(scale >= TINY, scale, 0.0)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
@@ -50,42 +56,68 @@ def scale_and_inverse(amax: Tensor, fmt: Float8) -> tuple[Tensor, Tensor]:
 
 def quantize_blocks(
     x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: Float8,
-) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32 [rows, ceil(cols / 128)]
+    fmt: MiniFloat,
+    seed: Tensor | None = None,  # int32, 0-d: round stochastically
+) -> tuple[
+    Tensor, Tensor
+]:  # codes: fmt.dtype, fmt.codes_shape(x.shape); scale: float32 [rows, ceil(cols / 128)]
     """Quantize `x` with one scale for each block of 128 elements of a row."""
     blocks = as_blocks(x.float())
     if fmt.squared:
         blocks = sqrt_rn(blocks)
     scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
     scaled = blocks * inverse.unsqueeze(-1)
-    scaled = torch.where(inverse.unsqueeze(-1) > 0, scaled, 0.0)  # infinity × 0 is NaN
-    if fmt.dtype is torch.uint8:
-        codes = encode(scaled, fmt)
+    if fmt.dtype is not torch.uint8:
+        scaled = torch.where(inverse.unsqueeze(-1) > 0, scaled, 0.0)  # infinity × 0 is NaN
         if fmt.squared:
-            codes = torch.where(
-                (blocks > 0) & (inverse.unsqueeze(-1) > 0), codes.clamp(min=1), codes
-            )
-    else:
+            scaled = torch.where(blocks > 0, scaled.clamp(min=fmt.min_positive), scaled)
         codes = cast_finite(scaled, fmt)
-    return from_blocks(codes, x.shape).contiguous(), scale
+    else:
+        random = None if seed is None else as_blocks(noise(x.shape, seed))
+        codes = encode(scaled, fmt, random)
+        if fmt.squared:
+            codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+    codes = from_blocks(codes, x.shape).contiguous()
+    return (pack(codes) if fmt.bits == 4 else codes), scale
 
 
 def dequantize_blocks(
-    codes: Tensor,  # fmt.dtype, any shape
+    codes: Tensor,  # fmt.dtype, fmt.codes_shape(shape)
     scale: Tensor,  # float32 [rows, ceil(cols / 128)]
-    fmt: Float8,
+    fmt: MiniFloat,
     dtype: torch.dtype = torch.float32,
-) -> Tensor:  # dtype, the shape of codes
-    """Return code × scale (squared for `ue3m5`), rounded to `dtype`."""
+    shape: Sequence[int] | None = None,  # of the values, where codes of 4 bits do not tell
+) -> Tensor:  # dtype, `shape` or that of codes
+    """Return code × scale (squared for a squared format), rounded to `dtype`."""
+    if fmt.bits == 4:
+        codes = unpack(codes, torch.Size(fmt.values_shape(codes.shape) if shape is None else shape))
     values = as_blocks(decode(codes, fmt)) * scale.unsqueeze(-1)
     if fmt.squared:
         values = values * values
     return from_blocks(values, codes.shape).contiguous().to(dtype)
 
 
+def pack(
+    codes: Tensor,  # uint8 in [0, 15], any shape
+) -> Tensor:  # uint8 [rows, ceil(cols / 2)]
+    """Put two 4-bit codes in each byte, the even column in the lower half."""
+    rows, cols = rows_cols(codes.shape)
+    codes = pad(codes.reshape(rows, cols), (0, cols % 2))
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack(
+    packed: Tensor,  # uint8 [rows, ceil(cols / 2)]
+    shape: torch.Size,
+) -> Tensor:  # uint8 of `shape`
+    """Undo `pack`."""
+    _, cols = rows_cols(shape)
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, :cols].reshape(shape)
+
+
 def quantize_tensor(
     x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: Float8,  # e4m3 or e5m2
+    fmt: MiniFloat,  # e4m3 or e5m2
 ) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32, 0-d
     """Quantize `x` with one scale for the whole tensor ("current scaling": amax of this very tensor)."""
     x = x.float()

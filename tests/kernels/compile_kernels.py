@@ -5,8 +5,8 @@ Run by test_compile.py in a process of its own, since Triton's interpreter, once
     python tests/kernels/compile_kernels.py
 
 Each case is one specialization of a kernel; pointers are taken as 16-byte aligned, as torch's are. Instructions are
-counted in the straight path of the kernel, which every thread walks through once: the out-of-line routines for square
-roots and quotients of subnormal numbers are left out.
+counted in the straight path of the kernel, which every thread walks through once (a loop's body counts once): the
+out-of-line routines for square roots and quotients of subnormal numbers are left out.
 """
 
 import json
@@ -18,18 +18,26 @@ from importlib import import_module
 from pathlib import Path
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import fp8stack.kernels
 from fp8stack.formats import E4M3, E5M2, FORMATS
-from fp8stack.kernels.quantize import LAUNCH
+from fp8stack.kernels import norm, quantize, scalars, step
 
 ARCHITECTURES = (80, 90)
 MEASURED = {  # a disassembly takes longer than a compilation
-    ("_adam_kernel", "split master, blocks gradient, 8bit states"),
-    ("_adam_kernel", "split master, blocks gradient, 8bit states, odd rows"),
-    ("_adam_kernel", "none master, fp32 gradient, fp32 states"),
+    ("_step_kernel", "adam 8bit split24, fp8 gradient"),
+    ("_step_kernel", "adam 8bit split24, fp8 gradient, rows of 16"),
+    ("_step_kernel", "adam 8bit split24, fp8 gradient, any rows"),
+    ("_step_kernel", "adam 8bit split24, fp8 gradient, exact"),
+    ("_step_kernel", "adam fp8 split24, fp8 gradient"),
+    ("_step_kernel", "adam 4bit split24, fp8 gradient"),
+    ("_step_kernel", "adam 4bit-experimental none, fp8 gradient"),
+    ("_step_kernel", "adam fp32 keep, fp32 gradient"),
+    ("_step_kernel", "lion 8bit split24, fp8 gradient"),
+    ("_squares_kernel", "fp8"),
     ("_quantize_blocks_kernel", "e4m3, bf16"),
     ("_quantize_blocks_kernel", "e4m3, fp16, odd rows"),
     ("_quantize_blocks_kernel", "ue3m5, fp32"),
@@ -37,10 +45,12 @@ MEASURED = {  # a disassembly takes longer than a compilation
     ("_amax_kernel", "bf16"),
     ("_cast_kernel", "e4m3, bf16"),
 }
-INTEGERS = dict.fromkeys(("n_blocks", "blocks_per_row", "cols", "numel"), "i32")
-FLOATS = dict.fromkeys(
-    ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "eps", "weight_decay"), "fp32"
-)
+INTEGERS = dict.fromkeys(("n_blocks", "blocks_per_row", "cols", "numel", "count"), "i32")
+TABLES = {
+    "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
+    "factor_ptr": "fp32", "group_ptr": "fp64", "group_of_ptr": "i32", "index_ptr": "i32", "steps_ptr": "fp32",
+    "verdict_ptr": "fp32", "skipped_ptr": "fp32",
+}  # fmt: skip
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
@@ -60,36 +70,73 @@ def find_kernels():
     return found
 
 
-def adam_cases():
-    """Yield (label, pointer types, constants) of the Adam kernel: masters, gradients, states, odd rows, Adam."""
-    weights = {
-        "none": (0, "fp32", "fp32"),
-        "split": (1, "i16", "i8"),
-        "float32": (2, "bf16", "fp32"),
-    }
-    for master, gradient, states, even, decoupled in (
-        ("split", "blocks", "8bit", True, True),
-        ("split", "blocks", "8bit", False, True),
-        ("split", "blocks", "8bit", True, False),
-        ("split", "bf16", "8bit", True, True),
-        ("none", "fp32", "fp32", True, True),
-        ("none", "fp16", "8bit", False, False),
-        ("float32", "bf16", "bf16", False, False),
+MOMENTS = {
+    "8bit": ("s1e3m4", "ue3m5", tl.uint8, tl.uint8),
+    "fp8": ("e4m3", "e4m3_root", tl.uint8, tl.uint8),
+    "4bit": ("s1e3m4", "ue3m1", tl.uint8, tl.uint8),
+    "4bit-experimental": ("s1e2m1", "ue3m1", tl.uint8, tl.uint8),
+    "fp8-lm": ("tensor", "tensor", tl.uint8, tl.float16),
+    "bf16": ("dense", "dithered", tl.bfloat16, tl.int16),
+    "fp32": ("dense", "dense", tl.float32, tl.float32),
+    "none": ("", "", tl.float32, tl.float32),
+}
+MASTERS = {  # kind, dtypes of the weight and of the master
+    "split24": ("split24", tl.int16, tl.int8),
+    "split32": ("split32", tl.int16, tl.int16),
+    "none": ("dithered", tl.int16, tl.float32),
+    "fp32": ("dense", tl.bfloat16, tl.float32),
+    "fp16": ("tensor", tl.bfloat16, tl.float16),
+    "keep": ("", tl.float32, tl.float32),
+}
+GRADIENTS = {"fp8": tl.uint8, "fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+
+
+def step_cases(names):
+    """Yield (label, pointer types, constants): every algorithm, state and master; exact ones, to look for fusion."""
+    for algorithm, states, master, gradient, *options in (
+        ("adam", "8bit", "split24", "fp8"),
+        ("adam", "8bit", "split24", "fp8", "rows of 16"),
+        ("adam", "8bit", "split24", "fp8", "any rows"),
+        ("adam", "8bit", "split24", "fp8", "exact"),
+        ("adam", "8bit", "split32", "bf16", "coupled", "exact"),
+        ("adam", "fp8", "split24", "fp8"),
+        ("adam", "fp8", "fp32", "fp32", "exact", "any rows"),
+        ("adam", "4bit", "split24", "fp8"),
+        ("adam", "4bit-experimental", "none", "fp8"),
+        ("adam", "4bit-experimental", "none", "fp8", "exact", "any rows"),
+        ("adam", "fp8-lm", "fp16", "fp8", "first pass"),
+        ("adam", "fp8-lm", "fp16", "fp8", "second pass", "exact"),
+        ("adam", "bf16", "none", "bf16", "coupled"),
+        ("adam", "fp32", "keep", "fp32"),
+        ("adam", "fp32", "keep", "fp32", "exact"),
+        ("sgd", "none", "split24", "fp16", "coupled", "exact"),
+        ("nesterov", "8bit", "split24", "fp8", "coupled", "exact"),
+        ("lion", "8bit", "split24", "fp8"),
+        ("lion", "fp32", "keep", "fp32", "exact"),
     ):
-        kind, weight, remainder = weights[master]
-        state = "u8" if states == "8bit" else states
-        pointers = {
-            "weight_ptr": weight, "master_ptr": remainder, "grad_ptr": "u8" if gradient == "blocks" else gradient,
-            "grad_scale_ptr": "fp32", "m_ptr": state, "m_scale_ptr": "fp32", "v_ptr": state, "v_scale_ptr": "fp32",
-            "hyper_ptr": "fp32",
-        }  # fmt: skip
+        m, v, m_type, v_type = MOMENTS[states]
+        kind, weight_type, master_type = MASTERS[master]
+        rows = "any" if "any rows" in options else "sixteen" if "rows of 16" in options else "flat"
         constants = {
-            "DECOUPLED": decoupled, "MASTER": kind, "GRAD_BLOCKS": gradient == "blocks",
-            "STATE_BLOCKS": states == "8bit", "EVEN": even,
+            "ALGORITHM": algorithm, "COUPLED": "coupled" in options, "MASTER": kind,
+            "M": m, "V": v if algorithm == "adam" else "", "WEIGHT_TYPE": weight_type,
+            "MASTER_TYPE": master_type, "GRAD_TYPE": GRADIENTS[gradient], "M_TYPE": m_type,
+            "V_TYPE": v_type, "ROWS": rows,
+            "PASS": 1 if "first pass" in options else 2 if "second pass" in options else 0,
+            "FAST": "exact" not in options,
         }  # fmt: skip
-        label = f"{master} master, {gradient} gradient, {states} states"
-        label += ("" if even else ", odd rows") + ("" if decoupled else ", coupled")
-        yield label, pointers, constants
+        label = ", ".join([f"{algorithm} {states} {master}", f"{gradient} gradient", *options])
+        yield label, {}, constants
+
+
+def gradient_cases(names):
+    """Yield the cases of a kernel that reads gradients of one dtype."""
+    for gradient, rows in (("fp8", "flat"), ("fp8", "any"), ("bf16", "flat"), ("fp32", "any")):
+        if "ROWS" in names:
+            label = gradient + ("" if rows == "flat" else ", any rows")
+            yield label, {"out_ptr": "i32"}, {"TYPE": GRADIENTS[gradient], "ROWS": rows}
+        elif (gradient, rows) != ("fp8", "any"):
+            yield gradient, {"out_ptr": "i32"}, {"TYPE": GRADIENTS[gradient]}
 
 
 def format_constants(fmt, names):
@@ -107,10 +154,14 @@ def quantize_cases(names):
         ("e5m2", "bf16", True),
         ("s1e3m4", "fp32", False),
         ("ue3m5", "fp32", True),
+        ("e4m3_root", "fp32", True),
     ):
         pointers = {"x_ptr": dtype, "codes_ptr": "u8", "scale_ptr": "fp32", "out_ptr": dtype}
         label = f"{name}, {dtype}" + ("" if even else ", odd rows")
-        yield label, pointers, {**format_constants(FORMATS[name], names), "EVEN": even}
+        constants = format_constants(FORMATS[name], names) | {"EVEN": even}
+        if "STATE" in names:
+            constants["STATE"] = "" if name in ("e4m3", "e5m2") else name
+        yield label, pointers, constants
 
 
 def tensor_cases(names):
@@ -121,23 +172,38 @@ def tensor_cases(names):
 
 
 CASES = {
-    "_adam_kernel": lambda names: adam_cases(),
+    "_step_kernel": step_cases,
+    "_scales_kernel": lambda names: [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
+    "_scalars_kernel": lambda names: [
+        (algorithm, {}, {"ALGORITHM": algorithm})
+        for algorithm in ("adam", "sgd", "nesterov", "lion")
+    ],
+    "_largest_kernel": gradient_cases,
+    "_squares_kernel": gradient_cases,
+    "_multiply_kernel": gradient_cases,
+    "_root_kernel": lambda names: [("", {"out_ptr": "fp32"}, {"SIZE": 1024})],
     "_quantize_blocks_kernel": quantize_cases,
     "_dequantize_blocks_kernel": quantize_cases,
     "_amax_kernel": tensor_cases,
     "_cast_kernel": tensor_cases,
 }
+SIZES = {"BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": scalars.SIZE}
+LAUNCHES = {
+    "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1},
+    "_scalars_kernel": {"num_warps": 4, "enable_fp_fusion": False},
+}  # fmt: skip
 
 
 def compile_case(kernel, pointers, constants, architecture, options):
     """Return the compiled kernel."""
     names = kernel.arg_names
-    types = INTEGERS | FLOATS | {name: f"*{dtype}" for name, dtype in pointers.items()}
+    types = INTEGERS | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     odd = not constants.get("EVEN", True)
     aligned = [
-        n for n in names if n in pointers or (n in INTEGERS and n != "blocks_per_row" and not odd)
-    ]
+        n for n in names
+        if n.endswith("_ptr") or (n in INTEGERS and n not in ("blocks_per_row", "count") and not odd)
+    ]  # fmt: skip
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -195,19 +261,28 @@ def specializations():
     """Yield (kernel name, label, function, pointer types, all constants) of every case."""
     for name, module in find_kernels().items():
         kernel = getattr(module, name)
-        sizes = {n: getattr(module, n) for n in ("BLOCKS", "FLAT") if n in kernel.arg_names}
+        sizes = {n: getattr(module, n, size) for n, size in SIZES.items() if n in kernel.arg_names}
         for label, pointers, constants in CASES.get(name, lambda names: [])(kernel.arg_names):
             pointers = {n: dtype for n, dtype in pointers.items() if n in kernel.arg_names}
-            yield name, label, kernel, pointers, constants | sizes
+            yield name, label, kernel, pointers, sizes | constants
 
 
 def main():
-    results, measurements = [], []
+    results, measurements, errors = [], [], []
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
         for name, label, kernel, pointers, constants in specializations():
-            elements = constants.get("FLAT") or 128 * constants["BLOCKS"]
+            elements = constants.get("FLAT") or 128 * (
+                constants.get("BLOCKS") or constants.get("TILE", 1)
+            )
             for architecture in ARCHITECTURES:
-                compiled = compile_case(kernel, pointers, constants, architecture, LAUNCH)
+                options = LAUNCHES.get(name, quantize.LAUNCH)
+                try:
+                    compiled = compile_case(kernel, pointers, constants, architecture, options)
+                except (
+                    Exception
+                ) as error:  # Triton's own and ptxas's: the others can still be looked at
+                    errors.append(f"{name}, {label}, sm_{architecture}: {error}")
+                    continue
                 result = {"kernel": name, "case": label, "sm": architecture}
                 results.append(result | inspect(compiled.asm["ptx"]))
                 if (name, label) in MEASURED:
@@ -216,7 +291,7 @@ def main():
                     measurements.append((results[-1], future))
     for result, future in measurements:
         result |= future.result()
-    print(json.dumps({"kernels": sorted(find_kernels()), "results": results}))
+    print(json.dumps({"kernels": sorted(find_kernels()), "results": results, "errors": errors}))
 
 
 if __name__ == "__main__":

@@ -49,12 +49,31 @@ def random_bits():
 
 
 @pytest.fixture
-def adam_hyper():
-    """Return a function that fills the `hyper` row of a step, as the optimizer does."""
+def rough(random_bits):
+    """Return a function that draws values of every exponent in one third, of two sizes in the rest, with zeros, NaN
+    and infinity. With a `limit` nothing finite lies above it."""
 
-    def fill(step=1, lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0, grad_mul=1.0, apply=1.0):
-        correction1, correction2 = (1 - beta**step for beta in betas)
-        row = [grad_mul, 1 - lr * weight_decay, lr / correction1, correction2**-0.5, apply, 0, 0, 0]
-        return torch.tensor(row, dtype=torch.float32)
+    def draw(shape, dtype=torch.float32, limit=None):
+        x = torch.randn(shape)
+        flat = x.view(-1)
+        if len(flat) > 100:
+            flat[: len(flat) // 3] = random_bits(len(flat) // 3)
+            flat[len(flat) // 3 : len(flat) // 2] *= 1e-30
+            flat[::7] = 0
+            if limit is not None:
+                flat.clamp_(-limit, limit)
+            flat[5:95:30] = torch.tensor([torch.nan, torch.inf, -0.0])
+        if dtype is torch.bfloat16 and not torch.cuda.is_available():
+            x[x.abs() < 2.0**-126] = 0  # the interpreter loads subnormal bfloat16 as other numbers
+        return x.to(dtype)
 
-    return fill
+    return draw
+
+
+@pytest.fixture
+def rows_beyond_int32():
+    """Return the number of rows of 2^14 elements whose last ones lie beyond element 2^31, if they fit in memory."""
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of free GPU memory")
+    yield 2**17 + 3
+    torch.cuda.empty_cache()

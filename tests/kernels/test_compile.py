@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for sm_80 and sm_90, without a GPU, and stays within its instruction budget.
 
-Budgets are a tenth above what triton 3.9 gives. An optimizer kernel is bound by memory below about 75 instructions and
-9 special ones an element on an H100; the Adam kernel is not there yet.
+Budgets are a tenth above what triton 3.9 gives. Below about 75 instructions and 9 special ones an element an optimizer
+kernel is bound by memory on an H100; the default optimizer's has to stay well below, so its budget is tighter.
 """
 
 import json
@@ -16,12 +16,19 @@ import fp8stack
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 BUDGETS = {  # (kernel, case): instructions an element
-    ("_adam_kernel", "split master, blocks gradient, 8bit states"): 150,
-    ("_adam_kernel", "split master, blocks gradient, 8bit states, odd rows"): 330,
-    ("_adam_kernel", "none master, fp32 gradient, fp32 states"): 59,
+    ("_step_kernel", "adam 8bit split24, fp8 gradient"): 64,
+    ("_step_kernel", "adam 8bit split24, fp8 gradient, rows of 16"): 73,
+    ("_step_kernel", "adam 8bit split24, fp8 gradient, any rows"): 166,
+    ("_step_kernel", "adam 8bit split24, fp8 gradient, exact"): 97,
+    ("_step_kernel", "adam fp8 split24, fp8 gradient"): 88,
+    ("_step_kernel", "adam 4bit split24, fp8 gradient"): 88,
+    ("_step_kernel", "adam 4bit-experimental none, fp8 gradient"): 103,
+    ("_step_kernel", "adam fp32 keep, fp32 gradient"): 31.5,
+    ("_step_kernel", "lion 8bit split24, fp8 gradient"): 47.5,
+    ("_squares_kernel", "fp8"): 13,
     ("_quantize_blocks_kernel", "e4m3, bf16"): 23,
     ("_quantize_blocks_kernel", "e4m3, fp16, odd rows"): 131,
-    ("_quantize_blocks_kernel", "ue3m5, fp32"): 41,
+    ("_quantize_blocks_kernel", "ue3m5, fp32"): 30.5,
     ("_dequantize_blocks_kernel", "e4m3, bf16"): 13.5,
     ("_amax_kernel", "bf16"): 5.6,
     ("_cast_kernel", "e4m3, bf16"): 17.5,
@@ -42,17 +49,38 @@ def compiled():
 
 
 def test_every_kernel_compiles_for_both_architectures(compiled):
+    assert compiled["errors"] == []
     done = {(r["kernel"], r["sm"]) for r in compiled["results"]}
     assert done == {(kernel, sm) for kernel in compiled["kernels"] for sm in (80, 90)}, (
         "a kernel has no case in compile_kernels.py"
     )
-    assert "_adam_kernel" in compiled["kernels"]
+    assert "_step_kernel" in compiled["kernels"]
+
+
+def is_exact(result):
+    """Return whether a kernel is to round as the reference does, operation by operation."""
+    if result["kernel"] == "_step_kernel":
+        return "exact" in result["case"]
+    return (result["kernel"], result["case"]) != ("_scalars_kernel", "adam")  # powers, in float64
 
 
 @pytest.mark.parametrize("forbidden", ["fused", "flushing", "approximate", "fp8"])
-def test_no_kernel_rounds_otherwise_than_the_reference(compiled, forbidden):
+def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden):
     """No multiply-add, flush of subnormals, approximate division or root, or FP8 cast of the hardware."""
-    assert [r for r in compiled["results"] if r[forbidden]] == []
+    exact = [r for r in compiled["results"] if is_exact(r)]
+    assert {r["kernel"] for r in exact} == set(compiled["kernels"])
+    assert [r for r in exact if r[forbidden]] == []
+
+
+def test_fast_steps_approximate_but_use_no_fp8_hardware(compiled):
+    """An approximate root and reciprocal per element are all that they flush or approximate."""
+    fast = [r for r in compiled["results"] if r["kernel"] == "_step_kernel" and not is_exact(r)]
+    assert fast
+    assert [r for r in compiled["results"] if r["fp8"]] == []
+    for r in fast:
+        assert r["fused"] > 0, r
+        assert r["approximate"] > 0, r
+        assert r["flushing"] <= r["approximate"], r
 
 
 def test_kernels_stay_within_their_instruction_budgets(compiled):
@@ -62,7 +90,7 @@ def test_kernels_stay_within_their_instruction_budgets(compiled):
     assert {key[:2] for key in measured} == set(BUDGETS)
     assert len(measured) == 2 * len(BUDGETS)
     for (kernel, case, sm), r in measured.items():
-        print(f"{kernel:26} {case:54} sm_{sm} {r['instructions']:6.1f} of {BUDGETS[kernel, case]}, "
+        print(f"{kernel:26} {case:44} sm_{sm} {r['instructions']:6.1f} of {BUDGETS[kernel, case]}, "
               f"{r['special']:.2f} special")  # fmt: skip
     over = {
         key: r["instructions"]

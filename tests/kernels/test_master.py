@@ -1,15 +1,17 @@
-"""The 24-bit master, a bfloat16 weight and a byte: every upper half of a float32 with the lower halves that matter."""
+"""Masters in 24, 32 and 16 bits: every upper half of a float32 with the lower halves that matter."""
 
 import pytest
 import torch
 from helpers import assert_same_bits
 
-from fp8stack.kernels.reference.master import join, split
+from fp8stack.kernels.reference.fp8 import noise
+from fp8stack.kernels.reference.master import dither, join, split
 
 LOW_HALVES = [
     0x0000, 0x0001, 0x007F, 0x0080, 0x0081, 0x00FF, 0x0100, 0x1234,
     0x7F7F, 0x7F80, 0x7F81, 0x7FFF, 0x8000, 0x8001, 0x807F, 0x8080, 0x80FF, 0xFF7F, 0xFF80, 0xFFFF,
 ]  # fmt: skip
+BOTH = pytest.mark.parametrize("dtype", [torch.int8, torch.int16], ids=["24", "32"])
 TIES = range(
     0x7F80, 0x8001
 )  # lower halves that round to half a bfloat16 step, and half a step itself
@@ -88,23 +90,26 @@ def test_nan_stays_nan_and_infinity_stays_infinity(low):
     assert remainder[special].eq(0).all()
     infinite = x.isinf()
     assert_same_bits(master[infinite], x[infinite])
-    assert torch.equal(torch.signbit(master[special]), torch.signbit(x[special]))
 
 
 @pytest.mark.parametrize(
     "bits", [0x7F800001, 0x7FFFFFFF, 0x7FC00000, 0xFF800001, 0xFFFFFFFF], ids=hex
 )
-def test_nan_with_any_payload_stays_nan(bits):
-    weight, remainder = split(from_bits([bits]))
-    assert weight.isnan().all()
+@BOTH
+def test_nan_with_any_payload_becomes_the_one(bits, dtype):
+    """Rounding up could carry a payload over into infinity, or into the sign."""
+    weight, remainder = split(from_bits([bits]), dtype)
+    assert weight.view(torch.int16).tolist() == [0x7FC0]
     assert remainder.tolist() == [0]
-    assert join(weight, remainder).isnan().all()
+    assert join(weight, remainder).view(torch.int32).tolist() == [0x7FC00000]
+    assert dither(from_bits([bits]), torch.tensor([0xFFFF])).view(torch.int16).tolist() == [0x7FC0]
 
 
+@BOTH
 @pytest.mark.parametrize("low", LOW_HALVES, ids=hex)
-def test_splitting_a_master_again_changes_nothing(low):
-    weight, remainder = split(every_upper_half(low))
-    again_weight, again_remainder = split(join(weight, remainder))
+def test_splitting_a_master_again_changes_nothing(low, dtype):
+    weight, remainder = split(every_upper_half(low), dtype)
+    again_weight, again_remainder = split(join(weight, remainder), dtype)
     assert_same_bits(again_weight, weight)
     assert_same_bits(again_remainder, remainder)
 
@@ -118,10 +123,11 @@ def test_every_remainder_comes_back_with_its_weight():
     assert_same_bits(again[1], remainder)
 
 
-def test_bfloat16_value_has_remainder_zero():
+@BOTH
+def test_bfloat16_value_has_remainder_zero(dtype):
     x = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
     x = x[~x.isnan()]
-    weight, remainder = split(x.float())
+    weight, remainder = split(x.float(), dtype)
     assert_same_bits(weight, x)
     assert remainder.eq(0).all()
 
@@ -138,20 +144,22 @@ def test_largest_values_round_as_a_24_bit_float_does():
         assert_same_bits(master, sign * expected)
 
 
-def test_shape_is_kept_and_strides_do_not_matter():
+@BOTH
+def test_shape_is_kept_and_strides_do_not_matter(dtype):
     x = torch.randn(6, 5, 4)
     for view in (x, x.transpose(0, 2), x[::2, 1:], x[0, 0, 0], x[:0]):
-        parts, expected = split(view), split(view.contiguous())
+        parts, expected = split(view, dtype), split(view.contiguous(), dtype)
         for part, same in zip(parts, expected, strict=True):
             assert part.shape == view.shape
             assert torch.equal(part, same)
         assert join(*parts).shape == view.shape
 
 
-def test_any_remainder_beside_any_weight_rounds_back_to_that_weight():
+@BOTH
+def test_any_remainder_beside_any_weight_rounds_back_to_that_weight(dtype):
     """A weight that was written leaves an old remainder: the pair must stay within half a step of the weight.
 
-    All 65536 bfloat16 by all 256 remainders. NaN must stay NaN; zero and infinity must not become NaN.
+    All 65536 bfloat16 by remainders of every upper byte. NaN must stay NaN; zero and infinity must not become NaN.
     """
     weights = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     exact = weights.float()
@@ -160,10 +168,70 @@ def test_any_remainder_beside_any_weight_rounds_back_to_that_weight():
     step = torch.where(
         upward.isfinite(), upward - exact.abs(), 2.0**120
     )  # above the largest, as below
-    for remainder in range(-128, 128):
-        joined = join(weights, torch.full(weights.shape, remainder, dtype=torch.int8))
+    byte = torch.arange(-128, 128)
+    for remainder in (byte if dtype is torch.int8 else byte * 256 + 77).tolist():
+        joined = join(weights, torch.full(weights.shape, remainder, dtype=dtype))
         assert torch.equal(joined.isnan(), exact.isnan())
         assert ((joined - exact).abs() <= step / 2)[finite].all()
         assert (joined[exact.isinf()].abs() > 3.38e38).all()
         if remainder < 0:
             assert_same_bits(joined[exact == 0], exact[exact == 0])
+
+
+# --- 32 bits
+
+
+@pytest.mark.parametrize("low", LOW_HALVES, ids=hex)
+def test_master_of_32_bits_is_the_float32_itself(low):
+    x = every_upper_half(low)
+    weight, remainder = split(x, torch.int16)
+    assert remainder.dtype is torch.int16
+    number = ~x.isnan()
+    assert torch.equal(
+        join(weight, remainder)[number].view(torch.int32), x[number].view(torch.int32)
+    )
+    assert torch.equal(weight.isnan(), ~number)
+    if low != 0x8000:  # a tie goes away from zero
+        assert_same_bits(weight[number], x[number].bfloat16())
+
+
+# --- stochastic rounding to bfloat16
+
+
+def test_dithered_value_is_one_of_the_two_bfloat16_around_it():
+    x = torch.cat([every_upper_half(low) for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)])
+    x = x[x.isfinite()]
+    below = from_bits(x.view(torch.int32).long() & ~0xFFFF)  # toward zero
+    above = from_bits((x.view(torch.int32).long() & ~0xFFFF) + 0x10000)
+    exact = x == below
+    for random in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
+        rounded = dither(x, torch.full(x.shape, random)).float()
+        assert ((rounded == below) | (rounded == above)).all()
+        assert_same_bits(rounded[exact], x[exact])
+        assert torch.equal(torch.signbit(rounded), torch.signbit(x))
+    assert_same_bits(dither(x, torch.zeros(len(x), dtype=torch.int64)).float(), below)
+    infinities = from_bits([0x7F800000, 0xFF800000])
+    assert_same_bits(dither(infinities, torch.tensor([0xFFFF] * 2)).float(), infinities)
+
+
+def test_dither_goes_up_for_its_fraction_of_all_noise():
+    """Of the 65536 values of the noise exactly as many go up as the lower half says: the mean is exact."""
+    every = torch.arange(65536)
+    for low in LOW_HALVES:
+        for high in (0x3F80, 0xBF9C, 0x0001, 0x7F7E):
+            x = from_bits([(high << 16) + low]).expand(65536)
+            up = dither(x, every).view(torch.int16).int() & 0xFFFF != high
+            assert up.sum() == low
+
+
+def test_dither_is_unbiased_with_the_noise_of_many_seeds():
+    n, x = 2000, torch.randn(500)
+    words = [noise(x.shape, torch.tensor(seed * 7919, dtype=torch.int32)) for seed in range(n)]
+    for random in (lambda word: word >> 16, lambda word: word & 0xFFFF):  # of v, of a weight
+        mean = torch.stack([dither(x, random(word)).double() for word in words]).mean(0)
+        low = (x.view(torch.int32) & 0xFFFF).double() / 65536
+        step = torch.exp2(torch.frexp(x).exponent.double() - 8)
+        error = (mean - x.double()) / step
+        variance = low * (1 - low) / n
+        assert (error.abs() <= 5 * variance.sqrt() + 1e-3).all()
+        assert (error * x.sign()).mean().abs() <= 5 * variance.sum().sqrt() / len(x)

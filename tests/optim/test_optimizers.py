@@ -37,7 +37,7 @@ def descend(parameter, optimizer, steps, fp8=False):
 def test_float32_states_follow_torch_to_rounding(ours, theirs, options, device):
     start = torch.randn(40, 160)
     a, b = (nn.Parameter(start.clone().to(device)) for _ in range(2))
-    descend(a, ours([a], lr=0.01, states="float32", **options), 50)
+    descend(a, ours([a], lr=0.01, states="fp32", **options), 50)
     descend(b, theirs([b], lr=0.01, **options), 50)
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -262,15 +262,16 @@ def test_the_scaler_s_scale_is_divided_out_in_the_step(device):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda p: AdamW(p, lr=-1), "lr must be >= 0, got -1"),
+        (lambda p: AdamW(p, lr=-1), "lr must be a finite number >= 0, got -1"),
         (lambda p: AdamW(p, betas=(0.9, 1.0)), r"betas must lie in \[0, 1\)"),
-        (lambda p: AdamW(p, eps=-1e-8), "eps must be >= 0"),
+        (lambda p: AdamW(p, lr=float("nan")), "lr must be a finite number >= 0, got nan"),
+        (lambda p: AdamW(p, eps=-1e-8), "eps must be a finite number >= 0, got -1e-08"),
         (lambda p: AdamW(p, states="7bit"), "states must be one of"),
-        (lambda p: AdamW(p, master="fp32"), "master must be one of"),
-        (lambda p: AdamW(p, states="fp8-lm"), "belong together"),
+        (lambda p: AdamW(p, master="split16"), "master must be one of"),
+        (lambda p: AdamW(p, max_grad_norm=0.0), "max_grad_norm must be > 0"),
+        (lambda p: AdamW([{"params": p, "states": "int8"}]), "states must be one of"),
         (lambda p: SGD(p, lr=0.1, nesterov=True), "nesterov needs momentum"),
-        (lambda p: SGD(p, lr=0.1, momentum=-0.5), "momentum must be >= 0"),
-        (lambda p: SGD(p, states="fp8-lm"), "a recipe for Adam"),
+        (lambda p: SGD(p, lr=0.1, momentum=-0.5), "momentum must be a finite number >= 0"),
     ],
 )
 def test_bad_options_say_what_is_wrong(make, match):

@@ -1,0 +1,53 @@
+"""Ranges of hyper-parameters, checked when an optimizer is made and at every step, since schedulers change them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from fp8stack.errors import ConfigError
+
+
+def check_range(
+    group: dict[str, Any],
+) -> tuple[float, tuple[float, float], float, float]:
+    """Return (lr, betas, eps, weight_decay) of a group, 0 for a learning rate on a GPU and what a group does not have.
+
+    Raises:
+        ConfigError: naming the hyper-parameter, its value and its range.
+    """
+    betas, eps = group.get("betas", (0.0, 0.0)), group.get("eps", 0.0)
+    if any(isinstance(b, Tensor) for b in betas):
+        raise ConfigError(
+            f"betas must be numbers, got {betas}; of the hyper-parameters only lr may be a tensor."
+        )
+    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ConfigError(f"betas must lie in [0, 1), got {betas}.")
+    check_positive("eps", eps)
+    check_positive("weight_decay", group["weight_decay"])
+    return (
+        check_rate(group["lr"]),
+        (float(betas[0]), float(betas[1])),
+        float(eps),
+        float(group["weight_decay"]),
+    )
+
+
+def check_rate(lr: float | Tensor) -> float:
+    """Return a learning rate, 0 for one on a GPU, which cannot be read without waiting."""
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ConfigError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}.")
+        if lr.is_cuda:
+            return 0.0
+        lr = float(lr)
+    check_positive("lr", lr)
+    return float(lr)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise ConfigError unless `value` is a finite number >= 0."""
+    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise ConfigError(f"{name} must be a finite number >= 0, got {value!r}.")

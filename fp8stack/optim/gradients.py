@@ -1,0 +1,41 @@
+"""What a step asks of a gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8stack.errors import GradientError
+from fp8stack.tensor import BlockScaledTensor
+
+
+def gradient_parts(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return (codes, scale) of an FP8 gradient, or (gradient, None)."""
+    if isinstance(gradient, BlockScaledTensor):
+        return gradient.codes, gradient.scale
+    return gradient, None
+
+
+def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Raise GradientError unless a step can read the gradient.
+
+    Raises:
+        GradientError: if it is sparse or complex, or of another shape, device or dtype than a step takes.
+    """
+    shape = tuple(parameter.shape)
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise GradientError(
+            f"a gradient of shape {tuple(gradient.shape)} is {kind}; fp8stack's optimizers take dense real gradients. "
+            "Use a dense layer (nn.Embedding(sparse=False)), or torch's own optimizer for this parameter."
+        )
+    if gradient.shape != parameter.shape or gradient.device != parameter.device:
+        raise GradientError(
+            f"the gradient of a parameter of shape {shape} on {parameter.device} has shape {tuple(gradient.shape)} on "
+            f"{gradient.device}. Was the parameter moved or resized after backward()? Clear it: optimizer.zero_grad()."
+        )
+    if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise GradientError(
+            f"the gradient of a parameter of shape {shape} is {gradient.dtype}; fp8stack's optimizers take float32, "
+            "bfloat16, float16 and block-scaled FP8 gradients."
+        )

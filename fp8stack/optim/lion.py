@@ -1,0 +1,58 @@
+"""Lion with its momentum in 8-bit blocks, 24-bit masters and FP8 gradients.
+
+Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, program 1. Bytes per parameter of a matrix: 2
+weight, 1 master, 1.03 gradient, 1.03 momentum. Only the sign of a sum is used, so 8 bits are ample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .base import BlockwiseOptimizer, ParamsT
+from .checks import check_range
+
+
+class Lion(BlockwiseOptimizer):
+    """Lion with decoupled weight decay, in low-precision formats.
+
+    Args:
+        params: parameters or groups of them.
+        lr: about a tenth of AdamW's; may be a tensor.
+        betas: of the interpolation whose sign is the update, and of the momentum.
+        weight_decay: decoupled, about ten times AdamW's.
+        maximize: ascend instead.
+        states, master, min_numel, max_grad_norm: as in `fp8stack.optim.Adam`.
+
+    Raises:
+        ConfigError: for a hyper-parameter out of range or an unknown format.
+    """
+
+    moments = ("exp_avg",)
+    algorithm = "lion"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        states: str = "8bit",
+        master: str = "split24",
+        min_numel: int = 4096,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        self.numbers_of(defaults)
+        super().__init__(params, defaults, states, master, min_numel, max_grad_norm)
+
+    def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
+        return "lion", False
+
+    def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
+        lr, betas, _, decay = check_range(group)
+        sign = -1.0 if group.get("maximize") else 1.0
+        return (lr, *betas, 0.0, decay, 0.0, sign, 0.0)

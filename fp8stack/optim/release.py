@@ -1,0 +1,84 @@
+"""Gradient release: each parameter is stepped as soon as its gradient is there, which then is freed.
+
+No gradient outlives its layer's backward, so the largest one replaces the sum of all in memory (LOMO, Lv et al.,
+"Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023, section 3.1). What needs all
+gradients at once is impossible: a global norm to clip by, several micro-batches, a reduction over ranks, a loss
+scale. A gradient that is not finite skips its own parameter only.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fp8stack.errors import ConfigError, GradientError
+
+if TYPE_CHECKING:
+    from .base import BlockwiseOptimizer
+
+
+class GradientRelease:
+    """The hooks that step parameters in backward; `remove()` takes them off."""
+
+    def __init__(self, optimizer: BlockwiseOptimizer) -> None:
+        if optimizer.max_grad_norm is not None:
+            raise ConfigError(
+                f"step_in_backward frees each gradient before the last one is known, so max_grad_norm="
+                f"{optimizer.max_grad_norm} has no norm to clip by. Leave one of them out."
+            )
+        check_single_process()
+        self._optimizer = optimizer
+        self._stepped: set[Tensor] = set()
+        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self.attach([p for group in optimizer.param_groups for p in group["params"]])
+
+    def attach(self, parameters: list[nn.Parameter]) -> None:
+        """Step these parameters in backward from now on."""
+        for p in parameters:
+            if p.requires_grad and p not in self._hooks:
+                self._hooks[p] = p.register_post_accumulate_grad_hook(self._step)
+
+    def finish(self) -> None:
+        """The user calls `optimizer.step()`: the next backward may step every parameter again."""
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                "the loss was scaled by a GradScaler, but step_in_backward has used the gradients as they were. "
+                "Train in bfloat16 without a scaler, or without step_in_backward."
+            )
+        self._stepped.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off: gradients stay, and `optimizer.step()` uses them."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def holds(self, parameter: Tensor) -> bool:
+        return parameter in self._hooks
+
+    def _step(self, parameter: Tensor) -> None:
+        if parameter in self._stepped:
+            raise GradientError(
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
+                "step_in_backward every backward() is a step, so gradients cannot be accumulated. Call "
+                "optimizer.step() after each backward(), or initialize without step_in_backward."
+            )
+        check_single_process()
+        self._stepped.add(parameter)
+        self._optimizer.step_parameter(parameter)
+        parameter.grad = None
+
+
+def check_single_process() -> None:
+    """Raise ConfigError where gradients would have to be reduced over ranks first."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            raise ConfigError(
+                f"step_in_backward uses each gradient before it could be reduced over the {ranks} ranks of this "
+                "process group. Leave it out when training on several GPUs."
+            )

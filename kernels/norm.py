@@ -1,0 +1,152 @@
+"""Norm, largest magnitude and scaling of many gradients of any format, each in one launch; twin of `reference/norm.py`.
+
+An FP8 gradient is read once, one byte an element, for its norm; its scales alone, a thirty-second of that, for its
+largest magnitude and for being multiplied. Sums are float64, a partial sum for each program, added in a fixed order:
+the norm has the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .states import signed_values
+from .step import TYPES
+from .table import COLUMN, WIDTH
+from .tiles import places, pointer
+
+SPAN = 1024  # blocks of 128 that a program reads
+TILE = 16
+_SPAN, _WIDTH = tl.constexpr(SPAN), tl.constexpr(WIDTH)
+_GRAD, _GRAD_SCALE, _BLOCKS, _PER_ROW, _COLS, _FIRST = (
+    tl.constexpr(COLUMN[n])
+    for n in ("grad", "grad_scale", "blocks", "blocks_per_row", "cols", "first_span")
+)
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _row(table_ptr, owner_ptr):
+    """Return the row of this program, the first block of its span, how many it has, and the number of elements."""
+    program = tl.program_id(0)
+    row = table_ptr + tl.load(owner_ptr + program).to(tl.int64) * _WIDTH
+    first = (program - tl.load(row + _FIRST).to(tl.int32)) * _SPAN
+    blocks = tl.load(row + _BLOCKS)
+    numel = blocks // tl.load(row + _PER_ROW) * tl.load(row + _COLS)
+    return row, first, tl.minimum(blocks.to(tl.int32) - first, _SPAN), numel
+
+
+@triton.jit
+def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
+    row, first, span, numel = _row(table_ptr, owner_ptr)
+    if tl.uint8 == TYPE:
+        scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
+        block = first + tl.arange(0, _SPAN)
+        exists = block < tl.load(row + _BLOCKS).to(tl.int32)
+        x = tl.load(scale + block, mask=exists, other=0.0) * 448.0
+        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    else:
+        grad = pointer(row, _GRAD, TYPE, "any")
+        bits = tl.zeros([TILE * 128], tl.int32)
+        for i in range(0, span, TILE):
+            at = (first + i).to(tl.int64) * 128 + tl.arange(0, TILE * 128)
+            x = tl.load(grad + at, mask=at < numel, other=0.0).to(tl.float32)
+            bits = tl.maximum(bits, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        bits = tl.max(bits, 0)
+    tl.atomic_max(out_ptr, bits)
+
+
+@triton.jit
+def _squares_kernel(
+    table_ptr, owner_ptr, partial_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    row, first, span, _numel = _row(table_ptr, owner_ptr)
+    grad = pointer(row, _GRAD, TYPE, ROWS)
+    scale_ptr = pointer(row, _GRAD_SCALE, tl.float32, "any")
+    total = tl.zeros([TILE], tl.float64)
+    for i in range(0, span, TILE):
+        block, inside, offset, mask, _bytes, _byte_mask = places(row, first + i, ROWS, TILE)
+        x = tl.load(grad + offset, mask=mask, other=0)
+        if tl.uint8 == TYPE:
+            x = signed_values(x, 7, 0x3F803F80) * 256.0
+            scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
+        else:
+            x = x.to(tl.float32)
+            bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+            scale = bits.to(tl.float32, bitcast=True)
+            x = tl.where(scale[:, None] > 0, tl.div_rn(x, scale[:, None]), x)
+        scale = scale.to(tl.float64)
+        total += tl.sum(x * x, 1).to(tl.float64) * (scale * scale)
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def _root_kernel(partial_ptr, count, out_ptr, SIZE: tl.constexpr):
+    total = tl.zeros([SIZE], tl.float64)
+    for i in range(0, count, SIZE):
+        at = i + tl.arange(0, SIZE)
+        total += tl.load(partial_ptr + at, mask=at < count, other=0.0)
+    tl.store(out_ptr, tl.sqrt(tl.sum(total, 0)).to(tl.float32))
+
+
+@triton.jit
+def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        row, first, span, numel = _row(table_ptr, owner_ptr)
+        if tl.uint8 == TYPE:
+            scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
+            block = first + tl.arange(0, _SPAN)
+            exists = block < tl.load(row + _BLOCKS).to(tl.int32)
+            x = tl.load(scale + block, mask=exists, other=0.0)
+            tl.store(scale + block, x * factor, mask=exists)
+        else:
+            grad = pointer(row, _GRAD, TYPE, "any")
+            for i in range(0, span, TILE):
+                at = (first + i).to(tl.int64) * 128 + tl.arange(0, TILE * 128)
+                x = tl.load(grad + at, mask=at < numel, other=0.0).to(tl.float32)
+                tl.store(grad + at, (x * factor).to(TYPE), mask=at < numel)
+
+
+def spans(row: Mapping[str, int]) -> int:
+    """Return how many programs read one gradient."""
+    return -(-row["blocks"] // SPAN)
+
+
+def largest(
+    rows: Tensor,  # int64 [tensors, 16], see table.py
+    owner: Tensor,  # int32 [programs], by `spans`
+    dtype: torch.dtype,  # of the gradients; float8_e4m3fn: blocks
+    out: Tensor,  # float32, 0-d, 0 or more: raised to the largest magnitude, NaN if there is one
+) -> None:
+    if len(owner):
+        _largest_kernel[(len(owner),)](
+            rows, owner, out.view(torch.int32), TYPES[dtype], TILE, **LAUNCH
+        )
+
+
+def squares(
+    rows: Tensor,
+    owner: Tensor,
+    dtype: torch.dtype,
+    layout: str,  # of the rows, see `step.Launch`
+    partial: Tensor,  # float64 [programs]; overwritten
+) -> None:
+    """Write each program's sum of squares."""
+    if len(owner):
+        _squares_kernel[(len(owner),)](rows, owner, partial, TYPES[dtype], layout, TILE, **LAUNCH)
+
+
+def root(partial: Tensor, out: Tensor) -> None:  # float64 [programs]; float32, 0-d
+    """Write the square root of the sum of `partial`."""
+    _root_kernel[(1,)](partial, len(partial), out, 1024, **LAUNCH)
+
+
+def multiply(rows: Tensor, owner: Tensor, dtype: torch.dtype, factor: Tensor) -> None:
+    """Multiply gradients in place by a float32 device scalar: FP8 ones through their scales."""
+    if len(owner):
+        _multiply_kernel[(len(owner),)](rows, owner, factor, TYPES[dtype], TILE, **LAUNCH)

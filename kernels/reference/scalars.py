@@ -1,0 +1,73 @@
+"""The scalars of a step: one row of `hyper` (see `step.py`) for each parameter, computed on the device.
+
+    fine       = largest gradient × unscale < 2^64  and no overflow was found        (false for NaN)
+    clip       = min(1, max_norm / (norm × unscale + 1e-6))                          1 without max_norm
+    apply      = fine and the parameter has a gradient
+    step      += apply
+    grad_mul   = unscale × clip × sign                                               sign = -1 to maximize
+    step_size  = lr / (1 - beta1^step),  inv_sqrt_bc2 = 1 / sqrt(1 - beta2^step)     Adam; lr and 1 otherwise
+    gain       = 1 - beta1 (Adam, Lion);  1 - dampening, but 1 at the first step (SGD)
+
+in float64 from `group`, then rounded to float32. The clip coefficient is torch.nn.utils.clip_grad_norm_'s.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8stack.formats import GRAD_LIMIT
+
+GROUP = (
+    "lr", "beta1", "beta2", "eps", "decoupled_decay", "coupled_decay", "sign", "dampening",
+)  # fmt: skip
+"""Columns of the table of hyper-parameters, float64, one row a parameter group."""
+
+LEAST_EPS = 2.0**-126
+"""Adam's epsilon counts as this at least, so that 0 / 0 is 0: no root of a positive float32 is as small."""
+
+VERDICT = ("unscale", "max_norm", "norm", "largest", "found_inf")
+"""What the gradients are found to be, float32 [5]; max_norm is infinity where nothing is to be clipped."""
+
+
+def scalars(
+    algorithm: str,
+    group: Tensor,  # float64 [parameters, 8], see GROUP
+    active: Tensor,  # bool [parameters]: has a gradient
+    steps: Tensor,  # float32 [parameters]; updated
+    verdict: Tensor,  # float32 [5], see VERDICT
+    skipped: Tensor,  # float32, 0-d; updated
+    index: Tensor,  # int32 [parameters]: what makes a parameter's noise its own
+) -> Tensor:  # float32 [parameters, 16]
+    """Return the scalars of every parameter, and count the step or the skip."""
+    unscale, max_norm, norm, largest, found_inf = verdict.double().unbind()
+    fine = (largest * unscale < GRAD_LIMIT) & (found_inf == 0)
+    skipped += (~fine).float()
+    apply = fine & active
+    steps += apply.float()
+    lr, beta1, beta2, eps, decoupled, coupled, sign, dampening = group.unbind(1)
+    count = steps.double().clamp(min=1)
+    clip = (max_norm / (norm * unscale + 1e-6)).clamp(max=1)
+    hyper = torch.zeros(len(steps), 16, dtype=torch.float32, device=steps.device)
+    one = torch.ones_like(lr)
+    adam, sgd = algorithm == "adam", algorithm in ("sgd", "nesterov")
+    columns = [
+        unscale * clip * sign,
+        1 - lr * decoupled,
+        lr / (1 - beta1**count) if adam else lr,
+        (1 - beta2**count) ** -0.5 if adam else one,
+        apply.double(),
+        beta1,
+        torch.where(count > 1, 1 - dampening, 1.0) if sgd else 1 - beta1,
+        beta2,
+        1 - beta2,
+        eps.clamp(min=LEAST_EPS),
+        coupled,
+    ]
+    for i, column in enumerate(columns):
+        hyper[:, i] = column.float()
+    # Other multipliers than in `noise`, or a step's noise would be that of the last one, an element further.
+    seed = (count.long() * 0xC2B2AE3D + index.long() * 0x85EBCA77) & 0xFFFFFFFF
+    seed = torch.where(seed >= 2**31, seed - 2**32, seed).to(torch.int32)
+    hyper[:, 11] = seed.view(torch.float32)
+    return hyper

@@ -1,0 +1,50 @@
+"""The formats of FP8-LM: one power-of-two scale for a whole tensor.
+
+Peng et al., "FP8-LM: Training FP8 Large Language Models", 2023, section 2.2 ("precision decoupling"): the first moment
+in E4M3, the second moment and the master weight in float16, each multiplied by one power-of-two scale per tensor:
+
+    scale = 2^ceil(log2(amax / max)),   code = round(x / scale)          value = code × scale
+
+A scale per tensor needs the maximum of the *new* moment before its first code can be written: two passes over memory
+where block scaling needs one, and elements far below the tensor's maximum lose precision. It is here to reproduce the
+paper's recipe (`preset="fp8-lm"`), not because it is good.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8stack.formats import E4M3, TINY
+
+from .fp8 import cast_finite
+
+FLOAT16_MAX = 65504.0
+
+
+def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
+    """Return the smallest power of two s with amax / s <= largest; 1 for a zero tensor, NaN for a non-finite one."""
+    mantissa, exponent = torch.frexp(
+        amax / largest
+    )  # amax / largest = mantissa × 2^exponent, mantissa in [0.5, 1)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    scale = torch.ldexp(torch.ones_like(amax), exponent).clamp(min=TINY)
+    scale = torch.where(mantissa > 0, scale, TINY)  # the quotient underflows
+    scale = torch.where(amax > 0, scale, 1.0)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def encode_tensor(
+    x: Tensor,  # float32, any shape
+    dtype: torch.dtype,  # torch.float8_e4m3fn or torch.float16
+) -> tuple[Tensor, Tensor]:  # codes: dtype, x's shape; scale: float32, 0-d
+    """Quantize `x` with one power-of-two scale."""
+    amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    scale = power_of_two_scale(amax, E4M3.max if dtype is E4M3.dtype else FLOAT16_MAX)
+    scaled = torch.where(scale.isnan(), 0.0, x / scale)  # everything decodes to NaN then
+    return (cast_finite(scaled, E4M3) if dtype is E4M3.dtype else scaled.to(dtype)), scale
+
+
+def decode_tensor(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return code × scale in float32."""
+    return codes.float() * scale

@@ -1,0 +1,182 @@
+"""One optimizer step on one tensor, in whatever formats its state is kept: decode, update in float32, encode.
+
+Each line below is one rounding, in this order, which the Triton kernel repeats. With g = gradient × grad_mul (for FP8
+blocks code × (scale × grad_mul)), plus weight_decay × w where decay is coupled:
+
+    adam      m = beta1 × m + gain × g;  v = beta2 × v + (1 - beta2) × (g × g);  u = m / (sqrt(v) × inv_sqrt_bc2 + eps)
+    sgd       m = beta1 × m + gain × g;  u = m             (u = g without momentum)
+    nesterov  m = beta1 × m + gain × g;  u = g + beta1 × m
+    lion      u = sign(beta1 × m + gain × g);  m = beta2 × m + (1 - beta2) × g
+    all       w = w × decay - step_size × u
+
+Sources: Kingma and Ba, "Adam", 2015, algorithm 1; Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
+2019, algorithm 2 (with step_size = lr / (1 - beta1^t) and inv_sqrt_bc2 = 1 / sqrt(1 - beta2^t)); torch.optim.SGD; Chen
+et al., "Symbolic Discovery of Optimization Algorithms" (Lion), 2023, program 1.
+
+All scalars arrive in `hyper`, a tensor on the device of the weights, so that neither a learning rate nor the decision
+to skip needs the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8stack.formats import E4M3, FORMATS
+
+from .fp8 import decode, noise, sqrt_rn
+from .master import dither, join, split
+from .quantize import as_blocks, dequantize_blocks, from_blocks, quantize_blocks
+from .scaled import decode_tensor, encode_tensor
+
+HYPER = (
+    "grad_mul", "decay", "step_size", "inv_sqrt_bc2", "apply", "beta1", "gain", "beta2", "one_minus_beta2", "eps",
+    "weight_decay", "seed",
+)  # fmt: skip
+"""Columns of `hyper`, float32, padded to 16. `apply` is 1, or 0 to leave weight and state as they are; `seed` holds the
+bits of an int32."""
+
+
+class StepKind(NamedTuple):
+    """What a step computes and how it keeps its state; one Triton kernel is compiled for each."""
+
+    algorithm: str  # "adam", "sgd", "nesterov" or "lion"
+    coupled: bool  # weight decay is added to the gradient
+    m: str  # "" (none), "dense", the name of a block format, or "tensor": one power-of-two scale for all
+    v: str  # the same, or "dithered": dense, rounded stochastically
+    master: str  # "" (the weight itself), "dithered" (likewise), "split", "dense", or "tensor"
+
+
+class StepTensors(NamedTuple):
+    """The tensors of one parameter. All but the gradient and its scale are updated."""
+
+    weight: Tensor  # float32, bfloat16 or float16, any shape
+    # int8 or int16 remainder of a bfloat16 weight, float32, or float16 with master_scale
+    master: Tensor | None
+    master_scale: Tensor | None  # float32, 0-d
+    grad: Tensor  # float32, bfloat16, float16, or e4m3 codes with grad_scale
+    grad_scale: Tensor | None  # float32 [rows, ceil(cols / 128)]
+    m: Tensor | None  # codes with m_scale, or floating point
+    m_scale: Tensor | None  # float32 [rows, ceil(cols / 128)], or 0-d for "tensor"
+    v: Tensor | None
+    v_scale: Tensor | None
+
+
+def step(kind: StepKind, t: StepTensors, hyper: Tensor) -> None:
+    """Update one tensor in place; nothing is written where `apply` is 0. `hyper`: float32 [16], see HYPER."""
+    apply, seed = hyper[4], hyper[11].view(torch.int32)
+    grad_mul, weight_decay = hyper[0], hyper[10]
+    w = load_master(t.weight, t.master, t.master_scale)
+    if t.grad_scale is None:
+        g = t.grad.float() * grad_mul
+    else:
+        blocks = as_blocks(decode(t.grad, E4M3)) * (t.grad_scale * grad_mul).unsqueeze(-1)
+        g = from_blocks(blocks, t.grad.shape)
+    if kind.coupled:
+        g = g + weight_decay * w
+    m = _load_moment(kind.m, t.m, t.m_scale, w.shape)
+    v = _load_moment(kind.v, t.v, t.v_scale, w.shape)
+    u, m, v = update(kind.algorithm, g, m, v, hyper)
+    w = w * hyper[1] - hyper[2] * u
+    _store_master(kind.master, t, w, apply, seed)
+    _store_moment(kind.m, t.m, t.m_scale, m, apply, seed)
+    _store_moment(kind.v, t.v, t.v_scale, v, apply, seed)
+
+
+def update(
+    algorithm: str,
+    g: Tensor,  # float32, as are m and v, all of one shape
+    m: Tensor | None,
+    v: Tensor | None,
+    hyper: Tensor,  # float32 [16], see HYPER
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # the direction, the new m and v
+    """The arithmetic of the step, whatever the formats."""
+    inv_sqrt_bc2, _, beta1, gain, beta2, one_minus_beta2, eps = hyper[3:10].unbind()
+    if m is None:
+        return g, None, None
+    if algorithm == "lion":
+        return (beta1 * m + gain * g).sign(), beta2 * m + one_minus_beta2 * g, None
+    m = beta1 * m + gain * g
+    if algorithm == "sgd":
+        return m, m, None
+    if algorithm == "nesterov":
+        return g + beta1 * m, m, None
+    assert v is not None
+    v = beta2 * v + one_minus_beta2 * (g * g)
+    return m / (sqrt_rn(v) * inv_sqrt_bc2 + eps), m, v
+
+
+def load_master(
+    weight: Tensor, master: Tensor | None, master_scale: Tensor | None = None
+) -> Tensor:  # float32
+    """Return the value that the optimizer accumulates in.
+
+    A weight that is not the rounding of its master was written by somebody else, and counts.
+    """
+    if master is None:
+        return weight.float()
+    if master.dtype in (torch.int8, torch.int16):
+        return join(weight, master)
+    value = master if master_scale is None else decode_tensor(master, master_scale)
+    return torch.where(value.to(weight.dtype) == weight, value, weight.float())
+
+
+def _load_moment(
+    kind: str, codes: Tensor | None, scale: Tensor | None, shape: torch.Size
+) -> Tensor | None:
+    if codes is None or kind == "":
+        return None
+    if scale is None:
+        return codes.float()
+    if kind == "tensor":
+        return decode_tensor(codes, scale)
+    return dequantize_blocks(codes, scale, FORMATS[kind], shape=shape)
+
+
+def _store_moment(
+    kind: str,
+    codes: Tensor | None,
+    scale: Tensor | None,
+    value: Tensor | None,
+    apply: Tensor,
+    seed: Tensor,
+) -> None:
+    if codes is None or value is None:
+        return
+    if scale is None:
+        if kind == "dithered":
+            value = dither(value, noise(value.shape, seed) >> 16)
+        write(codes, value, apply)
+        return
+    if kind == "tensor":
+        new_codes, new_scale = encode_tensor(value, codes.dtype)
+    else:
+        fmt = FORMATS[kind]
+        new_codes, new_scale = quantize_blocks(value, fmt, seed if fmt.stochastic else None)
+    write(codes, new_codes, apply)
+    write(scale, new_scale, apply)
+
+
+def _store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, seed: Tensor) -> None:
+    if kind == "split" and t.master is not None:
+        high, low = split(w, t.master.dtype)
+        write(t.weight, high, apply)
+        write(t.master, low, apply)
+    elif kind == "tensor" and t.master is not None and t.master_scale is not None:
+        codes, scale = encode_tensor(w, t.master.dtype)
+        write(t.weight, decode_tensor(codes, scale), apply)  # the rounding of what is kept
+        write(t.master, codes, apply)
+        write(t.master_scale, scale, apply)
+    else:
+        if kind == "dense" and t.master is not None:
+            write(t.master, w, apply)
+        if kind == "dithered":
+            w = dither(w, noise(w.shape, seed) & 0xFFFF)
+        write(t.weight, w, apply)
+
+
+def write(old: Tensor, new: Tensor, apply: Tensor) -> None:
+    """Store `new` (cast to the dtype of `old`) where the device scalar `apply` is 1, without asking the host."""
+    old.copy_(torch.where(apply > 0, new.to(old.dtype), old))

@@ -1,0 +1,330 @@
+"""Device-side codecs of the optimizer formats, the masters and the noise, made for speed.
+
+The numbers are those of `reference/fp8.py`, `reference/quantize.py` and `reference/master.py`. A code is the top of a
+float16 (see there), so the four codes in a register unpack with shifts and masks into two pairs of float16, and pack
+the same way after a truncating conversion; neither needs FP8 hardware. On NVIDIA GPUs that is inline PTX, where
+Triton's own byte-wise code takes twice the instructions; elsewhere, and in Triton's interpreter, plain operations
+give the same bits.
+
+`FAST` allows the GPU's approximate reciprocal and square root (one or two units in the last place of a float32);
+without it every operation rounds as in the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8stack.formats import E4M3
+
+from .fp8 import decode, encode
+
+PTX = tl.constexpr(isinstance(decode, triton.JITFunction) and torch.version.hip is None)
+E4M3_MAX = tl.constexpr(E4M3.max)
+E4M3_MIN = tl.constexpr(E4M3.min_positive)
+TINY = tl.constexpr(2.0**-126)
+
+
+# --- arithmetic
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def reciprocal(x, FAST: tl.constexpr):
+    """Return 1 / x; `x` is 0 or a normal float32."""
+    if FAST and PTX:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(1.0, x)
+
+
+@triton.jit
+def quotient(a, b, FAST: tl.constexpr):
+    """Return a / b; `b` is 0 or a normal float32."""
+    if FAST and PTX:
+        return a * reciprocal(b, True)
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def root(x, FAST: tl.constexpr):
+    """Return the square root, of subnormals too: a second moment that becomes zero makes Adam divide by epsilon."""
+    if FAST and PTX:
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.sqrt_rn(x)
+
+
+@triton.jit
+def weighted_sum(a, x, b, y, FAST: tl.constexpr):
+    """Return a × x + b × y."""
+    if FAST and PTX:
+        return tl.fma(a, x, b * y)
+    else:
+        return a * x + b * y
+
+
+@triton.jit
+def noise(index, seed):  # int64 or int32, int32 -> uint32
+    """Return 32 random bits for each index: Wellons' lowbias32."""
+    x = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32, bitcast=True)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+# --- codes
+
+
+@triton.jit
+def signed_values(code, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    """Return sign-and-magnitude bytes as the float16 whose top bits they are, 10 - SHIFT bits of mantissa."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 a, b; .reg .b16 h0, h1, h2, h3;
+            shl.b32 a, $4, {SHIFT}; shl.b32 b, $4, 8;
+            and.b32 a, a, {MASK}; lop3.b32 a, b, 0x80008000, a, 0xEA; mov.b32 {{h0, h2}}, a;
+            shr.b32 a, $4, {8 - SHIFT};
+            and.b32 a, a, {MASK}; lop3.b32 a, $4, 0x80008000, a, 0xEA; mov.b32 {{h1, h3}}, a;
+            cvt.f32.f16 $0, h0; cvt.f32.f16 $1, h1; cvt.f32.f16 $2, h2; cvt.f32.f16 $3, h3;
+            }}""",
+            "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return decode(code, 10 - SHIFT, -14, True)
+
+
+@triton.jit
+def unsigned_values(code, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    """Return unsigned bytes as the float16 whose top bits below the sign they are."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            f"""{{
+            .reg .b32 a; .reg .b16 h0, h1, h2, h3;
+            shl.b32 a, $4, {SHIFT}; and.b32 a, a, {MASK}; mov.b32 {{h0, h2}}, a;
+            shr.b32 a, $4, {8 - SHIFT}; and.b32 a, a, {MASK}; mov.b32 {{h1, h3}}, a;
+            cvt.f32.f16 $0, h0; cvt.f32.f16 $1, h1; cvt.f32.f16 $2, h2; cvt.f32.f16 $3, h3;
+            }}""",
+            "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return decode(code, 10 - SHIFT, -14, False)
+
+
+@triton.jit
+def decode_blocks(code, scale, FORMAT: tl.constexpr):  # uint8 [blocks, 128], float32 [blocks]
+    """Return code × scale. The power of two between a format and float16 goes into the scale, exactly."""
+    if FORMAT == "s1e3m4":
+        return signed_values(code, 6, 0x1FC01FC0) * (scale * 4096.0)[:, None]
+    elif FORMAT == "ue3m5":
+        return unsigned_values(code, 5, 0x1FE01FE0) * (scale * 4096.0)[:, None]
+    elif FORMAT == "ue3m1":
+        return decode(code, 1, -14, False) * (scale * 4096.0)[:, None]
+    elif FORMAT == "s1e2m1":
+        byte = (code & 7) | ((code & 8) << 4)
+        return decode(byte, 1, -14, True) * (scale * 16384.0)[:, None]
+    else:  # e4m3, e4m3_root
+        return signed_values(code, 7, 0x3F803F80) * (scale * 256.0)[:, None]
+
+
+@triton.jit
+def pack_signed(x):  # float32 in float16's range -> uint8
+    """Return the bytes of s1e3m4 for values scaled to float16's exponents; four conversions and eleven operations."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p, q, a, b, c;
+        cvt.rz.f16x2.f32 p, $3, $1; cvt.rz.f16x2.f32 q, $4, $2;
+        add.u32 p, p, 0x00200020; add.u32 q, q, 0x00200020;
+        shr.b32 a, p, 6; shr.b32 b, p, 8; shl.b32 c, q, 2;
+        and.b32 a, a, 0x007F007F;
+        lop3.b32 a, b, 0x00800080, a, 0xEA;
+        lop3.b32 a, c, 0x7F007F00, a, 0xEA;
+        lop3.b32 $0, q, 0x80008000, a, 0xEA;
+        }""",
+        "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def pack_unsigned(x):  # float32 in float16's range, not negative -> uint8
+    """Return the bytes of ue3m5 for values scaled to float16's exponents."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 p, q, a, b;
+        cvt.rz.f16x2.f32 p, $3, $1; cvt.rz.f16x2.f32 q, $4, $2;
+        add.u32 p, p, 0x00100010; add.u32 q, q, 0x00100010;
+        shr.b32 a, p, 5; shl.b32 b, q, 3;
+        and.b32 a, a, 0x00FF00FF;
+        lop3.b32 $0, b, 0xFF00FF00, a, 0xEA;
+        }""",
+        "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, random, RANDOM: tl.constexpr):
+    """Return codes of values scaled to float16's exponents: truncate, add, shift. `SIGN`: the sign bit.
+
+    Truncated to float16 to round to nearest, but with all of float32's bits to round stochastically: a second moment
+    that lost 2^-10 of a step each time would decay faster than beta2 says.
+    """
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    if RANDOM:
+        whole = tl.where(size < 2.0**-14, (size * 137438953472.0).to(tl.int32), bits - (112 << 23))
+        code = (whole + (random >> (19 - CUT)).to(tl.int32)) >> (CUT + 13)
+    else:
+        half = tl.where(
+            size < 2.0**-14, (size * 16777216.0).to(tl.int32), (bits >> 13) - (112 << 10)
+        )
+        code = (half + (1 << (CUT - 1))) >> CUT
+    code = tl.minimum(code, 7 if SIGN else 15) if CUT == 9 else code  # a code of 4 bits
+    code = tl.where(x == x, code, 0)
+    if SIGN:
+        negative = (x.to(tl.int32, bitcast=True) < 0) | (x != x)
+        code |= tl.where(negative, SIGN, 0)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """Quantize a tile [blocks, 128] of moments, or of roots of second moments; return uint8 codes and scales."""
+    OCP: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e4m3_root"
+    SQUARED: tl.constexpr = FORMAT == "ue3m5" or FORMAT == "ue3m1" or FORMAT == "e4m3_root"
+    if PTX:
+        amax = tl.reduce(x if SQUARED else tl.abs(x), 1, _larger)
+    else:
+        amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    if OCP:
+        scale = tl.div_rn(amax, E4M3_MAX)
+    else:
+        LARGEST: tl.constexpr = (
+            31.0 if FORMAT == "s1e3m4" else 31.5 if FORMAT == "ue3m5" else 6.0 if FORMAT == "s1e2m1" else 24.0
+        )  # fmt: skip
+        scale = amax * (1.0 / LARGEST)
+    scale = tl.where(scale >= TINY, scale, 0.0)
+    finite = amax < float("inf")
+    inverse = tl.where((scale > 0) & finite, reciprocal(scale, FAST), 0.0)
+    scale = tl.where(finite, scale, float("nan"))
+    UNIT: tl.constexpr = 1.0 if OCP else 2.0**-14 if FORMAT == "s1e2m1" else 2.0**-12
+    LEAST: tl.constexpr = (
+        E4M3_MIN if FORMAT == "e4m3_root" else 2.0**-19 if FORMAT == "ue3m5" else 2.0**-15
+    )
+    y = x * (inverse * UNIT)[:, None]
+    if OCP:
+        y = tl.where(inverse[:, None] > 0, y, 0.0)  # infinity × 0 is NaN
+    if SQUARED:  # a positive second moment never becomes zero: lift it to the smallest code
+        y = tl.maximum(y, tl.where(x > 0, LEAST, 0.0))
+    if OCP:
+        code = encode(y, 3, -6, E4M3_MAX).to(tl.uint8)
+    elif FORMAT == "s1e3m4":
+        code = pack_signed(y) if PTX else cut(y, 6, 0x80, 0, False)
+    elif FORMAT == "ue3m5":
+        code = pack_unsigned(y) if PTX else cut(y, 5, 0, 0, False)
+    elif FORMAT == "s1e2m1":
+        code = cut(y, 9, 8, 0, False)
+    else:
+        code = cut(y, 9, 0, random, True)
+    return code, scale
+
+
+# --- 4-bit storage
+
+
+@triton.jit
+def unpack_codes(packed, BLOCKS: tl.constexpr):  # uint8 [blocks, 64] -> uint8 [blocks, 128]
+    return tl.join(packed & 15, packed >> 4).reshape(BLOCKS, 128)
+
+
+@triton.jit
+def pack_codes(code, BLOCKS: tl.constexpr):  # uint8 [blocks, 128] -> uint8 [blocks, 64]
+    low, high = tl.split(code.reshape(BLOCKS, 64, 2))
+    return low | (high << 4)
+
+
+# --- masters
+
+
+@triton.jit
+def join24(weight, remainder):  # bits of bfloat16 as int16, int8 -> float32
+    """Return the 24-bit master; the weight alone where the sum is NaN."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a; .reg .f32 f; .reg .pred p;
+            prmt.b32 a, $6, 0, 0x8804; shl.b32 $0, $4, 16; add.s32 a, $0, a; mov.b32 f, a;
+            setp.nan.f32 p, f, f; selp.b32 $0, $0, a, p;
+            prmt.b32 a, $6, 0, 0x9914; and.b32 $1, $4, 0xFFFF0000; add.s32 a, $1, a; mov.b32 f, a;
+            setp.nan.f32 p, f, f; selp.b32 $1, $1, a, p;
+            prmt.b32 a, $6, 0, 0xAA24; shl.b32 $2, $5, 16; add.s32 a, $2, a; mov.b32 f, a;
+            setp.nan.f32 p, f, f; selp.b32 $2, $2, a, p;
+            prmt.b32 a, $6, 0, 0xBB34; and.b32 $3, $5, 0xFFFF0000; add.s32 a, $3, a; mov.b32 f, a;
+            setp.nan.f32 p, f, f; selp.b32 $3, $3, a, p;
+            }""",
+            "=&r,=&r,=&r,=&r,r,r,r", [weight, remainder], dtype=tl.float32, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return join(weight, remainder.to(tl.int32) << 8)
+
+
+@triton.jit
+def join(weight, low):  # bits of bfloat16 as int16, int32 -> float32
+    high = weight.to(tl.int32) << 16
+    whole = (high + low).to(tl.float32, bitcast=True)
+    return tl.where(whole == whole, whole, high.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def split24(x):  # float32 -> bits of bfloat16 as int16, int8
+    if PTX:  # a NaN that arithmetic makes there is 0x7FFFFFFF, which rounding would carry over
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d, e, f;
+            min.s32 a, $3, 0x7FC00000; min.s32 b, $4, 0x7FC00000; min.s32 c, $5, 0x7FC00000; min.s32 d, $6, 0x7FC00000;
+            add.s32 a, a, 0x80; add.s32 b, b, 0x80; add.s32 c, c, 0x80; add.s32 d, d, 0x80;
+            prmt.b32 e, a, b, 0x0051; prmt.b32 f, c, d, 0x0051; prmt.b32 $2, e, f, 0x5410;
+            add.s32 a, a, 0x8000; add.s32 b, b, 0x8000; add.s32 c, c, 0x8000; add.s32 d, d, 0x8000;
+            prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632;
+            }""",
+            "=&r,=&r,=&r,r,r,r,r", [x], dtype=(tl.int16, tl.int8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        rounded = number_bits(x) + 0x80
+        return ((rounded + 0x8000) >> 16).to(tl.int16), (rounded >> 8).to(tl.int8)
+
+
+@triton.jit
+def split32(x):  # float32 -> bits of bfloat16 as int16, int16
+    bits = number_bits(x)
+    return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
+
+
+@triton.jit
+def number_bits(x):
+    return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+
+
+@triton.jit
+def dither(x, random):  # float32, uint32 below 2^16 -> bits of bfloat16 as int16
+    return ((number_bits(x) + random.to(tl.int32)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def power_of_two_scale(amax_bits, LARGEST: tl.constexpr):  # int32 bits of a magnitude -> float32
+    """Return the smallest power of two s with amax / s <= LARGEST; 1 for zero, NaN for a non-finite one."""
+    ratio = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), LARGEST)
+    up = (ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    scale = tl.maximum(up, 1 << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(amax_bits > 0, scale, 1.0)
+    return tl.where(amax_bits < 0x7F800000, scale, float("nan"))

@@ -1,0 +1,53 @@
+"""A table of pointers on the device, so that one launch works on any number of tensors.
+
+One row of 64-bit integers a tensor: addresses and sizes. A launch works on a run of rows: `owner[i]` names the row of
+program i, counted from the launch's first, and the row's column "first" (or "first_span", where programs read whole
+spans) says which of its programs that is. A row whose column "blocks" is 0 is neither read nor written: that is how a
+tensor without a gradient is left out. The caller keeps the tensors alive.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+COLUMNS = (
+    "weight", "master", "master_scale", "m", "m_scale", "v", "v_scale", "grad", "grad_scale", "blocks",
+    "blocks_per_row", "cols", "first", "first_span",
+)  # fmt: skip
+WIDTH = 16
+COLUMN = {name: index for index, name in enumerate(COLUMNS)}
+
+
+def upload_rows(rows: Sequence[Mapping[str, int]], device: torch.device) -> Tensor:
+    """Return the table [len(rows), 16], int64; a column that a row does not name is 0."""
+    flat = array("q", bytes(8 * WIDTH * len(rows)))
+    for i, row in enumerate(rows):
+        for name, value in row.items():
+            flat[i * WIDTH + COLUMN[name]] = value
+    return upload(flat, device).view(len(rows), WIDTH)
+
+
+def owners(programs: Sequence[int], device: torch.device) -> Tensor:
+    """Return the row that each program works on, int32, where row i has `programs[i]` of them."""
+    counts = upload(array("q", programs), device)
+    rows = torch.arange(len(programs), dtype=torch.int32, device=device)
+    return torch.repeat_interleave(rows, counts, output_size=sum(programs))
+
+
+def firsts(programs: Sequence[int]) -> list[int]:
+    """Return the number of each row's first program."""
+    return [0, *accumulate(programs)][:-1]
+
+
+def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
+    """Return `values` as a tensor on `device`; the host does not wait for the transfer."""
+    dtype = torch.int64 if values.typecode == "q" else torch.float64
+    host = torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
+    return (
+        host.clone() if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
+    )

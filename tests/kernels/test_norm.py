@@ -1,0 +1,305 @@
+"""Norm, largest magnitude and scaling of many gradients at once: against float64, and against the reference."""
+
+import math
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from fp8stack.formats import E4M3
+from fp8stack.kernels import norm as triton_norm
+from fp8stack.kernels import step as triton_step
+from fp8stack.kernels.reference import norm as reference
+from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
+from fp8stack.kernels.table import firsts, owners, upload_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+
+NAN, INF = math.nan, math.inf
+FP8 = E4M3.dtype
+DTYPES = pytest.mark.parametrize(
+    "dtype",
+    [FP8, torch.float32, torch.bfloat16, torch.float16],
+    ids=["fp8", "fp32", "bf16", "fp16"],
+)
+FLAT = [(4, 256), (128,), (0, 128), (17, 384), (3, 2, 64)]
+ODD = [(3, 200), (7,), (), (5, 129), (0, 4), (4, 0)]
+SPANS = [(1030, 64), (3, 33)]  # the first takes two programs
+
+
+@pytest.fixture(autouse=True)
+def _few_iterations(monkeypatch):
+    """The interpreter takes its time by the operation, however many elements there are: two tiles a program there."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(triton_norm, "TILE", 512)
+
+
+def gradients(shapes, dtype, size=1.0, draw=torch.randn):
+    """Return (gradient, scale or None) of each shape."""
+    values = [draw(s) * size for s in shapes]
+    return [quantize_blocks(x, E4M3) if dtype is FP8 else (x.to(dtype), None) for x in values]
+
+
+def exact_values(grads):
+    """Return all elements in float64."""
+    decoded = [g if s is None else dequantize_blocks(g, s, E4M3) for g, s in grads]
+    return torch.cat([x.double().flatten() for x in decoded])
+
+
+class Table:
+    """The gradients of one dtype on `device`, and what the kernels take for them."""
+
+    def __init__(self, grads, device, layout=None):
+        self.grads = [
+            (g.clone().to(device), None if s is None else s.clone().to(device)) for g, s in grads
+        ]
+        rows = [triton_step.table_row(g.shape, grad=g, grad_scale=s) for g, s in self.grads]
+        counts = [triton_norm.spans(row) for row in rows]
+        for row, first in zip(rows, firsts(counts), strict=True):
+            row["first_span"] = first
+        where = torch.device(device)
+        self.rows, self.owner = upload_rows(rows, where), owners(counts, where)
+        self.dtype, self.device = grads[0][0].dtype, device
+        layouts = {triton_step.row_layout(g.shape, [g]) for g, _ in self.grads if g.numel()}
+        self.layout = layout or ("flat" if layouts == {"flat"} else "any")
+
+    def largest(self, start=0.0):
+        out = torch.tensor(start, device=self.device)
+        triton_norm.largest(self.rows, self.owner, self.dtype, out)
+        return out.cpu()
+
+    def squares(self):
+        partial = torch.full((len(self.owner),), NAN, dtype=torch.float64, device=self.device)
+        triton_norm.squares(self.rows, self.owner, self.dtype, self.layout, partial)
+        return partial
+
+    def norm(self):
+        return root(self.squares())
+
+    def multiply(self, factor):
+        factor = torch.tensor(factor, device=self.device)
+        triton_norm.multiply(self.rows, self.owner, self.dtype, factor)
+        return self.grads
+
+
+def root(partial):
+    out = torch.tensor(-1.0, device=partial.device)
+    triton_norm.root(partial, out)
+    return out.cpu()
+
+
+def norm_by_reference(grads):
+    return torch.stack([reference.sum_of_squares(*g) for g in grads]).sum().sqrt().float()
+
+
+# --- norm
+
+
+@DTYPES
+@pytest.mark.parametrize("shapes", [FLAT, ODD, SPANS], ids=["flat", "odd", "spans"])
+def test_norm_is_that_of_all_elements(dtype, shapes, kernel_device):
+    grads = gradients(shapes, dtype)
+    exact = exact_values(grads).norm().item()
+    assert Table(grads, kernel_device).norm().item() == pytest.approx(exact, rel=1e-6)
+    assert norm_by_reference(grads).item() == pytest.approx(exact, rel=1e-6)
+
+
+@DTYPES
+def test_partial_sums_are_those_of_each_tensor(dtype, kernel_device):
+    table = Table(
+        gradients([(1030, 64), (4, 256), (0, 128), (9, 128)], dtype), kernel_device, "any"
+    )
+    partial = table.squares().cpu()
+    assert table.owner.tolist() == [0, 0, 1, 3]
+    for row, (g, s) in enumerate(table.grads):
+        expected = reference.sum_of_squares(g.cpu(), None if s is None else s.cpu())
+        total = partial[table.owner.cpu() == row].sum().item()
+        assert total == pytest.approx(expected.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float32, torch.bfloat16], ids=["fp8", "fp32", "bf16"])
+@pytest.mark.parametrize("size", [1e-30, 1e30], ids="{:.0e}".format)
+@pytest.mark.parametrize("shapes", [FLAT, ODD], ids=["flat", "odd"])
+def test_norm_neither_overflows_nor_underflows(dtype, size, shapes, kernel_device):
+    """Squares of 1e30 and 1e-30 are beyond float32; so are sums of both in one block."""
+    grads = gradients(shapes, dtype, size)
+    exact = exact_values(grads).norm().item()
+    assert exact > 0
+    assert Table(grads, kernel_device).norm().item() == pytest.approx(exact, rel=1e-6)
+    assert norm_by_reference(grads).item() == pytest.approx(exact, rel=1e-6)
+    mixed = gradients(
+        shapes, dtype, draw=lambda s: torch.randn(s) * 10.0 ** torch.randint(-30, 31, s)
+    )
+    exact = exact_values(mixed).norm().item()
+    assert Table(mixed, kernel_device).norm().item() == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float32, torch.bfloat16], ids=["fp8", "fp32", "bf16"])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+def test_norm_of_a_gradient_that_is_not_finite_is_not_finite(dtype, bad, kernel_device):
+    for position in (0, 130, 599):
+        values = [torch.randn(4, 256), torch.randn(3, 200)]
+        values[1].view(-1)[position] = bad
+        grads = [quantize_blocks(x, E4M3) if dtype is FP8 else (x.to(dtype), None) for x in values]
+        assert not Table(grads, kernel_device).norm().isfinite()
+        assert not norm_by_reference(grads).isfinite()
+
+
+@DTYPES
+def test_norm_of_zeros_is_zero(dtype, kernel_device):
+    grads = gradients(ODD, dtype, 0.0)
+    assert_same_bits(Table(grads, kernel_device).norm(), torch.tensor(0.0))
+    assert_same_bits(norm_by_reference(grads), torch.tensor(0.0))
+
+
+def test_norm_of_a_gradient_that_was_multiplied_by_a_negative_number(kernel_device):
+    grads = gradients(FLAT, FP8)
+    norm = Table(grads, kernel_device).norm()
+    assert_same_bits(Table([(g, -s) for g, s in grads], kernel_device).norm(), norm)
+
+
+@DTYPES
+def test_norm_has_the_same_bits_every_time(dtype, kernel_device):
+    table = Table(gradients(SPANS, dtype), kernel_device)
+    assert_same_bits(table.norm(), table.norm())
+
+
+@pytest.mark.parametrize("count", [1, 2, 1023, 1024, 1025, 5000])
+def test_root_of_any_number_of_partial_sums(count, kernel_device):
+    partial = torch.rand(count, dtype=torch.float64) * 1e60
+    expected = math.sqrt(math.fsum(partial.tolist()))
+    assert root(partial.to(kernel_device)).item() == pytest.approx(expected, rel=1e-7)
+    partial[count // 2] = NAN
+    assert root(partial.to(kernel_device)).isnan()
+
+
+# --- largest magnitude
+
+
+@DTYPES
+@pytest.mark.parametrize("shapes", [FLAT, ODD, SPANS], ids=["flat", "odd", "spans"])
+def test_largest_is_that_of_all_elements(dtype, shapes, kernel_device):
+    grads = gradients(shapes, dtype)
+    expected = torch.stack([reference.largest(*g) for g in grads]).max()
+    table = Table(grads, kernel_device)
+    assert_same_bits(table.largest(), expected)
+    assert expected.item() == pytest.approx(exact_values(grads).abs().max().item(), rel=1e-6)
+    assert table.largest(start=1e20) == torch.tensor(1e20)  # of other dtypes, for one
+
+
+@DTYPES
+@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+def test_largest_finds_what_is_not_finite_anywhere(dtype, bad, kernel_device):
+    """NaN counts as larger than infinity, so neither hides the other."""
+    for shape, position in (((1030, 64), 0), ((1030, 64), 65_919), ((3, 33), 98)):
+        values = [torch.randn(4, 256), torch.randn(shape)]
+        values[1].view(-1)[position] = bad
+        grads = [quantize_blocks(x, E4M3) if dtype is FP8 else (x.to(dtype), None) for x in values]
+        largest = Table(grads, kernel_device).largest()
+        expected = torch.stack([reference.largest(*g) for g in grads]).amax()
+        assert_same_bits(largest, expected)
+        assert not largest.isfinite()
+
+
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30, 3e38], ids="{:.0e}".format)
+def test_largest_of_any_size(size, kernel_device):
+    grads = gradients(ODD, torch.float32, size, draw=torch.rand)
+    assert_same_bits(Table(grads, kernel_device).largest(), exact_values(grads).max().float())
+
+
+def test_largest_of_negative_scales(kernel_device):
+    grads = [(g, -s) for g, s in gradients(FLAT, FP8)]
+    expected = torch.stack([reference.largest(*g) for g in grads]).max()
+    assert expected > 0
+    assert_same_bits(Table(grads, kernel_device).largest(), expected)
+
+
+# --- multiplication
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [FP8, torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
+    ids=["fp8", "fp32", "fp16", "bf16"],  # the interpreter cuts to bfloat16
+)
+@pytest.mark.parametrize("shapes", [FLAT, ODD, SPANS], ids=["flat", "odd", "spans"])
+@pytest.mark.parametrize("factor", [0.3, -2.0, 0.0, 1e-20])
+def test_gradients_are_multiplied_in_place(dtype, shapes, factor, kernel_device):
+    grads = gradients(shapes, dtype)
+    for (g, s), (old, old_scale) in zip(
+        Table(grads, kernel_device).multiply(factor), grads, strict=True
+    ):
+        if dtype is FP8:
+            assert_same_bits(g, old)
+            assert_same_bits(s, old_scale * torch.tensor(factor))
+        else:
+            assert_same_bits(g, (old.float() * torch.tensor(factor)).to(dtype))
+
+
+@DTYPES
+def test_multiplying_by_one_writes_nothing_and_by_nan_everything(dtype, kernel_device):
+    grads = gradients([(3, 200)], dtype)
+    ((g, s),) = Table(grads, kernel_device).multiply(1.0)
+    assert_same_bits(g, grads[0][0])
+    assert s is None or torch.equal(s.cpu(), grads[0][1])
+    ((g, s),) = Table(grads, kernel_device).multiply(NAN)
+    assert (g.float() if s is None else s).isnan().all()
+
+
+@DTYPES
+def test_nothing_is_written_beyond_a_gradient(dtype, kernel_device):
+    """The gradient is the middle of a larger tensor; so is its scale."""
+    ((g, s),) = gradients([(3, 130)], dtype)
+    middles, larger = [], []
+    for t in (g, s):
+        if t is None:
+            middles.append(None)
+            continue
+        raw = torch.uint8 if t.element_size() == 1 else t.dtype
+        larger.append(torch.ones(t.numel() + 256, dtype=raw, device=kernel_device))
+        middles.append(larger[-1][128 : 128 + t.numel()].view(t.dtype).view(t.shape))
+        middles[-1].copy_(t)
+    row = triton_step.table_row(g.shape, grad=middles[0], grad_scale=middles[1])
+    where = torch.device(kernel_device)
+    rows, owner = upload_rows([row], where), owners([triton_norm.spans(row)], where)
+    triton_norm.multiply(rows, owner, g.dtype, torch.tensor(0.0, device=kernel_device))
+    for x in larger:
+        assert x[:128].eq(1).all()
+        assert x[-128:].eq(1).all()
+    assert (middles[0].float() if s is None else middles[1]).eq(0).all()
+
+
+# --- sizes for a GPU only
+
+
+@pytest.mark.gpu
+@DTYPES
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 4100), (70001, 129)], ids=str)
+def test_large_gradients(dtype, shape):
+    grads = gradients([(5, 130), shape, (4, 256)], dtype)
+    table = Table(grads, "cuda")
+    exact = exact_values(grads)
+    assert table.norm().item() == pytest.approx(exact.norm().item(), rel=1e-6)
+    assert_same_bits(table.norm(), table.norm())
+    assert_same_bits(table.largest(), torch.stack([reference.largest(*g) for g in grads]).max())
+
+
+@pytest.mark.gpu
+def test_elements_beyond_two_to_the_31_count(rows_beyond_int32):
+    grad = torch.zeros(rows_beyond_int32, 2**14, dtype=torch.bfloat16, device="cuda")
+    grad[-1, -1] = 3.0
+    grad[0, 0] = 4.0
+    table = object.__new__(Table)
+    row = triton_step.table_row(grad.shape, grad=grad)
+    where = torch.device("cuda")
+    table.rows, table.owner = upload_rows([row], where), owners([triton_norm.spans(row)], where)
+    table.dtype, table.layout, table.device, table.grads = (
+        grad.dtype,
+        "flat",
+        "cuda",
+        [(grad, None)],
+    )
+    assert table.norm() == 5
+    assert table.largest() == 4
+    table.multiply(2.0)
+    assert grad[-1, -1] == 6

@@ -1,0 +1,277 @@
+"""What the formats of optimizer state promise: bounded updates, moments that decay, closeness to exact Adam."""
+
+import math
+
+import pytest
+import torch
+from helpers import BF16, Step, StepCase, assert_same_bits, make_hyper
+
+from fp8stack.formats import BLOCK, E4M3
+from fp8stack.kernels.reference.scaled import decode_tensor, encode_tensor, power_of_two_scale
+
+BLOCK_STATES = ["8bit", "fp8", "4bit", "4bit-experimental"]
+INF = math.inf
+
+
+# --- bounded updates
+
+
+def test_updates_stay_bounded_while_moments_decay(device):
+    """After the last gradient m and v shrink to nothing together; neither may reach zero far before the other."""
+    for states in BLOCK_STATES:
+        x = Step(StepCase(states=states), (3, 256), device).zero_states()
+        for step in range(1, 221):
+            x.set(grad=torch.randn(3, 256) if step <= 20 else torch.zeros(3, 256))
+            before = x.weight.clone()
+            x.step(make_hyper(step=step, lr=1.0, eps=1e-30))
+            assert ((x.weight - before).abs() <= 3.2).all(), f"{states}, step {step}"
+        m, v = x.moments
+        assert m.abs().max() < 1e-6
+        assert v.gt(0).all()
+
+
+def gradients_over_six_decades(kind, count):
+    """Yield gradients of one block whose elements have sizes from 1e-6 to 1, in random order."""
+    size = torch.logspace(-6, 0, 128)[torch.randperm(128)].reshape(1, 128)
+    for step in range(count):
+        yield (
+            size
+            * {
+                "constant": torch.ones(1, 128),
+                "signs": torch.randn(1, 128).sign(),
+                "normal": torch.randn(1, 128),
+                "sparse": (torch.rand(1, 128) < 0.02).float(),
+                "spike": torch.full((1, 128), 1e-3 if step % 50 else 1.0),
+            }[kind]
+        )
+
+
+def largest_update(states, kind, beta2, device, floor=True):
+    x = Step(StepCase(states=states), (1, 128), device).zero_states()
+    largest = 0.0
+    for step, grad in enumerate(gradients_over_six_decades(kind, 200), 1):
+        x.set(grad=grad)
+        before = x.weight.clone()
+        x.step(make_hyper(step=step, lr=1.0, betas=(0.9, beta2), eps=1e-12))
+        if not floor:
+            raw = x.v.view(torch.uint8)
+            raw[raw == 1] = 0
+        largest = max(largest, float((x.weight - before).abs().max()))
+    return largest
+
+
+@pytest.mark.parametrize("kind", ["constant", "signs", "normal", "sparse", "spike"])
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("states", ["8bit", "fp8", "4bit"])
+def test_block_of_six_decades_never_moves_a_weight_by_more_than_3_2_learning_rates(
+    states, kind, beta2, device
+):
+    """(1 - 0.9) / sqrt(1 - 0.999) = 3.16 is the most that exact Adam can do; rounding up v keeps below it."""
+    assert 0.4 < largest_update(states, kind, beta2, device) < 3.2
+
+
+def test_update_would_explode_if_small_second_moments_were_rounded_to_zero(device):
+    assert largest_update("8bit", "sparse", 0.999, device, floor=False) > 1000
+
+
+@pytest.mark.parametrize("states", BLOCK_STATES)
+@pytest.mark.parametrize("power", [-30, 30])
+def test_gradient_scale_does_not_matter(states, power, device):
+    """Powers of two from 1e-9 to 1e9 change scales only; with epsilon at zero the weights come out the same."""
+    plain = Step(StepCase(states=states), (4, 256), device).zero_states()
+    scaled = plain.copy(device)
+    for step in range(1, 6):
+        grad = torch.randn(4, 256)
+        hyper = make_hyper(step=step, lr=0.1, eps=0.0)
+        plain.set(grad=grad).step(hyper)
+        scaled.set(grad=grad * 2.0**power).step(hyper)
+    for name in ("weight", "m", "v"):
+        assert_same_bits(getattr(scaled, name), getattr(plain, name), name)
+    assert_same_bits(scaled.m_scale, plain.m_scale * 2.0**power)
+    assert_same_bits(scaled.v_scale, plain.v_scale * 2.0**power)
+
+
+# --- moments that decay
+
+
+def decayed_second_moment(case, device, steps=500, beta2=0.999):
+    """Return v after `steps` without gradient over what it was, per element.
+
+    The first element of each block goes on getting its gradient, so that no scale decays with the others.
+    """
+    x = Step(case, (32, 256), device)
+    v = torch.rand(32, 256) * 0.8 + 0.1
+    v[:, ::BLOCK] = 1.0
+    grad = torch.zeros(32, 256)
+    grad[:, ::BLOCK] = 1.0
+    x.set(v=v, grad=grad)
+    start = x.moments[1].clone()
+    for step in range(1, steps + 1):
+        x.step(make_hyper(step=step, lr=1e-3, betas=(0.9, beta2)))
+    quiet = torch.arange(256) % BLOCK > 0
+    return (x.moments[1] / start).cpu()[:, quiet]
+
+
+@pytest.mark.parametrize(
+    ("states", "of_root", "of_v"), [("bf16", 0.01, 0.01), ("4bit", 0.02, 0.1), ("fp32", 1e-4, 1e-4)]
+)
+def test_second_moment_rounded_stochastically_decays_as_it_should(states, of_root, of_v, device):
+    """Over 500 steps by 0.999^500 = 0.61. What ue3m1 keeps right is the mean of the root; squares come out larger."""
+    ratio, exact = decayed_second_moment(StepCase(states=states), device), 0.999**500
+    assert ratio.sqrt().mean().item() == pytest.approx(exact**0.5, rel=of_root)
+    assert ratio.mean().item() == pytest.approx(exact, rel=of_v)
+
+
+@pytest.mark.parametrize(
+    "case", [StepCase(states="8bit"), StepCase(states="keep", weight=BF16)], ids=["ue3m5", "bf16"]
+)
+def test_second_moment_rounded_to_nearest_stays_where_it_is(case, device):
+    """Which is why the two formats above are not rounded to nearest; ue3m5 needs a beta2 of 0.97 or less."""
+    assert (decayed_second_moment(case, device, steps=50) > 0.99).float().mean() > 0.9
+    assert decayed_second_moment(case, device, steps=50, beta2=0.95).mean() < 0.2
+
+
+def test_second_moments_of_random_gradients_are_right_on_average(device):
+    """In 2000 steps with beta2 = 0.999, where a systematic error of 1e-3 in one rounding would double or halve v."""
+    size = torch.exp(torch.empty(16, 256).uniform_(-3, 0))
+    for states, error in (("bf16", 0.02), ("4bit", 0.06)):
+        x = Step(StepCase(states=states), (16, 256), device).set(v=size.square())
+        exact, ratios = x.moments[1].cpu(), []
+        for step in range(1, 2001):
+            grad = torch.randn(16, 256) * size
+            x.set(grad=grad).step(make_hyper(step=step, lr=1e-3))
+            exact = 0.999 * exact + 0.001 * grad.square()
+            if step > 1000 and step % 100 == 0:
+                ratios.append((x.moments[1].cpu().sqrt() / exact.sqrt()).mean())
+        assert torch.stack(ratios).mean().item() == pytest.approx(1, abs=error), states
+
+
+# --- against exact Adam
+
+
+@pytest.mark.parametrize(
+    ("states", "of_path", "of_m", "of_root"),  # relative errors, about a third above what they are
+    [
+        ("8bit", 0.03, 0.035, 0.025),
+        ("fp8", 0.07, 0.075, 0.085),
+        ("4bit", 0.23, 0.035, 0.36),
+        ("4bit-experimental", 1.0, 0.42, 0.36),
+        ("bf16", 0.0035, 0.005, 0.005),
+        ("fp8-lm", 0.04, 0.08, 0.0005),
+    ],
+)
+def test_fifty_steps_follow_those_of_float32(states, of_path, of_m, of_root, device):
+    """Gradients of sizes over an order of magnitude either way within each block, with a mean to follow."""
+    size = torch.exp(torch.randn(16, 200))
+    x = Step(StepCase(states=states), (16, 200), device).zero_states()
+    exact = x.copy(device)
+    exact.case, exact.kind = StepCase(), StepCase().kind
+    exact.zero_states()
+    start = x.weight.double()
+    for step in range(1, 51):
+        grad = (torch.randn(16, 200) + 0.3) * size
+        for t in (x, exact):
+            t.set(grad=grad).step(make_hyper(step=step, lr=1e-2, betas=(0.9, 0.95)))
+    (m, v), path = x.moments, exact.weight - start
+    assert (x.weight - exact.weight).norm() < of_path * path.norm()
+    assert (m - exact.m).norm() < of_m * exact.m.norm()
+    assert (v.sqrt() - exact.v.sqrt()).norm() < of_root * exact.v.sqrt().norm()
+    cosine = torch.nn.functional.cosine_similarity
+    assert cosine((x.weight - start).flatten(), path.flatten(), 0) > 0.7
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "states", "error"),
+    [("sgd", "8bit", 2.0**-5), ("nesterov", "8bit", 2.0**-5), ("sgd", "fp8", 2.0**-4), ("sgd", "fp8-lm", 2.0**-4)],
+)  # fmt: skip
+def test_sgd_with_a_small_buffer_follows_the_exact_one(algorithm, states, error, device):
+    x = Step(StepCase(algorithm, states), (8, 200), device).zero_states()
+    exact = x.copy(device)
+    exact.case, exact.kind = StepCase(algorithm), StepCase(algorithm).kind
+    exact.zero_states()
+    start = x.weight.clone()
+    for step in range(1, 21):
+        grad = torch.randn(8, 200)
+        for t in (x, exact):
+            t.set(grad=grad).step(make_hyper(algorithm, step, 0.1))
+    assert (x.weight - exact.weight).norm() < error * (exact.weight - start).norm()
+
+
+@pytest.mark.parametrize(("states", "agreeing"), [("8bit", 0.98), ("fp8", 0.96)])
+def test_lion_with_a_small_momentum_moves_the_same_way(states, agreeing, device):
+    """Only the sign of the average counts: it differs where the average is about zero."""
+    x = Step(StepCase("lion", states), (8, 200), device).zero_states()
+    exact = x.copy(device)
+    exact.case, exact.kind = StepCase("lion"), StepCase("lion").kind
+    exact.zero_states()
+    for step in range(1, 31):
+        grad = torch.randn(8, 200)
+        before = [t.weight.clone() for t in (x, exact)]
+        for t in (x, exact):
+            t.set(grad=grad).step(make_hyper("lion", step, 1e-3, (0.9, 0.99)))
+        moves = [t.weight - b for t, b in zip((x, exact), before, strict=True)]
+        assert (moves[0].sign() == moves[1].sign()).float().mean() > agreeing, f"step {step}"
+
+
+# --- FP8-LM: one power-of-two scale a tensor
+
+
+@pytest.mark.parametrize("largest", [E4M3.max, 65504.0], ids=["e4m3", "fp16"])
+def test_power_of_two_scale_is_the_smallest_that_fits(largest):
+    exact = largest * torch.exp2(torch.arange(-60.0, 60.0))
+    above, below = (torch.nextafter(exact, torch.tensor(end)) for end in (INF, 0.0))
+    for amax, expected in ((exact, 1.0), (above, 2.0), (below, 1.0)):
+        scale = torch.stack([power_of_two_scale(x, largest) for x in amax])
+        assert_same_bits(scale, expected * torch.exp2(torch.arange(-60.0, 60.0)))
+    special = torch.tensor([0.0, math.nan, INF])
+    scales = [float(power_of_two_scale(x, largest)) for x in special]
+    assert scales[0] == 1
+    assert all(map(math.isnan, scales[1:]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits_kept"), [(torch.float8_e4m3fn, 3), (torch.float16, 10)], ids=["e4m3", "fp16"]
+)
+def test_tensor_with_a_power_of_two_scale_decodes_within_half_a_step(dtype, bits_kept):
+    x = torch.cat([torch.randn(500), torch.zeros(12)]) * 1e-5
+    codes, scale = encode_tensor(x, dtype)
+    assert codes.dtype is dtype
+    smallest = {torch.float8_e4m3fn: 2.0**-9, torch.float16: 2.0**-24}[dtype]
+    bound = torch.maximum(x.abs() * 2.0 ** -(bits_kept + 1), scale * smallest / 2)
+    assert ((decode_tensor(codes, scale) - x).abs() <= bound).all()
+    assert decode_tensor(codes, scale)[500:].eq(0).all()
+    for power in (-20, 20):
+        same_codes, other_scale = encode_tensor(x * 2.0**power, dtype)
+        assert_same_bits(same_codes, codes)
+        assert_same_bits(other_scale, scale * 2.0**power)
+
+
+@pytest.mark.parametrize("coupled", [False, True], ids=["adamw", "adam"])
+def test_nan_spreads_over_the_whole_tensor_in_the_formats_of_fp8_lm(coupled, device):
+    """Where it is applied: one scale is all there is. A skip leaves everything as it was."""
+    x = Step(StepCase("adam", "fp8-lm", "fp16", coupled=coupled), (8, 200), device)
+    x.set(grad=torch.randn(8, 200)).step(make_hyper(coupled=0.1))
+    before = x.written()
+    x.grad[3, 7] = math.nan
+    x.step(make_hyper(step=2, apply=0.0, coupled=0.1))
+    for name, value in before.items():
+        assert_same_bits(getattr(x, name), value, name)
+    x.step(make_hyper(step=2, coupled=0.1))
+    assert all(s.isnan() for s in (x.m_scale, x.v_scale, x.master_scale))
+    assert x.weight.isnan().all()
+
+
+def test_fp8_lm_master_and_moments_follow_exact_adam(device):
+    x = Step(StepCase("adam", "fp8-lm", "fp16"), (8, 200), device).zero_states()
+    exact = Step(StepCase(), (8, 200), device).zero_states().set(weight=x.value.cpu())
+    start = exact.weight.clone()
+    for step in range(1, 21):
+        grad = torch.randn(8, 200)
+        for t in (x, exact):
+            t.set(grad=grad).step(make_hyper(step=step, lr=1e-2))
+    path = exact.weight - start
+    assert (x.value - exact.weight).norm() < 2.0**-3 * path.norm()
+    assert (x.weight.float() - exact.weight).norm() < 2.0**-2 * path.norm()
+    m, v = x.moments
+    assert (m - exact.m).norm() < 2.0**-3 * exact.m.norm()
+    assert (v - exact.v).norm() < 2.0**-7 * exact.v.norm()

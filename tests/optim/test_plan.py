@@ -1,0 +1,358 @@
+"""Steps through a table of pointers, one launch for many tensors, against the plain reference step on the same tensors.
+
+Without a GPU the kernels run in Triton's interpreter on CPU tensors. On a GPU they run without the fast arithmetic
+here, whose rounding `tests/kernels` compares; the scalars of a step may still differ in the last bit of a float64.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fp8stack import BlockScaledTensor
+from fp8stack.errors import ConfigError, GradientError
+from fp8stack.optim import SGD, AdamW, Lion, base, clip, clip_grad_norm_
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+
+SHAPES = [(4, 128), (5, 208), (3, 50), (130,), (3, 200), (4, 18, 3, 3), ()]
+SMALL = {"min_numel": 256}  # so that small matrices are quantized, and the interpreter is quick
+
+
+@pytest.fixture
+def through_kernels(monkeypatch):
+    """Let optimizers use the kernels on a CPU too, where Triton's interpreter runs them."""
+
+    plan = pytest.importorskip("fp8stack.optim.plan")
+    monkeypatch.setattr(plan, "FAST", False)
+
+    def choose(on):
+        for module in (base, clip):
+            monkeypatch.setattr(module, "triton_runs_on", lambda device: on)
+
+    return choose
+
+
+def make_parameters(device, dtype=torch.float32, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in shapes]
+
+
+def set_gradients(parameters, step, fp8=True, scale=0.1):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in parameters:
+        g = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+        p.grad = BlockScaledTensor.quantize(g) if fp8 and p.ndim > 1 else g
+
+
+def assert_alike(ours, theirs):
+    """Compare parameters and every tensor of state of two optimizers."""
+    exact = not torch.cuda.is_available()
+    for (p, q), (a, b) in zip(
+        zip(ours[0], theirs[0], strict=True),
+        zip(ours[1].state.values(), theirs[1].state.values(), strict=True),
+        strict=True,
+    ):
+        assert a.keys() == b.keys()
+        pairs = [("weight", p.detach(), q.detach()), *((k, a[k], b[k]) for k in a)]
+        for name, x, y in pairs:
+            assert x.dtype is y.dtype
+            assert x.shape == y.shape
+            if exact:
+                same = x.view(torch.uint8) if x.ndim and x.element_size() == 1 else x
+                other = y.view(torch.uint8) if y.ndim and y.element_size() == 1 else y
+                assert torch.equal(same, other), (name, tuple(p.shape))
+            else:
+                x, y = x.float(), y.float()  # codes too
+                differ = ((x - y).abs() > 1e-6 * y.abs() + 1e-7).float().mean()
+                assert differ <= 1e-3, (name, tuple(p.shape), float(differ))
+
+
+def run_both(make, device, through_kernels, steps=3, dtype=torch.float32, change=None, **options):
+    """Take the same steps with the kernels and with the reference; return both (parameters, optimizer)."""
+    results = []
+    for on in (True, False):
+        through_kernels(on)
+        parameters = make_parameters(device, dtype)
+        optimizer = make(parameters, **SMALL, **options)
+        for step in range(steps):
+            set_gradients(parameters, step)
+            if change is not None:
+                change(step, parameters, optimizer)
+            optimizer.step()
+        assert bool(optimizer._plans) == on
+        results.append((parameters, optimizer))
+    assert_alike(*results)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (AdamW, {"weight_decay": 0.1}),
+        (AdamW, {"states": "4bit", "master": "none"}),
+        (AdamW, {"states": "fp8-lm", "master": "fp16"}),
+        (AdamW, {"states": "fp8", "master": "split32", "max_grad_norm": 0.5}),
+        (AdamW, {"states": "bf16", "maximize": True}),
+        (AdamW, {"states": "keep", "master": "keep"}),
+        (SGD, {"momentum": 0.9, "nesterov": True}),
+        (SGD, {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+        (SGD, {}),
+        (Lion, {"weight_decay": 0.1}),
+    ],
+    ids=lambda x: getattr(x, "__name__", "-".join(f"{v}" for v in x.values()) if isinstance(x, dict) else x),
+)  # fmt: skip
+def test_kernels_step_as_the_reference(kind, options, dtype, kernel_device, through_kernels):
+    if (
+        not torch.cuda.is_available()
+        and dtype is torch.bfloat16
+        and options.get("master") == "keep"
+    ):
+        pytest.skip("Triton's interpreter cuts to bfloat16 where this format rounds")
+    run_both(kind, kernel_device, through_kernels, lr=0.01, dtype=dtype, **options)
+
+
+def test_groups_with_their_own_numbers_and_formats_share_launches(kernel_device, through_kernels):
+    def make(parameters, **options):
+        groups = [
+            {"params": parameters[:2], "weight_decay": 0.5},
+            {"params": parameters[2:5], "lr": 0.1, "betas": (0.5, 0.9)},
+            {"params": parameters[5:], "states": "fp32"},
+        ]
+        return AdamW(groups, **options)
+
+    def change(step, parameters, optimizer):
+        optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+
+    (_, ours), _ = run_both(make, kernel_device, through_kernels, lr=0.02, change=change)
+    (plan,) = ours._plans[None].values()
+    assert len(plan.segments) < len(SHAPES)
+    assert "exp_avg" in ours.state[ours.param_groups[2]["params"][0]]
+    assert "exp_avg_code" in ours.state[ours.param_groups[0]["params"][0]]
+
+
+def test_gradients_that_come_and_go_move_only_their_parameters(kernel_device, through_kernels):
+    def change(step, parameters, optimizer):
+        parameters[step % 2].grad = None
+        if step == 3:
+            parameters[4].grad = torch.ones_like(parameters[4])  # another kind: a plan anew
+
+    results = run_both(AdamW, kernel_device, through_kernels, 5, change=change, lr=0.01)
+    for _, optimizer in results:
+        steps = [float(entry["step"]) for entry in optimizer.state.values()]
+        assert sorted(steps) == [2.0, 3.0, 5.0, 5.0, 5.0, 5.0, 5.0]
+
+
+def test_a_gradient_that_stays_away_is_not_looked_for(kernel_device, through_kernels):
+    """Its address is 0 in the table: no kernel may follow it."""
+
+    def change(step, parameters, optimizer):
+        if step:
+            parameters[0].grad = parameters[3].grad = None
+
+    options = {"lr": 0.01, "max_grad_norm": 1.0}
+    for each in ({"lr": 0.01}, options):
+        results = run_both(AdamW, kernel_device, through_kernels, 4, change=change, **each)
+        for parameters, optimizer in results:
+            steps = [float(optimizer.state[p]["step"]) for p in parameters]
+            assert steps == [1.0, 4.0, 4.0, 1.0, 4.0, 4.0, 4.0]
+
+
+def test_a_plan_is_kept_while_only_addresses_change(kernel_device, through_kernels):
+    through_kernels(True)
+    parameters = make_parameters(kernel_device)
+    optimizer = AdamW(parameters, lr=0.01, **SMALL)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    plan = next(iter(optimizer._plans[None].values()))
+    for step in (1, 2):
+        old = [p.grad for p in parameters]
+        set_gradients(parameters, step)
+        optimizer.step()
+        assert next(iter(optimizer._plans[None].values())) is plan
+        del old
+
+
+def test_state_that_is_moved_away_and_back_is_found_again(kernel_device, through_kernels):
+    """What trainers do that keep optimizer state on the host between steps."""
+
+    def change(step, parameters, optimizer):
+        if step in (1, 2):
+            for entry in optimizer.state.values():
+                for key, value in entry.items():
+                    entry[key] = value.cpu().clone()
+                if step == 2:
+                    for key, value in entry.items():
+                        entry[key] = value.to(kernel_device)
+
+    run_both(AdamW, kernel_device, through_kernels, 4, change=change, lr=0.01)
+
+
+def test_weights_that_are_replaced_are_found_again(kernel_device, through_kernels):
+    def change(step, parameters, optimizer):
+        for p in parameters:
+            p.data = p.data.clone()
+
+    run_both(AdamW, kernel_device, through_kernels, 3, change=change, lr=0.01)
+
+
+def test_gradients_and_weights_of_any_strides_step(kernel_device, through_kernels):
+    def make(parameters, **options):
+        parameters[5].data = parameters[5].data.to(memory_format=torch.channels_last)
+        parameters[1].data = parameters[1].data.t().contiguous().t()
+        return AdamW(parameters, **options)
+
+    def change(step, parameters, optimizer):
+        for p in parameters:
+            if p.ndim > 1:
+                dense = p.grad.dequantize()
+                p.grad = dense.t().contiguous().t() if p.ndim == 2 and step else dense
+
+    run_both(make, kernel_device, through_kernels, 3, change=change, lr=0.01)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_a_bad_gradient_skips_the_step_and_is_counted(
+    bad, max_grad_norm, kernel_device, through_kernels
+):
+    def change(step, parameters, optimizer):
+        if step == 1:
+            parameters[3].grad[5] = bad
+
+    options = {"lr": 0.01, "max_grad_norm": max_grad_norm}
+    for _, optimizer in run_both(AdamW, kernel_device, through_kernels, change=change, **options):
+        assert float(optimizer.skipped_steps) == 1
+        assert {float(entry["step"]) for entry in optimizer.state.values()} == {2.0}
+
+
+def test_a_scaler_and_a_clip_are_applied_in_the_step(kernel_device, through_kernels):
+    def change(step, parameters, optimizer):
+        optimizer.grad_scale = torch.tensor(8.0, device=kernel_device)
+        optimizer.found_inf = torch.tensor(float(step == 2), device=kernel_device)
+
+    options = {"lr": 0.01, "max_grad_norm": 1.0}
+    results = run_both(AdamW, kernel_device, through_kernels, 4, change=change, **options)
+    for parameters, optimizer in results:
+        assert float(optimizer.skipped_steps) == 1
+        norm = sum(float(p.grad.double().norm()) ** 2 for p in parameters) ** 0.5
+        assert float(optimizer.grad_norm) == pytest.approx(norm / 8, rel=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+def test_clipping_is_torchs(max_norm, norm_type, kernel_device, through_kernels):
+    through_kernels(True)
+    ours, theirs = make_parameters(kernel_device), make_parameters(kernel_device)
+    for parameters in (ours, theirs):
+        set_gradients(parameters, 0)
+        parameters[0].grad.add_(parameters[0].grad.dequantize())  # has a residual now
+    for q in theirs:
+        q.grad = q.grad.dequantize() if isinstance(q.grad, BlockScaledTensor) else q.grad
+    total = clip_grad_norm_(ours, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type, foreach=False)
+    torch.testing.assert_close(total, expected.float(), rtol=1e-5, atol=0)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.grad + 0, q.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_clipped_sum_goes_on_from_its_residual(kernel_device, through_kernels):
+    through_kernels(True)
+    p = nn.Parameter(torch.zeros(64, 128, device=kernel_device))
+    p.grad = BlockScaledTensor.quantize(torch.randn_like(p))
+    for _ in range(3):
+        p.grad.add_(torch.randn_like(p))
+    before = [t.clone() for t in p.grad.residual]
+    norm = clip_grad_norm_([p], 1.0)
+    codes, scale = p.grad.residual
+    assert torch.equal(codes.view(torch.uint8), before[0].view(torch.uint8))
+    torch.testing.assert_close(scale, before[1] * (1 / (norm + 1e-6)), rtol=1e-6, atol=0)
+
+
+def test_clipping_says_what_is_wrong(kernel_device):
+    p = nn.Parameter(torch.zeros(64, 128, device=kernel_device))
+    assert clip_grad_norm_([p], 1.0) == 0
+    p.grad = torch.full_like(p, math.nan)
+    with pytest.raises(ConfigError, match="max_norm must be a number >= 0, got nan"):
+        clip_grad_norm_([p], math.nan)
+    with pytest.raises(RuntimeError, match="is nan, so it cannot be clipped"):
+        clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+
+
+def test_empty_parameters_and_ten_thousand_small_ones(kernel_device, through_kernels):
+    through_kernels(torch.cuda.is_available())  # the interpreter would take minutes
+    parameters = [nn.Parameter(torch.ones(3, device=kernel_device)) for _ in range(10_000)]
+    parameters.append(nn.Parameter(torch.empty(0, 128, device=kernel_device)))
+    parameters.append(nn.Parameter(torch.ones(64, 128, device=kernel_device)))  # never a gradient
+    optimizer = AdamW(parameters, lr=0.1, weight_decay=0.0)
+    for p in parameters[:-1]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    moved = torch.stack(parameters[:10_000])
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.9))
+    assert parameters[-1].eq(1).all()
+
+
+def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_kernels):
+    through_kernels(True)
+    parameters = make_parameters(kernel_device)
+    optimizer = AdamW(parameters, lr=0.1, **SMALL)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in parameters]
+    optimizer.param_groups[0]["lr"] = math.nan
+    with pytest.raises(ConfigError, match="lr must be a finite number >= 0, got nan"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    parameters[2].grad = torch.ones(3, 50, device=kernel_device).to_sparse()
+    with pytest.raises(GradientError, match="sparse"):
+        optimizer.step()
+    for p, old in zip(parameters, before, strict=True):
+        assert torch.equal(p.detach(), old)
+    assert float(optimizer.state[parameters[0]]["step"]) == 1
+
+
+@pytest.mark.gpu
+def test_a_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate():
+    losses = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).cuda().bfloat16()
+        rate = torch.tensor(0.01, device="cuda")
+        optimizer = AdamW(model.parameters(), lr=rate, max_grad_norm=1.0)
+        data = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
+        x = torch.empty_like(data[0])
+
+        def train_step(model=model, optimizer=optimizer, x=x):
+            optimizer.zero_grad(set_to_none=True)
+            loss = (model(x) - x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for i in range(3):
+                x.copy_(data[i])
+                train_step()
+        torch.cuda.current_stream().wait_stream(stream)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            optimizer.zero_grad(set_to_none=True)
+            with torch.cuda.graph(graph):
+                loss = train_step()
+        values = []
+        for i in range(3, 20):
+            x.copy_(data[i])
+            rate.fill_(0.01 / i)
+            if captured:
+                graph.replay()
+            else:
+                loss = train_step()
+            values.append(float(loss))
+        losses.append(values)
+        steps = {float(entry["step"]) for entry in optimizer.state.values()}
+        assert steps == {20.0}
+    assert losses[0] == losses[1]

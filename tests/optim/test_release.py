@@ -1,0 +1,129 @@
+"""Gradient release: the same steps without resident gradients, and a clear refusal of what it cannot do."""
+
+import os
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from helpers import TinyLM, assert_same_bits, batch, train
+from torch import nn
+
+import fp8stack
+from fp8stack.errors import ConfigError, GradientError, ModelError
+from fp8stack.optim import SGD, AdamW, Lion
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Lion])
+def test_stepping_in_backward_is_stepping_afterwards(kind, device):
+    torch.manual_seed(0)
+    start = TinyLM().to(device).bfloat16()
+    results = []
+    for release in (False, True):
+        model = TinyLM().to(device).bfloat16()
+        model.load_state_dict(start.state_dict())
+        optimizer = kind(model.parameters(), lr=1e-3)
+        if release:
+            optimizer.step_in_backward()
+        for step in range(4):
+            loss = model(*batch(step, device))
+            loss.backward()
+            assert all((p.grad is None) == release for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((model, optimizer))
+    for (name, p), q in zip(
+        results[0][0].named_parameters(), results[1][0].parameters(), strict=True
+    ):
+        assert_same_bits(q, p, name)
+        for key, value in results[0][1].state[p].items():
+            assert_same_bits(results[1][1].state[q][key], value, f"{name} {key}")
+
+
+def test_initialize_releases_gradients_and_restore_ends_it(device):
+    torch.manual_seed(0)
+    model = TinyLM(tied=True).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", step_in_backward=True)
+    report = fp8stack.get_report(model)
+    assert report.bytes_per_parameter < 5.1
+    assert report.gradients == "used in backward and freed"
+    losses = train(model, optimizer, 12, device=device)
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(p.grad is None for p in model.parameters())
+    model, optimizer = fp8stack.restore(model, optimizer)
+    assert type(optimizer) is torch.optim.AdamW
+    model(*batch(0, device)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_second_backward_before_the_step_is_refused():
+    model = TinyLM()
+    optimizer = AdamW(model.parameters())
+    optimizer.step_in_backward()
+    model(*batch(0)).backward()
+    with pytest.raises(GradientError, match=r"second gradient before optimizer\.step"):
+        model(*batch(1)).backward()
+
+
+def test_a_bad_gradient_skips_its_own_parameter():
+    a, b = (nn.Parameter(torch.ones(64, 128)) for _ in range(2))
+    optimizer = AdamW([a, b], lr=0.1)
+    optimizer.step_in_backward()
+    (a.sum() + (b * torch.inf).sum()).backward()
+    assert a.ne(1).all()
+    assert b.eq(1).all()
+    assert float(optimizer.skipped_steps) == 1
+
+
+def test_a_scaled_loss_is_refused():
+    p = nn.Parameter(torch.ones(64, 128))
+    optimizer = AdamW([p])
+    optimizer.step_in_backward()
+    p.sum().backward()
+    optimizer.grad_scale = torch.tensor(8.0)
+    with pytest.raises(ConfigError, match="scaled by a GradScaler"):
+        optimizer.step()
+
+
+def test_what_needs_all_gradients_is_refused_at_the_call():
+    model = TinyLM()
+    with pytest.raises(ConfigError, match="no norm to clip by"):
+        AdamW(model.parameters(), max_grad_norm=1.0).step_in_backward()
+    with pytest.raises(ConfigError, match="no norm to clip by"):
+        fp8stack.initialize(
+            model, AdamW(model.parameters(), max_grad_norm=1.0), "O2", step_in_backward=True
+        )
+    with pytest.raises(ConfigError, match="O0 leaves yours as it is"):
+        fp8stack.initialize(
+            model, torch.optim.AdamW(model.parameters()), "O0", step_in_backward=True
+        )
+    with pytest.raises(ModelError, match="not with Adagrad"):
+        fp8stack.initialize(
+            model, torch.optim.Adagrad(model.parameters()), "O1", step_in_backward=True
+        )
+    with pytest.raises(ConfigError, match="step_in_backward='yes' must be True or False"):
+        fp8stack.initialize(
+            model, torch.optim.AdamW(model.parameters()), "O2", step_in_backward="yes"
+        )
+    assert type(model.up) is nn.Linear
+
+
+def _refused(rank, port, failures):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    model = TinyLM()
+    try:
+        fp8stack.initialize(
+            model, torch.optim.AdamW(model.parameters()), "O2", step_in_backward=True
+        )
+    except ConfigError as error:
+        failures[rank] = "over the 2 ranks" in str(error)
+    torch.distributed.destroy_process_group()
+
+
+def test_several_ranks_are_refused():
+    with mp.Manager() as manager:
+        failures = manager.dict()
+        port = 29500 + os.getpid() % 1000
+        mp.spawn(_refused, (port, failures), nprocs=2)
+        assert dict(failures) == {0: True, 1: True}
