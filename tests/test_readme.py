@@ -61,3 +61,40 @@ def test_the_demo_s_table_is_the_record_s():
         assert row in README
         assert abs(change) < 1, "in the demo every level ends within 1 % of the baseline"
         assert record["make_demo_seconds"] < 360
+
+
+STEPS = {
+    "fp8stack, default": "fp8stack",
+    "fp8stack, norm and clipping included": "fp8stack max_grad_norm",
+    'fp8stack, `states="4bit"`': "fp8stack 4bit/split24/fp8",
+    "torch fused, float32": "torch fused fp32",
+    "torch fused, pure bfloat16": "torch fused bf16",
+    "flashoptim, 24 bits": "flashoptim 24bit",
+    "TransformerEngine, float32 master": "te fp32 master",
+    "TransformerEngine, FP8-LM formats": "te fp8-lm",
+    "bitsandbytes AdamW8bit": "bitsandbytes 8bit",
+    "torchao AdamW8bit": "torchao 8bit",
+    "torchao AdamW4bit": "torchao 4bit",
+}
+
+
+def test_the_table_of_steps_is_the_record_s():
+    records = {}
+    for line in (ROOT / "benchmarks/results/optimizer_step.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["params"]["model"] == "llama-3.2-1b" and record["value"]:
+            records[record["variant"]] = record
+    assert len({records[variant]["time"][:10] for variant in STEPS.values()}) == 1, "one run"
+    for name, variant in STEPS.items():
+        extra = records[variant]["extra"]
+        size = extra["bytes"]
+        resident = f"{size['total'] - size['grad']:.2f} | {size['total']:.2f}"
+        row = (
+            f"| {name} | {records[variant]['value']:.2f} | {100 * extra['of_copy']:.0f} % | "
+            f"{extra['cpu_ms']:.2f} | {resident} | {extra['peak_extra_mib']:,.0f} |"
+        )
+        assert row in README
+        if variant.startswith("fp8stack"):
+            assert extra["peak_extra_mib"] <= 16
+            assert extra["cpu_ms"] <= 1
+    assert records["fp8stack"]["extra"]["of_copy"] >= 0.9
