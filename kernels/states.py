@@ -6,8 +6,8 @@ the same way after a truncating conversion; neither needs FP8 hardware. On NVIDI
 Triton's own byte-wise code takes twice the instructions; elsewhere, and in Triton's interpreter, plain operations
 give the same bits.
 
-The power of two between a format's exponents and float16's is folded into the scale: scales above 2^114 lose bits, which
-no moment of a gradient below 2^64 has.
+The power of two between a format's exponents and float16's is folded into the scale. Scales above 2^114 lose bits by
+that; no moment of gradients below 2^64 has one.
 
 `FAST` allows the GPU's approximate reciprocal and square root (one or two units in the last place of a float32);
 without it every operation rounds as in the reference.
