@@ -333,6 +333,7 @@ def test_a_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate():
             return loss
 
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # model and data are made there
         with torch.cuda.stream(stream):
             for i in range(3):
                 x.copy_(data[i])
