@@ -11,7 +11,7 @@ from .errors import ConfigError, ModelError
 from .levels import Recipe
 from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 from .optim import SGD, Adam, AdamW, BlockwiseOptimizer
-from .optim.release import check_single_process
+from .optim.release import check_no_clipping, check_single_process
 
 CONVERTED: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     torch.optim.Adam: Adam,
@@ -144,11 +144,8 @@ def _check_release(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
             f"step_in_backward=True steps with fp8stack's counterparts of {known}, not with "
             f"{type(optimizer).__name__}{inconvertible_option(optimizer) and ' with these options'}."
         )
-    if isinstance(optimizer, BlockwiseOptimizer) and optimizer.max_grad_norm is not None:
-        raise ConfigError(
-            f"step_in_backward frees each gradient before the last one is known, so max_grad_norm="
-            f"{optimizer.max_grad_norm} has no norm to clip by. Leave one of them out."
-        )
+    if isinstance(optimizer, BlockwiseOptimizer):
+        check_no_clipping(optimizer)
 
 
 def _check_convertible(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:

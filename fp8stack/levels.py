@@ -62,13 +62,8 @@ class Recipe:
     step_in_backward: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
-                choices = ", ".join(f'"{k}"' for k in known)
-                raise ConfigError(
-                    f"{name}={value!r} is not a choice; use one of {choices}.{did_you_mean(str(value), known)}"
-                )
+        for name in CHOICES:
+            _check_choice(name, getattr(self, name))
         if not isinstance(self.skip, (list, tuple)) or any(
             not isinstance(p, str) for p in self.skip
         ):
@@ -108,6 +103,16 @@ class Recipe:
         return weight + masters[self.master] + gradient + moments
 
 
+def _check_choice(name: str, value: Any, where: str = "") -> None:
+    """Raise ConfigError unless `value` is one of CHOICES[name]."""
+    if value not in CHOICES[name]:
+        choices = ", ".join(f'"{k}"' for k in CHOICES[name])
+        raise ConfigError(
+            f"{where}{name}={value!r} is not a choice; use one of {choices}."
+            f"{did_you_mean(str(value), CHOICES[name])}"
+        )
+
+
 def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
     """Return `states_for` as (pattern, states, master), "" for what is not given."""
     if isinstance(given, tuple):
@@ -124,12 +129,7 @@ def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
                 f'states_for[{pattern!r}]={value!r} must be a format, or a dict with "states" and "master".'
             )
         for name, choice in formats.items():
-            if choice not in CHOICES[name]:
-                choices = ", ".join(f'"{k}"' for k in CHOICES[name])
-                raise ConfigError(
-                    f"states_for[{pattern!r}]: {name}={choice!r} is not a choice; use one of {choices}."
-                    f"{did_you_mean(str(choice), CHOICES[name])}"
-                )
+            _check_choice(name, choice, f"states_for[{pattern!r}]: ")
         result.append((pattern, formats.get("states", ""), formats.get("master", "")))
     return tuple(result)
 

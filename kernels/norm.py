@@ -7,14 +7,14 @@ the norm has the same bits every time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .states import signed_values
+from .states import E4M3_MAX, signed_values
 from .step import TYPES
 from .table import COLUMN, WIDTH
 from .tiles import places, pointer
@@ -47,7 +47,7 @@ def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.
         scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
         block = first + tl.arange(0, _SPAN)
         exists = block < tl.load(row + _BLOCKS).to(tl.int32)
-        x = tl.load(scale + block, mask=exists, other=0.0) * 448.0
+        x = tl.load(scale + block, mask=exists, other=0.0) * E4M3_MAX
         bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     else:
         grad = pointer(row, _GRAD, TYPE, "any")
@@ -144,6 +144,19 @@ def squares(
 def root(partial: Tensor, out: Tensor) -> None:  # float64 [programs]; float32, 0-d
     """Write the square root of the sum of `partial`."""
     _root_kernel[(1,)](partial, len(partial), out, 1024, **LAUNCH)
+
+
+def total(
+    launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]],  # dtype, layout, rows, owner
+    partial: Tensor,  # float64 [programs of all launches]; overwritten
+    out: Tensor,  # float32, 0-d
+) -> None:
+    """Write the norm of all gradients of several launches."""
+    at = 0
+    for dtype, layout, rows, owner in launches:
+        squares(rows, owner, dtype, layout, partial[at : at + len(owner)])
+        at += len(owner)
+    root(partial, out)
 
 
 def multiply(rows: Tensor, owner: Tensor, dtype: torch.dtype, factor: Tensor) -> None:

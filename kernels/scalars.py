@@ -6,12 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fp8stack.formats import GRAD_LIMIT
+
 from .reference.scalars import LEAST_EPS
 from .table import COLUMN, WIDTH
 
 SIZE = 128
 _WIDTH, _GRAD = tl.constexpr(WIDTH), tl.constexpr(COLUMN["grad"])
-_LEAST_EPS = tl.constexpr(LEAST_EPS)
+_LEAST_EPS, _GRAD_LIMIT = tl.constexpr(LEAST_EPS), tl.constexpr(GRAD_LIMIT)
 
 
 @triton.jit
@@ -25,7 +27,7 @@ def _scalars_kernel(
     max_norm = tl.load(verdict_ptr + 1).to(tl.float64)
     norm = tl.load(verdict_ptr + 2).to(tl.float64)
     largest = tl.load(verdict_ptr + 3).to(tl.float64)
-    fine = tl.where(largest * unscale < 18446744073709551616.0, 1.0, 0.0)  # 0 for NaN
+    fine = tl.where(largest * unscale < _GRAD_LIMIT, 1.0, 0.0)  # 0 for NaN
     fine = tl.where(tl.load(verdict_ptr + 4) == 0, fine, 0.0)
     if tl.program_id(0) == 0:
         tl.store(skipped_ptr, tl.load(skipped_ptr) + 1.0 - fine)

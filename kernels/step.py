@@ -119,18 +119,8 @@ def _step_kernel(
                 u = g + beta1 * new_m
             else:
                 v = load_moment(
-                    v_codes,
-                    v_scale,
-                    block,
-                    inside,
-                    offset,
-                    mask,
-                    packed,
-                    packed_mask,
-                    V,
-                    OTHER,
-                    BLOCKS,
-                )
+                    v_codes, v_scale, block, inside, offset, mask, packed, packed_mask, V, OTHER, BLOCKS
+                )  # fmt: skip
                 if ROOTED:
                     v = v * v
                 v = weighted_sum(beta2, v, one_minus_beta2, g * g, FAST)

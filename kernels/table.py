@@ -9,7 +9,7 @@ tensor without a gradient is left out. The caller keeps the tensors alive.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -42,6 +42,19 @@ def owners(programs: Sequence[int], device: torch.device) -> Tensor:
 def firsts(programs: Sequence[int]) -> list[int]:
     """Return the number of each row's first program."""
     return [0, *accumulate(programs)][:-1]
+
+
+def deal(
+    rows: Sequence[dict[str, int]],
+    programs: Callable[[Mapping[str, int]], int],  # how many a row needs
+    column: str,  # "first" or "first_span"
+    device: torch.device,
+) -> Tensor:
+    """Give each row of a launch its programs: note its first one in `column`, return the row of each (int32)."""
+    counts = [programs(row) for row in rows]
+    for row, first in zip(rows, firsts(counts), strict=True):
+        row[column] = first
+    return owners(counts, device)
 
 
 def upload(values: array[int] | array[float], device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ is the clip coefficient of `max_grad_norm`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -25,9 +25,11 @@ from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.reference.step import StepKind
 
 from . import state_dict as checkpoint_format
+from .checks import rates_on_gpu
 from .reference import reference_step
 from .release import GradientRelease
 from .state import (
+    MASTER_KEYS,
     MASTERS,
     STATES,
     State,
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 ParamsT = Iterable[Any]
-_MASTER_KEYS = {"remainder", "master"}
 
 
 class BlockwiseOptimizer(torch.optim.Optimizer):
@@ -96,7 +97,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         old = self.overrides.get(parameter, (self.states, self.master))
         new = (states or old[0], master or old[1])
         check_formats(*new)
-        if any(name in self.state.get(parameter, {}) for name in ("step", *_MASTER_KEYS)):
+        if any(name in self.state.get(parameter, {}) for name in ("step", *MASTER_KEYS)):
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} has state already; set its formats before the first "
                 "step, or save the optimizer, make another with the formats wanted, and load it."
@@ -165,7 +166,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         for name in self.moments_of(group):
             if name not in state and f"{name}_code" not in state:
                 state.update(zero_moment(name, parameter, self.moment_format(parameter)))
-        if not state.keys() & _MASTER_KEYS:
+        if not state.keys() & set(MASTER_KEYS):
             value = parameter.detach().float()
             state.update(encode_master(value, self.master_format(parameter))[1])
         elif parameter.dtype is torch.float32 or (
@@ -256,29 +257,25 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor) -> None:
         """Step one parameter that has a gradient."""
-        flat = [p for group in self.param_groups for p in group["params"]]
-        self._step(flat, parameter)
+        self._step([parameter], parameter)
 
-    def _step(self, flat: list[nn.Parameter], only: Tensor | None = None) -> None:
+    def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
         numbers = [self.numbers_of(group) for group in self.param_groups]
-        first = next(p for p in flat if p.grad is not None and (only is None or p is only))
+        first = next(p for p in chosen if p.grad is not None)
         if triton_runs_on(first.device):
-            self._step_with_plans(flat, numbers, only)
+            self._step_with_plans(chosen, numbers, only)
         else:
             reference_step(self, numbers, only)
 
     def _step_with_plans(
-        self, flat: list[nn.Parameter], numbers: list[tuple[float, ...]], only: Tensor | None
+        self, chosen: Sequence[Tensor], numbers: list[tuple[float, ...]], only: Tensor | None
     ) -> None:
         from .plan import Plan  # Triton is imported when a GPU is used
 
         plans = self._plans.get(only, {})
-        chosen = flat if only is None else [p for p in flat if p is only]
         if not plans or not all(plan.current(chosen) for plan in plans.values()):
-            group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
-            entries = [
-                e for e in zip(range(len(flat)), group_of, flat, strict=True) if only is None or e[2] is only
-            ]  # fmt: skip
+            pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
+            entries = [(i, g, p) for i, (g, p) in enumerate(pairs) if only is None or p is only]
             devices = dict.fromkeys(p.device for p in chosen if p.grad is not None)
             plans = {d: Plan(self, entries, d) for d in devices}
             if not all(plan.current(chosen) for plan in plans.values()):
@@ -288,10 +285,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             else:
                 self._plans.pop(None, None)
             self._plans[only] = plans
-        rates = [
-            (i, group["lr"]) for i, group in enumerate(self.param_groups)
-            if isinstance(group["lr"], Tensor) and group["lr"].is_cuda
-        ]  # fmt: skip
+        rates = rates_on_gpu(self.param_groups)
         for plan in plans.values():
             plan.set_groups(numbers, rates)
             self._examine(plan)
@@ -364,7 +358,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
 
 def check_formats(states: str, master: str) -> None:
-    """Raise ConfigError unless both are known and go together."""
+    """Raise ConfigError unless both are known."""
     for name, value, known in (("states", states, STATES), ("master", master, MASTERS)):
         if value not in known:
             raise ConfigError(

@@ -47,6 +47,12 @@ def check_rate(lr: float | Tensor) -> float:
     return float(lr)
 
 
+def rates_on_gpu(groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
+    """Return (index of the group, learning rate) where it is a tensor on a GPU, which stays there."""
+    rates = ((g, group["lr"]) for g, group in enumerate(groups))
+    return [(g, lr) for g, lr in rates if isinstance(lr, Tensor) and lr.is_cuda]
+
+
 def check_positive(name: str, value: float) -> None:
     """Raise ConfigError unless `value` is a finite number >= 0."""
     if not (isinstance(value, (int, float)) and 0 <= value < math.inf):

@@ -102,13 +102,10 @@ class _Gradients:
         from .plan import on_device
 
         with on_device(self.device):
-            counts = [len(owner) for *_, owner in self.tables]
-            partial = torch.empty(sum(counts), dtype=torch.float64, device=self.device)
-            for table, part in zip(self.tables, partial.split(counts), strict=True):
-                dtype, layout, rows, owner = table
-                norm.squares(rows, owner, dtype, layout, part)
+            count = sum(len(owner) for *_, owner in self.tables)
+            partial = torch.empty(count, dtype=torch.float64, device=self.device)
             out = torch.empty((), device=self.device)
-            norm.root(partial, out)
+            norm.total(self.tables, partial, out)
         return out
 
     def multiply(self, factor: Tensor) -> None:
@@ -139,7 +136,7 @@ _KEPT = 8  # tables of the last calls: gradients often come back to the same add
 def _tables(grads: list[Tensor]) -> list[Table]:
     """Return (dtype, layout, rows, owner) of the launches that read `grads`, all contiguous and on one device."""
     from fp8stack.kernels import norm, step
-    from fp8stack.kernels.table import firsts, owners, upload_rows
+    from fp8stack.kernels.table import deal, upload_rows
 
     device = grads[0].device
     addresses = [
@@ -157,10 +154,8 @@ def _tables(grads: list[Tensor]) -> list[Table]:
         launches.setdefault((values.dtype, layout), []).append(row)
     result = []
     for (dtype, layout), rows in launches.items():
-        counts = [norm.spans(row) for row in rows]
-        for row, first in zip(rows, firsts(counts), strict=True):
-            row["first_span"] = first
-        result.append((dtype, layout, upload_rows(rows, device), owners(counts, device)))
+        owner = deal(rows, norm.spans, "first_span", device)
+        result.append((dtype, layout, upload_rows(rows, device), owner))
     _TABLES[key] = result
     while len(_TABLES) > _KEPT:
         _TABLES.popitem(last=False)

@@ -8,7 +8,7 @@ same formats share one, whatever group they are in, since every hyper-parameter 
     scalars       skip or not, clip, bias corrections, step counts                  one launch
     step          everything else                                                   one launch per format
 
-and the host never waits. Gradients usually change address every step: their two columns are uploaded again, if so.
+and the host never waits. Gradients usually change address every step: their columns are uploaded again, if so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fp8stack.kernels import norm, scalars, step
 from fp8stack.kernels.reference.step import StepTensors
-from fp8stack.kernels.table import COLUMN, firsts, owners, upload, upload_rows
+from fp8stack.kernels.table import COLUMN, deal, upload, upload_rows
 from fp8stack.tensor import BlockScaledTensor
 
 from .gradients import check_gradient, gradient_parts
@@ -116,26 +116,21 @@ class Plan:
         n, device, start = len(rows), self.device, 0
         self.hyper = torch.zeros(n, 16, dtype=torch.float32, device=device)
         amax = torch.zeros(n, 4, dtype=torch.int32, device=device)
-        parts, counts, spans = [], [], []
-        for _, length in runs:
+        dealt = []
+        for launch, length in runs:
             part = slice(start, start + length)
-            counts.append([step.programs(r) for r in rows[part]])
-            spans.append([norm.spans(r) for r in rows[part]])
-            numbers = zip(rows[part], firsts(counts[-1]), firsts(spans[-1]), strict=True)
-            for row, first, first_span in numbers:
-                row.update(first=first, first_span=first_span)
-            parts.append(part)
+            owner = deal(rows[part], step.programs, "first", device)
+            dealt.append((launch, part, owner, deal(rows[part], norm.spans, "first_span", device)))
             start += length
         self.rows = upload_rows(rows, device)
         self.segments = []
-        for (launch, _), part, programs, reads in zip(runs, parts, counts, spans, strict=True):
+        for launch, part, owner, spans in dealt:
             parameters = self.parameters[part]
             copied = [i for i, p in enumerate(parameters) if not p.is_contiguous()]
             self.segments.append(
                 Segment(
                     launch, parameters, [r["weight"] for r in rows[part]], [r["blocks"] for r in rows[part]], copied,
-                    owners(programs, device), owners(reads, device),
-                    self.rows[part], self.hyper[part], amax[part],
+                    owner, spans, self.rows[part], self.hyper[part], amax[part],
                 )
             )  # fmt: skip
         self.grads: list[list[Any]] = []  # where they are, by segment; uploaded at the first step
@@ -163,7 +158,7 @@ class Plan:
 
     # --- the host's part of every step
 
-    def current(self, everything: Sequence[nn.Parameter]) -> bool:
+    def current(self, everything: Sequence[Tensor]) -> bool:
         """Return whether the plan fits the optimizer's parameters and their gradients, noting where these are now.
 
         This runs over every parameter at every step, so it does little for each: two addresses and two comparisons.
@@ -278,12 +273,11 @@ class Plan:
                 for s in self.segments:
                     norm.largest(s.rows, s.spans, s.grad_dtype, self._largest)
                 return
-            at = 0
-            for s in self.segments:
-                part = self.partial[at : at + len(s.spans)]
-                at += len(s.spans)
-                norm.squares(s.rows, s.spans, s.grad_dtype, s.launch.rows, part)
-            norm.root(self.partial, self._norm)
+            norm.total(
+                [(s.grad_dtype, s.launch.rows, s.rows, s.spans) for s in self.segments],
+                self.partial,
+                self._norm,
+            )
             self._largest.copy_(self._norm)
 
     def run(self, skipped: Tensor) -> None:

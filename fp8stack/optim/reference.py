@@ -12,6 +12,7 @@ from fp8stack.kernels.reference import norm
 from fp8stack.kernels.reference.scalars import scalars
 from fp8stack.kernels.reference.step import step
 
+from .checks import rates_on_gpu
 from .gradients import check_gradient, gradient_parts
 from .state import State, step_tensors
 
@@ -53,9 +54,8 @@ def reference_step(
             weight = p.detach().contiguous()
             tensors = step_tensors(weight, *parts, optimizer.moments_of(group), state)
             step(optimizer.step_kind(group, p), tensors, row)
-            if (
-                weight.data_ptr() != p.data_ptr()
-            ):  # channels_last, or a transposed view: blocks are row-major
+            # channels_last, or a transposed view: blocks are row-major
+            if weight.data_ptr() != p.data_ptr():
                 p.copy_(weight)
     torch.autograd.graph.increment_version([p for _, _, p, _, _ in work])
     optimizer.skipped_steps = skipped
@@ -68,9 +68,8 @@ def _group_table(
 ) -> Tensor:
     """Return the hyper-parameters of every group, float64; a learning rate on a GPU stays there."""
     table = torch.tensor(numbers, dtype=torch.float64).to(device)
-    for g, group in enumerate(optimizer.param_groups):
-        if isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
-            table[g, 0].copy_(group["lr"])
+    for g, rate in rates_on_gpu(optimizer.param_groups):
+        table[g, 0].copy_(rate)
     return table
 
 

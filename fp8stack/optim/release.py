@@ -24,11 +24,7 @@ class GradientRelease:
     """The hooks that step parameters in backward; `remove()` takes them off."""
 
     def __init__(self, optimizer: BlockwiseOptimizer) -> None:
-        if optimizer.max_grad_norm is not None:
-            raise ConfigError(
-                f"step_in_backward frees each gradient before the last one is known, so max_grad_norm="
-                f"{optimizer.max_grad_norm} has no norm to clip by. Leave one of them out."
-            )
+        check_no_clipping(optimizer)
         check_single_process()
         self._optimizer = optimizer
         self._stepped: set[Tensor] = set()
@@ -56,9 +52,6 @@ class GradientRelease:
             hook.remove()
         self._hooks.clear()
 
-    def holds(self, parameter: Tensor) -> bool:
-        return parameter in self._hooks
-
     def _step(self, parameter: Tensor) -> None:
         if parameter in self._stepped:
             raise GradientError(
@@ -70,6 +63,15 @@ class GradientRelease:
         self._stepped.add(parameter)
         self._optimizer.step_parameter(parameter)
         parameter.grad = None
+
+
+def check_no_clipping(optimizer: BlockwiseOptimizer) -> None:
+    """Raise ConfigError where a step needs the norm of all gradients."""
+    if optimizer.max_grad_norm is not None:
+        raise ConfigError(
+            f"step_in_backward frees each gradient before the last one is known, so max_grad_norm="
+            f"{optimizer.max_grad_norm} has no norm to clip by. Leave one of them out."
+        )
 
 
 def check_single_process() -> None:

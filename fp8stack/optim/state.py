@@ -53,6 +53,7 @@ from fp8stack.formats import (
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import master, scaled
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
+from fp8stack.levels import CHOICES
 
 State = dict[str, Any]
 
@@ -62,8 +63,7 @@ _BLOCK_FORMATS: dict[str, tuple[MiniFloat, MiniFloat]] = {
     "4bit": (S1E3M4, UE3M1),
     "4bit-experimental": (S1E2M1, UE3M1),
 }
-STATES = (*_BLOCK_FORMATS, "fp8-lm", "bf16", "fp32", "keep")
-MASTERS = ("split24", "split32", "fp16", "fp32", "none", "keep")
+STATES, MASTERS = CHOICES["states"], CHOICES["master"]
 MASTER_KEYS = ("remainder", "master", "master_scale")
 _SPLIT = {"split24": torch.int8, "split32": torch.int16}
 
