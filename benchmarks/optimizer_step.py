@@ -7,9 +7,11 @@ The parameters are the real tensor lists of models with random weights and gradi
 `step ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow
 to feed costs what the host costs. `CPU ms` is the host's time in a step with nothing queued before it; `peak MiB` what
 a step allocates beyond what is resident. Bytes, per parameter, are those of live tensors; `alloc` is what the
-allocator handed out, with hidden buffers and rounding. TB/s is the least that the format must move (weight, master and
-state read and written once, gradient read once) over the step; `of copy` its ratio to a device-to-device copy in the
-same run. Kernels are counted later, in another process: a profiler slows all launches that follow it.
+allocator handed out, with hidden buffers and rounding. State in host memory is not among them; a record has it as
+`host`, with the GB/s over the bus and those of copies both ways at once. TB/s is the least that the format must move
+(weight, master and state read and written once, gradient read once) over the step; `of copy` its ratio to a
+device-to-device copy in the same run. Kernels are counted later, in another process: a profiler slows all launches
+that follow it.
 
 Limits: gradients stay the same from step to step, so nothing here speaks of accuracy. A list of a few ten megabytes
 fits partly into the L2 cache and can beat the copy. Peers run with their defaults, but for the hyper-parameters.
@@ -97,7 +99,7 @@ class Variant:
     module: str = "fp8stack.optim"
     kind: str = "AdamW"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    mode: str = "step"  # or "clip", after clip_grad_norm_; or "graph", replayed from a CUDA graph
+    mode: str = "step"  # "clip", after clip_grad_norm_; "graph", replayed from a CUDA graph; "emit", FP8 weights too
 
 
 def list_variants() -> Iterator[Variant]:
@@ -106,6 +108,10 @@ def list_variants() -> Iterator[Variant]:
     yield Variant("fp8stack clipped", *default, mode="clip")
     yield Variant("fp8stack max_grad_norm", *default, options={"max_grad_norm": 1.0})
     yield Variant("fp8stack graph", *default, mode="graph")
+    yield Variant("fp8stack emit", *default, mode="emit")
+    yield Variant("fp8stack offload", *default, options={"offload": "cpu"})
+    yield Variant("fp8stack Muon", *default, kind="Muon")
+    yield Variant("fp8stack bitsandbytes", *default, module="fp8stack.optim.bitsandbytes")
     ours = "8bit/split24/bf16 fp8/split24/fp8 4bit/split24/fp8 4bit-experimental/split24/fp8"
     for formats in f"{ours} fp8-lm/fp16/fp8 bf16/split32/fp8 fp32/fp32/fp8 8bit/none/fp8".split():
         weight = "fp32" if formats.startswith("fp32") else "bf16"
@@ -115,6 +121,7 @@ def list_variants() -> Iterator[Variant]:
             formats = (dtype, "none", dtype, dtype)
             yield Variant(f"torch {how} {dtype}", *formats, "torch.optim", "AdamW", {how: True})
     half = ("bf16", "bf16")  # gradient and weight
+    yield Variant("torch Muon bf16", "bf16", "none", *half, "torch.optim", "Muon")
     yield Variant("bitsandbytes 8bit", "8bit", "none", *half, "bitsandbytes.optim", "AdamW8bit")
     for name in ("8bit", "4bit", "Fp8"):
         ao = ("torchao.optim", f"AdamW{name}", {"bf16_stochastic_round": True})
@@ -156,8 +163,14 @@ def make_step(variant: Variant, parameters: Parameters) -> tuple[Optimizer, Step
     if variant.mode == "graph" and not parameters[0].is_cuda:
         raise ConfigError("a CUDA graph needs a GPU")
     kind = getattr(importlib.import_module(variant.module), variant.kind)
-    own = {"states": variant.states, "master": variant.master} if kind is OURS else {}
+    mine = issubclass(kind, fp8stack.optim.BlockwiseOptimizer)
+    own = {"states": variant.states, "master": variant.master} if mine else {}
+    if variant.kind == "Muon":
+        return make_muon(kind, own, parameters)
     optimizer = kind(parameters, **HYPER, **own, **variant.options)
+    if variant.mode == "emit":
+        optimizer.emit([p for p in parameters if p.ndim > 1])
+        return optimizer, optimizer.step
     if variant.mode == "clip":
         return optimizer, lambda: (clip(parameters, 1.0), optimizer.step())
     if variant.mode == "step":
@@ -167,6 +180,21 @@ def make_step(variant: Variant, parameters: Parameters) -> tuple[Optimizer, Step
     with torch.cuda.graph(graph):
         optimizer.step()
     return optimizer, graph.replay
+
+
+def make_muon(kind: Any, own: Numbers, parameters: Parameters) -> tuple[Optimizer, Step]:
+    """Return Muon for the hidden matrices, AdamW for embeddings, heads and vectors; torch's takes two optimizers."""
+    hidden = [p for p in parameters if p.ndim == 2 and max(p.shape) < 32_000]
+    rest = [p for p in parameters if not any(p is h for h in hidden)]
+    options = {"lr": HYPER["lr"], "weight_decay": HYPER["weight_decay"]}
+    if own:
+        groups = [{"params": hidden}, {"params": rest, "algorithm": "adamw"}]
+        optimizer = kind(groups, **options, **own)
+        return optimizer, optimizer.step
+    muon, adamw = kind(hidden, **options), torch.optim.AdamW(rest, **HYPER, fused=True)
+    for p in rest:
+        muon.state[p] = adamw.state[p]  # for its bytes to be counted
+    return muon, lambda: (muon.step(), adamw.step())
 
 
 def time_steps(step: Step, count: int, cuda: bool) -> tuple[float, float, int]:
@@ -200,6 +228,22 @@ def measure_copy(device: str) -> float:
     return 2 * source.nbytes / time_steps(lambda: target.copy_(source), 20, cuda)[0] / 1e9
 
 
+def measure_bus() -> float:
+    """Return the GB/s of copies from and to pinned host memory at the same time, both counted."""
+    there, back = (torch.empty(2**29, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    one, two = there.cuda(), back.cuda()
+    other = torch.cuda.Stream()
+
+    def copy() -> None:
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            back.copy_(two, non_blocking=True)
+        one.copy_(there, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(other)
+
+    return 2 * there.nbytes / time_steps(copy, 10, True)[0] / 1e6
+
+
 def plain_tensors(value: Any) -> Iterator[Tensor]:
     """Yield `value`, or the tensors that a tensor subclass or an object of the optimizer's own consists of."""
     inner: Any = value if isinstance(value, (list, tuple)) else ()
@@ -216,17 +260,20 @@ def plain_tensors(value: Any) -> Iterator[Tensor]:
 def count_bytes(parameters: Parameters, optimizer: Optimizer) -> Numbers:
     """Return bytes a parameter by PARTS and in total; a tensor that several parameters share counts once."""
     held: dict[tuple[int, int], str] = {}
+    host = 0
     for p in parameters:
         parts = [("weight", p.data), ("grad", p.grad)]
         for key, value in optimizer.state.get(p, {}).items():
             parts.append(("master" if key.startswith(MASTER_KEYS) else "state", value))
         for part, value in parts:
             for tensor in plain_tensors(value):
-                if tensor.device == p.device:  # not a step count on the host
+                if tensor.device == p.device:
                     held.setdefault((tensor.data_ptr(), tensor.nbytes), part)
+                elif tensor.ndim:  # not a step count
+                    host += tensor.nbytes
     elements = sum(p.numel() for p in parameters)
     sizes = {part: sum(n for (_, n), of in held.items() if of == part) / elements for part in PARTS}
-    return {**sizes, "total": sum(sizes.values())}
+    return {**sizes, "total": sum(sizes.values()), "host": host / elements}
 
 
 def measure(variant: Variant, model: str, options: argparse.Namespace) -> Numbers:
@@ -247,7 +294,16 @@ def measure(variant: Variant, model: str, options: argparse.Namespace) -> Number
         peak = (torch.cuda.max_memory_allocated() - resident) / 2**20
     step_ms, cpu_ms, count = time_steps(step, options.steps, cuda)
     rate = (2 * sizes["total"] - sizes["grad"]) * elements / step_ms / 1e9
-    numbers = {"step_ms": step_ms, "cpu_ms": None if timed_only else cpu_ms, "launches": None}
+    numbers: Numbers = {
+        "step_ms": step_ms,
+        "cpu_ms": None if timed_only else cpu_ms,
+        "launches": None,
+    }
+    if (
+        cuda and sizes["host"]
+    ):  # offloaded: what goes there and back, and what a copy of as much would take
+        numbers["host_gb_s"] = 2 * sizes["host"] * elements / step_ms / 1e6
+        numbers["bus_gb_s"] = measure_bus()
     return {**numbers, "bytes": sizes, "peak_extra_mib": peak, "tb_s": rate, "steps": count}
 
 

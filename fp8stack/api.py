@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -20,9 +21,10 @@ import torch
 from torch import nn
 
 from . import capability
-from .checks import check_model, check_optimizer
+from .checks import check_model, check_optimizer, recipe_on_bitsandbytes
 from .errors import (
     ConfigError,
+    Fp8StackError,
     Fp8StackWarning,
     ModelError,
     UnsupportedDeviceError,
@@ -38,7 +40,8 @@ from .nn.convert import (
     skipped_modules,
 )
 from .optim import BlockwiseOptimizer
-from .optim.base import is_large_matrix
+from .optim.bitsandbytes import BitsandbytesOptimizer
+from .optim.keeper import is_large_matrix
 from .optim.state import MASTER_KEYS, zero_master, zero_moment
 from .report import Report, emit
 from .session import (
@@ -89,6 +92,10 @@ def initialize(
     device = check_model(model, recipe)
     missing = _check_given(model, optimizer, recipe)
     compute, fallbacks = _choose_kernels(recipe, device)
+    recipe, told = _choose_backend(recipe, optimizer, device)
+    fallbacks += told
+    if recipe.offload == "cpu" and device.type == "cpu":
+        fallbacks.append('offload="cpu" changes nothing: the model is on the CPU')
     skipped = skipped_modules(model, recipe)
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     quantized = _quantized_parameters(model, optimizer, recipe, left_alone)
@@ -151,11 +158,11 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         if session.recipe.step_in_backward and returned.release is not None:
             returned.release.remove()
             returned.release = None
-        if source is returned:
+        if isinstance(source, BlockwiseOptimizer):
             for parameter, _ in session.stored:
                 for key in MASTER_KEYS:
                     returned.state[parameter].pop(key, None)
-        elif source is not None:
+        if source is not returned and source is not None:
             return_state(returned, source)
     return model, source
 
@@ -219,6 +226,39 @@ def _choose_kernels(recipe: Recipe, device: torch.device) -> tuple[str, list[str
     return "bf16", [*fallbacks, f"{answer.reason}; using bf16 GEMMs instead"]
 
 
+def _choose_backend(
+    recipe: Recipe, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the `optimizer_backend` that will step, and what falls back and why."""
+    wanted = recipe.optimizer_backend
+    if recipe.states == "keep" or optimizer is None:
+        return recipe, []
+    if isinstance(optimizer, BitsandbytesOptimizer):
+        if wanted not in ("auto", optimizer.backend):
+            raise ModelError(
+                f"the optimizer was made for optimizer_backend={optimizer.backend!r}, the recipe says {wanted!r}. "
+                "Leave it out of initialize(...), or pass torch's optimizer."
+            )
+        return replace(recipe, optimizer_backend=optimizer.backend), []
+    own = replace(recipe, optimizer_backend="fp8stack")
+    if wanted == "auto":
+        fp8 = capability.fp8_hardware(device)
+        if fp8 or recipe.states != "8bit" or isinstance(optimizer, BlockwiseOptimizer):
+            return own, []
+        why = f"{fp8.reason}, without FP8"
+        try:
+            other = recipe_on_bitsandbytes(recipe, "bitsandbytes", optimizer, device)
+        except Fp8StackError as error:
+            return own, [f"{why}; using fp8stack's optimizer, not bitsandbytes': {error}"]
+        choice = 'optimizer_backend="fp8stack" keeps that'
+        return other, [f"{why}; using bitsandbytes' optimizer instead of fp8stack's ({choice})"]
+    if wanted == "fp8stack":
+        return own, []
+    if recipe.states != "8bit":
+        return own, ["bitsandbytes has no 4-bit optimizer; using fp8stack's kernels instead"]
+    return recipe_on_bitsandbytes(recipe, wanted, optimizer, device), []
+
+
 def _quantized_parameters(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -275,6 +315,9 @@ def _report(
     gemm = {"hybrid": "fp8 e4m3/e5m2", "e4m3": "fp8 e4m3"}[recipe.fp8_format]
     words = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}
     states = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
+    if recipe.optimizer_backend.startswith("bitsandbytes"):
+        paged = " paged" * recipe.optimizer_backend.endswith("paged")
+        states["8bit"] = f"bitsandbytes 8-bit block 256{paged}"
     where = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (reference kernels)"
     )
@@ -286,7 +329,8 @@ def _report(
         gradients="used in backward and freed"
         if recipe.step_in_backward
         else words[recipe.gradients],
-        states=states.get(recipe.states, recipe.states),
+        states=states.get(recipe.states, recipe.states)
+        + (" in pinned host memory" if recipe.offload == "cpu" and device.type == "cuda" else ""),
         master="the weight" if recipe.master == "keep" else recipe.master,
         converted=[name for name, _ in plan.gemm],
         skipped=dict(plan.skipped),
@@ -299,14 +343,20 @@ def _report(
 def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
     """Return bytes per parameter over the quantized matrices, from the shapes and dtypes that training will hold."""
     optimizer, total, elements = session.returned, 0, 0
+    moments: dict[nn.Parameter, tuple[str, ...]] = {}
+    if isinstance(optimizer, BlockwiseOptimizer):
+        for group in optimizer.param_groups:
+            moments.update(dict.fromkeys(group["params"], optimizer.moments_of(group)))
     for parameter in quantized:
         meta = torch.empty_like(parameter, device="meta", requires_grad=False)
         rows, blocks = scale_shape(parameter.shape)
         fp8 = session.recipe.gradients == "fp8"
         gradient = parameter.numel() + 4 * rows * blocks if fp8 else meta.nbytes
         total += meta.nbytes + (0 if session.recipe.step_in_backward else gradient)
-        if isinstance(optimizer, BlockwiseOptimizer):
-            for name in optimizer.moments:
+        if isinstance(optimizer, BlockwiseOptimizer) and optimizer.offloads(parameter):
+            pass  # on the GPU, nothing
+        elif isinstance(optimizer, BlockwiseOptimizer):
+            for name in moments[parameter]:
                 state = zero_moment(name, meta, optimizer.moment_format(parameter))
                 total += sum(t.nbytes for t in state.values())
             master = zero_master(meta, optimizer.master_format(parameter))

@@ -16,6 +16,7 @@ import torch
 from .formats import E4M3, E5M2
 
 FP8_CAPABILITY = (8, 9)
+BITSANDBYTES_VERSION = (0, 50)
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,24 @@ class Answer:
 def fp8_gemm(device: torch.device | str) -> Answer:
     """Can `torch._scaled_mm` multiply FP8 matrices on this device, forward (E4M3×E4M3) and backward (E5M2×E4M3)?"""
     device = _indexed(torch.device(device))
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FP8_CAPABILITY:
-            return Answer(
-                False,
-                f"FP8 GEMMs need compute capability >= 8.9; {device} is "
-                f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]})",
-            )
-    elif device.type != "cpu":
+    if device.type not in ("cuda", "cpu"):
         return Answer(
             False, f"fp8stack runs FP8 GEMMs on cuda and cpu devices, not on {device.type}"
         )
+    hardware = fp8_hardware(device)
+    if not hardware:
+        return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
     return _probe_fp8_gemm(device)
+
+
+def fp8_hardware(device: torch.device | str) -> Answer:
+    """Is this a GPU with FP8 arithmetic? (Or a CPU, which does the same in software.)"""
+    device = _indexed(torch.device(device))
+    if device.type != "cuda":
+        return Answer(True, f"{device} computes what a GPU with FP8 would")
+    capability = torch.cuda.get_device_capability(device)
+    what = f"{device} is {torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]})"
+    return Answer(capability >= FP8_CAPABILITY, what)
 
 
 def fp8_optimizer(device: torch.device | str) -> Answer:
@@ -57,9 +63,27 @@ def fp8_optimizer(device: torch.device | str) -> Answer:
     return Answer(False, f"the optimizer kernels run on cuda and cpu devices, not on {device.type}")
 
 
+def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
+    """Is bitsandbytes installed, and does its 8-bit AdamW take a step on this device?"""
+    remedy = f'pip install "bitsandbytes>={BITSANDBYTES_VERSION[0]}.{BITSANDBYTES_VERSION[1]}"'
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "bitsandbytes"
+        why = "is not installed" if missing else f"cannot be imported ({_first_line(error)})"
+        return Answer(False, f"bitsandbytes {why}: {remedy}")
+    except Exception as error:  # whatever its native library makes of this machine
+        return Answer(False, f"bitsandbytes cannot be imported ({_first_line(error)})")
+    version = bitsandbytes.__version__
+    if tuple(int(x) for x in version.split(".")[:2]) < BITSANDBYTES_VERSION:
+        return Answer(False, f"bitsandbytes {version} is too old: {remedy}")
+    return _probe_bitsandbytes(_indexed(torch.device(device)))
+
+
 def report(device: torch.device | str) -> dict[str, Answer]:
     """Return every answer for `device`, by question."""
-    return {"fp8_gemm": fp8_gemm(device), "fp8_optimizer": fp8_optimizer(device)}
+    questions = (fp8_gemm, fp8_optimizer, bitsandbytes_optimizer)
+    return {question.__name__: question(device) for question in questions}
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -85,10 +109,8 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
                 out_dtype=torch.bfloat16,
             )
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return Answer(
-                False, f"torch._scaled_mm ({left.name} × e4m3) failed on {device}: {first}"
-            )
+            what = f"torch._scaled_mm ({left.name} × e4m3) failed on {device}"
+            return Answer(False, f"{what}: {_first_line(error)}")
         if not torch.equal(product.float(), 4 * (a @ b.t())):
             return Answer(
                 False, f"torch._scaled_mm ({left.name} × e4m3) gave wrong numbers on {device}"
@@ -99,3 +121,24 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
         else "probe (numerics only, no speed-up)"
     )
     return Answer(True, f"{where} passed on {device}")
+
+
+@cache
+def _probe_bitsandbytes(device: torch.device) -> Answer:
+    """Take one step of a known length with 8-bit states."""
+    from bitsandbytes.optim import AdamW8bit
+
+    p = torch.nn.Parameter(torch.ones(4096, dtype=torch.float32, device=device))
+    p.grad = torch.ones_like(p)
+    try:
+        AdamW8bit([p], lr=0.5, weight_decay=0.0).step()
+        right = bool((p - 0.5).abs().max() < 1e-4)
+    except Exception as error:  # a missing native library raises any
+        return Answer(False, f"bitsandbytes failed on {device}: {_first_line(error)}")
+    if not right:
+        return Answer(False, f"bitsandbytes took a wrong step on {device}")
+    return Answer(True, f"a step of bitsandbytes' AdamW8bit was right on {device}")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor, nn
 from .errors import ConfigError, ModelError
 from .levels import Recipe
 from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
-from .optim import SGD, Adam, AdamW, BlockwiseOptimizer
+from .optim import SGD, Adam, AdamW, BlockwiseOptimizer, Muon
+from .optim.bitsandbytes import COUNTERPARTS, check_bitsandbytes, check_states, missing_option
 from .optim.release import check_no_clipping, check_single_process
 
 CONVERTED: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     torch.optim.Adam: Adam,
     torch.optim.AdamW: AdamW,
     torch.optim.SGD: SGD,
+    **({torch.optim.Muon: Muon} if hasattr(torch.optim, "Muon") else {}),  # torch 2.9
 }
 """Exact types that O2 converts (torch's AdamW is a subclass of its Adam; other subclasses may do anything)."""
 
@@ -151,7 +154,7 @@ def _check_release(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
 def _check_convertible(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Raise unless O2 can take over `optimizer`."""
     if isinstance(optimizer, BlockwiseOptimizer):
-        for name in ("states", "master", "min_numel"):
+        for name in ("states", "master", "min_numel", "offload"):
             own, wanted = getattr(optimizer, name), getattr(recipe, name)
             if own != wanted:
                 raise ModelError(
@@ -180,3 +183,29 @@ def inconvertible_option(optimizer: torch.optim.Optimizer) -> str:
         if any(group.get(option) for group in optimizer.param_groups):
             return f"{option}=True, which needs {why} that fp8stack's optimizers do not have"
     return ""
+
+
+def recipe_on_bitsandbytes(
+    recipe: Recipe, backend: str, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Recipe:
+    """Return `recipe` with a backend of bitsandbytes.
+
+    Raises:
+        ConfigError, ModelError, UnsupportedDeviceError: what stands in the way.
+    """
+    recipe, paged = replace(recipe, optimizer_backend=backend), backend == "bitsandbytes-paged"
+    check_bitsandbytes(device, paged)
+    kind: Any = type(optimizer)
+    counterpart = COUNTERPARTS.get(CONVERTED.get(kind, kind))
+    if counterpart is None:
+        raise ModelError(
+            f"bitsandbytes has no counterpart of {kind.__module__}.{kind.__qualname__}. Use AdamW, Adam or SGD of "
+            'torch or fp8stack.optim, fp8stack.optim.Lion, or optimizer_backend="fp8stack".'
+        )
+    missing = missing_option(counterpart.counterpart, optimizer.param_groups, paged)
+    if missing:
+        raise ModelError(f'{missing}. Use optimizer_backend="fp8stack".')
+    own = [states for states, _ in getattr(optimizer, "overrides", {}).values()]
+    for states in [*own, *(group.get("states", "8bit") for group in optimizer.param_groups)]:
+        check_states(states)
+    return recipe

@@ -27,6 +27,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32"),
         "master": ("keep", "split24", "split32", "fp16", "fp32", "none"),
+        "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
+        "offload": ("none", "cpu"),
     }
 )
 
@@ -47,6 +49,11 @@ class Recipe:
         a dict of "states" and "master", e.g. {"*embed*": "fp32", "head": {"states": "4bit", "master": "none"}}.
     step_in_backward: step each parameter when its gradient arrives and free the gradient; one process, no
         accumulation, no clipping by a global norm, no GradScaler.
+    offload: "cpu" keeps optimizer states and remainders in pinned host memory, which the step reads and writes across
+        the bus: 3 bytes a parameter less on the GPU, and a step as long as their way there and back.
+    optimizer_backend: what steps where states are "8bit". "fp8stack": its own kernels. "bitsandbytes",
+        "bitsandbytes-paged": bitsandbytes' optimizers, see `fp8stack/optim/bitsandbytes.py`. "auto": bitsandbytes on a
+        GPU without FP8 if it is installed, else fp8stack; a warning says so there.
     """
 
     level: str
@@ -60,6 +67,8 @@ class Recipe:
     min_numel: int = 4096
     states_for: Any = ()
     step_in_backward: bool = False
+    offload: str = "none"
+    optimizer_backend: str = "auto"
 
     def __post_init__(self) -> None:
         for name in CHOICES:
@@ -82,14 +91,45 @@ class Recipe:
             raise ConfigError(f"step_in_backward={self.step_in_backward!r} must be True or False.")
         if self.states == "keep" and self.states_for:
             raise ConfigError(
-                f"states_for={{p: s for p, s, _ in self.states_for}} has no effect at {self.level}, which leaves "
+                f"states_for={ {p: s for p, s, _ in self.states_for} } has no effect at {self.level}, which leaves "
                 'optimizer states alone. Use opt_level="O2", or give states="fp32" as well.'
+            )
+        if self.states == "keep" and self.offload != "none":
+            raise ConfigError(
+                f"offload={self.offload!r} moves the states that O2 makes, and {self.level} leaves them alone. "
+                'Use opt_level="O2", or give states="fp32" as well.'
             )
         if self.states == "keep" and self.master != "keep":
             raise ConfigError(
                 f'states="keep" leaves the optimizer as it is, so master={self.master!r} has no place to be kept. '
                 'Use master="keep", or states="fp32" for float32 states beside it.'
             )
+        self._check_backend()
+
+    def _check_backend(self) -> None:
+        """Raise ConfigError where `optimizer_backend` cannot have the states asked for."""
+        backend = self.optimizer_backend
+        if backend != "auto" and self.states == "keep":
+            raise ConfigError(
+                f"optimizer_backend={backend!r} has no effect at {self.level}, which leaves optimizer states alone. "
+                'Use opt_level="O2".'
+            )
+        if not backend.startswith("bitsandbytes"):
+            return
+        if self.offload != "none":
+            raise ConfigError(
+                f"offload={self.offload!r} moves states of fp8stack's own optimizers, not those of bitsandbytes. "
+                'Use optimizer_backend="bitsandbytes-paged", or "fp8stack".'
+            )
+        if self.states in ("4bit", "4bit-experimental"):
+            return  # bitsandbytes has none: fp8stack steps, and says so
+        formats = {"states": self.states, **{p: s for p, s, _ in self.states_for if s}}
+        for name, states in formats.items():
+            if states != "8bit" and (name == "states" or states != "fp32"):
+                raise ConfigError(
+                    f'{name}={states!r}: bitsandbytes keeps states as "8bit", those of single parameters also as '
+                    '"fp32". Use optimizer_backend="fp8stack" for other formats.'
+                )
 
     @property
     def bytes_per_parameter(self) -> float:

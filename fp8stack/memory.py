@@ -1,7 +1,8 @@
 """Bytes per parameter, measured from the tensors that are alive: never from a formula.
 
 Every tensor of a model and its optimizer is counted once, under what it is for. An optimizer of any library is
-understood as far as its state uses torch's names; what is not recognized counts as "other".
+understood as far as its state uses torch's names; what is not recognized counts as "other", and state that lies on
+another device than its parameter (offloaded) as "host".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from .tensor import BlockScaledTensor
 
-PARTS = ("weight", "master", "grad", "m", "v", "other")
+PARTS = ("weight", "master", "grad", "m", "v", "other", "host")
 _PREFIXES = {
     "exp_avg_sq": "v",
     "exp_avg": "m",
@@ -55,7 +56,8 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         if optimizer is not None:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    sizes[_part(key)] += _nbytes(value)
+                    away = value.ndim > 0 and value.device != parameter.device
+                    sizes["host" if away else _part(key)] += _nbytes(value)
         use.elements += parameter.numel()
         _add(use.bytes, sizes)
         if parameter.ndim >= 2:

@@ -18,7 +18,8 @@ from .errors import ModelError
 from .levels import Recipe
 from .nn.convert import Conversion, LayerPlan, apply_storage
 from .optim import BlockwiseOptimizer
-from .optim.base import is_large_matrix
+from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
+from .optim.keeper import is_large_matrix
 from .optim.state_dict import adopt, to_torch
 from .report import Report
 
@@ -49,11 +50,17 @@ def convert_optimizer(
     """Return the optimizer that steps at this level; the given one where its states stay as they are."""
     if recipe.gradients == "keep" and recipe.states == "keep":
         return optimizer
-    if isinstance(optimizer, BlockwiseOptimizer):
+    kind: Any = CONVERTED.get(type(optimizer))
+    extra: dict[str, Any] = {}
+    backend = recipe.optimizer_backend
+    if backend.startswith("bitsandbytes") and not isinstance(optimizer, BitsandbytesOptimizer):
+        kind = COUNTERPARTS[kind or type(optimizer)]  # type: ignore[index]
+        extra["paged"] = backend == "bitsandbytes-paged"
+        extra["max_grad_norm"] = getattr(optimizer, "max_grad_norm", None)
+    elif isinstance(optimizer, BlockwiseOptimizer):
         for p, own in formats.items():
             optimizer.overrides.setdefault(p, own)
         return optimizer
-    kind = CONVERTED.get(type(optimizer))
     if kind is None or inconvertible_option(optimizer):
         # torch's multi-tensor steps would dequantize all gradients at once; one at a time keeps the memory saved.
         for group in optimizer.param_groups:
@@ -62,17 +69,22 @@ def convert_optimizer(
                     session.flags.append((group, flag, group[flag]))
                     group[flag] = False
         return optimizer
-    names = ("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize")
+    names = (
+        "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "ns_coefficients",
+        "ns_steps", "adjust_lr_fn",
+    )  # fmt: skip
     options = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
-    new = kind(
+    new: BlockwiseOptimizer = kind(
         [dict(group) for group in optimizer.param_groups],
         **options,
         states=recipe.states,
         master=recipe.master,
         min_numel=recipe.min_numel,
+        offload=recipe.offload,
+        **extra,
     )
-    for p, own in formats.items():
-        new.overrides[p] = own
+    new.overrides.update(formats.items())
+    new.overrides.update(getattr(optimizer, "overrides", {}))
     new.param_groups = optimizer.param_groups
     adopt(new, optimizer)
     optimizer.state.clear()
@@ -143,7 +155,11 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
 
 
 def return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
-    """Give torch's optimizer its state back, in the dtypes it would hold."""
+    """Give the optimizer that was converted its state back: torch's in the dtypes it would hold."""
+    if isinstance(source, BlockwiseOptimizer):  # of another backend
+        adopt(source, returned)
+        returned.state.clear()
+        return
     for group in source.param_groups:  # one that was added since has not all of torch's options
         for name, value in source.defaults.items():
             group.setdefault(name, value)

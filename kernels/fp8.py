@@ -3,9 +3,10 @@
 The optimizer's own formats are in `states.py`.
 
 The rounding is `reference/fp8.py`'s, instruction for instruction: add a power of two that leaves exactly the target's
-mantissa, and count steps with an integer subtraction. It uses no hardware FP8 cast, because those disagree: sm_80 has
-none, sm_89 rounds twice on the way from float32, and Triton's CPU interpreter does not round to nearest even. So the
-same bits come out of an A100, an H200 and the interpreter.
+mantissa, and count steps with an integer subtraction. Hardware casts disagree: sm_80 has none, sm_89 rounds twice on
+the way from float32, and Triton's CPU interpreter does not round to nearest even. So the same bits come out of an
+A100, an H200 and the interpreter. Where a kernel has no instructions to spare, `encode_e4m3` takes the cast of sm_90,
+which was compared on every float32 (`tests/kernels/test_hardware_cast.py`).
 
 Decoding goes through float16, whose exponent and mantissa fields line up with a shifted code: one shift, one exact
 conversion, one multiplication by a power of two. NaN codes are not decoded: a block that is not finite has scale NaN.
@@ -13,6 +14,7 @@ conversion, one multiplication by a power of two. NaN codes are not decoded: a b
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -33,6 +35,23 @@ def encode(
     code = rounded.to(tl.int32, bitcast=True) - magic
     code += (exponent - lowest) >> (23 - MANTISSA)
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def encode_e4m3(
+    x,  # float32, not NaN
+    HARDWARE: tl.constexpr,  # see `casts_in_hardware`
+):  # uint8 codes
+    """Round to the nearest code of E4M3, ties to even, saturating."""
+    if HARDWARE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return encode(x, 3, -6, 448.0).to(tl.uint8)
+
+
+def casts_in_hardware(device: torch.device) -> bool:
+    """Return whether the GPU's own cast to E4M3 is the reference's."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _row(table_ptr, owner_ptr):
+def span_of(table_ptr, owner_ptr):
     """Return the row of this program, the first block of its span, how many it has, and the number of elements."""
     program = tl.program_id(0)
     row = table_ptr + tl.load(owner_ptr + program).to(tl.int64) * _WIDTH
@@ -42,7 +42,7 @@ def _row(table_ptr, owner_ptr):
 
 @triton.jit
 def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
-    row, first, span, numel = _row(table_ptr, owner_ptr)
+    row, first, span, numel = span_of(table_ptr, owner_ptr)
     if tl.uint8 == TYPE:
         scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
         block = first + tl.arange(0, _SPAN)
@@ -64,7 +64,7 @@ def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.
 def _squares_kernel(
     table_ptr, owner_ptr, partial_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    row, first, span, _numel = _row(table_ptr, owner_ptr)
+    row, first, span, _numel = span_of(table_ptr, owner_ptr)
     grad = pointer(row, _GRAD, TYPE, ROWS)
     scale_ptr = pointer(row, _GRAD_SCALE, tl.float32, "any")
     total = tl.zeros([TILE], tl.float64)
@@ -97,7 +97,7 @@ def _root_kernel(partial_ptr, count, out_ptr, SIZE: tl.constexpr):
 def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
     factor = tl.load(factor_ptr)
     if factor != 1.0:
-        row, first, span, numel = _row(table_ptr, owner_ptr)
+        row, first, span, numel = span_of(table_ptr, owner_ptr)
         if tl.uint8 == TYPE:
             scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
             block = first + tl.arange(0, _SPAN)

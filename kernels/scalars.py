@@ -48,7 +48,7 @@ def _scalars_kernel(
         t = times.to(tl.float64)
         step_size = lr / (1.0 - tl.where(beta1 > 0, tl.exp(t * tl.log(beta1)), 0.0))
         inv_sqrt_bc2 = 1.0 / tl.sqrt(1.0 - tl.where(beta2 > 0, tl.exp(t * tl.log(beta2)), 0.0))
-    elif ALGORITHM != "lion":
+    elif ALGORITHM == "sgd":
         dampening = tl.load(group + 7, mask=inside, other=0.0)
         gain = tl.where(times > 1, 1.0 - dampening, 1.0)
     clip = tl.minimum(max_norm / (norm * unscale + 1e-6), 1.0)

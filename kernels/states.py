@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8stack.formats import E4M3
+from fp8stack.formats import E4M3, NUDGE
 
 from .fp8 import decode, encode
 
@@ -27,6 +27,7 @@ PTX = tl.constexpr(isinstance(decode, triton.JITFunction) and torch.version.hip 
 E4M3_MAX = tl.constexpr(E4M3.max)
 E4M3_MIN = tl.constexpr(E4M3.min_positive)
 TINY = tl.constexpr(2.0**-126)
+_NUDGE = tl.constexpr(NUDGE)
 
 
 # --- arithmetic
@@ -132,7 +133,7 @@ def decode_blocks(code, scale, FORMAT: tl.constexpr):  # uint8 [blocks, 128], fl
         return signed_values(code, 6, 0x1FC01FC0) * (scale * 4096.0)[:, None]
     elif FORMAT == "ue3m5":
         return unsigned_values(code, 5, 0x1FE01FE0) * (scale * 4096.0)[:, None]
-    elif FORMAT == "ue3m1":
+    elif FORMAT == "ue3m1" or FORMAT == "ue3m1_raised":
         return decode(code, 1, -14, False) * (scale * 4096.0)[:, None]
     elif FORMAT == "s1e2m1":
         byte = (code & 7) | ((code & 8) << 4)
@@ -204,7 +205,10 @@ def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, random, RANDOM: tl.constexpr):
 def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """Quantize a tile [blocks, 128] of moments, or of roots of second moments; return uint8 codes and scales."""
     OCP: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e4m3_root"
-    SQUARED: tl.constexpr = FORMAT == "ue3m5" or FORMAT == "ue3m1" or FORMAT == "e4m3_root"
+    RAISED: tl.constexpr = FORMAT == "ue3m1_raised"
+    SQUARED: tl.constexpr = (
+        FORMAT == "ue3m5" or FORMAT == "ue3m1" or RAISED or FORMAT == "e4m3_root"
+    )
     if PTX:
         amax = tl.reduce(x if SQUARED else tl.abs(x), 1, _larger)
     else:
@@ -220,9 +224,15 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
     finite = amax < float("inf")
     inverse = tl.where((scale > 0) & finite, reciprocal(scale, FAST), 0.0)
     scale = tl.where(finite, scale, float("nan"))
-    UNIT: tl.constexpr = 1.0 if OCP else 2.0**-14 if FORMAT == "s1e2m1" else 2.0**-12
+    UNIT: tl.constexpr = 1.0 if OCP else (2.0**-14 if FORMAT == "s1e2m1" else 2.0**-12) * _NUDGE
     LEAST: tl.constexpr = (
-        E4M3_MIN if FORMAT == "e4m3_root" else 2.0**-19 if FORMAT == "ue3m5" else 2.0**-15
+        E4M3_MIN
+        if FORMAT == "e4m3_root"
+        else 2.0**-19
+        if FORMAT == "ue3m5"
+        else 2.0**-12
+        if RAISED
+        else 2.0**-15
     )
     y = x * (inverse * UNIT)[:, None]
     if OCP:
@@ -236,7 +246,7 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
     elif FORMAT == "ue3m5":
         code = pack_unsigned(y) if PTX else cut(y, 5, 0, 0, False)
     elif FORMAT == "s1e2m1":
-        code = cut(y, 9, 8, 0, False)
+        code = cut(y, 9, 8, random, True)
     else:
         code = cut(y, 9, 0, random, True)
     return code, scale

@@ -7,6 +7,8 @@ each byte of state is read once and written once.
 States with one scale for the whole tensor (FP8-LM's) take two launches: the first only finds the new maxima, by integer
 atomics, the second does the work; a third kernel, of one program a tensor, then stores the new scales.
 
+Optionally the step writes the weights' FP8 codes too (`emit.py`).
+
 `FAST` (the default on a GPU) contracts the moments' multiply-adds and takes the approximate reciprocal and square root:
 against the reference at most one code in a thousand differs, by one. Without it every bit agrees.
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, rows_cols, scale_shape
 
+from .fp8 import casts_in_hardware, encode_e4m3
 from .reference.step import StepKind, StepTensors
 from .states import E4M3_MAX, decode_blocks, noise, power_of_two_scale, quotient, root, weighted_sum
 from .table import COLUMN, WIDTH, owners, upload_rows
@@ -44,7 +47,7 @@ _WIDTH = tl.constexpr(WIDTH)
 _WEIGHT, _MASTER, _MASTER_SCALE, _GRAD, _GRAD_SCALE, _M, _M_SCALE, _V, _V_SCALE = (
     tl.constexpr(COLUMN[name]) for name in StepTensors._fields
 )
-_FIRST = tl.constexpr(COLUMN["first"])
+_FIRST, _EMIT, _EMIT_SCALE = (tl.constexpr(COLUMN[n]) for n in ("first", "emit", "emit_scale"))
 
 
 @triton.jit
@@ -53,10 +56,12 @@ def _step_kernel(
     ALGORITHM: tl.constexpr, COUPLED: tl.constexpr, MASTER: tl.constexpr,
     M: tl.constexpr, V: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MASTER_TYPE: tl.constexpr,
     GRAD_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    ROWS: tl.constexpr, PASS: tl.constexpr, FAST: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, EMIT: tl.constexpr, HARDWARE: tl.constexpr, PASS: tl.constexpr, FAST: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     OTHER: tl.constexpr = None if ROWS == "flat" else 0  # a block of padding is never written
-    ROOTED: tl.constexpr = V == "ue3m5" or V == "ue3m1" or V == "e4m3_root"
+    FOUR_BITS: tl.constexpr = V == "ue3m1" or V == "ue3m1_raised"
+    ROOTED: tl.constexpr = V == "ue3m5" or FOUR_BITS or V == "e4m3_root"
     program = tl.program_id(0)
     tensor = tl.load(owner_ptr + program)
     row = table_ptr + tensor.to(tl.int64) * _WIDTH
@@ -96,7 +101,7 @@ def _step_kernel(
     if COUPLED:
         g = g + tl.load(hyper + 10) * w
     random = offset
-    if MASTER == "dithered" or V == "dithered" or V == "ue3m1":
+    if MASTER == "dithered" or V == "dithered" or FOUR_BITS or M == "s1e2m1":
         random = noise(offset, tl.load(hyper + 11).to(tl.int32, bitcast=True))
 
     new_m = g
@@ -117,6 +122,8 @@ def _step_kernel(
                 u = new_m
             elif ALGORITHM == "nesterov":
                 u = g + beta1 * new_m
+            elif ALGORITHM == "muon":
+                u = beta2 * new_m + one_minus_beta2 * g
             else:
                 v = load_moment(
                     v_codes, v_scale, block, inside, offset, mask, packed, packed_mask, V, OTHER, BLOCKS
@@ -127,7 +134,7 @@ def _step_kernel(
                 v_root = root(v, FAST)
                 u = quotient(new_m, v_root * inv_sqrt_bc2 + eps, FAST)
                 new_v = v_root if ROOTED else v
-    w = w * decay - step_size * u
+    w = u if ALGORITHM == "muon" else w * decay - step_size * u
 
     # Loads do not wait for the decision to skip, stores do.
     live = block >= tl.where(apply > 0, 0, 0x7FFFFFFF)
@@ -158,7 +165,14 @@ def _step_kernel(
             )  # fmt: skip
         if MASTER == "tensor":
             new_scale = power_of_two_scale(tl.load(amax + 2), FLOAT16_MAX)
-        store_master(weight, master, w, offset, mask, random, new_scale, MASTER)
+        stored = store_master(weight, master, w, offset, mask, random, new_scale, MASTER)
+        if EMIT:
+            scales = pointer(row, _EMIT_SCALE, tl.float32, "any")
+            scale = tl.load(scales + 1)
+            inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
+            code = encode_e4m3(tl.where(stored == stored, stored * inverse, 0.0), HARDWARE)
+            tl.store(pointer(row, _EMIT, tl.uint8, ROWS) + offset, code, mask=mask)
+            offer_maximum(scales.to(tl.pointer_type(tl.int32)) + 2, stored, mask)
 
 
 @triton.jit
@@ -196,13 +210,14 @@ class Launch(NamedTuple):
     kind: StepKind
     dtypes: tuple[torch.dtype | None, ...]  # of weight, master, gradient, m and v
     rows: str  # "flat": blocks lie end to end; "sixteen": rows are multiples of 16; "any"
+    emit: bool = False  # write the weight's FP8 codes too, see `emit.py`
 
 
-def launch_of(kind: StepKind, t: StepTensors) -> Launch:
+def launch_of(kind: StepKind, t: StepTensors, emit: bool = False) -> Launch:
     """Return the launch that `t` belongs to."""
     main = (t.weight, t.master, t.grad, t.m, t.v)
     dtypes = tuple(None if x is None else x.dtype for x in main)
-    return Launch(kind, dtypes, row_layout(t.weight.shape, main))
+    return Launch(kind, dtypes, row_layout(t.weight.shape, main), emit)
 
 
 def row_layout(shape: torch.Size, tensors: Iterable[Tensor | None]) -> str:
@@ -246,11 +261,12 @@ def step_table(
         dtypes[0] = tl.int16  # the bits of bfloat16
     if kind.v == "dithered":
         dtypes[4] = tl.int16
+    hardware = launch.emit and casts_in_hardware(rows.device)
     two_passes = "tensor" in (kind.m, kind.v, kind.master)
     for number in (1, 2) if two_passes else (0,):
         _step_kernel[(len(owner),)](
             rows, owner, hyper, amax, kind.algorithm, kind.coupled, master, kind.m, kind.v, *dtypes,
-            launch.rows, number, fast, BLOCKS, **LAUNCH,
+            launch.rows, launch.emit, hardware, number, fast, BLOCKS, **LAUNCH,
         )  # fmt: skip
     if two_passes:
         _scales_kernel[(len(rows),)](

@@ -84,17 +84,22 @@ def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER
 
 @triton.jit
 def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.constexpr):
+    """Store a weight and its master; return the weight as it is stored, in float32."""
     TYPE: tl.constexpr = weight.dtype.element_ty
     if MASTER == "split24":
         high, low = split24(w)
         tl.store(weight + offset, high, mask=mask)
         tl.store(master + offset, low, mask=mask)
+        stored = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif MASTER == "split32":
         high, low = split32(w)
         tl.store(weight + offset, high, mask=mask)
         tl.store(master + offset, low, mask=mask)
+        stored = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif MASTER == "dithered":
-        tl.store(weight + offset, dither(w, random & 0xFFFF), mask=mask)
+        high = dither(w, random & 0xFFFF)
+        tl.store(weight + offset, high, mask=mask)
+        stored = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         if MASTER == "dense":
             tl.store(master + offset, w, mask=mask)
@@ -104,7 +109,9 @@ def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.
             )
             tl.store(master + offset, code, mask=mask)
             w = code.to(tl.float32) * new_scale
-        tl.store(weight + offset, round_to(w, TYPE).to(TYPE), mask=mask)
+        stored = round_to(w, TYPE)
+        tl.store(weight + offset, stored.to(TYPE), mask=mask)
+    return stored
 
 
 @triton.jit
@@ -112,7 +119,7 @@ def load_moment(
     codes, scale, block, inside, offset, mask, packed, packed_mask,
     KIND: tl.constexpr, OTHER: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    if KIND == "ue3m1" or KIND == "s1e2m1":
+    if KIND == "ue3m1" or KIND == "ue3m1_raised" or KIND == "s1e2m1":
         byte = tl.load(codes + packed, mask=packed_mask, other=OTHER)
         block_scale = tl.load(scale + block, mask=inside, other=OTHER)
         return decode_blocks(unpack_codes(byte, BLOCKS), block_scale, KIND)
@@ -145,12 +152,13 @@ def store_moment(
         y = tl.where(new_scale == new_scale, x * tl.div_rn(1.0, new_scale), 0.0)
         if tl.uint8 == TYPE:
             tl.store(codes + offset, encode(y, 3, -6, E4M3_MAX).to(tl.uint8), mask=mask)
-        else:
+        else:  # float16: a second moment, which never becomes zero
+            y = tl.where(x > 0, tl.maximum(y, 2.0**-24), y)
             tl.store(codes + offset, y.to(TYPE), mask=mask)
     else:
         code, block_scale = encode_state(x, random, KIND, FAST)
         tl.store(scale + block, block_scale, mask=inside)
-        if KIND == "ue3m1" or KIND == "s1e2m1":
+        if KIND == "ue3m1" or KIND == "ue3m1_raised" or KIND == "s1e2m1":
             tl.store(codes + packed, pack_codes(code, BLOCKS), mask=packed_mask)
         else:
             tl.store(codes + offset, code, mask=mask)
@@ -158,5 +166,7 @@ def store_moment(
 
 @triton.jit
 def offer_maximum(amax, x, mask):
+    """Raise a device integer to the bits of the largest magnitude; most programs find it raised already."""
     bits = tl.where(mask, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    tl.atomic_max(amax, tl.max(tl.max(bits, 1), 0))
+    largest = tl.max(tl.max(bits, 1), 0)
+    tl.atomic_max(amax, largest, mask=largest > tl.load(amax))

@@ -73,7 +73,7 @@ MOMENTS = {  # the kinds of m and v that the states of an optimizer are made of
     "8bit": ("s1e3m4", "ue3m5"),
     "fp8": ("e4m3", "e4m3_root"),
     "4bit": ("s1e3m4", "ue3m1"),
-    "4bit-experimental": ("s1e2m1", "ue3m1"),
+    "4bit-experimental": ("s1e2m1", "ue3m1_raised"),
     "fp8-lm": ("tensor", "tensor"),
     "bf16": ("dense", "dithered"),
     "fp32": ("dense", "dense"),
@@ -143,6 +143,8 @@ STEP_CASES = [  # every algorithm, format of state, master and gradient; the fir
     StepCase("lion", "8bit", "split24", BLOCKS),
     StepCase("lion", "4bit-experimental", "none", BF16),
     StepCase("lion", "fp8", "fp32", coupled=True),
+    StepCase("muon", "8bit", "keep", BLOCKS, weight=BF16),
+    StepCase("muon", "fp32", "keep", BF16, weight=BF16),
 ]
 
 
@@ -152,7 +154,7 @@ def make_hyper(
     gain: float | None = None, seed: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the scalars of a step, as the optimizer fills them: float32 [16], columns as `HYPER`."""
-    adam, averages = algorithm == "adam", algorithm in ("adam", "lion")
+    adam, averages = algorithm == "adam", algorithm in ("adam", "lion", "muon")
     if gain is None:
         gain = 1 - betas[0] if averages else 1.0
     row = {
@@ -198,7 +200,9 @@ class Step:
             elif kind in FORMATS:
                 x, scale = quantize_blocks(x, FORMATS[kind])
             elif kind == "tensor":
-                x, scale = encode_tensor(x, E4M3.dtype if name == "m" else torch.float16)
+                x, scale = encode_tensor(
+                    x, E4M3.dtype if name == "m" else torch.float16, name == "v"
+                )
             elif kind == "":
                 x = None
             else:

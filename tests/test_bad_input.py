@@ -112,7 +112,7 @@ def test_an_optimizer_of_a_part_of_the_model_warns_or_raises_when_strict(model):
 )
 def test_an_optimizer_that_o2_does_not_convert(model, kind):
     match = (
-        rf"O2 converts torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD .*not .*{kind.__name__}"
+        rf"O2 converts torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD.*not .*{kind.__name__}"
     )
     refused(model, kind(model.parameters()), ModelError, match, "O2")
 

@@ -9,13 +9,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_python_blocks_run(code, tmp_path, monkeypatch):
+@pytest.mark.parametrize("document", ["README.md", "docs/optimizers.md"])
+def test_python_blocks_run(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S):
+        exec(compile(code, document, "exec"), names)
+    assert names
 
 
 def test_the_convergence_table_is_the_record_s():
@@ -37,8 +39,58 @@ def test_the_convergence_table_is_the_record_s():
         )
 
 
+def test_the_table_of_optimizer_formats_is_the_record_s():
+    losses = {}
+    for line in (ROOT / "benchmarks/results/optimizer_parity.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        losses.setdefault(record["variant"], {})[record["params"]["seed"]] = record["value"]
+    assert {len(runs) for runs in losses.values()} == {3}
+    for formats, runs in losses.items():
+        if formats == "baseline":
+            continue
+        paired = [runs[seed] / losses["baseline"][seed] - 1 for seed in sorted(runs)]
+        mean = statistics.mean(paired)
+        each = ", ".join(f"{100 * d:+.2f}".replace("-", "−") for d in paired)
+        states, master = formats.split("/")
+        signed = f"{100 * mean:+.2f}".replace("-", "−")
+        loss = f"{statistics.mean(runs.values()):.4f}"
+        assert f'| `"{states}"`, `"{master}"` | {loss} | {signed} % | {each} % |' in README
+        assert abs(mean) < (0.01 if states == "4bit" else 0.003)
+
+
+STRESS = {
+    "fp8stack, default": "fp8stack 8bit",
+    'fp8stack, `states="4bit"`': "fp8stack 4bit",
+    "bitsandbytes AdamW8bit": "bitsandbytes 8bit",
+    "torchao AdamW8bit": "torchao 8bit",
+    "torchao AdamW4bit": "torchao 4bit",
+    "torchao AdamWFp8": "torchao fp8",
+    "flashoptim": "flashoptim 8bit",
+    "TransformerEngine, FP8-LM formats": "te fp8-lm",
+}
+CASES = ("narrow", "mid", "wide", "sparse", "1e-7", "zero first")
+
+
+def test_the_stress_table_is_the_record_s():
+    cells = {}
+    for line in (ROOT / "benchmarks/results/optimizer_stress.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        extra = record["extra"]
+        if not extra["finite"]:
+            cell = "not finite"
+        elif extra["explodes"]:
+            cell = f"**{extra['max_update']:,.0f} ×**"
+        else:
+            cell = f"{100 * record['value']:.0f} %"
+        cells[record["variant"], record["params"]["case"]] = cell
+        assert not (record["variant"].startswith("fp8stack") and extra["explodes"])
+    for name, variant in STRESS.items():
+        assert f"| {name} | {' | '.join(cells[variant, case] for case in CASES)} |" in README
+
+
 @pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", "docs/limitations.md", "CHANGELOG.md"]
+    "document",
+    ["README.md", "CONTRIBUTING.md", "docs/limitations.md", "docs/optimizers.md", "CHANGELOG.md"],
 )
 def test_links_lead_somewhere(document):
     path = ROOT / document
@@ -66,6 +118,8 @@ def test_the_demo_s_table_is_the_record_s():
 STEPS = {
     "fp8stack, default": "fp8stack",
     "fp8stack, norm and clipping included": "fp8stack max_grad_norm",
+    "fp8stack, FP8 weights for the next forward included": "fp8stack emit",
+    "fp8stack, states and masters in host memory": "fp8stack offload",
     'fp8stack, `states="4bit"`': "fp8stack 4bit/split24/fp8",
     "torch fused, float32": "torch fused fp32",
     "torch fused, pure bfloat16": "torch fused bf16",

@@ -4,6 +4,7 @@ from .adam import Adam, AdamW
 from .base import BlockwiseOptimizer
 from .clip import clip_grad_norm_
 from .lion import Lion
+from .muon import Muon
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "BlockwiseOptimizer", "Lion", "clip_grad_norm_"]
+__all__ = ["SGD", "Adam", "AdamW", "BlockwiseOptimizer", "Lion", "Muon", "clip_grad_norm_"]

@@ -17,13 +17,16 @@ typical weights are 0.02). amsgrad and differentiable are not offered.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .base import BlockwiseOptimizer, ParamsT
+from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_range
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Adam(BlockwiseOptimizer):
@@ -37,6 +40,8 @@ class Adam(BlockwiseOptimizer):
         master: "split24" (default), "split32", "fp16", "fp32", "none" (stochastic rounding), or "keep": no master.
         min_numel: matrices with fewer elements, and all vectors, keep float32 states.
         max_grad_norm: clip the norm of all gradients to this, fused into the step; `grad_norm` holds the norm then.
+        offload: "cpu" keeps the state of parameters on a GPU in pinned host memory, which the step reads and writes
+            across the bus. Weights and gradients stay on the GPU.
 
     Raises:
         ConfigError: for a hyper-parameter out of range or an unknown format.
@@ -56,10 +61,7 @@ class Adam(BlockwiseOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        states: str = "8bit",
-        master: str = "split24",
-        min_numel: int = 4096,
-        max_grad_norm: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -69,7 +71,7 @@ class Adam(BlockwiseOptimizer):
             "maximize": maximize,
         }
         self.numbers_of(defaults)
-        super().__init__(params, defaults, states, master, min_numel, max_grad_norm)
+        super().__init__(params, defaults, **options)
 
     def _is_decoupled(self, group: dict[str, Any]) -> bool:
         # torch's Adam(decoupled_weight_decay=True) is AdamW by another name.
@@ -106,6 +108,8 @@ class AdamW(Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        **options: Unpack[Options],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **options)

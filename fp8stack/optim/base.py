@@ -1,43 +1,34 @@
-"""What the fp8stack optimizers share: formats per parameter, the step on one device or several, the skip of bad steps.
-
-A matrix of at least `min_numel` elements (and rows of 8 or more) keeps its moments in the optimizer's format; vectors
-and small matrices keep float32, decided on the whole tensor's shape, so that it is the same on every rank. Formats
-can be set for a parameter group (keys "states" and "master") or a single parameter (`override`). A bfloat16 or
-float16 parameter gets a master: by default the 24-bit split for a bfloat16 matrix, a float32 copy for the few others.
+"""What the fp8stack optimizers share: the step on one device or several, the skip of bad steps, state_dict.
 
 A step whose gradients hold a NaN, an infinity or a magnitude of 2^64 changes nothing: not the weights, not the state,
 not the step count. The decision is a device scalar that every kernel reads, so the host never waits for it. Under
 `torch.amp.GradScaler` the same scalar carries the scaler's verdict, and its scale is divided out in the same pass; so
-is the clip coefficient of `max_grad_norm`.
+is the clip coefficient of `max_grad_norm`. What state there is and where it lies is `keeper.py`'s.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.errors import ConfigError, ModelError
 from fp8stack.kernels.ops import triton_runs_on
-from fp8stack.kernels.reference.step import StepKind
+from fp8stack.kernels.reference.step import StepKind, StepTensors
+from fp8stack.kernels.reference.step import step as reference_kernel
+from fp8stack.levels import CHOICES
 
 from . import state_dict as checkpoint_format
 from .checks import rates_on_gpu
+from .emitted import Emitted
+from .keeper import StateKeeper, check_formats
 from .reference import reference_step
 from .release import GradientRelease
-from .state import (
-    MASTER_KEYS,
-    MASTERS,
-    STATES,
-    State,
-    decode_master,
-    encode_master,
-    step_kind,
-    zero_moment,
-)
+from .sharded import is_sharded
+from .state import step_kind
 from .tracked import TrackedStates
 
 if TYPE_CHECKING:
@@ -46,12 +37,21 @@ if TYPE_CHECKING:
 ParamsT = Iterable[Any]
 
 
-class BlockwiseOptimizer(torch.optim.Optimizer):
-    """Base of `AdamW`, `Adam`, `SGD` and `Lion`. Subclasses name their moments and hyper-parameters."""
+class Options(TypedDict, total=False):
+    """What every optimizer takes beside its hyper-parameters, by keyword; see `fp8stack.optim.Adam`."""
+
+    states: str
+    master: str
+    min_numel: int
+    max_grad_norm: float | None
+    offload: str
+
+
+class BlockwiseOptimizer(StateKeeper):
+    """Base of `AdamW`, `Adam`, `SGD`, `Lion` and `Muon`. Subclasses name their moments and hyper-parameters."""
 
     # GradScaler hands over its scale and verdict instead of syncing
     _step_supports_amp_scaling = True
-    moments: tuple[str, ...]
     algorithm: str
     torch_class: type[torch.optim.Optimizer] | None = None
 
@@ -59,23 +59,27 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self,
         params: ParamsT,
         defaults: dict[str, Any],
-        states: str,
-        master: str,
-        min_numel: int,
+        states: str = "8bit",
+        master: str = "split24",
+        min_numel: int = 4096,
         max_grad_norm: float | None = None,
+        offload: str = "none",
     ) -> None:
         check_formats(states, master)
+        if offload not in CHOICES["offload"]:
+            raise ConfigError(f"offload must be one of {CHOICES['offload']}, got {offload!r}.")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be > 0 (or None), got {max_grad_norm}.")
         self.states, self.master, self.min_numel = states, master, min_numel
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.offload = max_grad_norm, offload
         # Norm of the last step's gradients, unscaled and before clipping, where max_grad_norm is set; on the device.
         self.grad_norm: Tensor | None = None
         # Steps not taken for a bad gradient; a tensor on the device, so reading it waits for the GPU.
         self.skipped_steps: Tensor | float = 0.0
         self.overrides: dict[Tensor, tuple[str, str]] = {}
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
-        self._plans: dict[Tensor | None, dict[torch.device, Plan]] = {}
+        self.emitting: dict[Tensor, Emitted] = {}
+        self._plans: dict[Tensor | None, dict[tuple[torch.device, str], Plan]] = {}
         self.release: GradientRelease | None = None
         self._group_formats: dict[Tensor, tuple[str, str]] | None = None
         super().__init__(params, defaults)
@@ -84,111 +88,11 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         self._plans = {}
 
-    # --- formats
+    # --- what a subclass says
 
-    def override(
-        self, parameter: Tensor, states: str | None = None, master: str | None = None
-    ) -> None:
-        """Keep the state of one parameter in other formats than the optimizer's, from its first step on.
-
-        Raises:
-            ConfigError: for an unknown format, or a parameter that has state already.
-        """
-        old = self.overrides.get(parameter, (self.states, self.master))
-        new = (states or old[0], master or old[1])
-        check_formats(*new)
-        if any(name in self.state.get(parameter, {}) for name in ("step", *MASTER_KEYS)):
-            raise ConfigError(
-                f"a parameter of shape {tuple(parameter.shape)} has state already; set its formats before the first "
-                "step, or save the optimizer, make another with the formats wanted, and load it."
-            )
-        self.overrides[parameter] = new
-
-    def formats_of(self, parameter: Tensor) -> tuple[str, str]:
-        """Return (states, master) as asked for this parameter: its own, its group's or the optimizer's."""
-        if parameter in self.overrides:
-            return self.overrides[parameter]
-        if self._group_formats is None:
-            self._group_formats = {}
-            for group in self.param_groups:
-                formats = group.get("states", self.states), group.get("master", self.master)
-                check_formats(*formats)
-                if formats != (self.states, self.master):
-                    self._group_formats.update(dict.fromkeys(group["params"], formats))
-        return self._group_formats.get(parameter, (self.states, self.master))
-
-    def quantizes(self, parameter: Tensor) -> bool:
-        """Return whether this parameter's moments are kept in a low-precision format."""
-        low = self.formats_of(parameter)[0] not in ("keep", "fp32")
-        return low and is_large_matrix(parameter, self.min_numel)
-
-    def moment_format(self, parameter: Tensor) -> str:
-        """Return how the moments of `parameter` are kept."""
-        states = self.formats_of(parameter)[0]
-        return states if states == "keep" or self.quantizes(parameter) else "fp32"
-
-    def master_format(self, parameter: Tensor) -> str | None:
-        """Return how the master of `parameter` is kept; None if the parameter is its own master."""
-        master = self.formats_of(parameter)[1]
-        if master == "keep" or parameter.dtype is torch.float32:
-            return None
-        if parameter.dtype is torch.bfloat16 and is_large_matrix(parameter, self.min_numel):
-            return master
-        return "fp32"
-
-    def set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Make float32 `value` the weight: its master in the state, its rounded part in the parameter.
-
-        The parameter's dtype must be the final one already.
-        """
-        weight, entries = encode_master(value, self.master_format(parameter))
-        parameter.data.copy_(weight)
-        self.state[parameter].update(entries)
-
-    def master_weight(self, parameter: nn.Parameter) -> Tensor:
-        """Return a float32 copy of the weight that the optimizer accumulates in."""
-        return decode_master(parameter, self.state.get(parameter, {}))
-
-    def ensure_state(self, group: dict[str, Any], parameter: nn.Parameter) -> State:
-        """Return the state of `parameter`, created or moved to its device if need be.
-
-        Raises:
-            ModelError: for a dtype that is not supported, or that changed since the master weight was made.
-        """
-        state: State = self.state[parameter]
-        if "step" not in state:
-            if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ModelError(
-                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
-                    f"{type(self).__name__} takes float32, bfloat16 and float16 parameters."
-                )
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        for name in self.moments_of(group):
-            if name not in state and f"{name}_code" not in state:
-                state.update(zero_moment(name, parameter, self.moment_format(parameter)))
-        if not state.keys() & set(MASTER_KEYS):
-            value = parameter.detach().float()
-            state.update(encode_master(value, self.master_format(parameter))[1])
-        elif parameter.dtype is torch.float32 or (
-            "remainder" in state and parameter.dtype is not torch.bfloat16
-        ):
-            raise ModelError(
-                f"a parameter of shape {tuple(parameter.shape)} became {parameter.dtype} after its master was made; "
-                "change the dtype of a model before fp8stack.initialize, or fp8stack.restore it first."
-            )
-        device = parameter.device
-        moved = {
-            k: v.to(device)
-            for k, v in state.items()
-            if isinstance(v, Tensor) and v.device != device
-        }
-        if moved:  # model.to(device) after the optimizer was made, or state that was offloaded
-            state.update(moved)
-        return state
-
-    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the moments that parameters of `group` have."""
-        return self.moments
+    def family_of(self, group: dict[str, Any]) -> str:
+        """Return the algorithm whose scalars the parameters of `group` take; see `kernels/reference/scalars.py`."""
+        return self.algorithm
 
     def step_kind(self, group: dict[str, Any], parameter: nn.Parameter) -> StepKind:
         """Return the kernel that steps `parameter`, whose state exists."""
@@ -270,14 +174,15 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
     def _step_with_plans(
         self, chosen: Sequence[Tensor], numbers: list[tuple[float, ...]], only: Tensor | None
     ) -> None:
-        from .plan import Plan  # Triton is imported when a GPU is used
-
         plans = self._plans.get(only, {})
         if not plans or not all(plan.current(chosen) for plan in plans.values()):
             pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
             entries = [(i, g, p) for i, (g, p) in enumerate(pairs) if only is None or p is only]
-            devices = dict.fromkeys(p.device for p in chosen if p.grad is not None)
-            plans = {d: Plan(self, entries, d) for d in devices}
+            groups = self.param_groups
+            kinds = [
+                (p.device, self.family_of(groups[g])) for _, g, p in entries if p.grad is not None
+            ]
+            plans = {kind: self.make_plan(entries, *kind) for kind in dict.fromkeys(kinds)}
             if not all(plan.current(chosen) for plan in plans.values()):
                 raise RuntimeError("a new plan does not fit its own gradients")
             if only is None:  # a parameter's step count is a view of one plan's vector
@@ -297,8 +202,29 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         for plan in plans.values():
             plan.run(skipped if plan is first else torch.zeros((), device=plan.device))
             torch.autograd.graph.increment_version(plan.parameters)
+        self.note_emitted()
         if self.max_grad_norm is not None:
             self.grad_norm = first.verdict[2] * first.verdict[0]
+
+    def make_plan(
+        self, entries: Sequence[tuple[int, int, nn.Parameter]], device: torch.device, family: str
+    ) -> Plan:
+        """Return the launches for the parameters of one device and family; see `plan.py`."""
+        from .plan import Plan  # Triton is imported when a GPU is used
+
+        return Plan(self, entries, device, family)
+
+    def step_tensors(
+        self, group: dict[str, Any], kind: StepKind, tensors: StepTensors, hyper: Tensor
+    ) -> None:
+        """Step one tensor in plain torch."""
+        reference_kernel(kind, tensors, hyper)
+
+    def note_emitted(self) -> None:
+        """Remember that the step just taken wrote the codes of the weights as they are."""
+        for p, emitted in self.emitting.items():
+            if p.grad is not None:
+                emitted.version = p._version
 
     def _examine(self, plan: Plan) -> None:
         """Fill the verdict on one device's gradients."""
@@ -306,6 +232,31 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         clip = math.inf if self.max_grad_norm is None else self.max_grad_norm
         plan.set_verdict(scale, found_inf, clip)
         plan.examine(want_norm=self.max_grad_norm is not None)
+
+    # --- FP8 weights
+
+    def emit(self, parameters: Iterable[Tensor]) -> None:
+        """Let every step also write these weights in FP8, for the next forward: one byte more to write instead of the
+        four to read and write, twice, of a cast of its own. `emitted` has them.
+
+        Raises:
+            ModelError: for a sharded parameter, whose scale is all ranks'.
+        """
+        for p in parameters:
+            if is_sharded(p):
+                raise ModelError(
+                    f"a weight of shape {tuple(p.shape)} is sharded (DTensor): its FP8 scale depends on all ranks, so "
+                    "a step cannot emit it. Cast it after the all-gather."
+                )
+            self.emitting.setdefault(p, Emitted(p))
+        self._forget_plans()
+
+    def emitted(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the codes (float8_e4m3fn, the parameter's shape) and scale (float32, 0-d) of a weight as it is now.
+
+        The last step wrote them; a weight that somebody else has changed since is cast here.
+        """
+        return self.emitting[parameter].current(parameter)
 
     # --- state_dict and parameter groups
 
@@ -338,7 +289,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
-        own = ("states", "master", "min_numel", "overrides", "max_grad_norm")
+        own = ("states", "master", "min_numel", "overrides", "max_grad_norm", "offload")
         mine = {name: getattr(self, name) for name in own}
         return {
             **super().__getstate__(),
@@ -346,6 +297,7 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
             "state": {p: dict(entry) for p, entry in self.state.items()},
             "on_new_parameters": None,
             "release": None,
+            "emitting": {},
             "grad_norm": None,
             "skipped_steps": float(self.skipped_steps),
         }
@@ -355,25 +307,6 @@ class BlockwiseOptimizer(torch.optim.Optimizer):
         self._plans, self._group_formats = {}, None
         self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
         self.state.update(state["state"])
-
-
-def check_formats(states: str, master: str) -> None:
-    """Raise ConfigError unless both are known."""
-    for name, value, known in (("states", states, STATES), ("master", master, MASTERS)):
-        if value not in known:
-            raise ConfigError(
-                f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), known)}"
-            )
-
-
-def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
-    """Return whether a parameter is quantized: a matrix or more, on the whole tensor's shape, and worth it.
-
-    Rows shorter than 8 would spend more on scales than they save.
-    """
-    if parameter.ndim < 2 or parameter.numel() < min_numel:
-        return False
-    return parameter.numel() >= 8 * parameter.shape[0]
 
 
 def _share_verdict(plans: list[Plan]) -> None:

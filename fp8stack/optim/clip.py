@@ -20,6 +20,7 @@ from fp8stack.kernels.reference import norm as reference
 from fp8stack.tensor import BlockScaledTensor
 
 from .gradients import gradient_parts
+from .sharded import is_sharded
 
 
 @torch.no_grad()
@@ -37,7 +38,7 @@ def clip_grad_norm_(
     Args:
         parameters: with gradients of any format: FP8 blocks, float32, bfloat16, float16. On any devices.
         max_norm: the largest norm allowed; infinity only measures.
-        norm_type: 2 or infinity; others go to torch's function.
+        norm_type: 2 or infinity; others go to torch's function, as do sharded parameters (DTensor).
         error_if_nonfinite: raise where the norm is NaN or infinite (waits for the GPU). Otherwise the gradients become
             NaN or zero as in torch, and the optimizer's step is skipped.
         foreach: only for signature compatibility.
@@ -51,10 +52,11 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not max_norm >= 0:
         raise ConfigError(f"max_norm must be a number >= 0, got {max_norm}.")
-    if norm_type not in (2, math.inf):
-        return torch.nn.utils.clip_grad_norm_(
+    if norm_type not in (2, math.inf) or any(is_sharded(p) for p in parameters):
+        total = torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach=False
         )
+        return total.full_tensor() if is_sharded(total) else total  # type: ignore[attr-defined]
     grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     if not grads:
         return torch.tensor(0.0)

@@ -8,6 +8,8 @@ from torch import Tensor
 from fp8stack.errors import GradientError
 from fp8stack.tensor import BlockScaledTensor
 
+from .sharded import is_sharded
+
 
 def gradient_parts(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return (codes, scale) of an FP8 gradient, or (gradient, None)."""
@@ -34,6 +36,13 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
             f"the gradient of a parameter of shape {shape} on {parameter.device} has shape {tuple(gradient.shape)} on "
             f"{gradient.device}. Was the parameter moved or resized after backward()? Clear it: optimizer.zero_grad()."
         )
+    if is_sharded(parameter) or is_sharded(gradient):
+        placements = [getattr(x, "placements", None) for x in (parameter, gradient)]
+        if placements[0] != placements[1]:
+            raise GradientError(
+                f"a parameter of shape {shape} is placed {placements[0]} and its gradient {placements[1]}. "
+                "Reduce or redistribute the gradient to the parameter's placements before the step."
+            )
     if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise GradientError(
             f"the gradient of a parameter of shape {shape} is {gradient.dtype}; fp8stack's optimizers take float32, "

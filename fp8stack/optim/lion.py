@@ -6,12 +6,15 @@ weight, 1 master, 1.03 gradient, 1.03 momentum. Only the sign of a sum is used, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .base import BlockwiseOptimizer, ParamsT
+from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_range
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Lion(BlockwiseOptimizer):
@@ -23,7 +26,7 @@ class Lion(BlockwiseOptimizer):
         betas: of the interpolation whose sign is the update, and of the momentum.
         weight_decay: decoupled, about ten times AdamW's.
         maximize: ascend instead.
-        states, master, min_numel, max_grad_norm: as in `fp8stack.optim.Adam`.
+        states, master, min_numel, max_grad_norm, offload: as in `fp8stack.optim.Adam`.
 
     Raises:
         ConfigError: for a hyper-parameter out of range or an unknown format.
@@ -40,14 +43,11 @@ class Lion(BlockwiseOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        states: str = "8bit",
-        master: str = "split24",
-        min_numel: int = 4096,
-        max_grad_norm: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         self.numbers_of(defaults)
-        super().__init__(params, defaults, states, master, min_numel, max_grad_norm)
+        super().__init__(params, defaults, **options)
 
     def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
         return "lion", False

@@ -19,17 +19,26 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.kernels import norm, scalars, step
-from fp8stack.kernels.reference.step import StepTensors
+from fp8stack.kernels import emit, norm, scalars, step
+from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.kernels.table import COLUMN, deal, upload, upload_rows
 from fp8stack.tensor import BlockScaledTensor
 
 from .gradients import check_gradient, gradient_parts
+from .sharded import (
+    Share,
+    local,
+    local_state,
+    reduce_largest,
+    reduce_squares,
+    share_of,
+    shares_of,
+)
 from .state import step_tensors
 
 if TYPE_CHECKING:
@@ -39,6 +48,7 @@ FAST = True
 """Let kernels use approximate reciprocals and roots; without, the bits are the reference's (see `kernels/step.py`)."""
 
 _ADDRESS = Tensor.data_ptr
+_NOWHERE = 16
 _GRAD_COLUMNS = slice(COLUMN["grad"], COLUMN["blocks"] + 1)
 
 
@@ -46,11 +56,20 @@ class Outdated(Exception):
     """The gradients or parameters are no longer of the kind that a plan was made for."""
 
 
+class Key(NamedTuple):
+    """What parameters of one segment have in common."""
+
+    launch: step.Launch
+    batch: Any  # for plans that work on several parameters at once
+    share: Share | None
+
+
 @dataclass
 class Segment:
     """The parameters of one launch, and the rows of the tables that are theirs."""
 
     launch: step.Launch
+    share: Share | None  # of sharded parameters
     parameters: list[nn.Parameter]
     weights: list[int]  # addresses
     blocks: list[int]
@@ -60,14 +79,22 @@ class Segment:
     rows: Tensor  # the launch's part of the table, of the scalars and of the maxima
     hyper: Tensor
     amax: Tensor
+    batch: Any
 
     def __post_init__(self) -> None:
         dtype = self.launch.dtypes[2]
         assert dtype is not None
         self.grad_dtype: torch.dtype = dtype
+        # What weights are updated by, which is not what reads gradients in every plan.
+        self.update, self.weight_rows = self.launch, self.rows
+        self.weight_owner, self.weight_spans = self.owner, self.spans
         self.fp8 = dtype is torch.float8_e4m3fn
         # A vector's gradient at the address of the last one is laid out as the last one was.
         self.vectors = all(p.ndim < 2 for p in self.parameters)
+
+    def locals(self) -> list[Tensor]:
+        """Return this rank's parts of sharded parameters."""
+        return [p.to_local() for p in self.parameters]  # type: ignore[attr-defined]
 
 
 class Plan:
@@ -78,25 +105,30 @@ class Plan:
         optimizer: BlockwiseOptimizer,
         parameters: Sequence[tuple[int, int, nn.Parameter]],  # (its number, its group's, itself)
         device: torch.device,
+        family: str,
     ) -> None:
-        self.device, self.algorithm = device, optimizer.algorithm
+        self.device, self.algorithm = device, family
         self.everything = [p for *_, p in parameters]
+        self.shares = shares_of(optimizer.param_groups)
         self.absent = []  # they have no gradient yet, and no row in the table
+        families = [optimizer.family_of(group) for group in optimizer.param_groups]
         entries = []
         for index, g, p in parameters:
-            if p.device != device or not p.numel():  # an empty one has nothing to update
+            if p.device != device or families[g] != family:
                 continue
             if p.grad is None:
                 self.absent.append(p)
                 continue
-            group = optimizer.param_groups[g]
+            group, weight = optimizer.param_groups[g], local(p).detach()
             state = optimizer.ensure_state(group, p)
             check_gradient(p, p.grad)
             kind, moments = optimizer.step_kind(group, p), optimizer.moments_of(group)
-            gradient = p.grad if p.grad.is_contiguous() else p.grad.contiguous()
-            tensors = step_tensors(p.detach(), *gradient_parts(gradient), moments, state)
-            entries.append((step.launch_of(kind, tensors), index, g, p, state, tensors))
-        order = {launch: i for i, launch in enumerate(dict.fromkeys(e[0] for e in entries))}
+            gradient = gradient_parts(local(p.grad).contiguous())
+            tensors = step_tensors(weight, *gradient, moments, local_state(state))
+            emitted = optimizer.emitting.get(p)
+            key = Key(*self.launches_of(kind, tensors, g, emitted is not None), share_of(p))
+            entries.append((key, index, g, p, state, tensors, emitted))
+        order = {key: i for i, key in enumerate(dict.fromkeys(e[0] for e in entries))}
         entries.sort(key=lambda e: order[e[0]])
         self.parameters = [e[3] for e in entries]
         self.indices = [e[1] for e in entries]
@@ -105,32 +137,45 @@ class Plan:
             x.untyped_storage() for e in entries for n, x in e[5]._asdict().items()
             if x is not None and n not in ("weight", "grad", "grad_scale")
         ]  # fmt: skip
+        self._emitted = [e[6] for e in entries]
         self._held: list[Tensor] = []  # contiguous copies of this step's gradients
         self._build([e[0] for e in entries], [e[5] for e in entries])
         self._number([e[2] for e in entries], [e[4] for e in entries])
 
-    def _build(self, launches: list[step.Launch], tensors: list[StepTensors]) -> None:
+    def launches_of(
+        self, kind: StepKind, t: StepTensors, group: int, emit: bool
+    ) -> tuple[step.Launch, Any]:
+        """Return the launch that reads the gradient of `t`, and what else must be equal to share it."""
+        return step.launch_of(kind, t, emit), None
+
+    def row(self, t: StepTensors, number: int) -> dict[str, int]:
+        """Return the row of a table for parameter `number`."""
+        emitted = self._emitted[number]
+        extra = {} if emitted is None else {"emit": emitted.codes, "emit_scale": emitted.scales}
+        return step.table_row(t.weight.shape, **t._asdict(), **extra)
+
+    def _build(self, keys: list[Key], tensors: list[StepTensors]) -> None:
         """Make the table, and the segments of it that share a launch."""
-        rows = [step.table_row(t.weight.shape, **t._asdict()) for t in tensors]
-        runs = [(k, len(list(run))) for k, run in groupby(launches)]
+        rows = [self.row(t, i) for i, t in enumerate(tensors)]
+        runs = [(k, len(list(run))) for k, run in groupby(keys)]
         n, device, start = len(rows), self.device, 0
         self.hyper = torch.zeros(n, 16, dtype=torch.float32, device=device)
         amax = torch.zeros(n, 4, dtype=torch.int32, device=device)
         dealt = []
-        for launch, length in runs:
+        for key, length in runs:
             part = slice(start, start + length)
             owner = deal(rows[part], step.programs, "first", device)
-            dealt.append((launch, part, owner, deal(rows[part], norm.spans, "first_span", device)))
+            dealt.append((key, part, owner, deal(rows[part], norm.spans, "first_span", device)))
             start += length
         self.rows = upload_rows(rows, device)
         self.segments = []
-        for launch, part, owner, spans in dealt:
-            parameters = self.parameters[part]
-            copied = [i for i, p in enumerate(parameters) if not p.is_contiguous()]
+        for (launch, batch, share), part, owner, spans in dealt:
+            parameters, mine = self.parameters[part], rows[part]
+            copied = [i for i, p in enumerate(parameters) if not local(p).is_contiguous()]
             self.segments.append(
                 Segment(
-                    launch, parameters, [r["weight"] for r in rows[part]], [r["blocks"] for r in rows[part]], copied,
-                    owner, spans, self.rows[part], self.hyper[part], amax[part],
+                    launch, share, parameters, [r["weight"] for r in mine], [r["blocks"] for r in mine],
+                    copied, owner, spans, self.rows[part], self.hyper[part], amax[part], batch,
                 )
             )  # fmt: skip
         self.grads: list[list[Any]] = []  # where they are, by segment; uploaded at the first step
@@ -172,7 +217,7 @@ class Plan:
         self._held = []
         found = []
         for s in self.segments:
-            weights = list(map(_ADDRESS, s.parameters))
+            weights = list(map(_ADDRESS, s.parameters if s.share is None else s.locals()))
             for i in s.copied:
                 weights[i] = s.weights[i]
             if weights != s.weights:
@@ -199,6 +244,8 @@ class Plan:
             if segment.fp8:
                 return [p.grad.addresses for p in segment.parameters]  # type: ignore[union-attr]
             grads: list[Any] = [p.grad for p in segment.parameters]
+            if segment.share is not None:
+                grads = [g.to_local() for g in grads]
             if segment.vectors or all(map(Tensor.is_contiguous, grads)):
                 addresses = list(map(_ADDRESS, grads))
                 if 0 not in addresses:  # an FP8 gradient has no address of its own
@@ -212,12 +259,16 @@ class Plan:
                 result.append((0, 0) if segment.fp8 else 0)
                 continue
             check_gradient(p, g)
+            g = local(g)
             if isinstance(g, BlockScaledTensor) is not segment.fp8:
                 raise Outdated
             if not g.is_contiguous():
                 g = g.contiguous()
                 self._held.append(g)  # until the next step
-            result.append(g.addresses if isinstance(g, BlockScaledTensor) else g.data_ptr())
+            if isinstance(g, BlockScaledTensor):
+                result.append(g.addresses)
+            else:  # an empty part of a sharded parameter has no address, but counts steps as the others do
+                result.append(g.data_ptr() or _NOWHERE)
         return result
 
     def _upload_grads(self) -> None:
@@ -272,13 +323,26 @@ class Plan:
                 self._largest.zero_()
                 for s in self.segments:
                     norm.largest(s.rows, s.spans, s.grad_dtype, self._largest)
+                reduce_largest(self._largest, self.shares)
                 return
-            norm.total(
-                [(s.grad_dtype, s.launch.rows, s.rows, s.spans) for s in self.segments],
-                self.partial,
-                self._norm,
-            )
+            if self.shares == [None]:
+                self._total(None, self._norm)
+            else:
+                norms = torch.zeros(len(self.shares), device=self.device)
+                for share, out in zip(self.shares, norms, strict=True):
+                    self._total(share, out)
+                squares = norms.double().square()
+                self._norm.copy_(
+                    reduce_squares(dict(zip(self.shares, squares, strict=True))).sqrt()
+                )
             self._largest.copy_(self._norm)
+
+    def _total(self, share: Share | None, out: Tensor) -> None:
+        """Write the norm of this rank's gradients of one share."""
+        mine = [s for s in self.segments if s.share == share]
+        count = sum(len(s.spans) for s in mine)
+        launches = [(s.grad_dtype, s.launch.rows, s.rows, s.spans) for s in mine]
+        norm.total(launches, self.partial[:count], out)
 
     def run(self, skipped: Tensor) -> None:
         """Take the step that the verdict allows."""
@@ -289,18 +353,27 @@ class Plan:
                 self.verdict, skipped, self.hyper,
             )  # fmt: skip
             for s in self.segments:
-                step.step_table(s.launch, s.rows, s.owner, s.hyper, s.amax, FAST)
+                self.step_segment(s)
+                if s.update.emit:
+                    dtype = s.update.dtypes[0]
+                    assert dtype is not None
+                    emit.finish(s.weight_rows, s.weight_spans, s.hyper, dtype)
         for parameter, weight in held:
-            parameter.detach().copy_(weight)
+            parameter.copy_(weight)
 
-    def _row_major(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def step_segment(self, s: Segment) -> None:
+        """Step the parameters of one launch."""
+        step.step_table(s.launch, s.rows, s.owner, s.hyper, s.amax, FAST)
+
+    def _row_major(self) -> list[tuple[Tensor, Tensor]]:
         """Lay out as rows the weights that are not (channels_last, transposed): blocks are row-major."""
         held = []
         for s in self.segments:
             for i in s.copied:
-                weight = s.parameters[i].detach().contiguous()
-                s.rows[i, COLUMN["weight"]].fill_(weight.data_ptr())
-                held.append((s.parameters[i], weight))
+                parameter = local(s.parameters[i]).detach()
+                weight = parameter.contiguous()
+                s.weight_rows[i, COLUMN["weight"]].fill_(weight.data_ptr())
+                held.append((parameter, weight))
         return held
 
 

@@ -3,25 +3,62 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.kernels.reference import norm
+from fp8stack.kernels.reference.emit import emit
 from fp8stack.kernels.reference.scalars import scalars
-from fp8stack.kernels.reference.step import step
 
 from .checks import rates_on_gpu
 from .gradients import check_gradient, gradient_parts
+from .sharded import (
+    local,
+    local_state,
+    reduce_largest,
+    reduce_squares,
+    share_of,
+    shares_of,
+)
 from .state import State, step_tensors
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
 
 
+def update_parameter(
+    optimizer: BlockwiseOptimizer,
+    group: dict[str, Any],
+    parameter: nn.Parameter,
+    state: State,
+    gradient: tuple[Tensor, Tensor | None],  # as `gradient_parts`
+    row: Tensor,  # its scalars, see `kernels/reference/scalars.py`
+) -> None:
+    """Update one parameter and its state with the reference kernel."""
+    held, weight = local_state(state), local(parameter).detach()
+    here = {k: v.to(weight.device) for k, v in held.items()}  # it may be offloaded
+    rows = weight.contiguous()
+    tensors = step_tensors(rows, *gradient, optimizer.moments_of(group), here)
+    optimizer.step_tensors(group, optimizer.step_kind(group, parameter), tensors, row)
+    for key, value in here.items():
+        if value is not held[key]:
+            held[key].copy_(value)
+    if parameter in optimizer.emitting:
+        emitted = optimizer.emitting[parameter]
+        emit(rows, emitted.codes, emitted.scales, row[4])
+    # channels_last, or a transposed view: blocks are row-major
+    if rows.data_ptr() != weight.data_ptr():
+        weight.copy_(rows)
+
+
 def reference_step(
-    optimizer: BlockwiseOptimizer, numbers: list[tuple[float, ...]], only: Tensor | None = None
+    optimizer: BlockwiseOptimizer,
+    numbers: list[tuple[float, ...]],
+    only: Tensor | None = None,
+    update: Callable[..., None] = update_parameter,
 ) -> None:
     """Step every parameter that has a gradient (or the one given), on whatever devices they are."""
     work: list[tuple[int, int, nn.Parameter, State, tuple[Tensor, Tensor | None]]] = []
@@ -31,33 +68,33 @@ def reference_step(
             if p.grad is not None and (only is None or p is only):
                 state = optimizer.ensure_state(group, p)
                 check_gradient(p, p.grad)
-                work.append((g, index, p, state, gradient_parts(p.grad.contiguous())))
+                work.append((g, index, p, state, gradient_parts(local(p.grad).contiguous())))
             index += 1
-    devices = list(dict.fromkeys(p.device for _, _, p, _, _ in work))
-    verdict = _verdict(optimizer, [parts for *_, parts in work], devices[0])
-    skipped = torch.as_tensor(optimizer.skipped_steps, dtype=torch.float32, device=devices[0])
-    for device in devices:
-        here = [entry for entry in work if entry[2].device == device]
+    families = [optimizer.family_of(group) for group in optimizer.param_groups]
+    first = work[0][2].device
+    verdict = _verdict(optimizer, [(p, parts) for _, _, p, _, parts in work], first)
+    skipped = torch.as_tensor(optimizer.skipped_steps, dtype=torch.float32, device=first)
+    counted = skipped
+    for device, family in dict.fromkeys((p.device, families[g]) for g, _, p, _, _ in work):
+        here = [x for x in work if x[2].device == device and families[x[0]] == family]
         steps = torch.stack([state["step"] for _, _, _, state, _ in here])
         hyper = scalars(
-            optimizer.algorithm,
+            family,
             _group_table(optimizer, numbers, device)[[g for g, *_ in here]],
             torch.ones(len(here), dtype=torch.bool, device=device),
             steps,
             verdict.to(device),
-            skipped if device == devices[0] else skipped.to(device, copy=True),
+            counted,
             torch.tensor([i for _, i, *_ in here], dtype=torch.int32, device=device),
         )
         for (g, _, p, state, parts), count, row in zip(here, steps, hyper, strict=True):
             group = optimizer.param_groups[g]
             state["step"].copy_(count)
-            weight = p.detach().contiguous()
-            tensors = step_tensors(weight, *parts, optimizer.moments_of(group), state)
-            step(optimizer.step_kind(group, p), tensors, row)
-            # channels_last, or a transposed view: blocks are row-major
-            if weight.data_ptr() != p.data_ptr():
-                p.copy_(weight)
+            if parts[0].numel():
+                update(optimizer, group, p, state, parts, row)
+        counted = torch.zeros((), device=device)  # a skip counts once
     torch.autograd.graph.increment_version([p for _, _, p, _, _ in work])
+    optimizer.note_emitted()
     optimizer.skipped_steps = skipped
     if optimizer.max_grad_norm is not None:
         optimizer.grad_norm = verdict[2] * verdict[0]
@@ -75,7 +112,7 @@ def _group_table(
 
 def _verdict(
     optimizer: BlockwiseOptimizer,
-    gradients: list[tuple[Tensor, Tensor | None]],
+    gradients: list[tuple[Tensor, tuple[Tensor, Tensor | None]]],  # (parameter, gradient_parts)
     device: torch.device,
 ) -> Tensor:
     """Return what the gradients are found to be; see `kernels/reference/scalars.py`."""
@@ -84,11 +121,18 @@ def _verdict(
     clip = optimizer.max_grad_norm
     zero, one = torch.zeros((), device=device), torch.ones((), device=device)
     total, largest = zero, zero
+    shares = shares_of(optimizer.param_groups)
+    gradients = [(p, parts) for p, parts in gradients if parts[0].numel()]
     if clip is not None:
-        squares = [norm.sum_of_squares(*parts).to(device) for parts in gradients]
-        total = largest = torch.stack(squares).sum().sqrt().float()
-    elif gradients:
-        largest = torch.stack([norm.largest(*parts).to(device) for parts in gradients]).amax()
+        squares = dict.fromkeys(shares, zero.double())
+        for p, parts in gradients:
+            squares[share_of(p)] = squares[share_of(p)] + norm.sum_of_squares(*parts).to(device)
+        total = largest = reduce_squares(squares).sqrt().float()
+    else:
+        if gradients:
+            largest = torch.stack([norm.largest(*x).to(device) for _, x in gradients]).amax()
+        largest = largest.abs()  # a copy, and NaN without its sign
+        reduce_largest(largest, shares)
     return torch.stack(
         [
             one if scale is None else 1 / scale.to(device, torch.float32).reshape(()),

@@ -6,15 +6,18 @@ float32 takes 12. The momentum is kept as Adam's m.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
 
-from .base import BlockwiseOptimizer, ParamsT
+from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_positive, check_range
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SGD(BlockwiseOptimizer):
@@ -22,7 +25,7 @@ class SGD(BlockwiseOptimizer):
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch; `lr` may be a tensor.
-        states, master, min_numel, max_grad_norm: as in `fp8stack.optim.Adam`.
+        states, master, min_numel, max_grad_norm, offload: as in `fp8stack.optim.Adam`.
 
     Raises:
         ConfigError: for a hyper-parameter out of range, an unknown format, or nesterov without momentum.
@@ -42,10 +45,7 @@ class SGD(BlockwiseOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        states: str = "8bit",
-        master: str = "split24",
-        min_numel: int = 4096,
-        max_grad_norm: float | None = None,
+        **options: Unpack[Options],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -56,7 +56,7 @@ class SGD(BlockwiseOptimizer):
             "maximize": maximize,
         }
         self.numbers_of(defaults)
-        super().__init__(params, defaults, states, master, min_numel, max_grad_norm)
+        super().__init__(params, defaults, **options)
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.moments if group["momentum"] else ()

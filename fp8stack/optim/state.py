@@ -5,7 +5,7 @@
 | "8bit" (default)    | s1e3m4, block 128       | sqrt(v) as ue3m5, block 128 | 2.06   | 3 % of m, 1.6 % of root |
 | "fp8"               | e4m3, block 128         | sqrt(v) as e4m3, block 128  | 2.06   | 6 % and 6 %             |
 | "4bit"              | s1e3m4, block 128       | sqrt(v) as ue3m1, dithered  | 1.56   | 3 % and 33 %, unbiased  |
-| "4bit-experimental" | s1e2m1 (FP4), block 128 | sqrt(v) as ue3m1, dithered  | 1.06   | 25 % and 33 %           |
+| "4bit-experimental" | s1e2m1 (FP4), dithered  | the same, from 1/24 on      | 1.06   | 50 % and 33 %, unbiased |
 | "fp8-lm"            | e4m3, one scale         | float16, one scale          | 3      | the FP8-LM paper's      |
 | "bf16"              | bfloat16                | bfloat16, dithered          | 4      | 0.4 % and 0.8 %         |
 | "fp32"              | float32                 | float32                     | 8      | nothing                 |
@@ -27,6 +27,7 @@ A moment called `name` (torch's names: exp_avg, exp_avg_sq, momentum_buffer) is 
     {name: floating-point tensor}
     {name_code: codes, name_scale: float32 [rows, ceil(cols/128)]}   uint8, two a byte for 4 bits, or float8_e4m3fn
     {name_code: e4m3 or float16, name_scale: float32 0-d}            "fp8-lm": one scale a tensor
+    {name_code: uint8, name_scale: float32 [ceil(numel/256)]}        "8bit" kept by bitsandbytes (`bitsandbytes.py`)
 
 and a master weight as `remainder` (int8 or int16, beside a bfloat16 weight), `master` (float32), or `master` and
 `master_scale` (float16). Other names than torch's hold codes on purpose: no other optimizer can mistake them for
@@ -46,12 +47,13 @@ from fp8stack.formats import (
     S1E2M1,
     S1E3M4,
     UE3M1,
+    UE3M1_RAISED,
     UE3M5,
     MiniFloat,
     scale_shape,
 )
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference import master, scaled
+from fp8stack.kernels.reference import dynamic, master, scaled
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
 from fp8stack.levels import CHOICES
 
@@ -61,9 +63,11 @@ _BLOCK_FORMATS: dict[str, tuple[MiniFloat, MiniFloat]] = {
     "8bit": (S1E3M4, UE3M5),
     "fp8": (E4M3, E4M3_ROOT),
     "4bit": (S1E3M4, UE3M1),
-    "4bit-experimental": (S1E2M1, UE3M1),
+    "4bit-experimental": (S1E2M1, UE3M1_RAISED),
 }
 STATES, MASTERS = CHOICES["states"], CHOICES["master"]
+BITSANDBYTES = "bitsandbytes"
+"""What "8bit" becomes in `bitsandbytes.py`; no choice of a user's."""
 MASTER_KEYS = ("remainder", "master", "master_scale")
 _SPLIT = {"split24": torch.int8, "split32": torch.int16}
 
@@ -88,9 +92,11 @@ def float_dtype(parameter: Tensor, states: str) -> torch.dtype:
     return {"keep": parameter.dtype, "bf16": torch.bfloat16}.get(states, torch.float32)
 
 
-def zero_moment(name: str, parameter: Tensor, states: str) -> State:
-    """Return the state of a moment that is zero everywhere."""
-    fmt, shape, device = block_format(name, states), parameter.shape, parameter.device
+def zero_moment(
+    name: str, parameter: Tensor, states: str, device: torch.device | None = None
+) -> State:
+    """Return the state of a moment that is zero everywhere, on `device` or the parameter's."""
+    fmt, shape, device = block_format(name, states), parameter.shape, device or parameter.device
     if fmt is not None:
         codes = torch.zeros(fmt.codes_shape(shape), dtype=torch.uint8, device=device)
         scale = torch.zeros(scale_shape(shape), dtype=torch.float32, device=device)
@@ -99,6 +105,12 @@ def zero_moment(name: str, parameter: Tensor, states: str) -> State:
         return {
             f"{name}_code": torch.zeros(shape, dtype=tensor_format(name), device=device),
             f"{name}_scale": torch.ones((), dtype=torch.float32, device=device),
+        }
+    if states == BITSANDBYTES:
+        blocks = -(-parameter.numel() // dynamic.BLOCK)
+        return {
+            f"{name}_code": torch.zeros(shape, dtype=torch.uint8, device=device),
+            f"{name}_scale": torch.zeros(blocks, dtype=torch.float32, device=device),
         }
     return {name: torch.zeros(shape, dtype=float_dtype(parameter, states), device=device)}
 
@@ -110,7 +122,9 @@ def encode_moment(name: str, value: Tensor, parameter: Tensor, states: str) -> S
     if fmt is not None:
         codes, scale = ops.quantize_blocks(value, fmt)
     elif states == "fp8-lm":
-        codes, scale = scaled.encode_tensor(value, tensor_format(name))
+        codes, scale = scaled.encode_tensor(value, tensor_format(name), lift=is_second(name))
+    elif states == BITSANDBYTES:
+        codes, scale = dynamic.encode(value, signed=not is_second(name))
     else:
         return {name: value.to(float_dtype(parameter, states), copy=True)}
     return {f"{name}_code": codes, f"{name}_scale": scale}
@@ -125,6 +139,9 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
     if codes is None:
         return None
     scale = state[f"{name}_scale"]
+    if scale.ndim == 1:  # the codes may be paged
+        values = dynamic.table(not is_second(name), scale.device)
+        return dynamic.decode(codes.to(scale.device), scale, values)
     fmt = stored_format(name, codes, scale, shape)
     if fmt is None:
         return scaled.decode_tensor(codes, scale)
@@ -172,8 +189,10 @@ def encode_master(value: Tensor, kind: str | None) -> tuple[Tensor, State]:
 
 def decode_master(parameter: Tensor, state: State) -> Tensor:
     """Return the float32 weight that the optimizer accumulates in, as a new tensor."""
-    value = state.get("remainder", state.get("master"))
-    return load_master(parameter.detach(), value, state.get("master_scale")).clone()
+    value, scale = state.get("remainder", state.get("master")), state.get("master_scale")
+    if value is not None:  # it may be offloaded
+        value = value.to(parameter.device)
+    return load_master(parameter.detach(), value, scale).clone()
 
 
 # --- what the kernels take

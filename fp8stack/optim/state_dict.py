@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from fp8stack.errors import CheckpointError
 from fp8stack.formats import S1E2M1, S1E3M4
 
+from .foreign import translate
+from .sharded import collect, distribute, local, local_state
 from .state import (
     MASTER_KEYS,
     State,
@@ -61,7 +63,7 @@ def load(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
     optimizer.state.clear()
     optimizer.state.update(new_state)
     for parameter, weight in new_weights.items():
-        parameter.data.copy_(weight)
+        local(parameter).data.copy_(weight)
     for post_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
         post_hook(optimizer)
 
@@ -117,13 +119,18 @@ def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
     """
     packed = torch.optim.Optimizer.state_dict(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    families = [optimizer.family_of(g) for g in optimizer.param_groups for _ in g["params"]]
     state = {}
     for key, entry in packed["state"].items():
         if "step" in entry:
-            shape = parameters[key].shape
-            moments = {name: decode_moment(name, entry, shape) for name in optimizer.moments}
-            state[key] = {name: m.clone() for name, m in moments.items() if m is not None}
-            if optimizer.torch_class is not torch.optim.SGD:
+            p = parameters[key]
+            mine, shape = local_state(entry), local(p).shape
+            moments = {name: decode_moment(name, mine, shape) for name in optimizer.moments}
+            given = {
+                name: m.to(p.device, copy=True) for name, m in moments.items() if m is not None
+            }
+            state[key] = distribute(given, p)
+            if families[key] not in ("sgd", "muon"):  # torch's do not count steps
                 state[key]["step"] = entry["step"].clone()
     return {"state": state, "param_groups": packed["param_groups"]}
 
@@ -184,36 +191,37 @@ def _convert(
     new_weights: dict[nn.Parameter, Tensor],
 ) -> State:
     """Return one parameter's saved state in the optimizer's own format, on the parameter's device."""
+    optimizer.check_formats_of(parameter)
+    entry = translate(entry, optimizer.moments_of(group), key)
+    weight = local(parameter.detach())  # all that follows is about this rank's part
     entry = {
-        k: v.to(parameter.device, copy=True).contiguous() if isinstance(v, Tensor) else deepcopy(v)
-        for k, v in entry.items()
+        k: v.to(weight.device, copy=True).contiguous() if isinstance(v, Tensor) else deepcopy(v)
+        for k, v in collect(entry, parameter, key).items()
     }
     new: State = {}
     moments = optimizer.moments_of(group)
     has_moments = "step" in entry or any(decodable(name, entry) for name in moments)
     if has_moments:
         step = entry.get("step", 1.0)
-        new["step"] = torch.as_tensor(step, dtype=torch.float32, device=parameter.device).reshape(
-            ()
-        )
+        count = torch.as_tensor(step, dtype=torch.float32, device=weight.device)
+        new["step"] = count.reshape(())
     for name in moments if has_moments else ():
-        _check_shape(name, entry, parameter, key)
+        _check_shape(name, entry, weight, key)
         kind = optimizer.moment_format(parameter)
-        wanted = zero_moment(name, _shadow(parameter), kind)
+        wanted = zero_moment(name, _shadow(weight), kind)
         if all(_alike(entry.get(k), v) for k, v in wanted.items()):
             new.update({k: entry[k] for k in wanted})
             continue
-        shape = parameter.shape
-        value = decode_moment(name, entry, shape) if decodable(name, entry) else None
-        if value is None or value.shape != parameter.shape:
+        value = decode_moment(name, entry, weight.shape) if decodable(name, entry) else None
+        if value is None or value.shape != weight.shape:
             found = "missing" if value is None else f"of shape {tuple(value.shape)}"
             raise CheckpointError(
-                f"state of parameter {key} (shape {tuple(parameter.shape)}): {name} is {found}. "
+                f"state of parameter {key} (shape {tuple(weight.shape)}): {name} is {found}. "
                 "The checkpoint is of another model, or truncated; use the one saved with this model."
             )
-        new.update(encode_moment(name, value, parameter, kind))
+        new.update(encode_moment(name, value, weight, kind))
     new.update(_convert_master(optimizer, parameter, entry, key, new_weights))
-    return new
+    return optimizer.house(new, parameter)
 
 
 def _convert_master(
@@ -229,10 +237,11 @@ def _convert_master(
     kind = optimizer.master_format(parameter)
     if not saved:
         return present
-    if any(v.ndim and v.shape != parameter.shape for v in saved.values()):
+    weight = local(parameter.detach())
+    if any(v.ndim and v.shape != weight.shape for v in saved.values()):
         shapes = {k: tuple(v.shape) for k, v in saved.items()}
         raise CheckpointError(
-            f"state of parameter {key} (shape {tuple(parameter.shape)}) has a master of shape {shapes}. "
+            f"state of parameter {key} (shape {tuple(weight.shape)}) has a master of shape {shapes}. "
             "The checkpoint is of another model; use the one saved with this model."
         )
     if kind is None or ("remainder" in saved and parameter.dtype is not torch.bfloat16):
@@ -241,10 +250,10 @@ def _convert_master(
             f"{parameter.dtype}. Initialize at the level it was saved from, or export the weights with "
             "fp8stack.checkpoint.master_state_dict."
         )
-    wanted = zero_master(_shadow(parameter), kind)
+    wanted = zero_master(_shadow(weight), kind)
     if all(_alike(saved.get(k), v) for k, v in wanted.items()):
         return saved
-    new_weights[parameter], converted = encode_master(decode_master(parameter, saved), kind)
+    new_weights[parameter], converted = encode_master(decode_master(weight, saved), kind)
     return converted
 
 

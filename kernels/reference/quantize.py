@@ -8,11 +8,11 @@ Per block (or tensor), with `max` the format's largest value, all in float32:
           = NaN                           if amax is not finite: the block decodes to NaN, its codes mean nothing
     code  = round(x × (1 / scale))        as `fp8.py` rounds
 
-(The optimizer formats take amax × (1 / max), one multiplication, for scale.) A `squared` format stores square roots:
-x is replaced by sqrt(x) first and squared after decoding. A positive element never gets code 0 there (it is lifted to
-code 1, 1/4032 of the block's largest for ue3m5), since a second moment that flushes to zero makes Adam divide by
-epsilon; an element that is exactly zero keeps code 0. Codes of 4 bits lie two in a byte, [rows, ceil(cols / 2)], the
-even column in the lower half.
+(The optimizer formats take amax × (1 / max), one multiplication, for scale, and x × (NUDGE / scale).) A `squared`
+format stores square roots: x is replaced by sqrt(x) first and squared after decoding. A positive element never gets
+code 0 there (it is lifted to the format's `least`, 1/4032 of the block's largest for ue3m5), since a second moment that
+flushes to zero makes Adam divide by epsilon; an element that is exactly zero keeps code 0. Codes of 4 bits lie two in a
+byte, [rows, ceil(cols / 2)], the even column in the lower half.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8stack.formats import BLOCK, TINY, MiniFloat, rows_cols, scale_shape
+from fp8stack.formats import BLOCK, NUDGE, TINY, MiniFloat, rows_cols, scale_shape
 
 from .fp8 import cast_finite, decode, encode, noise, sqrt_rn
 
@@ -66,6 +66,8 @@ def quantize_blocks(
     if fmt.squared:
         blocks = sqrt_rn(blocks)
     scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
+    if fmt.dtype is torch.uint8:
+        inverse = inverse * NUDGE
     scaled = blocks * inverse.unsqueeze(-1)
     if fmt.dtype is not torch.uint8:
         scaled = torch.where(inverse.unsqueeze(-1) > 0, scaled, 0.0)  # infinity × 0 is NaN
@@ -76,7 +78,7 @@ def quantize_blocks(
         random = None if seed is None else as_blocks(noise(x.shape, seed))
         codes = encode(scaled, fmt, random)
         if fmt.squared:
-            codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+            codes = torch.where(blocks > 0, codes.clamp(min=fmt.least), codes)
     codes = from_blocks(codes, x.shape).contiguous()
     return (pack(codes) if fmt.bits == 4 else codes), scale
 

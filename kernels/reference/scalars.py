@@ -6,7 +6,7 @@
     step      += apply
     grad_mul   = unscale × clip × sign                                               sign = -1 to maximize
     step_size  = lr / (1 - beta1^step),  inv_sqrt_bc2 = 1 / sqrt(1 - beta2^step)     Adam; lr and 1 otherwise
-    gain       = 1 - beta1 (Adam, Lion);  1 - dampening, but 1 at the first step (SGD)
+    gain       = 1 - beta1 (Adam, Lion, Muon);  1 - dampening, but 1 at the first step (SGD)
 
 in float64 from `group`, then rounded to float32. The clip coefficient is torch.nn.utils.clip_grad_norm_'s.
 """
@@ -50,7 +50,7 @@ def scalars(
     clip = (max_norm / (norm * unscale + 1e-6)).clamp(max=1)
     hyper = torch.zeros(len(steps), 16, dtype=torch.float32, device=steps.device)
     one = torch.ones_like(lr)
-    adam, sgd = algorithm == "adam", algorithm in ("sgd", "nesterov")
+    adam, sgd = algorithm == "adam", algorithm == "sgd"
     columns = [
         unscale * clip * sign,
         1 - lr * decoupled,

@@ -7,7 +7,8 @@ in E4M3, the second moment and the master weight in float16, each multiplied by 
 
 A scale per tensor needs the maximum of the *new* moment before its first code can be written: two passes over memory
 where block scaling needs one, and elements far below the tensor's maximum lose precision. It is here to reproduce the
-paper's recipe (`preset="fp8-lm"`), not because it is good.
+paper's recipe (`preset="fp8-lm"`), not because it is good. One thing differs: a positive second moment below 2^-24 of
+the scale is kept as that instead of zero, which would make Adam divide by epsilon.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
 def encode_tensor(
     x: Tensor,  # float32, any shape
     dtype: torch.dtype,  # torch.float8_e4m3fn or torch.float16
+    lift: bool = False,  # a positive value never becomes zero in float16: it is a second moment
 ) -> tuple[Tensor, Tensor]:  # codes: dtype, x's shape; scale: float32, 0-d
     """Quantize `x` with one power-of-two scale."""
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
     scale = power_of_two_scale(amax, E4M3.max if dtype is E4M3.dtype else FLOAT16_MAX)
     scaled = torch.where(scale.isnan(), 0.0, x / scale)  # everything decodes to NaN then
+    if lift:
+        scaled = torch.where(x > 0, scaled.clamp(min=2.0**-24), scaled)
     return (cast_finite(scaled, E4M3) if dtype is E4M3.dtype else scaled.to(dtype)), scale
 
 

@@ -7,7 +7,8 @@ blocks code × (scale × grad_mul)), plus weight_decay × w where decay is coupl
     sgd       m = beta1 × m + gain × g;  u = m             (u = g without momentum)
     nesterov  m = beta1 × m + gain × g;  u = g + beta1 × m
     lion      u = sign(beta1 × m + gain × g);  m = beta2 × m + (1 - beta2) × g
-    all       w = w × decay - step_size × u
+    muon      m = beta1 × m + gain × g;  u = beta2 × m + (1 - beta2) × g
+    all       w = w × decay - step_size × u;  muon: w = u, which is orthogonalized before another step applies it
 
 Sources: Kingma and Ba, "Adam", 2015, algorithm 1; Loshchilov and Hutter, "Decoupled Weight Decay Regularization",
 2019, algorithm 2 (with step_size = lr / (1 - beta1^t) and inv_sqrt_bc2 = 1 / sqrt(1 - beta2^t)); torch.optim.SGD; Chen
@@ -42,7 +43,7 @@ bits of an int32."""
 class StepKind(NamedTuple):
     """What a step computes and how it keeps its state; one Triton kernel is compiled for each."""
 
-    algorithm: str  # "adam", "sgd", "nesterov" or "lion"
+    algorithm: str  # "adam", "sgd", "nesterov", "lion" or "muon"
     coupled: bool  # weight decay is added to the gradient
     m: str  # "" (none), "dense", the name of a block format, or "tensor": one power-of-two scale for all
     v: str  # the same, or "dithered": dense, rounded stochastically
@@ -79,8 +80,8 @@ def step(kind: StepKind, t: StepTensors, hyper: Tensor) -> None:
     m = _load_moment(kind.m, t.m, t.m_scale, w.shape)
     v = _load_moment(kind.v, t.v, t.v_scale, w.shape)
     u, m, v = update(kind.algorithm, g, m, v, hyper)
-    w = w * hyper[1] - hyper[2] * u
-    _store_master(kind.master, t, w, apply, seed)
+    w = u if kind.algorithm == "muon" else w * hyper[1] - hyper[2] * u
+    store_master(kind.master, t, w, apply, seed)
     _store_moment(kind.m, t.m, t.m_scale, m, apply, seed)
     _store_moment(kind.v, t.v, t.v_scale, v, apply, seed)
 
@@ -103,6 +104,8 @@ def update(
         return m, m, None
     if algorithm == "nesterov":
         return g + beta1 * m, m, None
+    if algorithm == "muon":
+        return beta2 * m + one_minus_beta2 * g, m, None
     assert v is not None
     v = beta2 * v + one_minus_beta2 * (g * g)
     return m / (sqrt_rn(v) * inv_sqrt_bc2 + eps), m, v
@@ -151,7 +154,7 @@ def _store_moment(
         write(codes, value, apply)
         return
     if kind == "tensor":
-        new_codes, new_scale = encode_tensor(value, codes.dtype)
+        new_codes, new_scale = encode_tensor(value, codes.dtype, codes.dtype is torch.float16)
     else:
         fmt = FORMATS[kind]
         new_codes, new_scale = quantize_blocks(value, fmt, seed if fmt.stochastic else None)
@@ -159,7 +162,8 @@ def _store_moment(
     write(scale, new_scale, apply)
 
 
-def _store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, seed: Tensor) -> None:
+def store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, seed: Tensor) -> None:
+    """Write the float32 weight `w` to the weight and its master."""
     if kind == "split" and t.master is not None:
         high, low = split(w, t.master.dtype)
         write(t.weight, high, apply)

@@ -95,7 +95,14 @@ def test_bytes_are_of_the_tensors_inside_and_shared_ones_count_once():
     state = {"exp_avg": wrapper, "qmap": table, "error_bits": torch.zeros(128, dtype=torch.int8)}
     optimizer = SimpleNamespace(state={parameters[0]: state, parameters[1]: {"qmap": table}})
     sizes = count_bytes(parameters, optimizer)
-    expected = {"weight": 512, "master": 128, "grad": 0, "state": 128 + 1024, "total": 1792}
+    expected = {
+        "weight": 512,
+        "master": 128,
+        "grad": 0,
+        "state": 128 + 1024,
+        "total": 1792,
+        "host": 0,
+    }
     assert sizes == {part: size / 256 for part, size in expected.items()}
 
 

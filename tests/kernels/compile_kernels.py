@@ -32,11 +32,13 @@ MEASURED = {  # a disassembly takes longer than a compilation
     ("_step_kernel", "adam 8bit split24, fp8 gradient, rows of 16"),
     ("_step_kernel", "adam 8bit split24, fp8 gradient, any rows"),
     ("_step_kernel", "adam 8bit split24, fp8 gradient, exact"),
+    ("_step_kernel", "adam 8bit split24, fp8 gradient, emits"),
     ("_step_kernel", "adam fp8 split24, fp8 gradient"),
     ("_step_kernel", "adam 4bit split24, fp8 gradient"),
     ("_step_kernel", "adam 4bit-experimental none, fp8 gradient"),
     ("_step_kernel", "adam fp32 keep, fp32 gradient"),
     ("_step_kernel", "lion 8bit split24, fp8 gradient"),
+    ("_step_kernel", "muon 8bit direction, fp8 gradient"),
     ("_squares_kernel", "fp8"),
     ("_quantize_blocks_kernel", "e4m3, bf16"),
     ("_quantize_blocks_kernel", "e4m3, fp16, odd rows"),
@@ -74,7 +76,7 @@ MOMENTS = {
     "8bit": ("s1e3m4", "ue3m5", tl.uint8, tl.uint8),
     "fp8": ("e4m3", "e4m3_root", tl.uint8, tl.uint8),
     "4bit": ("s1e3m4", "ue3m1", tl.uint8, tl.uint8),
-    "4bit-experimental": ("s1e2m1", "ue3m1", tl.uint8, tl.uint8),
+    "4bit-experimental": ("s1e2m1", "ue3m1_raised", tl.uint8, tl.uint8),
     "fp8-lm": ("tensor", "tensor", tl.uint8, tl.float16),
     "bf16": ("dense", "dithered", tl.bfloat16, tl.int16),
     "fp32": ("dense", "dense", tl.float32, tl.float32),
@@ -87,7 +89,9 @@ MASTERS = {  # kind, dtypes of the weight and of the master
     "fp32": ("dense", tl.bfloat16, tl.float32),
     "fp16": ("tensor", tl.bfloat16, tl.float16),
     "keep": ("", tl.float32, tl.float32),
+    "direction": ("", tl.bfloat16, tl.float32),  # what Muon orthogonalizes
 }
+WEIGHTS = {"bf16": tl.bfloat16, "fp32": tl.float32}
 GRADIENTS = {"fp8": tl.uint8, "fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 
 
@@ -98,6 +102,7 @@ def step_cases(names):
         ("adam", "8bit", "split24", "fp8", "rows of 16"),
         ("adam", "8bit", "split24", "fp8", "any rows"),
         ("adam", "8bit", "split24", "fp8", "exact"),
+        ("adam", "8bit", "split24", "fp8", "emits"),
         ("adam", "8bit", "split32", "bf16", "coupled", "exact"),
         ("adam", "fp8", "split24", "fp8"),
         ("adam", "fp8", "fp32", "fp32", "exact", "any rows"),
@@ -113,6 +118,8 @@ def step_cases(names):
         ("nesterov", "8bit", "split24", "fp8", "coupled", "exact"),
         ("lion", "8bit", "split24", "fp8"),
         ("lion", "fp32", "keep", "fp32", "exact"),
+        ("muon", "8bit", "direction", "fp8"),
+        ("muon", "8bit", "direction", "fp8", "exact"),
     ):
         m, v, m_type, v_type = MOMENTS[states]
         kind, weight_type, master_type = MASTERS[master]
@@ -123,7 +130,7 @@ def step_cases(names):
             "MASTER_TYPE": master_type, "GRAD_TYPE": GRADIENTS[gradient], "M_TYPE": m_type,
             "V_TYPE": v_type, "ROWS": rows,
             "PASS": 1 if "first pass" in options else 2 if "second pass" in options else 0,
-            "FAST": "exact" not in options,
+            "EMIT": "emits" in options, "HARDWARE": None, "FAST": "exact" not in options,
         }  # fmt: skip
         label = ", ".join([f"{algorithm} {states} {master}", f"{gradient} gradient", *options])
         yield label, {}, constants
@@ -175,8 +182,7 @@ CASES = {
     "_step_kernel": step_cases,
     "_scales_kernel": lambda names: [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
     "_scalars_kernel": lambda names: [
-        (algorithm, {}, {"ALGORITHM": algorithm})
-        for algorithm in ("adam", "sgd", "nesterov", "lion")
+        (algorithm, {}, {"ALGORITHM": algorithm}) for algorithm in ("adam", "sgd", "lion", "muon")
     ],
     "_largest_kernel": gradient_cases,
     "_squares_kernel": gradient_cases,
@@ -184,12 +190,14 @@ CASES = {
     "_root_kernel": lambda names: [("", {"out_ptr": "fp32"}, {"SIZE": 1024})],
     "_quantize_blocks_kernel": quantize_cases,
     "_dequantize_blocks_kernel": quantize_cases,
+    "_recast_kernel": lambda names: [(n, {}, {"TYPE": t}) for n, t in WEIGHTS.items()],
+    "_next_kernel": lambda names: [("", {}, {})],
     "_amax_kernel": tensor_cases,
     "_cast_kernel": tensor_cases,
 }
 SIZES = {"BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": scalars.SIZE}
 LAUNCHES = {
-    "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1},
+    "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1}, "_next_kernel": {"num_warps": 1},
     "_scalars_kernel": {"num_warps": 4, "enable_fp_fusion": False},
 }  # fmt: skip
 
@@ -197,6 +205,8 @@ LAUNCHES = {
 def compile_case(kernel, pointers, constants, architecture, options):
     """Return the compiled kernel."""
     names = kernel.arg_names
+    if "HARDWARE" in constants:  # as `fp8.casts_in_hardware` decides
+        constants = constants | {"HARDWARE": constants["EMIT"] and architecture >= 90}
     types = INTEGERS | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     odd = not constants.get("EVEN", True)

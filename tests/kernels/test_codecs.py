@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from helpers import assert_same_bits, grid
 
-from fp8stack.formats import E5M2, FORMATS
+from fp8stack.formats import E5M2, FORMATS, NUDGE
 from fp8stack.kernels import states
 from fp8stack.kernels.reference import fp8, master, quantize, scaled
 
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, fr
 
 STATE_FORMATS = [f for f in FORMATS.values() if f is not E5M2]
 ALL = pytest.mark.parametrize("fmt", STATE_FORMATS, ids=[f.name for f in STATE_FORMATS])
+STOCHASTIC = [f for f in STATE_FORMATS if f.stochastic]
 LAUNCH = {"num_warps": 2, "enable_fp_fusion": False}  # as a step is launched
 FAST = pytest.mark.parametrize(
     "fast", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["exact", "fast"]
@@ -151,12 +152,12 @@ def encode_roots(x, random, fmt):
     """Return what the reference makes of roots `x`: codes one a byte, and scales."""
     if fmt.dtype is torch.uint8:
         scale, inverse = quantize.scale_and_inverse(x.abs().amax(-1), fmt)
-        codes = fp8.encode(x * inverse[:, None], fmt, random if fmt.stochastic else None)
+        codes = fp8.encode(x * (inverse * NUDGE)[:, None], fmt, random if fmt.stochastic else None)
     else:
         codes, scale = quantize.quantize_blocks(x, replace(fmt, squared=False))
         codes, scale = codes.view(torch.uint8), scale.flatten()
     if fmt.squared:
-        codes = torch.where(x > 0, codes.clamp(min=1), codes)
+        codes = torch.where(x > 0, codes.clamp(min=fmt.least), codes)
     return codes, scale
 
 
@@ -216,9 +217,9 @@ def test_block_that_is_not_finite_has_scale_nan(fmt, fast, bad, kernel_device):
     assert codes[~scale.isnan()].ne(0).float().mean() > 0.8
 
 
-def test_stochastic_codes_are_the_references_for_every_noise(kernel_device):
+@pytest.mark.parametrize("fmt", STOCHASTIC, ids=[f.name for f in STOCHASTIC])
+def test_stochastic_codes_are_the_references_for_every_noise(fmt, kernel_device):
     """Values on a grid of 64 steps between the codes, with noise that covers its range."""
-    fmt = FORMATS["ue3m1"]
     values = grid(fmt).float()
     between = values[:-1, None] + (values[1:] - values[:-1])[:, None] * torch.arange(64) / 64
     x = blocks_of(between.flatten().repeat(8), fmt)
@@ -226,6 +227,9 @@ def test_stochastic_codes_are_the_references_for_every_noise(kernel_device):
         random = torch.full(x.shape, word)
         codes, _ = encode_on_device(x, random, fmt, False, kernel_device)
         assert_same_bits(codes, encode_roots(x, random, fmt)[0])
+        if fmt.squared:
+            assert codes[x > 0].min() == fmt.least
+        assert codes[x == 0].eq(0).all()
 
 
 def test_four_bit_codes_pack_as_in_the_reference(kernel_device):

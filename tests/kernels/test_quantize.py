@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, grid, nearest
 
-from fp8stack.formats import BLOCK, E4M3, E5M2, FORMATS, TINY, rows_cols, scale_shape
+from fp8stack.formats import BLOCK, E4M3, E5M2, FORMATS, NUDGE, TINY, rows_cols, scale_shape
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import quantize as reference
 from fp8stack.kernels.reference.fp8 import decode, encode
@@ -53,10 +53,11 @@ def quantize_by_hand(x, fmt):
             scale = amax * np.float32(1 / fmt.max) if own else amax / largest
             if scale >= np.float32(TINY):
                 scales[row, block] = scale
-                scaled = torch.from_numpy(values * (np.float32(1) / scale))
+                inverse = np.float32(1) / scale * np.float32(NUDGE if own else 1)
+                scaled = torch.from_numpy(values * inverse)
                 steps = torch.searchsorted(grid(fmt), nearest(scaled, fmt).abs()).numpy()
                 if fmt.squared:
-                    steps[(steps == 0) & (values > 0)] = 1
+                    steps[(steps < fmt.least) & (values > 0)] = fmt.least
                 codes[row, part] = steps | (np.signbit(values) * sign if fmt.signed else 0)
     return torch.from_numpy(codes).reshape(x.shape), torch.from_numpy(scales)
 
@@ -277,18 +278,20 @@ def test_order_within_a_block_does_not_matter(fmt, device):
 @ALL
 def test_rounding_error_is_half_a_step(fmt, device):
     """Half a step is 2^-(mantissa_bits + 1) of a normal value and half of the smallest step below; 2^-22 is float32's
-    share: the rounding of scale, inverse and products."""
+    share: the rounding of scale, inverse and products. A root counts as the least that a positive one becomes."""
     x = torch.cat([torch.randn(16, 256), torch.randn(16, 256) * torch.logspace(-6, 6, 256)], 1)
     x = x.double() * torch.logspace(-9, 9, 16, dtype=torch.float64)[:, None]
     x = (x.square() if fmt.squared else x).float()
     codes, scale = (t.cpu() for t in ops.quantize_blocks(x.to(device), fmt))
     exact, values = x.double(), ops.dequantize_blocks(codes, scale, fmt).double()
+    each = scale.double().repeat_interleave(BLOCK, 1)
     if fmt.squared:
         exact, values = exact.sqrt(), values.sqrt()
-    smallest = scale.double().repeat_interleave(BLOCK, 1) * fmt.min_positive
-    lifted = fmt.squared & (one_a_byte(codes, x.shape, fmt) == 1)
-    half_step = torch.maximum(exact.abs() * 2.0 ** -(fmt.mantissa_bits + 1), smallest / 2)
-    bound = torch.where(lifted, smallest, half_step) + exact.abs() * 2.0**-22
+        exact = torch.where(exact > 0, exact.maximum(each * grid(fmt)[fmt.least]), 0.0)
+    half_step = torch.maximum(
+        exact.abs() * 2.0 ** -(fmt.mantissa_bits + 1), each * fmt.min_positive / 2
+    )
+    bound = half_step + exact.abs() * 2.0**-22
     error = (values - exact).abs()
     assert (error <= bound).all()
     assert (error > bound / 2).any()  # the bound is not an idle one
@@ -304,20 +307,40 @@ def test_quantizing_what_was_decoded_moves_no_value_by_more_than_the_scale_round
 
 @SQUARED
 def test_positive_second_moment_never_becomes_zero(fmt, device):
-    """A block over 14 decades of v, seven of its root: the floor is code 1, for ue3m5 1/4032 of the largest root."""
+    """A block over 14 decades of v, seven of its root: the floor is the value of the format's least code, 1/4032 of the
+    largest root for ue3m5, 1/192 for ue3m1 and 1/24 for ue3m1_raised."""
     v = torch.logspace(-14, 0, 128, device=device).reshape(1, 128)
     v[0, 64] = 0
     codes, scale = ops.quantize_blocks(v, fmt)
     raw = one_a_byte(codes, v.shape, fmt)
-    assert raw[v.cpu() > 0].min() == 1
+    assert raw[v.cpu() > 0].min() == fmt.least
     assert raw[0, 64] == 0
     values = ops.dequantize_blocks(codes, scale, fmt)
     assert values[0, 64] == 0
-    floor = float(v.max()) * (fmt.min_positive / fmt.max) ** 2
+    floor = float(v.max()) * (float(grid(fmt)[fmt.least]) / fmt.max) ** 2
     assert values[v > 0].min().item() == pytest.approx(floor, rel=1e-6)
     small = (v > 0) & (v <= floor)
     assert small.sum() > 25
     assert (values[small] >= v[small]).all()
+
+
+def test_only_the_raised_format_keeps_v_above_a_24th_of_the_largest_root(device):
+    """Everything from there on gets the same code as in the format that it raises."""
+    plain, raised = FORMATS["ue3m1"], FORMATS["ue3m1_raised"]
+    assert [f.name for f in FORMATS.values() if f.least != 1] == ["ue3m1_raised"]
+    v = torch.cat([torch.rand(4, 254).square(), torch.ones(4, 1), torch.zeros(4, 1)], 1).to(device)
+    for seed in (None, torch.tensor(5, dtype=torch.int32, device=device)):
+        codes, scale = reference.quantize_blocks(v, plain, seed)
+        high_codes, same = reference.quantize_blocks(v, raised, seed)
+        assert_same_bits(same, scale)
+        low, high = (one_a_byte(c, v.shape, plain) for c in (codes, high_codes))
+        expected = torch.where((low > 0) & (low < 6), torch.full_like(low, 6), low)
+        assert (expected != low).float().mean() > 0.01
+        assert_same_bits(high, expected)
+        values = ops.dequantize_blocks(high_codes, scale, raised, shape=v.shape)
+        floor = spread(scale, v.shape).square()
+        assert (values.cpu()[v.cpu() > 0] >= floor[v.cpu() > 0]).all()
+        assert values[:, -1].eq(0).all()
 
 
 @ALL
@@ -368,8 +391,9 @@ def test_packed_codes_with_odd_rows_decode_to_the_shape_asked_for(shape, device)
         assert_same_bits(padded[:, :-1].reshape(shape), values)
 
 
-def test_noise_moves_codes_of_v_by_one_at_most_and_keeps_zero_and_the_largest(device):
-    fmt = FORMATS["ue3m1"]
+@pytest.mark.parametrize("name", ["ue3m1", "ue3m1_raised"])
+def test_noise_moves_codes_of_v_by_one_at_most_and_keeps_zero_and_the_largest(name, device):
+    fmt = FORMATS[name]
     v = torch.rand(4, 300).square().to(device)
     v[:, ::7] = 0
     near_zero = v.clone()
@@ -387,8 +411,9 @@ def test_noise_moves_codes_of_v_by_one_at_most_and_keeps_zero_and_the_largest(de
     for codes in results:
         assert (codes - nearest_codes).abs().max() == 1
         assert codes[:, ::7].eq(0).all()
-        assert codes[:, 3].eq(1).all()  # lifted, whatever the noise
+        assert codes[:, 3].eq(fmt.least).all()  # lifted, whatever the noise
         assert torch.equal(codes == 0, v.cpu() == 0)
+        assert codes[codes > 0].min() == fmt.least
         assert codes[nearest_codes == 15].ge(14).all()
     assert (results[0] != results[1]).float().mean() > 0.1
 

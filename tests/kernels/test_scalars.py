@@ -16,7 +16,7 @@ from fp8stack.kernels.table import COLUMN, WIDTH
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
 NAN, INF = math.nan, math.inf
-ALGORITHMS = pytest.mark.parametrize("algorithm", ["adam", "sgd", "nesterov", "lion"])
+ALGORITHMS = pytest.mark.parametrize("algorithm", ["adam", "sgd", "lion", "muon"])
 GROUPS = [  # lr, beta1, beta2, eps, decoupled_decay, coupled_decay, sign, dampening
     (1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0, 1.0, 0.0),
     (0.3, 0.95, 0.98, 0.0, 0.0, 0.2, -1.0, 0.5),
@@ -68,7 +68,7 @@ def by_hand(algorithm, group, step, verdict):
     lr, beta1, beta2, eps, decoupled, coupled, sign, dampening = group
     unscale, max_norm, norm = (float(x) for x in verdict[:3])
     clip = min(1.0, max_norm / (norm * unscale + 1e-6))
-    adam, sgd = algorithm == "adam", algorithm in ("sgd", "nesterov")
+    adam, sgd = algorithm == "adam", algorithm == "sgd"
     return {
         "grad_mul": unscale * clip * sign,
         "decay": 1 - lr * decoupled,

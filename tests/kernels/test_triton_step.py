@@ -142,7 +142,7 @@ def test_any_shape_steps_as_in_the_reference(shape, case, fast, kernel_device):
 
 @FAST
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.5)], ids=str)
-@pytest.mark.parametrize("algorithm", ["adam", "sgd", "nesterov", "lion"])
+@pytest.mark.parametrize("algorithm", ["adam", "sgd", "nesterov", "lion", "muon"])
 def test_any_scalars_step_as_in_the_reference(betas, algorithm, fast, kernel_device):
     case = StepCase(algorithm, "8bit", "split24", "blocks", coupled=True)
     for options in ({"decay": 0.0, "coupled": 0.0}, {"grad_mul": -1.0}, {"lr": 0.0}, {"gain": 0.5}):
@@ -225,6 +225,72 @@ def test_zero_gradient_and_zero_epsilon_step_as_in_the_reference(states, fast, k
     for eps in (1e-8, 0.0):
         assert_steps_as_reference(x, [make_hyper(eps=eps)], kernel_device, fast)
     assert x.weight.isfinite().all()
+
+
+@FAST
+@pytest.mark.parametrize("states", ["8bit", "4bit-experimental", "fp32"])
+@pytest.mark.parametrize("shape", [(3, 200), (4, 256)], ids=str)
+def test_muons_direction_is_the_references_whatever_the_weight_was(
+    shape, states, fast, kernel_device
+):
+    """Without Nesterov's momentum too, which is a beta2 of 1. The buffer it is written to comes uninitialized."""
+    for betas, grad_mul in (((0.95, 0.95), 0.7310586), ((0.95, 1.0), 1.0), ((0.5, 0.0), -1.0)):
+        x = Step(StepCase("muon", states, "keep", "blocks", weight=BF16), shape)
+        x.weight.fill_(NAN)
+        hypers = [make_hyper("muon", step, betas=betas, grad_mul=grad_mul) for step in (1, 2)]
+        assert_steps_as_reference(x, hypers, kernel_device, fast)
+        assert x.weight.isfinite().all()
+        assert x.weight.ne(0).any()
+
+
+@FAST
+@pytest.mark.parametrize("shape", [(5, 300), (4, 256)], ids=str)
+@pytest.mark.parametrize("decades", [4, 12])
+def test_raised_second_moments_are_the_references(decades, shape, fast, kernel_device):
+    """Down to far below the least code of their blocks, with other noise in every step; without gradients at first."""
+    case = StepCase("adam", "4bit-experimental", "split24")
+    v = 10 ** (torch.rand(shape) * -decades)
+    v[:, 1::5] = 0
+    grad = torch.zeros(shape)
+    x = Step(case, shape).set(v=v, grad=grad)
+    assert_steps_as_reference(x, hypers_of(case, 4, coupled=0.0), kernel_device, fast)
+    assert torch.equal(x.moments[1] > 0, v > 0)
+    grad[:, 2::5] = torch.randn(grad[:, 2::5].shape) * 1e-4
+    x.set(grad=grad)
+    assert_steps_as_reference(x, hypers_of(case, 4, coupled=0.0), kernel_device, fast)
+    codes = unpack(x.v, x.weight.shape)
+    positive = (v > 0) | (grad != 0)
+    assert codes[positive].min() == 6
+    assert codes[~positive].eq(0).all()
+
+
+@FAST
+@pytest.mark.parametrize("shape", [(5, 300), (4, 256)], ids=str)
+@pytest.mark.parametrize("power", [0, -40, -80, -112, -140, 50])
+def test_second_moments_with_one_scale_never_become_zero_as_in_the_reference(
+    power, shape, fast, kernel_device
+):
+    """v spans 2^60, of which float16 holds 2^40, or what float32 has below 2^power. One element keeps the scale up, the
+    others have no gradient and halve: the smallest would round to zero in every step."""
+    v = torch.exp2(power - 60 * torch.rand(shape))
+    v[0, 0] = 2.0**power
+    v[:, 1::5] = 0
+    grad = torch.zeros(shape)
+    grad[0, 0] = 2.0 ** (power / 2)
+    x = Step(StepCase("adam", "fp8-lm", "split24"), shape).set(v=v, grad=grad)
+    hyper = make_hyper(step=100, lr=0.01, betas=(0.9, 0.5), eps=1.0)
+    assert torch.equal(x.v > 0, v > 0)
+    for _ in range(3):
+        expected = 0.5 * x.moments[1] + 0.5 * grad.square()
+        assert_steps_as_reference(x, [hyper], kernel_device, fast)
+        assert torch.equal(x.v > 0, expected > 0)
+        lifted = (expected > 0) & (expected <= 2.0**-25 * x.v_scale)
+        assert lifted.sum() > 100 or power < -100
+        assert x.v[lifted].eq(2.0**-24).all()
+    x.grad[2, 1] = NAN
+    assert_steps_as_reference(x, [hyper], kernel_device, fast)
+    assert x.v_scale.isnan()
+    assert x.moments[1].isnan().all()
 
 
 @FAST
@@ -327,8 +393,16 @@ def table_of(steps, hypers, device):
     ids=["flat", "any", "sixteen"],
 )
 @pytest.mark.parametrize(
-    "case", [DEFAULT, STEP_CASES[8], STEP_CASES[16], StepCase("lion", "8bit", "split24", BF16)], ids=str
-)  # fmt: skip
+    "case",
+    [
+        DEFAULT,
+        STEP_CASES[8],
+        STEP_CASES[16],
+        StepCase("lion", "8bit", "split24", BF16),
+        StepCase("muon", "8bit", "keep", "blocks", weight=BF16),
+    ],
+    ids=str,
+)
 def test_tensors_of_a_table_step_as_each_alone(shapes, case, fast, kernel_device):
     """Each with its own scalars; the second is skipped."""
     alone = [Step(case, shape) for shape in shapes]

@@ -1,8 +1,10 @@
 """What is shipped, what it costs to import, and that the layout's guards hold."""
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 import zipfile
 from pathlib import Path
 
@@ -86,8 +88,28 @@ def test_import_time_is_within_a_fifth_of_torch_s():
     assert best["fp8stack"] <= 1.2 * best["torch"], best
 
 
+def lines_of_code(text):
+    """Count lines that are not blank, comment or docstring: explaining more must not cost features."""
+    prose = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            prose.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (*nothing, tokenize.ENDMARKER):
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - prose)
+
+
+def test_lines_of_code_are_what_is_executed():
+    assert lines_of_code('"""Doc\nstring."""\n\n# comment\nx = (\n    1,\n)  # why\n') == 3
+
+
 def test_the_library_stays_small():
-    """The budget of CONTRIBUTING.md: library under 7,000 lines, files under 400, functions under 60 (kernels 120)."""
+    """The budget of CONTRIBUTING.md: 7,000 lines of code; files under 400 lines, functions under 60 (kernels 120)."""
     total = 0
     for folder in ("fp8stack", "kernels", "integrations"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -97,9 +119,8 @@ def test_the_library_stays_small():
             ):
                 continue
             text = path.read_text()
-            lines = text.count("\n")
-            total += lines
-            assert lines < 400, path
+            assert text.count("\n") < 400, path
+            total += lines_of_code(text)
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
                     limit = 120 if folder == "kernels" else 60

@@ -1,0 +1,75 @@
+"""Optimizer checkpoints of bitsandbytes and torchao, entry by entry, under torch's names.
+
+bitsandbytes keeps `state1` and `state2`, float32, or codes with `absmax1` and `qmap1` (the table of their values), in a
+dictionary of their own or among the rest; blocks are 256 elements, in old versions 2048. torchao keeps torch's names,
+and values that are tensor subclasses. bitsandbytes is not needed to read its checkpoints; torchao is, since torch.load
+makes its classes.
+
+Only states are translated. Parameter groups load as they are, so SGD's momentum, which bitsandbytes keeps among
+`betas`, remains what the optimizer was made with. bitsandbytes' Adam decays weights as AdamW does: load it into AdamW.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack.errors import CheckpointError
+from fp8stack.kernels.reference import dynamic
+
+from .state import State, is_second
+
+_WRAPPED = "__bnb_optimizer_quant_state__"
+_BLOCKS = (dynamic.BLOCK, 2048)
+
+
+def translate(entry: State, moments: tuple[str, ...], key: Any) -> State:
+    """Return one parameter's saved state with torch's names, `moments` in their order; any other state as it is.
+
+    Raises:
+        CheckpointError: for a state of bitsandbytes' that is incomplete, or of an optimizer with other moments.
+    """
+    entry = {**entry, **entry.get(_WRAPPED, {})}
+    entry.pop(_WRAPPED, None)
+    if "state1" in entry:
+        entry = _from_bitsandbytes(entry, moments, key)
+    return {name: _plain(value) for name, value in entry.items()}
+
+
+def _from_bitsandbytes(entry: State, moments: tuple[str, ...], key: Any) -> State:
+    found = sum(name in entry for name in ("state1", "state2"))
+    if found != len(moments):
+        raise CheckpointError(
+            f"state of parameter {key}: bitsandbytes saved {found} moments, this optimizer has {len(moments)}. "
+            "Make the optimizer that the checkpoint was saved from."
+        )
+    result = {"step": entry["step"]}
+    for i, name in enumerate(moments, 1):
+        codes = entry[f"state{i}"]
+        if codes.dtype is not torch.uint8:
+            result[name] = codes
+            continue
+        scale, values = entry.get(f"absmax{i}"), entry.get(f"qmap{i}")
+        blocks = 0 if scale is None else scale.numel()
+        block = next((b for b in _BLOCKS if -(-codes.numel() // b) == blocks), None)
+        if scale is None or block is None or values is None or values.shape != (256,):
+            raise CheckpointError(
+                f"state of parameter {key}: bitsandbytes' state{i} has {codes.numel()} codes, which need a qmap{i} of "
+                f"256 values and an absmax{i} for each 256 (or 2048) of them; there are {blocks}. The checkpoint is "
+                "damaged; use an earlier one."
+            )
+        if block == dynamic.BLOCK and torch.equal(
+            values.cpu(), dynamic.table(not is_second(name), torch.device("cpu"))
+        ):
+            result |= {f"{name}_code": codes, f"{name}_scale": scale}  # the same format
+        else:
+            result[name] = dynamic.decode(codes, scale, values, block)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of torchao's OptimState8bit, OptimState4bit or OptimStateFp8; others as they are."""
+    quantized = isinstance(value, Tensor) and {"codes", "scale"} <= vars(value).keys()
+    return value.dequantize() if quantized else value

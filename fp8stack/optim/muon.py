@@ -1,0 +1,227 @@
+"""Muon for matrices with 8-bit momentum, AdamW for the rest, with 24-bit masters and FP8 gradients.
+
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; learning rates as in Liu et al., "Muon
+is Scalable for LLM Training", 2025, equation 4. A step on a matrix is three:
+
+    momentum   m = μ m + (1 - μ) g;  u = μ m + (1 - μ) g (Nesterov) or m       one pass over all matrices of a shape
+    direction  o = u orthogonalized: five Newton-Schulz iterations in bf16     batched matrix products
+    apply      w = w (1 - lr × decay) - lr × ratio(shape) × o                  one pass, into the 24-bit master
+
+Only the direction of u counts, so 8 bits of momentum are ample ("Effective Quantization of Muon Optimizer States",
+2025). Bytes per parameter of a matrix: 2 weight, 1 master, 1.03 gradient, 1.03 momentum; and, while a shape is being
+stepped, about 8 for each element of a batch of at most 2^26 elements (or of one matrix, if that is larger).
+
+Embeddings and output heads are matrices too, but want AdamW: put them in a group with algorithm="adamw". Vectors and
+tensors of other dimensions move to such a group by themselves. Sharded matrices are refused: their direction depends
+on all ranks' parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.kernels.reference.step import StepKind, StepTensors
+
+from .base import BlockwiseOptimizer, Options, ParamsT
+from .checks import check_positive, check_range
+from .sharded import is_sharded
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .plan import Plan
+
+ADJUSTMENTS = ("original", "match_rms_adamw")
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+BATCH = 2**26
+"""Elements that are orthogonalized at once."""
+
+
+class Muon(BlockwiseOptimizer):
+    """Muon, as `torch.optim.Muon`, and AdamW for what is no matrix.
+
+    Args:
+        params: parameters or groups of them. A group may say algorithm="muon" (default) or "adamw". A 3-d parameter in
+            a group that says "muon" is a stack of matrices, one for each expert; otherwise it goes to AdamW.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in torch; `lr` may be a tensor.
+        adjust_lr_fn: what lr is multiplied by for a matrix of A rows and B columns: "original" (or None)
+            sqrt(max(1, A / B)); "match_rms_adamw" 0.2 sqrt(max(A, B)), which lets both algorithms share one.
+        betas, adamw_eps: of AdamW.
+        states, master, min_numel, max_grad_norm, offload: as in `fp8stack.optim.Adam`.
+
+    Raises:
+        ConfigError: for a hyper-parameter out of range, an unknown format, algorithm or adjustment.
+    """
+
+    moments = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    algorithm = "muon"
+    torch_class = getattr(torch.optim, "Muon", None)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        **options: Unpack[Options],
+    ) -> None:
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas, "adamw_eps": adamw_eps,
+        }  # fmt: skip
+        self.numbers_of(defaults)
+        super().__init__(params, defaults, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; what Muon does not step in it becomes a group of its own, stepped by AdamW."""
+        algorithm = param_group.get("algorithm")
+        if algorithm not in (None, "muon", "adamw"):
+            raise ConfigError(
+                f'algorithm must be "muon" or "adamw", got {algorithm!r}.'
+                f"{did_you_mean(str(algorithm), ('muon', 'adamw'))}"
+            )
+        given = param_group["params"]
+        named = (
+            list(given)
+            if isinstance(given, Iterable) and not isinstance(given, Tensor)
+            else [given]
+        )
+        dims = {"adamw": (), "muon": (2, 3)}.get(str(algorithm), (2,))
+        parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
+        for x in named:  # (name, parameter), where parameters are named
+            parameter = x[1] if isinstance(x, tuple) else x
+            parts["muon" if getattr(parameter, "ndim", 0) in dims else "adamw"].append(x)
+        for name, part in parts.items():
+            if part or not named:  # an empty group is torch's to refuse
+                super().add_param_group({**param_group, "params": part, "algorithm": name})
+
+    def family_of(self, group: dict[str, Any]) -> str:
+        # A group of torch's Muon, which `initialize` shares, does not say.
+        return "adam" if group.get("algorithm") == "adamw" else "muon"
+
+    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self.moments[:1] if self.family_of(group) == "muon" else self.moments[1:]
+
+    def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
+        return self.family_of(group), False
+
+    def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
+        group = (
+            {**self.defaults, **group} if hasattr(self, "defaults") else group
+        )  # torch's has less
+        lr, betas, _, decay = check_range(group)
+        check_positive("adamw_eps", group["adamw_eps"])
+        momentum, adjustment, steps = group["momentum"], group["adjust_lr_fn"], group["ns_steps"]
+        check_positive("momentum", momentum)
+        if momentum >= 1:
+            raise ConfigError(f"momentum must lie in [0, 1), got {momentum}.")
+        if adjustment not in (None, *ADJUSTMENTS):
+            raise ConfigError(
+                f"adjust_lr_fn must be one of {ADJUSTMENTS} or None, got {adjustment!r}."
+                f"{did_you_mean(str(adjustment), ADJUSTMENTS)}"
+            )
+        if not isinstance(steps, int) or not 0 < steps < 100:
+            raise ConfigError(f"ns_steps must be an integer from 1 to 99, got {steps!r}.")
+        if len(group["ns_coefficients"]) != 3:
+            raise ConfigError(
+                f"ns_coefficients must be three numbers, got {group['ns_coefficients']}."
+            )
+        if self.family_of(group) == "adam":
+            return (lr, *betas, float(group["adamw_eps"]), decay, 0.0, 1.0, 0.0)
+        weight = float(momentum) if group["nesterov"] else 1.0  # of the momentum in the direction
+        return lr, float(momentum), weight, 0.0, decay, 0.0, 1.0, 0.0
+
+    def ensure_state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+        if self.family_of(group) == "muon" and is_sharded(parameter):
+            raise ModelError(
+                f"a matrix of shape {tuple(parameter.shape)} is sharded (DTensor), and Muon's direction depends on all "
+                'of it. Step it with AdamW: put it in a group with algorithm="adamw", or use fp8stack.optim.AdamW.'
+            )
+        return super().ensure_state(group, parameter)
+
+    def make_plan(self, entries: Any, device: torch.device, family: str) -> Plan:
+        if family == "adam":
+            return super().make_plan(entries, device, family)
+        from .muon_plan import MuonPlan
+
+        return MuonPlan(self, entries, device, family)
+
+    def step_tensors(
+        self, group: dict[str, Any], kind: StepKind, tensors: StepTensors, hyper: Tensor
+    ) -> None:
+        if kind.algorithm != "muon":
+            super().step_tensors(group, kind, tensors, hyper)
+            return
+        direction, apply = split_kind(kind)
+        u = torch.zeros_like(tensors.weight, dtype=torch.bfloat16)
+        super().step_tensors(group, direction, direction_tensors(u, tensors), hyper)
+        o = orthogonalize(as_matrices(u), group).view_as(u)
+        hyper = apply_hyper(hyper, learning_rate_ratio(u.shape, group))
+        super().step_tensors(group, apply, apply_tensors(o, tensors), hyper)
+
+
+def split_kind(kind: StepKind) -> tuple[StepKind, StepKind]:
+    """Return the kinds of the two passes: one that updates the momentum, one that applies a direction."""
+    return kind._replace(master=""), StepKind("sgd", False, "", "", kind.master)
+
+
+def direction_tensors(u: Tensor, t: StepTensors) -> StepTensors:
+    """Return the tensors of the first pass, which writes the direction to `u` (bfloat16)."""
+    return t._replace(weight=u, master=None, master_scale=None)
+
+
+def apply_tensors(o: Tensor, t: StepTensors) -> StepTensors:
+    """Return the tensors of the second pass, whose gradient is the direction `o` (bfloat16)."""
+    return StepTensors(t.weight, t.master, t.master_scale, o, None, None, None, None, None)
+
+
+def apply_hyper(hyper: Tensor, ratio: float | Tensor) -> Tensor:  # float32 [..., 16]
+    """Return the scalars of the second pass: the gradient's factor is in the direction already."""
+    hyper = hyper.clone()
+    hyper[..., 0] = 1.0
+    hyper[..., 2] *= ratio
+    return hyper
+
+
+def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:
+    """Return what lr is multiplied by for matrices of `shape`."""
+    rows, cols = shape[-2:]
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1.0, rows / cols))
+
+
+def as_matrices(x: Tensor) -> Tensor:  # [matrices, rows, cols]
+    return x.view(-1, *x.shape[-2:])
+
+
+def orthogonalize(
+    u: Tensor, group: dict[str, Any]
+) -> Tensor:  # bfloat16 [matrices, rows, cols], contiguous
+    """Return, for each matrix U S V' of `u`, about U V': Newton-Schulz iterations of degree five (Jordan et al.).
+
+    The singular values end between about 0.7 and 1.2, and not at 1, which does not matter.
+    """
+    a, b, c = group["ns_coefficients"]
+    tall = u.shape[-2] > u.shape[-1]
+    x = u.mT if tall else u
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).contiguous()

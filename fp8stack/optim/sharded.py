@@ -1,0 +1,168 @@
+"""Parameters sharded over ranks (DTensor: FSDP2, tensor parallelism): every rank steps its own part.
+
+A block never crosses a row, so the codes and scales of a part are the part of the codes and scales. The kernels see
+this rank's tensors; what `optimizer.state` holds are DTensors with the parameter's mesh and placements, which
+`torch.distributed.checkpoint` reshards like any other. What the ranks have to agree on is the largest gradient (a step
+is taken by all or by none) and the norm to clip by: two numbers, reduced over the parameter's mesh.
+
+Limits: a parameter may be sharded along its rows (dim 0) in any way, along dim 1 only as a matrix whose parts have a
+multiple of 128 columns; formats with one scale a tensor ("fp8-lm", master "fp16") cannot be sharded. Ranks agree within
+the meshes of their parameters: pipeline stages, whose meshes are disjoint, do not. The codes of states="fp8" are
+float8 DTensors, which torch's checkpoints handle and gloo's collectives (`full_tensor()`) refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8stack.errors import CheckpointError, ModelError
+from fp8stack.formats import BLOCK
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .state import State
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Return whether `x` is a DTensor. (Importing DTensor to ask would triple the time of `import fp8stack`.)"""
+    return type(x) is not Tensor and hasattr(x, "device_mesh")
+
+
+@torch.no_grad()
+def local(x: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, sharing its memory; any other tensor as it is."""
+    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+
+
+def local_state(state: State) -> State:
+    """Return `state` with this rank's part of every DTensor."""
+    return {k: local(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def distribute(state: State, parameter: Tensor) -> State:
+    """Return `state`, made for this rank's part of `parameter`, as DTensors sharded like it; 0-d ones as they are."""
+    if not is_sharded(parameter):
+        return state
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    part, result = local(parameter), dict(state)
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.ndim == 0 or is_sharded(value):
+            continue
+        shape = list(value.shape)
+        shape[0] = parameter.shape[0]
+        if any(p.is_shard(1) for p in placements) and part.shape[1]:
+            shape[1] = shape[1] * parameter.shape[1] // part.shape[1]
+        stride = torch.empty(shape, device="meta").stride()
+        result[key] = DTensor.from_local(
+            value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+    return result
+
+
+def collect(state: State, parameter: Tensor, key: Any) -> State:
+    """Return this rank's part of a saved `state`, which may be sharded otherwise or not at all.
+
+    Raises:
+        CheckpointError: for a tensor that has not as many rows as the parameter.
+    """
+    return {
+        k: _part(v, parameter, f"{k} of parameter {key}") if isinstance(v, Tensor) else v
+        for k, v in state.items()
+    }
+
+
+def _part(value: Tensor, parameter: Tensor, name: str) -> Tensor:
+    if not is_sharded(parameter):
+        return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+    if value.ndim == 0:
+        return value
+    if value.shape[0] != parameter.shape[0]:
+        raise CheckpointError(
+            f"{name} has {value.shape[0]} rows and the parameter, which is sharded, {parameter.shape[0]} over all "
+            "ranks. Load whole tensors or DTensors: torch.distributed.checkpoint gives these."
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    if not is_sharded(value):  # every rank has all of it
+        from torch.distributed.tensor import DTensor, Replicate
+
+        everywhere = [Replicate()] * mesh.ndim
+        value = DTensor.from_local(value.to(parameter.device), mesh, everywhere, run_check=False)
+    return local(value.redistribute(mesh, placements))  # type: ignore[attr-defined]
+
+
+def check_placements(parameter: Tensor, states: str, master: str | None, quantized: bool) -> None:
+    """Raise ModelError unless the state of a sharded parameter can be kept in these formats."""
+    if not is_sharded(parameter):
+        return
+    shape, mesh = tuple(parameter.shape), parameter.device_mesh  # type: ignore[attr-defined]
+    if (quantized and states == "fp8-lm") or master == "fp16":
+        raise ModelError(
+            f"a parameter of shape {shape} is sharded, and states={states!r}, master={master!r} keep one scale for a "
+            'whole tensor, which its parts cannot share. Use states="8bit" or "fp8", master="split24" or "fp32".'
+        )
+    for size, placement in zip(mesh.shape, parameter.placements, strict=True):  # type: ignore[attr-defined]
+        if placement.is_partial():
+            raise ModelError(f"a parameter of shape {shape} is {placement}: reduce it first.")
+        dim = getattr(placement, "dim", 0)
+        fits = dim == 1 and len(shape) == 2 and shape[1] % (BLOCK * size) == 0
+        if quantized and dim and not fits:
+            raise ModelError(
+                f"a parameter of shape {shape} is sharded along dim {dim} over {size} ranks. Blocks of {BLOCK} need "
+                f"dim 0, or a matrix whose columns are a multiple of {BLOCK} × ranks. Keep its state in float32: "
+                'optimizer.override(parameter, states="fp32").'
+            )
+
+
+class Share(NamedTuple):
+    """Which ranks hold parts of a parameter, and how many hold the same part."""
+
+    mesh: DeviceMesh
+    copies: int
+
+
+def share_of(parameter: Tensor) -> Share | None:
+    """Return the share of a DTensor, None for a tensor of this rank alone."""
+    if not is_sharded(parameter):
+        return None
+    mesh, copies = parameter.device_mesh, 1  # type: ignore[attr-defined]
+    for size, placement in zip(mesh.shape, parameter.placements, strict=True):  # type: ignore[attr-defined]
+        copies *= size if placement.is_replicate() else 1
+    return Share(mesh, copies)
+
+
+def shares_of(groups: Iterable[dict[str, Any]]) -> list[Share | None]:
+    """Return the shares of all parameters, in an order that is the same on every rank."""
+    return list(dict.fromkeys(share_of(p) for group in groups for p in group["params"]))
+
+
+def reduce_largest(largest: Tensor, shares: Iterable[Share | None]) -> None:
+    """Raise `largest` (float32, 0-d, >= 0 or NaN) to that of all ranks. As integers, a NaN is larger than all."""
+    bits = largest.view(torch.int32)
+    for mesh in dict.fromkeys(share.mesh for share in shares if share is not None):
+        _all_reduce(bits, mesh, torch.distributed.ReduceOp.MAX)
+
+
+def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0-d
+    """Return the sum of squares over all ranks from those of this rank's parts, by share."""
+    whole, parts = torch.zeros_like(next(iter(squares.values()))), dict[Any, Tensor]()
+    for share, value in squares.items():
+        if share is None:
+            whole = whole + value
+        else:
+            parts[share.mesh] = parts.get(share.mesh, 0) + value / share.copies
+    for mesh, value in parts.items():
+        _all_reduce(value, mesh, torch.distributed.ReduceOp.SUM)
+        whole = whole + value
+    return whole
+
+
+def _all_reduce(value: Tensor, mesh: DeviceMesh, operation: Any) -> None:
+    for dim in range(mesh.ndim):
+        torch.distributed.all_reduce(value, operation, group=mesh.get_group(dim))

@@ -1,0 +1,795 @@
+"""bitsandbytes behind fp8stack's optimizers: its own numbers, with our masters, gradients, skips and checkpoints."""
+
+import copy
+import gc
+import io
+import pickle
+import re
+import sys
+
+import pytest
+import torch
+from helpers import TinyLM, assert_same_bits, batch, train
+from torch import nn
+
+import fp8stack
+from fp8stack import BlockScaledTensor, capability, checkpoint
+from fp8stack.errors import (
+    CheckpointError,
+    ConfigError,
+    Fp8StackWarning,
+    ModelError,
+    UnsupportedDeviceError,
+)
+from fp8stack.kernels.reference import dynamic
+from fp8stack.memory import measure
+from fp8stack.optim import bitsandbytes as ours
+from fp8stack.optim.state import decode_moment
+
+bnb = pytest.importorskip("bitsandbytes")
+
+KINDS = [
+    pytest.param("AdamW", {"lr": 1e-3, "weight_decay": 0.1}, id="adamw"),
+    pytest.param("Adam", {"lr": 1e-3}, id="adam"),
+    pytest.param("Lion", {"lr": 1e-4, "weight_decay": 0.1}, id="lion"),
+    pytest.param("SGD", {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}, id="sgd"),
+]
+
+
+def parameters(device="cpu", dtype=torch.float32):
+    """A matrix with a last block that is not full, one of more than two dimensions, a small one and a vector."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(70, 130), (16, 8, 40), (8, 8), (12,)]
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [nn.Parameter(v.to(device, dtype)) for v in values]
+
+
+def feed(params, step, scale=1.0):
+    generator = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+
+
+def run(optimizer, params, steps, start=0):
+    for step in range(start, start + steps):
+        feed(params, step)
+        optimizer.step()
+
+
+def contents(optimizer, params):
+    """Everything that a step may change, as copies."""
+    states = [dict(optimizer.state[p]) for p in params]
+    return [
+        {"weight": p.detach().clone(), **{k: v.clone() for k, v in state.items()}}
+        for p, state in zip(params, states, strict=True)
+    ]
+
+
+def assert_same(a, b):
+    for left, right in zip(a, b, strict=True):
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            assert_same_bits(right[key], value, key)
+
+
+def through_file(packed):
+    file = io.BytesIO()
+    torch.save(packed, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("part", [2**24, 1])
+def test_float32_parameters_take_bitsandbytes_own_steps(kind, options, part, device, monkeypatch):
+    """Bit for bit, whole or in parts of 256 rows."""
+    monkeypatch.setattr(ours, "PART", part)
+    mine, theirs = parameters(device), parameters(device)
+    rows = torch.randn(600, 24).to(device)
+    mine.append(nn.Parameter(rows.clone()))
+    theirs.append(nn.Parameter(rows.clone()))
+    optimizer = getattr(ours, kind)(mine, **options)
+    reference = getattr(bnb.optim, f"{kind}8bit")(theirs, **options)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (optimizer, reference)]
+    for step in range(6):
+        feed(mine, step)
+        feed(theirs, step)
+        for stepped in (optimizer, reference, *schedulers):
+            stepped.step()
+    for p, q in zip(mine, theirs, strict=True):
+        assert_same_bits(p, q)
+        for i, name in enumerate(optimizer.moments, 1):
+            found, expected = optimizer.state[p], reference.state[q]
+            code = found.get(f"{name}_code", found.get(name))
+            assert_same_bits(code, expected[f"state{i}"])
+            if f"absmax{i}" in expected:
+                assert_same_bits(found[f"{name}_scale"], expected[f"absmax{i}"])
+
+
+TORCH = [
+    pytest.param("AdamW", {"weight_decay": 0.01}, id="adamw"),
+    pytest.param("Adam", {"weight_decay": 0.1}, id="adam-l2"),  # bitsandbytes' would decouple it
+    pytest.param("AdamW", {"maximize": True}, id="adamw-maximize"),
+    pytest.param("SGD", {"momentum": 0.9, "weight_decay": 0.1}, id="sgd"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), TORCH)
+def test_float32_states_follow_torch(kind, options, device):
+    mine, theirs = parameters(device), parameters(device)
+    run(getattr(ours, kind)(mine, lr=0.01, states="fp32", **options), mine, 20)
+    run(getattr(torch.optim, kind)(theirs, lr=0.01, **options), theirs, 20)
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion"])
+def test_a_24_bit_master_follows_float32_weights_where_bfloat16_stands_still(kind, device):
+    start = (torch.randn(64, 128) * 0.02).bfloat16()
+    split = nn.Parameter(start.clone().to(device))
+    full = nn.Parameter(start.float().to(device))
+    plain = nn.Parameter(start.clone().to(device))
+    options = {"lr": 1e-5, "weight_decay": 0.0}
+    optimizer = getattr(ours, kind)([split], **options)
+    reference, rounding = (getattr(bnb.optim, f"{kind}8bit")([p], **options) for p in (full, plain))
+    for step in range(60):
+        feed([split], step)
+        full.grad, plain.grad = split.grad.float(), split.grad.clone()
+        for stepped in (optimizer, reference, rounding):
+            stepped.step()
+    moved = full.detach() - start.float().to(device)
+    error = optimizer.master_weight(split) - full.detach()
+    lost = plain.detach().float() - full.detach()
+    assert error.norm() < 0.03 * moved.norm()
+    assert lost.norm() > 10 * error.norm()
+
+
+@pytest.mark.parametrize("master", ["split24", "split32", "fp16", "fp32", "none", "keep"])
+def test_every_master_is_kept_as_fp8stack_keeps_it(master, device):
+    """Also the noise of stochastic rounding is the same; bitsandbytes rounds the arithmetic otherwise."""
+    results = []
+    for module in (ours, fp8stack.optim):
+        params = parameters(device, torch.bfloat16)
+        options = {"lr": 0.01, "weight_decay": 0.0, "states": "fp32"}
+        optimizer = module.AdamW(params, master=master, **options)
+        run(optimizer, params, 10)
+        results.append([optimizer.master_weight(p) for p in params])
+        assert set(optimizer.state[params[0]]) >= {"step", "exp_avg", "exp_avg_sq"}
+    for mine, theirs in zip(*results, strict=True):
+        close = (mine - theirs).abs() <= 2**-15 * theirs.abs() + 1e-7
+        assert close.float().mean() > 0.99
+        torch.testing.assert_close(mine, theirs, rtol=2**-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("master", ["split24", "none"])
+def test_parts_are_the_whole(master, monkeypatch):
+    results = []
+    for part in (2**24, 1):
+        monkeypatch.setattr(ours, "PART", part)
+        p = nn.Parameter(torch.linspace(-1, 1, 600 * 40).view(600, 40).bfloat16())
+        optimizer = ours.AdamW([p], master=master)
+        for step in range(3):
+            feed([p], step)
+            p.grad = BlockScaledTensor.quantize(p.grad)
+            optimizer.step()
+        results.append(contents(optimizer, [p]))
+    assert_same(*results)
+
+
+def test_weights_in_another_memory_order_take_the_same_steps():
+    values = torch.randn(130, 70)
+    a, b = nn.Parameter(values.t().clone()), nn.Parameter(values.clone().t())
+    assert not b.is_contiguous()
+    for p in (a, b):
+        run(ours.AdamW([p]), [p], 3)
+    assert_same_bits(b.detach().contiguous(), a.detach())
+
+
+# --- gradients
+
+
+def test_fp8_gradients_are_their_values(device):
+    results = []
+    for fp8 in (True, False):
+        params = parameters(device)
+        optimizer = ours.AdamW(params)
+        for step in range(3):
+            feed(params, step)
+            for p in params[:2]:
+                gradient = BlockScaledTensor.quantize(p.grad)
+                p.grad = gradient if fp8 else gradient.dequantize()
+            optimizer.step()
+        results.append(contents(optimizer, params))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**64])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_bad_gradient_skips_the_whole_step(bad, fp8, device):
+    params = parameters(device, torch.bfloat16)
+    optimizer = ours.AdamW(params)
+    run(optimizer, params, 2)
+    before = contents(optimizer, params)
+    feed(params, 2)
+    params[0].grad[3, 7] = bad
+    if fp8:
+        params[0].grad = BlockScaledTensor.quantize(params[0].grad)
+    optimizer.step()
+    assert_same(contents(optimizer, params), before)
+    assert float(optimizer.skipped_steps) == 1
+    run(optimizer, params, 1, start=3)
+    assert float(optimizer.state[params[0]]["step"]) == 3
+
+
+def test_a_scaler_and_a_clip_are_applied_in_the_step(device):
+    plain, scaled = parameters(device), parameters(device)
+    a = ours.AdamW(plain, lr=0.01, states="fp32")
+    b = ours.AdamW(scaled, lr=0.01, states="fp32", max_grad_norm=0.5)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    for step in range(3):
+        feed(plain, step)
+        norm = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+        a.step()
+        feed(scaled, step, 1024.0)
+        scaler.scale(torch.zeros((), device=device))  # makes its scale
+        scaler.step(b)
+        scaler.update()
+        torch.testing.assert_close(b.grad_norm, norm)
+    for p, q in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    feed(scaled, 3)
+    scaled[0].grad[0] = torch.inf
+    scaler.step(b)
+    scaler.update()
+    assert float(b.skipped_steps) == 1
+    assert scaler.get_scale() == 512
+
+
+def test_stepping_in_backward_is_stepping_afterwards():
+    results = []
+    for release in (False, True):
+        torch.manual_seed(0)
+        model = TinyLM().bfloat16()
+        optimizer = ours.AdamW(model.parameters())
+        if release:
+            optimizer.step_in_backward()
+        for step in range(3):
+            model(*batch(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(contents(optimizer, list(model.parameters())))
+    assert_same(*results)
+
+
+# --- state
+
+
+def test_small_tensors_and_those_named_keep_float32():
+    params = parameters()
+    extra = nn.Parameter(torch.randn(64, 128))
+    optimizer = ours.AdamW([*params, extra])
+    optimizer.override(extra, states="fp32")
+    run(optimizer, [*params, extra], 1)
+    for p in params[:2]:
+        assert optimizer.state[p]["exp_avg_code"].dtype is torch.uint8
+        assert optimizer.state[p]["exp_avg_scale"].shape == (-(-p.numel() // 256),)
+    for p in (*params[2:], extra):
+        assert optimizer.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    group = {"params": [nn.Parameter(torch.randn(64, 128))], "states": "fp32", "lr": 0.0}
+    optimizer.add_param_group(group)
+    before = group["params"][0].detach().clone()
+    run(optimizer, group["params"], 1)
+    assert_same_bits(group["params"][0].detach(), before)
+    assert "exp_avg" in optimizer.state[group["params"][0]]
+
+
+def test_the_format_is_bitsandbytes():
+    for signed in (True, False):
+        values = bnb.functional.create_dynamic_map(signed=signed)
+        assert torch.equal(values, dynamic.table(signed, torch.device("cpu")))
+        x = torch.randn(100, 77) if signed else torch.randn(100, 77).square()
+        codes, scale = dynamic.encode(x, signed)
+        theirs, state = bnb.functional.quantize_blockwise(x, code=values, blocksize=256)
+        assert torch.equal(scale, state.absmax)
+        decoded = dynamic.decode(theirs, state.absmax, values)
+        assert torch.equal(decoded, bnb.functional.dequantize_blockwise(theirs, state))
+        error = (dynamic.decode(codes, scale, values) - x).abs()
+        smallest = values.abs()[values != 0].min() * scale.max()
+        assert (error <= (decoded - x).abs() * (1 + 1e-5) + smallest).all()
+    zero_and_tiny = torch.zeros(256).index_fill(0, torch.tensor([0, 1]), 1e-12)
+    zero_and_tiny[1] = 1.0
+    codes, scale = dynamic.encode(zero_and_tiny, signed=False)
+    decoded = dynamic.decode(codes, scale, dynamic.table(False, torch.device("cpu")))
+    assert decoded[0] > 0  # a v that became zero would explode the update
+    assert (decoded[2:] == 0).all()
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_loading_continues_bit_for_bit(kind, options):
+    results = []
+    for reload in (False, True):
+        params = parameters(dtype=torch.bfloat16)
+        optimizer = getattr(ours, kind)(params, **options)
+        run(optimizer, params, 3)
+        if reload:
+            packed = through_file(optimizer.state_dict())
+            optimizer = getattr(ours, kind)(params, **{**options, "lr": 1.0})
+            optimizer.load_state_dict(packed)
+        run(optimizer, params, 3, start=3)
+        results.append(contents(optimizer, params))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_checkpoints_go_to_fp8stack_s_own_optimizer_and_back(kind, options):
+    params = parameters(dtype=torch.bfloat16)
+    there, here = getattr(ours, kind), getattr(fp8stack.optim, kind)
+    for source, target in ((there, here), (here, there)):
+        a = source(params, **options)
+        run(a, params, 4)
+        b = target(params, **options)
+        b.load_state_dict(through_file(a.state_dict()))
+        for p in params:
+            assert torch.equal(b.master_weight(p), a.master_weight(p))
+            assert b.state[p]["step"] == 4
+            for name in a.moments:
+                x, y = (decode_moment(name, o.state[p], p.shape) for o in (a, b))
+                assert (x - y).norm() <= 2**-5 * x.norm()
+        run(b, params, 1)
+
+
+@pytest.mark.parametrize("key", ["exp_avg_scale", "exp_avg_sq_code"])
+def test_a_damaged_checkpoint_is_named_and_changes_nothing(key):
+    params = parameters()
+    optimizer = ours.AdamW(params)
+    run(optimizer, params, 1)
+    packed, before = through_file(optimizer.state_dict()), contents(optimizer, params)
+    packed["state"][0][key] = packed["state"][0][key][:-1]
+    with pytest.raises(CheckpointError, match="state of parameter 0"):
+        optimizer.load_state_dict(packed)
+    assert_same(contents(optimizer, params), before)
+
+
+def test_another_optimizer_s_checkpoint_is_refused():
+    params = parameters()
+    lion = ours.Lion(params)
+    run(lion, params, 1)
+    with pytest.raises(CheckpointError, match="this state is of Lion, the optimizer is AdamW"):
+        ours.AdamW(params).load_state_dict(lion.state_dict())
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]
+)
+def test_copies_step_their_own_parameters(duplicate):
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = ours.AdamW(params, max_grad_norm=1.0)
+    run(optimizer, params, 2)
+    their_params, theirs = duplicate((params, optimizer))
+    run(optimizer, params, 2, start=2)
+    run(theirs, their_params, 2, start=2)
+    assert_same(contents(theirs, their_params), contents(optimizer, params))
+
+
+def test_a_step_leaves_nothing_behind():
+    params = parameters(dtype=torch.bfloat16)
+    optimizer = ours.AdamW(params)
+
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+    run(optimizer, params, 2)
+    before = alive()
+    run(optimizer, params, 3, start=2)
+    assert alive() <= before
+    assert optimizer.inner.state == {}
+
+
+def test_closures_hooks_and_versions_work_as_in_torch():
+    params = parameters()
+    optimizer = ours.AdamW(params, lr=torch.tensor(1e-3))
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    version = params[0]._version
+
+    def closure():
+        feed(params, 0)
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+    assert called == [1]
+    assert params[0]._version > version
+
+
+# --- initialize and restore
+
+
+def build(optimizer=torch.optim.AdamW, device="cpu", lr=3e-3, warm=0, **overrides):
+    torch.manual_seed(0)
+    model = TinyLM().to(device)
+    optimizer = optimizer(model.parameters(), lr=lr)
+    if warm:
+        train(model, optimizer, warm, device=device)
+        optimizer.zero_grad()
+    return (
+        *fp8stack.initialize(model, optimizer, "O2", **overrides),
+        optimizer,
+    )
+
+
+def test_it_trains_as_our_own_does(device):
+    losses = {}
+    for backend in ("fp8stack", "bitsandbytes"):
+        model, optimizer, _ = build(device=device, optimizer_backend=backend)
+        losses[backend] = train(model, optimizer, 30, device=device)
+        report = fp8stack.get_report(model)
+        used = measure(model, optimizer).per_parameter()["total"]
+        assert abs(used - report.bytes_per_parameter) < 0.01
+    assert type(optimizer) is ours.AdamW
+    assert report.states == "bitsandbytes 8-bit block 256"
+    assert report.bytes_per_parameter == pytest.approx(6.0625, abs=1e-3)
+    assert report.fallbacks == []
+    assert losses["bitsandbytes"][-1] < 0.01
+    a, b = (torch.tensor(x) for x in losses.values())
+    assert (a - b).abs().max() < 0.1
+
+
+def test_a_scheduler_built_before_drives_it():
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", optimizer_backend="bitsandbytes")
+    assert type(optimizer) is ours.SGD
+    train(model, optimizer, 1)
+    scheduler.step()
+    before = checkpoint.master_state_dict(model, optimizer)
+    train(model, optimizer, 1)
+    for name, value in checkpoint.master_state_dict(model, optimizer).items():
+        assert_same_bits(value, before[name], name)
+
+
+def test_state_carries_over_and_comes_back():
+    model, optimizer, source = build(warm=5, optimizer_backend="bitsandbytes")
+    torch.manual_seed(0)
+    twin = TinyLM()
+    plain = torch.optim.AdamW(twin.parameters(), lr=3e-3)
+    train(twin, plain, 5)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            found = decode_moment(name, optimizer.state[p], p.shape)
+            expected = plain.state[q][name]
+            assert (found - expected).norm() <= 2**-5 * expected.norm()
+        assert optimizer.state[p]["step"] == 5
+    with pytest.raises(ModelError, match="use the optimizer that it returned"):
+        source.step()
+    train(model, optimizer, 3, start=5)
+    masters = checkpoint.master_state_dict(model, optimizer)
+    moments = checkpoint.torch_state_dict(optimizer)["state"]
+    model, back = fp8stack.restore(model, optimizer)
+    assert back is source
+    for i, (name, p) in enumerate(model.named_parameters()):
+        assert_same_bits(p.detach(), masters[name], name)
+        assert back.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert_same_bits(back.state[p]["exp_avg"], moments[i]["exp_avg"])
+        assert back.state[p]["step"] == 8
+    train(model, back, 2, start=8)
+
+
+def test_a_file_continues_bit_for_bit(tmp_path):
+    model, optimizer, _ = build(optimizer_backend="bitsandbytes")
+    train(model, optimizer, 3)
+    checkpoint.save(tmp_path / "run.pt", model, optimizer)
+    expected = train(model, optimizer, 3, start=3)
+    for backend in ("bitsandbytes", "fp8stack"):
+        other, stepper, _ = build(optimizer_backend=backend)
+        checkpoint.load(tmp_path / "run.pt", other, stepper)
+        losses = train(other, stepper, 3, start=3)
+        if backend == "bitsandbytes":
+            assert losses == expected
+        assert losses == pytest.approx(expected, abs=0.01)
+
+
+def test_fp8stack_s_lion_becomes_lion8bit_and_comes_back():
+    model, optimizer, source = build(
+        fp8stack.optim.Lion, lr=1e-3, warm=3, optimizer_backend="bitsandbytes"
+    )
+    assert type(source) is fp8stack.optim.Lion
+    assert type(optimizer) is ours.Lion
+    assert optimizer.inner.optimizer_name == "lion"
+    losses = train(model, optimizer, 20, start=3)
+    assert losses[-1] < 0.2 * losses[0]
+    masters = checkpoint.master_state_dict(model, optimizer)
+    model, back = fp8stack.restore(model, optimizer)
+    assert back is source
+    for name, p in model.named_parameters():
+        assert_same_bits(p.detach(), masters[name], name)
+    assert back.state[model.up.weight]["exp_avg_scale"].shape == (256, 1)
+    train(model, back, 2, start=23)
+
+
+def test_an_optimizer_made_for_bitsandbytes_is_taken_as_it_is():
+    model, optimizer, source = build(ours.AdamW)
+    assert optimizer is source
+    assert fp8stack.get_report(model).states == "bitsandbytes 8-bit block 256"
+    assert train(model, optimizer, 20)[-1] < 0.1
+    with pytest.raises(ModelError, match=r"made for optimizer_backend='bitsandbytes'.*'fp8stack'"):
+        build(ours.AdamW, optimizer_backend="fp8stack")
+
+
+def test_groups_and_formats_of_single_parameters_are_followed():
+    torch.manual_seed(0)
+    model = TinyLM()
+    groups = [
+        {"params": [model.up.weight], "lr": 0.0, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p is not model.up.weight]},
+    ]
+    before = model.up.weight.detach().clone()
+    model, optimizer = fp8stack.initialize(
+        model,
+        torch.optim.AdamW(groups, lr=1e-2),
+        "O2",
+        optimizer_backend="bitsandbytes",
+        states_for={"embed": "fp32"},
+        skip=["head"],
+    )
+    train(model, optimizer, 2)
+    moved = optimizer.master_weight(model.up.weight) - before
+    assert moved.abs().max() <= 2**-16 * before.abs().max()
+    assert "exp_avg" in optimizer.state[model.embed.weight]
+    assert "exp_avg" in optimizer.state[model.head.weight]
+    assert "exp_avg_code" in optimizer.state[model.down.weight]
+
+
+# --- which backend
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    """What capability says of a GPU without FP8. The libraries themselves are as they are."""
+    answer = capability.Answer(False, "cuda:0 is NVIDIA A100 (8.0)")
+    monkeypatch.setattr(capability, "fp8_hardware", lambda device: answer)
+    gemm = capability.Answer(True, "not what this is about")
+    monkeypatch.setattr(capability, "fp8_gemm", lambda device: gemm)
+
+
+def test_auto_is_bitsandbytes_on_a_gpu_without_fp8(ampere):
+    match = r"A100 \(8\.0\), without FP8; using bitsandbytes' optimizer instead"
+    with pytest.warns(Fp8StackWarning, match=match) as caught:
+        model, optimizer, _ = build()
+    assert len(caught) == 1
+    assert type(optimizer) is ours.AdamW
+    assert len(fp8stack.get_report(model).fallbacks) == 1
+    assert train(model, optimizer, 20)[-1] < 0.1
+    with pytest.raises(UnsupportedDeviceError, match=match):
+        build(strict=True)
+
+
+def test_auto_leaves_what_bitsandbytes_cannot_do_to_fp8stack(ampere):
+    def nesterov(params, lr):
+        return torch.optim.SGD(params, lr=lr, momentum=0.9, nesterov=True)
+
+    with pytest.warns(Fp8StackWarning, match=r"A100.*using fp8stack's.*no nesterov=True"):
+        _, optimizer, _ = build(nesterov)
+    assert type(optimizer) is fp8stack.optim.SGD
+    with pytest.warns(Fp8StackWarning, match=r"A100.*using fp8stack's.*embed='4bit'"):
+        _, optimizer, _ = build(states_for={"embed": "4bit"})
+    for options in ({"states": "4bit"}, {"optimizer_backend": "fp8stack"}):  # asked for
+        model, optimizer, _ = build(**options)
+        assert type(optimizer) is fp8stack.optim.AdamW
+        assert fp8stack.get_report(model).fallbacks == []
+    _, optimizer, _ = build(fp8stack.optim.AdamW)
+    assert type(optimizer) is fp8stack.optim.AdamW
+
+
+def test_without_bitsandbytes(ampere, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    match = r'bitsandbytes is not installed: pip install "bitsandbytes>=0.50"'
+    with pytest.warns(Fp8StackWarning, match=rf"A100.*using fp8stack's optimizer.*{match}"):
+        _, optimizer, _ = build()
+    assert type(optimizer) is fp8stack.optim.AdamW
+    with pytest.raises(UnsupportedDeviceError, match=match):
+        build(optimizer_backend="bitsandbytes")
+    with pytest.raises(UnsupportedDeviceError, match=match):
+        ours.AdamW(parameters())
+
+
+def test_elsewhere_auto_is_fp8stack():
+    _, optimizer, _ = build()
+    assert type(optimizer) is fp8stack.optim.AdamW
+
+
+def test_a_library_that_does_not_load_says_why(tmp_path, monkeypatch):
+    """A package in its place that fails as a damaged one would; the one installed is not touched."""
+    for name in [n for n in sys.modules if n.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    folder = tmp_path / "bitsandbytes"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    cases = (
+        ("raise ImportError('libfoo.so: no such file')", r"cannot be imported \(libfoo.*pip inst"),
+        ("raise RuntimeError('no driver\\nlong')", r"cannot be imported \(no driver\)$"),
+        ("__version__ = '0.43.1'", r"bitsandbytes 0.43.1 is too old: pip install"),
+    )
+    for code, match in cases:
+        (folder / "__init__.py").write_text(code)
+        answer = capability.bitsandbytes_optimizer("cpu")
+        sys.modules.pop("bitsandbytes", None)
+        assert not answer
+        assert re.search(match, answer.reason), answer.reason
+
+
+def test_four_bits_are_our_own(device):
+    match = "bitsandbytes has no 4-bit optimizer; using fp8stack's kernels instead"
+    with pytest.warns(Fp8StackWarning, match=match):
+        _, optimizer, _ = build(device=device, optimizer_backend="bitsandbytes", states="4bit")
+    assert type(optimizer) is fp8stack.optim.AdamW
+    assert optimizer.states == "4bit"
+    with pytest.raises(UnsupportedDeviceError, match=match):
+        build(optimizer_backend="bitsandbytes", states="4bit", strict=True)
+
+
+def sgd(**options):
+    return lambda params, lr: torch.optim.SGD(params, lr=lr, **options)
+
+
+class Mine(fp8stack.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "error", "match"),
+    [
+        (None, {"optimizer_backend": "bnb"}, ConfigError, "optimizer_backend='bnb' is not a choi"),
+        (None, {"states": "fp8"}, ConfigError, "states='fp8': bitsandbytes keeps"),
+        (None, {"preset": "fp8-lm"}, ConfigError, "states='fp8-lm': bitsandbytes keeps"),
+        (None, {"states_for": {"up": "bf16"}}, ConfigError, "up='bf16': bitsandbytes keeps"),
+        (None, {"offload": "cpu"}, ConfigError, "bitsandbytes-paged"),
+        (sgd(), {}, ModelError, "SGD8bit needs momentum > 0.*fp8stack"),
+        (sgd(momentum=0.9, nesterov=True), {}, ModelError, "no nesterov=True.*fp8stack"),
+        (sgd(momentum=0.9, dampening=0.5), {}, ModelError, r"no dampening=0\.5.*fp8stack"),
+        (Mine, {}, ModelError, "no counterpart of .*Mine"),
+    ],
+)
+def test_what_bitsandbytes_cannot_do_is_refused_at_the_call(optimizer, options, error, match):
+    torch.manual_seed(0)
+    model = TinyLM()
+    before = model.up.weight.detach().clone()
+    source = (optimizer or torch.optim.AdamW)(model.parameters(), lr=0.1)
+    with pytest.raises(error, match=match):
+        fp8stack.initialize(model, source, "O2", **{"optimizer_backend": "bitsandbytes", **options})
+    assert type(model.up) is nn.Linear
+    assert_same_bits(model.up.weight.detach(), before)
+
+
+def test_a_level_that_leaves_states_alone_has_no_backend():
+    model = TinyLM()
+    with pytest.raises(ConfigError, match=r"no effect at O1.*opt_level=.O2"):
+        fp8stack.initialize(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            "O1",
+            optimizer_backend="bitsandbytes",
+        )
+
+
+def test_bad_options_of_the_optimizers_themselves():
+    params = parameters()
+    with pytest.raises(ConfigError, match="not as '4bit'"):
+        ours.AdamW(params, states="4bit")
+    with pytest.raises(ConfigError, match="paged=True"):
+        ours.AdamW(params, offload="cpu")
+    with pytest.raises(ConfigError, match=r"needs momentum > 0.*fp8stack\.optim\.SGD"):
+        ours.SGD(params)
+    with pytest.raises(ConfigError, match="no paged SGD"):
+        ours.SGD(params, momentum=0.9, paged=True)
+    with pytest.raises(ConfigError, match="betas must lie in"):
+        ours.AdamW(params, betas=(1.0, 0.9))
+    optimizer = ours.AdamW(params)
+    group = {"params": [nn.Parameter(torch.ones(64, 64))], "states": "bf16"}
+    with pytest.raises(ConfigError, match="not as 'bf16'"):
+        optimizer.add_param_group(group)
+    optimizer.param_groups[0]["lr"] = -1.0
+    before = contents(optimizer, params)
+    feed(params, 0)
+    with pytest.raises(ConfigError, match="lr must be"):
+        optimizer.step()
+    assert_same(contents(optimizer, params), before)
+
+
+# --- paged
+
+
+def test_paged_needs_cuda():
+    with pytest.raises(UnsupportedDeviceError, match=r"managed memory of CUDA.*on cpu"):
+        build(optimizer_backend="bitsandbytes-paged")
+    with pytest.raises(UnsupportedDeviceError, match="managed memory of CUDA"):
+        ours.AdamW(parameters(), paged=True)
+
+
+def pages():
+    """Where bitsandbytes has managed memory."""
+    manager = bnb.functional.GlobalPageManager.get_instance()
+    return {x.data_ptr() for x in manager.paged_tensors}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "Lion"])
+def test_paged_steps_are_bitsandbytes_own(kind, monkeypatch):
+    start = torch.randn(700, 512)
+    results = []
+    for part in (2**24, 1):
+        monkeypatch.setattr(ours, "PART", part)
+        p, q = (nn.Parameter(start.clone().cuda()) for _ in range(2))
+        small, other = (nn.Parameter(torch.ones(64, 128, device="cuda")) for _ in range(2))
+        optimizer = getattr(ours, kind)([p, small], lr=1e-3, paged=True)
+        reference = getattr(bnb.optim, f"Paged{kind}8bit")([q, other], lr=1e-3)
+        for step in range(4):
+            feed([p, small], step)
+            feed([q, other], step)
+            optimizer.step()
+            reference.step()
+        assert type(optimizer.inner).__name__ == f"Paged{kind}8bit"
+        page = optimizer.state[p]["exp_avg_code"]
+        assert page.device.type == "cpu"
+        assert page.data_ptr() in pages()
+        assert optimizer.state[small]["exp_avg_code"].is_cuda
+        assert_same_bits(p, q)
+        assert_same_bits(page, reference.state[q]["state1"])
+        results.append(contents(optimizer, [p, small]))
+    assert_same(*results)
+
+
+@pytest.mark.gpu
+def test_paged_state_is_saved_loaded_and_copied():
+    p = nn.Parameter(torch.randn(700, 512).cuda().bfloat16())
+    optimizer = ours.AdamW([p], paged=True)
+    run(optimizer, [p], 2)
+    page = optimizer.state[p]["exp_avg_code"]
+    packed = through_file(optimizer.state_dict())
+    (q,), copied = copy.deepcopy(([p], optimizer))
+    weight = p.detach().clone()
+    run(optimizer, [p], 2, start=2)
+    expected = contents(optimizer, [p])
+    run(copied, [q], 2, start=2)
+    assert_same(contents(copied, [q]), expected)
+    p.data.copy_(weight)
+    optimizer.load_state_dict(packed)
+    run(optimizer, [p], 2, start=2)
+    assert_same(contents(optimizer, [p]), expected)
+    assert optimizer.state[p]["exp_avg_code"] is page  # bitsandbytes never frees one
+    assert copied.state[q]["exp_avg_code"].data_ptr() in pages() - {page.data_ptr()}
+
+
+@pytest.mark.gpu
+def test_a_paged_run_through_initialize():
+    model, optimizer, _ = build(device="cuda", optimizer_backend="bitsandbytes-paged")
+    assert optimizer.paged
+    assert fp8stack.get_report(model).states == "bitsandbytes 8-bit block 256 paged"
+    assert train(model, optimizer, 20, device="cuda")[-1] < 0.1
+    fp8stack.restore(model, optimizer)
+    model = TinyLM().cuda()
+    source = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ModelError, match="no paged SGD"):
+        fp8stack.initialize(model, source, "O2", optimizer_backend="bitsandbytes-paged")
+
+
+@pytest.mark.gpu
+def test_a_step_on_another_stream_is_the_same():
+    results = []
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        p = nn.Parameter(torch.ones(2048, 2048, device="cuda").bfloat16())
+        optimizer = ours.AdamW([p])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(5):
+                p.grad = torch.full_like(p, 0.5)
+                optimizer.step()
+        torch.cuda.synchronize()
+        results.append(contents(optimizer, [p]))
+    assert_same(*results)

@@ -1,0 +1,233 @@
+"""Checkpoints of bitsandbytes and torchao load into fp8stack's optimizers, as the libraries really write them."""
+
+import copy
+import io
+import sys
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from torch import nn
+
+import fp8stack
+from fp8stack.errors import CheckpointError
+from fp8stack.optim import bitsandbytes as through_bitsandbytes
+from fp8stack.optim.state import decode_moment
+
+WRAPPED = "__bnb_optimizer_quant_state__"
+OPTIONS = {
+    "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+    "Adam": {"lr": 1e-3},
+    "Lion": {"lr": 1e-4},
+    "SGD": {"lr": 1e-2, "momentum": 0.9},
+}
+
+
+def parameters():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 256), (70, 130), (8, 8), (12,)]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def run(optimizer, params, steps, start=0):
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def through_file(packed):
+    file = io.BytesIO()
+    torch.save(packed, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def moments(optimizer, p):
+    return {name: decode_moment(name, optimizer.state[p], p.shape) for name in optimizer.moments}
+
+
+def saved_by_bitsandbytes(kind="AdamW", bits=8, steps=4):
+    """Return parameters, the state_dict of bitsandbytes' own optimizer, and its moments as it decodes them."""
+    bnb = pytest.importorskip("bitsandbytes")
+    params = parameters()
+    optimizer = getattr(bnb.optim, f"{kind}{bits}bit")(params, **OPTIONS[kind])
+    run(optimizer, params, steps)
+    values = []
+    for p in params:
+        state, decoded = optimizer.state[p], []
+        for i in (1, 2):
+            if f"absmax{i}" in state:
+                x = bnb.functional.dequantize_blockwise(
+                    state[f"state{i}"],
+                    absmax=state[f"absmax{i}"],
+                    code=state[f"qmap{i}"],
+                    blocksize=256,
+                )
+                decoded.append(x)
+            elif f"state{i}" in state:
+                decoded.append(state[f"state{i}"].clone())
+        values.append(decoded)
+    return params, through_file(optimizer.state_dict()), values
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_bitsandbytes_moments_are_read(kind, bits, monkeypatch):
+    """Exactly, into float32 states; to the error of our own format into 8 bits. The library is not needed."""
+    params, packed, values = saved_by_bitsandbytes(kind, bits)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for states, bound in (("fp32", 0), ("8bit", 2**-5)):
+        optimizer = getattr(fp8stack.optim, kind)(
+            params, states=states, **{**OPTIONS[kind], "lr": 1.0}
+        )
+        optimizer.load_state_dict(packed)
+        assert optimizer.param_groups[0]["lr"] == OPTIONS[kind]["lr"]
+        for p, expected in zip(params, values, strict=True):
+            assert optimizer.state[p]["step"] == 4
+            for x, value in zip(moments(optimizer, p).values(), expected, strict=True):
+                assert (x - value).norm() <= bound * value.norm()
+    run(optimizer, params, 2, start=4)
+
+
+def test_largest_error_of_imported_moments():
+    """No element is further away than half a step of our format: 2^-5 of m, 2^-6 of the root of v, and its floor."""
+    params, packed, values = saved_by_bitsandbytes()
+    optimizer = fp8stack.optim.AdamW(params)
+    optimizer.load_state_dict(packed)
+    for p, (m, v) in zip(params[:1], values, strict=False):
+        found = moments(optimizer, p)
+        blocks = m.view(p.shape[0], -1, 128)
+        floor = (
+            (blocks.abs().amax(-1, keepdim=True) / 31 * 2**-7).expand_as(blocks).reshape(p.shape)
+        )
+        error = (found["exp_avg"] - m).abs()
+        assert (error <= torch.maximum(m.abs() * 2**-5, floor) * 1.01).all()
+        root = v.sqrt()
+        blocks = root.view(p.shape[0], -1, 128)
+        floor = (blocks.amax(-1, keepdim=True) / 31.5 * 2**-7).expand_as(blocks).reshape(p.shape)
+        error = (found["exp_avg_sq"].sqrt() - root).abs()
+        assert (error <= torch.maximum(root * 2**-6, floor) * 1.01).all()
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_run_of_bitsandbytes_goes_on_bit_for_bit_behind_our_optimizer(kind):
+    bnb = pytest.importorskip("bitsandbytes")
+    params, packed, _ = saved_by_bitsandbytes(kind)
+    twins = copy.deepcopy(params)
+    reference = getattr(bnb.optim, f"{kind}8bit")(twins, **OPTIONS[kind])
+    reference.load_state_dict(packed)
+    optimizer = getattr(through_bitsandbytes, kind)(params, **OPTIONS[kind])
+    optimizer.load_state_dict(packed)
+    run(reference, twins, 3, start=4)
+    run(optimizer, params, 3, start=4)
+    for p, q in zip(params, twins, strict=True):
+        assert_same_bits(p, q)
+
+
+def test_states_without_the_wrapping_and_blocks_of_2048_are_read():
+    params, packed, values = saved_by_bitsandbytes()
+    flat = {**packed, "state": {k: {**e, **e[WRAPPED]} for k, e in packed["state"].items()}}
+    for entry in flat["state"].values():
+        del entry[WRAPPED]
+    old = copy.deepcopy(flat)
+    entry, p = old["state"][0], params[0]
+    for i in (1, 2):
+        entry[f"absmax{i}"] = torch.arange(1.0, p.numel() // 2048 + 1)
+    optimizer = fp8stack.optim.AdamW(params, states="fp32")
+    optimizer.load_state_dict(flat)
+    assert torch.equal(optimizer.state[p]["exp_avg"], values[0][0])
+    optimizer.load_state_dict(old)
+    table = entry["qmap1"][entry["state1"].int()].flatten()
+    expected = table * entry["absmax1"].repeat_interleave(2048)
+    assert torch.equal(optimizer.state[p]["exp_avg"].flatten(), expected)
+
+
+def test_another_table_is_followed():
+    params, packed, values = saved_by_bitsandbytes()
+    for entry in packed["state"].values():
+        if "qmap1" in entry[WRAPPED]:
+            entry[WRAPPED]["qmap1"] = entry[WRAPPED]["qmap1"] * 0.5
+    for make in (fp8stack.optim.AdamW, through_bitsandbytes.AdamW):
+        optimizer = make(params)
+        optimizer.load_state_dict(packed)
+        found = moments(optimizer, params[0])["exp_avg"]
+        assert (found - values[0][0] / 2).norm() <= 2**-5 * values[0][0].norm()
+
+
+def damage(what):
+    def change(entry):
+        what(entry[WRAPPED])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (damage(lambda s: s.pop("state2")), "saved 1 moments, this optimizer has 2"),
+        (damage(lambda s: s.pop("absmax1")), "state1 has 16384 codes.*there are 0"),
+        (damage(lambda s: s.update(absmax2=s["absmax2"][:-1])), "state2 has .*there are 63"),
+        (damage(lambda s: s.pop("qmap2")), "need a qmap2 of 256 values"),
+        (damage(lambda s: s.update(qmap1=torch.zeros(16))), "need a qmap1 of 256 values"),
+        (damage(lambda s: s.update(state1="codes")), "is malformed"),
+        (damage(lambda s: s.update(state1=torch.zeros(3, 4))), r"exp_avg is of shape \(3, 4\)"),
+        (lambda entry: entry.pop("step"), "is malformed"),
+        (lambda entry: entry.update({WRAPPED: 3}), "is malformed"),
+    ],
+)
+def test_a_damaged_state_of_bitsandbytes_is_named_and_changes_nothing(change, match):
+    params, packed, _ = saved_by_bitsandbytes()
+    optimizer = fp8stack.optim.AdamW(params)
+    run(optimizer, params, 1)
+    before = {k: v.clone() for k, v in optimizer.state[params[0]].items()}
+    change(packed["state"][0])
+    with pytest.raises(CheckpointError, match=f"state of parameter 0.*{match}"):
+        optimizer.load_state_dict(packed)
+    for key, value in optimizer.state[params[0]].items():
+        assert_same_bits(value, before[key], key)
+
+
+def test_moments_of_another_optimizer_are_refused():
+    params, packed, _ = saved_by_bitsandbytes("AdamW")
+    with pytest.raises(CheckpointError, match=r"bitsandbytes saved 2 moments.*has 1"):
+        fp8stack.optim.Lion(params).load_state_dict(packed)
+
+
+# --- torchao
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit"])
+def test_torchao_s_moments_are_read(kind):
+    ao = pytest.importorskip("torchao.optim")
+    params = parameters()
+    theirs = getattr(ao, kind)(params, lr=1e-3)
+    with torch.compiler.set_stance("force_eager"):  # it compiles its step
+        run(theirs, params, 4)
+    packed = through_file(theirs.state_dict())
+    quantized = type(packed["state"][0]["exp_avg"])
+    assert quantized.__module__.startswith("torchao.optim")
+    ours = fp8stack.optim.AdamW if kind.startswith("AdamW") else fp8stack.optim.Adam
+    for states, bound in (("fp32", 0), ("8bit", 2**-5)):
+        optimizer = ours(params, states=states)
+        optimizer.load_state_dict(packed)
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-3)
+        for p in params:
+            assert optimizer.state[p]["step"] == 4
+            for name, x in moments(optimizer, p).items():
+                value = theirs.state[p][name]
+                value = value.dequantize() if isinstance(value, quantized) else value
+                assert (x - value).norm() <= bound * value.norm()
+    assert type(theirs.state[params[0]]["exp_avg"]) is quantized  # theirs is as it was
+    run(optimizer, params, 2, start=4)
+
+
+def test_torchao_s_state_of_another_shape_is_refused():
+    ao = pytest.importorskip("torchao.optim")
+    p, q = nn.Parameter(torch.randn(64, 128)), nn.Parameter(torch.randn(128, 64))
+    theirs = ao.AdamW8bit([p])
+    with torch.compiler.set_stance("force_eager"):
+        run(theirs, [p], 1)
+    with pytest.raises(CheckpointError, match=r"exp_avg is of shape \(64, 128\)"):
+        fp8stack.optim.AdamW([q]).load_state_dict(theirs.state_dict())

@@ -1,0 +1,334 @@
+"""Muon: against torch's, its kernels against the reference, its groups, and training in 8 bits."""
+
+import pytest
+import torch
+from helpers import TinyLM, train
+from torch import nn
+
+import fp8stack
+from fp8stack import BlockScaledTensor
+from fp8stack.errors import ConfigError, ModelError
+from fp8stack.optim import Muon, base
+from fp8stack.optim.muon import as_matrices, learning_rate_ratio, orthogonalize
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
+DEFAULTS = {
+    "ns_coefficients": (3.4445, -4.7750, 2.0315),
+    "ns_steps": 5,
+    "eps": 1e-7,
+    "adjust_lr_fn": None,
+}
+SHAPES = [(32, 160), (160, 32), (48, 48), (32, 160)]
+
+
+def matrices(shapes=SHAPES, dtype=torch.float32, device="cpu"):
+    generator = torch.Generator().manual_seed(5)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in shapes]
+
+
+def set_gradients(parameters, step, fp8=False):
+    generator = torch.Generator().manual_seed(step)
+    for p in parameters:
+        g = torch.randn(p.shape, generator=generator).to(p.device, p.dtype) * 0.1
+        p.grad = BlockScaledTensor.quantize(g) if fp8 and p.ndim > 1 else g
+
+
+# --- the numbers
+
+
+@pytest.mark.parametrize("shape", [(64, 200), (200, 64), (3, 64, 128)])
+def test_orthogonalized_matrices_have_singular_values_near_one(shape, device):
+    u = torch.randn(shape, device=device).bfloat16()
+    o = orthogonalize(as_matrices(u), DEFAULTS).view(shape).float()
+    values = torch.linalg.svdvals(o)
+    assert values.min() > 0.4
+    assert values.max() < 1.35
+    # and the directions of u: U V' of its own decomposition
+    left, _, right = torch.linalg.svd(u.float(), full_matrices=False)
+    exact = left @ right
+    cosine = (o * exact).sum() / (o.norm() * exact.norm())
+    assert cosine > 0.97
+
+
+def test_a_zero_matrix_has_no_direction():
+    assert not orthogonalize(torch.zeros(1, 8, 16).bfloat16(), DEFAULTS).any()
+
+
+@pytest.mark.parametrize(
+    ("adjustment", "expected"),
+    [(None, 2.0), ("original", 2.0), ("match_rms_adamw", 0.2 * 20)],
+)
+def test_the_learning_rate_fits_the_shape(adjustment, expected):
+    group = {"adjust_lr_fn": adjustment}
+    assert learning_rate_ratio(torch.Size((400, 100)), group) == pytest.approx(expected)
+    if adjustment != "match_rms_adamw":
+        assert learning_rate_ratio(torch.Size((100, 400)), group) == 1
+
+
+@torch_muon
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjustment", [None, "match_rms_adamw"])
+def test_in_float32_it_is_torch_s(nesterov, adjustment, device):
+    ours, theirs = matrices(device=device), matrices(device=device)
+    options = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjustment, "momentum": 0.9}
+    a = Muon(ours, **options, states="fp32")
+    b = torch.optim.Muon(theirs, **options)
+    for step in range(4):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        a.step()
+        b.step()
+    start = matrices(device=device)
+    for p, q, s in zip(ours, theirs, start, strict=True):
+        moved = (q - s).norm()
+        assert (p - q).norm() < 0.01 * moved  # bf16 products, summed in another order
+        buffer = b.state[q]["momentum_buffer"]
+        assert torch.allclose(a.state[p]["momentum_buffer"], buffer, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("states", ["8bit", "fp8", "4bit-experimental"])
+def test_few_bits_of_momentum_leave_the_direction(states, device):
+    shapes = [(128, 256)]
+    ours, exact = matrices(shapes, device=device), matrices(shapes, device=device)
+    a = Muon(ours, lr=0.02, states=states)
+    b = Muon(exact, lr=0.02, states="fp32")
+    for step in range(10):
+        set_gradients(ours, step)
+        set_gradients(exact, step)
+        a.step()
+        b.step()
+    start = matrices(shapes, device=device)[0]
+    x, y = ours[0] - start, exact[0] - start
+    limit = {"8bit": 0.999, "fp8": 0.998, "4bit-experimental": 0.97}[states]
+    assert (x * y).sum() / (x.norm() * y.norm()) > limit
+
+
+# --- kernels against the reference
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("master", ["split24", "none", "fp32"])
+def test_launches_by_shape_equal_the_reference(master, fp8, kernel_device, monkeypatch):
+    from fp8stack.optim import plan
+
+    monkeypatch.setattr(plan, "FAST", False)
+    results = []
+    for on in (True, False):
+        monkeypatch.setattr(base, "triton_runs_on", lambda device, on=on: on)
+        shapes = [*SHAPES, (130,), (2, 32, 160), (3, 50)]
+        parameters = matrices(shapes, torch.bfloat16, kernel_device)
+        groups = [
+            {"params": parameters[:5]},
+            {"params": parameters[5:6], "algorithm": "muon"},
+            {"params": parameters[6:], "algorithm": "adamw", "lr": 1e-3},
+        ]
+        optimizer = Muon(groups, lr=0.02, min_numel=256, master=master, max_grad_norm=1.0)
+        for step in range(3):
+            set_gradients(parameters, step, fp8)
+            if step == 1:
+                parameters[1].grad = None
+            optimizer.step()
+        assert [float(optimizer.state[p]["step"]) for p in parameters] == [3, 2, 3, 3, 3, 3, 3]
+        results.append((parameters, optimizer))
+    (ours, a), (theirs, b) = results
+    assert torch.allclose(a.grad_norm, b.grad_norm)
+    for p, q in zip(ours, theirs, strict=True):
+        # Products of a batch may be summed in another order than one by one; the momentum knows nothing of them.
+        x, y = a.master_weight(p), b.master_weight(q)
+        assert (x - y).norm() <= 1e-3 * y.norm(), p.shape
+        for key in a.state[p].keys() - {"remainder", "master"}:
+            x, y = a.state[p][key].float(), b.state[q][key].float()
+            limit = 1e-5 * y.abs() + 1e-7 * y.abs().max()
+            assert ((x - y).abs() > limit).float().mean() <= 1e-3, (p.shape, key)
+
+
+def test_a_bad_gradient_changes_nothing(kernel_device, monkeypatch):
+    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    parameters = matrices([(32, 160), (32, 160), (40,)], torch.bfloat16, kernel_device)
+    optimizer = Muon(parameters, lr=0.02)
+    set_gradients(parameters, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in parameters]
+    states = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters]
+    set_gradients(parameters, 1)
+    parameters[2].grad[3] = torch.nan
+    optimizer.step()
+    assert float(optimizer.skipped_steps) == 1
+    for p, old, state in zip(parameters, before, states, strict=True):
+        assert torch.equal(p, old)
+        for key, value in state.items():
+            assert torch.equal(optimizer.state[p][key], value), key
+
+
+def test_large_shapes_are_orthogonalized_in_batches(kernel_device, monkeypatch):
+    from fp8stack.optim import muon_plan
+
+    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(muon_plan, "BATCH", 2 * 32 * 160)
+    parameters = matrices([(32, 160)] * 5, torch.bfloat16, kernel_device)
+    optimizer = Muon(parameters, lr=0.02, states="fp32")
+    set_gradients(parameters, 0)
+    optimizer.step()
+    (plans,) = optimizer._plans.values()
+    (plan,) = plans.values()
+    assert [len(s.parameters) for s in plan.segments] == [2, 2, 1]
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_the_eager_one():
+    runs = []
+    for captured in (False, True):
+        parameters = matrices(dtype=torch.bfloat16, device="cuda")
+        optimizer = Muon(parameters, lr=torch.tensor(0.02, device="cuda"))
+        set_gradients(parameters, 0)
+        optimizer.step()
+        step = optimizer.step
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            step = graph.replay
+        for _ in range(3):
+            step()
+        runs.append(parameters)
+    for p, q in zip(*runs, strict=True):
+        assert torch.equal(p, q)
+
+
+# --- groups and options
+
+
+def test_what_is_no_matrix_moves_to_a_group_of_adamw():
+    shapes = [(64, 128), (128,), (8, 64, 128), (16, 3, 3, 3), (4, 4)]
+    a, b, c, d, e = matrices(shapes)
+    optimizer = Muon([a, b, c, d, e], lr=0.02)
+    assert [g["algorithm"] for g in optimizer.param_groups] == ["muon", "adamw"]
+    assert optimizer.param_groups[0]["params"] == [a, e]
+    assert optimizer.param_groups[1]["params"] == [b, c, d]
+    optimizer = Muon(
+        [{"params": [a, c], "algorithm": "muon"}, {"params": [e], "algorithm": "adamw"}]
+    )
+    assert [g["params"] for g in optimizer.param_groups] == [[a, c], [e]]
+    set_gradients([a, c, e], 0)
+    optimizer.step()
+    assert set(optimizer.state[c]) == {"step", "momentum_buffer_code", "momentum_buffer_scale"}
+    assert set(optimizer.state[e]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_named_parameters_and_generators_are_taken():
+    model = TinyLM()
+    optimizer = Muon(p for p in model.parameters())
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+    with pytest.raises(ValueError, match="empty"):
+        Muon([])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
+        ({"momentum": -0.1}, "momentum must be a finite number >= 0"),
+        ({"lr": float("nan")}, "lr must be"),
+        ({"ns_steps": 0}, "ns_steps must be an integer from 1 to 99, got 0"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
+        ({"adjust_lr_fn": "match_rms_adam"}, "Did you mean.*match_rms_adamw"),
+        ({"betas": (0.9, 1.0)}, "betas must lie"),
+        ({"adamw_eps": -1.0}, "adamw_eps must be"),
+        ({"states": "9bit"}, "states must be one of"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Muon(matrices(), **options)
+
+
+def test_an_unknown_algorithm_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm must be .*got 'adam'.*adamw"):
+        Muon([{"params": matrices(), "algorithm": "adam"}])
+
+
+def test_sharded_matrices_are_refused(tmp_path):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        p = nn.Parameter(distribute_tensor(torch.randn(64, 128), mesh, [Shard(0)]))
+        p.grad = torch.ones_like(p)
+        with pytest.raises(ModelError, match=r"Muon's direction depends on all of it.*adamw"):
+            Muon([p]).step()
+        Muon([{"params": [p], "algorithm": "adamw"}]).step()
+    finally:
+        distributed.destroy_process_group()
+
+
+# --- in a training run
+
+
+def groups_of(model):
+    hidden = [model.up.weight, model.down.weight]
+    rest = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    return [
+        {"params": hidden, "lr": 0.02},
+        {"params": rest, "algorithm": "adamw", "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+def test_it_trains_in_eight_bits_as_in_float32(device):
+    losses = {}
+    for states in ("fp32", "8bit"):
+        torch.manual_seed(0)
+        model = TinyLM().to(device)
+        losses[states] = train(model, Muon(groups_of(model), states=states), 15, device=device)
+    assert losses["8bit"][-1] < 0.6 * losses["8bit"][0]
+    assert losses["8bit"][-1] == pytest.approx(losses["fp32"][-1], rel=0.05)
+
+
+def test_save_and_load_go_on_bit_for_bit(tmp_path, device):
+    def make():
+        torch.manual_seed(0)
+        model = TinyLM().to(device)
+        return model, Muon(groups_of(model))
+
+    first, second = make(), make()
+    train(*first, 3, device=device)
+    fp8stack.checkpoint.save(tmp_path / "x.pt", *first)
+    fp8stack.checkpoint.load(tmp_path / "x.pt", *second)
+    expected = train(*first, 3, start=3, device=device)
+    assert train(*second, 3, start=3, device=device) == expected
+
+
+@torch_muon
+def test_initialize_converts_torch_s_muon_and_gives_it_back(device):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False)
+    )
+    model.to(device)
+    x = torch.randn(32, 128, device=device)
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before = optimizer.state[model[0].weight]["momentum_buffer"].clone()
+    model, ours = fp8stack.initialize(model, optimizer, "O2", compute="bf16")
+    assert type(ours) is Muon
+    assert ours.param_groups is optimizer.param_groups
+    losses = []
+    for _ in range(20):
+        loss = model(x).square().mean()
+        loss.backward()
+        ours.step()
+        ours.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+    report = fp8stack.get_report(model)
+    assert report.bytes_per_parameter == pytest.approx(2 + 1 + 1.03 + 1.03, abs=0.02)
+    model, again = fp8stack.restore(model, ours)
+    assert again is optimizer
+    assert set(again.state[model[0].weight]) == {"momentum_buffer"}
+    assert again.state[model[0].weight]["momentum_buffer"].shape == before.shape
+    model(x).square().mean().backward()
+    again.step()

@@ -1,0 +1,149 @@
+"""Sharded parameters (FSDP2, DTensor): ranks in processes of their own step like one, and checkpoints change ranks."""
+
+import pytest
+import torch
+from torch import nn
+from workers import load_resharded, shard_and_save
+
+import fp8stack
+from fp8stack.errors import CheckpointError, GradientError, ModelError
+
+
+def spawn(function, ranks, *arguments):
+    torch.multiprocessing.spawn(function, (ranks, *arguments), nprocs=ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("states", "before", "after"),
+    [("8bit", 2, 3), ("fp8", 2, 1), ("4bit", 1, 2)],  # 4bit: noise depends on the place in the part
+)
+def test_shards_step_as_the_whole_and_reshard_bit_for_bit(states, before, after, device, tmp_path):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    after = min(after, 2) if device == "cuda" else after
+    spawn(shard_and_save, before, str(tmp_path), states, device)
+    spawn(load_resharded, after, str(tmp_path), states, device)
+
+
+# --- in a process group of one rank
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def shard(mesh, shape, dim=0, dtype=torch.bfloat16):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    p = nn.Parameter(distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(dim)]))
+    p.grad = torch.randn_like(p)
+    return p
+
+
+def test_formats_with_one_scale_a_tensor_are_refused_before_anything_changes(mesh):
+    for formats in ({"states": "fp8-lm"}, {"master": "fp16"}):
+        p = shard(mesh, (64, 128))
+        before = p.full_tensor().clone()
+        with pytest.raises(ModelError, match=r"sharded, and states=.*one scale.*Use states="):
+            fp8stack.optim.AdamW([p], **formats).step()
+        assert torch.equal(p.full_tensor(), before)
+
+
+def test_blocks_that_parts_would_cut_are_refused_with_the_remedy(mesh):
+    p = shard(mesh, (4, 64, 128), dim=1)
+    optimizer = fp8stack.optim.AdamW([p])
+    with pytest.raises(ModelError, match=r"dim 1 over 1 ranks.*override\(parameter, states"):
+        optimizer.step()
+    optimizer.state.clear()
+    optimizer.override(p, states="fp32")
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].placements == p.placements
+
+
+def test_matrices_may_be_sharded_along_columns(mesh):
+    p, plain = shard(mesh, (64, 256), dim=1), nn.Parameter(torch.empty(64, 256).bfloat16())
+    plain.data.copy_(p.full_tensor())
+    plain.grad = p.grad.full_tensor()
+    optimizers = [fp8stack.optim.AdamW([x]) for x in (p, plain)]
+    for optimizer in optimizers:
+        optimizer.step()
+    scale = optimizers[0].state[p]["exp_avg_scale"]
+    assert scale.shape == (64, 2)
+    assert torch.equal(scale.full_tensor(), optimizers[1].state[plain]["exp_avg_scale"])
+    assert torch.equal(p.full_tensor(), plain)
+
+
+def test_a_gradient_placed_otherwise_is_refused(mesh):
+    from torch.distributed.tensor import Replicate
+
+    p = shard(mesh, (64, 128))
+    p.grad = p.grad.redistribute(mesh, [Replicate()])
+    with pytest.raises(GradientError, match=r"placed .*Shard.*its gradient .*Replicate"):
+        fp8stack.optim.AdamW([p]).step()
+
+
+def test_torch_s_sharded_states_are_taken_over(mesh):
+    p = shard(mesh, (64, 128), dtype=torch.float32)
+    source = torch.optim.AdamW([p])
+    source.step()
+    moment = source.state[p]["exp_avg"].full_tensor().clone()
+    optimizer = fp8stack.optim.AdamW([p])
+    optimizer.load_state_dict(source.state_dict())
+    state = optimizer.state[p]
+    assert state["exp_avg_code"].placements == p.placements
+    exported = fp8stack.checkpoint.torch_state_dict(optimizer)["state"][0]
+    found = exported["exp_avg"].full_tensor()
+    blockmax = (
+        moment.abs().view(64, 1, 128).amax(-1, keepdim=True).expand(64, 1, 128).reshape(64, 128)
+    )
+    assert ((found - moment).abs() <= moment.abs() / 32 + blockmax / 31 / 64).all()
+    optimizer.step()
+
+
+def test_whole_tensors_load_into_a_sharded_optimizer_and_back(mesh):
+    p, plain = shard(mesh, (64, 128)), nn.Parameter(torch.randn(64, 128).bfloat16())
+    plain.data.copy_(p.full_tensor())
+    plain.grad = p.grad.full_tensor()
+    sharded, whole = fp8stack.optim.AdamW([p]), fp8stack.optim.AdamW([plain])
+    whole.step()
+    sharded.load_state_dict(whole.state_dict())
+    for key, value in whole.state[plain].items():
+        found = sharded.state[p][key]
+        assert value.ndim == 0 or found.placements == p.placements
+        assert torch.equal(found.full_tensor() if value.ndim else found, value), key
+    again = fp8stack.optim.AdamW([nn.Parameter(plain.detach().clone())])
+    again.load_state_dict(sharded.state_dict())
+    state = again.state[again.param_groups[0]["params"][0]]
+    assert torch.equal(state["exp_avg_code"], whole.state[plain]["exp_avg_code"])
+
+
+def test_a_part_saved_as_a_plain_tensor_is_refused(mesh):
+    p, plain = shard(mesh, (64, 128)), nn.Parameter(torch.randn(32, 128).bfloat16())
+    plain.grad = torch.randn_like(plain)
+    half = fp8stack.optim.AdamW([plain])
+    half.step()
+    with pytest.raises(CheckpointError, match=r"has 32 rows and the parameter.*64 over all ranks"):
+        fp8stack.optim.AdamW([p]).load_state_dict(half.state_dict())
+
+
+def test_master_weights_of_a_sharded_parameter(mesh):
+    p = shard(mesh, (64, 128))
+    optimizer = fp8stack.optim.AdamW([p], lr=1e-4)
+    value = torch.randn(64, 128)
+    optimizer.set_master(p, value)
+    master = optimizer.master_weight(p)
+    assert master.placements == p.placements
+    assert ((master.full_tensor() - value).abs() <= value.abs() * 2**-16).all()
+
+
+def test_clipping_sharded_gradients_is_torch_s(mesh):
+    p = shard(mesh, (64, 128))
+    expected = p.grad.full_tensor().float().norm()
+    total = fp8stack.optim.clip_grad_norm_([p], 1.0)
+    assert torch.allclose(total.float(), expected, rtol=1e-2)
+    assert torch.allclose(p.grad.full_tensor().float().norm(), torch.tensor(1.0), rtol=1e-2)
