@@ -76,7 +76,7 @@ def test_update_would_explode_if_small_second_moments_were_rounded_to_zero(devic
 
 def test_an_m_in_four_bits_without_gradient_decays_on_average_and_moves_little(device):
     """To nearest, 0.9 of any code of FP4 is that code again: m would stay, v fall, and updates reach 22 learning rates.
-    Dithered, m decays by 0.9 a step on average, and what is left of it (1/12 of its block) meets a root of 1/24 or more."""
+    Dithered, m decays by 0.9 a step on average, and what is left of it (1/12 of its block) meets a root of 1/24."""
     x = Step(StepCase(states="4bit-experimental"), (64, 256), device)
     quiet = torch.arange(256) % BLOCK > 0
     moment, grad = torch.ones(64, 256), torch.zeros(64, 256)
