@@ -263,6 +263,8 @@ def count_bytes(parameters: Parameters, optimizer: Optimizer) -> Numbers:
     host = 0
     for p in parameters:
         parts = [("weight", p.data), ("grad", p.grad)]
+        if p in getattr(optimizer, "emitting", {}):
+            parts.append(("weight", optimizer.emitting[p].codes))
         for key, value in optimizer.state.get(p, {}).items():
             parts.append(("master" if key.startswith(MASTER_KEYS) else "state", value))
         for part, value in parts:
@@ -293,7 +295,8 @@ def measure(variant: Variant, model: str, options: argparse.Namespace) -> Number
         step()
         peak = (torch.cuda.max_memory_allocated() - resident) / 2**20
     step_ms, cpu_ms, count = time_steps(step, options.steps, cuda)
-    rate = (2 * sizes["total"] - sizes["grad"]) * elements / step_ms / 1e9
+    emitted = sizes["weight"] - 2 if variant.mode == "emit" else 0  # written, not read
+    rate = (2 * sizes["total"] - sizes["grad"] - emitted) * elements / step_ms / 1e9
     numbers: Numbers = {
         "step_ms": step_ms,
         "cpu_ms": None if timed_only else cpu_ms,

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from . import capability
-from .checks import check_model, check_optimizer, recipe_on_bitsandbytes
+from .checks import check_model, check_optimizer, has_counterpart, recipe_on_bitsandbytes
 from .errors import (
     ConfigError,
     Fp8StackError,
@@ -113,9 +113,10 @@ def initialize(
     session = Session(
         recipe, _report(recipe, plan, compute, device, fallbacks), optimizer, optimizer
     )
+    if optimizer is not None:  # first, since it may yet find something wrong
+        session.returned = convert_optimizer(optimizer, recipe, session, formats)
     apply_gemms(plan, session.conversion, compute, recipe.fp8_format)
     if optimizer is not None:
-        session.returned = convert_optimizer(optimizer, recipe, session, formats)
         store_weights(model, plan, session)
         quantize_gradients(model, quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(quantized, session)
@@ -243,7 +244,8 @@ def _choose_backend(
     own = replace(recipe, optimizer_backend="fp8stack")
     if wanted == "auto":
         fp8 = capability.fp8_hardware(device)
-        if fp8 or recipe.states != "8bit" or isinstance(optimizer, BlockwiseOptimizer):
+        ours = isinstance(optimizer, BlockwiseOptimizer) or not has_counterpart(optimizer)
+        if fp8 or recipe.states != "8bit" or recipe.offload != "none" or ours:
             return own, []
         why = f"{fp8.reason}, without FP8"
         try:

@@ -8,6 +8,7 @@ for numerics and tests, not for speed. Nothing here runs at import, and answers 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,8 +75,9 @@ def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
         return Answer(False, f"bitsandbytes {why}: {remedy}")
     except Exception as error:  # whatever its native library makes of this machine
         return Answer(False, f"bitsandbytes cannot be imported ({_first_line(error)})")
-    version = bitsandbytes.__version__
-    if tuple(int(x) for x in version.split(".")[:2]) < BITSANDBYTES_VERSION:
+    version = str(getattr(bitsandbytes, "__version__", "of no version"))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or tuple(map(int, numbers.groups())) < BITSANDBYTES_VERSION:
         return Answer(False, f"bitsandbytes {version} is too old: {remedy}")
     return _probe_bitsandbytes(_indexed(torch.device(device)))
 
@@ -126,11 +128,11 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
 @cache
 def _probe_bitsandbytes(device: torch.device) -> Answer:
     """Take one step of a known length with 8-bit states."""
-    from bitsandbytes.optim import AdamW8bit
-
     p = torch.nn.Parameter(torch.ones(4096, dtype=torch.float32, device=device))
     p.grad = torch.ones_like(p)
     try:
+        from bitsandbytes.optim import AdamW8bit
+
         AdamW8bit([p], lr=0.5, weight_decay=0.0).step()
         right = bool((p - 0.5).abs().max() < 1e-4)
     except Exception as error:  # a missing native library raises any

@@ -185,6 +185,12 @@ def inconvertible_option(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
+def has_counterpart(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether bitsandbytes has an optimizer of this kind."""
+    kind: Any = type(optimizer)
+    return CONVERTED.get(kind, kind) in COUNTERPARTS
+
+
 def recipe_on_bitsandbytes(
     recipe: Recipe, backend: str, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Recipe:
@@ -205,6 +211,11 @@ def recipe_on_bitsandbytes(
     missing = missing_option(counterpart.counterpart, optimizer.param_groups, paged)
     if missing:
         raise ModelError(f'{missing}. Use optimizer_backend="fp8stack".')
+    if getattr(optimizer, "release", None) is not None or getattr(optimizer, "emitting", None):
+        raise ModelError(
+            "this optimizer steps in backward, or emits FP8 weights, on its own. Leave that to initialize "
+            '(step_in_backward=True), or use optimizer_backend="fp8stack".'
+        )
     own = [states for states, _ in getattr(optimizer, "overrides", {}).values()]
     for states in [*own, *(group.get("states", "8bit") for group in optimizer.param_groups)]:
         check_states(states)

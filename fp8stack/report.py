@@ -18,6 +18,13 @@ logger = logging.getLogger("fp8stack")
 logger.addHandler(logging.NullHandler())
 
 WIDTH = 110
+_MASTERS = {
+    "split24": "with an 8-bit remainder",
+    "split32": "with a 16-bit remainder",
+    "fp16": "with a float16 master",
+    "fp32": "with a float32 master",
+    "none": "alone, rounded stochastically",
+}
 
 
 @dataclass
@@ -53,11 +60,7 @@ class Report:
             + _listing("; left out: ", self.skipped),
         ]
         if self.stored or self.kept:
-            lines.append(
-                f"{len(self.stored)} matrices stored as bf16 with an 8-bit remainder"
-                if self.master == "split24"
-                else f"{len(self.stored)} matrices stored as bf16 with a float16 master"
-            )
+            lines.append(f"{len(self.stored)} matrices stored as bf16 {_MASTERS[self.master]}")
             lines[-1] += _listing("; kept in their dtype: ", self.kept)
         lines.append(
             f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices (float32 AdamW: 16)"

@@ -20,7 +20,7 @@ from .nn.convert import Conversion, LayerPlan, apply_storage
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
 from .optim.keeper import is_large_matrix
-from .optim.state_dict import adopt, to_torch
+from .optim.state_dict import adopt, reformat, to_torch
 from .report import Report
 
 
@@ -58,8 +58,7 @@ def convert_optimizer(
         extra["paged"] = backend == "bitsandbytes-paged"
         extra["max_grad_norm"] = getattr(optimizer, "max_grad_norm", None)
     elif isinstance(optimizer, BlockwiseOptimizer):
-        for p, own in formats.items():
-            optimizer.overrides.setdefault(p, own)
+        reformat(optimizer, {p: own for p, own in formats.items() if p not in optimizer.overrides})
         return optimizer
     if kind is None or inconvertible_option(optimizer):
         # torch's multi-tensor steps would dequantize all gradients at once; one at a time keeps the memory saved.
@@ -73,7 +72,8 @@ def convert_optimizer(
         "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "ns_coefficients",
         "ns_steps", "adjust_lr_fn",
     )  # fmt: skip
-    options = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+    defaults = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+    options = {name: optimizer.param_groups[0].get(name, value) for name, value in defaults.items()}
     new: BlockwiseOptimizer = kind(
         [dict(group) for group in optimizer.param_groups],
         **options,
@@ -83,9 +83,12 @@ def convert_optimizer(
         offload=recipe.offload,
         **extra,
     )
+    new.defaults.update(defaults)  # which its groups need not have, but later ones get
     new.overrides.update(formats.items())
     new.overrides.update(getattr(optimizer, "overrides", {}))
     new.param_groups = optimizer.param_groups
+    for group in new.param_groups:
+        new.numbers_of(group)
     adopt(new, optimizer)
     optimizer.state.clear()
     _hand_over(optimizer, new, session)

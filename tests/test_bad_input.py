@@ -257,3 +257,57 @@ def test_a_second_derivative_says_no(model, optimizer):
     (first,) = torch.autograd.grad(model.up(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+def spoil_betas(model):
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=torch.tensor(1e-3),
+        betas=(torch.tensor(0.9), torch.tensor(0.99)),
+        foreach=False,
+        capturable=True,
+    )
+
+
+def spoil_rate(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.param_groups[0]["lr"] = -1.0
+    return optimizer
+
+
+def spoil_format(model):
+    return torch.optim.AdamW([{"params": list(model.parameters()), "states": "9bit"}])
+
+
+def spoil_state(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(*batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state[model.down.weight]["exp_avg"] = torch.zeros(3)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (spoil_betas, ConfigError, "betas must be numbers"),
+        (spoil_rate, ConfigError, "lr must be a finite number"),
+        (spoil_format, ConfigError, "states must be one of"),
+        (
+            spoil_state,
+            ModelError,
+            r"state of a parameter of shape .* cannot be taken over .*optimizer.state.pop",
+        ),
+    ],
+)
+def test_what_only_the_conversion_finds_leaves_everything_as_it_was(model, make, error, message):
+    optimizer = make(model)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = {p: dict(entry) for p, entry in optimizer.state.items()}
+    for _ in range(2):  # the second time is no other
+        with pytest.raises(error, match=message):
+            fp8stack.initialize(model, optimizer, "O2")
+    assert type(model.up) is torch.nn.Linear
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert {p: dict(entry) for p, entry in optimizer.state.items()}.keys() == state.keys()

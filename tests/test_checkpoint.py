@@ -310,3 +310,30 @@ def test_state_dict_hooks_of_torch_are_called():
     optimizer.register_state_dict_post_hook(lambda o, s: calls.append("saved"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["saved", "pre", "post"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), fp8stack.optim.AdamW),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), fp8stack.optim.Lion),
+        (torch.optim.AdamW, fp8stack.optim.Lion),
+        (torch.optim.AdamW, fp8stack.optim.SGD),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), fp8stack.optim.AdamW),
+    ],
+)
+def test_states_of_another_kind_of_optimizer_are_refused(source, target):
+    p = torch.nn.Parameter(torch.randn(64, 128))
+    p.grad = torch.randn_like(p)
+    theirs = source([p])
+    theirs.step()
+    optimizer = target([p])
+    optimizer.step()
+    before = {k: v.clone() for k, v in optimizer.state[p].items()}
+    rate = optimizer.param_groups[0]["lr"]
+    with pytest.raises(
+        CheckpointError, match=r"which .* does not have: it is of another optimizer"
+    ):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert all(torch.equal(v, before[k]) for k, v in optimizer.state[p].items())

@@ -525,3 +525,47 @@ def test_formats_of_single_parameters_are_checked(states_for, match):
     with pytest.raises(ConfigError, match=match):
         fp8stack.initialize(model, optimizer, "O2", states_for=states_for)
     assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"skip": ["head"]},
+        {"states_for": {"head": "fp8"}},
+        {"states_for": {"head": {"states": "4bit", "master": "split32"}}},
+    ],
+)
+def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe):
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
+    first = train(model, optimizer, 5)
+    weight = model.head.weight
+    before = fp8stack.checkpoint.torch_state_dict(optimizer)["state"]
+    index = [p is weight for p in model.parameters()].index(True)
+    model, same = fp8stack.initialize(model, optimizer, "O2", **recipe)
+    assert same is optimizer
+    after = fp8stack.checkpoint.torch_state_dict(optimizer)["state"]
+    assert after[index]["step"] == 5
+    error = (after[index]["exp_avg"] - before[index]["exp_avg"]).norm() / before[index][
+        "exp_avg"
+    ].norm()
+    assert error < 0.05
+    losses = train(model, optimizer, 5, start=5)
+    assert losses[-1] < first[0]
+
+
+@pytest.mark.parametrize(
+    ("master", "words"),
+    [
+        ("split24", "an 8-bit remainder"),
+        ("split32", "a 16-bit remainder"),
+        ("fp32", "a float32 master"),
+        ("fp16", "a float16 master"),
+        ("none", "alone, rounded stochastically"),
+    ],
+)
+def test_the_card_names_the_master(master, words):
+    model = TinyLM()
+    model, _ = fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), master=master)
+    assert words in str(fp8stack.get_report(model))

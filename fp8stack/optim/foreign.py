@@ -19,14 +19,17 @@ from torch import Tensor
 from fp8stack.errors import CheckpointError
 from fp8stack.kernels.reference import dynamic
 
+from .sharded import is_sharded, local
 from .state import State, is_second
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCKS = (dynamic.BLOCK, 2048)
 
 
-def translate(entry: State, moments: tuple[str, ...], key: Any) -> State:
+def translate(entry: State, moments: tuple[str, ...], key: Any, decode: bool = False) -> State:
     """Return one parameter's saved state with torch's names, `moments` in their order; any other state as it is.
+
+    `decode`: never leave codes with flat blocks, which no slice of rows can be cut from.
 
     Raises:
         CheckpointError: for a state of bitsandbytes' that is incomplete, or of an optimizer with other moments.
@@ -35,6 +38,15 @@ def translate(entry: State, moments: tuple[str, ...], key: Any) -> State:
     entry.pop(_WRAPPED, None)
     if "state1" in entry:
         entry = _from_bitsandbytes(entry, moments, key)
+    if decode:
+        for name in moments:
+            codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
+            if scale is not None and codes is not None and scale.ndim == 1:
+                values = dynamic.table(not is_second(name), codes.device)
+                rest = {
+                    k: v for k, v in entry.items() if k not in (f"{name}_code", f"{name}_scale")
+                }
+                entry = {**rest, name: dynamic.decode(codes, scale.to(codes.device), values)}
     return {name: _plain(value) for name, value in entry.items()}
 
 
@@ -71,5 +83,12 @@ def _from_bitsandbytes(entry: State, moments: tuple[str, ...], key: Any) -> Stat
 
 def _plain(value: Any) -> Any:
     """Return the value of torchao's OptimState8bit, OptimState4bit or OptimStateFp8; others as they are."""
-    quantized = isinstance(value, Tensor) and {"codes", "scale"} <= vars(value).keys()
-    return value.dequantize() if quantized else value
+    if isinstance(value, Tensor) and is_sharded(value) and _is_quantized(local(value)):
+        part, mesh, placements = local(value).dequantize(), value.device_mesh, value.placements  # type: ignore[attr-defined]
+        size = {"shape": value.shape, "stride": value.stride()}
+        return type(value).from_local(part, mesh, placements, run_check=False, **size)  # type: ignore[attr-defined]
+    return value.dequantize() if _is_quantized(value) else value
+
+
+def _is_quantized(value: Any) -> bool:
+    return isinstance(value, Tensor) and {"codes", "scale"} <= vars(value).keys()

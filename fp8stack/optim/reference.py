@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from fp8stack.kernels.reference import norm
 from fp8stack.kernels.reference.emit import emit
 from fp8stack.kernels.reference.scalars import scalars
+from fp8stack.kernels.reference.step import HYPER
 
 from .checks import rates_on_gpu
 from .gradients import check_gradient, gradient_parts
@@ -27,6 +27,9 @@ from .state import State, step_tensors
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
+
+STEP_COUNT = len(HYPER)
+"""A column of padding in the scalars, where optimizers that are not ours (`bitsandbytes.py`) find the step."""
 
 
 def update_parameter(
@@ -55,10 +58,7 @@ def update_parameter(
 
 
 def reference_step(
-    optimizer: BlockwiseOptimizer,
-    numbers: list[tuple[float, ...]],
-    only: Tensor | None = None,
-    update: Callable[..., None] = update_parameter,
+    optimizer: BlockwiseOptimizer, numbers: list[tuple[float, ...]], only: Tensor | None = None
 ) -> None:
     """Step every parameter that has a gradient (or the one given), on whatever devices they are."""
     work: list[tuple[int, int, nn.Parameter, State, tuple[Tensor, Tensor | None]]] = []
@@ -87,11 +87,12 @@ def reference_step(
             counted,
             torch.tensor([i for _, i, *_ in here], dtype=torch.int32, device=device),
         )
+        hyper[:, STEP_COUNT] = steps
         for (g, _, p, state, parts), count, row in zip(here, steps, hyper, strict=True):
             group = optimizer.param_groups[g]
             state["step"].copy_(count)
             if parts[0].numel():
-                update(optimizer, group, p, state, parts, row)
+                update_parameter(optimizer, group, p, state, parts, row)
         counted = torch.zeros((), device=device)  # a skip counts once
     torch.autograd.graph.increment_version([p for _, _, p, _, _ in work])
     optimizer.note_emitted()

@@ -179,7 +179,7 @@ def encode_master(value: Tensor, kind: str | None) -> tuple[Tensor, State]:
         weight, remainder = master.split(value, _SPLIT[kind])
         return weight, {"remainder": remainder}
     if kind == "fp16":
-        codes, scale = scaled.encode_tensor(value, torch.float16)
+        codes, scale = scaled.encode_tensor(value.contiguous(), torch.float16)
         weight = scaled.decode_tensor(codes, scale).bfloat16()
         return weight, {"master": codes, "master_scale": scale}
     if kind == "fp32":

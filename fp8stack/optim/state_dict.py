@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import CheckpointError
+from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.formats import S1E2M1, S1E3M4
 
 from .foreign import translate
-from .sharded import collect, distribute, local, local_state
+from .sharded import collect, distribute, is_sharded, local, local_state
 from .state import (
     MASTER_KEYS,
     State,
@@ -102,14 +102,53 @@ def prepare(
 
 
 def adopt(optimizer: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
-    """Take over the state of torch's optimizer of the same kind, encoded; groups are shared already."""
+    """Take over the state of an optimizer of the same kind, encoded; groups are shared already.
+
+    Raises:
+        ModelError: if a state is not what an optimizer of this kind has. Nothing is changed.
+    """
+    new_state = {}
     for group in source.param_groups:
         for parameter in group["params"]:
             if parameter in source.state:
                 entry = source.state[parameter]
-                optimizer.state[parameter] = _convert(
-                    optimizer, group, parameter, entry, "given", {}
-                )
+                new_state[parameter] = _taken_over(optimizer, group, parameter, entry, {})
+    optimizer.state.update(new_state)
+
+
+def reformat(optimizer: BlockwiseOptimizer, formats: dict[Tensor, tuple[str, str]]) -> None:
+    """Keep the states of these parameters in other (states, master) from now on; those there are are encoded anew."""
+    old, new_weights = dict(optimizer.overrides), dict[nn.Parameter, Tensor]()
+    new_state: dict[Tensor, State] = {}
+    optimizer.overrides.update(formats)
+    try:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in formats and optimizer.state.get(p):
+                    entry = optimizer.state[p]
+                    new_state[p] = _taken_over(optimizer, group, p, entry, new_weights)
+    except BaseException:
+        optimizer.overrides = old
+        raise
+    optimizer.state.update(new_state)
+    for parameter, weight in new_weights.items():
+        local(parameter).data.copy_(weight)
+
+
+def _taken_over(
+    optimizer: BlockwiseOptimizer,
+    group: dict[str, Any],
+    parameter: nn.Parameter,
+    entry: State,
+    new_weights: dict[nn.Parameter, Tensor],
+) -> State:
+    try:
+        return _convert(optimizer, group, parameter, entry, "?", new_weights)
+    except (CheckpointError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"the optimizer's state of a parameter of shape {tuple(parameter.shape)} cannot be taken over ({error}). "
+            "Was it changed by hand, or the parameter resized? Drop it: optimizer.state.pop(parameter)."
+        ) from error
 
 
 def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
@@ -192,7 +231,7 @@ def _convert(
 ) -> State:
     """Return one parameter's saved state in the optimizer's own format, on the parameter's device."""
     optimizer.check_formats_of(parameter)
-    entry = translate(entry, optimizer.moments_of(group), key)
+    entry = translate(entry, optimizer.moments_of(group), key, is_sharded(parameter))
     weight = local(parameter.detach())  # all that follows is about this rank's part
     entry = {
         k: v.to(weight.device, copy=True).contiguous() if isinstance(v, Tensor) else deepcopy(v)
@@ -200,6 +239,7 @@ def _convert(
     }
     new: State = {}
     moments = optimizer.moments_of(group)
+    _check_names(optimizer, entry, parameter, key)
     has_moments = "step" in entry or any(decodable(name, entry) for name in moments)
     if has_moments:
         step = entry.get("step", 1.0)
@@ -255,6 +295,19 @@ def _convert_master(
         return saved
     new_weights[parameter], converted = encode_master(decode_master(weight, saved), kind)
     return converted
+
+
+def _check_names(optimizer: BlockwiseOptimizer, entry: State, parameter: Tensor, key: Any) -> None:
+    """Raise if a state holds tensors that this kind of optimizer has no use for: it is of another."""
+    known = {f"{name}{part}" for name in optimizer.moments for part in ("", "_code", "_scale")}
+    unknown = (
+        {k for k, v in entry.items() if isinstance(v, Tensor)} - known - {"step", *MASTER_KEYS}
+    )
+    if unknown:
+        raise CheckpointError(
+            f"state of parameter {key} (shape {tuple(parameter.shape)}) holds {sorted(unknown)}, which "
+            f"{type(optimizer).__name__} does not have: it is of another optimizer. Make the one it was saved from."
+        )
 
 
 def _check_shape(name: str, entry: State, parameter: Tensor, key: Any) -> None:

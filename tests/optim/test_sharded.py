@@ -147,3 +147,34 @@ def test_clipping_sharded_gradients_is_torch_s(mesh):
     total = fp8stack.optim.clip_grad_norm_([p], 1.0)
     assert torch.allclose(total.float(), expected, rtol=1e-2)
     assert torch.allclose(p.grad.full_tensor().float().norm(), torch.tensor(1.0), rtol=1e-2)
+
+
+def test_states_of_bitsandbytes_and_torchao_are_taken_over_by_sharded_parameters(mesh):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    p, plain = shard(mesh, (64, 128), dtype=torch.float32), nn.Parameter(torch.randn(64, 128))
+    plain.grad = torch.randn_like(plain)
+    theirs = bitsandbytes.optim.AdamW8bit([plain])
+    theirs.step()
+    whole, sharded = fp8stack.optim.AdamW([plain]), fp8stack.optim.AdamW([p])
+    whole.load_state_dict(theirs.state_dict())
+    sharded.load_state_dict(theirs.state_dict())
+    for key, value in whole.state[plain].items():
+        found = sharded.state[p][key]
+        assert torch.equal(found.full_tensor() if value.ndim else found, value), key
+
+
+def test_torchao_s_sharded_states_are_taken_over(mesh):
+    states = pytest.importorskip("torchao.optim.subclass_8bit")
+    from torch.distributed.tensor import DTensor
+
+    p = shard(mesh, (64, 128), dtype=torch.float32)
+    entry = {"step": torch.tensor(3.0)}
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        quantized = states.OptimState8bit.zeros((64, 128), signed)
+        quantized.copy_(torch.rand(64, 128))
+        entry[name] = DTensor.from_local(quantized, mesh, p.placements, run_check=False)
+    expected = entry["exp_avg"].to_local().dequantize()
+    optimizer = fp8stack.optim.AdamW([p], states="fp32")
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": groups})
+    assert torch.equal(optimizer.state[p]["exp_avg"].full_tensor(), expected)
