@@ -51,7 +51,8 @@ def encode_e4m3(
 
 def casts_in_hardware(device: torch.device) -> bool:
     """Return whether the GPU's own cast to E4M3 is the reference's."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from .emitted import Emitted
 from .keeper import StateKeeper, check_formats
 from .reference import reference_step
 from .release import GradientRelease
-from .sharded import is_sharded
+from .sharded import is_sharded, reduce_largest, reduce_nothing, reduce_squares
 from .state import step_kind
 from .tracked import TrackedStates
 
@@ -79,6 +79,8 @@ class BlockwiseOptimizer(StateKeeper):
         self.overrides: dict[Tensor, tuple[str, str]] = {}
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
         self.emitting: dict[Tensor, Emitted] = {}
+        self._kernels: list[Any] = []  # what the plans were made for, by group
+        self._captured: list[Plan] = []
         self._plans: dict[Tensor | None, dict[tuple[torch.device, str], Plan]] = {}
         self.release: GradientRelease | None = None
         self._group_formats: dict[Tensor, tuple[str, str]] | None = None
@@ -130,6 +132,7 @@ class BlockwiseOptimizer(StateKeeper):
 
         Raises:
             GradientError: for a gradient that is sparse, complex, or not of its parameter's shape or device.
+            ModelError: for a parameter whose state cannot be kept as asked for.
             ConfigError: for a hyper-parameter that has become invalid. Nothing is changed then.
         """
         loss = None
@@ -144,6 +147,8 @@ class BlockwiseOptimizer(StateKeeper):
         flat = [p for group in self.param_groups for p in group["params"]]
         if any(p.grad is not None for p in flat):
             self._step(flat)
+        else:  # another rank may have gradients, and waits for this one's word
+            reduce_nothing(self.param_groups, self.max_grad_norm is not None)
         return loss
 
     def step_in_backward(self) -> GradientRelease:
@@ -165,6 +170,7 @@ class BlockwiseOptimizer(StateKeeper):
 
     def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
         numbers = [self.numbers_of(group) for group in self.param_groups]
+        self.prepare_emitted(chosen)
         first = next(p for p in chosen if p.grad is not None)
         if triton_runs_on(first.device):
             self._step_with_plans(chosen, numbers, only)
@@ -174,6 +180,12 @@ class BlockwiseOptimizer(StateKeeper):
     def _step_with_plans(
         self, chosen: Sequence[Tensor], numbers: list[tuple[float, ...]], only: Tensor | None
     ) -> None:
+        kernels = [
+            (self.family_of(g), self.algorithm_of(g), self.moments_of(g)) for g in self.param_groups
+        ]
+        if kernels != self._kernels:  # weight decay or momentum was switched on, say
+            self._kernels = kernels
+            self._forget_plans()
         plans = self._plans.get(only, {})
         if not plans or not all(plan.current(chosen) for plan in plans.values()):
             pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
@@ -195,14 +207,16 @@ class BlockwiseOptimizer(StateKeeper):
             plan.set_groups(numbers, rates)
             self._examine(plan)
         first = next(iter(plans.values()))
-        if len(plans) > 1:
-            _share_verdict(list(plans.values()))
+        if len(plans) > 1 or first.shares != [None]:
+            _share_verdict(list(plans.values()), self.max_grad_norm is not None)
         skipped = torch.as_tensor(self.skipped_steps, dtype=torch.float32, device=first.device)
         self.skipped_steps = skipped
         for plan in plans.values():
             plan.run(skipped if plan is first else torch.zeros((), device=plan.device))
-            torch.autograd.graph.increment_version(plan.parameters)
-        self.note_emitted()
+            torch.autograd.graph.increment_version(plan.stepped)
+        self.note_emitted(chosen)
+        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.extend(plans.values())  # replays read their tables
         if self.max_grad_norm is not None:
             self.grad_norm = first.verdict[2] * first.verdict[0]
 
@@ -220,11 +234,17 @@ class BlockwiseOptimizer(StateKeeper):
         """Step one tensor in plain torch."""
         reference_kernel(kind, tensors, hyper)
 
-    def note_emitted(self) -> None:
+    def prepare_emitted(self, chosen: Sequence[Tensor]) -> None:
+        """Cast the weights that were changed since they were emitted: a step that is skipped leaves their codes."""
+        for p in chosen if self.emitting else ():
+            if p in self.emitting and p.grad is not None:
+                self.emitting[p].current(p)
+
+    def note_emitted(self, chosen: Sequence[Tensor]) -> None:
         """Remember that the step just taken wrote the codes of the weights as they are."""
-        for p, emitted in self.emitting.items():
-            if p.grad is not None:
-                emitted.version = p._version
+        for p in chosen if self.emitting else ():
+            if p in self.emitting and p.grad is not None:
+                self.emitting[p].note(p)
 
     def _examine(self, plan: Plan) -> None:
         """Fill the verdict on one device's gradients."""
@@ -236,8 +256,9 @@ class BlockwiseOptimizer(StateKeeper):
     # --- FP8 weights
 
     def emit(self, parameters: Iterable[Tensor]) -> None:
-        """Let every step also write these weights in FP8, for the next forward: one byte more to write instead of the
-        four to read and write, twice, of a cast of its own. `emitted` has them.
+        """Let every step also write these weights in FP8, for the next forward; `emitted` has them.
+
+        That is one more byte to write for each element, where a cast of its own reads four and writes one.
 
         Raises:
             ModelError: for a sharded parameter, whose scale is all ranks'.
@@ -255,7 +276,15 @@ class BlockwiseOptimizer(StateKeeper):
         """Return the codes (float8_e4m3fn, the parameter's shape) and scale (float32, 0-d) of a weight as it is now.
 
         The last step wrote them; a weight that somebody else has changed since is cast here.
+
+        Raises:
+            ConfigError: for a weight that `emit` was not asked for.
         """
+        if parameter not in self.emitting:
+            raise ConfigError(
+                f"a weight of shape {tuple(parameter.shape)} is not emitted. "
+                "Ask for it first: optimizer.emit([weight])."
+            )
         return self.emitting[parameter].current(parameter)
 
     # --- state_dict and parameter groups
@@ -277,6 +306,7 @@ class BlockwiseOptimizer(StateKeeper):
 
         Everything is stored as it is in memory (codes, scales, masters): loading it continues bit for bit.
         """
+        self.wait_for_offloaded()
         return checkpoint_format.tag(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -291,6 +321,7 @@ class BlockwiseOptimizer(StateKeeper):
         """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
         own = ("states", "master", "min_numel", "overrides", "max_grad_norm", "offload")
         mine = {name: getattr(self, name) for name in own}
+        self.wait_for_offloaded()
         return {
             **super().__getstate__(),
             **mine,
@@ -304,16 +335,21 @@ class BlockwiseOptimizer(StateKeeper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self._group_formats = {}, None
+        self._plans, self._group_formats, self._kernels, self._captured = {}, None, [], []
         self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
         self.state.update(state["state"])
 
 
-def _share_verdict(plans: list[Plan]) -> None:
-    """Let every device know the gradients of all: a step is taken by all or by none."""
-    device = plans[0].device
-    verdicts = torch.stack([plan.verdict.to(device) for plan in plans])
-    norm, largest = verdicts[:, 2].double().square().sum().sqrt().float(), verdicts[:, 3].amax()
+def _share_verdict(plans: list[Plan], want_norm: bool) -> None:
+    """Let every plan, and every rank, know the gradients of all: a step is taken by all or by none."""
+    device, shares = plans[0].device, plans[0].shares
+    if want_norm:
+        squares = torch.stack([plan.norms.to(device) for plan in plans]).double().square().sum(0)
+        norm = reduce_squares(dict(zip(shares, squares, strict=True))).sqrt().float()
+        for plan in plans:
+            plan.verdict[2:4].copy_(norm)
+        return
+    largest = torch.stack([plan.verdict[3].to(device) for plan in plans]).amax()
+    reduce_largest(largest, shares)
     for plan in plans:
-        plan.verdict[2].copy_(norm)
         plan.verdict[3].copy_(largest)

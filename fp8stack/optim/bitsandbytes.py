@@ -155,8 +155,11 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
 
         return BitsandbytesPlan(self, entries, device, family)
 
-    def note_emitted(self) -> None:
-        """Nothing was emitted: `emitted` casts a weight that a step has changed."""
+    def prepare_emitted(self, chosen: Sequence[Tensor]) -> None:
+        """Nothing is emitted: `emitted` casts a weight that a step has changed."""
+
+    def note_emitted(self, chosen: Sequence[Tensor]) -> None:
+        pass
 
     def step_tensors(
         self, group: dict[str, Any], kind: StepKind, tensors: StepTensors, hyper: Tensor

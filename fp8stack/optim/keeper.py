@@ -104,7 +104,8 @@ class StateKeeper(torch.optim.Optimizer):
         """
         value = collect({"value": value}, parameter, "given")["value"]
         weight, entries = encode_master(value, self.master_format(parameter))
-        local(parameter).data.copy_(weight)
+        with torch.no_grad():
+            local(parameter).copy_(weight)
         self.state[parameter].update(self.house(entries, parameter))
 
     def master_weight(self, parameter: nn.Parameter) -> Tensor:
@@ -162,15 +163,24 @@ class StateKeeper(torch.optim.Optimizer):
         if is_sharded(parameter):
             raise ModelError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded (DTensor), whose state cannot be offloaded "
-                "on its own. Leave offload out; FSDP2's CPUOffloadPolicy moves parameters and states."
+                "on its own. Leave offload out; FSDP2's CPUOffloadPolicy moves parameters and states "
+                '(with a process group of backend "cpu:gloo,cuda:nccl").'
             )
         return True
+
+    def wait_for_offloaded(self) -> None:
+        """Wait for the GPU where it may still be writing states that the host is about to read."""
+        if self.offload != "none":
+            devices = {p.device for group in self.param_groups for p in group["params"]}
+            for device in devices:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
 
     def house(self, state: State, parameter: Tensor) -> State:
         """Return `state` where it is kept: with the parameter, sharded like it, or in pinned host memory.
 
         The step's kernel reads and writes pinned memory itself, across the bus, so an offloaded state needs no copies
-        and no buffers; numbers (0-d) stay on the device.
+        and no buffers; numbers (0-d) stay on the device. (torch rounds pinned allocations up to a power of two.)
         """
         device, offloads = parameter.device, self.offloads(parameter)
         placed = dict(state)
@@ -182,6 +192,8 @@ class StateKeeper(torch.optim.Optimizer):
             elif not value.is_pinned():
                 pinned = torch.empty_like(value, device="cpu", pin_memory=True)
                 placed[key] = pinned.copy_(value)
+                # A copy tells the allocator of the stream that uses it: freed, it is not reused before that is done.
+                pinned.view(-1)[:1].view(torch.uint8).to(device, non_blocking=True)
         return distribute(placed, parameter)
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -96,6 +96,8 @@ class Muon(BlockwiseOptimizer):
                 f"{did_you_mean(str(algorithm), ('muon', 'adamw'))}"
             )
         given = param_group["params"]
+        if isinstance(given, set):
+            raise ConfigError("parameters must be in an order, which a set has not: pass a list.")
         named = (
             list(given)
             if isinstance(given, Iterable) and not isinstance(given, Tensor)
@@ -135,12 +137,12 @@ class Muon(BlockwiseOptimizer):
                 f"adjust_lr_fn must be one of {ADJUSTMENTS} or None, got {adjustment!r}."
                 f"{did_you_mean(str(adjustment), ADJUSTMENTS)}"
             )
-        if not isinstance(steps, int) or not 0 < steps < 100:
+        if not isinstance(steps, int) or isinstance(steps, bool) or not 0 < steps < 100:
             raise ConfigError(f"ns_steps must be an integer from 1 to 99, got {steps!r}.")
-        if len(group["ns_coefficients"]) != 3:
-            raise ConfigError(
-                f"ns_coefficients must be three numbers, got {group['ns_coefficients']}."
-            )
+        numbers = group["ns_coefficients"]
+        three = isinstance(numbers, (tuple, list)) and len(numbers) == 3
+        if not three or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+            raise ConfigError(f"ns_coefficients must be three finite numbers, got {numbers!r}.")
         if self.family_of(group) == "adam":
             return (lr, *betas, float(group["adamw_eps"]), decay, 0.0, 1.0, 0.0)
         weight = float(momentum) if group["nesterov"] else 1.0  # of the momentum in the direction
@@ -207,7 +209,7 @@ def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:
 
 
 def as_matrices(x: Tensor) -> Tensor:  # [matrices, rows, cols]
-    return x.view(-1, *x.shape[-2:])
+    return x.view(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
 def orthogonalize(
@@ -220,8 +222,9 @@ def orthogonalize(
     a, b, c = group["ns_coefficients"]
     tall = u.shape[-2] > u.shape[-1]
     x = u.mT if tall else u
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
-    for _ in range(group["ns_steps"]):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    with torch.autocast(u.device.type, enabled=False):
+        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
+        for _ in range(group["ns_steps"]):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if tall else x).contiguous()

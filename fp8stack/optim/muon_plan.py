@@ -53,7 +53,7 @@ class MuonPlan(plan.Plan):
         family: str,
     ) -> None:
         self.groups_of_optimizer = optimizer.param_groups
-        self._elements: Counter[Any] = Counter()  # so far, by what a batch has in common
+        self._matrices: Counter[Any] = Counter()  # so far, by what a batch has in common
         super().__init__(optimizer, parameters, device, family)
 
     def launches_of(
@@ -64,8 +64,10 @@ class MuonPlan(plan.Plan):
         first = step.launch_of(direction, direction_tensors(buffer, t))
         second = step.launch_of(apply, apply_tensors(buffer, t), emit)
         batch = Batch(group, t.weight.shape, second, 0)
-        self._elements[first, batch] += t.weight.numel()
-        return first, batch._replace(number=(self._elements[first, batch] - 1) // BATCH)
+        size = max(1, BATCH // max(1, t.weight.numel()))
+        number = self._matrices[first, batch] // size
+        self._matrices[first, batch] += 1
+        return first, batch._replace(number=number)
 
     def _buffer(self, shape: torch.Size) -> Tensor:
         """Return a tensor that stands for a direction, whose memory is not there yet."""
@@ -84,6 +86,8 @@ class MuonPlan(plan.Plan):
             s.weight_rows = upload_rows(rows, self.device)
 
     def step_segment(self, s: plan.Segment) -> None:
+        if not s.batch.shape.numel():
+            return
         group = self.groups_of_optimizer[s.batch.group]
         size = len(s.parameters), *s.batch.shape
         u = torch.empty(size, dtype=torch.bfloat16, device=self.device)

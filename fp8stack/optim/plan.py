@@ -34,8 +34,6 @@ from .sharded import (
     Share,
     local,
     local_state,
-    reduce_largest,
-    reduce_squares,
     share_of,
     shares_of,
 )
@@ -114,10 +112,10 @@ class Plan:
         families = [optimizer.family_of(group) for group in optimizer.param_groups]
         entries = []
         for index, g, p in parameters:
-            if p.device != device or families[g] != family:
-                continue
-            if p.grad is None:
+            if p.grad is None:  # whatever its device and family, which may have no plan yet
                 self.absent.append(p)
+                continue
+            if p.device != device or families[g] != family:
                 continue
             group, weight = optimizer.param_groups[g], local(p).detach()
             state = optimizer.ensure_state(group, p)
@@ -179,6 +177,7 @@ class Plan:
                 )
             )  # fmt: skip
         self.grads: list[list[Any]] = []  # where they are, by segment; uploaded at the first step
+        self.stepped: list[nn.Parameter] = []  # the parameters that have one
 
     def _number(self, groups: list[int], states: list[dict[str, Any]]) -> None:
         """Make the vectors that hold a number for each parameter; a state's `step` becomes a view of one."""
@@ -192,11 +191,15 @@ class Plan:
             dict.__setitem__(state, "step", view)
         self.verdict = torch.zeros(5, device=device)
         self._norm, self._largest = self.verdict[2], self.verdict[3]
+        self.norms = self.verdict[2:3]  # by share
+        if self.shares != [None]:
+            self.norms = torch.zeros(len(self.shares), device=device)
         self._given: tuple[bool, bool, float] | None = None
         self.partial = torch.zeros(
             sum(len(s.spans) for s in self.segments), dtype=torch.float64, device=device
         )
         self.numbers: list[tuple[float, ...]] = []
+        self.groups: Tensor
         self._spare: Tensor | None = None
         if device.type == "cuda":  # nothing can be pinned while a graph is captured
             self._spare = torch.empty(n, 3, dtype=torch.int64, pin_memory=True)
@@ -228,12 +231,21 @@ class Plan:
                 return False
         if found == self.grads:
             return True
-        for s in self.segments:
-            for p in s.parameters:
-                if p.grad is not None:
-                    check_gradient(p, p.grad)
-                    if not s.fp8 and p.grad.dtype is not s.grad_dtype:
-                        return False
+        self.stepped = []
+        for s, addresses in zip(self.segments, found, strict=True):
+            for p, address in zip(s.parameters, addresses, strict=True):
+                if p.grad is None:
+                    continue
+                check_gradient(p, p.grad)
+                if not s.fp8 and p.grad.dtype is not s.grad_dtype:
+                    return False
+                # Kernels for aligned rows were chosen by the first gradients; DDP's buckets, for one, move them.
+                if s.launch.rows != "any" and (address[0] if s.fp8 else address) % 16:
+                    return False
+                if s.vectors and not p.grad.is_contiguous():
+                    s.vectors = False
+                    return self.current(everything)
+                self.stepped.append(p)
         self.grads = found
         self._upload_grads()
         return True
@@ -298,7 +310,11 @@ class Plan:
         """Upload the hyper-parameters of the groups where they changed; learning rates on the GPU are copied there."""
         if numbers != self.numbers:
             flat = array("d", (x for row in numbers for x in row))
-            self.groups = upload(flat, self.device).view(len(numbers), -1)
+            table = upload(flat, self.device).view(len(numbers), -1)
+            if self.numbers and len(numbers) == len(self.numbers):
+                self.groups.copy_(table)  # in place: a captured graph may read it
+            else:
+                self.groups = table
             self.numbers = numbers
         for group, rate in rates:
             self.groups[group, 0].copy_(rate)
@@ -317,24 +333,15 @@ class Plan:
             self.verdict[4].copy_(found_inf.reshape(()))
 
     def examine(self, want_norm: bool) -> None:
-        """Write the largest gradient, or the norm of all, to the verdict."""
+        """Write the plan's largest gradient, or the norm of all, to the verdict; that of each share to `norms`."""
         with on_device(self.device):
             if not want_norm:
                 self._largest.zero_()
                 for s in self.segments:
                     norm.largest(s.rows, s.spans, s.grad_dtype, self._largest)
-                reduce_largest(self._largest, self.shares)
                 return
-            if self.shares == [None]:
-                self._total(None, self._norm)
-            else:
-                norms = torch.zeros(len(self.shares), device=self.device)
-                for share, out in zip(self.shares, norms, strict=True):
-                    self._total(share, out)
-                squares = norms.double().square()
-                self._norm.copy_(
-                    reduce_squares(dict(zip(self.shares, squares, strict=True))).sqrt()
-                )
+            for share, out in zip(self.shares, self.norms, strict=True):
+                self._total(share, out)
             self._largest.copy_(self._norm)
 
     def _total(self, share: Share | None, out: Tensor) -> None:

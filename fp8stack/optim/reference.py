@@ -95,7 +95,7 @@ def reference_step(
                 update_parameter(optimizer, group, p, state, parts, row)
         counted = torch.zeros((), device=device)  # a skip counts once
     torch.autograd.graph.increment_version([p for _, _, p, _, _ in work])
-    optimizer.note_emitted()
+    optimizer.note_emitted([p for _, _, p, _, _ in work])
     optimizer.skipped_steps = skipped
     if optimizer.max_grad_norm is not None:
         optimizer.grad_norm = verdict[2] * verdict[0]

@@ -33,10 +33,13 @@ def is_sharded(x: Tensor) -> bool:
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
-@torch.no_grad()
 def local(x: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, sharing its memory; any other tensor as it is."""
-    return x.to_local() if is_sharded(x) else x  # type: ignore[attr-defined]
+    if not is_sharded(x):
+        return x
+    with torch.no_grad():
+        part: Tensor = x.to_local()  # type: ignore[attr-defined]
+    return part
 
 
 def local_state(state: State) -> State:
@@ -55,10 +58,12 @@ def distribute(state: State, parameter: Tensor) -> State:
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.ndim == 0 or is_sharded(value):
             continue
-        shape = list(value.shape)
-        shape[0] = parameter.shape[0]
-        if any(p.is_shard(1) for p in placements) and part.shape[1]:
-            shape[1] = shape[1] * parameter.shape[1] // part.shape[1]
+        if value.shape == part.shape:
+            shape = list(parameter.shape)
+        else:  # scales, or codes of 4 bits: sharded along dim 0, or evenly along dim 1
+            shape = [parameter.shape[0], *value.shape[1:]]
+            if any(p.is_shard(1) for p in placements):
+                shape[1] = shape[1] * parameter.shape[1] // part.shape[1]
         stride = torch.empty(shape, device="meta").stride()
         result[key] = DTensor.from_local(
             value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -107,10 +112,13 @@ def check_placements(parameter: Tensor, states: str, master: str | None, quantiz
             f"a parameter of shape {shape} is sharded, and states={states!r}, master={master!r} keep one scale for a "
             'whole tensor, which its parts cannot share. Use states="8bit" or "fp8", master="split24" or "fp32".'
         )
+    ranks: dict[int, int] = {}
     for size, placement in zip(mesh.shape, parameter.placements, strict=True):  # type: ignore[attr-defined]
         if placement.is_partial():
             raise ModelError(f"a parameter of shape {shape} is {placement}: reduce it first.")
         dim = getattr(placement, "dim", 0)
+        ranks[dim] = ranks.get(dim, 1) * size
+    for dim, size in ranks.items():
         fits = dim == 1 and len(shape) == 2 and shape[1] % (BLOCK * size) == 0
         if quantized and dim and not fits:
             raise ModelError(
@@ -161,6 +169,19 @@ def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0
         _all_reduce(value, mesh, torch.distributed.ReduceOp.SUM)
         whole = whole + value
     return whole
+
+
+def reduce_nothing(groups: Iterable[dict[str, Any]], want_norm: bool) -> None:
+    """Take part in the reductions of a step in which this rank has no gradients at all."""
+    shares = shares_of(groups)
+    for share in shares:
+        if share is not None:
+            zero = torch.zeros((), device=share.mesh.device_type)
+            if want_norm:
+                reduce_squares(dict.fromkeys(shares, zero.double()))
+            else:
+                reduce_largest(zero, shares)
+            return
 
 
 def _all_reduce(value: Tensor, mesh: DeviceMesh, operation: Any) -> None:

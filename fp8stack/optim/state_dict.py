@@ -63,7 +63,8 @@ def load(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
     optimizer.state.clear()
     optimizer.state.update(new_state)
     for parameter, weight in new_weights.items():
-        local(parameter).data.copy_(weight)
+        with torch.no_grad():
+            local(parameter).copy_(weight)
     for post_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
         post_hook(optimizer)
 
@@ -131,8 +132,9 @@ def reformat(optimizer: BlockwiseOptimizer, formats: dict[Tensor, tuple[str, str
         optimizer.overrides = old
         raise
     optimizer.state.update(new_state)
-    for parameter, weight in new_weights.items():
-        local(parameter).data.copy_(weight)
+    with torch.no_grad():
+        for parameter, weight in new_weights.items():
+            local(parameter).copy_(weight)
 
 
 def _taken_over(
@@ -156,6 +158,7 @@ def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
 
     The weights' masters are not part of it: export those with `fp8stack.checkpoint.master_state_dict`.
     """
+    optimizer.wait_for_offloaded()
     packed = torch.optim.Optimizer.state_dict(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     families = [optimizer.family_of(g) for g in optimizer.param_groups for _ in g["params"]]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fp8stack import BlockScaledTensor
-from fp8stack.errors import ModelError
+from fp8stack.errors import ConfigError, ModelError
 from fp8stack.formats import E4M3
 from fp8stack.kernels.reference.emit import HEADROOM
 from fp8stack.kernels.reference.quantize import scale_and_inverse
@@ -63,9 +63,7 @@ def test_codes_are_the_cast_of_the_new_weight(name, master, device):
         optimizer.step()
         for p, old in zip(parameters[:3], before, strict=False):
             assert not torch.equal(p, old)
-            assert (
-                optimizer.emitting[p].version == p._version
-            )  # written by the step, not cast afterwards
+            assert optimizer.emitting[p].is_of(p)  # written by the step, not cast afterwards
             assert_cast(p, *optimizer.emitted(p))
     assert addresses == [optimizer.emitted(p)[0].data_ptr() for p in parameters[:3]]
 
@@ -196,3 +194,47 @@ def test_a_captured_step_emits():
         graph.replay()
     torch.cuda.synchronize()
     assert_cast(p, optimizer.emitting[p].codes, optimizer.emitting[p].scales[0])
+
+
+@pytest.mark.parametrize("factor", [100.0, 1e-4])
+def test_a_weight_that_was_changed_before_a_step_is_cast_with_its_own_scale(factor, device):
+    """Also if the step is skipped, which leaves the codes as they were."""
+    for bad in (False, True):
+        (p,) = parameters_on(device, shapes=[(16, 256)])
+        optimizer = AdamW([p], lr=1e-6)
+        optimizer.emit([p])
+        with torch.no_grad():
+            p.mul_(factor)
+        set_gradients([p])
+        if bad:
+            p.grad = torch.full_like(p, torch.nan)
+        optimizer.step()
+        assert float(optimizer.skipped_steps) == bad
+        assert_cast(p, *optimizer.emitted(p))
+
+
+def test_a_master_that_is_set_is_emitted(device):
+    (p,) = parameters_on(device, shapes=[(16, 256)])
+    optimizer = AdamW([p])
+    optimizer.emit([p])
+    optimizer.set_master(p, torch.randn(16, 256, device=device))
+    assert_cast(p, *optimizer.emitted(p))
+    p.data = torch.randn_like(p)
+    assert_cast(p, *optimizer.emitted(p))
+
+
+def test_a_weight_that_is_not_emitted_is_named():
+    p = nn.Parameter(torch.randn(16, 256))
+    with pytest.raises(ConfigError, match=r"shape \(16, 256\) is not emitted.*optimizer.emit"):
+        AdamW([p]).emitted(p)
+
+
+@pytest.mark.gpu
+def test_a_weight_may_move_to_the_gpu_after_it_was_asked_for():
+    model = nn.Linear(256, 64, bias=False).bfloat16()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer.emit([model.weight])
+    model.cuda()
+    model.weight.grad = torch.randn_like(model.weight)
+    optimizer.step()
+    assert_cast(model.weight, *optimizer.emitted(model.weight))

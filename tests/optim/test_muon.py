@@ -173,6 +173,63 @@ def test_large_shapes_are_orthogonalized_in_batches(kernel_device, monkeypatch):
     (plans,) = optimizer._plans.values()
     (plan,) = plans.values()
     assert [len(s.parameters) for s in plan.segments] == [2, 2, 1]
+    monkeypatch.setattr(muon_plan, "BATCH", int(1.9 * 32 * 160))  # a batch never has more elements
+    optimizer._forget_plans()
+    optimizer.step()
+    ((plan,),) = [plans.values() for plans in optimizer._plans.values()]
+    assert [len(s.parameters) for s in plan.segments] == [1] * 5
+
+
+def test_gradients_that_arrive_later_join(kernel_device, monkeypatch):
+    """A vector of another family, whose first gradient comes when the matrix has had steps: a bad one counts too."""
+    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    matrix, bias = matrices([(32, 160), (40,)], torch.bfloat16, kernel_device)
+    optimizer = Muon([matrix, bias], lr=0.02)
+    set_gradients([matrix], 0)
+    optimizer.step()
+    before = bias.detach().clone()
+    set_gradients([matrix, bias], 1)
+    optimizer.step()
+    assert not torch.equal(bias, before)
+    held = matrix.detach().clone()
+    set_gradients([matrix, bias], 2)
+    bias.grad[0] = torch.nan
+    optimizer.step()
+    assert torch.equal(matrix, held)
+    assert float(optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_an_empty_matrix_has_nothing_to_step(on, kernel_device, monkeypatch):
+    monkeypatch.setattr(base, "triton_runs_on", lambda device: on)
+    full, empty = matrices([(32, 160), (0, 160)], torch.bfloat16, kernel_device)
+    optimizer = Muon([full, empty], lr=0.02)
+    set_gradients([full, empty], 0)
+    before = full.detach().clone()
+    optimizer.step()
+    assert not torch.equal(full, before)
+
+
+def test_autocast_around_a_step_changes_nothing(kernel_device, monkeypatch):
+    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    results = []
+    for cast in (False, True):
+        parameters = matrices([(32, 160)], torch.bfloat16, kernel_device)
+        optimizer = Muon(parameters, lr=0.02)
+        set_gradients(parameters, 0)
+        with torch.autocast(
+            kernel_device,
+            torch.float16 if kernel_device == "cuda" else torch.bfloat16,
+            enabled=cast,
+        ):
+            optimizer.step()
+        results.append(parameters[0])
+    assert torch.equal(*results)
+
+
+def test_a_set_has_no_order():
+    with pytest.raises(ConfigError, match="in an order, which a set has not"):
+        Muon(matrices()).add_param_group({"params": set(matrices())})
 
 
 @pytest.mark.gpu
@@ -231,7 +288,11 @@ def test_named_parameters_and_generators_are_taken():
         ({"momentum": -0.1}, "momentum must be a finite number >= 0"),
         ({"lr": float("nan")}, "lr must be"),
         ({"ns_steps": 0}, "ns_steps must be an integer from 1 to 99, got 0"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three finite numbers"),
+        ({"ns_coefficients": 3.0}, "ns_coefficients must be three finite numbers, got 3.0"),
+        ({"ns_coefficients": (float("nan"), 1, 1)}, "ns_coefficients must be three finite numbers"),
+        ({"ns_coefficients": ("a", "b", "c")}, "ns_coefficients must be three finite numbers"),
+        ({"ns_steps": True}, "ns_steps must be an integer from 1 to 99, got True"),
         ({"adjust_lr_fn": "match_rms_adam"}, "Did you mean.*match_rms_adamw"),
         ({"betas": (0.9, 1.0)}, "betas must lie"),
         ({"adamw_eps": -1.0}, "adamw_eps must be"),

@@ -26,13 +26,18 @@ def test_bad_values_are_refused():
 
 
 def test_on_a_cpu_it_says_that_it_changes_nothing():
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.warns(Fp8StackWarning, match="the model is on the CPU"):
-        model, optimizer = fp8stack.initialize(model, optimizer, offload="cpu")
-    plain = TinyLM()
-    assert train(model, optimizer, 2)[1] > 0
-    assert len(plain.state_dict()) == len(model.state_dict())
+    losses = []
+    for offload in ("none", "cpu"):
+        torch.manual_seed(1)
+        model = TinyLM()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if offload == "cpu":
+            with pytest.warns(Fp8StackWarning, match="the model is on the CPU"):
+                model, optimizer = fp8stack.initialize(model, optimizer, offload=offload)
+        else:
+            model, optimizer = fp8stack.initialize(model, optimizer)
+        losses.append(train(model, optimizer, 3))
+    assert losses[0] == losses[1]
 
 
 def make(offload, **recipe):
@@ -145,3 +150,23 @@ def test_the_reference_kernels_offload_too(monkeypatch):
         offloaded, resident = make("cpu"), make("none")
     assert train(*offloaded, 2, device="cuda") == train(*resident, 2, device="cuda")
     assert_same_states(offloaded, resident)
+
+
+@pytest.mark.gpu
+def test_what_reads_the_state_waits_for_the_step():
+    """The step is as long as the bus; the host must not read what it has not written yet."""
+    for read in (
+        lambda o: copy.deepcopy(o.state_dict())["state"][0]["exp_avg_code"],
+        lambda o: copy.deepcopy(o).state_dict()["state"][0]["exp_avg_code"],
+        lambda o: fp8stack.checkpoint.torch_state_dict(o)["state"][0]["exp_avg"].cpu(),
+    ):
+        results = []
+        for offload in ("cpu", "none"):
+            torch.manual_seed(0)
+            p = torch.nn.Parameter(torch.randn(8192, 8192, device="cuda").bfloat16())
+            optimizer = fp8stack.optim.AdamW([p], offload=offload)
+            for _ in range(3):
+                p.grad = torch.randn_like(p)
+                optimizer.step()
+            results.append(read(optimizer).cpu())
+        assert torch.equal(*results)

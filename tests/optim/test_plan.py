@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, GradientError
-from fp8stack.optim import SGD, AdamW, Lion, base, clip, clip_grad_norm_
+from fp8stack.optim import SGD, Adam, AdamW, Lion, base, clip, clip_grad_norm_
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -388,3 +388,65 @@ def test_fast_arithmetic_changes_one_code_in_a_thousand(states, monkeypatch):
         assert (
             difference > 1
         ).float().mean() <= 1e-5  # a code that was one apart, in a block whose scale moved
+
+
+def test_a_gradient_that_loses_its_alignment_gets_other_kernels(kernel_device, through_kernels):
+    """DDP's buckets move gradients after the first step, anywhere."""
+    through_kernels(True)
+    p = nn.Parameter(torch.randn(16, 256, device=kernel_device))
+    optimizer = AdamW([p], lr=0.1, min_numel=256)
+    twin = nn.Parameter(p.detach().clone())
+    other = AdamW([twin], lr=0.1, min_numel=256)
+    for first in (0, 1, 3):
+        flat = torch.randn(4 + p.numel(), device=kernel_device)
+        p.grad = flat[first : first + p.numel()].view(16, 256)
+        twin.grad = p.grad.clone()
+        optimizer.step()
+        other.step()
+        assert torch.equal(p, twin)
+    ((plan,),) = [plans.values() for plans in optimizer._plans.values()]
+    assert plan.segments[0].launch.rows == "any"
+
+
+@pytest.mark.parametrize("make", [lambda g: g[::2], lambda g: g[:1].expand(128)])
+def test_a_vector_s_gradient_may_have_any_strides(make, kernel_device, through_kernels):
+    through_kernels(True)
+    p = nn.Parameter(torch.zeros(128, device=kernel_device))
+    p.grad = make(torch.arange(1.0, 257, device=kernel_device))
+    SGD([p], lr=1.0).step()
+    assert torch.equal(p, -p.grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda p: Adam(p, lr=0.1, weight_decay=0.0), {"weight_decay": 0.5}),
+        (lambda p: SGD(p, lr=0.1), {"momentum": 0.9}),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), {"nesterov": True}),
+    ],
+)
+def test_an_option_that_is_switched_on_takes_effect(make, change, kernel_device, through_kernels):
+    results = []
+    for on in (True, False):
+        through_kernels(on)
+        parameters = make_parameters(kernel_device)
+        optimizer = make(parameters)
+        for step in range(4):
+            set_gradients(parameters, step, fp8=False)
+            optimizer.step()
+            optimizer.param_groups[0].update(change)
+        results.append(parameters)
+    for p, q in zip(*results, strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_without_a_gradient_are_not_marked_as_changed(kernel_device, through_kernels):
+    through_kernels(True)
+    p, q = make_parameters(kernel_device, shapes=[(4, 128), (4, 128)])
+    optimizer = AdamW([p, q])
+    set_gradients([p, q], 0)
+    optimizer.step()
+    q.grad, versions = None, (p._version, q._version)
+    optimizer.step()
+    assert p._version > versions[0]
+    assert q._version == versions[1]

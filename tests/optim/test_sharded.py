@@ -178,3 +178,73 @@ def test_torchao_s_sharded_states_are_taken_over(mesh):
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": {0: entry}, "param_groups": groups})
     assert torch.equal(optimizer.state[p]["exp_avg"].full_tensor(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+def test_the_kernels_step_parts_as_they_step_whole_tensors(mesh, monkeypatch):
+    """Clipping included; with a local parameter, and others that get their first gradients later."""
+    from fp8stack.optim import base, plan
+
+    if torch.cuda.is_available():
+        pytest.skip("the mesh is of CPUs, where Triton's interpreter is not running now")
+    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(plan, "FAST", False)
+    sharded = [
+        shard(mesh, (16, 256)),
+        shard(mesh, (130,)),
+        nn.Parameter(torch.randn(8, 200).bfloat16()),
+    ]
+    plain = [
+        nn.Parameter((p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone())
+        for p in sharded
+    ]
+    optimizers = [
+        fp8stack.optim.AdamW(ps, min_numel=256, max_grad_norm=1.0) for ps in (sharded, plain)
+    ]
+    for step in range(3):
+        for i, (p, q) in enumerate(zip(sharded, plain, strict=True)):
+            q.grad = torch.randn_like(q) if step or i == 0 else None
+            p.grad = q.grad
+            if q.grad is not None and hasattr(p, "device_mesh"):
+                p.grad = torch.distributed.tensor.distribute_tensor(q.grad, mesh, p.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.allclose(optimizers[0].grad_norm, optimizers[1].grad_norm)
+    for p, q in zip(sharded, plain, strict=True):
+        assert optimizers[0].state[p]["step"] == optimizers[1].state[q]["step"]
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        assert torch.allclose(whole.float(), q.float(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_every_rank_takes_part_in_one_reduction_whatever_its_gradients(
+    norm, kernels, mesh, monkeypatch
+):
+    """Ranks whose experts got no tokens must not leave the others waiting."""
+    from fp8stack.optim import Muon, base
+
+    calls = []
+    reduce = torch.distributed.all_reduce
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda *a, **k: calls.append(reduce(*a, **k))
+    )
+    monkeypatch.setattr(base, "triton_runs_on", lambda device: kernels)
+    p, local = shard(mesh, (16, 256)), nn.Parameter(torch.randn(16, 256).bfloat16())
+    groups = [{"params": [p], "algorithm": "adamw"}, {"params": [local]}]
+    optimizer = Muon(groups, min_numel=256, max_grad_norm=norm)
+    for with_p, with_local in ((True, True), (True, False), (False, True), (False, False)):
+        p.grad = torch.ones_like(p) if with_p else None
+        local.grad = torch.ones_like(local) if with_local else None
+        calls.clear()
+        optimizer.step()
+        assert len(calls) == 1, (with_p, with_local)
+
+
+def test_states_of_any_sharding_have_the_parameter_s_shape(mesh):
+    p = shard(mesh, (4, 16, 64), dim=2)
+    optimizer = fp8stack.optim.AdamW([p])
+    optimizer.override(p, states="fp32")
+    optimizer.step()
+    for key, value in optimizer.state[p].items():
+        assert value.ndim == 0 or value.shape == p.shape, key
