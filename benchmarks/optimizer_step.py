@@ -397,8 +397,8 @@ def draw(records: Path, model: str, picture: Path) -> None:
     bars = axes.barh([r["variant"] for r in rows], [r["value"] for r in rows], color=colors)
     labels = [f"{r['value']:.3g} ms, {r['extra']['bytes']['total']:.2f} B" for r in rows]
     axes.bar_label(bars, labels, padding=3)
-    axes.set(title=f"{model}: one optimizer step", xlim=(0, 1.35 * rows[0]["value"]))
-    axes.set_xlabel("ms; the labels say ms and bytes per parameter, gradient included")
+    axes.set(title=f"{model}: one optimizer step", xscale="log", xlim=(1, 6 * rows[0]["value"]))
+    axes.set_xlabel("ms; the labels say ms and bytes per parameter on the GPU, gradient included")
     picture.parent.mkdir(parents=True, exist_ok=True)
     axes.figure.savefig(picture, metadata={"Date": None})
 

@@ -37,6 +37,12 @@ def join_ranks(rank, world, folder, device):
     return torch.distributed.device_mesh.init_device_mesh(device, (world,))
 
 
+def leave_ranks():
+    """Leave the group when all are done: a rank that is gone before may take the connections of another with it."""
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 class Odd(torch.nn.Module):
     """Matrices that two or three ranks share unevenly, one with rows for two ranks only, and vectors."""
 
@@ -137,7 +143,7 @@ def shard_and_save(rank, world, folder, states, device):
     expected_next = whole(model, optimizer)
     if rank == 0:
         torch.save((expected, expected_next), f"{folder}/expected.pt")
-    torch.distributed.destroy_process_group()
+    leave_ranks()
 
 
 def load_resharded(rank, world, folder, states, device):
@@ -164,4 +170,4 @@ def load_resharded(rank, world, folder, states, device):
     take_step(model, optimizer, 5)
     if states != "4bit":  # whose noise depends on the place in the rank's part
         expect_same(whole(model, optimizer), expected_next, f"a step on {world} ranks")
-    torch.distributed.destroy_process_group()
+    leave_ranks()

@@ -236,15 +236,20 @@ class BlockwiseOptimizer(StateKeeper):
 
     def prepare_emitted(self, chosen: Sequence[Tensor]) -> None:
         """Cast the weights that were changed since they were emitted: a step that is skipped leaves their codes."""
-        for p in chosen if self.emitting else ():
-            if p in self.emitting and p.grad is not None:
-                self.emitting[p].current(p)
+        for p, emitted in self._emitting_of(chosen):
+            if p.grad is not None and not emitted.is_of(p):
+                emitted.current(p)
 
     def note_emitted(self, chosen: Sequence[Tensor]) -> None:
         """Remember that the step just taken wrote the codes of the weights as they are."""
-        for p in chosen if self.emitting else ():
-            if p in self.emitting and p.grad is not None:
-                self.emitting[p].note(p)
+        for p, emitted in self._emitting_of(chosen):
+            if p.grad is not None:
+                emitted.note(p)
+
+    def _emitting_of(self, chosen: Sequence[Tensor]) -> Iterable[tuple[Tensor, Emitted]]:
+        if len(chosen) == 1:  # step_in_backward
+            return [(p, self.emitting[p]) for p in chosen if p in self.emitting]
+        return self.emitting.items()
 
     def _examine(self, plan: Plan) -> None:
         """Fill the verdict on one device's gradients."""

@@ -224,6 +224,8 @@ def test_every_rank_takes_part_in_one_reduction_whatever_its_gradients(
     """Ranks whose experts got no tokens must not leave the others waiting."""
     from fp8stack.optim import Muon, base
 
+    if kernels and torch.cuda.is_available():
+        pytest.skip("the mesh is of CPUs, where Triton's interpreter is not running now")
     calls = []
     reduce = torch.distributed.all_reduce
     monkeypatch.setattr(
