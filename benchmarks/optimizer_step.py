@@ -398,7 +398,7 @@ def draw(records: Path, model: str, picture: Path) -> None:
     labels = [f"{r['value']:.3g} ms, {r['extra']['bytes']['total']:.2f} B" for r in rows]
     axes.bar_label(bars, labels, padding=3)
     axes.set(title=f"{model}: one optimizer step", xscale="log", xlim=(1, 6 * rows[0]["value"]))
-    axes.set_xlabel("ms; the labels say ms and bytes per parameter on the GPU, gradient included")
+    axes.set_xlabel("ms; and bytes per parameter on the GPU, gradient included")
     picture.parent.mkdir(parents=True, exist_ok=True)
     axes.figure.savefig(picture, metadata={"Date": None})
 

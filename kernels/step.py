@@ -10,7 +10,7 @@ atomics, the second does the work; a third kernel, of one program a tensor, then
 Optionally the step writes the weights' FP8 codes too (`emit.py`).
 
 `FAST` (the default on a GPU) contracts the moments' multiply-adds and takes the approximate reciprocal and square root:
-against the reference at most one code in a thousand differs, by one. Without it every bit agrees.
+against the reference at most one code in a thousand differs, nearly always by one. Without it every bit agrees.
 """
 
 from __future__ import annotations
