@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from . import capability
-from .checks import check_model, check_optimizer, has_counterpart, recipe_on_bitsandbytes
+from .checks import check_model, check_optimizer, counterpart_of, recipe_on_bitsandbytes
 from .errors import (
     ConfigError,
     Fp8StackError,
@@ -244,7 +244,7 @@ def _choose_backend(
     own = replace(recipe, optimizer_backend="fp8stack")
     if wanted == "auto":
         fp8 = capability.fp8_hardware(device)
-        ours = isinstance(optimizer, BlockwiseOptimizer) or not has_counterpart(optimizer)
+        ours = isinstance(optimizer, BlockwiseOptimizer) or counterpart_of(optimizer) is None
         if fp8 or recipe.states != "8bit" or recipe.offload != "none" or ours:
             return own, []
         why = f"{fp8.reason}, without FP8"

@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from .errors import first_line
 from .formats import E4M3, E5M2
 
 FP8_CAPABILITY = (8, 9)
@@ -71,10 +72,10 @@ def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
         import bitsandbytes
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "bitsandbytes"
-        why = "is not installed" if missing else f"cannot be imported ({_first_line(error)})"
+        why = "is not installed" if missing else f"cannot be imported ({first_line(error)})"
         return Answer(False, f"bitsandbytes {why}: {remedy}")
     except Exception as error:  # whatever its native library makes of this machine
-        return Answer(False, f"bitsandbytes cannot be imported ({_first_line(error)})")
+        return Answer(False, f"bitsandbytes cannot be imported ({first_line(error)})")
     version = str(getattr(bitsandbytes, "__version__", "of no version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < BITSANDBYTES_VERSION:
@@ -112,7 +113,7 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
             )
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:
             what = f"torch._scaled_mm ({left.name} × e4m3) failed on {device}"
-            return Answer(False, f"{what}: {_first_line(error)}")
+            return Answer(False, f"{what}: {first_line(error)}")
         if not torch.equal(product.float(), 4 * (a @ b.t())):
             return Answer(
                 False, f"torch._scaled_mm ({left.name} × e4m3) gave wrong numbers on {device}"
@@ -136,11 +137,7 @@ def _probe_bitsandbytes(device: torch.device) -> Answer:
         AdamW8bit([p], lr=0.5, weight_decay=0.0).step()
         right = bool((p - 0.5).abs().max() < 1e-4)
     except Exception as error:  # a missing native library raises any
-        return Answer(False, f"bitsandbytes failed on {device}: {_first_line(error)}")
+        return Answer(False, f"bitsandbytes failed on {device}: {first_line(error)}")
     if not right:
         return Answer(False, f"bitsandbytes took a wrong step on {device}")
     return Answer(True, f"a step of bitsandbytes' AdamW8bit was right on {device}")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

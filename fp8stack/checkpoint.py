@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError
+from .errors import CheckpointError, first_line
 from .optim import BlockwiseOptimizer
 from .optim.state import MASTER_KEYS
 from .optim.state_dict import check_groups, check_layout, prepare, to_torch
@@ -118,7 +118,7 @@ def load(
         raise CheckpointError(f"there is no checkpoint at {path}. Check the path.") from None
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
         raise CheckpointError(
-            f"{path} cannot be read: it is truncated, or not a checkpoint ({_first_line(error)}). Use an earlier one."
+            f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
         ) from error
     if not isinstance(contents, dict) or not {"model", "optimizer", "extra"} <= contents.keys():
         raise CheckpointError(
@@ -179,7 +179,3 @@ def _check_keys(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
                 f"{key} has shape {tuple(given[key].shape)} in the checkpoint and {tuple(value.shape)} in the model. "
                 "Build the model that was saved."
             )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

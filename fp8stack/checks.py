@@ -12,7 +12,13 @@ from .errors import ConfigError, ModelError
 from .levels import Recipe
 from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 from .optim import SGD, Adam, AdamW, BlockwiseOptimizer, Muon
-from .optim.bitsandbytes import COUNTERPARTS, check_bitsandbytes, check_states, missing_option
+from .optim.bitsandbytes import (
+    COUNTERPARTS,
+    BitsandbytesOptimizer,
+    check_bitsandbytes,
+    check_states,
+    missing_option,
+)
 from .optim.release import check_no_clipping, check_single_process
 
 CONVERTED: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
@@ -185,10 +191,10 @@ def inconvertible_option(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def has_counterpart(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether bitsandbytes has an optimizer of this kind."""
+def counterpart_of(optimizer: torch.optim.Optimizer) -> type[BitsandbytesOptimizer] | None:
+    """Return bitsandbytes' optimizer of the same kind, None if it has none."""
     kind: Any = type(optimizer)
-    return CONVERTED.get(kind, kind) in COUNTERPARTS
+    return COUNTERPARTS.get(CONVERTED.get(kind, kind))
 
 
 def recipe_on_bitsandbytes(
@@ -201,8 +207,7 @@ def recipe_on_bitsandbytes(
     """
     recipe, paged = replace(recipe, optimizer_backend=backend), backend == "bitsandbytes-paged"
     check_bitsandbytes(device, paged)
-    kind: Any = type(optimizer)
-    counterpart = COUNTERPARTS.get(CONVERTED.get(kind, kind))
+    kind, counterpart = type(optimizer), counterpart_of(optimizer)
     if counterpart is None:
         raise ModelError(
             f"bitsandbytes has no counterpart of {kind.__module__}.{kind.__qualname__}. Use AdamW, Adam or SGD of "

@@ -42,3 +42,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return ` Did you mean "x"?` for the nearest known name, or an empty string."""
     close = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.5)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its kind."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

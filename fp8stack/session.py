@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from .checks import CONVERTED, inconvertible_option
+from .checks import CONVERTED, counterpart_of, inconvertible_option
 from .comm import GradientHandle
 from .errors import ModelError
 from .levels import Recipe
 from .nn.convert import Conversion, LayerPlan, apply_storage
 from .optim import BlockwiseOptimizer
-from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
+from .optim.bitsandbytes import BitsandbytesOptimizer
 from .optim.keeper import is_large_matrix
 from .optim.state_dict import adopt, reformat, to_torch
 from .report import Report
@@ -54,7 +54,7 @@ def convert_optimizer(
     extra: dict[str, Any] = {}
     backend = recipe.optimizer_backend
     if backend.startswith("bitsandbytes") and not isinstance(optimizer, BitsandbytesOptimizer):
-        kind = COUNTERPARTS[kind or type(optimizer)]  # type: ignore[index]
+        kind = counterpart_of(optimizer)
         extra["paged"] = backend == "bitsandbytes-paged"
         extra["max_grad_norm"] = getattr(optimizer, "max_grad_norm", None)
     elif isinstance(optimizer, BlockwiseOptimizer):

@@ -38,3 +38,12 @@ def device(request):
 def kernel_device():
     """Where Triton kernels run in this session: on the GPU, or in the interpreter on CPU tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A process group of this rank alone, on the CPU."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()

@@ -1,5 +1,6 @@
 """What several test files need: bitwise comparison, exact oracles, steps of optimizers, and small models with data."""
 
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -311,3 +312,11 @@ def train(
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def through_file(contents: Any) -> Any:
+    """Return what torch.save wrote of `contents`, read with weights_only=True."""
+    file = io.BytesIO()
+    torch.save(contents, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

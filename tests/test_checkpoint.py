@@ -1,10 +1,8 @@
 """Resume equals continue, bit for bit; states convert to and from torch; bad checkpoints change nothing."""
 
-import io
-
 import pytest
 import torch
-from helpers import TinyLM, assert_same_bits, train
+from helpers import TinyLM, assert_same_bits, through_file, train
 from torch import nn
 
 import fp8stack
@@ -24,13 +22,6 @@ def build(level, make="adamw", **overrides):
     torch.manual_seed(0)
     model = TinyLM()
     return fp8stack.initialize(model, MAKERS[make](model.parameters()), level, **overrides)
-
-
-def through_file(contents):
-    file = io.BytesIO()
-    torch.save(contents, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def assert_same_training(a, b):

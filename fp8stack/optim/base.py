@@ -274,7 +274,8 @@ class BlockwiseOptimizer(StateKeeper):
                     f"a weight of shape {tuple(p.shape)} is sharded (DTensor): its FP8 scale depends on all ranks, so "
                     "a step cannot emit it. Cast it after the all-gather."
                 )
-            self.emitting.setdefault(p, Emitted(p))
+            if p not in self.emitting:
+                self.emitting[p] = Emitted(p)
         self._forget_plans()
 
     def emitted(self, parameter: Tensor) -> tuple[Tensor, Tensor]:

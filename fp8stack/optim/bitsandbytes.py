@@ -38,7 +38,7 @@ from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
 
 from . import adam, lion, sgd
 from .base import BlockwiseOptimizer, ParamsT
-from .muon import apply_tensors, split_kind
+from .passes import apply_hyper, apply_tensors, split_kind
 from .reference import STEP_COUNT
 from .sharded import is_sharded
 from .state import BITSANDBYTES, State
@@ -171,7 +171,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         u = self.update(self.settings_of(group), tensors, buffer, grad_mul, int(count))
         if u is not None:
             update = apply_tensors(u, tensors)
-            super().step_tensors(group, split_kind(kind)[1], update, update_hyper(hyper))
+            super().step_tensors(group, split_kind(kind)[1], update, apply_hyper(hyper, -1.0))
 
     def settings_of(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return bitsandbytes' hyper-parameters to update zeros, and a float32 weight; "coupled" decay is not its."""
@@ -281,13 +281,6 @@ def check_states(states: str) -> None:
             f'bitsandbytes\' optimizers keep states as "8bit" or "fp32", not as {states!r}. '
             'Use optimizer_backend="fp8stack" for other formats.'
         )
-
-
-def update_hyper(hyper: Tensor) -> Tensor:  # float32 [..., 16]
-    """Return the scalars of a step that applies an update: w = w × decay + update."""
-    hyper = hyper.clone()
-    hyper[..., 0], hyper[..., 2] = 1.0, -1.0
-    return hyper
 
 
 def _gradient(t: StepTensors, grad_mul: float) -> Tensor:

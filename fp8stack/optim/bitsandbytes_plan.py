@@ -19,9 +19,8 @@ from fp8stack.kernels.reference import dynamic
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.kernels.table import COLUMN
 
-from .bitsandbytes import update_hyper
 from .gradients import gradient_parts
-from .muon import split_kind
+from .passes import apply_hyper, split_kind
 from .plan import Plan, Segment
 from .state import State, step_tensors
 
@@ -66,7 +65,7 @@ def _step_parts(optimizer: BitsandbytesOptimizer, plan: Plan, copies: dict[int, 
     # A row is that of the whole tensor, and so is noise; a part's programs are counted from its first.
     places = torch.tensor([(i, here.start) for i, here, *_ in parts], device=plan.device)
     number, start = places.unbind(1)
-    rows, hyper = plan.rows[number], update_hyper(plan.hyper[number])
+    rows, hyper = plan.rows[number], apply_hyper(plan.hyper[number], -1.0)
     rows[:, COLUMN["grad"]] = buffer.data_ptr() - 4 * start * rows[:, COLUMN["cols"]]
     rows[:, COLUMN["first"]] = start * rows[:, COLUMN["blocks_per_row"]] // -step.BLOCKS
     for (i, here, count, _), row, numbers in zip(parts, rows.split(1), hyper.split(1), strict=True):

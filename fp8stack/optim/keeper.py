@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 
-from .sharded import check_placements, collect, distribute, is_sharded, local, local_state
+from .sharded import assign, check_placements, collect, distribute, is_sharded, local, local_state
 from .state import (
     MASTER_KEYS,
     MASTERS,
@@ -104,8 +104,7 @@ class StateKeeper(torch.optim.Optimizer):
         """
         value = collect({"value": value}, parameter, "given")["value"]
         weight, entries = encode_master(value, self.master_format(parameter))
-        with torch.no_grad():
-            local(parameter).copy_(weight)
+        assign(parameter, weight)
         self.state[parameter].update(self.house(entries, parameter))
 
     def master_weight(self, parameter: nn.Parameter) -> Tensor:

@@ -30,6 +30,7 @@ from fp8stack.kernels.reference.step import StepKind, StepTensors
 
 from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_positive, check_range
+from .passes import apply_hyper, apply_tensors, direction_tensors, split_kind
 from .sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -123,11 +124,8 @@ class Muon(BlockwiseOptimizer):
         return self.family_of(group), False
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
-        group = (
-            {**self.defaults, **group} if hasattr(self, "defaults") else group
-        )  # torch's has less
         lr, betas, _, decay = check_range(group)
-        check_positive("adamw_eps", group["adamw_eps"])
+        check_positive("adamw_eps", group.get("adamw_eps", 0.0))  # torch's Muon has none
         momentum, adjustment, steps = group["momentum"], group["adjust_lr_fn"], group["ns_steps"]
         check_positive("momentum", momentum)
         if momentum >= 1:
@@ -173,31 +171,8 @@ class Muon(BlockwiseOptimizer):
         u = torch.zeros_like(tensors.weight, dtype=torch.bfloat16)
         super().step_tensors(group, direction, direction_tensors(u, tensors), hyper)
         o = orthogonalize(as_matrices(u), group).view_as(u)
-        hyper = apply_hyper(hyper, learning_rate_ratio(u.shape, group))
+        hyper = apply_hyper(hyper, hyper[2] * learning_rate_ratio(u.shape, group))
         super().step_tensors(group, apply, apply_tensors(o, tensors), hyper)
-
-
-def split_kind(kind: StepKind) -> tuple[StepKind, StepKind]:
-    """Return the kinds of the two passes: one that updates the momentum, one that applies a direction."""
-    return kind._replace(master=""), StepKind("sgd", False, "", "", kind.master)
-
-
-def direction_tensors(u: Tensor, t: StepTensors) -> StepTensors:
-    """Return the tensors of the first pass, which writes the direction to `u` (bfloat16)."""
-    return t._replace(weight=u, master=None, master_scale=None)
-
-
-def apply_tensors(o: Tensor, t: StepTensors) -> StepTensors:
-    """Return the tensors of the second pass, whose gradient is the direction `o` (bfloat16)."""
-    return StepTensors(t.weight, t.master, t.master_scale, o, None, None, None, None, None)
-
-
-def apply_hyper(hyper: Tensor, ratio: float | Tensor) -> Tensor:  # float32 [..., 16]
-    """Return the scalars of the second pass: the gradient's factor is in the direction already."""
-    hyper = hyper.clone()
-    hyper[..., 0] = 1.0
-    hyper[..., 2] *= ratio
-    return hyper
 
 
 def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:

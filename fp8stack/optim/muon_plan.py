@@ -18,16 +18,8 @@ from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.kernels.table import COLUMN, deal, upload_rows
 
 from . import plan
-from .muon import (
-    BATCH,
-    apply_hyper,
-    apply_tensors,
-    as_matrices,
-    direction_tensors,
-    learning_rate_ratio,
-    orthogonalize,
-    split_kind,
-)
+from .muon import BATCH, as_matrices, learning_rate_ratio, orthogonalize
+from .passes import apply_hyper, apply_tensors, direction_tensors, split_kind
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
@@ -96,7 +88,8 @@ class MuonPlan(plan.Plan):
         o = orthogonalize(as_matrices(u), group).view(size)
         del u
         s.weight_rows[:, COLUMN["grad"]] = self._places(o)
-        hyper = apply_hyper(s.hyper, learning_rate_ratio(s.batch.shape, group))
+        ratio = learning_rate_ratio(s.batch.shape, group)
+        hyper = apply_hyper(s.hyper, s.hyper[:, 2] * ratio)
         step.step_table(s.update, s.weight_rows, s.weight_owner, hyper, s.amax, plan.FAST)
 
     def _places(self, stack: Tensor) -> Tensor:

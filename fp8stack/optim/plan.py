@@ -105,7 +105,7 @@ class Plan:
         device: torch.device,
         family: str,
     ) -> None:
-        self.device, self.algorithm = device, family
+        self.device, self.family = device, family
         self.everything = [p for *_, p in parameters]
         self.shares = shares_of(optimizer.param_groups)
         self.absent = []  # they have no gradient yet, and no row in the table
@@ -356,7 +356,7 @@ class Plan:
         held = self._row_major()
         with on_device(self.device):
             scalars.scalars(
-                self.algorithm, self.rows, self.groups, self.group_of, self.index, self.steps,
+                self.family, self.rows, self.groups, self.group_of, self.index, self.steps,
                 self.verdict, skipped, self.hyper,
             )  # fmt: skip
             for s in self.segments:

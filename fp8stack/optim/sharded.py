@@ -42,6 +42,12 @@ def local(x: Tensor) -> Tensor:
     return part
 
 
+@torch.no_grad()
+def assign(parameter: Tensor, value: Tensor) -> None:
+    """Write `value` (of this rank's part) to a parameter."""
+    local(parameter).copy_(value)
+
+
 def local_state(state: State) -> State:
     """Return `state` with this rank's part of every DTensor."""
     return {k: local(v) if isinstance(v, Tensor) else v for k, v in state.items()}

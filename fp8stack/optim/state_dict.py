@@ -20,7 +20,7 @@ from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.formats import S1E2M1, S1E3M4
 
 from .foreign import translate
-from .sharded import collect, distribute, is_sharded, local, local_state
+from .sharded import assign, collect, distribute, is_sharded, local, local_state
 from .state import (
     MASTER_KEYS,
     State,
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the state's layout and codecs. A change of either raises it."""
+
+MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError)
+"""What a state raises that is not laid out as it should be."""
 
 
 def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
@@ -63,8 +66,7 @@ def load(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
     optimizer.state.clear()
     optimizer.state.update(new_state)
     for parameter, weight in new_weights.items():
-        with torch.no_grad():
-            local(parameter).copy_(weight)
+        assign(parameter, weight)
     for post_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
         post_hook(optimizer)
 
@@ -87,7 +89,7 @@ def prepare(
                 entry = packed["state"][key]
                 try:
                     state = _convert(optimizer, group, parameter, entry, key, new_weights)
-                except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+                except MALFORMED as error:
                     raise CheckpointError(
                         f"state of parameter {key} (shape {tuple(parameter.shape)}) is malformed ({error}). "
                         "The checkpoint is damaged, or of another model; use an earlier one."
@@ -132,9 +134,8 @@ def reformat(optimizer: BlockwiseOptimizer, formats: dict[Tensor, tuple[str, str
         optimizer.overrides = old
         raise
     optimizer.state.update(new_state)
-    with torch.no_grad():
-        for parameter, weight in new_weights.items():
-            local(parameter).copy_(weight)
+    for parameter, weight in new_weights.items():
+        assign(parameter, weight)
 
 
 def _taken_over(
@@ -146,7 +147,7 @@ def _taken_over(
 ) -> State:
     try:
         return _convert(optimizer, group, parameter, entry, "?", new_weights)
-    except (CheckpointError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (CheckpointError, *MALFORMED) as error:
         raise ModelError(
             f"the optimizer's state of a parameter of shape {tuple(parameter.shape)} cannot be taken over ({error}). "
             "Was it changed by hand, or the parameter resized? Drop it: optimizer.state.pop(parameter)."

@@ -1,12 +1,11 @@
 """Checkpoints of bitsandbytes and torchao load into fp8stack's optimizers, as the libraries really write them."""
 
 import copy
-import io
 import sys
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, through_file
 from torch import nn
 
 import fp8stack
@@ -35,13 +34,6 @@ def run(optimizer, params, steps, start=0):
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator)
         optimizer.step()
-
-
-def through_file(packed):
-    file = io.BytesIO()
-    torch.save(packed, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def moments(optimizer, p):

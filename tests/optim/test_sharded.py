@@ -29,14 +29,6 @@ def test_shards_step_as_the_whole_and_reshard_bit_for_bit(states, before, after,
 # --- in a process group of one rank
 
 
-@pytest.fixture
-def mesh(tmp_path):
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
-    yield distributed.device_mesh.init_device_mesh("cpu", (1,))
-    distributed.destroy_process_group()
-
-
 def shard(mesh, shape, dim=0, dtype=torch.bfloat16):
     from torch.distributed.tensor import Shard, distribute_tensor
 
