@@ -24,13 +24,13 @@ def try_to_release(rank, store, messages):
 # --- sharded parameters
 
 
-def join_ranks(rank, world, folder, device):
-    """Join a process group of `world` ranks on CPUs or GPUs; return its mesh."""
+def join_ranks(rank, world, store, device):
+    """Join a process group of `world` ranks on CPUs or GPUs, which meet at a file that is theirs; return its mesh."""
     if device == "cuda":
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{folder}/store-{world}",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world,
     )
@@ -112,7 +112,7 @@ def expect_same(sharded, plain, what):
 
 def shard_and_save(rank, world, folder, states, device):
     """Step sharded and whole models alike, then save the sharded one by DCP."""
-    mesh = join_ranks(rank, world, folder, device)
+    mesh = join_ranks(rank, world, f"{folder}/save", device)
     model, optimizer = make_odd(device, mesh, states=states)
     plain_model, plain = make_odd(device, states=states)
     for step in range(3):
@@ -151,7 +151,7 @@ def load_resharded(rank, world, folder, states, device):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    mesh = join_ranks(rank, world, folder, device)
+    mesh = join_ranks(rank, world, f"{folder}/load", device)
     model, optimizer = make_odd(device, mesh, states=states)
     with torch.no_grad():
         for p in model.parameters():

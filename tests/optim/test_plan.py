@@ -359,35 +359,43 @@ def test_a_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate():
     assert losses[0] == losses[1]
 
 
+def _codes(optimizer, p):
+    """Return the codes of m and of v as integers in the order of what they stand for."""
+    result = []
+    for key in ("exp_avg_code", "exp_avg_sq_code"):
+        byte = optimizer.state[p][key].clone().view(torch.uint8).int()
+        if byte.shape[1] < p.shape[1]:
+            byte = torch.stack([byte & 15, byte >> 4])
+        sign = {"exp_avg_code": 128 if byte.shape == p.shape else 8}.get(key, 256)
+        result.append(torch.where(byte >= sign, sign - byte, byte))
+    return result
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("states", ["8bit", "fp8", "4bit", "4bit-experimental"])
 def test_fast_arithmetic_changes_one_code_in_a_thousand(states, monkeypatch):
-    """From the first step on FP8 gradients on, whose m and v lie on the formats' ties more often than not."""
+    """Every step from the same state, on FP8 gradients, whose m and v lie on the formats' ties more often than not."""
     from fp8stack.optim import plan
 
-    runs = []
-    for fast in (True, False):
-        monkeypatch.setattr(plan, "FAST", fast)
-        torch.manual_seed(0)
-        p = nn.Parameter((torch.randn(1024, 4096, device="cuda") * 0.02).bfloat16())
-        optimizer = AdamW([p], lr=1e-3, betas=(0.9, 0.95), states=states)
-        codes = []
-        for _ in range(4):
-            p.grad = BlockScaledTensor.quantize((torch.randn_like(p) * 1e-3).bfloat16())
+    weight = (torch.randn(1024, 4096, device="cuda") * 0.02).bfloat16()
+    pair = []
+    for _ in range(2):
+        p = nn.Parameter(weight.clone())
+        pair.append((p, AdamW([p], lr=1e-3, betas=(0.9, 0.95), states=states)))
+    (p, fast), (q, exact) = pair
+    for _ in range(4):
+        p.grad = q.grad = BlockScaledTensor.quantize((torch.randn_like(p) * 1e-3).bfloat16())
+        for arithmetic, optimizer in ((True, fast), (False, exact)):
+            monkeypatch.setattr(plan, "FAST", arithmetic)
             optimizer.step()
-            for key in ("exp_avg_code", "exp_avg_sq_code"):
-                byte = optimizer.state[p][key].clone().view(torch.uint8).int()
-                if byte.shape[1] < p.shape[1]:
-                    byte = torch.stack([byte & 15, byte >> 4])
-                sign = {"exp_avg_code": 128 if byte.shape == p.shape else 8}.get(key, 256)
-                codes.append(torch.where(byte >= sign, sign - byte, byte))
-        runs.append(codes)
-    for fast, exact in zip(*runs, strict=True):
-        difference = (fast - exact).abs()
-        assert (difference > 0).float().mean() <= 1e-3
-        assert (
-            difference > 1
-        ).float().mean() <= 1e-5  # a code that was one apart, in a block whose scale moved
+        for one, other in zip(_codes(fast, p), _codes(exact, q), strict=True):
+            difference = (one - other).abs()
+            assert difference.max() <= 1
+            assert (difference > 0).float().mean() <= 1e-3
+        with torch.no_grad():
+            p.copy_(q)
+            for key, value in exact.state[q].items():
+                fast.state[p][key].copy_(value)
 
 
 def test_a_gradient_that_loses_its_alignment_gets_other_kernels(kernel_device, through_kernels):
