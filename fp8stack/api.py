@@ -115,7 +115,7 @@ def initialize(
     )
     if optimizer is not None:  # first, since it may yet find something wrong
         session.returned = convert_optimizer(optimizer, recipe, session, formats)
-    apply_gemms(plan, session.conversion, compute, recipe.fp8_format)
+    apply_gemms(plan, session.conversion, compute, recipe)
     if optimizer is not None:
         store_weights(model, plan, session)
         quantize_gradients(model, quantized, session)
@@ -314,7 +314,8 @@ def _report(
 ) -> Report:
     from . import __version__
 
-    gemm = {"hybrid": "fp8 e4m3/e5m2", "e4m3": "fp8 e4m3"}[recipe.fp8_format]
+    gemm = {"hybrid": "fp8 e4m3/e5m2", "e4m3": "fp8 e4m3", "e5m2": "fp8 e5m2, weights e4m3"}
+    gemm = gemm[recipe.fp8_format]
     words = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}
     states = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
     if recipe.optimizer_backend.startswith("bitsandbytes"):

@@ -34,7 +34,7 @@ class Answer:
 
 def fp8_gemm(device: torch.device | str) -> Answer:
     """Can `torch._scaled_mm` multiply FP8 matrices on this device, forward (E4M3×E4M3) and backward (E5M2×E4M3)?"""
-    device = _indexed(torch.device(device))
+    device = indexed(torch.device(device))
     if device.type not in ("cuda", "cpu"):
         return Answer(
             False, f"fp8stack runs FP8 GEMMs on cuda and cpu devices, not on {device.type}"
@@ -47,7 +47,7 @@ def fp8_gemm(device: torch.device | str) -> Answer:
 
 def fp8_hardware(device: torch.device | str) -> Answer:
     """Is this a GPU with FP8 arithmetic? (Or a CPU, which does the same in software.)"""
-    device = _indexed(torch.device(device))
+    device = indexed(torch.device(device))
     if device.type != "cuda":
         return Answer(True, f"{device} computes what a GPU with FP8 would")
     capability = torch.cuda.get_device_capability(device)
@@ -80,16 +80,23 @@ def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < BITSANDBYTES_VERSION:
         return Answer(False, f"bitsandbytes {version} is too old: {remedy}")
-    return _probe_bitsandbytes(_indexed(torch.device(device)))
+    return _probe_bitsandbytes(indexed(torch.device(device)))
+
+
+def transformer_engine(device: torch.device | str) -> Answer:
+    """Is TransformerEngine installed as a whole, and does its FP8 Linear run forward and backward on this device?"""
+    from . import capability_te
+
+    return capability_te.transformer_engine(device)
 
 
 def report(device: torch.device | str) -> dict[str, Answer]:
     """Return every answer for `device`, by question."""
-    questions = (fp8_gemm, fp8_optimizer, bitsandbytes_optimizer)
+    questions = (fp8_gemm, fp8_optimizer, transformer_engine, bitsandbytes_optimizer)
     return {question.__name__: question(device) for question in questions}
 
 
-def _indexed(device: torch.device) -> torch.device:
+def indexed(device: torch.device) -> torch.device:
     """Return `device` with its index, so that "cuda" and "cuda:0" share an answer."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -22,8 +22,13 @@ from .formats import BLOCK
 
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "compute": ("auto", "native", "bf16"),
-        "fp8_format": ("hybrid", "e4m3"),
+        "compute": ("auto", "te", "native", "bf16"),
+        "fp8_format": ("hybrid", "e4m3", "e5m2"),
+        "fp8_recipe": ("current", "delayed", "blockwise", "mxfp8", "nvfp4"),
+        "amax_compute_algo": ("max", "most_recent"),
+        "pad": ("auto", "skip"),
+        "select": ("all", "auto"),
+        "weight_cache": ("fp8+t", "fp8", "off"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32"),
         "master": ("keep", "split24", "split32", "fp16", "fp32", "none"),
@@ -37,9 +42,22 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 class Recipe:
     """What a level does. Every field can be overridden in `fp8stack.initialize(...)`.
 
-    compute: GEMMs of Linear layers. "native": FP8 through torch._scaled_mm. "bf16": bfloat16. "auto": native where
-        the device can, else bf16 with a warning.
-    fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations) or "e4m3" (E4M3 for both).
+    compute: GEMMs of Linear layers. "te": FP8 by TransformerEngine. "native": FP8 through torch._scaled_mm. "bf16":
+        bfloat16. "auto": te where it is installed and passes its probe, else native where the device can, else bf16
+        with a warning; the card says which and why.
+    fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2" (E5M2
+        for activations and gradients; weights stay E4M3, since no GPU multiplies E5M2 by E5M2).
+    fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "delayed": that of the last
+        `amax_history_len` steps. "blockwise": one for each 1×128 of activations and gradients and 128×128 of weights,
+        E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on Blackwell.
+    fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
+    amax_history_len, amax_compute_algo: of "delayed": how many steps count, and whether by their "max" or
+        "most_recent".
+    pad: sizes that are no multiple of 16. "auto": pad inside the layer. "skip": leave such layers out.
+    select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
+    weight_cache: what native layers keep of a weight from step to step: "fp8+t" its codes for both GEMMs (2 bytes an
+        element), "fp8" those of the forward pass (1 byte; backward transposes them), "off" nothing: cast every time.
+    matmuls: multiplications by bare parameters too (x @ self.w, einsum, F.linear), anywhere in the model's forward.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit", "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state.py`.
     master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding).
@@ -60,6 +78,14 @@ class Recipe:
     brief: str
     compute: str = "auto"
     fp8_format: str = "hybrid"
+    fp8_recipe: str = "current"
+    fp8_margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    pad: str = "auto"
+    select: str = "all"
+    weight_cache: str = "fp8+t"
+    matmuls: bool = False
     gradients: str = "keep"
     states: str = "keep"
     master: str = "keep"

@@ -5,7 +5,7 @@ The optimizer's own formats are in `states.py`.
 The rounding is `reference/fp8.py`'s, instruction for instruction: add a power of two that leaves exactly the target's
 mantissa, and count steps with an integer subtraction. Hardware casts disagree: sm_80 has none, sm_89 rounds twice on
 the way from float32, and Triton's CPU interpreter does not round to nearest even. So the same bits come out of an
-A100, an H200 and the interpreter. Where a kernel has no instructions to spare, `encode_e4m3` takes the cast of sm_90,
+A100, an H200 and the interpreter. Where a kernel has no instructions to spare, `encode_ocp` takes the cast of sm_90,
 which was compared on every float32 (`tests/kernels/test_hardware_cast.py`).
 
 Decoding goes through float16, whose exponent and mantissa fields line up with a shifted code: one shift, one exact
@@ -43,10 +43,27 @@ def encode_e4m3(
     HARDWARE: tl.constexpr,  # see `casts_in_hardware`
 ):  # uint8 codes
     """Round to the nearest code of E4M3, ties to even, saturating."""
-    if HARDWARE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return encode_ocp(x, 3, HARDWARE)
+
+
+@triton.jit
+def encode_ocp(
+    x,  # float32, not NaN
+    MANTISSA: tl.constexpr,  # 3: E4M3, 2: E5M2
+    HARDWARE: tl.constexpr,  # see `casts_in_hardware`
+):  # uint8 codes
+    """Round to the nearest code of an OCP format, ties to even, saturating."""
+    if MANTISSA == 3:
+        if HARDWARE:
+            code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            code = encode(x, 3, -6, 448.0).to(tl.uint8)
     else:
-        return encode(x, 3, -6, 448.0).to(tl.uint8)
+        if HARDWARE:
+            code = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        else:
+            code = encode(x, 2, -14, 57344.0).to(tl.uint8)
+    return code
 
 
 def casts_in_hardware(device: torch.device) -> bool:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
+from typing import cast as cast_
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.formats import FORMATS, MiniFloat, scale_shape
 
+from .reference import cast as matrix
 from .reference import gradient, quantize
 
 _LIBRARY = torch.library.Library("fp8stack", "DEF")
@@ -31,6 +33,7 @@ _TRITON_MODULE = {
     "quantize_blocks": "quantize",
     "dequantize_blocks": "quantize",
     "quantize_tensor": "quantize",
+    "cast": "cast",
 }
 
 
@@ -39,7 +42,7 @@ _TRITON_MODULE = {
 
 def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return codes and scale (float32 [rows, ceil(cols / 128)]), to nearest; see `reference/quantize.py`."""
-    return cast("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_blocks(x, fmt.name))
+    return cast_("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_blocks(x, fmt.name))
 
 
 def dequantize_blocks(
@@ -51,12 +54,31 @@ def dequantize_blocks(
 ) -> Tensor:
     """Return code × scale in `dtype`, of `shape` or that of the codes; see `reference/quantize.py`."""
     shape = torch.Size(fmt.values_shape(codes.shape)) if shape is None else shape
-    return cast(Tensor, torch.ops.fp8stack.dequantize_blocks(codes, scale, fmt.name, dtype, shape))
+    return cast_(Tensor, torch.ops.fp8stack.dequantize_blocks(codes, scale, fmt.name, dtype, shape))
 
 
 def quantize_tensor(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return (codes: fmt.dtype, x's shape; scale: float32, 0-d); see `reference/quantize.py`."""
-    return cast("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_tensor(x, fmt.name))
+    return cast_("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_tensor(x, fmt.name))
+
+
+def cast(
+    x: Tensor,
+    fmt: MiniFloat,
+    codes: bool = True,
+    transposed: bool = True,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes, transposed codes, scale) of a matrix, padded to multiples of 16; see `reference/cast.py`."""
+    if torch.compiler.is_compiling():
+        result = torch.ops.fp8stack.cast(x, fmt.name, codes, transposed, amax)
+        return cast_("tuple[Tensor, Tensor, Tensor]", result)
+    return _casts_on(x.is_cuda).cast(x, fmt, codes, transposed, amax)  # type: ignore[no-any-return]
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Return the transpose of FP8 codes, laid out as rows; see `reference/cast.py`."""
+    return _casts_on(codes.is_cuda).transpose(codes)  # type: ignore[no-any-return]
 
 
 def accumulate_blocks(
@@ -68,7 +90,7 @@ def accumulate_blocks(
 
 def norm_blocks(codes: Tensor, scale: Tensor) -> Tensor:
     """Return the 2-norm (float32, 0-d) of a block-scaled gradient; see `reference/gradient.py`."""
-    return cast(Tensor, torch.ops.fp8stack.norm_blocks(codes, scale))
+    return cast_(Tensor, torch.ops.fp8stack.norm_blocks(codes, scale))
 
 
 def kernel_backend() -> tuple[str, str]:
@@ -88,6 +110,13 @@ def triton_runs_on(device: torch.device) -> bool:
 
 
 # --- registration
+
+
+@cache
+def _casts_on(gpu: bool) -> Any:
+    """Return the module of casts for a device, without the 10 µs that the dispatcher takes; for eager mode."""
+    triton = gpu and kernel_backend()[0] == "triton"
+    return import_module(".cast" if triton else ".reference.cast", __package__)
 
 
 @lru_cache(maxsize=1)
@@ -148,6 +177,18 @@ def _fake_quantize_tensor(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty((), dtype=torch.float32)
 
 
+def _fake_cast(
+    x: Tensor, fmt: str, codes: bool, transposed: bool, amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    cols = matrix.aligned(x.shape[-1])
+    rows, dtype = matrix.aligned(x.numel() // max(x.shape[-1], 1)), FORMATS[fmt].dtype
+    return (
+        x.new_empty((rows, cols) if codes else (0, 0), dtype=dtype),
+        x.new_empty((cols, rows) if transposed else (0, 0), dtype=dtype),
+        x.new_empty((), dtype=torch.float32),
+    )
+
+
 _register(
     "quantize_blocks(Tensor x, str fmt) -> (Tensor, Tensor)",
     quantize.quantize_blocks,
@@ -162,6 +203,11 @@ _register(
     "quantize_tensor(Tensor x, str fmt) -> (Tensor, Tensor)",
     quantize.quantize_tensor,
     _fake_quantize_tensor,
+)
+_register(
+    "cast(Tensor x, str fmt, bool codes, bool transposed, Tensor? amax) -> (Tensor, Tensor, Tensor)",
+    matrix.cast,
+    _fake_cast,
 )
 _register(
     "accumulate_blocks(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) residual_codes, "

@@ -54,7 +54,7 @@ def test_wrong_level(model, optimizer, level):
     ("options", "match"),
     [
         ({"fp8_fromat": "e4m3"}, 'no option .fp8_fromat.*Did you mean "fp8_format"'),
-        ({"fp8_format": "e5m2"}, "fp8_format='e5m2' is not a choice"),
+        ({"fp8_format": "e5m3"}, "fp8_format='e5m3' is not a choice"),
         ({"preset": "fp8lm"}, 'preset must be one of "fp8-lm".*Did you mean "fp8-lm"'),
         ({"skip": "head"}, r"skip='head' must be a list"),
         ({"skip": None}, r"skip=None must be a list"),

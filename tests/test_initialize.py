@@ -359,7 +359,7 @@ def test_layers_are_chosen_with_reasons():
 
     model = Odd()
     model, _ = fp8stack.initialize(
-        model, torch.optim.AdamW(model.parameters()), "O2", skip=["head"]
+        model, torch.optim.AdamW(model.parameters()), "O2", skip=["head"], pad="skip"
     )
     report = fp8stack.get_report(model)
     assert report.converted == ["fits"]

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.kernels.reference.cast import aligned
 from fp8stack.levels import Recipe
 
 from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
+from .operands import WeightCache
 from .storage import StoredEmbedding, StoredLinear
 
 
@@ -80,7 +82,7 @@ def plan_layers(
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        reason = excluded.get(module) or _unfit(module)
+        reason = excluded.get(module) or _unfit(module, recipe)
         if reason:
             plan.skipped.append((name, reason))
         else:
@@ -90,11 +92,15 @@ def plan_layers(
     return plan
 
 
-def apply_gemms(plan: LayerPlan, conversion: Conversion, compute: str, fp8_format: str) -> None:
+def apply_gemms(plan: LayerPlan, conversion: Conversion, compute: str, recipe: Recipe) -> None:
     """Turn the planned Linear layers to FP8 ("native") or bf16 GEMMs."""
+    caches: dict[nn.Parameter, WeightCache] = {}  # one for all layers that share a weight
     for _, module in plan.gemm:
         if compute == "native":
-            conversion.change(module, Fp8Linear, fp8_format=fp8_format)
+            cache = caches.setdefault(
+                module.weight, WeightCache(module.weight, recipe.weight_cache)
+            )
+            conversion.change(module, Fp8Linear, fp8_format=recipe.fp8_format, weight_cache=cache)
         else:
             conversion.change(module, Bf16Linear)
 
@@ -145,7 +151,7 @@ def _fast_paths(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def _unfit(module: nn.Linear) -> str:
+def _unfit(module: nn.Linear, recipe: Recipe) -> str:
     """Return why this Linear cannot run FP8 GEMMs and what to do about it, or an empty string."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, a subclass of nn.Linear that may use its weight otherwise"
@@ -157,11 +163,10 @@ def _unfit(module: nn.Linear) -> str:
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
     for label, size in (("out_features", weight.shape[0]), ("in_features", weight.shape[1])):
-        if size % ALIGNMENT or size == 0:
-            fit = max(ALIGNMENT, -(-size // ALIGNMENT) * ALIGNMENT)
+        if size == 0 or (size % ALIGNMENT and recipe.pad == "skip"):
             return (
                 f"{label} {size} is not a multiple of {ALIGNMENT}, as FP8 GEMMs need; "
-                f"make it {fit}, or name the layer in skip=[...] to leave it out for good"
+                f'make it {aligned(max(size, 1))}, or use pad="auto"'
             )
     return ""
 

@@ -5,10 +5,10 @@
                dw = dy.T @ x     the same
 
 Each operand is quantized with one scale, from its own largest magnitude, and the products are accumulated in float32.
-What is saved for backward is the FP8 input and weight: one byte an element where a bf16 layer saves two. FP8 GEMMs
-want the inner dimension in multiples of 16: the tokens are padded with zeros for that, in and out features are checked
-when the layer is converted (`convert.py`). Ada and Hopper multiply only with both operands laid out along the inner
-dimension, so backward transposes codes; that, and one cast kernel per operand, is what is left to speed up.
+FP8 GEMMs want every dimension in multiples of 16, and on Ada and Hopper both operands laid out along the inner
+dimension: one kernel writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that a layer takes
+seven launches, two for the input, two for the gradient and three products. What is saved for backward is the
+transposed FP8 input, one byte an element where a bf16 layer saves two.
 
 The layer is an `nn.Linear` whose class was changed: its parameters, hooks, name and state_dict are untouched, and
 changing the class back undoes it. A weight stored in bfloat16 (O2) is read as it is; the output has the dtype of the
@@ -17,33 +17,34 @@ input, or autocast's where autocast is on.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
+from fp8stack.kernels.reference.cast import ALIGNMENT
 
-ALIGNMENT = 16
-"""FP8 GEMMs need every dimension to be a multiple of this."""
+from .operands import FORMATS, Products, cast_for_backward, cast_input, cast_matrix
+
+__all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "scaled_mm"]
+
+_FUSED_BIAS = (torch.bfloat16, torch.float16)
 
 
 class Fp8Linear(nn.Linear):
     """An `nn.Linear` that multiplies in FP8. Not constructed: `convert.py` changes the class of a Linear to it."""
 
-    fp8_format: str
+    products: Products
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        dtype = output_dtype(input)
-        gradient_format = E5M2 if self.fp8_format == "hybrid" else E4M3
-        output: Tensor = _Fp8Matmul.apply(input, self.weight, dtype, gradient_format)
-        return output if self.bias is None else output + self.bias.to(dtype)
+        return fp8_matmul(input, self.weight, self.bias, self.products, self.training)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.fp8_format}"
+        return f"{super().extra_repr()}, fp8={self.products}"
 
 
 class Bf16Linear(nn.Linear):
@@ -57,39 +58,97 @@ class Bf16Linear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(dtype)
 
 
+def fp8_matmul(
+    x: Tensor,  # [..., in], floating point
+    weight: Tensor,  # [out, in], or [in, out] if `products` says so
+    bias: Tensor | None,  # [out]
+    products: Products,
+    train: bool,  # whether the weight's codes may be kept and found again
+) -> Tensor:  # [..., out], in the dtype of x or autocast's
+    """Return x @ weight.T + bias (x @ weight + bias for a weight [in, out]), multiplied in FP8."""
+    dtype = output_dtype(x)
+    grad = torch.is_grad_enabled()
+    x8 = cast_input(x, products.formats, grad and weight.requires_grad)
+    w8, mode = products.weights.codes(weight, train, grad and x.requires_grad)
+    if bias is not None and dtype in _FUSED_BIAS:
+        bias = bias.to(dtype)
+    result: Tensor = _Fp8Matmul.apply(
+        x, weight, bias, *x8[:3], x8.scale_t if x8.scale_t is not x8.scale else None, *w8,
+        (products.weights.turned, mode, products.fp8_format, dtype),
+    )  # fmt: skip  # no tensor twice, which torch.compile refuses
+    return result
+
+
 class _Fp8Matmul(torch.autograd.Function):
-    """x @ w.T with FP8 operands; saves their codes."""
+    """x @ w.T with FP8 operands; saves the codes of x, and those of w unless backward makes them."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # [..., in]
-        weight: Tensor,  # [out, in]
-        dtype: torch.dtype,  # of the output
-        gradient_format: MiniFloat,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_codes: Tensor,
+        x_scale: Tensor,
+        x_codes_t: Tensor,
+        x_scale_t: Tensor | None,  # if it is another
+        w_forward: Tensor,
+        w_scale: Tensor,
+        w_backward: Tensor,
+        how: tuple[
+            bool, str, str, torch.dtype
+        ],  # [in, out], cache's mode, format, the output's dtype
     ) -> Tensor:  # [..., out]
-        rows = x.reshape(-1, x.shape[-1])
-        x8, x_scale = ops.quantize_tensor(_pad_rows(rows), E4M3)
-        w8, w_scale = ops.quantize_tensor(weight, E4M3)
-        ctx.save_for_backward(x8, x_scale, w8, w_scale)
-        ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
-        ctx.gradient_format = gradient_format
-        y = scaled_mm(x8, x_scale, w8, w_scale, dtype, fast=True)
-        return y[: rows.shape[0]].reshape(*x.shape[:-1], weight.shape[0])
+        turned, mode, _, dtype = ctx.how = how
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        # The weight is saved for its version counter too: backward after a step is an error, as without FP8.
+        w_codes = w_forward if mode == "fp8" else w_backward
+        ctx.save_for_backward(
+            x_codes_t, x_scale if x_scale_t is None else x_scale_t, w_codes, w_scale, weight
+        )
+        size = weight.shape[1] if turned else weight.shape[0]
+        fused = bias is not None and x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0
+        y = scaled_mm(
+            x_codes, x_scale, w_forward, w_scale, dtype, fast=True, bias=bias if fused else None
+        )
+        y = crop(y, (*x.shape[:-1], size))
+        return y if bias is None or fused else y + bias.to(dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x8, x_scale, w8, w_scale = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        g8, g_scale = ops.quantize_tensor(_pad_rows(rows), ctx.gradient_format)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = scaled_mm(g8, g_scale, _transposed(w8), w_scale, ctx.x_dtype)
-            dx = dx[: rows.shape[0]].reshape(ctx.x_shape)
-        if ctx.needs_input_grad[1]:
-            dw = scaled_mm(_transposed(g8), g_scale, _transposed(x8), x_scale, ctx.w_dtype)
-        return dx, dw, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # The decorator takes 5 µs to refuse second derivatives, which only a recorded backward can ask for.
+        differentiate = _backward_once if torch.is_grad_enabled() else _backward
+        result: tuple[Tensor | None, ...] = differentiate(ctx, grad)
+        return result
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
+    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    turned, mode, fp8_format, _ = ctx.how
+    dx = dw = db = None
+    g = cast_matrix(grad, FORMATS[fp8_format].g, None, need_x, need_w)
+    if need_x:
+        if mode == "fp8":
+            w_codes = ops.transpose(w_codes)
+        elif mode == "off":
+            w_codes, w_scale = cast_for_backward(weight, turned)
+        dx = scaled_mm(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype)
+        dx = crop(dx, ctx.x_shape)
+    if need_w:
+        if turned:
+            dw = scaled_mm(x_codes_t, x_scale, g.codes_t, g.scale_t, weight.dtype)
+        else:
+            dw = scaled_mm(g.codes_t, g.scale_t, x_codes_t, x_scale, weight.dtype)
+        dw = crop(dw, weight.shape)
+    if need_b:
+        db = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+    return dx, dw, db, *_NONE
+
+
+_NONE = (None,) * 8
+_backward_once = once_differentiable(_backward)
 
 
 def scaled_mm(
@@ -99,11 +158,20 @@ def scaled_mm(
     b_scale: Tensor,  # float32, 0-d
     dtype: torch.dtype,
     fast: bool = False,  # fewer accumulator bits on Hopper; fine for the forward pass, not for gradients
+    bias: Tensor | None = None,  # [n]
 ) -> Tensor:  # [m, n] in dtype
-    """Return (a × a_scale) @ (b × b_scale).T."""
-    return torch._scaled_mm(
-        a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
-    )
+    """Return (a × a_scale) @ (b × b_scale).T + bias."""
+    return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast)
+
+
+def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Take the padding off a product [rows16, cols16], and give it a shape [..., cols]."""
+    rows = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
+    if x.shape[0] != rows:
+        x = x[:rows]
+    if x.shape[1] != shape[-1]:
+        x = x[:, : shape[-1]].contiguous()
+    return x if len(shape) == 2 else x.view(shape)
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -111,13 +179,3 @@ def output_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return x.dtype
-
-
-def _pad_rows(x: Tensor) -> Tensor:
-    """Return `x` [tokens, features] with zero rows up to a multiple of 16."""
-    missing = -x.shape[0] % ALIGNMENT
-    return nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    return codes.t().contiguous()

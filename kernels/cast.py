@@ -1,0 +1,210 @@
+"""A matrix in FP8 with one scale, in both layouts that GEMMs want; the twin of `reference/cast.py`, bit for bit.
+
+Two kernels. The first writes the largest magnitude of each of up to 512 parts of the matrix (as integers: NaN and
+infinity win); the second reduces those again in each program, which costs less than a launch that would do it once,
+and casts tiles, writing each as it lies and transposed. So a cast holds no state, waits for nothing and needs no
+buffer zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in bfloat16. The first
+kernel walks from the end of the matrix to its start and the second from start to end: each begins with what was used
+last, which L2 still holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8stack.formats import E4M3, E5M2, MiniFloat
+
+from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
+from .launch import Launcher, on_device, raw_stream
+from .reference.cast import aligned
+
+_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
+PARTS = 512
+FLAT = 8192
+TILE = 128
+# Every multiplication rounds on its own: contracting them would give other bits than the reference.
+_ROUNDING = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl.constexpr):
+    most = tl.zeros((FLAT,), dtype=tl.int32)
+    last = tl.cdiv(numel, FLAT) - 1
+    for i in range(rounds):
+        tile = last - tl.program_id(0) - i * PARTS
+        offset = tile.to(tl.int64) * FLAT + tl.arange(0, FLAT)
+        x = tl.load(x_ptr + offset, mask=(offset >= 0) & (offset < numel), other=0.0).to(tl.float32)
+        most = tl.maximum(most, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(parts_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+@triton.jit
+def _cast_tiles_kernel(
+    x_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
+    PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
+    scale, inverse = scale_and_inverse(bits, MAX)
+    tile, across = tl.program_id(0), tl.cdiv(cols16, COLS)
+    r = (tile // across) * ROWS + tl.arange(0, ROWS)
+    c = (tile % across) * COLS + tl.arange(0, COLS)
+    at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
+    if EVEN:
+        x = tl.load(at).to(tl.float32)
+    else:
+        x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
+    code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
+    if CODES:
+        out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols16 + c[None, :]
+        if EVEN:
+            tl.store(out, code)
+        else:
+            tl.store(out, code, mask=(r < rows16)[:, None] & (c < cols16)[None, :])
+    if TRANSPOSED:
+        out = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows16 + r[None, :]
+        if EVEN:
+            tl.store(out, tl.trans(code))
+        else:
+            tl.store(out, tl.trans(code), mask=(c < cols16)[:, None] & (r < rows16)[None, :])
+    if tile == 0:
+        tl.store(scale_ptr, scale)
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr, out_ptr, rows, cols, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    tile, across = tl.program_id(0), tl.cdiv(cols, COLS)
+    r = (tile // across) * ROWS + tl.arange(0, ROWS)
+    c = (tile % across) * COLS + tl.arange(0, COLS)
+    at = x_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols + c[None, :]
+    out = out_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows + r[None, :]
+    if EVEN:
+        tl.store(out, tl.trans(tl.load(at)))
+    else:
+        inside = (r < rows)[:, None] & (c < cols)[None, :]
+        tl.store(out, tl.trans(tl.load(at, mask=inside, other=0)), mask=tl.trans(inside))
+
+
+_launch_parts = Launcher(_parts_kernel, num_warps=8, **_ROUNDING)
+_launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **_ROUNDING)
+_launch_transpose = Launcher(_transpose_kernel, num_warps=8)
+_hardware = cache(casts_in_hardware)
+
+
+class _Scratch(threading.local):
+    """Small pieces of memory for the casts of one thread, by stream: allocating each would cost as much as a launch."""
+
+    def __init__(self) -> None:
+        self.parts: dict[
+            int, Tensor
+        ] = {}  # where the parts' magnitudes lie between the two launches
+        self.scales: dict[int, Iterator[Tensor]] = {}
+
+    def take(self, x: Tensor, stream: int) -> tuple[Tensor, Tensor]:
+        """Return (int32 [PARTS], float32 0-d): memory for this cast, and memory of its own for its scale."""
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # replays use it when they like
+            return x.new_empty(PARTS, dtype=torch.int32), x.new_empty((), dtype=torch.float32)
+        key = stream if x.is_cuda else -1
+        try:
+            return self.parts[key], next(self.scales[key])
+        except (KeyError, StopIteration):
+            self.parts[key] = x.new_empty(PARTS, dtype=torch.int32)
+            # 16 bytes apart: cuBLAS takes no scale that is not aligned to that
+            self.scales[key] = iter(x.new_empty(64, 4, dtype=torch.float32)[:, 0].unbind())
+            return self.parts[key], next(self.scales[key])
+
+
+_scratch = _Scratch()
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, which is what a key should cost
+class _Geometry:
+    """What follows from the arguments of a cast."""
+
+    shape: tuple[int, int]
+    shape_t: tuple[int, int]
+    parts_grid: tuple[int, int, int]
+    parts_args: tuple[int, ...]
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    codes: bool,
+    transposed: bool,
+    known: bool,
+    device: torch.device,
+) -> _Geometry:
+    fmt = E4M3 if dtype is E4M3.dtype else E5M2
+    rows16, cols16 = aligned(rows), aligned(cols)
+    tiles = -(-rows * cols // FLAT)
+    parts = 1 if known else min(PARTS, triton.next_power_of_2(tiles))
+    even = rows % TILE == 0 and cols % TILE == 0
+    return _Geometry(
+        (rows16, cols16) if codes else (0, 0),
+        (cols16, rows16) if transposed else (0, 0),
+        (parts, 1, 1),
+        (rows * cols, -(-tiles // parts), parts, FLAT),
+        (-(-rows16 // TILE) * -(-cols16 // TILE), 1, 1),
+        (
+            rows, cols, rows16, cols16,
+            parts, fmt.mantissa_bits, fmt.max, _hardware(device), codes, transposed, even, TILE, TILE,
+        ),
+    )  # fmt: skip
+
+
+def cast(
+    x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
+    fmt: MiniFloat,  # e4m3 or e5m2
+    codes: bool = True,
+    transposed: bool = True,
+    amax: Tensor | None = None,  # the largest magnitude of x, 0-d, if it is known
+) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
+    """Quantize a matrix with one scale."""
+    if not x.is_contiguous():
+        x = x.detach().contiguous()
+    numel, cols, device = x.numel(), x.shape[-1], x.device
+    dtype = fmt.dtype
+    g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, amax is not None, device)
+    out = x.new_empty(g.shape, dtype=dtype)
+    out_t = x.new_empty(g.shape_t, dtype=dtype)
+    if numel == 0:
+        return out, out_t, x.new_zeros((), dtype=torch.float32)
+    with on_device(device):
+        stream, key = raw_stream(x), (g, x.dtype, x.data_ptr() % 16)
+        bits, scale = _scratch.take(x, stream)
+        if amax is None:
+            _launch_parts(key, g.parts_grid, stream, x, bits, *g.parts_args)
+        else:
+            bits = amax.float().view(torch.int32)
+        _launch_cast(key, g.grid, stream, x, bits, out, out_t, scale, *g.args)
+    return out, out_t, scale
+
+
+def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]
+    """Return the transpose, laid out as rows."""
+    rows, cols = codes.shape
+    out = codes.new_empty((cols, rows))
+    if codes.numel():
+        grid = (-(-rows // TILE) * -(-cols // TILE), 1, 1)
+        even = rows % TILE == 0 and cols % TILE == 0
+        with on_device(codes.device):
+            key = (rows, cols, codes.dtype, codes.device)
+            args = (codes, out, rows, cols, even, TILE, TILE)
+            _launch_transpose(key, grid, raw_stream(codes), *args)
+    return out
