@@ -22,7 +22,7 @@ from fp8stack.kernels.reference.cast import aligned
 from fp8stack.levels import Recipe
 
 from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
-from .operands import WeightCache
+from .operands import Products, WeightCache
 from .storage import StoredEmbedding, StoredLinear
 
 
@@ -100,7 +100,7 @@ def apply_gemms(plan: LayerPlan, conversion: Conversion, compute: str, recipe: R
             cache = caches.setdefault(
                 module.weight, WeightCache(module.weight, recipe.weight_cache)
             )
-            conversion.change(module, Fp8Linear, fp8_format=recipe.fp8_format, weight_cache=cache)
+            conversion.change(module, Fp8Linear, products=Products(cache, recipe))
         else:
             conversion.change(module, Bf16Linear)
 
