@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from . import capability
-from .checks import check_model, check_optimizer, counterpart_of, recipe_on_bitsandbytes
+from .backends import choose_compute, choose_stepper
+from .checks import check_model, check_optimizer
 from .errors import (
     ConfigError,
-    Fp8StackError,
     Fp8StackWarning,
     ModelError,
     UnsupportedDeviceError,
     did_you_mean,
 )
 from .formats import scale_shape
-from .kernels.ops import kernel_backend
 from .levels import Recipe, recipe_for
 from .nn.convert import (
     LayerPlan,
@@ -40,7 +37,6 @@ from .nn.convert import (
     skipped_modules,
 )
 from .optim import BlockwiseOptimizer
-from .optim.bitsandbytes import BitsandbytesOptimizer
 from .optim.keeper import is_large_matrix
 from .optim.state import MASTER_KEYS, zero_master, zero_moment
 from .report import Report, emit
@@ -91,16 +87,17 @@ def initialize(
     recipe = recipe_for(opt_level, preset, **overrides)
     device = check_model(model, recipe)
     missing = _check_given(model, optimizer, recipe)
-    compute, fallbacks = _choose_kernels(recipe, device)
-    recipe, told = _choose_backend(recipe, optimizer, device)
+    compute, reason, fallbacks = choose_compute(recipe, device)
+    recipe, told = choose_stepper(recipe, optimizer, device)
     fallbacks += told
     if recipe.offload == "cpu" and device.type == "cpu":
         fallbacks.append('offload="cpu" changes nothing: the model is on the CPU')
-    skipped = skipped_modules(model, recipe)
+    skipped, idle = skipped_modules(model, recipe)
+    fallbacks += idle
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     quantized = _quantized_parameters(model, optimizer, recipe, left_alone)
     formats = _formats_by_parameter(model, recipe, left_alone)
-    plan = plan_layers(model, recipe, skipped, quantized)
+    plan = plan_layers(model, recipe, skipped, quantized, compute)
     if missing:
         fallbacks.append(
             f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
@@ -111,7 +108,7 @@ def initialize(
         warnings.warn(f"fp8stack {recipe.level}: {fallback}", Fp8StackWarning, stacklevel=2)
 
     session = Session(
-        recipe, _report(recipe, plan, compute, device, fallbacks), optimizer, optimizer
+        recipe, _report(recipe, plan, compute, reason, device, fallbacks), optimizer, optimizer
     )
     if optimizer is not None:  # first, since it may yet find something wrong
         session.returned = convert_optimizer(optimizer, recipe, session, formats)
@@ -202,65 +199,6 @@ def _check_given(
     return check_optimizer(model, optimizer, recipe)
 
 
-def _choose_kernels(recipe: Recipe, device: torch.device) -> tuple[str, list[str]]:
-    """Return ("native" or "bf16", what falls back and why)."""
-    fallbacks = []
-    if recipe.level != "O0":
-        answer = capability.fp8_optimizer(device)
-        if not answer:
-            raise UnsupportedDeviceError(
-                f"{recipe.level}: {answer.reason}. Move the model there, or use O0."
-            )
-    if device.type == "cuda":
-        backend, why = kernel_backend()
-        if backend == "reference":
-            fallbacks.append(f"{why}; using the slower torch reference kernels instead of Triton")
-    if recipe.compute == "bf16":
-        return "bf16", fallbacks
-    answer = capability.fp8_gemm(device)
-    if answer:
-        return "native", fallbacks
-    if recipe.compute == "native":
-        raise UnsupportedDeviceError(
-            f'compute="native": {answer.reason}. Use compute="auto" for bf16 GEMMs there.'
-        )
-    return "bf16", [*fallbacks, f"{answer.reason}; using bf16 GEMMs instead"]
-
-
-def _choose_backend(
-    recipe: Recipe, optimizer: torch.optim.Optimizer | None, device: torch.device
-) -> tuple[Recipe, list[str]]:
-    """Return the recipe with the `optimizer_backend` that will step, and what falls back and why."""
-    wanted = recipe.optimizer_backend
-    if recipe.states == "keep" or optimizer is None:
-        return recipe, []
-    if isinstance(optimizer, BitsandbytesOptimizer):
-        if wanted not in ("auto", optimizer.backend):
-            raise ModelError(
-                f"the optimizer was made for optimizer_backend={optimizer.backend!r}, the recipe says {wanted!r}. "
-                "Leave it out of initialize(...), or pass torch's optimizer."
-            )
-        return replace(recipe, optimizer_backend=optimizer.backend), []
-    own = replace(recipe, optimizer_backend="fp8stack")
-    if wanted == "auto":
-        fp8 = capability.fp8_hardware(device)
-        ours = isinstance(optimizer, BlockwiseOptimizer) or counterpart_of(optimizer) is None
-        if fp8 or recipe.states != "8bit" or recipe.offload != "none" or ours:
-            return own, []
-        why = f"{fp8.reason}, without FP8"
-        try:
-            other = recipe_on_bitsandbytes(recipe, "bitsandbytes", optimizer, device)
-        except Fp8StackError as error:
-            return own, [f"{why}; using fp8stack's optimizer, not bitsandbytes': {error}"]
-        choice = 'optimizer_backend="fp8stack" keeps that'
-        return other, [f"{why}; using bitsandbytes' optimizer instead of fp8stack's ({choice})"]
-    if wanted == "fp8stack":
-        return own, []
-    if recipe.states != "8bit":
-        return own, ["bitsandbytes has no 4-bit optimizer; using fp8stack's kernels instead"]
-    return recipe_on_bitsandbytes(recipe, wanted, optimizer, device), []
-
-
 def _quantized_parameters(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -309,13 +247,28 @@ def _formats_by_parameter(
     return formats
 
 
+def _gemm(recipe: Recipe, compute: str) -> str:
+    """Return what the card calls the format of GEMMs."""
+    if compute == "bf16":
+        return "bf16"
+    if recipe.fp8_recipe in ("mxfp8", "nvfp4"):
+        return recipe.fp8_recipe
+    if recipe.fp8_recipe == "blockwise":
+        return "fp8 e4m3, blockwise scaling"
+    formats = {"hybrid": "e4m3/e5m2", "e4m3": "e4m3", "e5m2": "e5m2, weights e4m3"}
+    return f"fp8 {formats[recipe.fp8_format]}, {recipe.fp8_recipe} scaling"
+
+
 def _report(
-    recipe: Recipe, plan: LayerPlan, compute: str, device: torch.device, fallbacks: list[str]
+    recipe: Recipe,
+    plan: LayerPlan,
+    compute: str,
+    reason: str,
+    device: torch.device,
+    fallbacks: list[str],
 ) -> Report:
     from . import __version__
 
-    gemm = {"hybrid": "fp8 e4m3/e5m2", "e4m3": "fp8 e4m3", "e5m2": "fp8 e5m2, weights e4m3"}
-    gemm = gemm[recipe.fp8_format]
     words = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}
     states = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
     if recipe.optimizer_backend.startswith("bitsandbytes"):
@@ -328,7 +281,9 @@ def _report(
         level=recipe.level,
         device=where,
         version=__version__,
-        gemm=gemm if compute == "native" else "bf16",
+        gemm=_gemm(recipe, compute),
+        compute=compute,
+        compute_reason=reason,
         gradients="used in backward and freed"
         if recipe.step_in_backward
         else words[recipe.gradients],

@@ -45,6 +45,28 @@ def fp8_gemm(device: torch.device | str) -> Answer:
     return _probe_fp8_gemm(device)
 
 
+def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
+    """Do native FP8 layers have this recipe on `device`, which must have FP8 GEMMs?"""
+    device = indexed(torch.device(device))
+    if fp8_recipe in ("mxfp8", "nvfp4"):
+        return Answer(
+            False, "native layers have no MXFP8 and NVFP4; TransformerEngine has, on Blackwell"
+        )
+    if fp8_recipe != "blockwise" or device.type != "cuda":
+        return Answer(True, "any device with FP8 GEMMs")
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return Answer(
+            False,
+            f"cuBLAS multiplies with block scales on Hopper (9.0); {fp8_hardware(device).reason}",
+        )
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return Answer(
+            False,
+            f"block scales need torch.nn.functional.scaled_mm (torch 2.10); this is {torch.__version__}",
+        )
+    return _probe_blocks(device)
+
+
 def fp8_hardware(device: torch.device | str) -> Answer:
     """Is this a GPU with FP8 arithmetic? (Or a CPU, which does the same in software.)"""
     device = indexed(torch.device(device))
@@ -131,6 +153,27 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
         else "probe (numerics only, no speed-up)"
     )
     return Answer(True, f"{where} passed on {device}")
+
+
+@cache
+def _probe_blocks(device: torch.device) -> Answer:
+    """Multiply ones of 128×128 with block scales of 2."""
+    kinds = torch.nn.functional.ScalingType
+    ones = torch.ones(128, 128, device=device).to(E4M3.dtype)
+    rows, square = torch.full((1, 128), 2.0, device=device), torch.full((1, 4), 2.0, device=device)
+    try:
+        for scale, kind in ((rows, kinds.BlockWise1x128), (square, kinds.BlockWise128x128)):
+            product = torch.nn.functional.scaled_mm(
+                ones, ones.t(), rows.t(), kinds.BlockWise1x128, scale.t(), kind
+            )
+            if not bool((product == 512).all()):
+                return Answer(False, f"cuBLAS gave wrong numbers with block scales on {device}")
+    except (RuntimeError, ValueError) as error:
+        return Answer(
+            False,
+            f"block scales need CUDA 12.9 (this is {torch.version.cuda}): {first_line(error)}",
+        )
+    return Answer(True, f"probe of block scales passed on {device}")
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .errors import ConfigError, ModelError
 from .levels import Recipe
-from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
+from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear, TeLinear
 from .optim import SGD, Adam, AdamW, BlockwiseOptimizer, Muon
 from .optim.bitsandbytes import (
     COUNTERPARTS,
@@ -46,7 +46,7 @@ def check_model(model: nn.Module, recipe: Recipe) -> torch.device:
         raise ModelError(
             f"the model is wrapped in {wrapper}; initialize the bare model, then wrap it."
         )
-    ours = (Fp8Linear, Bf16Linear, StoredLinear, StoredEmbedding)
+    ours = (Fp8Linear, TeLinear, Bf16Linear, StoredLinear, StoredEmbedding)
     done = next((name for name, module in model.named_modules() if isinstance(module, ours)), None)
     if done is not None:
         raise ModelError(

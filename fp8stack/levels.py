@@ -130,7 +130,29 @@ class Recipe:
                 f'states="keep" leaves the optimizer as it is, so master={self.master!r} has no place to be kept. '
                 'Use master="keep", or states="fp32" for float32 states beside it.'
             )
+        self._check_scaling()
         self._check_backend()
+
+    def _check_scaling(self) -> None:
+        """Raise ConfigError for options of scaling that are no numbers, or that `fp8_recipe` has no use for."""
+        for name, least in (("fp8_margin", 0), ("amax_history_len", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name}={value!r} must be an integer >= {least}.")
+        for name in ("fp8_margin", "amax_history_len", "amax_compute_algo"):
+            value = getattr(self, name)
+            if self.fp8_recipe != "delayed" and value != _DEFAULTS[name]:
+                raise ConfigError(
+                    f"{name}={value!r} is of delayed scaling, and fp8_recipe={self.fp8_recipe!r} keeps no history. "
+                    'Leave it out, or use fp8_recipe="delayed".'
+                )
+        if self.fp8_format == "e5m2" and self.fp8_recipe not in ("current", "delayed"):
+            raise ConfigError(
+                f"fp8_recipe={self.fp8_recipe!r} is E4M3 throughout: its block scales replace the range of "
+                f'fp8_format={self.fp8_format!r}. Leave that out, or use fp8_recipe="current".'
+            )
+        if not isinstance(self.matmuls, bool):
+            raise ConfigError(f"matmuls={self.matmuls!r} must be True or False.")
 
     def _check_backend(self) -> None:
         """Raise ConfigError where `optimizer_backend` cannot have the states asked for."""
@@ -167,6 +189,9 @@ class Recipe:
         dense = {"keep": 8.0, "fp32": 8.0, "bf16": 4.0, "fp8-lm": 3.0}
         moments = dense[self.states] if codes is None else codes + 8 / BLOCK
         return weight + masters[self.master] + gradient + moments
+
+
+_DEFAULTS = {f.name: f.default for f in fields(Recipe)}
 
 
 def _check_choice(name: str, value: Any, where: str = "") -> None:

@@ -34,7 +34,9 @@ class Report:
     level: str
     device: str
     version: str
-    gemm: str  # "fp8 e4m3/e5m2", "fp8 e4m3" or "bf16"
+    gemm: str  # formats and recipe, such as "fp8 e4m3/e5m2, current scaling", or "bf16"
+    compute: str  # what multiplies: "te", "native" or "bf16"
+    compute_reason: str  # why that
     gradients: str
     states: str
     master: str
@@ -56,6 +58,7 @@ class Report:
         lines = [
             f"fp8stack {self.version} · {self.level} · {self.device}",
             f"GEMM {self.gemm} · gradients {self.gradients} · states {self.states} · master {self.master}",
+            f"compute {self.compute} ({self.compute_reason})",
             f"{len(self.converted)} of {linear} Linear layers in {self.gemm.split()[0]}"
             + _listing("; left out: ", self.skipped),
         ]

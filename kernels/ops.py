@@ -26,7 +26,10 @@ from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.formats import FORMATS, MiniFloat, scale_shape
 
 from .reference import cast as matrix
-from .reference import gradient, quantize
+from .reference import cast_blocks, gradient, quantize
+from .reference import cast_delayed as delayed
+from .reference.cast_blocks import Codes
+from .reference.cast_delayed import STATES, DelayedState
 
 _LIBRARY = torch.library.Library("fp8stack", "DEF")
 _TRITON_MODULE = {
@@ -34,6 +37,9 @@ _TRITON_MODULE = {
     "dequantize_blocks": "quantize",
     "quantize_tensor": "quantize",
     "cast": "cast",
+    "cast_1x128": "cast_blocks",
+    "cast_128x128": "cast_blocks",
+    "cast_delayed": "cast_delayed",
 }
 
 
@@ -73,12 +79,36 @@ def cast(
     if torch.compiler.is_compiling():
         result = torch.ops.fp8stack.cast(x, fmt.name, codes, transposed, amax)
         return cast_("tuple[Tensor, Tensor, Tensor]", result)
-    return _casts_on(x.is_cuda).cast(x, fmt, codes, transposed, amax)  # type: ignore[no-any-return]
+    return _module("cast", x.is_cuda).cast(x, fmt, codes, transposed, amax)  # type: ignore[no-any-return]
+
+
+def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:
+    """Return (codes, scale, transposed codes, their scale), a scale for each 128; see `reference/cast_blocks.py`."""
+    if torch.compiler.is_compiling():
+        return cast_("Codes", torch.ops.fp8stack.cast_1x128(x, fmt.name))
+    return cast_("Codes", _module("cast_blocks", x.is_cuda).cast_1x128(x, fmt))
+
+
+def cast_128x128(x: Tensor, fmt: MiniFloat) -> Codes:
+    """Return (codes, scale, transposed codes, their scale), a scale for each square of 128; see there."""
+    if torch.compiler.is_compiling():
+        return cast_("Codes", torch.ops.fp8stack.cast_128x128(x, fmt.name))
+    return cast_("Codes", _module("cast_blocks", x.is_cuda).cast_128x128(x, fmt))
+
+
+def cast_delayed(
+    x: Tensor, fmt: MiniFloat, of: DelayedState, update: bool, again: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes, transposed codes, scale) with a scale from the past; see `reference/cast_delayed.py`."""
+    if torch.compiler.is_compiling():
+        result = torch.ops.fp8stack.cast_delayed(x, fmt.name, of.handle, update, again)
+        return cast_("tuple[Tensor, Tensor, Tensor]", result)
+    return _module("cast_delayed", x.is_cuda).cast_delayed(x, fmt, of, update, again)  # type: ignore[no-any-return]
 
 
 def transpose(codes: Tensor) -> Tensor:
     """Return the transpose of FP8 codes, laid out as rows; see `reference/cast.py`."""
-    return _casts_on(codes.is_cuda).transpose(codes)  # type: ignore[no-any-return]
+    return _module("cast", codes.is_cuda).transpose(codes)  # type: ignore[no-any-return]
 
 
 def accumulate_blocks(
@@ -113,10 +143,10 @@ def triton_runs_on(device: torch.device) -> bool:
 
 
 @cache
-def _casts_on(gpu: bool) -> Any:
-    """Return the module of casts for a device, without the 10 µs that the dispatcher takes; for eager mode."""
+def _module(name: str, gpu: bool) -> Any:
+    """Return a module of kernels for a device: eager calls by it save the dispatcher's 10 µs."""
     triton = gpu and kernel_backend()[0] == "triton"
-    return import_module(".cast" if triton else ".reference.cast", __package__)
+    return import_module(f".{name}" if triton else f".reference.{name}", __package__)
 
 
 @lru_cache(maxsize=1)
@@ -157,12 +187,15 @@ def _on_cuda(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register(
-    schema: str, reference: Callable[..., Any], fake: Callable[..., Any] | None = None
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
+    adapt: Callable[..., Any] = lambda function: function,
 ) -> None:
     name = schema.split("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, _with_format(reference), "CPU")
-    _LIBRARY.impl(name, _with_format(_on_cuda(name, reference)), "CUDA")
+    _LIBRARY.impl(name, _with_format(adapt(reference)), "CPU")
+    _LIBRARY.impl(name, _with_format(adapt(_on_cuda(name, reference))), "CUDA")
     torch.library.register_fake(f"fp8stack::{name}", fake or (lambda *args: None), lib=_LIBRARY)
 
 
@@ -208,6 +241,46 @@ _register(
     "cast(Tensor x, str fmt, bool codes, bool transposed, Tensor? amax) -> (Tensor, Tensor, Tensor)",
     matrix.cast,
     _fake_cast,
+)
+
+
+def _by_handle(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an operator name a DelayedState by its handle."""
+
+    def run(x: Tensor, fmt: str, of: int, update: bool, again: bool) -> Any:
+        return function(x, fmt, STATES[of], update, again)
+
+    return run
+
+
+def _fake_blocks(x: Tensor, fmt: str, squares: bool = False) -> Codes:
+    rows = cast_blocks.padded(x.numel() // max(x.shape[-1], 1))
+    cols, dtype = cast_blocks.padded(x.shape[-1]), FORMATS[fmt].dtype
+    down, across = rows // 128, cols // 128
+    scale, scale_t = (across, rows), (down, cols)
+    if squares:
+        scale = (down, cast_blocks.in_fours(across))
+        scale_t = (across, cast_blocks.in_fours(down))
+    scales = (x.new_empty(shape, dtype=torch.float32).t() for shape in (scale, scale_t))
+    codes = x.new_empty((rows, cols), dtype=dtype), x.new_empty((cols, rows), dtype=dtype)
+    return codes[0], next(scales), codes[1], next(scales)
+
+
+_register(
+    "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
+    cast_blocks.cast_1x128,
+    _fake_blocks,
+)
+_register(
+    "cast_128x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
+    cast_blocks.cast_128x128,
+    lambda x, fmt: _fake_blocks(x, fmt, True),
+)
+_register(
+    "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
+    delayed.cast_delayed,
+    lambda x, fmt, *_: _fake_cast(x, fmt, True, True, None),
+    _by_handle,
 )
 _register(
     "accumulate_blocks(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) residual_codes, "

@@ -2,5 +2,6 @@
 
 from .linear import Bf16Linear, Fp8Linear
 from .storage import StoredEmbedding, StoredLinear
+from .te import TeLinear
 
-__all__ = ["Bf16Linear", "Fp8Linear", "StoredEmbedding", "StoredLinear"]
+__all__ = ["Bf16Linear", "Fp8Linear", "StoredEmbedding", "StoredLinear", "TeLinear"]

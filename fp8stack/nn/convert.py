@@ -17,13 +17,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from fp8stack.errors import ConfigError, did_you_mean
-from fp8stack.kernels.reference.cast import aligned
+from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
 
 from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
 from .operands import Products, WeightCache
 from .storage import StoredEmbedding, StoredLinear
+from .te import ALIGNMENTS, Engine, Settings, TeLinear
 
 
 @dataclass
@@ -72,17 +72,19 @@ def plan_layers(
     recipe: Recipe,
     skipped: dict[nn.Module, str],
     quantized: set[nn.Parameter],
+    compute: str = "native",
 ) -> LayerPlan:
-    """Return what `recipe` does to the layers of `model`.
+    """Return what `recipe` does to the layers of `model`, whose GEMMs `compute` will do.
 
     `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted.
     """
     plan = LayerPlan()
     excluded = {**_fast_paths(model), **skipped}
+    alignment = ALIGNMENTS[recipe.fp8_recipe] if compute == "te" else ALIGNMENT
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        reason = excluded.get(module) or _unfit(module, recipe)
+        reason = excluded.get(module) or _unfit(module, recipe, alignment)
         if reason:
             plan.skipped.append((name, reason))
         else:
@@ -93,13 +95,15 @@ def plan_layers(
 
 
 def apply_gemms(plan: LayerPlan, conversion: Conversion, compute: str, recipe: Recipe) -> None:
-    """Turn the planned Linear layers to FP8 ("native") or bf16 GEMMs."""
+    """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     caches: dict[nn.Parameter, WeightCache] = {}  # one for all layers that share a weight
     for _, module in plan.gemm:
-        if compute == "native":
-            cache = caches.setdefault(
-                module.weight, WeightCache(module.weight, recipe.weight_cache)
-            )
+        if compute == "te":
+            conversion.change(module, TeLinear, te=Engine(Settings.of(recipe), module.weight))
+        elif compute == "native":
+            squares = recipe.fp8_recipe == "blockwise"
+            cache = WeightCache(module.weight, recipe.weight_cache, squares=squares)
+            cache = caches.setdefault(module.weight, cache)
             conversion.change(module, Fp8Linear, products=Products(cache, recipe))
         else:
             conversion.change(module, Bf16Linear)
@@ -118,25 +122,22 @@ def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> 
             conversion.change(module, StoredLinear)
 
 
-def skipped_modules(model: nn.Module, recipe: Recipe) -> dict[nn.Module, str]:
-    """Return the modules that `recipe.skip` names, with everything in them, and the reason.
-
-    Raises:
-        ConfigError: for a pattern that matches no module.
-    """
+def skipped_modules(model: nn.Module, recipe: Recipe) -> tuple[dict[nn.Module, str], list[str]]:
+    """Return the modules that `recipe.skip` names, with everything in them and the reason; and patterns without any."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     skipped: dict[nn.Module, str] = {}
+    idle = []
     for pattern in recipe.skip:
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
-            raise ConfigError(
+            idle.append(
                 f"skip={pattern!r} matches no module of the model.{did_you_mean(pattern, names)} "
-                "Patterns are compared with whole names, such as blocks.0.head; *head matches any that end in it."
+                "Patterns are compared with whole names, such as blocks.0.head; *head matches any that end in it"
             )
         for name in matching:
             inner = model.get_submodule(name).modules()
             skipped.update(dict.fromkeys(inner, f'matches skip="{pattern}"'))
-    return skipped
+    return skipped, idle
 
 
 def _fast_paths(model: nn.Module) -> dict[nn.Module, str]:
@@ -151,7 +152,7 @@ def _fast_paths(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def _unfit(module: nn.Linear, recipe: Recipe) -> str:
+def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
     """Return why this Linear cannot run FP8 GEMMs and what to do about it, or an empty string."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, a subclass of nn.Linear that may use its weight otherwise"
@@ -163,10 +164,11 @@ def _unfit(module: nn.Linear, recipe: Recipe) -> str:
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
     for label, size in (("out_features", weight.shape[0]), ("in_features", weight.shape[1])):
-        if size == 0 or (size % ALIGNMENT and recipe.pad == "skip"):
+        if size == 0 or (size % alignment and recipe.pad == "skip"):
+            fit = max(alignment, -(-size // alignment) * alignment)
             return (
-                f"{label} {size} is not a multiple of {ALIGNMENT}, as FP8 GEMMs need; "
-                f'make it {aligned(max(size, 1))}, or use pad="auto"'
+                f"{label} {size} is not a multiple of {alignment}, as FP8 GEMMs need; "
+                f'make it {fit}, or use pad="auto"'
             )
     return ""
 

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import ops
+from fp8stack.kernels.reference import cast_blocks
 from fp8stack.kernels.reference.cast import ALIGNMENT
 
-from .operands import FORMATS, Products, cast_for_backward, cast_input, cast_matrix
+from .operands import How, Products, cast_for_backward, cast_gradient, cast_input
 
-__all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "scaled_mm"]
+__all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "product"]
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
 
@@ -68,14 +70,15 @@ def fp8_matmul(
     """Return x @ weight.T + bias (x @ weight + bias for a weight [in, out]), multiplied in FP8."""
     dtype = output_dtype(x)
     grad = torch.is_grad_enabled()
-    x8 = cast_input(x, products.formats, grad and weight.requires_grad)
+    x8 = cast_input(x, products, train, grad and weight.requires_grad)
     w8, mode = products.weights.codes(weight, train, grad and x.requires_grad)
     if bias is not None and dtype in _FUSED_BIAS:
         bias = bias.to(dtype)
+    x_scale_t = None if x8.scale_t is x8.scale else x8.scale_t  # torch.compile takes none twice
+    w_scale_t = None if w8.backward_scale is w8.scale else w8.backward_scale
     result: Tensor = _Fp8Matmul.apply(
-        x, weight, bias, *x8[:3], x8.scale_t if x8.scale_t is not x8.scale else None, *w8,
-        (products.weights.turned, mode, products.fp8_format, dtype),
-    )  # fmt: skip  # no tensor twice, which torch.compile refuses
+        x, weight, bias, *x8[:3], x_scale_t, *w8[:3], w_scale_t, products.how(mode, train, dtype)
+    )
     return result
 
 
@@ -95,22 +98,24 @@ class _Fp8Matmul(torch.autograd.Function):
         w_forward: Tensor,
         w_scale: Tensor,
         w_backward: Tensor,
-        how: tuple[
-            bool, str, str, torch.dtype
-        ],  # [in, out], cache's mode, format, the output's dtype
+        w_scale_t: Tensor | None,  # likewise
+        how: How,
     ) -> Tensor:  # [..., out]
-        turned, mode, _, dtype = ctx.how = how
+        ctx.how, dtype = how, how.dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         # The weight is saved for its version counter too: backward after a step is an error, as without FP8.
-        w_codes = w_forward if mode == "fp8" else w_backward
         ctx.save_for_backward(
-            x_codes_t, x_scale if x_scale_t is None else x_scale_t, w_codes, w_scale, weight
+            x_codes_t,
+            x_scale if x_scale_t is None else x_scale_t,
+            w_forward if how.mode == "fp8" else w_backward,
+            w_scale if w_scale_t is None else w_scale_t,
+            weight,
         )
-        size = weight.shape[1] if turned else weight.shape[0]
-        fused = bias is not None and x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0
-        y = scaled_mm(
-            x_codes, x_scale, w_forward, w_scale, dtype, fast=True, bias=bias if fused else None
+        size = weight.shape[1] if how.turned else weight.shape[0]
+        fused = bias is not None and _fuses_bias(x, w_scale, dtype, size)
+        y = product(
+            x_codes, x_scale, w_forward, w_scale, dtype, True, bias if fused else None, how.squares
         )
         y = crop(y, (*x.shape[:-1], size))
         return y if bias is None or fused else y + bias.to(dtype)
@@ -126,42 +131,58 @@ class _Fp8Matmul(torch.autograd.Function):
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    turned, mode, fp8_format, _ = ctx.how
+    how: How = ctx.how
     dx = dw = db = None
-    g = cast_matrix(grad, FORMATS[fp8_format].g, None, need_x, need_w)
+    g = cast_gradient(grad, how, need_x, need_w)
     if need_x:
-        if mode == "fp8":
+        if how.mode == "fp8":
             w_codes = ops.transpose(w_codes)
-        elif mode == "off":
-            w_codes, w_scale = cast_for_backward(weight, turned)
-        dx = scaled_mm(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype)
+        elif how.mode == "off":
+            w_codes, w_scale = cast_for_backward(weight, how)
+        dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=how.squares)
         dx = crop(dx, ctx.x_shape)
     if need_w:
-        if turned:
-            dw = scaled_mm(x_codes_t, x_scale, g.codes_t, g.scale_t, weight.dtype)
-        else:
-            dw = scaled_mm(g.codes_t, g.scale_t, x_codes_t, x_scale, weight.dtype)
-        dw = crop(dw, weight.shape)
+        left, right = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
+        if how.turned:
+            left, right = right, left
+        dw = crop(product(*left, *right, weight.dtype), weight.shape)
     if need_b:
         db = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return dx, dw, db, *_NONE
 
 
-_NONE = (None,) * 8
+_NONE = (None,) * 9
 _backward_once = once_differentiable(_backward)
 
 
-def scaled_mm(
+def product(
     a: Tensor,  # FP8 codes [m, k], contiguous
-    a_scale: Tensor,  # float32, 0-d
+    a_scale: Tensor,  # float32, 0-d, or [m, k / 128]
     b: Tensor,  # FP8 codes [n, k], contiguous
-    b_scale: Tensor,  # float32, 0-d
+    b_scale: Tensor,  # float32, 0-d, or [n, k / 128], or of squares
     dtype: torch.dtype,
     fast: bool = False,  # fewer accumulator bits on Hopper; fine for the forward pass, not for gradients
     bias: Tensor | None = None,  # [n]
+    squares: bool = False,  # b has a scale for each 128×128
 ) -> Tensor:  # [m, n] in dtype
     """Return (a × a_scale) @ (b × b_scale).T + bias."""
-    return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast)
+    if a_scale.ndim == 0:
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast)
+    if not a.is_cuda or not a.numel() or not b.numel():
+        formats = (E4M3 if x.dtype is E4M3.dtype else E5M2 for x in (a, b))
+        return cast_blocks.matmul(a, a_scale, b, b_scale, *formats).to(dtype)
+    inner = dtype if dtype is torch.bfloat16 else torch.float32  # all that there is
+    kinds = torch.nn.functional.ScalingType
+    result: Tensor = torch.nn.functional.scaled_mm(
+        a, b.t(), a_scale, kinds.BlockWise1x128, b_scale,
+        kinds.BlockWise128x128 if squares else kinds.BlockWise1x128, output_dtype=inner,
+    )  # fmt: skip
+    return result.to(dtype)
+
+
+def _fuses_bias(x: Tensor, scale: Tensor, dtype: torch.dtype, size: int) -> bool:
+    """Return whether the product can add the bias."""
+    return x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0 and scale.ndim == 0
 
 
 def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:

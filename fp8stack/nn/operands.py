@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
+from fp8stack.kernels.reference.cast_delayed import STATES, DelayedState
 from fp8stack.levels import Recipe
 
 
@@ -78,51 +81,82 @@ class _Last(threading.local):
 _last = _Last()
 
 
-def cast_input(x: Tensor, formats: Formats, transposed: bool) -> Operand:
+def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
     """Return the operand of `x` [..., cols]; that of the last call if it was for the same tensor."""
     # A static input is one tensor in every capture of a CUDA graph, and must be cast in each.
     if torch.compiler.is_compiling() or (x.grad_fn is None and _capturing(x)):
-        return cast_matrix(x.detach(), formats.x, formats.x_t, True, transposed)
-    key = (x._version, formats, _stream(x))
+        return _cast_x(x.detach(), products, train, transposed)
+    key = (x._version, products.formats, products.fp8_recipe, _stream(x))
     if _last.tensor() is x and _last.key == key:
         operand = _last.operand
         if operand is not None and (operand.codes_t.numel() or not transposed):
             return operand
     _last.operand = None  # frees it before the next is allocated
-    operand = cast_matrix(x, formats.x, formats.x_t, True, transposed)
+    operand = _cast_x(x, products, train, transposed)
     _last.tensor, _last.key, _last.operand = weakref.ref(x), key, operand
     return operand
 
 
-def forget_input() -> None:
-    """Free the codes of the activation cast last."""
-    _last.operand = None
+def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
+    fmt, fmt_t, _ = products.formats
+    if products.fp8_recipe == "current":
+        return cast_matrix(x, fmt, fmt_t, True, transposed)
+    if products.fp8_recipe == "blockwise":
+        return Operand(*ops.cast_1x128(x, fmt))
+    assert products.x_state is not None
+    again = in_backward()
+    codes, turned, scale = ops.cast_delayed(x, fmt, products.x_state, train and not again, again)
+    if fmt_t is fmt or not transposed:
+        return Operand(codes, scale, turned, scale)
+    return Operand(codes, scale, *cast_matrix(x, fmt_t, None, False, True)[2:])
+
+
+def cast_gradient(grad: Tensor, how: How, need_x: bool, need_w: bool) -> Operand:
+    """Return the operand of a layer's incoming gradient [..., cols]."""
+    fmt = FORMATS[how.formats].g
+    if how.fp8_recipe == "current":
+        return cast_matrix(grad, fmt, None, need_x, need_w)
+    if how.fp8_recipe == "blockwise":
+        return Operand(*ops.cast_1x128(grad, fmt))
+    codes, turned, scale = ops.cast_delayed(grad, fmt, STATES[how.g_state], how.train, False)
+    return Operand(codes, scale, turned, scale)
+
+
+def in_backward() -> bool:
+    """Is autograd running, which makes a forward a recomputation?"""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class WeightCodes(NamedTuple):
     """A weight in FP8, laid out for the forward product and for backward's (empty where that is made later)."""
 
     forward: Tensor  # [out, in]
-    scale: Tensor  # float32, 0-d
+    scale: Tensor  # float32, 0-d, or one for each square of 128
     backward: Tensor  # [in, out]
+    backward_scale: Tensor
 
 
 class WeightCache:
     """The codes of one weight, for the layers that share it."""
 
-    def __init__(self, weight: Tensor | None, keep: str, turned: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor | None, keep: str, turned: bool = False, squares: bool = False
+    ) -> None:
         self._weight: Any = (lambda: None) if weight is None else weakref.ref(weight)
         self.keep = keep  # a choice of Recipe.weight_cache
         self.turned = turned  # the weight is [in, out]
-        self._of: tuple[int, int] | None = None
+        self.squares = squares  # a scale for each 128×128
+        self._of: tuple[int, ...] = ()
         self._codes: WeightCodes | None = None
         self.casts = 0  # how often this weight was cast
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        return WeightCache(None, self.keep, self.turned)  # the copy's weight is another
+        return WeightCache(
+            None, self.keep, self.turned, self.squares
+        )  # the copy's weight is another
 
     def __reduce__(self) -> Any:
-        return WeightCache, (None, self.keep, self.turned)
+        return WeightCache, (None, self.keep, self.turned, self.squares)
 
     def codes(self, weight: Tensor, train: bool, backward: bool) -> tuple[WeightCodes, str]:
         """Return the codes of `weight` and how backward gets its own: "fp8+t", as they are, else as in Recipe.
@@ -131,31 +165,53 @@ class WeightCache:
         """
         if torch.compiler.is_compiling():
             return self._cast(weight, backward), "fp8+t"
+        keep = "fp8+t" if self.squares and self.keep == "fp8" else self.keep
         if self._weight() is not weight:
             # FSDP's whole weights come and go in memory that no counter tells about.
             return self._cast(weight, False), "off"
-        if not train or self.keep == "off" or _capturing(weight):
-            return self._cast(weight, backward and self.keep == "fp8+t"), self.keep
-        of = weight.data_ptr(), weight._version
+        if not train or keep == "off" or _capturing(weight):
+            return self._cast(weight, backward and keep == "fp8+t"), keep
+        # Some optimizers' kernels change weights and no version.
+        of = weight.data_ptr(), weight._version, count_steps()[0]
         if self._codes is None or self._of != of:
             self._codes = None  # frees them before the next are allocated
-            self._codes = self._cast(weight, self.keep == "fp8+t")
+            self._codes = self._cast(weight, keep == "fp8+t")
             self._of = of
-        return self._codes, self.keep
+        return self._codes, keep
 
     def _cast(self, weight: Tensor, backward: bool) -> WeightCodes:
         if not torch.compiler.is_compiling():
             self.casts += 1
+        if self.squares:
+            blocks = ops.cast_128x128(weight.detach(), E4M3)
+            return WeightCodes(*blocks[2:], *blocks[:2]) if self.turned else WeightCodes(*blocks)
         both = cast_matrix(
             weight.detach(), E4M3, None, not self.turned or backward, self.turned or backward
         )
         if self.turned:
-            return WeightCodes(both.codes_t, both.scale, both.codes)
-        return WeightCodes(both.codes, both.scale, both.codes_t)
+            return WeightCodes(both.codes_t, both.scale, both.codes, both.scale)
+        return WeightCodes(both.codes, both.scale, both.codes_t, both.scale)
 
     def forget(self) -> None:
         """Free the codes."""
         self._codes = None
+
+
+class How(NamedTuple):
+    """What the backward of one product needs to know, in values that torch.compile takes for constants."""
+
+    turned: bool  # the weight is [in, out]
+    mode: str  # what WeightCache.codes said
+    formats: str  # a key of FORMATS
+    fp8_recipe: str
+    g_state: int  # the handle of a DelayedState, -1 if the recipe has none
+    train: bool
+    dtype: torch.dtype  # of the output
+
+    @property
+    def squares(self) -> bool:
+        """Does the weight have a scale for each 128×128?"""
+        return self.fp8_recipe == "blockwise"
 
 
 class Products:
@@ -163,21 +219,44 @@ class Products:
 
     def __init__(self, weights: WeightCache, recipe: Recipe) -> None:
         self.weights = weights
-        self.fp8_format = recipe.fp8_format
         self.fp8_recipe = recipe.fp8_recipe
+        # Blocks of 128 have no use for the range of E5M2.
+        self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
+        self.formats = FORMATS[self.name]
+        self.x_state = self.g_state = None
+        if recipe.fp8_recipe == "delayed":
+            history = recipe.amax_history_len, recipe.fp8_margin
+            latest = recipe.amax_compute_algo == "most_recent"
+            self.x_state, self.g_state = (DelayedState(*history, latest) for _ in range(2))
 
-    @property
-    def formats(self) -> Formats:
-        return FORMATS[self.fp8_format]
+    def how(self, mode: str, train: bool, dtype: torch.dtype) -> How:
+        """Return what backward needs to know."""
+        state = -1 if self.g_state is None else self.g_state.handle
+        return How(self.weights.turned, mode, self.name, self.fp8_recipe, state, train, dtype)
 
     def __str__(self) -> str:
-        return f"{self.fp8_format}, {self.fp8_recipe}"
+        return f"{self.name}, {self.fp8_recipe}"
 
 
-def cast_for_backward(weight: Tensor, turned: bool) -> tuple[Tensor, Tensor]:
+def cast_for_backward(weight: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """Cast a weight for the backward product alone: (codes [in, out], scale)."""
-    both = cast_matrix(weight.detach(), E4M3, None, turned, not turned)
-    return (both.codes if turned else both.codes_t), both.scale
+    if how.fp8_recipe == "blockwise":
+        codes, scale, codes_t, scale_t = ops.cast_128x128(weight.detach(), E4M3)
+        return (codes, scale) if how.turned else (codes_t, scale_t)
+    both = cast_matrix(weight.detach(), E4M3, None, how.turned, not how.turned)
+    return (both.codes if how.turned else both.codes_t), both.scale
+
+
+@cache
+def count_steps() -> list[int]:
+    """Return a count, kept up to date, of the steps of all optimizers since the first call."""
+    count = [0]
+
+    def add(*_: Any) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(add)
+    return count
 
 
 def _stream(x: Tensor) -> int:

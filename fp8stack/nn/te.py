@@ -1,0 +1,329 @@
+"""FP8 Linear layers that TransformerEngine computes.
+
+A `TeLinear` is an `nn.Linear` whose class was changed, like `Fp8Linear`: parameters, ties, hooks, names and state_dict
+stay as they are, and changing the class back undoes it. The `te.Linear` that does the work is made without memory at
+the first forward, lies outside the module tree, and is lent the layer's weight and bias for each call. So whatever
+puts another tensor there (`.to()`, `load_state_dict(assign=True)`, FSDP2) is seen, and no `_extra_state` appears.
+
+Recipe: always given, and entered in each layer, so that recomputation under activation checkpointing, which runs in
+the backward pass and outside whatever the user wrapped around the model, is FP8 too.
+
+Sizes: TransformerEngine checks some of what cuBLAS needs in forward, and the rest fails in backward. Tokens are padded
+with zeros here, and so are a weight and bias whose sizes do not fit (a vocabulary of 50257); the output is cut back,
+as a view. A padded weight is copied at every forward.
+
+Dtypes: the output has the input's, or autocast's where that is on; operands are cast to FP8 from whatever dtype they
+are stored in (O2's weights are bfloat16 under float32 activations). A bias is added in bfloat16 where the output is
+float32, which is all that cuBLAS has. Gradients have the dtype of their tensors.
+
+Weights are cast at the first of several micro-batches and kept for the others: where the version counter says that
+the weight did not change, no optimizer stepped, and a gradient waits for a step (or this is a recomputation). Writes
+through `.data` or by foreign kernels leave no trace in the counter, but follow a step or come before the gradients.
+In evaluation, without gradients, under FSDP2 and in CUDA graphs a weight is cast each time.
+
+Delayed scaling: TransformerEngine keeps the histories of all layers of a process together and moves all of them on
+whenever an outermost autocast ends, which here would be once a layer, and reduces them over all ranks. So here each
+layer moves on its own, at its next forward in training, local to its rank; not in evaluation and not in
+recomputation, which sees the scales of the pass that it repeats. At the first step, when the history is empty (after
+loading a checkpoint, too: it is not in the state_dict), the scales are those of the tensors themselves.
+
+Under torch.compile a layer is a graph break. Infinities: TransformerEngine's casts keep NaN but turn infinities into
+the largest finite value, in the gradients that a GradScaler looks at as well.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8stack import capability_te
+from fp8stack.errors import ConfigError, ModelError, UnsupportedDeviceError
+from fp8stack.levels import Recipe
+
+from .linear import output_dtype
+
+ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
+"""Of every dimension of a product, by recipe."""
+
+
+class Settings(NamedTuple):
+    """What of a `Recipe` decides TransformerEngine's."""
+
+    fp8_recipe: str
+    fp8_format: str
+    fp8_margin: int
+    amax_history_len: int
+    amax_compute_algo: str
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Settings:
+        return cls(*(getattr(recipe, name) for name in cls._fields))
+
+
+class TeLinear(nn.Linear):
+    """An `nn.Linear` that TransformerEngine computes. Not constructed: `convert.py` changes the class of a Linear."""
+
+    te: Engine
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
+        if torch.compiler.is_compiling():
+            output: Tensor = self.te.outside_graph(self, input)
+            return output
+        return _forward(self, input)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, te={self.te.settings.fp8_recipe}"
+
+
+def check_recipe(recipe: Recipe, device: torch.device) -> None:
+    """Raise where TransformerEngine, which must pass its probe first, cannot do what `recipe` asks for.
+
+    Raises:
+        ConfigError: for a format that it has not.
+        UnsupportedDeviceError: for a recipe that it has not on this device, with its reason.
+    """
+    if recipe.fp8_format == "e5m2":
+        raise ConfigError(
+            'fp8_format="e5m2" (activations in E5M2) is not a format of TransformerEngine, which has "hybrid" and '
+            '"e4m3". Use compute="native" for it.'
+        )
+    answer = capability_te.transformer_engine_recipe(recipe.fp8_recipe, device)
+    if not answer:
+        other = "" if recipe.fp8_recipe == "current" else ' Use fp8_recipe="current".'
+        raise UnsupportedDeviceError(f"fp8_recipe={recipe.fp8_recipe!r}: {answer.reason}.{other}")
+
+
+class Engine:
+    """What computes one layer: a `te.Linear` without parameters of its own. Copies and pickles have the settings only.
+
+    casts: how often the weight was cast in forward passes.
+    """
+
+    def __init__(self, settings: Settings, weight: Tensor | None = None) -> None:
+        self.settings = settings
+        self.casts = 0
+        self.outside_graph = _outside_graph()
+        self._home = None if weight is None else weakref.ref(weight)
+        self._linear: Any = None
+        self._device: torch.device | None = None
+        self._cast_of: tuple[int, ...] = ()
+        self._seeded = [False, False]  # delayed scaling: the first scales of forward, backward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        return Engine(self.settings)
+
+    def __reduce__(self) -> Any:
+        return Engine, (self.settings,)
+
+    def multiply(self, layer: nn.Linear, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows @ weight.T + bias: [tokens, in] -> [tokens, out] in `dtype`."""
+        library, recipe = capability_te.load(), te_recipe(self.settings)
+        step = ALIGNMENTS[self.settings.fp8_recipe]
+        tokens = rows.shape[0]
+        weight: Tensor = layer.weight
+        bias: Tensor | None = layer.bias
+        below, right, down = (-size % step for size in (*weight.shape, tokens))
+        mode: AbstractContextManager[Any] = nullcontext()
+        inner = dtype
+        if self.settings.fp8_recipe == "nvfp4":  # its Hadamard transform takes bfloat16 only
+            inner = torch.bfloat16
+            rows, mode = rows.to(inner), torch.autocast("cuda", enabled=False)
+        if right or down:
+            rows = pad(rows, (0, right, 0, down))
+        if right or below:
+            weight = pad(weight, (0, right, 0, below))
+            bias = None if bias is None else pad(bias, (0, below))
+        with torch.cuda.device(rows.device), mode:
+            module = self._module(layer, rows.device, weight.shape)
+            first, of = self._first_of_several(layer)
+            module._parameters["weight"] = weight
+            if bias is not None:
+                module._parameters["bias"] = bias
+            # Set beforehand, or it insists that parameters have the dtype of the input.
+            module.__dict__["activation_dtype"] = inner
+            # Of FSDP2's whole weights nothing is saved for backward, not even their codes.
+            module.__dict__["_is_fsdp2"] = self._comes_and_goes(layer.weight)
+            # The outer one is off: an outermost one that is on moves the histories of the user's own te modules on.
+            with (
+                library.te.autocast(enabled=False, recipe=recipe),
+                library.te.autocast(enabled=True, recipe=recipe),
+            ):
+                library.state.is_first_fp8_module()  # takes the mark that makes backward do so
+                try:
+                    with self._scales(module, rows, weight, layer.training):
+                        output: Tensor = module(rows, is_first_microbatch=first)
+                finally:
+                    module._parameters.update(dict.fromkeys(module._parameters))
+        self.casts += first is not False
+        self._cast_of = of or self._cast_of
+        if self.settings.fp8_recipe == "delayed" and output.requires_grad and not self._seeded[1]:
+            output.register_hook(self._seed_backward(module))
+        if below or down:
+            output = output[:tokens, : layer.out_features]
+        return output.to(dtype)
+
+    def _module(self, layer: nn.Linear, device: torch.device, shape: torch.Size) -> Any:
+        """Return the `te.Linear`, made at the first forward on a device."""
+        if self._linear is None or self._device != device:
+            te = capability_te.load().te
+            with te.quantized_model_init(enabled=False):
+                self._linear = te.Linear(
+                    shape[1], shape[0], bias=layer.bias is not None, params_dtype=layer.weight.dtype, device="meta",
+                )  # fmt: skip
+            self._device, self._cast_of, self._seeded = device, (), [False, False]
+        return self._linear
+
+    def _first_of_several(self, layer: nn.Linear) -> tuple[bool | None, tuple[int, ...]]:
+        """Return whether to cast the weight and keep it (None: not keep it), and what it is then the cast of."""
+        weight = layer.weight
+        train = layer.training and torch.is_grad_enabled() and weight.requires_grad
+        capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not train or capturing or self._comes_and_goes(weight):
+            return None, ()
+        of = (id(weight), weight.data_ptr(), weight._version, _count_steps()[0])
+        same = of == self._cast_of
+        return not (same and (_in_backward() or (weight.is_leaf and weight.grad is not None))), of
+
+    def _comes_and_goes(self, weight: Tensor) -> bool:
+        """Is this a whole weight that FSDP2 put in the place of the layer's own?"""
+        known = self._home is not None and torch.distributed.is_available()
+        return known and torch.distributed.is_initialized() and self._home() is not weight  # type: ignore[misc]
+
+    @contextmanager
+    def _scales(self, module: Any, rows: Tensor, weight: Tensor, training: bool) -> Iterator[None]:
+        """Delayed scaling: move the scales on before a forward in training, and leave no trace of an evaluation."""
+        if self.settings.fp8_recipe != "delayed":
+            yield
+            return
+        module.init_fp8_metadata()  # makes histories and scales, if there are none
+        meta = module.fp8_meta
+        # As if registered already, so that it does not enter the histories that are moved on together.
+        meta.setdefault(capability_te.load().state.get_buffer_info(), ())
+        history = meta["scaling_fwd"].amax_history  # [steps, tensors]; row 0 is being recorded
+        if not self._seeded[0]:
+            history[0, 0], history[0, 1] = _finite_amax(rows), _finite_amax(weight)
+            _update(meta["scaling_fwd"])
+            if training:
+                self._seeded[0] = True
+            else:
+                history.zero_()
+        elif training and not _in_backward():
+            _update(meta["scaling_fwd"])
+            _update(meta["scaling_bwd"])
+        recorded = None if training else history[0].clone()
+        try:
+            yield
+        finally:
+            if recorded is not None:
+                history[0].copy_(recorded)
+
+    def _seed_backward(self, module: Any) -> Any:
+        """Return a hook that makes the first gradient set its own scale: at 1, a small one would vanish."""
+
+        def seed(grad: Tensor) -> None:
+            if not self._seeded[1]:
+                state = module.fp8_meta["scaling_bwd"]
+                state.amax_history[0, 0] = _finite_amax(grad)
+                _update(state)
+                self._seeded[1] = True
+
+        return seed
+
+
+@cache
+def te_recipe(settings: Settings) -> Any:
+    """Return TransformerEngine's recipe; options that its environment variables would set are given."""
+    recipes = capability_te.load().recipe
+    own = getattr(recipes.Format, "HYBRID" if settings.fp8_format == "hybrid" else "E4M3")
+    name, options = {
+        "current": ("Float8CurrentScaling", {"fp8_format": own}),
+        "delayed": (
+            "DelayedScaling",
+            {
+                "fp8_format": own,
+                "margin": settings.fp8_margin,
+                "amax_history_len": settings.amax_history_len,
+                "amax_compute_algo": settings.amax_compute_algo,
+                "reduce_amax": False,
+            },
+        ),
+        "blockwise": ("Float8BlockScaling", {"fp8_format": recipes.Format.E4M3}),
+        "mxfp8": ("MXFP8BlockScaling", {"fp8_format": recipes.Format.E4M3}),
+        "nvfp4": ("NVFP4BlockScaling", {}),
+    }[settings.fp8_recipe]
+    kind: Any = getattr(recipes, name)
+    if "backward_override" in {f.name for f in fields(kind)}:
+        options["backward_override"] = None
+    return kind(**options)
+
+
+def _forward(layer: TeLinear, input: Tensor) -> Tensor:
+    what = f"Linear({layer.in_features}, {layer.out_features})"
+    if not input.is_floating_point():
+        raise ModelError(
+            f"{what} got {input.dtype} input; FP8 layers take real floating point numbers."
+        )
+    if not input.is_cuda:
+        raise UnsupportedDeviceError(
+            f"{what} got input on {input.device}; TransformerEngine runs on cuda devices. Move the input there, or "
+            "fp8stack.restore the model to use it elsewhere."
+        )
+    if not input.dim() or input.shape[-1] != layer.in_features:
+        raise ModelError(
+            f"{what} got input of shape {tuple(input.shape)}; its last dimension must be {layer.in_features}."
+        )
+    dtype = output_dtype(input)
+    if not input.numel():  # TransformerEngine fails on it
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        with torch.autocast("cuda", enabled=False):
+            return linear(input.to(dtype), layer.weight.to(dtype), bias)
+    output = layer.te.multiply(layer, input.reshape(-1, layer.in_features), dtype)
+    # What te.Linear returns is a view of its own, which autograd lets nobody change in place (nn.ReLU(inplace=True)).
+    shape = (*input.shape[:-1], layer.out_features)
+    return cast(Tensor, torch.ops.aten._unsafe_view(output, shape))
+
+
+@cache
+def _outside_graph() -> Any:
+    # Not a decorator: it imports torch._dynamo, which takes a second. TransformerEngine does so too.
+    return torch.compiler.disable(_forward)
+
+
+@cache
+def _count_steps() -> list[int]:
+    """Return a count of the steps of all optimizers since the first call: some change weights and no version."""
+    count = [0]
+
+    def add(*_: Any) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(add)
+    return count
+
+
+def _in_backward() -> bool:
+    """Is autograd running, which makes this forward a recomputation?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _finite_amax(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x.detach().abs().amax().float(), nan=0.0, posinf=0.0)
+
+
+def _update(state: Any) -> None:
+    """Take what was recorded since the last call into the history, and make the scales of what it then says."""
+    recipe = state.recipe
+    capability_te.load().tex.fused_amax_and_scale_update_after_reduction(
+        state.amax_history[0].clone(), [state.amax_history], [state.scale], recipe.amax_compute_algo, state.dtype,
+        recipe.margin,
+    )  # fmt: skip

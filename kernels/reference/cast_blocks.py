@@ -1,0 +1,94 @@
+"""A matrix in FP8 with a scale for each 1×128 or 128×128 block, for the block-scaled GEMMs of Hopper.
+
+DeepSeek-V3's recipe (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3): activations and gradients have a
+scale for each 128 elements along the inner dimension of the product, weights one for each square of 128. Sizes are
+padded to multiples of 128. Scale and rounding are `quantize.py`'s.
+
+    cast_1x128      codes    [rows, cols]   scale    [rows, cols / 128]     along the columns
+                    codes_t  [cols, rows]   scale_t  [cols, rows / 128]     along the rows, rounded on its own
+    cast_128x128    codes    [rows, cols]   scale    [L4(cols / 128), rows / 128]
+                    codes_t  [cols, rows]   scale_t  [L4(rows / 128), cols / 128]
+
+L4 rounds up to a multiple of 4. All scales lie in memory with the first dimension innermost, as cuBLAS reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8stack.formats import BLOCK, MiniFloat
+
+from .fp8 import cast_finite, decode
+from .quantize import scale_and_inverse
+
+Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scale, codes_t, scale_t
+
+
+def padded(size: int) -> int:
+    """Return the next multiple of 128."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def in_fours(size: int) -> int:
+    """Return the next multiple of 4."""
+    return -(-size // 4) * 4
+
+
+def cast_1x128(
+    x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
+    fmt: MiniFloat,
+) -> Codes:
+    """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
+    x = _padded(x)
+    codes, scale = _along_rows(x, fmt)
+    codes_t, scale_t = _along_rows(x.t(), fmt)
+    return codes, scale, codes_t, scale_t
+
+
+def _along_rows(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
+    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
+    inverse = inverse.unsqueeze(-1)
+    codes = cast_finite(torch.where(inverse > 0, blocks * inverse, 0.0), fmt)
+    return codes.reshape(x.shape), scale.t().contiguous().t()
+
+
+def cast_128x128(
+    x: Tensor,  # float32, bfloat16 or float16 [rows, cols]
+    fmt: MiniFloat,
+) -> Codes:
+    """Quantize with a scale for each square of 128."""
+    x = _padded(x)
+    rows, cols = (size // BLOCK for size in x.shape)
+    squares = x.reshape(rows, BLOCK, cols, BLOCK)
+    scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
+    inverse = inverse[:, None, :, None]
+    codes = cast_finite(torch.where(inverse > 0, squares * inverse, 0.0), fmt).reshape(x.shape)
+    forward = pad(scale, (0, in_fours(cols) - cols)).t()
+    backward = pad(scale.t(), (0, in_fours(rows) - rows)).t()
+    return codes, forward, codes.t().contiguous(), backward
+
+
+def _padded(x: Tensor) -> Tensor:
+    x = x.detach().reshape(-1, x.shape[-1]).float()
+    return pad(x, (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % BLOCK))
+
+
+def matmul(
+    a: Tensor,  # codes [m, k]
+    a_scale: Tensor,  # of cast_1x128
+    b: Tensor,  # codes [n, k]
+    b_scale: Tensor,  # of cast_1x128 or cast_128x128
+    fmt_a: MiniFloat,
+    fmt_b: MiniFloat,
+) -> Tensor:  # float32 [m, n]
+    """Multiply in float32, where there is no GEMM for such scales."""
+    return _values(a, a_scale, fmt_a) @ _values(b, b_scale, fmt_b).t()
+
+
+def _values(codes: Tensor, scale: Tensor, fmt: MiniFloat) -> Tensor:
+    if scale.shape[0] != codes.shape[0] or scale.shape[1] != codes.shape[1] // BLOCK:  # of squares
+        scale = scale[: codes.shape[1] // BLOCK].t().repeat_interleave(BLOCK, 0)
+    return decode(codes, fmt) * scale.repeat_interleave(BLOCK, 1)

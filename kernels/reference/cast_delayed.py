@@ -1,0 +1,104 @@
+"""A matrix in FP8 with a scale known before it is read: "delayed scaling", from the amax of the last steps.
+
+The state of one operand is float32 [5 + history]:
+
+    state[0]   scale of the next cast           value = code × scale
+    state[1]   scale of the last cast           recomputation under activation checkpointing repeats it
+    state[2]   where the next amax goes; the bits of an integer, as the next two, which kernels count in
+    state[3:5] zero between casts
+    state[5:]  amax of the last steps, 0 where there was none
+
+A cast that updates it writes its amax to the history, then scale = 2^margin × amax / max, of the history's largest or
+latest amax (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 4; margin: TransformerEngine's). An
+amax that is zero or not finite leaves scale and history as they are. Values beyond the scale saturate; those that are
+not finite become NaN.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8stack.formats import MiniFloat
+
+from .cast import ALIGNMENT
+from .fp8 import cast_finite
+from .quantize import scale_and_inverse
+
+HEADER = 5
+
+
+SEEDED = 16
+"""Casts after which a state is taken to have a scale. An operand that is zero until then loses its next cast."""
+
+STATES: WeakValueDictionary[int, DelayedState] = WeakValueDictionary()
+"""By handle: an operator under torch.compile takes no objects."""
+
+
+class DelayedState:
+    """The history of one operand, on the device of its first cast."""
+
+    def __init__(self, history: int, margin: int = 0, most_recent: bool = False) -> None:
+        self.history, self.margin, self.most_recent = history, margin, most_recent
+        self.tensor: Tensor | None = None
+        self.casts = 0
+        self.handle = next(_HANDLES)
+        STATES[self.handle] = self
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the tensor described above, empty at first."""
+        if self.tensor is None or self.tensor.device != device:
+            self.tensor = torch.zeros(HEADER + self.history, dtype=torch.float32, device=device)
+            self.casts = 0
+        self.casts += 1
+        return self.tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedState:
+        return DelayedState(self.history, self.margin, self.most_recent)
+
+    def __reduce__(self) -> Any:  # a copy learns its scales anew
+        return DelayedState, (self.history, self.margin, self.most_recent)
+
+
+_HANDLES = count()
+
+
+def cast_delayed(
+    x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
+    fmt: MiniFloat,  # e4m3 or e5m2
+    of: DelayedState,
+    update: bool,  # take this amax into the history
+    again: bool,  # with the last cast's scale
+) -> tuple[
+    Tensor, Tensor, Tensor
+]:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
+    """Quantize a matrix with the scale in `of`."""
+    x = x.detach().reshape(-1, x.shape[-1]).float()
+    state = of.on(x.device)
+    amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    own, _ = scale_and_inverse(amax * 2.0**of.margin, fmt)
+    scale = torch.where(state[0] > 0, state[1 if again else 0], own)
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)
+    scaled = torch.where(inverse > 0, x * inverse, 0.0).clamp(-fmt.max, fmt.max)
+    codes = cast_finite(torch.where(x.isfinite(), scaled, 0.0), fmt)
+    raw = torch.where(x.isfinite(), codes.view(torch.uint8), 0x7F)
+    raw = pad(raw, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))
+    if update and x.numel():
+        _update(state, amax, scale, fmt, of)
+    return raw.view(fmt.dtype), raw.t().contiguous().view(fmt.dtype), scale
+
+
+def _update(state: Tensor, amax: Tensor, scale: Tensor, fmt: MiniFloat, of: DelayedState) -> None:
+    history, at = state[HEADER:], state.view(torch.int32)[2:3]
+    live = (amax > 0) & amax.isfinite()
+    history.scatter_(0, at.long(), torch.where(live, amax, history[at.long()]).reshape(1))
+    largest = amax if of.most_recent else history.amax()
+    new, _ = scale_and_inverse(largest * 2.0**of.margin, fmt)
+    state[1].copy_(scale)
+    state[0].copy_(torch.where(live, new, state[0]))
+    at.copy_(torch.where(live, (at + 1) % len(history), at))
