@@ -152,7 +152,7 @@ def _geometry(
 ) -> _Geometry:
     fmt = E4M3 if dtype is E4M3.dtype else E5M2
     rows16, cols16 = aligned(rows), aligned(cols)
-    tiles = -(-rows * cols // FLAT)
+    tiles = max(-(-rows * cols // FLAT), 1)
     parts = 1 if known else min(PARTS, triton.next_power_of_2(tiles))
     even = rows % TILE == 0 and cols % TILE == 0
     return _Geometry(
@@ -178,8 +178,7 @@ def cast(
     """Quantize a matrix with one scale."""
     if not x.is_contiguous():
         x = x.detach().contiguous()
-    numel, cols, device = x.numel(), x.shape[-1], x.device
-    dtype = fmt.dtype
+    numel, cols, device, dtype = x.numel(), x.shape[-1], x.device, fmt.dtype
     g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, amax is not None, device)
     out = x.new_empty(g.shape, dtype=dtype)
     out_t = x.new_empty(g.shape_t, dtype=dtype)

@@ -29,7 +29,7 @@ from .reference import cast as matrix
 from .reference import cast_blocks, gradient, quantize
 from .reference import cast_delayed as delayed
 from .reference.cast_blocks import Codes
-from .reference.cast_delayed import STATES, DelayedState
+from .reference.cast_delayed import STATES
 
 _LIBRARY = torch.library.Library("fp8stack", "DEF")
 _TRITON_MODULE = {
@@ -97,13 +97,18 @@ def cast_128x128(x: Tensor, fmt: MiniFloat) -> Codes:
 
 
 def cast_delayed(
-    x: Tensor, fmt: MiniFloat, of: DelayedState, update: bool, again: bool
+    x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes, transposed codes, scale) with a scale from the past; see `reference/cast_delayed.py`."""
+    """Return (codes, transposed codes, scale) with a scale from the past; see `reference/cast_delayed.py`.
+
+    `of` is the handle of a DelayedState.
+    """
     if torch.compiler.is_compiling():
-        result = torch.ops.fp8stack.cast_delayed(x, fmt.name, of.handle, update, again)
-        return cast_("tuple[Tensor, Tensor, Tensor]", result)
-    return _module("cast_delayed", x.is_cuda).cast_delayed(x, fmt, of, update, again)  # type: ignore[no-any-return]
+        result = torch.ops.fp8stack.cast_delayed(x, fmt.name, of, update, again)
+    else:
+        kernels = _module("cast_delayed", x.is_cuda)
+        result = kernels.cast_delayed(x, fmt, STATES[of], update, again)
+    return cast_("tuple[Tensor, Tensor, Tensor]", result)
 
 
 def transpose(codes: Tensor) -> Tensor:

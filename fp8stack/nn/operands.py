@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.cast_delayed import STATES, DelayedState
+from fp8stack.kernels.reference.cast_delayed import DelayedState
 from fp8stack.levels import Recipe
 
 
@@ -105,7 +105,7 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
         return Operand(*ops.cast_1x128(x, fmt))
     assert products.x_state is not None
     again = in_backward()
-    codes, turned, scale = ops.cast_delayed(x, fmt, products.x_state, train and not again, again)
+    codes, turned, scale = ops.cast_delayed(x, fmt, products.x_state.handle, train and not again, again)
     if fmt_t is fmt or not transposed:
         return Operand(codes, scale, turned, scale)
     return Operand(codes, scale, *cast_matrix(x, fmt_t, None, False, True)[2:])
@@ -118,7 +118,7 @@ def cast_gradient(grad: Tensor, how: How, need_x: bool, need_w: bool) -> Operand
         return cast_matrix(grad, fmt, None, need_x, need_w)
     if how.fp8_recipe == "blockwise":
         return Operand(*ops.cast_1x128(grad, fmt))
-    codes, turned, scale = ops.cast_delayed(grad, fmt, STATES[how.g_state], how.train, False)
+    codes, turned, scale = ops.cast_delayed(grad, fmt, how.g_state, how.train, False)
     return Operand(codes, scale, turned, scale)
 
 

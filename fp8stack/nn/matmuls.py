@@ -1,0 +1,481 @@
+"""FP8 products of models that multiply by bare parameters: `x @ self.w`, einsum, F.linear, stacks of experts.
+
+Such a product has no layer whose class could be changed, so it is caught where it is made. Every module with code of
+its own gets a subclass of its class, whose forward runs under a `TorchFunctionMode` that sees all torch functions:
+
+1. A function that is no matrix product goes on as it is, after one look-up (0.8 µs).
+2. Of a product, exactly one operand must be a parameter or a view of one (`w.t()`, `w[i]`, `w.view(...)`).
+3. The other one, brought to [..., in], and the view, as [in, out] or [out, in], go to `fp8_matmul`. Gradients reach the
+   parameter through the view, as autograd has it. A parameter [experts, in, out] makes one product per expert.
+4. What does not fit is left to torch and counted with the reason, in `BareMatmuls.left`.
+
+Codes of a weight are kept from step to step as those of a layer are: for whole parameters, their transposes and the
+slices `w[i]` of a stack, found by place in memory. Other parts of a parameter are cast at every use.
+
+The mode is entered by every forward, not by the model's alone, because activation checkpointing calls forward again
+in backward, when the model's has long returned. For the same reason the other methods of a module enter it while a
+backward runs. In between, only a change between training and evaluation makes a nested forward enter it again.
+
+Limits. A closure that multiplies by itself, given to `checkpoint`, is recomputed without FP8, which torch reports as
+a mismatch of saved tensors: checkpoint a module or a method. `w.to(dtype)` is not a view. Composite functions are not
+looked into: nn.MultiheadAttention keeps its own in-projection. Under "delayed" these products use current scaling,
+having no place to keep a history. What torch.compile runs is neither counted nor named.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import string
+import types
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp8stack.kernels.reference.cast import ALIGNMENT
+from fp8stack.levels import Recipe
+
+from .convert import Conversion
+from .linear import fp8_matmul
+from .operands import Products, WeightCache, in_backward
+
+__all__ = ["BareMatmuls", "apply_matmuls", "runs_matmuls"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_LIBRARIES = ("torch", "fp8stack", "transformer_engine")  # their modules need no mode of their own
+_ONE_PARAMETER = "neither or both operands are parameters"
+_NOT_ONE_PRODUCT = "not one matrix product"
+_ARGUMENTS = "arguments that FP8 products do not take"
+
+
+def apply_matmuls(
+    model: nn.Module,
+    recipe: Recipe,
+    skipped: Iterable[nn.Module],  # what `convert.skipped_modules` returned
+    conversion: Conversion,
+) -> BareMatmuls:
+    """Let products by bare parameters run in FP8 wherever `model` makes them; return the record of them."""
+    bare = BareMatmuls(recipe, skipped)
+    for name, parameter in model.named_parameters():
+        bare.names[parameter] = name
+    for module in model.modules():
+        library = type(module).__module__.partition(".")[0] in _LIBRARIES
+        if not library and module not in bare.skipped:
+            conversion.change(module, _class_of(type(module)), _bare_matmuls=bare)
+    return bare
+
+
+def runs_matmuls(module: nn.Module) -> bool:
+    """Return whether `module` was converted by `apply_matmuls`, or copied from one that was."""
+    return hasattr(type(module), "_fp8stack_plain")
+
+
+class BareMatmuls:
+    """The products by bare parameters of one model: their settings, what is kept for them, and what became of them."""
+
+    def __init__(self, recipe: Recipe, skipped: Iterable[nn.Module] = ()) -> None:
+        delayed = recipe.fp8_recipe == "delayed"
+        self.recipe = replace(recipe, fp8_recipe="current") if delayed else recipe
+        self.skipped = list(skipped)
+        self.names: Any = WeakTensorKeyDictionary()  # of the parameters that the model had then
+        self.used: set[str] = set()  # names of parameters that were multiplied in FP8
+        self.left: Counter[str] = Counter()  # products that were left to torch, by reason
+        self.modes = (_Mode(self, train=False), _Mode(self, train=True))
+        self._entries: Any = WeakTensorKeyDictionary()
+        # Codes are not kept inside a graph, nor of parts of a parameter: one Products for all.
+        self._transient = tuple(
+            self._products(WeightCache, None, turned) for turned in (False, True)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BareMatmuls:
+        from copy import deepcopy
+
+        # The copy's parameters are others; its layers keep their own record of the modules to skip.
+        copy = memo[id(self)] = BareMatmuls(self.recipe)
+        copy.skipped = [deepcopy(module, memo) for module in self.skipped]
+        return copy
+
+    def __reduce__(self) -> Any:
+        return BareMatmuls, (self.recipe, self.skipped)
+
+    def skips(self, parameter: Tensor) -> bool:
+        """Return whether a module that is to be left alone owns `parameter`."""
+        if torch.compiler.is_compiling():
+            return self._owned(parameter)
+        return self._entry(parameter).skipped
+
+    def products_of(self, weight: Tensor, parameter: Tensor, turned: bool) -> Products:
+        """Return how to multiply by `weight`, a matrix that is `parameter` or a view of it."""
+        if torch.compiler.is_compiling():
+            return self._transient[turned]
+        entry = self._entry(parameter)
+        self.used.add(entry.name)
+        parts = parameter.shape[0] if parameter.dim() > 2 else 1
+        whole = weight.numel() in (parameter.numel(), parameter.numel() // parts)
+        if not entry.kept or not whole:
+            return self._transient[turned]
+        place = turned, weight.storage_offset(), weight.shape, weight.stride()
+        products = entry.products.get(place)
+        if products is None:
+            products = entry.products[place] = self._products(_ViewCache, weight, turned)
+        return products
+
+    def casts(self) -> int:
+        """Return how often weights were cast that are kept."""
+        entries = self._entries.values()
+        return sum(p.weights.casts for entry in entries for p in entry.products.values())
+
+    def _products(self, cache: type[WeightCache], weight: Tensor | None, turned: bool) -> Products:
+        blocks = self.recipe.fp8_recipe == "blockwise"
+        return Products(cache(weight, self.recipe.weight_cache, turned, blocks), self.recipe)
+
+    def _entry(self, parameter: Tensor) -> _Entry:
+        entry: _Entry | None = self._entries.get(parameter)
+        if entry is None:
+            # FSDP's whole weights are not the model's: their memory is rewritten without a trace.
+            kept = parameter in self.names
+            entry = _Entry(self.names.get(parameter, "unnamed"), kept, self._owned(parameter))
+            self._entries[parameter] = entry
+        return entry
+
+    def _owned(self, parameter: Tensor) -> bool:
+        return any(parameter is own for m in self.skipped for own in m._parameters.values())
+
+
+@dataclass
+class _Entry:
+    """What is known of one parameter."""
+
+    name: str
+    kept: bool  # whether codes of it may be kept
+    skipped: bool
+    products: dict[Any, Products] = field(default_factory=dict)
+
+
+class _ViewCache(WeightCache):
+    """The codes of a view: another tensor at every call, but the same memory and the parameter's version counter."""
+
+    def codes(self, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._weight = ref(weight)
+        return super().codes(weight, *args, **kwargs)
+
+
+class _Mode(TorchFunctionMode):
+    """Sees every torch function that a forward calls, and makes the products by parameters itself."""
+
+    def __init__(self, bare: BareMatmuls, train: bool) -> None:
+        super().__init__()
+        self.bare = bare
+        self.train = train
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        multiply = _SPELLINGS.get(func)
+        if multiply is not None:
+            result = multiply(self, *args, **(kwargs or {}))  # the mode is off meanwhile
+            if not isinstance(result, str):
+                return result
+            if not torch.compiler.is_compiling():
+                self.bare.left[result] += 1
+        return func(*args, **(kwargs or {}))
+
+    def matmul(self, a: Any, b: Any) -> Tensor | str:
+        """Return a @ b where one is a parameter, or the reason to leave it."""
+        of_a, of_b = _parameter_of(a), _parameter_of(b)
+        if of_b is not None and of_a is None:
+            return self.product(a, b, of_b, turned=True)
+        if of_a is None or of_b is not None:
+            return _ONE_PARAMETER
+        if b.dim() < 2:
+            return self.product(b, a, of_a, turned=False)
+        y = self.product(b.mT, a, of_a, turned=False)
+        return y if isinstance(y, str) else y.mT.contiguous()  # laid out as torch's
+
+    def product(
+        self,
+        x: Tensor,  # [..., in], or [..., experts, tokens, in] for a stack
+        weight: Tensor,  # [in, out] if turned, else [out, in]; a stack has a dimension of experts before them
+        parameter: Tensor,  # which `weight` is a view of
+        turned: bool,
+        bias: Tensor | None = None,  # [out]
+    ) -> Tensor | str:  # [..., out]
+        """Multiply in FP8, or return the reason to leave it."""
+        reason = self._obstacle(x, weight, parameter, turned)
+        if reason:
+            return reason
+        if weight.dim() == 2:
+            return self._matrix(x, weight, parameter, turned, bias)
+        experts = weight.unbind()
+        inputs = x.unbind(-3) if x.dim() > 2 else [x] * len(experts)
+        pairs = zip(inputs, experts, strict=True)
+        return torch.stack([self._matrix(i, w, parameter, turned, None) for i, w in pairs], -3)
+
+    def _matrix(
+        self, x: Tensor, weight: Tensor, parameter: Tensor, turned: bool, bias: Tensor | None
+    ) -> Tensor:
+        if not weight.is_contiguous() and weight.t().is_contiguous():
+            weight, turned = weight.t(), not turned  # one set of codes for w and for w.t()
+        products = self.bare.products_of(weight, parameter, turned)
+        return fp8_matmul(x, weight, bias, products, self.train)
+
+    def _obstacle(self, x: Any, weight: Tensor, parameter: Tensor, turned: bool) -> str:
+        """Return why torch makes this product, or an empty string. Torch reports what is wrong, too."""
+        if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.dim() == 0:
+            return "the other operand is not a plain tensor"
+        bare, recipe = self.bare, self.bare.recipe
+        dtypes = {x.dtype, weight.dtype, parameter.dtype}
+        # O2 stores the weight of an Embedding in bfloat16, and the model goes on in its own dtype.
+        mixed = weight.dtype in (x.dtype, torch.bfloat16) or torch.is_autocast_enabled(
+            x.device.type
+        )
+        if not dtypes.issubset(_FLOATS) or weight.dtype is not parameter.dtype or not mixed:
+            return "dtypes"
+        if x.device != weight.device or x.device.type not in ("cpu", "cuda"):
+            return "devices"
+        if weight.dim() == 3:
+            apart = x.dim() == 2 or (x.dim() > 2 and x.shape[-3] == weight.shape[0])
+            if parameter.dim() < 3 or weight.shape[0] != parameter.shape[0] or not apart:
+                return "batched, and not a stack of experts"
+        elif weight.dim() != 2:
+            return "the parameter is not a matrix"
+        rows, cols = weight.shape[-2:]
+        if x.shape[-1] != (rows if turned else cols):
+            return "shapes"
+        if x.numel() == 0 or weight.numel() == 0:
+            return "empty"
+        if rows * cols < recipe.min_numel:
+            return "smaller than min_numel"
+        if recipe.pad == "skip" and (rows % ALIGNMENT or cols % ALIGNMENT):
+            return f"sizes that are no multiples of {ALIGNMENT}"
+        return "skip" if bare.skips(parameter) else ""
+
+
+def _parameter_of(x: Any) -> Tensor | None:
+    """Return the parameter that `x` is, or is a view of."""
+    if isinstance(x, Tensor):
+        base = x if isinstance(x, nn.Parameter) else x._base
+        if type(base) is nn.Parameter:
+            return base
+    return None
+
+
+# --- the spellings of a product, called as torch's functions are, with the mode first
+
+
+def _matmul(mode: _Mode, input: Any, other: Any, **rest: Any) -> Tensor | str:
+    return _ARGUMENTS if rest else mode.matmul(input, other)
+
+
+def _rmatmul(mode: _Mode, input: Any, other: Any) -> Tensor | str:
+    return mode.matmul(other, input)
+
+
+def _mm(mode: _Mode, input: Any, mat2: Any, *more: Any, **rest: Any) -> Tensor | str:
+    fits = not more and not rest and input.dim() == mat2.dim() == 2
+    return mode.matmul(input, mat2) if fits else _ARGUMENTS
+
+
+def _bmm(mode: _Mode, input: Any, mat2: Any, *more: Any, **rest: Any) -> Tensor | str:
+    fits = not more and not rest and input.dim() == mat2.dim() == 3
+    return mode.matmul(input, mat2) if fits else _ARGUMENTS
+
+
+def _linear(mode: _Mode, input: Any, weight: Any, bias: Any = None) -> Tensor | str:
+    parameter = _parameter_of(weight)
+    if parameter is None or _parameter_of(input) is not None:
+        return _ONE_PARAMETER
+    if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return _ARGUMENTS
+    return mode.product(input, weight, parameter, False, bias)
+
+
+def _addmm(
+    mode: _Mode,
+    input: Any,
+    mat1: Any,
+    mat2: Any,
+    *more: Any,
+    beta: Any = 1,
+    alpha: Any = 1,
+    **rest: Any,
+) -> Tensor | str:
+    if more or rest or mat1.dim() != 2 or mat2.dim() != 2:
+        return _ARGUMENTS
+    parameter = _parameter_of(mat2)
+    if beta == alpha == 1 and input.shape == mat2.shape[1:] and parameter is not None:
+        alone = _parameter_of(mat1) is None
+        return mode.product(mat1, mat2, parameter, True, input) if alone else _ONE_PARAMETER
+    y = mode.matmul(mat1, mat2)
+    if isinstance(y, str):
+        return y
+    y = y if alpha == 1 else y * alpha
+    return y if beta == 0 else y + (input.to(y.dtype) * beta).expand_as(y)
+
+
+def _einsum(mode: _Mode, equation: Any, *operands: Any) -> Tensor | str:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return _NOT_ONE_PRODUCT
+    of_x, of_w = _parameter_of(operands[0]), _parameter_of(operands[1])
+    if (of_x is None) == (of_w is None):
+        return _ONE_PARAMETER
+    subscripts, arrow, out = equation.replace(" ", "").partition("->")
+    sides = subscripts.split(",")
+    if not arrow or len(sides) != 2:
+        return _NOT_ONE_PRODUCT
+    x, weight = operands if of_x is None else (operands[1], operands[0])
+    of_x_side, of_weight = sides if of_x is None else (sides[1], sides[0])
+    dots = x.dim() - len(of_x_side.replace("...", ""))
+    free = "".join([c for c in string.ascii_letters if c not in equation][: max(dots, 0)])
+    plan = _Formula.of(of_x_side.replace("...", free), of_weight, out.replace("...", free))
+    parameter = of_w if of_x is None else of_x
+    if plan is None or parameter is None or not plan.fits(x, weight):
+        return _NOT_ONE_PRODUCT
+    return plan.run(mode, x, weight, parameter)
+
+
+@dataclass
+class _Formula:
+    """An einsum that is one matrix product, or one per expert; each string names dimensions by letters."""
+
+    x: str  # as given
+    x_order: str  # [..., experts, tokens, in]
+    inner: str  # summed
+    outer: str  # of the weight alone
+    y_order: str  # as the product comes
+    out: str  # as wanted
+    weight: str
+    turned: bool
+
+    @staticmethod
+    def of(x: str, weight: str, out: str) -> _Formula | None:
+        """Return the plan of a formula, or None."""
+        experts = "".join([c for c in weight if c in x and c in out])
+        inner = "".join([c for c in weight if c in x and c not in out])
+        outer = "".join([c for c in weight if c not in x])
+        rest = "".join([c for c in x if c not in weight])
+        once = all(len(set(letters)) == len(letters) for letters in (x, weight, out))
+        # also refuses dimensions that are summed over in one operand alone, and dots that are left
+        same = sorted(out) == sorted(experts + rest + outer)
+        if not (once and same and inner and outer) or len(experts) > 1 or (experts and not rest):
+            return None
+        if weight not in (experts + inner + outer, experts + outer + inner):
+            return None
+        first = rest[:-1] + experts + rest[-1:] if experts else rest
+        turned = weight == experts + inner + outer
+        return _Formula(x, first + inner, inner, outer, first + outer, out, weight, turned)
+
+    def fits(self, x: Tensor, weight: Tensor) -> bool:
+        """Return whether the operands have these dimensions, in equal sizes, and the weight can be seen as a matrix."""
+        if len(self.x) != x.dim() or len(self.weight) != weight.dim():
+            return False
+        sizes = dict(zip(self.weight, weight.shape, strict=True))
+        equal = all(sizes.get(c, n) == n for c, n in zip(self.x, x.shape, strict=True))
+        return equal and (len(self.inner + self.outer) == 2 or weight.is_contiguous())
+
+    def run(self, mode: _Mode, x: Tensor, weight: Tensor, parameter: Tensor) -> Tensor | str:
+        sizes = dict(zip(self.weight, weight.shape, strict=True))
+        if self.x_order != self.x:  # else x stays the tensor that was cast last, perhaps
+            x = x.permute([self.x.index(c) for c in self.x_order])
+        if len(self.inner) > 1:
+            x = x.flatten(-len(self.inner))
+        if len(self.inner + self.outer) > 2:
+            first, last = (self.inner, self.outer) if self.turned else (self.outer, self.inner)
+            start = weight.dim() - len(first + last)
+            weight = weight.flatten(start + len(first)).flatten(start, start + len(first) - 1)
+        y = mode.product(x, weight, parameter, self.turned)
+        if isinstance(y, str):
+            return y
+        if len(self.outer) > 1:
+            y = y.unflatten(-1, [sizes[c] for c in self.outer])
+        return (
+            y if self.y_order == self.out else y.permute([self.y_order.index(c) for c in self.out])
+        )
+
+
+_SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {
+    torch.matmul: _matmul,
+    torch.linalg.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _rmatmul,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
+    torch.bmm: _bmm,
+    Tensor.bmm: _bmm,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    nn.functional.linear: _linear,
+    torch.einsum: _einsum,
+}
+
+
+# --- classes of modules whose forward enters the mode
+
+
+def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `cls` whose methods enter the mode; one for each class, and gone with it."""
+    for known in cls.__subclasses__():
+        if vars(known).get("_fp8stack_plain") is cls:
+            return known
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced: Any = cls.__reduce_ex__(self, protocol)
+        make, args, *state = reduced
+        if make is copyreg.__newobj__ and args[0] is made:  # type: ignore[attr-defined]
+            make, args = _new, (cls, *args[1:])  # by a class that can be imported
+        return (make, args, *state)
+
+    body = {"_fp8stack_plain": cls, "__module__": cls.__module__, "__reduce_ex__": reduce}
+    body |= {"__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        for name, value in vars(base).items():
+            own = isinstance(value, types.FunctionType) and not name.startswith("__")
+            if own and name not in vars(nn.Module) and name not in body:
+                body[name] = _entering(cls, name)
+    body["forward"] = _entering(cls, "forward")
+    made = types.new_class(cls.__name__, (_Unregistered, cls), exec_body=lambda ns: ns.update(body))
+    return made
+
+
+class _Unregistered(nn.Module):
+    """Keeps subclasses that are made here from what a model's `__init_subclass__` does with the user's."""
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
+    """Return an empty module of the subclass of `cls`: the first half of unpickling and of deepcopy."""
+    module: nn.Module = cls.__new__(_class_of(cls), *args)
+    return module
+
+
+def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
+    """Return the method `name` of `cls` under the mode: always for forward, else only where backward calls it."""
+    always = name == "forward"
+
+    # without the attributes of the method, in which torch.compile finds what it should not call
+    @functools.wraps(getattr(cls, name), updated=())
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(cls, name)
+        if not always and not in_backward():
+            return own(self, *args, **kwargs)
+        mode = self._bare_matmuls.modes[self.training]
+        if _get_current_function_mode() is mode:
+            return own(self, *args, **kwargs)
+        with mode:
+            return own(self, *args, **kwargs)
+
+    return method
