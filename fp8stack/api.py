@@ -36,6 +36,7 @@ from .nn.convert import (
     plan_layers,
     skipped_modules,
 )
+from .nn.fused import unfuse
 from .optim import BlockwiseOptimizer
 from .optim.keeper import is_large_matrix
 from .optim.state import MASTER_KEYS, zero_master, zero_moment
@@ -150,6 +151,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     for parameter, dtype in session.stored:
         if isinstance(returned, BlockwiseOptimizer):
             change_dtype(parameter, returned.master_weight(parameter).to(dtype))
+    unfuse(model)
     session.conversion.undo()
     if isinstance(returned, BlockwiseOptimizer):
         returned.on_new_parameters = None

@@ -65,9 +65,10 @@ class Report:
         if self.stored or self.kept:
             lines.append(f"{len(self.stored)} matrices stored as bf16 {_MASTERS[self.master]}")
             lines[-1] += _listing("; kept in their dtype: ", self.kept)
-        lines.append(
-            f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices (float32 AdamW: 16)"
-        )
+        if self.bytes_per_parameter:  # without an optimizer there is nothing to count
+            lines.append(
+                f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices (float32 AdamW: 16)"
+            )
         lines.append("fallbacks: " + ("; ".join(self.fallbacks) if self.fallbacks else "none"))
         first, *rest = (
             "\n".join(textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    "))

@@ -1,8 +1,8 @@
 """A matrix in FP8 with a scale known before it is read; the twin of `reference/cast_delayed.py`, bit for bit.
 
-One kernel: every program casts a tile with the scale that the state holds and adds the tile's amax to the state's; the
-last one to finish, by a ticket, writes the history and the next scale. A first kernel gives an empty state a scale
-from the matrix itself, and returns at once from any other.
+Every program casts a tile with the scale that the state holds and notes the tile's amax in one of 512 places, so that
+few meet at one; a second kernel of one program then writes the history and the next scale. For the first casts of a
+state, one more kernel gives it a scale from the matrix itself, if it has none.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import FLAT, TILE
+from .cast import FLAT, PARTS
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
 
+ROWS, COLS = 64, 128
 _BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
 _HEADER = tl.constexpr(HEADER)
@@ -39,10 +40,10 @@ def _seed_kernel(x_ptr, state_ptr, seed_ptr, numel, FLAT: tl.constexpr):
 
 @triton.jit
 def _cast_delayed_kernel(
-    x_ptr, state_ptr, seed_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16, history, growth,
-    SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr, MOST_RECENT: tl.constexpr,
+    x_ptr, state_ptr, seed_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16, growth,
+    SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
     MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
-    HISTORY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     scale = tl.load(state_ptr)
     if AGAIN:
@@ -62,10 +63,13 @@ def _cast_delayed_kernel(
     else:
         x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    finite = bits < 0x7F800000
-    scaled = tl.where(finite, tl.where(inverse > 0, x * inverse, 0.0), 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
-    code = tl.where(finite, encode_ocp(scaled, MANTISSA, HARDWARE), 0x7F).to(tl.uint8)
+    if HARDWARE:  # saturates, and keeps NaN, which x - x makes of an infinity
+        code = encode_ocp(tl.where(inverse > 0, x * inverse + (x - x), x - x), MANTISSA, True)
+    else:
+        finite = bits < 0x7F800000
+        scaled = tl.where(finite, tl.where(inverse > 0, x * inverse, 0.0), 0.0)
+        scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
+        code = tl.where(finite, encode_ocp(scaled, MANTISSA, False), 0x7F).to(tl.uint8)
     out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols16 + c[None, :]
     out_t = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows16 + r[None, :]
     if EVEN:
@@ -77,31 +81,37 @@ def _cast_delayed_kernel(
     if tile == 0:
         tl.store(scale_ptr, scale)
     if UPDATE:
-        counts = state_ptr.to(_INTS, bitcast=True)
-        # [2] position, [3] this cast's amax, [4] how many programs are done
-        tl.atomic_max(counts + 3, tl.max(tl.max(bits, axis=1), axis=0))
-        if tl.atomic_add(counts + 4, 1) == tl.num_programs(0) - 1:
-            most = tl.atomic_max(counts + 3, 0)
-            position = tl.load(counts + 2)
-            live = (most > 0) & (most < 0x7F800000)
-            n = tl.arange(0, HISTORY)
-            past = tl.load(state_ptr + _HEADER + n, mask=n < history, other=0.0)
-            amax = most.to(tl.float32, bitcast=True)
-            largest = tl.maximum(tl.max(tl.where(n == position, 0.0, past), axis=0), amax)
-            if MOST_RECENT:
-                largest = amax
-            new, _inverse = scale_and_inverse((largest * growth).to(tl.int32, bitcast=True), MAX)
-            if live:
-                tl.store(state_ptr + _HEADER + position, amax)
-                tl.store(state_ptr, new)
-                tl.store(counts + 2, (position + 1) % history)
-            tl.store(state_ptr + 1, scale)
-            tl.store(counts + 3, 0)
-            tl.store(counts + 4, 0)
+        most = tl.max(tl.max(bits, axis=1), axis=0)
+        tl.atomic_max(parts_ptr + tile % PARTS, most, sem="relaxed")
+
+
+@triton.jit
+def _update_kernel(
+    state_ptr, parts_ptr, scale_ptr, history, growth,
+    MOST_RECENT: tl.constexpr, MAX: tl.constexpr, HISTORY: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    place = parts_ptr + tl.arange(0, PARTS)
+    most = tl.max(tl.load(place), axis=0)
+    tl.store(place, 0)
+    position_ptr = state_ptr.to(_INTS, bitcast=True) + 2
+    position = tl.load(position_ptr)
+    n = tl.arange(0, HISTORY)
+    past = tl.load(state_ptr + _HEADER + n, mask=n < history, other=0.0)
+    amax = most.to(tl.float32, bitcast=True)
+    largest = tl.maximum(tl.max(tl.where(n == position, 0.0, past), axis=0), amax)
+    if MOST_RECENT:
+        largest = amax
+    new, _inverse = scale_and_inverse((largest * growth).to(tl.int32, bitcast=True), MAX)
+    if (most > 0) & (most < 0x7F800000):
+        tl.store(state_ptr + _HEADER + position, amax)
+        tl.store(state_ptr, new)
+        tl.store(position_ptr, (position + 1) % history)
+    tl.store(state_ptr + 1, tl.load(scale_ptr))
 
 
 _launch_seed = Launcher(_seed_kernel, num_warps=4)
 _launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, enable_fp_fusion=False)
+_launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
 
 
 def cast_delayed(
@@ -130,13 +140,18 @@ def cast_delayed(
         if seed:
             grid = (-(-numel // FLAT), 1, 1)
             _launch_seed(key, grid, stream, x, state, found, numel, FLAT)
-        how = (seed, again, update, of.most_recent)
-        even = rows % TILE == 0 and cols % TILE == 0
-        grid = (-(-rows16 // TILE) * -(-cols16 // TILE), 1, 1)
+        even = rows % ROWS == 0 and cols % COLS == 0
+        grid = (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1)
+        growth, parts = 2.0**of.margin, of.parts_on(x.device)
         _launch_cast(
-            (*key, *how, of.history, of.margin), grid, stream,
-            x, state, found, codes, codes_t, scale, rows, cols, rows16, cols16, of.history, 2.0**of.margin,
-            *how, fmt.mantissa_bits, fmt.max, _hardware(x.device), even,
-            triton.next_power_of_2(of.history), TILE, TILE,
+            (*key, seed, again, update, of.margin), grid, stream,
+            x, state, found, parts, codes, codes_t, scale, rows, cols, rows16, cols16, growth,
+            seed, again, update, fmt.mantissa_bits, fmt.max, _hardware(x.device), even, PARTS, ROWS, COLS,
         )  # fmt: skip
+        if update:
+            _launch_update(
+                (of.history, of.margin, of.most_recent, fmt.dtype, x.device), (1, 1, 1), stream,
+                state, parts, scale, of.history, growth,
+                of.most_recent, fmt.max, triton.next_power_of_2(of.history), PARTS,
+            )  # fmt: skip
     return codes, codes_t, scale

@@ -26,7 +26,7 @@ from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.formats import FORMATS, MiniFloat, scale_shape
 
 from .reference import cast as matrix
-from .reference import cast_blocks, gradient, quantize
+from .reference import cast_blocks, gradient, quantize, swiglu
 from .reference import cast_delayed as delayed
 from .reference.cast_blocks import Codes
 from .reference.cast_delayed import STATES
@@ -40,6 +40,9 @@ _TRITON_MODULE = {
     "cast_1x128": "cast_blocks",
     "cast_128x128": "cast_blocks",
     "cast_delayed": "cast_delayed",
+    "matmul_blocks": "gemm",
+    "swiglu_cast": "swiglu",
+    "swiglu_backward_cast": "swiglu",
 }
 
 
@@ -109,6 +112,33 @@ def cast_delayed(
         kernels = _module("cast_delayed", x.is_cuda)
         result = kernels.cast_delayed(x, fmt, STATES[of], update, again)
     return cast_("tuple[Tensor, Tensor, Tensor]", result)
+
+
+def matmul_blocks(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, squares: bool, dtype: torch.dtype
+) -> Tensor:
+    """Return (a × a_scale) @ (b × b_scale).T in `dtype`; see `reference/cast_blocks.py`."""
+    return cast_(Tensor, torch.ops.fp8stack.matmul_blocks(a, a_scale, b, b_scale, squares, dtype))
+
+
+def swiglu_cast(gate: Tensor, up: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes, transposed codes, scale) of silu(gate) × up; see `reference/swiglu.py`."""
+    if torch.compiler.is_compiling():
+        result = torch.ops.fp8stack.swiglu_cast(gate, up, fmt.name)
+    else:
+        result = _module("swiglu", gate.is_cuda).swiglu_cast(gate, up, fmt)
+    return cast_("tuple[Tensor, Tensor, Tensor]", result)
+
+
+def swiglu_backward_cast(
+    dh: Tensor, gate: Tensor, up: Tensor, fmt: MiniFloat
+) -> tuple[Tensor, ...]:
+    """Return codes, transposed codes and scale of gate's gradient, and of up's; see `reference/swiglu.py`."""
+    if torch.compiler.is_compiling():
+        result = torch.ops.fp8stack.swiglu_backward_cast(dh, gate, up, fmt.name)
+    else:
+        result = _module("swiglu", gate.is_cuda).swiglu_backward_cast(dh, gate, up, fmt)
+    return cast_("tuple[Tensor, ...]", result)
 
 
 def transpose(codes: Tensor) -> Tensor:
@@ -286,6 +316,27 @@ _register(
     delayed.cast_delayed,
     lambda x, fmt, *_: _fake_cast(x, fmt, True, True, None),
     _by_handle,
+)
+_register(
+    "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool squares, ScalarType dtype) -> Tensor",
+    cast_blocks.matmul_blocks,
+    lambda a, a_scale, b, b_scale, squares, dtype: a.new_empty(
+        (a.shape[0], b.shape[0]), dtype=dtype
+    ),
+)
+_register(
+    "swiglu_cast(Tensor gate, Tensor up, str fmt) -> (Tensor, Tensor, Tensor)",
+    swiglu.swiglu_cast,
+    lambda gate, up, fmt: _fake_cast(gate, fmt, True, True, None),
+)
+_register(
+    "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, str fmt) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    swiglu.swiglu_backward_cast,
+    lambda dh, gate, up, fmt: (
+        *_fake_cast(gate, fmt, True, True, None),
+        *_fake_cast(up, fmt, True, True, None),
+    ),
 )
 _register(
     "accumulate_blocks(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) residual_codes, "

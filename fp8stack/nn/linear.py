@@ -24,9 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference import cast_blocks
 from fp8stack.kernels.reference.cast import ALIGNMENT
 
 from .operands import How, Products, cast_for_backward, cast_gradient, cast_input
@@ -168,16 +166,7 @@ def product(
     """Return (a × a_scale) @ (b × b_scale).T + bias."""
     if a_scale.ndim == 0:
         return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast)
-    if not a.is_cuda or not a.numel() or not b.numel():
-        formats = (E4M3 if x.dtype is E4M3.dtype else E5M2 for x in (a, b))
-        return cast_blocks.matmul(a, a_scale, b, b_scale, *formats).to(dtype)
-    inner = dtype if dtype is torch.bfloat16 else torch.float32  # all that there is
-    kinds = torch.nn.functional.ScalingType
-    result: Tensor = torch.nn.functional.scaled_mm(
-        a, b.t(), a_scale, kinds.BlockWise1x128, b_scale,
-        kinds.BlockWise128x128 if squares else kinds.BlockWise1x128, output_dtype=inner,
-    )  # fmt: skip
-    return result.to(dtype)
+    return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
 
 
 def _fuses_bias(x: Tensor, scale: Tensor, dtype: torch.dtype, size: int) -> bool:

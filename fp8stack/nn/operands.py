@@ -105,7 +105,9 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
         return Operand(*ops.cast_1x128(x, fmt))
     assert products.x_state is not None
     again = in_backward()
-    codes, turned, scale = ops.cast_delayed(x, fmt, products.x_state.handle, train and not again, again)
+    codes, turned, scale = ops.cast_delayed(
+        x, fmt, products.x_state.handle, train and not again, again
+    )
     if fmt_t is fmt or not transposed:
         return Operand(codes, scale, turned, scale)
     return Operand(codes, scale, *cast_matrix(x, fmt_t, None, False, True)[2:])

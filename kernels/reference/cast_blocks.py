@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, MiniFloat
 
-from .fp8 import cast_finite, decode
+from .fp8 import cast_finite
 from .quantize import scale_and_inverse
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scale, codes_t, scale_t
@@ -76,19 +76,19 @@ def _padded(x: Tensor) -> Tensor:
     return pad(x, (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % BLOCK))
 
 
-def matmul(
+def matmul_blocks(
     a: Tensor,  # codes [m, k]
     a_scale: Tensor,  # of cast_1x128
     b: Tensor,  # codes [n, k]
-    b_scale: Tensor,  # of cast_1x128 or cast_128x128
-    fmt_a: MiniFloat,
-    fmt_b: MiniFloat,
-) -> Tensor:  # float32 [m, n]
-    """Multiply in float32, where there is no GEMM for such scales."""
-    return _values(a, a_scale, fmt_a) @ _values(b, b_scale, fmt_b).t()
+    b_scale: Tensor,  # of cast_128x128 if `squares`, else of cast_1x128
+    squares: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # [m, n]
+    """Return (a × a_scale) @ (b × b_scale).T, multiplied in float32."""
+    if squares:
+        b_scale = b_scale[: b.shape[1] // BLOCK].t().repeat_interleave(BLOCK, 0)
+    return (_values(a, a_scale) @ _values(b, b_scale).t()).to(dtype)
 
 
-def _values(codes: Tensor, scale: Tensor, fmt: MiniFloat) -> Tensor:
-    if scale.shape[0] != codes.shape[0] or scale.shape[1] != codes.shape[1] // BLOCK:  # of squares
-        scale = scale[: codes.shape[1] // BLOCK].t().repeat_interleave(BLOCK, 0)
-    return decode(codes, fmt) * scale.repeat_interleave(BLOCK, 1)
+def _values(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.float() * scale.repeat_interleave(BLOCK, 1)

@@ -1,12 +1,11 @@
 """A matrix in FP8 with a scale known before it is read: "delayed scaling", from the amax of the last steps.
 
-The state of one operand is float32 [5 + history]:
+The state of one operand is float32 [3 + history]:
 
     state[0]   scale of the next cast           value = code × scale
     state[1]   scale of the last cast           recomputation under activation checkpointing repeats it
-    state[2]   where the next amax goes; the bits of an integer, as the next two, which kernels count in
-    state[3:5] zero between casts
-    state[5:]  amax of the last steps, 0 where there was none
+    state[2]   where the next amax goes; the bits of an integer
+    state[3:]  amax of the last steps, 0 where there was none
 
 A cast that updates it writes its amax to the history, then scale = 2^margin × amax / max, of the history's largest or
 latest amax (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 4; margin: TransformerEngine's). An
@@ -30,7 +29,7 @@ from .cast import ALIGNMENT
 from .fp8 import cast_finite
 from .quantize import scale_and_inverse
 
-HEADER = 5
+HEADER = 3
 
 
 SEEDED = 16
@@ -46,6 +45,7 @@ class DelayedState:
     def __init__(self, history: int, margin: int = 0, most_recent: bool = False) -> None:
         self.history, self.margin, self.most_recent = history, margin, most_recent
         self.tensor: Tensor | None = None
+        self._parts: Tensor | None = None
         self.casts = 0
         self.handle = next(_HANDLES)
         STATES[self.handle] = self
@@ -55,8 +55,15 @@ class DelayedState:
         if self.tensor is None or self.tensor.device != device:
             self.tensor = torch.zeros(HEADER + self.history, dtype=torch.float32, device=device)
             self.casts = 0
+            self._parts = None
         self.casts += 1
         return self.tensor
+
+    def parts_on(self, device: torch.device) -> Tensor:
+        """Return where kernels gather a cast's amax: int32 [512], zero between casts."""
+        if self._parts is None:
+            self._parts = torch.zeros(512, dtype=torch.int32, device=device)
+        return self._parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedState:
         return DelayedState(self.history, self.margin, self.most_recent)

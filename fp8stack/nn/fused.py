@@ -1,0 +1,223 @@
+"""SwiGLU blocks whose activation and its gradients exist in FP8 only.
+
+    down(silu(gate(x)) × up(x))
+
+Every value of the activation is written in FP8, in both layouts, by the kernel that computes it, and both gradients
+likewise (`kernels/swiglu.py`): a step moves half the bytes for them, and keeps the activation in one byte an element
+where torch keeps it and silu(gate) in two each. `fuse` finds such blocks among a model's modules by the names of their
+layers and takes one only if running it gives the very numbers of the formula; so a block with dropout, a bias, a hook
+on an inner layer or another activation is left as it is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fp8stack.formats import E4M3
+from fp8stack.kernels import ops
+
+from .linear import Fp8Linear, crop, output_dtype, product
+from .operands import FORMATS, How, cast_for_backward, cast_gradient, cast_input
+
+NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),  # Hugging Face's Llama and its kin
+    ("w1", "w3", "w2"),  # Meta's
+)
+
+
+def fuse(model: nn.Module) -> list[str]:
+    """Fuse the SwiGLU blocks of an initialized model; return their names. `fp8stack.restore` undoes it."""
+    fused = []
+    for name, module in model.named_modules():
+        layers = _layers_of(module)
+        if layers is not None and _is_swiglu(module, *layers):
+            module.__class__ = _fused_class(type(module))
+            fused.append(name)
+    return fused
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give the blocks of `fuse` their classes back."""
+    for module in model.modules():
+        if isinstance(module, FusedSwiGLU):
+            module.__class__ = type(module).__mro__[2]
+
+
+class FusedSwiGLU(nn.Module):
+    """Mixed into the class of a block, whose `forward` it replaces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return down(silu(gate(x)) × up(x)): [..., features] -> [..., features]."""
+        layers = _layers_of(self)
+        if layers is None:  # an inner layer was changed since
+            result: Tensor = super().forward(x)
+            return result
+        return _swiglu(x, *layers)
+
+    def __reduce__(self) -> Any:
+        return _remake, (type(self).__mro__[2],), self.__dict__
+
+
+@cache
+def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Fused{cls.__name__}", (FusedSwiGLU, cls), {})
+
+
+def _remake(cls: type[nn.Module]) -> nn.Module:
+    """Make a fused block without its contents, which unpickling fills in."""
+    module = cls.__new__(cls)
+    module.__class__ = _fused_class(cls)
+    return module
+
+
+def _layers_of(module: nn.Module) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear] | None:
+    """Return gate, up and down, if the module has such layers and they can be joined."""
+    for names in NAMES:
+        layers = [module._modules.get(name) for name in names]
+        if all(type(layer) is Fp8Linear and _is_plain(layer) for layer in layers):
+            return tuple(layers)  # type: ignore[return-value]
+    return None
+
+
+def _is_plain(layer: Fp8Linear) -> bool:
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    hooks = hooks or layer._backward_hooks or layer._backward_pre_hooks
+    products = layer.products
+    return (
+        layer.bias is None
+        and not hooks
+        and products.fp8_recipe == "current"
+        and products.formats.x is E4M3
+    )
+
+
+@torch.no_grad()
+def _is_swiglu(module: nn.Module, gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
+    """Does the module compute down(silu(gate(x)) × up(x)), to the last bit, and nothing else?"""
+    if isinstance(module, FusedSwiGLU):
+        return False
+    weight: Tensor = gate.weight  # type: ignore[assignment]
+    generator = torch.Generator(weight.device).manual_seed(0)
+    shape = (2, 16, weight.shape[1])
+    x = torch.randn(shape, generator=generator, device=weight.device, dtype=torch.float32)
+    x = x.to(weight.dtype)
+    expected = down(nn.functional.silu(gate(x)) * up(x))
+    try:
+        found = module(x)
+    except Exception:  # it wants other arguments
+        return False
+    return isinstance(found, Tensor) and torch.equal(found, expected)
+
+
+class _Modes(NamedTuple):
+    """How backward gets each weight's codes, see WeightCache.codes."""
+
+    gate: str
+    up: str
+    down: str
+
+
+def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
+    train = gate.training
+    grad = torch.is_grad_enabled()
+    dtype = output_dtype(x)
+    x8 = cast_input(x, gate.products, train, grad)
+    weights, modes = [], []
+    for layer in (gate, up, down):
+        weight: Tensor = layer.weight
+        codes, mode = layer.products.weights.codes(weight, train, grad)
+        weights += codes[:3]
+        modes.append(mode)
+    how = gate.products.how(modes[0], train, dtype)
+    result: Tensor = _SwiGLU.apply(
+        x, gate.weight, up.weight, down.weight, *x8[:3], *weights, how, _Modes(*modes)
+    )
+    return result
+
+
+class _SwiGLU(torch.autograd.Function):
+    """The whole block; saves the codes of x and of the activation, gate and up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w_gate: Tensor,
+        w_up: Tensor,
+        w_down: Tensor,
+        x_codes: Tensor,
+        x_scale: Tensor,
+        x_codes_t: Tensor,
+        g_forward: Tensor,
+        g_scale: Tensor,
+        g_backward: Tensor,
+        u_forward: Tensor,
+        u_scale: Tensor,
+        u_backward: Tensor,
+        d_forward: Tensor,
+        d_scale: Tensor,
+        d_backward: Tensor,
+        how: How,
+        modes: _Modes,
+    ) -> Tensor:
+        gate = product(x_codes, x_scale, g_forward, g_scale, how.dtype, fast=True)
+        up = product(x_codes, x_scale, u_forward, u_scale, how.dtype, fast=True)
+        codes, codes_t, scale = ops.swiglu_cast(gate, up, E4M3)
+        y = product(codes, scale, d_forward, d_scale, how.dtype, fast=True)
+        ctx.how, ctx.modes, ctx.x_shape, ctx.x_dtype = how, modes, x.shape, x.dtype
+        ctx.save_for_backward(
+            x_codes_t, x_scale, gate, up, codes_t, scale, w_gate, w_up, w_down,
+            g_forward if modes.gate == "fp8" else g_backward, g_scale,
+            u_forward if modes.up == "fp8" else u_backward, u_scale,
+            d_forward if modes.down == "fp8" else d_backward, d_scale,
+        )  # fmt: skip
+        return crop(y, (*x.shape[:-1], w_down.shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        differentiate = _backward_once if torch.is_grad_enabled() else _backward
+        result: tuple[Tensor | None, ...] = differentiate(ctx, grad)
+        return result
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x_codes_t, x_scale, gate, up, h_codes_t, h_scale, w_gate, w_up, w_down, *rest = (
+        ctx.saved_tensors
+    )
+    how: How = ctx.how
+    need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
+    pairs = zip(ctx.modes, (w_gate, w_up, w_down), rest[::2], rest[1::2], strict=True)
+    g_codes, u_codes, d_codes = (_for_backward(*pair, how) for pair in pairs)
+    dx = dw_gate = dw_up = dw_down = None
+    d = cast_gradient(grad, how, True, need_down)
+    if need_down:
+        dw_down = crop(product(d.codes_t, d.scale, h_codes_t, h_scale, w_down.dtype), w_down.shape)
+    dh = product(d.codes, d.scale, *d_codes, how.dtype)
+    dg, dg_t, dg_scale, du, du_t, du_scale = ops.swiglu_backward_cast(
+        dh, gate, up, FORMATS[how.formats].g
+    )
+    if need_x:
+        dx = product(dg, dg_scale, *g_codes, ctx.x_dtype)
+        dx = crop(dx + product(du, du_scale, *u_codes, ctx.x_dtype), ctx.x_shape)
+    if need_gate:
+        dw_gate = crop(product(dg_t, dg_scale, x_codes_t, x_scale, w_gate.dtype), w_gate.shape)
+    if need_up:
+        dw_up = crop(product(du_t, du_scale, x_codes_t, x_scale, w_up.dtype), w_up.shape)
+    return dx, dw_gate, dw_up, dw_down, *(None,) * 14
+
+
+_backward_once = once_differentiable(_backward)
+
+
+def _for_backward(
+    mode: str, weight: Tensor, codes: Tensor, scale: Tensor, how: How
+) -> tuple[Tensor, Tensor]:
+    """Return the codes [in, out] of a weight, and their scale."""
+    if mode == "fp8":
+        return ops.transpose(codes), scale
+    return (codes, scale) if mode == "fp8+t" else cast_for_backward(weight, how)
