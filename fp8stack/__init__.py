@@ -6,7 +6,7 @@ O0 multiplies in FP8, O1 keeps gradients in FP8, O2 keeps optimizer states in 8 
 package touches no GPU and imports neither Triton nor any framework.
 """
 
-from . import capability, checkpoint, errors, formats, levels, memory, nn, optim
+from . import capability, checkpoint, errors, formats, levels, memory, monitor, nn, optim
 from .api import get_report, initialize, restore
 from .levels import Recipe
 from .tensor import BlockScaledTensor
@@ -24,6 +24,7 @@ __all__ = [
     "initialize",
     "levels",
     "memory",
+    "monitor",
     "nn",
     "optim",
     "restore",

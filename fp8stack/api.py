@@ -37,10 +37,12 @@ from .nn.convert import (
     skipped_modules,
 )
 from .nn.fused import unfuse
+from .nn.matmuls import apply_matmuls
+from .nn.select import Chooser
 from .optim import BlockwiseOptimizer
 from .optim.keeper import is_large_matrix
 from .optim.state import MASTER_KEYS, zero_master, zero_moment
-from .report import Report, emit
+from .report import Report, emit, say
 from .session import (
     Session,
     change_dtype,
@@ -113,7 +115,15 @@ def initialize(
     )
     if optimizer is not None:  # first, since it may yet find something wrong
         session.returned = convert_optimizer(optimizer, recipe, session, formats)
-    apply_gemms(plan, session.conversion, compute, recipe)
+    chooser = None
+    if recipe.select == "auto" and compute == "native":
+        chooser = Chooser(recipe, plan.gemm, say)
+        session.report.selected = chooser.selected  # filled as shapes are seen
+        session.hooks.append(chooser.watch(model))
+    apply_gemms(plan, session.conversion, compute, recipe, chooser)
+    if recipe.matmuls and compute != "bf16":
+        bare = apply_matmuls(model, recipe, skipped, session.conversion)
+        session.report.multiplied, session.report.left_alone = bare.used, bare.left
     if optimizer is not None:
         store_weights(model, plan, session)
         quantize_gradients(model, quantized, session)

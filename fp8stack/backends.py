@@ -35,7 +35,8 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     """
     fallbacks = _missing_kernels(recipe, device)
     if recipe.compute == "bf16":
-        return Compute("bf16", "asked for", fallbacks)
+        told = ["matmuls=True changes nothing under bf16 GEMMs"] if recipe.matmuls else []
+        return Compute("bf16", "asked for", fallbacks + told)
     if recipe.compute == "te":
         answer = capability.transformer_engine(device)
         if not answer:

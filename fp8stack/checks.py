@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .errors import ConfigError, ModelError
 from .levels import Recipe
 from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear, TeLinear
+from .nn.matmuls import runs_matmuls
 from .optim import SGD, Adam, AdamW, BlockwiseOptimizer, Muon
 from .optim.bitsandbytes import (
     COUNTERPARTS,
@@ -47,7 +48,9 @@ def check_model(model: nn.Module, recipe: Recipe) -> torch.device:
             f"the model is wrapped in {wrapper}; initialize the bare model, then wrap it."
         )
     ours = (Fp8Linear, TeLinear, Bf16Linear, StoredLinear, StoredEmbedding)
-    done = next((name for name, module in model.named_modules() if isinstance(module, ours)), None)
+    done = next(
+        (name for name, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m)), None
+    )
     if done is not None:
         raise ModelError(
             f"{done or 'the model'} is already converted by fp8stack, or copied from a model that is. "

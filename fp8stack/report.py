@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import textwrap
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -47,11 +48,18 @@ class Report:
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
     bytes_per_parameter: float = 0.0  # of matrices: weight, master, gradient and optimizer state
+    multiplied: set[str] = field(default_factory=set)  # bare parameters multiplied in FP8 so far
+    left_alone: Counter[str] = field(default_factory=Counter)  # other products of theirs, by reason
     fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
+    selected: dict[str, str] = field(default_factory=dict)  # select="auto": layer, choice and times
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
-        return asdict(self)
+        return {
+            **asdict(self),
+            "multiplied": sorted(self.multiplied),
+            "left_alone": dict(self.left_alone),
+        }
 
     def __str__(self) -> str:
         linear = len(self.converted) + len(self.skipped)
@@ -69,6 +77,11 @@ class Report:
             lines.append(
                 f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices (float32 AdamW: 16)"
             )
+        if self.selected:
+            by_choice: dict[str, list[str]] = {}
+            for name, choice in self.selected.items():
+                by_choice.setdefault(choice, []).append(name)
+            lines += [f"{len(names)} × {choice}: {names[0]}" for choice, names in by_choice.items()]
         lines.append("fallbacks: " + ("; ".join(self.fallbacks) if self.fallbacks else "none"))
         first, *rest = (
             "\n".join(textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    "))
@@ -79,17 +92,22 @@ class Report:
 
 def emit(report: Report) -> None:
     """Log the card, on rank 0 only."""
+    say(str(report))
+
+
+def say(text: str) -> None:
+    """Log a text, on rank 0 only."""
     if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or _rank() != 0:
         return
     if any(not isinstance(h, logging.NullHandler) for h in _handlers()):
-        logger.info("%s", report)
+        logger.info("%s", text)
         return
     handler = logging.StreamHandler()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        logger.info("%s", report)
+        logger.info("%s", text)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

@@ -11,7 +11,11 @@ from torch import nn
 
 import fp8stack
 from fp8stack import BlockScaledTensor, checkpoint
-from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning, ModelError
+from fp8stack.errors import (
+    Fp8StackWarning,
+    ModelError,
+    UnsupportedDeviceError,
+)
 from fp8stack.optim import AdamW
 
 
@@ -115,9 +119,12 @@ def test_skipped_layers_are_left_entirely_alone():
 
 def test_a_pattern_that_matches_nothing_says_so():
     model, optimizer = build()
-    with pytest.raises(ConfigError, match=r"skip='haed' matches no module.*Did you mean \"head\""):
-        fp8stack.initialize(model, optimizer, "O2", skip=["haed"])
+    said = r"skip='haed' matches no module.*Did you mean \"head\""
+    with pytest.raises(UnsupportedDeviceError, match=said):
+        fp8stack.initialize(model, optimizer, "O2", skip=["haed"], strict=True)
     assert type(model.up) is nn.Linear
+    with pytest.warns(Fp8StackWarning, match=said):
+        fp8stack.initialize(model, optimizer, "O2", skip=["haed"])
 
 
 def test_one_module_under_two_names_is_skipped_by_either():

@@ -22,6 +22,7 @@ from fp8stack.levels import Recipe
 
 from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
 from .operands import Products, WeightCache
+from .select import Chooser
 from .storage import StoredEmbedding, StoredLinear
 from .te import ALIGNMENTS, Engine, Settings, TeLinear
 
@@ -94,7 +95,13 @@ def plan_layers(
     return plan
 
 
-def apply_gemms(plan: LayerPlan, conversion: Conversion, compute: str, recipe: Recipe) -> None:
+def apply_gemms(
+    plan: LayerPlan,
+    conversion: Conversion,
+    compute: str,
+    recipe: Recipe,
+    chooser: Chooser | None = None,
+) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     caches: dict[nn.Parameter, WeightCache] = {}  # one for all layers that share a weight
     for _, module in plan.gemm:
@@ -104,7 +111,9 @@ def apply_gemms(plan: LayerPlan, conversion: Conversion, compute: str, recipe: R
             squares = recipe.fp8_recipe == "blockwise"
             cache = WeightCache(module.weight, recipe.weight_cache, squares=squares)
             cache = caches.setdefault(module.weight, cache)
-            conversion.change(module, Fp8Linear, products=Products(cache, recipe))
+            products = Products(cache, recipe)
+            products.chooser = chooser
+            conversion.change(module, Fp8Linear, products=products)
         else:
             conversion.change(module, Bf16Linear)
 

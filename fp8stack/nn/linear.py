@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 
-from .operands import How, Products, cast_for_backward, cast_gradient, cast_input
+from .operands import FORMATS, How, Products, cast_for_backward, cast_gradient, cast_input
+from .storage import stored_linear
 
 __all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "product"]
 
@@ -41,6 +43,13 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # under a mode, each torch call in here would go through it
+            chooser = self.products.chooser
+        if chooser is not None and not chooser(input, self.weight, self.bias):
+            with torch._C.DisableTorchFunction():  # matmuls=True would make FP8 of it
+                return stored_linear(input, self.weight, self.bias)
         return fp8_matmul(input, self.weight, self.bias, self.products, self.training)
 
     def extra_repr(self) -> str:
@@ -70,6 +79,10 @@ def fp8_matmul(
     grad = torch.is_grad_enabled()
     x8 = cast_input(x, products, train, grad and weight.requires_grad)
     w8, mode = products.weights.codes(weight, train, grad and x.requires_grad)
+    probe = None if torch.compiler.is_compiling() else products.probe
+    if probe is not None:
+        probe("x", x, x8.scale, products.formats.x)
+        probe("w", weight, w8.backward_scale if products.weights.turned else w8.scale, E4M3)
     if bias is not None and dtype in _FUSED_BIAS:
         bias = bias.to(dtype)
     x_scale_t = None if x8.scale_t is x8.scale else x8.scale_t  # torch.compile takes none twice
@@ -132,6 +145,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     how: How = ctx.how
     dx = dw = db = None
     g = cast_gradient(grad, how, need_x, need_w)
+    if how.probe is not None:
+        how.probe("g", grad, g.scale, FORMATS[how.formats].g)
     if need_x:
         if how.mode == "fp8":
             w_codes = ops.transpose(w_codes)

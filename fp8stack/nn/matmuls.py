@@ -18,20 +18,22 @@ backward runs. In between, only a change between training and evaluation makes a
 
 Limits. A closure that multiplies by itself, given to `checkpoint`, is recomputed without FP8, which torch reports as
 a mismatch of saved tensors: checkpoint a module or a method. `w.to(dtype)` is not a view. Composite functions are not
-looked into: nn.MultiheadAttention keeps its own in-projection. Under "delayed" these products use current scaling,
-having no place to keep a history. What torch.compile runs is neither counted nor named.
+looked into: nn.MultiheadAttention keeps its own in-projection. Under "delayed" these products use current scaling, as a
+graph has no place to keep their histories. What torch.compile runs is neither counted nor named.
 """
 
 from __future__ import annotations
 
-import copyreg
+import copy
 import functools
+import inspect
+import math
 import string
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -81,8 +83,8 @@ class BareMatmuls:
     """The products by bare parameters of one model: their settings, what is kept for them, and what became of them."""
 
     def __init__(self, recipe: Recipe, skipped: Iterable[nn.Module] = ()) -> None:
-        delayed = recipe.fp8_recipe == "delayed"
-        self.recipe = replace(recipe, fp8_recipe="current") if delayed else recipe
+        usable = recipe.fp8_recipe in ("current", "blockwise")
+        self.recipe = recipe if usable else replace(recipe, fp8_recipe="current")
         self.skipped = list(skipped)
         self.names: Any = WeakTensorKeyDictionary()  # of the parameters that the model had then
         self.used: set[str] = set()  # names of parameters that were multiplied in FP8
@@ -90,73 +92,53 @@ class BareMatmuls:
         self.modes = (_Mode(self, train=False), _Mode(self, train=True))
         self._entries: Any = WeakTensorKeyDictionary()
         # Codes are not kept inside a graph, nor of parts of a parameter: one Products for all.
-        self._transient = tuple(
-            self._products(WeightCache, None, turned) for turned in (False, True)
-        )
+        self._transient = [self._products(WeightCache, None, turned) for turned in (False, True)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BareMatmuls:
-        from copy import deepcopy
-
         # The copy's parameters are others; its layers keep their own record of the modules to skip.
-        copy = memo[id(self)] = BareMatmuls(self.recipe)
-        copy.skipped = [deepcopy(module, memo) for module in self.skipped]
-        return copy
+        twin = memo[id(self)] = BareMatmuls(self.recipe)
+        twin.skipped = copy.deepcopy(self.skipped, memo)
+        return twin
 
     def __reduce__(self) -> Any:
         return BareMatmuls, (self.recipe, self.skipped)
-
-    def skips(self, parameter: Tensor) -> bool:
-        """Return whether a module that is to be left alone owns `parameter`."""
-        if torch.compiler.is_compiling():
-            return self._owned(parameter)
-        return self._entry(parameter).skipped
 
     def products_of(self, weight: Tensor, parameter: Tensor, turned: bool) -> Products:
         """Return how to multiply by `weight`, a matrix that is `parameter` or a view of it."""
         if torch.compiler.is_compiling():
             return self._transient[turned]
         entry = self._entry(parameter)
-        self.used.add(entry.name)
-        parts = parameter.shape[0] if parameter.dim() > 2 else 1
-        whole = weight.numel() in (parameter.numel(), parameter.numel() // parts)
-        if not entry.kept or not whole:
+        self.used.add(entry.name or "unnamed")
+        slice_of = parameter.numel() // (parameter.shape[0] if parameter.dim() > 2 else 1)
+        # FSDP's whole weights are not the model's: their memory is rewritten without a trace.
+        if not entry.name or weight.numel() not in (parameter.numel(), slice_of):
             return self._transient[turned]
         place = turned, weight.storage_offset(), weight.shape, weight.stride()
-        products = entry.products.get(place)
-        if products is None:
-            products = entry.products[place] = self._products(_ViewCache, weight, turned)
-        return products
-
-    def casts(self) -> int:
-        """Return how often weights were cast that are kept."""
-        entries = self._entries.values()
-        return sum(p.weights.casts for entry in entries for p in entry.products.values())
+        if place not in entry.products:
+            entry.products[place] = self._products(_ViewCache, weight, turned)
+        return entry.products[place]
 
     def _products(self, cache: type[WeightCache], weight: Tensor | None, turned: bool) -> Products:
         blocks = self.recipe.fp8_recipe == "blockwise"
         return Products(cache(weight, self.recipe.weight_cache, turned, blocks), self.recipe)
 
     def _entry(self, parameter: Tensor) -> _Entry:
-        entry: _Entry | None = self._entries.get(parameter)
-        if entry is None:
-            # FSDP's whole weights are not the model's: their memory is rewritten without a trace.
-            kept = parameter in self.names
-            entry = _Entry(self.names.get(parameter, "unnamed"), kept, self._owned(parameter))
-            self._entries[parameter] = entry
-        return entry
+        if parameter not in self._entries:
+            self._entries[parameter] = _Entry(self.names.get(parameter, ""), {})
+        return self._entries[parameter]  # type: ignore[no-any-return]
 
-    def _owned(self, parameter: Tensor) -> bool:
+    def skips(self, parameter: Tensor) -> bool:
+        """Return whether a module that is to be left alone owns `parameter`."""
+        if not torch.compiler.is_compiling() and parameter in self._entries:
+            return False
         return any(parameter is own for m in self.skipped for own in m._parameters.values())
 
 
-@dataclass
-class _Entry:
-    """What is known of one parameter."""
+class _Entry(NamedTuple):
+    """What is known of one parameter that is multiplied in FP8."""
 
-    name: str
-    kept: bool  # whether codes of it may be kept
-    skipped: bool
-    products: dict[Any, Products] = field(default_factory=dict)
+    name: str  # empty for one that the model did not have when it was converted
+    products: dict[Any, Products]  # by place in memory
 
 
 class _ViewCache(WeightCache):
@@ -175,9 +157,7 @@ class _Mode(TorchFunctionMode):
         self.bare = bare
         self.train = train
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         multiply = _SPELLINGS.get(func)
         if multiply is not None:
             result = multiply(self, *args, **(kwargs or {}))  # the mode is off meanwhile
@@ -218,13 +198,10 @@ class _Mode(TorchFunctionMode):
         pairs = zip(inputs, experts, strict=True)
         return torch.stack([self._matrix(i, w, parameter, turned, None) for i, w in pairs], -3)
 
-    def _matrix(
-        self, x: Tensor, weight: Tensor, parameter: Tensor, turned: bool, bias: Tensor | None
-    ) -> Tensor:
+    def _matrix(self, x: Tensor, weight: Tensor, of: Tensor, turned: bool, bias: Any) -> Tensor:
         if not weight.is_contiguous() and weight.t().is_contiguous():
             weight, turned = weight.t(), not turned  # one set of codes for w and for w.t()
-        products = self.bare.products_of(weight, parameter, turned)
-        return fp8_matmul(x, weight, bias, products, self.train)
+        return fp8_matmul(x, weight, bias, self.bare.products_of(weight, of, turned), self.train)
 
     def _obstacle(self, x: Any, weight: Tensor, parameter: Tensor, turned: bool) -> str:
         """Return why torch makes this product, or an empty string. Torch reports what is wrong, too."""
@@ -233,10 +210,9 @@ class _Mode(TorchFunctionMode):
         bare, recipe = self.bare, self.bare.recipe
         dtypes = {x.dtype, weight.dtype, parameter.dtype}
         # O2 stores the weight of an Embedding in bfloat16, and the model goes on in its own dtype.
-        mixed = weight.dtype in (x.dtype, torch.bfloat16) or torch.is_autocast_enabled(
-            x.device.type
-        )
-        if not dtypes.issubset(_FLOATS) or weight.dtype is not parameter.dtype or not mixed:
+        alike = weight.dtype in (x.dtype, torch.bfloat16)
+        alike = alike or torch.is_autocast_enabled(x.device.type)
+        if not dtypes.issubset(_FLOATS) or weight.dtype is not parameter.dtype or not alike:
             return "dtypes"
         if x.device != weight.device or x.device.type not in ("cpu", "cuda"):
             return "devices"
@@ -260,11 +236,8 @@ class _Mode(TorchFunctionMode):
 
 def _parameter_of(x: Any) -> Tensor | None:
     """Return the parameter that `x` is, or is a view of."""
-    if isinstance(x, Tensor):
-        base = x if isinstance(x, nn.Parameter) else x._base
-        if type(base) is nn.Parameter:
-            return base
-    return None
+    base = x if isinstance(x, nn.Parameter) else getattr(x, "_base", None)
+    return base if type(base) is nn.Parameter else None
 
 
 # --- the spellings of a product, called as torch's functions are, with the mode first
@@ -274,18 +247,12 @@ def _matmul(mode: _Mode, input: Any, other: Any, **rest: Any) -> Tensor | str:
     return _ARGUMENTS if rest else mode.matmul(input, other)
 
 
-def _rmatmul(mode: _Mode, input: Any, other: Any) -> Tensor | str:
-    return mode.matmul(other, input)
+def _of_dimension(dim: int) -> Callable[..., Tensor | str]:
+    def multiply(mode: _Mode, input: Any, mat2: Any, *more: Any, **rest: Any) -> Tensor | str:
+        fits = not more and not rest and input.dim() == mat2.dim() == dim
+        return mode.matmul(input, mat2) if fits else _ARGUMENTS
 
-
-def _mm(mode: _Mode, input: Any, mat2: Any, *more: Any, **rest: Any) -> Tensor | str:
-    fits = not more and not rest and input.dim() == mat2.dim() == 2
-    return mode.matmul(input, mat2) if fits else _ARGUMENTS
-
-
-def _bmm(mode: _Mode, input: Any, mat2: Any, *more: Any, **rest: Any) -> Tensor | str:
-    fits = not more and not rest and input.dim() == mat2.dim() == 3
-    return mode.matmul(input, mat2) if fits else _ARGUMENTS
+    return multiply
 
 
 def _linear(mode: _Mode, input: Any, weight: Any, bias: Any = None) -> Tensor | str:
@@ -298,21 +265,12 @@ def _linear(mode: _Mode, input: Any, weight: Any, bias: Any = None) -> Tensor | 
 
 
 def _addmm(
-    mode: _Mode,
-    input: Any,
-    mat1: Any,
-    mat2: Any,
-    *more: Any,
-    beta: Any = 1,
-    alpha: Any = 1,
-    **rest: Any,
-) -> Tensor | str:
+    mode: _Mode, input: Any, mat1: Any, mat2: Any, *more: Any, beta: Any = 1, alpha: Any = 1, **rest: Any
+) -> Tensor | str:  # fmt: skip
     if more or rest or mat1.dim() != 2 or mat2.dim() != 2:
         return _ARGUMENTS
-    parameter = _parameter_of(mat2)
-    if beta == alpha == 1 and input.shape == mat2.shape[1:] and parameter is not None:
-        alone = _parameter_of(mat1) is None
-        return mode.product(mat1, mat2, parameter, True, input) if alone else _ONE_PARAMETER
+    if beta == alpha == 1 and input.shape == mat2.shape[1:] and _parameter_of(mat2) is not None:
+        return _linear(mode, mat1, mat2.t(), input)
     y = mode.matmul(mat1, mat2)
     if isinstance(y, str):
         return y
@@ -321,99 +279,62 @@ def _addmm(
 
 
 def _einsum(mode: _Mode, equation: Any, *operands: Any) -> Tensor | str:
+    """One matrix product, or one per expert, in whatever order the dimensions are named."""
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2:
+    if not isinstance(equation, str) or len(operands) != 2 or equation.count(",") != 1:
         return _NOT_ONE_PRODUCT
-    of_x, of_w = _parameter_of(operands[0]), _parameter_of(operands[1])
-    if (of_x is None) == (of_w is None):
+    found = [_parameter_of(operand) for operand in operands]
+    x, weight = operands if found[0] is None else operands[::-1]
+    parameter = found[1] if found[0] is None else found[0]
+    if parameter is None or None not in found:
         return _ONE_PARAMETER
-    subscripts, arrow, out = equation.replace(" ", "").partition("->")
-    sides = subscripts.split(",")
-    if not arrow or len(sides) != 2:
+    terms, _, out = equation.replace(" ", "").partition("->")
+    of_x, of_weight = terms.split(",") if found[0] is None else terms.split(",")[::-1]
+    dots = max(x.dim() - len(of_x.replace("...", "")), 0)
+    free = "".join([c for c in string.ascii_letters if c not in equation][:dots])
+    of_x, out = of_x.replace("...", free), out.replace("...", free)
+    experts = "".join([c for c in of_weight if c in of_x and c in out])
+    inner = "".join([c for c in of_weight if c in of_x and c not in out])
+    outer = "".join([c for c in of_weight if c not in of_x])
+    rest = "".join([c for c in of_x if c not in of_weight])
+    first = rest[:-1] + experts + rest[-1:]
+    turned = of_weight == experts + inner + outer
+    sizes = dict(zip(of_weight, weight.shape, strict=False))
+    fits = (
+        (len(of_x), len(of_weight)) == (x.dim(), weight.dim())
+        and all(len(set(letters)) == len(letters) for letters in (of_x, of_weight, out))
+        and sorted(out) == sorted(first + outer)  # else it sums over one operand alone, too
+        and len(experts) <= min(len(rest), 1)
+        and len(inner) > 0 < len(outer)
+        and (turned or of_weight == experts + outer + inner)
+        and all(sizes.get(c, n) == n for c, n in zip(of_x, x.shape, strict=True))
+        and (len(inner + outer) == 2 or weight.is_contiguous())
+    )
+    if not fits:
         return _NOT_ONE_PRODUCT
-    x, weight = operands if of_x is None else (operands[1], operands[0])
-    of_x_side, of_weight = sides if of_x is None else (sides[1], sides[0])
-    dots = x.dim() - len(of_x_side.replace("...", ""))
-    free = "".join([c for c in string.ascii_letters if c not in equation][: max(dots, 0)])
-    plan = _Formula.of(of_x_side.replace("...", free), of_weight, out.replace("...", free))
-    parameter = of_w if of_x is None else of_x
-    if plan is None or parameter is None or not plan.fits(x, weight):
-        return _NOT_ONE_PRODUCT
-    return plan.run(mode, x, weight, parameter)
-
-
-@dataclass
-class _Formula:
-    """An einsum that is one matrix product, or one per expert; each string names dimensions by letters."""
-
-    x: str  # as given
-    x_order: str  # [..., experts, tokens, in]
-    inner: str  # summed
-    outer: str  # of the weight alone
-    y_order: str  # as the product comes
-    out: str  # as wanted
-    weight: str
-    turned: bool
-
-    @staticmethod
-    def of(x: str, weight: str, out: str) -> _Formula | None:
-        """Return the plan of a formula, or None."""
-        experts = "".join([c for c in weight if c in x and c in out])
-        inner = "".join([c for c in weight if c in x and c not in out])
-        outer = "".join([c for c in weight if c not in x])
-        rest = "".join([c for c in x if c not in weight])
-        once = all(len(set(letters)) == len(letters) for letters in (x, weight, out))
-        # also refuses dimensions that are summed over in one operand alone, and dots that are left
-        same = sorted(out) == sorted(experts + rest + outer)
-        if not (once and same and inner and outer) or len(experts) > 1 or (experts and not rest):
-            return None
-        if weight not in (experts + inner + outer, experts + outer + inner):
-            return None
-        first = rest[:-1] + experts + rest[-1:] if experts else rest
-        turned = weight == experts + inner + outer
-        return _Formula(x, first + inner, inner, outer, first + outer, out, weight, turned)
-
-    def fits(self, x: Tensor, weight: Tensor) -> bool:
-        """Return whether the operands have these dimensions, in equal sizes, and the weight can be seen as a matrix."""
-        if len(self.x) != x.dim() or len(self.weight) != weight.dim():
-            return False
-        sizes = dict(zip(self.weight, weight.shape, strict=True))
-        equal = all(sizes.get(c, n) == n for c, n in zip(self.x, x.shape, strict=True))
-        return equal and (len(self.inner + self.outer) == 2 or weight.is_contiguous())
-
-    def run(self, mode: _Mode, x: Tensor, weight: Tensor, parameter: Tensor) -> Tensor | str:
-        sizes = dict(zip(self.weight, weight.shape, strict=True))
-        if self.x_order != self.x:  # else x stays the tensor that was cast last, perhaps
-            x = x.permute([self.x.index(c) for c in self.x_order])
-        if len(self.inner) > 1:
-            x = x.flatten(-len(self.inner))
-        if len(self.inner + self.outer) > 2:
-            first, last = (self.inner, self.outer) if self.turned else (self.outer, self.inner)
-            start = weight.dim() - len(first + last)
-            weight = weight.flatten(start + len(first)).flatten(start, start + len(first) - 1)
-        y = mode.product(x, weight, parameter, self.turned)
-        if isinstance(y, str):
-            return y
-        if len(self.outer) > 1:
-            y = y.unflatten(-1, [sizes[c] for c in self.outer])
-        return (
-            y if self.y_order == self.out else y.permute([self.y_order.index(c) for c in self.out])
-        )
+    if first + inner != of_x:  # else x stays the tensor that was cast last, perhaps
+        x = x.permute([of_x.index(c) for c in first + inner])
+    if len(inner) > 1:
+        x = x.flatten(-len(inner))
+    if len(inner + outer) > 2:
+        pair = (inner, outer) if turned else (outer, inner)
+        matrix = [math.prod([sizes[c] for c in part]) for part in pair]
+        weight = weight.view([sizes[c] for c in experts] + matrix)
+    y = mode.product(x, weight, parameter, turned)
+    if not isinstance(y, str) and len(outer) > 1:
+        y = y.unflatten(-1, [sizes[c] for c in outer])
+    made = first + outer
+    return y if isinstance(y, str) or made == out else y.permute([made.index(c) for c in out])
 
 
 _SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {
-    torch.matmul: _matmul,
-    torch.linalg.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
-    Tensor.__rmatmul__: _rmatmul,
-    torch.mm: _mm,
-    Tensor.mm: _mm,
-    torch.bmm: _bmm,
-    Tensor.bmm: _bmm,
-    torch.addmm: _addmm,
-    Tensor.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.linalg.matmul), _matmul),
+    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.mm, Tensor.mm), _of_dimension(2)),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), _of_dimension(3)),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
+    Tensor.__rmatmul__: lambda mode, input, other: mode.matmul(other, input),
     nn.functional.linear: _linear,
     torch.einsum: _einsum,
 }
@@ -430,22 +351,19 @@ def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)
-        make, args, *state = reduced
-        if make is copyreg.__newobj__ and args[0] is made:  # type: ignore[attr-defined]
-            make, args = _new, (cls, *args[1:])  # by a class that can be imported
-        return (make, args, *state)
+        if type(self) is not made or reduced[0].__name__ != "__newobj__":
+            return reduced  # a way of the user's own
+        return (_new, (cls, *reduced[1][1:]), *reduced[2:])  # by a class that can be imported
 
     body = {"_fp8stack_plain": cls, "__module__": cls.__module__, "__reduce_ex__": reduce}
     body |= {"__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    for base in cls.__mro__:
-        if base is nn.Module:
-            break
-        for name, value in vars(base).items():
-            own = isinstance(value, types.FunctionType) and not name.startswith("__")
-            if own and name not in vars(nn.Module) and name not in body:
-                body[name] = _entering(cls, name)
-    body["forward"] = _entering(cls, "forward")
-    made = types.new_class(cls.__name__, (_Unregistered, cls), exec_body=lambda ns: ns.update(body))
+    for name in dir(cls):
+        function = isinstance(inspect.getattr_static(cls, name), types.FunctionType)
+        if name == "forward" or (function and not hasattr(nn.Module, name)):
+            body[name] = _entering(cls, name)
+    made = types.new_class(
+        cls.__name__, (_Unregistered, cls), None, lambda names: names.update(body)
+    )
     return made
 
 
@@ -458,8 +376,7 @@ class _Unregistered(nn.Module):
 
 def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
     """Return an empty module of the subclass of `cls`: the first half of unpickling and of deepcopy."""
-    module: nn.Module = cls.__new__(_class_of(cls), *args)
-    return module
+    return cls.__new__(_class_of(cls), *args)
 
 
 def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:

@@ -83,8 +83,13 @@ _last = _Last()
 
 def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
     """Return the operand of `x` [..., cols]; that of the last call if it was for the same tensor."""
-    # A static input is one tensor in every capture of a CUDA graph, and must be cast in each.
-    if torch.compiler.is_compiling() or (x.grad_fn is None and _capturing(x)):
+    # A static input is one tensor in every capture of a CUDA graph, and must be cast in each; a tensor made in
+    # inference mode counts no versions.
+    if (
+        torch.compiler.is_compiling()
+        or (x.grad_fn is None and _capturing(x))
+        or (torch.is_inference_mode_enabled() and x.is_inference())
+    ):
         return _cast_x(x.detach(), products, train, transposed)
     key = (x._version, products.formats, products.fp8_recipe, _stream(x))
     if _last.tensor() is x and _last.key == key:
@@ -209,6 +214,7 @@ class How(NamedTuple):
     g_state: int  # the handle of a DelayedState, -1 if the recipe has none
     train: bool
     dtype: torch.dtype  # of the output
+    probe: Any = None  # a monitor's, while it samples; never in a graph
 
     @property
     def squares(self) -> bool:
@@ -218,6 +224,9 @@ class How(NamedTuple):
 
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and the codes of its weight."""
+
+    chooser: Any = None  # of select="auto": nn/select.py
+    probe: Any = None  # a monitor's, while it samples: monitor.py
 
     def __init__(self, weights: WeightCache, recipe: Recipe) -> None:
         self.weights = weights
@@ -234,7 +243,10 @@ class Products:
     def how(self, mode: str, train: bool, dtype: torch.dtype) -> How:
         """Return what backward needs to know."""
         state = -1 if self.g_state is None else self.g_state.handle
-        return How(self.weights.turned, mode, self.name, self.fp8_recipe, state, train, dtype)
+        probe = None if torch.compiler.is_compiling() else self.probe
+        return How(
+            self.weights.turned, mode, self.name, self.fp8_recipe, state, train, dtype, probe
+        )
 
     def __str__(self) -> str:
         return f"{self.name}, {self.fp8_recipe}"

@@ -18,9 +18,14 @@ class StoredLinear(nn.Linear):
     """An `nn.Linear` that reads its bfloat16 weight in the dtype of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(input.device.type):  # autocast casts both itself
-            return nn.functional.linear(input, self.weight, self.bias)
-        return nn.functional.linear(input, self.weight.to(input.dtype), self.bias)
+        return stored_linear(input, self.weight, self.bias)
+
+
+def stored_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias in the dtype of x or autocast's, whatever the weight is stored in."""
+    if torch.is_autocast_enabled(x.device.type):  # autocast casts both itself
+        return nn.functional.linear(x, weight, bias)
+    return nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
 class StoredEmbedding(nn.Embedding):

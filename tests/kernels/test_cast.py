@@ -1,0 +1,349 @@
+"""Casts of whole matrices: what they are, and the Triton kernels against the reference, bit for bit.
+
+In Triton's interpreter on a CPU, compiled on a GPU. Delayed scaling is in `test_cast_delayed.py`.
+"""
+
+import math
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from fp8stack.capability import native_recipe
+from fp8stack.formats import E4M3, E5M2
+from fp8stack.kernels import cast as triton_cast
+from fp8stack.kernels import cast_blocks as triton_blocks
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference import cast as reference_cast
+from fp8stack.kernels.reference import cast_blocks as reference_blocks
+from fp8stack.kernels.reference.cast import aligned
+from fp8stack.kernels.reference.cast_blocks import in_fours, padded
+from fp8stack.kernels.reference.quantize import quantize_blocks, quantize_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+
+NAN, INF = math.nan, math.inf
+OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+SHAPES = [
+    (1, 1), (1, 130), (130, 1), (16, 16), (3, 5), (17, 33), (64, 128), (128, 128), (129, 257), (2, 3, 40), (0, 4), (70,)
+]  # fmt: skip
+LARGE = [(4096, 4100), (4096, 4096), (70001, 129), (3, 2**20), (2**20, 3)]
+KERNELS = {
+    "cast": (triton_cast.cast, reference_cast.cast),
+    "cast_1x128": (triton_blocks.cast_1x128, reference_blocks.cast_1x128),
+    "cast_128x128": (triton_blocks.cast_128x128, reference_blocks.cast_128x128),
+}
+ALL = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def assert_casts_as_reference(kernel, x, fmt, device, *options):
+    """Compare all results: codes, their transpose, scales. `x` may be a view, which is rebuilt on the device."""
+    triton, reference = KERNELS[kernel]
+    base = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+    view = base.as_strided(x.shape, x.stride(), x.storage_offset())
+    results, expected = triton(view, fmt, *options), reference(x, fmt, *options)
+    for i, (result, same) in enumerate(zip(results, expected, strict=True)):
+        assert_same_bits(result, same, f"{kernel}, result {i}")
+        if result.dtype is torch.float32 and result.numel():  # as cuBLAS reads scales
+            assert result.ndim == 0 or result.stride(0) == same.stride(0) == 1
+    return expected
+
+
+def fitting(kernel, shape):
+    """Return the shape, as a matrix for the kernel that takes no other."""
+    return (math.prod(shape[:-1]), shape[-1]) if kernel == "cast_128x128" else shape
+
+
+# --- what a cast is
+
+
+@OCP
+@INPUTS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_cast_is_the_quantized_tensor_padded_with_zeros_in_both_layouts(
+    fmt, dtype, shape, device
+):
+    x = torch.randn(shape).to(dtype)
+    codes, codes_t, scale = (t.cpu() for t in ops.cast(x.to(device), fmt))
+    expected, expected_scale = quantize_tensor(x, fmt)
+    rows, cols = math.prod(shape[:-1]), shape[-1]
+    whole = torch.zeros(aligned(rows), aligned(cols), dtype=torch.uint8)
+    whole[:rows, :cols] = expected.view(torch.uint8).reshape(rows, cols)
+    assert_same_bits(codes.view(torch.uint8), whole)
+    assert_same_bits(codes_t.view(torch.uint8), whole.t().contiguous())
+    assert_same_bits(scale, expected_scale)
+
+
+@OCP
+def test_a_layout_that_was_not_asked_for_is_empty(fmt, device):
+    x = torch.randn(20, 40, device=device)
+    codes, codes_t, scale = ops.cast(x, fmt)
+    for wanted in ((True, False), (False, True), (False, False)):
+        plain, turned, same = ops.cast(x, fmt, *wanted)
+        assert_same_bits(plain, codes if wanted[0] else codes[:0, :0])
+        assert_same_bits(turned, codes_t if wanted[1] else codes_t[:0, :0])
+        assert_same_bits(same, scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_an_amax_that_is_given_is_taken_as_it_is(dtype, device):
+    x = torch.randn(20, 40, device=device)
+    amax = x.abs().amax()
+    for result, same in zip(ops.cast(x, E4M3, amax=amax), ops.cast(x, E4M3), strict=True):
+        assert_same_bits(result, same)
+    codes, _, scale = ops.cast(x, E4M3, amax=torch.tensor(0.5, dtype=dtype, device=device))
+    assert float(scale) == pytest.approx(0.5 / 448)
+    assert codes.float()[:20, :40][x >= 0.5].eq(448).all()  # saturates
+    assert codes.float()[:20, :40][x <= -0.5].eq(-448).all()
+
+
+@OCP
+@INPUTS
+@pytest.mark.parametrize("shape", [(1, 1), (130, 260), (128, 128), (2, 3, 40)], ids=str)
+def test_a_cast_by_rows_of_128_is_that_of_the_blocks_of_the_matrix_and_of_its_transpose(
+    fmt, dtype, shape, device
+):
+    x = torch.randn(shape).to(dtype)
+    codes, scale, codes_t, scale_t = (t.cpu() for t in ops.cast_1x128(x.to(device), fmt))
+    x = x.reshape(-1, shape[-1])
+    rows, cols = x.shape
+    whole = torch.zeros(padded(rows), padded(cols), dtype=dtype)
+    whole[:rows, :cols] = x
+    for matrix, given, its_scale in ((whole, codes, scale), (whole.t(), codes_t, scale_t)):
+        expected, expected_scale = quantize_blocks(matrix.contiguous(), fmt)
+        assert_same_bits(given, expected)
+        assert_same_bits(its_scale, expected_scale)
+        assert its_scale.stride(0) == 1 or not len(its_scale)  # as cuBLAS reads it
+
+
+@OCP
+@pytest.mark.parametrize("shape", [(1, 1), (130, 260), (128, 128), (600, 40), (0, 4)], ids=str)
+def test_a_cast_by_squares_is_that_of_each_square(fmt, shape, device):
+    x = torch.randn(shape)
+    codes, scale, codes_t, scale_t = (t.cpu() for t in ops.cast_128x128(x.to(device), fmt))
+    down, across = padded(shape[0]) // 128, padded(shape[1]) // 128
+    assert codes.shape == (128 * down, 128 * across)
+    assert_same_bits(codes_t, codes.t().contiguous())
+    assert scale.shape == (in_fours(across), down)
+    assert scale_t.shape == (in_fours(down), across)
+    assert scale[across:].eq(0).all()
+    assert_same_bits(scale_t[:down], scale[:across].t())
+    assert scale.stride(0) == scale_t.stride(0) == 1 or not scale.numel()
+    for r in range(down):
+        for c in range(across):
+            part = torch.zeros(128, 128)
+            square = x[128 * r : 128 * (r + 1), 128 * c : 128 * (c + 1)]
+            part[: square.shape[0], : square.shape[1]] = square
+            expected, expected_scale = quantize_tensor(part, fmt)
+            assert_same_bits(
+                codes[128 * r : 128 * (r + 1), 128 * c : 128 * (c + 1)].contiguous(), expected
+            )
+            assert_same_bits(scale[c, r], expected_scale)
+
+
+@pytest.mark.parametrize("squares", [True, False], ids=["weight", "gradient"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_product_of_blocks_is_that_of_their_values(squares, dtype, device):
+    if device == "cuda" and not native_recipe("blockwise", "cuda"):
+        pytest.skip("cuBLAS has no block scales on this GPU")
+    x = torch.randn(130, 300) * torch.logspace(-3, 3, 300)
+    w = torch.randn(520, 300) * torch.logspace(2, -2, 520)[:, None]
+    a, a_scale = ops.cast_1x128(x.to(device), E4M3)[:2]
+    cast = ops.cast_128x128 if squares else ops.cast_1x128
+    b, b_scale = cast(w.to(device), E4M3)[:2]
+    y = ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
+    assert y.shape == (256, 640)
+    assert y.dtype is dtype
+    y = y[:130, :520].cpu().double()
+    exact = x.double() @ w.double().t()
+    size = x.double().abs() @ w.double().t().abs()
+    # both operands round by 2^-4 of a normal value at most, or 2^-10 of the block's scale, which is amax / 448
+    assert ((y - exact).abs() <= 0.13 * size + 1e-3 * size.amax()).all()
+    assert (y - exact).norm() < 0.04 * exact.norm()
+
+
+# --- Triton against the reference
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "limit"),
+    [
+        (E4M3, torch.float32, 1e30),
+        (E5M2, torch.float32, 1e-30),
+        (E5M2, torch.bfloat16, 1.0),
+        (E4M3, torch.float16, 6e4),
+    ],
+    ids=["e4m3-fp32-large", "e5m2-fp32-small", "e5m2-bf16", "e4m3-fp16"],
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matrices_cast_as_in_the_reference(kernel, fmt, dtype, limit, shape, kernel_device, rough):
+    """Ordinary values; values of all exponents up to a limit; and those with NaN and infinity among them."""
+    x = rough(fitting(kernel, shape), dtype, limit)
+    assert_casts_as_reference(kernel, x, fmt, kernel_device)
+    x = x.nan_to_num(limit, -limit / 3, limit / 7)
+    scales = assert_casts_as_reference(kernel, x, fmt, kernel_device)
+    assert all(s.isfinite().all() for s in scales if s.dtype is torch.float32)
+    assert_casts_as_reference(kernel, torch.randn(x.shape).to(dtype), fmt, kernel_device)
+
+
+@ALL
+@OCP
+def test_special_values_cast_as_in_the_reference(kernel, fmt, kernel_device, special_values):
+    """Every code, midpoint and neighbour of one; a first column of the format's maximum makes each scale 1."""
+    special = special_values(fmt)
+    special = special[special.abs() <= fmt.max]
+    x = torch.full((len(special) // 255 + 1, 256), fmt.max)
+    x[:, 1:] = special.repeat(2)[: x[:, 1:].numel()].reshape(-1, 255)
+    x[0] = fmt.max  # so that columns have it, too
+    assert_casts_as_reference(kernel, x, fmt, kernel_device)
+
+
+@ALL
+def test_zeros_and_what_is_too_small_to_scale_become_zeros(kernel, kernel_device):
+    for size in (0.0, -0.0, 2.0**-149, 2.0**-120):
+        x = torch.full((20, 140), size)
+        results = assert_casts_as_reference(kernel, x, E4M3, kernel_device)
+        scales = [t for t in results if t.dtype is torch.float32]
+        codes = [t.contiguous().view(torch.uint8) for t in results if t.dtype is E4M3.dtype]
+        assert all(t.eq(0).all() for t in (*scales, *codes))
+
+
+@ALL
+@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("position", [(0, 0), (69, 129), (128, 256)], ids=str)
+def test_one_value_that_is_not_finite_makes_its_scale_nan(kernel, bad, position, kernel_device):
+    x = torch.randn(129, 257)
+    x[position] = bad
+    results = assert_casts_as_reference(kernel, x, E4M3, kernel_device)
+    if kernel == "cast":
+        assert results[2].isnan()
+        assert results[0].view(torch.uint8).eq(0).all()
+    else:
+        r, c = position
+        first, second = (c // 128, r // 128) if kernel == "cast_128x128" else (r, c // 128)
+        assert results[1].isnan().nonzero().tolist() == [[first, second]]
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_views_cast_as_in_the_reference(kernel, dtype, kernel_device):
+    """Transposed, strided, and contiguous ones that begin at any byte, which the next call may not have."""
+    base = torch.randn(40 * 130 + 8).to(dtype)
+    for _ in range(2):
+        for offset in (0, 1, 4):
+            x = base[offset : offset + 40 * 130].view(40, 130)
+            assert_casts_as_reference(kernel, x, E4M3, kernel_device)
+    x = base[: 40 * 130].view(40, 130)
+    for view in (x.t(), x[::2], x[:, 1:], x[:, ::3], x[5:6].expand(20, 130)):
+        assert_casts_as_reference(kernel, view, E5M2, kernel_device)
+
+
+def test_casts_do_not_share_their_results(kernel_device):
+    """Scales come from pieces of one allocation; a matrix of many parts may be followed by one of a single part."""
+    shapes = [(130, 300), (1, 1), (64, 256), (20, 20)]
+    inputs = [torch.randn(shapes[i % 4]) * 2.0 ** (i % 7) for i in range(80)]
+    results = [triton_cast.cast(x.to(kernel_device), E4M3) for x in inputs]
+    for x, result in zip(inputs, results, strict=True):
+        for given, expected in zip(result, reference_cast.cast(x, E4M3), strict=True):
+            assert_same_bits(given, expected)
+
+
+@OCP
+def test_an_amax_is_used_as_in_the_reference(fmt, kernel_device):
+    x = torch.randn(20, 130)
+    for amax in (0.0, 1e-40, 0.5, 8.0, NAN, INF):
+        options = (True, True, torch.tensor(amax))
+        results = triton_cast.cast(
+            x.to(kernel_device), fmt, True, True, options[2].to(kernel_device)
+        )
+        for result, same in zip(results, reference_cast.cast(x, fmt, *options), strict=True):
+            assert_same_bits(result, same)
+
+
+@pytest.mark.parametrize(
+    "shape", [(16, 16), (32, 144), (256, 128), (128, 400), (0, 16), (16, 0)], ids=str
+)
+def test_codes_are_transposed(shape, kernel_device):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    for dtype in (torch.uint8, E4M3.dtype, E5M2.dtype):
+        x = codes.view(dtype).to(kernel_device)
+        for transpose in (triton_cast.transpose, ops.transpose):
+            assert_same_bits(transpose(x).view(torch.uint8), codes.t().contiguous())
+
+
+@ALL
+@INPUTS
+def test_both_layouts_hold_the_same_codes_where_they_should(kernel, dtype, kernel_device):
+    """Triton 3.6 misplaced half of a float32 tile that was stored as it lies and transposed (see `kernels/fp8.py`)."""
+    if kernel == "cast_1x128":
+        x = torch.randn(128, 128).to(dtype).sign()  # the same scale along both
+        x[x == 0] = 1
+        x *= 1 + torch.arange(128)  # columns differ, so do codes along rows
+    else:
+        x = torch.linspace(-1, 1, 256 * 384).reshape(256, 384).to(dtype)
+    results = KERNELS[kernel][0](x.to(kernel_device), E4M3)
+    codes, codes_t = results[0], results[2 if "x128" in kernel else 1]
+    if kernel == "cast_1x128":
+        assert_casts_as_reference(kernel, x, E4M3, kernel_device)
+    else:
+        assert_same_bits(codes_t, codes.t().contiguous())
+
+
+# --- sizes for a GPU only
+
+
+@pytest.mark.gpu
+@ALL
+@OCP
+@INPUTS
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_large_matrices_cast_as_in_the_reference(kernel, fmt, dtype, shape):
+    x = torch.randn(shape).to(dtype)
+    x[-1, -1] = 300  # what makes the scale lies in the last tile
+    assert_casts_as_reference(kernel, x, fmt, "cuda")
+    codes = quantize_tensor(x, fmt)[0].reshape(shape)[: shape[0] // 16 * 16, : shape[1] // 16 * 16]
+    if codes.numel():
+        assert_same_bits(ops.transpose(codes.contiguous().cuda()), codes.t().contiguous())
+
+
+@pytest.mark.gpu
+@ALL
+@pytest.mark.parametrize("cols", [2**14, 2**14 + 1], ids=["even", "odd"])
+def test_elements_beyond_two_to_the_31_cast_like_the_first_ones(kernel, cols, rows_beyond_int32):
+    x = torch.randn(128, cols, device="cuda").bfloat16()
+    x[0, 0] = 100
+    full = x.repeat(rows_beyond_int32 // 128 + 1, 1)[:rows_beyond_int32]
+    first = rows_beyond_int32 // 128 * 128
+    rest = rows_beyond_int32 - first
+    results = KERNELS[kernel][0](full, E4M3)
+    expected = KERNELS[kernel][1](x.cpu(), E4M3)
+    turned = 2 if "x128" in kernel else 1
+    assert_same_bits(results[0][first : first + rest], expected[0][:rest])
+    if kernel != "cast_1x128":  # whose columns there have other scales
+        last = results[turned][:, first : first + rest].contiguous()
+        assert_same_bits(last, expected[turned][:, :rest].contiguous())
+    del results
+    if kernel == "cast":
+        codes_t = ops.transpose(ops.cast(full, E4M3, True, False)[0])
+        last = codes_t[:, first : first + rest].contiguous()
+        assert_same_bits(last, expected[turned][:, :rest].contiguous())
+
+
+@pytest.mark.gpu
+def test_casts_on_two_streams_keep_apart():
+    inputs = [torch.randn(2048, 2048, device="cuda") * 2.0**i for i in range(8)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for i, x in enumerate(inputs):
+            with torch.cuda.stream(streams[i % 2]):
+                results.append((x, triton_cast.cast(x, E4M3)))
+    torch.cuda.synchronize()
+    expected = {x: reference_cast.cast(x, E4M3) for x in inputs}
+    for x, result in results:
+        for given, same in zip(result, expected[x], strict=True):
+            assert_same_bits(given, same)

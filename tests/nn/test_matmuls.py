@@ -1,0 +1,770 @@
+"""Products by bare parameters: every spelling against float64, what is left to torch, and the life of the model."""
+
+import copy
+import inspect
+import io
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fp8stack.formats import E4M3, E5M2
+from fp8stack.kernels.reference.quantize import quantize_tensor
+from fp8stack.levels import recipe_for
+from fp8stack.nn.convert import Conversion, skipped_modules
+from fp8stack.nn.matmuls import apply_matmuls, runs_matmuls
+
+
+class Bare(nn.Module):
+    """Multiplies by a parameter of its own, as `function` says."""
+
+    def __init__(self, function, *shape, device="cpu", dtype=torch.float32):
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.randn(shape, device=device).to(dtype))
+
+    def forward(self, x):
+        return self.function(x, self.w)
+
+
+def fp8(model, **overrides):
+    """Let the model's products run in FP8; return the record of them and what undoes it."""
+    recipe = recipe_for("O0", matmuls=True, **overrides)
+    conversion = Conversion()
+    return apply_matmuls(model, recipe, skipped_modules(model, recipe)[0], conversion), conversion
+
+
+def casts(bare):
+    """Return how often weights were cast whose codes are kept."""
+    return sum(p.weights.casts for e in bare._entries.values() for p in e.products.values())
+
+
+def rounded(x, fmt, axis=None):
+    """Return float64 x after quantization with one scale, or one for each expert along `axis`."""
+    if axis is not None:
+        return torch.stack([rounded(part, fmt) for part in x.unbind(axis)], axis)
+    codes, scale = quantize_tensor(x.detach().cpu().float(), fmt)
+    return codes.double() * scale.double()
+
+
+def assert_close(given, exact, what):
+    """Fail unless the difference is what rounding to float32 and the accumulation of a product leave."""
+    # Hopper's fast accumulation adds 2^-13 of the largest partial sum
+    step = 2**-12 if given.is_cuda else torch.finfo(torch.float32).eps
+    error = (given.detach().double().cpu() - exact).abs().max()
+    assert error <= 8 * step * exact.abs().max(), what
+
+
+def gradients(model, x, gradient=None):
+    """Return the output and the gradients of input and parameters."""
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = model(x)
+    y.backward(torch.ones_like(y) if gradient is None else gradient)
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+# --- numbers
+
+
+@dataclass
+class Case:
+    """A spelling: the function, the shapes, and the axes along which each expert has its own scale."""
+
+    function: Any
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    x_axis: int | None = None
+    y_axis: int | None = None
+
+    @property
+    def w_axis(self):
+        return 0 if len(self.w) > 2 and self.y_axis is not None else None
+
+
+def einsum(formula):
+    return lambda x, w: torch.einsum(formula, x, w)
+
+
+CASES = {
+    "x@w": Case(lambda x, w: x @ w, (5, 16, 96), (96, 48)),
+    "vector@w": Case(lambda x, w: x @ w, (96,), (96, 48)),
+    "w@x": Case(lambda x, w: w @ x, (96, 20), (48, 96)),
+    "w@vector": Case(lambda x, w: w @ x, (96,), (48, 96)),
+    "w@batch": Case(lambda x, w: w @ x, (3, 96, 20), (48, 96)),
+    "rmatmul": Case(lambda x, w: w.__rmatmul__(x), (20, 96), (96, 48)),
+    "torch.matmul": Case(lambda x, w: torch.matmul(x, other=w), (2, 3, 16, 96), (96, 48)),
+    "Tensor.matmul": Case(lambda x, w: x.matmul(w), (33, 96), (96, 48)),
+    "linalg": Case(lambda x, w: torch.linalg.matmul(x, w), (33, 96), (96, 48)),
+    "torch.mm": Case(lambda x, w: torch.mm(x, w), (33, 96), (96, 48)),
+    "Tensor.mm": Case(lambda x, w: x.mm(mat2=w), (33, 96), (96, 48)),
+    "mm left": Case(lambda x, w: torch.mm(w, x), (96, 17), (48, 96)),
+    "linear": Case(lambda x, w: F.linear(x, w), (5, 16, 96), (48, 96)),
+    "linear keywords": Case(lambda x, w: F.linear(input=x, weight=w), (33, 96), (48, 96)),
+    "padded": Case(lambda x, w: x @ w, (5, 90), (90, 57)),
+    "w.t()": Case(lambda x, w: x @ w.t(), (33, 96), (48, 96)),
+    "w.T": Case(lambda x, w: torch.matmul(x, w.T), (33, 96), (48, 96)),
+    "w.mT": Case(lambda x, w: x @ w.mT, (33, 96), (48, 96)),
+    "transpose": Case(lambda x, w: x @ w.transpose(-1, -2), (33, 96), (48, 96)),
+    "linear w.t()": Case(lambda x, w: F.linear(x, w.t()), (33, 96), (96, 48)),
+    "w.view": Case(lambda x, w: x @ w.view(96, 48), (33, 96), (96, 4, 12)),
+    "w.unsqueeze": Case(lambda x, w: x @ w[:, None].squeeze(1), (33, 96), (96, 48)),
+    "einsum": Case(einsum("bti,io->bto"), (5, 16, 96), (96, 48)),
+    "einsum spaces": Case(einsum("t i, o i -> t o"), (33, 96), (48, 96)),
+    "einsum dots": Case(einsum("...i,oi->...o"), (5, 16, 96), (48, 96)),
+    "einsum dots only": Case(einsum("...i,oi->...o"), (96,), (48, 96)),
+    "einsum list": Case(lambda x, w: torch.einsum("ti,io->to", [x, w]), (33, 96), (96, 48)),
+    "einsum left": Case(lambda x, w: torch.einsum("oi,bit->bot", w, x), (3, 96, 17), (48, 96)),
+    "einsum heads out": Case(einsum("btd,dhk->bthk"), (2, 16, 96), (96, 4, 12)),
+    "einsum heads turned": Case(einsum("btd,dhk->bhtk"), (2, 16, 96), (96, 4, 12)),
+    "einsum heads in": Case(einsum("bthk,hkd->btd"), (2, 16, 4, 24), (4, 24, 48)),
+    "einsum heads in turned": Case(einsum("bhtk,dhk->btd"), (2, 4, 16, 24), (48, 4, 24)),
+    "bmm": Case(torch.bmm, (4, 20, 96), (4, 96, 48), 0, 0),
+    "Tensor.bmm": Case(lambda x, w: x.bmm(w), (4, 20, 96), (4, 96, 48), 0, 0),
+    "bmm left": Case(lambda x, w: torch.bmm(w, x), (4, 96, 17), (4, 48, 96), 0, 0),
+    "bmm w.mT": Case(lambda x, w: torch.bmm(x, w.mT), (4, 20, 96), (4, 48, 96), 0, 0),
+    "stack": Case(lambda x, w: x @ w, (4, 20, 96), (4, 96, 48), 0, 0),
+    "stack of batches": Case(lambda x, w: x @ w, (3, 4, 20, 96), (4, 96, 48), 1, 1),
+    "stack, one x": Case(lambda x, w: x @ w, (20, 96), (4, 96, 48), None, 0),
+    "einsum stack": Case(einsum("ecd,edf->ecf"), (4, 20, 96), (4, 96, 48), 0, 0),
+    "einsum stack turned": Case(einsum("ecd,efd->ecf"), (4, 20, 96), (4, 48, 96), 0, 0),
+    "einsum stack of batches": Case(einsum("becd,edf->becf"), (3, 4, 20, 96), (4, 96, 48), 1, 1),
+    "einsum stack inside": Case(einsum("bted,edf->btef"), (3, 20, 4, 96), (4, 96, 48), 2, 2),
+    "einsum stack heads": Case(einsum("ecd,edhk->echk"), (4, 20, 96), (4, 96, 4, 12), 0, 0),
+    "slices": Case(
+        lambda x, w: torch.stack([x[i] @ w[i] for i in range(4)]), (4, 20, 96), (4, 96, 48), 0, 0
+    ),
+    "slices turned": Case(
+        lambda x, w: torch.stack([F.linear(x[i], e) for i, e in enumerate(w)]),
+        (4, 20, 96), (4, 48, 96), 0, 0,
+    ),
+    "slices w[i].t()": Case(
+        lambda x, w: torch.stack([x[i] @ w[i].t() for i in range(4)]), (4, 20, 96), (4, 48, 96), 0, 0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_and_gradients_are_those_of_the_rounded_operands(name, device):
+    """FP8 rounding is the only error, and gradients arrive where autograd sends them."""
+    case = CASES[name]
+    model = Bare(case.function, *case.w, device=device)
+    x = torch.randn(case.x, device=device)
+    expected = model(x)
+    bare, _ = fp8(model)
+    gradient = torch.randn_like(expected)
+    y, dx, dw = gradients(model, x, gradient)
+    assert bare.used == {"w"}
+    assert not bare.left
+    assert y.shape == expected.shape
+    assert y.is_contiguous() or not expected.is_contiguous()  # a script may view() it
+    x8 = rounded(x, E4M3, case.x_axis).requires_grad_()
+    w8 = rounded(model.w, E4M3, case.w_axis).requires_grad_()
+    exact = case.function(x8, w8)
+    exact.backward(rounded(gradient, E5M2, case.y_axis))
+    assert_close(y, exact.detach(), "y")
+    assert_close(dx, x8.grad, "dx")
+    assert_close(dw, w8.grad, "dw")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtypes_are_torchs(name, dtype, autocast, device):
+    case = CASES[name]
+    own = torch.float32 if autocast else dtype
+    model = Bare(case.function, *case.w, device=device, dtype=own)
+    x = torch.randn(case.x, device=device, dtype=own)
+    with torch.autocast(device, dtype, enabled=autocast):
+        expected = gradients(model, x)
+        bare, _ = fp8(model)
+        given = gradients(model, x)
+    assert bare.used
+    for a, b in zip(given, expected, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert (a - b).double().norm() <= 0.08 * b.double().norm()
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise", "mxfp8"])
+def test_recipes(recipe, device):
+    model = Bare(lambda x, w: torch.bmm(x @ w[0], w.mT), 4, 64, 96, device=device)
+    x = torch.randn(4, 20, 64, device=device)
+    expected = gradients(model, x)
+    fp8(model, fp8_recipe=recipe)
+    for given, exact in zip(gradients(model, x), expected, strict=True):
+        assert 1e-4 < (given - exact).norm() / exact.norm() < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", ["addmm", "Tensor.addmm", "linear"])
+def test_biases(call, dtype, device):
+    class Biased(Bare):
+        def __init__(self):
+            super().__init__(None, 96, 48, device=device, dtype=dtype)
+            self.b = nn.Parameter(torch.randn(48, device=device).to(dtype))
+
+        def forward(self, x):
+            if call == "addmm":
+                return torch.addmm(self.b, x, self.w)
+            return (
+                self.b.addmm(x, self.w)
+                if call == "Tensor.addmm"
+                else F.linear(x, self.w.t(), self.b)
+            )
+
+    model = Biased()
+    x = torch.randn(33, 96, device=device).to(dtype)
+    plain = copy.deepcopy(model)
+    plain.b.data.zero_()
+    bare, _ = fp8(model)
+    fp8(plain)
+    y, dx, dw, db = gradients(model, x)
+    without = gradients(plain, x)
+    assert bare.used == {"w"}
+    assert y.dtype is db.dtype is dtype
+    assert (y - without[0] - model.b).abs().max() <= 4 * torch.finfo(dtype).eps * y.abs().max()
+    assert_same_bits(dx, without[1])
+    assert_same_bits(dw, without[2])
+    assert (db == 33).all()
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2.0), (0, 1)])
+@pytest.mark.parametrize("rows", [1, 33])
+def test_addmm_adds_what_is_no_bias(beta, alpha, rows, device):
+    added = torch.randn(rows, 48, device=device)
+    if beta == 0:
+        added[:] = torch.nan
+    model = Bare(
+        lambda x, w: torch.addmm(added, x, w, beta=beta, alpha=alpha), 96, 48, device=device
+    )
+    x = torch.randn(33, 96, device=device)
+    expected = model(x)
+    bare, _ = fp8(model)
+    assert (model(x) - expected).norm() < 0.06 * expected.norm()
+    assert bare.used
+
+
+def test_addmm_by_a_parameter_on_the_left(device):
+    added = torch.randn(96, 17, device=device)
+    model = Bare(lambda x, w: torch.addmm(added, w, x), 96, 48, device=device)
+    x = torch.randn(48, 17, device=device)
+    expected = model(x)
+    bare, _ = fp8(model)
+    assert 1e-4 < (model(x) - expected).norm() / expected.norm() < 0.06
+    assert bare.used
+
+
+def test_parts_of_a_parameter_are_cast_as_they_are(device):
+    model = Bare(lambda x, w: x @ w[:, 16:80], 96, 96, device=device)
+    x = torch.randn(33, 96, device=device)
+    bare, _ = fp8(model)
+    y, dx, dw = gradients(model, x)
+    x8, w8 = rounded(x, E4M3), rounded(model.w[:, 16:80], E4M3)
+    assert_close(y, x8 @ w8, "y")
+    assert_close(dx, torch.ones(33, 64).double() @ w8.T, "dx")
+    assert_close(dw[:, 16:80], x8.T @ torch.ones(33, 64).double(), "dw")
+    assert (dw[:, :16] == 0).all()
+    assert casts(bare) == 0  # none that is kept
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(320, 32)
+        self.proj = nn.Linear(32, 32)
+
+    def forward(self, tokens):
+        return F.linear(self.proj(self.embed(tokens)), self.embed.weight)
+
+
+def test_a_tied_head(device):
+    """The product belongs to the module whose forward makes it, not to the one that owns the weight."""
+    model = Tied().to(device)
+    tokens = torch.randint(0, 320, (2, 17), device=device)
+    hidden = model.proj(model.embed(tokens)).detach()
+    bare, _ = fp8(model)
+    y = model(tokens)
+    assert bare.used == {"embed.weight"}  # the Linear's 1024 elements are fewer than min_numel
+    exact = rounded(hidden, E4M3) @ rounded(model.embed.weight, E4M3).T
+    assert_close(y, exact, "y")
+
+
+def test_a_tied_head_of_which_o2_stores_bfloat16(device):
+    model = Bare(F.linear, 96, 64, device=device)
+    model.w.data = model.w.data.bfloat16()
+    fp8(model)
+    y = model(torch.randn(20, 64, device=device))
+    assert y.dtype is torch.float32
+    y.sum().backward()
+    assert model.w.grad.dtype is torch.bfloat16
+
+
+def test_gradients_stop_where_autograd_stops():
+    def stopped(x, w):
+        with torch.no_grad():
+            view = w.t()
+        return F.linear(x, view) + x @ w.detach()
+
+    model = Bare(stopped, 96, 96)
+    bare, _ = fp8(model)
+    x = torch.randn(20, 96, requires_grad=True)
+    model(x).sum().backward()
+    assert model.w.grad is None
+    assert x.grad is not None
+    model.function = torch.matmul
+    model.w.requires_grad_(False)
+    model(x).sum().backward()
+    assert model.w.grad is None
+    model.w.requires_grad_(True)
+    model(x.detach()).sum().backward()
+    assert model.w.grad is not None
+    assert bare.used == {"w"}
+    assert set(bare.left) <= {"neither or both operands are parameters"}  # detach() may be no view
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_gradients(context, device):
+    model = Bare(lambda x, w: F.linear((x + 1) @ w, w), 96, 96, device=device)
+    x = torch.randn(20, 96, device=device)
+    bare, _ = fp8(model)
+    expected = model(x)
+    model.eval()
+    with context():
+        assert_same_bits(model(x), expected.detach())
+    assert not bare.left
+
+
+# --- what is left to torch
+
+LEFT = {
+    "no parameter": (lambda x, w: x @ x.mT, (20, 96), (96, 96), "neither or both"),
+    "two parameters": (lambda x, w: x + w @ w.t(), (96, 96), (96, 96), "neither or both"),
+    "a computed weight": (lambda x, w: x @ (w * 2), (20, 96), (96, 96), "neither or both"),
+    "empty": (lambda x, w: x @ w, (0, 96), (96, 96), "empty"),
+    "small": (lambda x, w: x @ w, (20, 32), (32, 64), "min_numel"),
+    "small experts": (lambda x, w: x @ w, (8, 20, 32), (8, 32, 64), "min_numel"),
+    "vector": (lambda x, w: x @ w, (20, 5000), (5000,), "not a matrix"),
+    "one expert for all": (lambda x, w: x @ w, (1, 20, 96), (4, 96, 96), "stack of experts"),
+    "expanded": (lambda x, w: w.expand(4, -1, -1) @ x, (4, 96, 20), (1, 96, 96), "stack of experts"),
+    "four dimensions": (lambda x, w: x @ w, (2, 3, 20, 96), (2, 3, 96, 96), "not a matrix"),
+    "einsum, sums": (einsum("ti,io->o"), (20, 96), (96, 96), "not one"),
+    "einsum, products": (einsum("ti,io->tio"), (20, 96), (96, 96), "not one"),
+    "einsum, diagonal": (einsum("ii,io->io"), (96, 96), (96, 96), "not one"),
+    "einsum, sum of w": (einsum("ti,io->ti"), (20, 96), (96, 96), "not one"),
+    "einsum, shuffled w": (einsum("thk,hdk->td"), (20, 4, 24), (4, 96, 24), "not one"),
+    "einsum, two batches": (einsum("abti,abio->abto"), (2, 3, 20, 96), (2, 3, 96, 96), "not one"),
+    "einsum, no tokens": (einsum("ei,eio->eo"), (4, 96), (4, 96, 96), "not one"),
+    "einsum, dots in w": (einsum("ti,...io->...to"), (20, 96), (4, 96, 96), "not one"),
+    "einsum, implicit": (einsum("ti,io"), (20, 96), (96, 96), "not one"),
+    "einsum, one": (lambda x, w: torch.einsum("io->oi", w), (20, 96), (96, 96), "not one"),
+    "einsum, three": (
+        lambda x, w: torch.einsum("ti,io,to->t", x, w, x), (20, 96), (96, 96), "not one"
+    ),
+    "out": (
+        lambda x, w: torch.matmul(x, w.detach(), out=torch.empty(20, 96)), (20, 96), (96, 96), None
+    ),
+    "another function": (lambda x, w: F.embedding(x.long().abs(), w) * 2, (20, 96), (96, 96), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_does_not_fit_is_left_to_torch(name):
+    function, x_shape, w_shape, reason = LEFT[name]
+    model = Bare(function, *w_shape)
+    x = torch.randn(x_shape)
+    expected = model(x)
+    bare, _ = fp8(model)
+    assert_same_bits(model(x), expected)
+    assert not bare.used
+    assert reason is None or any(reason in key for key in bare.left)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int32])
+def test_other_dtypes_are_left_to_torch(dtype):
+    model = Bare(torch.matmul, 96, 96)
+    model.w = nn.Parameter((torch.randn(96, 96) * 9).to(dtype), requires_grad=False)
+    x = (torch.randn(20, 96) * 9).to(dtype)
+    expected = model(x)
+    bare, _ = fp8(model)
+    assert_same_bits(torch.view_as_real(model(x)) if dtype.is_complex else model(x),
+                     torch.view_as_real(expected) if dtype.is_complex else expected)  # fmt: skip
+    assert bare.left == {"dtypes": 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "message"),
+    [
+        (torch.matmul, torch.randn(20, 80), "shapes cannot be multiplied"),
+        (torch.mm, torch.randn(2, 20, 96), "must be a matrix"),
+        (torch.matmul, torch.randn(20, 96).half(), "same dtype"),
+        (torch.matmul, torch.randn(()), "at least 1D"),
+        (torch.matmul, [1.0], "must be Tensor"),
+    ],
+)
+def test_errors_are_torchs(function, x, message):
+    model = Bare(function, 96, 96)
+    fp8(model)
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        model(x)
+
+
+def test_pad_and_min_numel(device):
+    model = Bare(torch.matmul, 90, 64, device=device)
+    x = torch.randn(20, 90, device=device)
+    expected = model(x)
+    bare, conversion = fp8(model, pad="skip")
+    assert_same_bits(model(x), expected)
+    assert bare.left == {"sizes that are no multiples of 16": 1}
+    conversion.undo()
+    bare, _ = fp8(model, min_numel=90 * 64 + 1)
+    assert_same_bits(model(x), expected)
+    assert bare.left == {"smaller than min_numel": 1}
+
+
+class Pair(nn.Module):
+    def __init__(self, device="cpu"):
+        super().__init__()
+        self.first = Bare(torch.matmul, 96, 96, device=device)
+        self.head = Bare(torch.matmul, 96, 96, device=device)
+
+    def forward(self, x):
+        return self.head(self.first(x)) @ self.head.w.t()
+
+
+def test_skip(device):
+    model = Pair(device)
+    x = torch.randn(20, 96, device=device)
+    bare, _ = fp8(model, skip=["head"])
+    assert not runs_matmuls(model.head)
+    y = model(x)
+    assert bare.used == {"first.w"}
+    assert bare.left == {"skip": 2}
+    assert_same_bits(y, model.first(x) @ model.head.w @ model.head.w.t())
+    twin = copy.deepcopy(model)
+    assert_same_bits(twin(x), y)
+    assert_same_bits(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
+
+
+# --- the life of a model
+
+
+class Block(nn.Module):
+    """A mixture of experts, each spelling once, with a method that may be checkpointed."""
+
+    def __init__(self, dim=64, experts=2):
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.qkv = nn.Parameter(torch.randn(dim, 3 * dim) * 0.1)
+        self.up = nn.Parameter(torch.randn(experts, dim, 2 * dim) * 0.1)
+        self.down = nn.Parameter(torch.randn(experts, 2 * dim, dim) * 0.1)
+        self.bias = nn.Parameter(torch.randn(dim))
+        self.how = ""
+
+    def attend(self, x):
+        q, k, v = (self.norm(x) @ self.qkv).chunk(3, -1)
+        return x + (q @ k.mT / 8).softmax(-1) @ v  # deterministic in backward, too
+
+    def mix(self, x):
+        h = F.gelu(torch.einsum("etd,edf->etf", x, self.up))
+        return x + torch.bmm(h, self.down) + self.bias
+
+    def forward(self, x):
+        if self.how:
+            x = checkpoint(self.attend, x, use_reentrant=self.how == "reentrant")
+        else:
+            x = self.attend(x)
+        return self.mix(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks=2):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Parameter(torch.randn(96, 64) * 0.1)
+        self.how = ""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, use_reentrant=self.how == "reentrant")
+                if self.how
+                else block(x)
+            )
+        return F.linear(x, self.head)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("where", ["modules", "methods", "both"])
+def test_recomputation_is_fp8_and_bit_identical(how, where, device):
+    model = Stack().to(device)
+    x = torch.randn(2, 33, 64, device=device)
+    exact = gradients(model, x)
+    bare, _ = fp8(model)
+    expected = gradients(model, x)
+    assert len(bare.used) == 7
+    model.how = how if where != "methods" else ""
+    for block in model.blocks:
+        block.how = how if where != "modules" else ""
+    for given, wanted, other in zip(gradients(model, x), expected, exact, strict=True):
+        assert_same_bits(given, wanted)
+        assert not torch.equal(given, other) or (given == given.flatten()[0]).all()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_methods_outside_forward_stay_as_they_are():
+    model = Block()
+    x = torch.randn(2, 33, 64)
+    expected = model.mix(x)
+    fp8(model)
+    assert_same_bits(model.mix(x), expected)
+    assert not torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("how", ["", "non-reentrant"])
+def test_compiles_to_one_graph_with_the_same_bits(how, device):
+    torch._dynamo.reset()
+    model = Stack().to(device)
+    x = torch.randn(2, 33, 64, device=device)
+    fp8(model)
+    expected = gradients(model, x)
+    model.how = how
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(2):
+            for given, wanted in zip(gradients(compiled, x), expected, strict=True):
+                assert_same_bits(given, wanted)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_spelling_compiles(name):
+    torch._dynamo.reset()
+    case = CASES[name]
+    model = Bare(case.function, *case.w)
+    x = torch.randn(case.x)
+    fp8(model)
+    expected = gradients(model, x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for given, wanted in zip(gradients(compiled, x), expected, strict=True):
+        assert_same_bits(given, wanted)
+
+
+def test_blocks_compiled_one_by_one(device):
+    """A compiled block is entered with the mode of the model around it."""
+    torch._dynamo.reset()
+    model = Stack().to(device)
+    x = torch.randn(2, 33, 64, device=device)
+    fp8(model)
+    expected = gradients(model, x)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for given, wanted in zip(gradients(model, x), expected, strict=True):
+        assert_same_bits(given, wanted)
+
+
+def test_weights_are_cast_once_for_all_micro_batches(device):
+    model = Stack().to(device)
+    bare, _ = fp8(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.how = "non-reentrant"
+    for step in range(1, 3):
+        for _ in range(8):
+            model(torch.randn(2, 33, 64, device=device)).sum().backward()
+        optimizer.step()
+        assert casts(bare) == step * (
+            2 * (1 + 2 + 2) + 1
+        )  # two blocks of qkv and 2 × 2 experts; the head
+
+
+def test_a_weight_and_its_transpose_share_codes():
+    model = Bare(lambda x, w: (x @ w) @ w.t(), 96, 64)
+    bare, _ = fp8(model)
+    model(torch.randn(20, 96)).sum().backward()
+    assert casts(bare) == 2  # one in each direction of use
+    model.function = lambda x, w: F.linear(x @ w, w) + F.linear(x, w.t()) @ w.mT
+    model(torch.randn(20, 96)).sum().backward()
+    assert casts(bare) == 2
+
+
+def test_evaluation_reads_weights_anew():
+    model = Bare(torch.matmul, 96, 64)
+    fp8(model)
+    x = torch.randn(20, 96)
+    model(x)
+    model.eval()
+    before = model(x)
+    model.w.data.mul_(2)  # which no version counter shows
+    assert_same_bits(model(x), before * 2)
+
+
+def test_weights_written_in_training_are_cast_again():
+    model = Bare(torch.matmul, 96, 64)
+    fp8(model)
+    x = torch.randn(20, 96)
+    before = model(x)
+    with torch.no_grad():
+        model.w.mul_(2)
+    assert_same_bits(model(x), before * 2)
+    model.w.data = model.w.data * 2
+    assert_same_bits(model(x), before * 4)
+    y = model(x.requires_grad_()).sum()
+    with torch.no_grad():
+        model.w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+class Probe(nn.Module):
+    def forward(self, x):
+        self.modes = torch._C._len_torch_function_stack()
+        return x
+
+
+def test_the_mode_is_entered_once():
+    model = Stack(1)
+    model.blocks.append(Probe())
+    fp8(model)
+    x = torch.randn(2, 16, 64)
+    model(x)
+    assert model.blocks[1].modes == 1
+    assert torch._C._len_torch_function_stack() == 0
+    model.blocks[1].eval()  # whose weights may be another's: codes are not kept in it
+    model(x)
+    assert model.blocks[1].modes == 2
+    with pytest.raises(RuntimeError):
+        model(torch.randn(2, 16, 63))
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_restore_and_state_dict(device):
+    model = Stack().to(device)
+    x = torch.randn(2, 33, 64, device=device)
+    expected, state = gradients(model, x), {k: v.clone() for k, v in model.state_dict().items()}
+    classes, attributes = (
+        [type(m) for m in model.modules()],
+        [set(vars(m)) for m in model.modules()],
+    )
+    signature, text, parameters = (
+        inspect.signature(model.forward),
+        repr(model),
+        list(model.parameters()),
+    )
+    bare, conversion = fp8(model)
+    gradients(model, x)
+    assert bare.used
+    assert runs_matmuls(model)
+    assert isinstance(model, Stack)
+    assert type(model.blocks[0]) is type(model.blocks[1])
+    assert inspect.signature(model.forward) == signature
+    assert repr(model) == text
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == list(state)
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, state[name])
+    conversion.undo()
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    for given, wanted in zip(gradients(model, x), expected, strict=True):
+        assert_same_bits(given, wanted)
+
+
+def test_copies_and_pickles_run_fp8():
+    model = Stack()
+    x = torch.randn(2, 33, 64)
+    bare, conversion = fp8(model)
+    expected = gradients(model, x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert isinstance(twin, Stack)
+        assert runs_matmuls(twin)
+        assert twin._bare_matmuls is twin.blocks[1]._bare_matmuls is not bare
+        for given, wanted in zip(gradients(twin, x), expected, strict=True):
+            assert_same_bits(given, wanted)
+        with torch.no_grad():
+            twin.head.zero_()
+        assert (twin(x) == 0).all()
+    conversion.undo()
+    assert_same_bits(gradients(model, x)[0], gradients(copy.deepcopy(model), x)[0])
+
+
+made = []
+
+
+class Registered(nn.Module, ABC):
+    def __init_subclass__(cls, **options):
+        made.append(cls.__name__)
+        super().__init_subclass__(**options)
+
+    @abstractmethod
+    def forward(self, x): ...
+
+
+class Inherits(Registered):
+    size = 96
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(96, 96))
+
+    def forward(self, x):
+        return x @ self.w
+
+    @torch.compiler.disable
+    def disabled(self, x):
+        return x
+
+
+class Calls(Inherits):
+    @property
+    def disabled(self):  # a method of the base
+        return self.size
+
+    def forward(self, x):
+        return super().forward(x) @ self.w.t()
+
+
+def test_classes_with_bases_metaclasses_and_registries():
+    model = nn.Sequential(Calls(), Inherits())
+    bare, _ = fp8(model)
+    assert made == ["Inherits", "Calls"]
+    model(torch.randn(20, 96))
+    assert bare.used == {"0.w", "1.w"}
+    assert isinstance(model[0], Inherits)
+    assert model[0].disabled == 96
+    assert model[1].disabled(1) == 1
+    assert type(model) is nn.Sequential  # torch's own modules make no products of their own
+
+
+def test_trains_as_without_fp8(device):
+    """Regression to a teacher of the same kind: FP8 follows float32's loss."""
+
+    def losses(convert):
+        torch.manual_seed(0)
+        teacher, model = Stack().to(device), Stack().to(device)
+        if convert:
+            bare, _ = fp8(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        history = []
+        for _ in range(60):
+            x = torch.randn(2, 64, 64, device=device)
+            with torch.no_grad():
+                target = teacher(x)
+            loss = F.mse_loss(model(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        assert not convert or len(bare.used) == 7
+        return history
+
+    exact, given = losses(False), losses(True)
+    last = sum(exact[-10:]) / 10
+    assert last < 0.5 * exact[0]
+    assert abs(sum(given[-10:]) / 10 - last) < 0.05 * last
