@@ -35,8 +35,9 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     """
     fallbacks = _missing_kernels(recipe, device)
     if recipe.compute == "bf16":
-        told = ["matmuls=True changes nothing under bf16 GEMMs"] if recipe.matmuls else []
-        return Compute("bf16", "asked for", fallbacks + told)
+        if recipe.matmuls:
+            fallbacks.append("matmuls=True changes nothing under bf16 GEMMs")
+        return Compute("bf16", "asked for", fallbacks)
     if recipe.compute == "te":
         answer = capability.transformer_engine(device)
         if not answer:

@@ -12,6 +12,7 @@ from torch import nn
 import fp8stack
 from fp8stack import BlockScaledTensor, checkpoint
 from fp8stack.errors import (
+    CheckpointError,
     Fp8StackWarning,
     ModelError,
     UnsupportedDeviceError,

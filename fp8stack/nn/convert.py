@@ -103,7 +103,7 @@ def apply_gemms(
     chooser: Chooser | None = None,
 ) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
-    caches: dict[nn.Parameter, WeightCache] = {}  # one for all layers that share a weight
+    caches: dict[torch.Tensor, WeightCache] = {}  # one for all layers that share a weight
     for _, module in plan.gemm:
         if compute == "te":
             conversion.change(module, TeLinear, te=Engine(Settings.of(recipe), module.weight))

@@ -11,7 +11,6 @@ on an inner layer or another activation is left as it is.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -63,9 +62,13 @@ class FusedSwiGLU(nn.Module):
         return _remake, (type(self).__mro__[2],), self.__dict__
 
 
-@cache
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Fused{cls.__name__}", (FusedSwiGLU, cls), {})
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"Fused{cls.__name__}", (FusedSwiGLU, cls), {})
+    return _CLASSES[cls]
 
 
 def _remake(cls: type[nn.Module]) -> nn.Module:
@@ -131,7 +134,8 @@ def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tenso
     grad = torch.is_grad_enabled()
     dtype = output_dtype(x)
     x8 = cast_input(x, gate.products, train, grad)
-    weights, modes = [], []
+    weights: list[Tensor] = []
+    modes: list[str] = []
     for layer in (gate, up, down):
         weight: Tensor = layer.weight
         codes, mode = layer.products.weights.codes(weight, train, grad)

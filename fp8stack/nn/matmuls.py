@@ -389,7 +389,7 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
         own = getattr(cls, name)
         if not always and not in_backward():
             return own(self, *args, **kwargs)
-        mode = self._bare_matmuls.modes[self.training]
+        mode = self._bare_matmuls.modes[int(self.training)]
         if _get_current_function_mode() is mode:
             return own(self, *args, **kwargs)
         with mode:

@@ -10,7 +10,6 @@ Inductor joins the search for the largest magnitude to whatever made the tensor.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import cache
 from typing import Any, NamedTuple
@@ -70,15 +69,8 @@ def cast_matrix(
     return Operand(plain, scale, turned, scale_t)
 
 
-class _Last(threading.local):
-    """The activation cast last in this thread."""
-
-    tensor: Any = staticmethod(lambda: None)  # a weak reference
-    key: Any = None
-    operand: Operand | None = None
-
-
-_last = _Last()
+_last: list[tuple[Any, Any, Operand]] = []
+"""The activation cast last: a weak reference to it, what it was cast for, its operand. Any thread may replace it."""
 
 
 def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
@@ -92,14 +84,18 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     ):
         return _cast_x(x.detach(), products, train, transposed)
     key = (x._version, products.formats, products.fp8_recipe, _stream(x))
-    if _last.tensor() is x and _last.key == key:
-        operand = _last.operand
-        if operand is not None and (operand.codes_t.numel() or not transposed):
+    for tensor, known, operand in _last[:1]:
+        if tensor() is x and known == key and (operand.codes_t.numel() or not transposed):
             return operand
-    _last.operand = None  # frees it before the next is allocated
+    _last.clear()  # frees it before the next is allocated
     operand = _cast_x(x, products, train, transposed)
-    _last.tensor, _last.key, _last.operand = weakref.ref(x), key, operand
+    _last[:] = [(weakref.ref(x), key, operand)]
     return operand
+
+
+def forget_input() -> None:
+    """Free the codes of the activation cast last, which has no further use once backward begins."""
+    _last.clear()
 
 
 def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
@@ -120,6 +116,8 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
 
 def cast_gradient(grad: Tensor, how: How, need_x: bool, need_w: bool) -> Operand:
     """Return the operand of a layer's incoming gradient [..., cols]."""
+    if not torch.compiler.is_compiling():
+        forget_input()
     fmt = FORMATS[how.formats].g
     if how.fp8_recipe == "current":
         return cast_matrix(grad, fmt, None, need_x, need_w)

@@ -1,0 +1,222 @@
+"""Delayed scaling: the history against a model of it in Python, and the Triton kernels against the reference."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from fp8stack.formats import E4M3, E5M2
+from fp8stack.kernels import cast_delayed as triton
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference import cast_delayed as reference
+from fp8stack.kernels.reference.cast import cast as cast_now
+from fp8stack.kernels.reference.cast_delayed import HEADER, SEEDED, STATES, DelayedState
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+
+NAN, INF = math.nan, math.inf
+OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+MARGINS = pytest.mark.parametrize("margin", [0, 1, 2])
+ALGORITHMS = pytest.mark.parametrize("most_recent", [False, True], ids=["max", "most_recent"])
+FACTORS = [
+    1, 2, 30, 1e6, NAN, 0.0, 3, 0.1, 0.01, INF, 1e-6, 1e-30, 1, 1, -INF, 5, 1e30, 1, 1, 1, 1, 0.0, 7, 7,
+]  # fmt: skip
+
+
+def inputs(shape=(20, 130), dtype=torch.float32):
+    """Yield matrices that grow, shrink, vanish and are not finite: more than a state is young for."""
+    assert len(FACTORS) > SEEDED + 4
+    for factor in FACTORS:
+        x = torch.randn(shape) * (factor if math.isfinite(factor) else 1)
+        if not math.isfinite(factor):
+            x[-1, -1] = factor
+        yield x.clamp(-6e4, 6e4).to(dtype) if dtype is torch.float16 else x.to(dtype)
+
+
+def clean(x):
+    """Return `x` without subnormals, which the interpreter loads as other numbers where they are bfloat16."""
+    return torch.where(x.abs() < 2.0**-126, 0, x) if x.dtype is torch.bfloat16 else x
+
+
+# --- what the history does
+
+
+@OCP
+@MARGINS
+@ALGORITHMS
+def test_the_scale_comes_from_the_amax_of_the_last_casts(fmt, margin, most_recent, device):
+    """A model with a list: what is not finite and what is zero leaves no trace."""
+    state = DelayedState(3, margin, most_recent)
+    past = []
+    for x in inputs():
+        amax = float(x.abs().amax())
+        own = amax if not past else past[-1] if most_recent else max(past[-3:])
+        codes, codes_t, scale = (
+            t.cpu() for t in ops.cast_delayed(x.to(device), fmt, state.handle, True, False)
+        )
+        assert_same_bits(scale, torch.tensor(own) * 2.0**margin / torch.tensor(fmt.max))
+        codes_of_x, values = codes.float()[:20, :130], (x / scale).clamp(-fmt.max, fmt.max)
+        half_step = (values.abs() * 2.0 ** -(fmt.mantissa_bits + 1)).clamp(min=fmt.min_positive / 2)
+        finite = x.isfinite()
+        assert ((codes_of_x - values).abs() <= half_step * 1.0001)[finite].all()
+        assert torch.equal(codes_of_x.isnan(), ~finite)
+        assert codes.view(torch.uint8)[20:].eq(0).all()
+        assert codes.view(torch.uint8)[:, 130:].eq(0).all()
+        assert_same_bits(codes_t.view(torch.uint8), codes.view(torch.uint8).t().contiguous())
+        last = float(scale)
+        if (0 < amax < INF and amax * 2.0**margin / fmt.max >= 2.0**-126) or 0 < amax < INF:
+            past.append(amax)
+        assert float(state.tensor[1]) == pytest.approx(last, nan_ok=True)
+    seen = sorted(float(a) for a in state.tensor[HEADER:])
+    assert seen == pytest.approx(sorted(past[-3:]))
+
+
+@OCP
+def test_the_first_cast_has_the_scale_of_current_scaling(fmt, device):
+    for margin in (0, 2):
+        state = DelayedState(16, margin)
+        x = torch.randn(20, 40, device=device) * 1e-5
+        codes, codes_t, scale = ops.cast_delayed(x, fmt, state.handle, True, False)
+        expected = cast_now(x.cpu() * 1.0, fmt, amax=x.abs().amax().cpu() * 2**margin)
+        for given, same in zip((codes, codes_t, scale), expected, strict=True):
+            assert_same_bits(given, same)
+
+
+def test_without_update_nothing_is_remembered_and_again_repeats_the_last_scale(device):
+    state = DelayedState(4)
+    x = torch.randn(20, 40, device=device)
+    first = ops.cast_delayed(x, E4M3, state.handle, True, False)
+    ops.cast_delayed(8 * x, E4M3, state.handle, True, False)
+    second = ops.cast_delayed(x, E4M3, state.handle, True, False)
+    before = state.tensor.clone()
+    for update_less in (False, True):
+        repeated = ops.cast_delayed(x, E4M3, state.handle, False, update_less)
+        assert_same_bits(state.tensor, before)
+    for given, expected in zip(repeated, second, strict=True):
+        assert_same_bits(given, expected)
+    assert float(second[2]) == pytest.approx(8 * float(first[2]))
+
+
+def test_a_state_is_found_by_its_handle_and_copies_begin_anew(device):
+    state = DelayedState(4, 1, True)
+    ops.cast_delayed(torch.randn(4, 4, device=device), E4M3, state.handle, True, False)
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert STATES[other.handle] is other
+        assert other.handle != state.handle
+        assert (other.history, other.margin, other.most_recent) == (4, 1, True)
+        assert other.tensor is None
+    handle = state.handle
+    del state, other
+    assert handle not in STATES
+
+
+# --- Triton against the reference
+
+
+@OCP
+@MARGINS
+@ALGORITHMS
+def test_a_history_goes_on_as_in_the_reference(fmt, margin, most_recent, kernel_device):
+    """Codes, scales and the state itself after every cast; some update, some do not, some repeat the last scale."""
+    ours, theirs = DelayedState(3, margin, most_recent), DelayedState(3, margin, most_recent)
+    for i, x in enumerate(inputs((20, 130))):
+        for update, again in ((i % 5 != 3, False), (False, True))[: 1 + (i % 3 == 0)]:
+            results = triton.cast_delayed(x.to(kernel_device), fmt, ours, update, again)
+            expected = reference.cast_delayed(x, fmt, theirs, update, again)
+            for n, (given, same) in enumerate(zip(results, expected, strict=True)):
+                assert_same_bits(given, same, f"cast {i}, result {n}")
+            assert_same_bits(ours.tensor, theirs.tensor, f"state after cast {i}")
+            assert ours.parts_on(torch.device(kernel_device)).eq(0).all()
+
+
+@OCP
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1), (1, 130), (130, 1), (64, 128), (65, 257), (2, 3, 40), (0, 4), (70,)],
+    ids=str,
+)
+def test_matrices_cast_as_in_the_reference(fmt, dtype, shape, kernel_device, rough):
+    """Values of all exponents saturate, vanish, and are not finite."""
+    ours, theirs = DelayedState(5), DelayedState(5)
+    for factor in (1.0, 0.5, None, 1.0):
+        if factor is None:
+            x = clean(rough(shape, dtype, 6e4 if dtype is torch.float16 else 1e30))
+        else:
+            x = (torch.randn(shape) * factor).to(dtype)
+        results = triton.cast_delayed(x.to(kernel_device), fmt, ours, True, False)
+        expected = reference.cast_delayed(x, fmt, theirs, True, False)
+        for given, same in zip(results, expected, strict=True):
+            assert_same_bits(given, same)
+        if x.numel():
+            assert_same_bits(ours.tensor, theirs.tensor)
+
+
+def test_views_cast_as_in_the_reference(kernel_device):
+    base = torch.randn(40 * 130 + 4)
+    ours, theirs = DelayedState(5), DelayedState(5)
+    for i in range(6):
+        x = base[i % 3 : i % 3 + 40 * 130].view(40, 130)
+        on_device = base.to(kernel_device)[i % 3 : i % 3 + 40 * 130].view(40, 130)
+        if i > 3:
+            x, on_device = x.t(), on_device.t()
+        results = triton.cast_delayed(on_device, E4M3, ours, True, False)
+        for given, same in zip(
+            results, reference.cast_delayed(x, E4M3, theirs, True, False), strict=True
+        ):
+            assert_same_bits(given, same)
+        assert_same_bits(ours.tensor, theirs.tensor)
+
+
+def test_an_operand_that_is_zero_while_its_state_is_young_loses_one_cast_only(kernel_device):
+    state = DelayedState(4)
+    for _ in range(SEEDED + 1):
+        scale = triton.cast_delayed(torch.zeros(4, 4).to(kernel_device), E4M3, state, True, False)[
+            2
+        ]
+        assert scale == 0
+    x = torch.randn(4, 4).to(kernel_device)
+    triton.cast_delayed(x, E4M3, state, True, False)
+    assert float(triton.cast_delayed(x, E4M3, state, True, False)[2]) == pytest.approx(
+        float(x.abs().amax()) / 448
+    )
+
+
+@pytest.mark.gpu
+@OCP
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 4100), (70001, 129)], ids=str)
+def test_large_matrices_cast_as_in_the_reference(fmt, shape):
+    ours, theirs = DelayedState(1024, 1), DelayedState(1024, 1)
+    for factor in (1, 3, 0.1):
+        x = (torch.randn(shape) * factor).bfloat16()
+        x[-1, -1] = 100 * factor
+        results = triton.cast_delayed(x.cuda(), fmt, ours, True, False)
+        for given, same in zip(
+            results, reference.cast_delayed(x, fmt, theirs, True, False), strict=True
+        ):
+            assert_same_bits(given, same)
+        assert_same_bits(ours.tensor, theirs.tensor)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [2**14, 2**14 + 1], ids=["even", "odd"])
+def test_elements_beyond_two_to_the_31_cast_like_the_first_ones(cols, rows_beyond_int32):
+    x = torch.randn(64, cols, device="cuda").bfloat16()
+    full = x.repeat(rows_beyond_int32 // 64 + 1, 1)[:rows_beyond_int32]
+    first = rows_beyond_int32 // 64 * 64
+    rest = rows_beyond_int32 - first
+    for seeded in (True, False):
+        state = DelayedState(4)
+        if not seeded:
+            state.on(full.device)[:2] = 0.25
+            state.casts = SEEDED
+        codes, codes_t, _ = triton.cast_delayed(full, E4M3, state, True, False)
+        assert_same_bits(codes[first : first + rest], codes[:rest])
+        assert_same_bits(codes_t[:, first : first + rest], codes_t[:, :rest])
+        assert float(state.tensor[HEADER]) == float(x.abs().amax())
+        del codes, codes_t
