@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/optimizers.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/optimizers.md", "docs/compute.md"])
 def test_python_blocks_run(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}

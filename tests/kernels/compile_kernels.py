@@ -10,6 +10,7 @@ out-of-line routines for square roots and quotients of subnormal numbers are lef
 """
 
 import json
+import math
 import re
 import subprocess
 import tempfile
@@ -24,7 +25,7 @@ from triton.compiler import ASTSource
 
 import fp8stack.kernels
 from fp8stack.formats import E4M3, E5M2, FORMATS
-from fp8stack.kernels import norm, quantize, scalars, step
+from fp8stack.kernels import cast, cast_blocks, cast_delayed, norm, quantize, scalars, step, swiglu
 
 ARCHITECTURES = (80, 90)
 MEASURED = {  # a disassembly takes longer than a compilation
@@ -46,12 +47,25 @@ MEASURED = {  # a disassembly takes longer than a compilation
     ("_dequantize_blocks_kernel", "e4m3, bf16"),
     ("_amax_kernel", "bf16"),
     ("_cast_kernel", "e4m3, bf16"),
+    ("_parts_kernel", "bf16"),
+    ("_cast_tiles_kernel", "e4m3, bf16"),
+    ("_cast_tiles_kernel", "e5m2, fp32, any size"),
+    ("_transpose_kernel", "even"),
+    ("_cast_1x128_kernel", "e4m3, bf16"),
+    ("_cast_128x128_kernel", "e4m3, bf16"),
+    ("_cast_delayed_kernel", "e4m3, bf16"),
+    ("_swiglu_cast_kernel", "forward, bf16"),
+    ("_swiglu_cast_kernel", "backward, bf16"),
 }
-INTEGERS = dict.fromkeys(("n_blocks", "blocks_per_row", "cols", "numel", "count"), "i32")
+MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
+INTEGERS = dict.fromkeys(
+    ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", *MULTIPLES), "i32"
+)  # fmt: skip
+ANY = ("blocks_per_row", "count", "rounds", "history")  # which may be no multiple of 16
 TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
     "factor_ptr": "fp32", "group_ptr": "fp64", "group_of_ptr": "i32", "index_ptr": "i32", "steps_ptr": "fp32",
-    "verdict_ptr": "fp32", "skipped_ptr": "fp32",
+    "verdict_ptr": "fp32", "skipped_ptr": "fp32", "parts_ptr": "i32", "state_ptr": "fp32", "seed_ptr": "i32",
 }  # fmt: skip
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
@@ -178,6 +192,49 @@ def tensor_cases(names):
         yield label, pointers, format_constants(fmt, names)
 
 
+SCALES = ("scale_ptr", "scale_t_ptr", "a_scale_ptr", "b_scale_ptr")
+CODES = ("codes_ptr", "codes_t_ptr", "a_ptr", "a_t_ptr", "b_ptr", "b_t_ptr")
+
+
+def matrix_cases(names):
+    """Yield the cases of a kernel that casts tiles of a matrix: operands of FP8 GEMMs."""
+    for fmt, dtype, even in ((E4M3, "bf16", True), (E5M2, "fp32", False), (E4M3, "fp16", False)):
+        if "AGAIN" not in names and dtype == "fp16":
+            continue
+        codes = "fp8e4nv" if fmt is E4M3 else "fp8e5"
+        pointers = dict.fromkeys(("x_ptr", "d_ptr", "g_ptr", "u_ptr"), dtype)
+        pointers |= dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, "fp32")
+        constants = format_constants(fmt, names) | {"EVEN": even, "HARDWARE": None}
+        young = {"SEED": not even, "AGAIN": dtype == "fp16", "UPDATE": dtype != "fp16"}
+        constants |= {name: value for name, value in young.items() if name in names}
+        label = f"{fmt.name}, {dtype}" + ("" if even else ", any size")
+        if "BACKWARD" not in names:
+            both = {n: True for n in ("CODES", "TRANSPOSED") if n in names}
+            yield label, pointers, constants | both
+            continue
+        for name, backward in (("forward", False), ("backward", True)):
+            label = f"{name}, {dtype}" + ("" if even else ", any size")
+            yield label, pointers, constants | {"BACKWARD": backward}
+
+
+def parts_cases(names):
+    for dtype in ("bf16", "fp32"):
+        pointers = dict.fromkeys(("x_ptr", "d_ptr", "g_ptr", "u_ptr"), dtype)
+        yield dtype, pointers, {"BACKWARD": dtype == "bf16"} if "BACKWARD" in names else {}
+
+
+def update_cases(names):
+    for latest in (False, True):
+        constants = {"MOST_RECENT": latest, "MAX": E4M3.max, "HISTORY": 1024}
+        yield "most_recent" if latest else "max", {"scale_ptr": "fp32"}, constants
+
+
+def transpose_cases(names):
+    for even in (True, False):
+        label = "even" if even else "any size"
+        yield label, {"x_ptr": "fp8e4nv", "out_ptr": "fp8e4nv"}, {"EVEN": even}
+
+
 CASES = {
     "_step_kernel": step_cases,
     "_scales_kernel": lambda names: [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
@@ -194,9 +251,39 @@ CASES = {
     "_next_kernel": lambda names: [("", {}, {})],
     "_amax_kernel": tensor_cases,
     "_cast_kernel": tensor_cases,
+    "_parts_kernel": parts_cases,
+    "_cast_tiles_kernel": matrix_cases,
+    "_transpose_kernel": transpose_cases,
+    "_cast_1x128_kernel": matrix_cases,
+    "_cast_128x128_kernel": matrix_cases,
+    "_seed_kernel": parts_cases,
+    "_cast_delayed_kernel": matrix_cases,
+    "_update_kernel": update_cases,
+    "_swiglu_parts_kernel": parts_cases,
+    "_swiglu_cast_kernel": matrix_cases,
 }
-SIZES = {"BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": scalars.SIZE}
+SIZES = {
+    "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": scalars.SIZE, "PARTS": cast.PARTS,
+}  # fmt: skip
+TILES = {  # [rows, columns] of one program
+    "_cast_tiles_kernel": (cast.TILE, cast.TILE),
+    "_transpose_kernel": (cast.TILE, cast.TILE),
+    "_cast_1x128_kernel": (128, 128),
+    "_cast_128x128_kernel": (128, 128),
+    "_cast_delayed_kernel": (cast_delayed.ROWS, cast_delayed.COLS),
+    "_swiglu_cast_kernel": (swiglu.ROWS, swiglu.COLS),
+}
 LAUNCHES = {
+    "_parts_kernel": cast._launch_parts.options,
+    "_cast_tiles_kernel": cast._launch_cast.options,
+    "_transpose_kernel": cast._launch_transpose.options,
+    "_cast_1x128_kernel": cast_blocks._launch_1x128.options,
+    "_cast_128x128_kernel": cast_blocks._launch_128x128.options,
+    "_seed_kernel": cast_delayed._launch_seed.options,
+    "_cast_delayed_kernel": cast_delayed._launch_cast.options,
+    "_update_kernel": cast_delayed._launch_update.options,
+    "_swiglu_parts_kernel": swiglu._launch_parts.options,
+    "_swiglu_cast_kernel": swiglu._launch_cast.options,
     "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1}, "_next_kernel": {"num_warps": 1},
     "_scalars_kernel": {"num_warps": 4, "enable_fp_fusion": False},
 }  # fmt: skip
@@ -206,13 +293,19 @@ def compile_case(kernel, pointers, constants, architecture, options):
     """Return the compiled kernel."""
     names = kernel.arg_names
     if "HARDWARE" in constants:  # as `fp8.casts_in_hardware` decides
-        constants = constants | {"HARDWARE": constants["EMIT"] and architecture >= 90}
-    types = INTEGERS | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
+        constants = constants | {"HARDWARE": constants.get("EMIT", True) and architecture >= 90}
+    types = (
+        INTEGERS
+        | {"growth": "fp32"}
+        | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
+    )
+    if architecture < 89:  # which has no such type; casts to it never run there
+        types = {name: dtype.replace("fp8e4nv", "u8") for name, dtype in types.items()}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     odd = not constants.get("EVEN", True)
     aligned = [
         n for n in names
-        if n.endswith("_ptr") or (n in INTEGERS and n not in ("blocks_per_row", "count") and not odd)
+        if n.endswith("_ptr") or n in MULTIPLES or (n in INTEGERS and n not in ANY and not odd)
     ]  # fmt: skip
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
@@ -274,16 +367,17 @@ def specializations():
         sizes = {n: getattr(module, n, size) for n, size in SIZES.items() if n in kernel.arg_names}
         for label, pointers, constants in CASES.get(name, lambda names: [])(kernel.arg_names):
             pointers = {n: dtype for n, dtype in pointers.items() if n in kernel.arg_names}
-            yield name, label, kernel, pointers, sizes | constants
+            tile = {"ROWS": TILES[name][0], "COLS": TILES[name][1]} if name in TILES else {}
+            tile = {n: size for n, size in tile.items() if n in kernel.arg_names}
+            yield name, label, kernel, pointers, sizes | tile | constants
 
 
 def main():
     results, measurements, errors = [], [], []
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
         for name, label, kernel, pointers, constants in specializations():
-            elements = constants.get("FLAT") or 128 * (
-                constants.get("BLOCKS") or constants.get("TILE", 1)
-            )
+            elements = math.prod(TILES.get(name, ())) if name in TILES else constants.get("FLAT")
+            elements = elements or 128 * (constants.get("BLOCKS") or constants.get("TILE", 1))
             for architecture in ARCHITECTURES:
                 options = LAUNCHES.get(name, quantize.LAUNCH)
                 try:
