@@ -24,7 +24,7 @@ from torch import Tensor
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast import aligned
 
 _BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
@@ -178,6 +178,7 @@ def cast(
     """Quantize a matrix with one scale."""
     if not x.is_contiguous():
         x = x.detach().contiguous()
+    x = without_single_column(x)
     numel, cols, device, dtype = x.numel(), x.shape[-1], x.device, fmt.dtype
     g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, amax is not None, device)
     out = x.new_empty(g.shape, dtype=dtype)

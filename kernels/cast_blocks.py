@@ -16,7 +16,7 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast_blocks import Codes, in_fours, padded
 
 _BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
@@ -105,7 +105,8 @@ def _cast(
     scale: Tensor,
     scale_t: Tensor,
 ) -> Codes:
-    x = x if x.is_contiguous() else x.detach().contiguous()
+    x = without_single_column(x if x.is_contiguous() else x.detach().contiguous())
+    cols = x.shape[-1]
     down, across = padded(rows), padded(cols)
     codes = x.new_empty((down, across), dtype=fmt.dtype)
     codes_t = x.new_empty((across, down), dtype=fmt.dtype)

@@ -18,7 +18,7 @@ from fp8stack.formats import MiniFloat
 
 from .cast import FLAT, PARTS
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
 
@@ -124,7 +124,7 @@ def cast_delayed(
     Tensor, Tensor, Tensor
 ]:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
     """Quantize a matrix with the scale in `of`."""
-    x = x if x.is_contiguous() else x.detach().contiguous()
+    x = without_single_column(x if x.is_contiguous() else x.detach().contiguous())
     numel, cols = x.numel(), x.shape[-1]
     rows = numel // max(cols, 1)
     rows16, cols16 = aligned(rows), aligned(cols)

@@ -106,13 +106,13 @@ class BareMatmuls:
     def products_of(self, weight: Tensor, parameter: Tensor, turned: bool) -> Products:
         """Return how to multiply by `weight`, a matrix that is `parameter` or a view of it."""
         if torch.compiler.is_compiling():
-            return self._transient[turned]
+            return self._transient[int(turned)]
         entry = self._entry(parameter)
         self.used.add(entry.name or "unnamed")
         slice_of = parameter.numel() // (parameter.shape[0] if parameter.dim() > 2 else 1)
         # FSDP's whole weights are not the model's: their memory is rewritten without a trace.
         if not entry.name or weight.numel() not in (parameter.numel(), slice_of):
-            return self._transient[turned]
+            return self._transient[int(turned)]
         place = turned, weight.storage_offset(), weight.shape, weight.stride()
         if place not in entry.products:
             entry.products[place] = self._products(_ViewCache, weight, turned)

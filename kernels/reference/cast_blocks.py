@@ -66,8 +66,8 @@ def cast_128x128(
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
     inverse = inverse[:, None, :, None]
     codes = cast_finite(torch.where(inverse > 0, squares * inverse, 0.0), fmt).reshape(x.shape)
-    forward = pad(scale, (0, in_fours(cols) - cols)).t()
-    backward = pad(scale.t(), (0, in_fours(rows) - rows)).t()
+    forward = pad(scale, (0, in_fours(cols) - cols)).contiguous().t()
+    backward = pad(scale.t(), (0, in_fours(rows) - rows)).contiguous().t()
     return codes, forward, codes.t().contiguous(), backward
 
 

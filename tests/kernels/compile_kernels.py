@@ -59,9 +59,17 @@ MEASURED = {  # a disassembly takes longer than a compilation
 }
 MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
 INTEGERS = dict.fromkeys(
-    ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", *MULTIPLES), "i32"
+    ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", "block_rows", "stride_r",
+     "stride_c", *MULTIPLES), "i32",
 )  # fmt: skip
-ANY = ("blocks_per_row", "count", "rounds", "history")  # which may be no multiple of 16
+ANY = (
+    "blocks_per_row",
+    "count",
+    "rounds",
+    "history",
+    "block_rows",
+    "stride_c",
+)  # which may be no multiple of 16
 TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
     "factor_ptr": "fp32", "group_ptr": "fp64", "group_of_ptr": "i32", "index_ptr": "i32", "steps_ptr": "fp32",
@@ -235,6 +243,13 @@ def transpose_cases(names):
         yield label, {"x_ptr": "fp8e4nv", "out_ptr": "fp8e4nv"}, {"EVEN": even}
 
 
+def count_cases(names):
+    for dtype, blocks in (("bf16", False), ("fp32", True)):
+        pointers = {"x_ptr": dtype, "scale_ptr": "fp32", "out_ptr": "i64"}
+        constants = {"ZERO": 2.0**-10, "CLIPPED": 464.0, "BLOCKS": blocks}
+        yield f"{dtype}, blocks" if blocks else dtype, pointers, constants
+
+
 CASES = {
     "_step_kernel": step_cases,
     "_scales_kernel": lambda names: [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
@@ -251,6 +266,7 @@ CASES = {
     "_next_kernel": lambda names: [("", {}, {})],
     "_amax_kernel": tensor_cases,
     "_cast_kernel": tensor_cases,
+    "_count_kernel": count_cases,
     "_parts_kernel": parts_cases,
     "_cast_tiles_kernel": matrix_cases,
     "_transpose_kernel": transpose_cases,

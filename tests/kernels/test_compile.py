@@ -34,7 +34,28 @@ BUDGETS = {  # (kernel, case): instructions an element
     ("_dequantize_blocks_kernel", "e4m3, bf16"): 13.5,
     ("_amax_kernel", "bf16"): 5.6,
     ("_cast_kernel", "e4m3, bf16"): 17.5,
+    ("_parts_kernel", "bf16"): 8.1,
+    ("_cast_tiles_kernel", "e4m3, bf16"): 21.5,
+    ("_cast_tiles_kernel", "e5m2, fp32, any size"): 23.5,
+    ("_transpose_kernel", "even"): 5.6,
+    ("_cast_1x128_kernel", "e4m3, bf16"): 54,
+    ("_cast_128x128_kernel", "e4m3, bf16"): 24.5,
+    ("_cast_delayed_kernel", "e4m3, bf16"): 32.5,
+    ("_swiglu_cast_kernel", "forward, bf16"): 40.5,
+    ("_swiglu_cast_kernel", "backward, bf16"): 65.5,
 }
+ON_HOPPER = {  # where the hardware casts, budgets are as tight
+    ("_cast_tiles_kernel", "e4m3, bf16"): 11.7,
+    ("_cast_tiles_kernel", "e5m2, fp32, any size"): 13.3,
+    ("_cast_1x128_kernel", "e4m3, bf16"): 33.5,
+    ("_cast_128x128_kernel", "e4m3, bf16"): 14,
+    ("_cast_delayed_kernel", "e4m3, bf16"): 17,
+    ("_swiglu_cast_kernel", "forward, bf16"): 31.5,
+    ("_swiglu_cast_kernel", "backward, bf16"): 47.5,
+}
+CASTS = {  # kernels that use the hardware's cast where there is one
+    "_cast_tiles_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel", "_cast_delayed_kernel", "_swiglu_cast_kernel",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +84,33 @@ def is_exact(result):
     """Return whether a kernel is to round as the reference does, operation by operation."""
     if result["kernel"] == "_step_kernel":
         return "exact" in result["case"]
+    if result["kernel"].startswith("_swiglu"):  # whose exponential is the GPU's
+        return False
     return (result["kernel"], result["case"]) != ("_scalars_kernel", "adam")  # powers, in float64
 
 
 @pytest.mark.parametrize("forbidden", ["fused", "flushing", "approximate", "fp8"])
 def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden):
-    """No multiply-add, flush of subnormals, approximate division or root, or FP8 cast of the hardware."""
+    """No multiply-add, flush of subnormals, approximate division or root, or FP8 cast of the hardware but in casts."""
     exact = [r for r in compiled["results"] if is_exact(r)]
-    assert {r["kernel"] for r in exact} == set(compiled["kernels"])
+    inexact = {"_swiglu_parts_kernel", "_swiglu_cast_kernel"}
+    assert {r["kernel"] for r in exact} == set(compiled["kernels"]) - inexact
+    if forbidden == "fp8":
+        exact = [r for r in exact if r["kernel"] not in CASTS]
     assert [r for r in exact if r[forbidden]] == []
+
+
+def test_casts_use_the_hardware_where_it_rounds_as_we_do(compiled):
+    casts = [r for r in compiled["results"] if r["kernel"] in CASTS]
+    assert {r["kernel"] for r in casts} == CASTS
+    assert all((r["fp8"] > 0) == (r["sm"] == 90) for r in casts)
 
 
 def test_fast_steps_approximate_but_use_no_fp8_hardware(compiled):
     """An approximate root and reciprocal per element are all that they flush or approximate."""
     fast = [r for r in compiled["results"] if r["kernel"] == "_step_kernel" and not is_exact(r)]
     assert fast
-    hardware = [r for r in compiled["results"] if r["fp8"]]
+    hardware = [r for r in compiled["results"] if r["fp8"] and r["kernel"] not in CASTS]
     assert all("emits" in r["case"] and r["sm"] == 90 for r in hardware)
     assert len(hardware) == 1
     for r in fast:
@@ -93,13 +125,12 @@ def test_kernels_stay_within_their_instruction_budgets(compiled):
     }
     assert {key[:2] for key in measured} == set(BUDGETS)
     assert len(measured) == 2 * len(BUDGETS)
+    over = {}
     for (kernel, case, sm), r in measured.items():
-        print(f"{kernel:26} {case:44} sm_{sm} {r['instructions']:6.1f} of {BUDGETS[kernel, case]}, "
+        budget = (BUDGETS | ON_HOPPER if sm == 90 else BUDGETS)[kernel, case]
+        print(f"{kernel:26} {case:44} sm_{sm} {r['instructions']:6.1f} of {budget}, "
               f"{r['special']:.2f} special")  # fmt: skip
-    over = {
-        key: r["instructions"]
-        for key, r in measured.items()
-        if r["instructions"] > BUDGETS[key[:2]]
-    }
+        if r["instructions"] > budget:
+            over[kernel, case, sm] = r["instructions"]
     assert over == {}
     assert [key for key, r in measured.items() if r["spills"]] == []

@@ -1,0 +1,309 @@
+"""What is cast and when: weights once for each change of them, inputs once for all layers that read them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from layers import QKV, RECIPES, casts_of, count_casts, linear, native, results
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+KEEPS = pytest.mark.parametrize("keep", ["fp8+t", "fp8"])
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
+
+
+def assert_fresh(layer, x):
+    """Fail unless the layer computes with the weight that it has now."""
+    copy_of = copy.deepcopy(layer)
+    for given, expected in zip(results(layer, x), results(copy_of, x), strict=True):
+        assert_same_bits(given, expected)
+
+
+# --- weights
+
+
+@RECIPE
+@KEEPS
+def test_a_weight_is_cast_once_for_eight_micro_batches(recipe, keep, device):
+    layer = linear(device=device, fp8_recipe=recipe, weight_cache=keep)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    for step in range(3):
+        for _ in range(8):
+            layer(torch.randn(16, 32, device=device, requires_grad=True)).sum().backward()
+        assert casts_of(layer) == step + 1
+        optimizer.step()
+
+
+@RECIPE
+@KEEPS
+@REENTRANT
+def test_recomputation_casts_no_weight(recipe, keep, reentrant, device, monkeypatch):
+    layer = linear(48, 16, device=device, fp8_recipe=recipe, weight_cache=keep)
+    seen = count_casts(monkeypatch)
+    for _ in range(8):
+        x = torch.randn(32, 48, device=device, requires_grad=True)
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert casts_of(layer) == 1
+    assert seen.count((16, 48)) == 1
+    # the input, and again in each backward, unless it is the very tensor that was cast last
+    inputs = 16 if reentrant else 8
+    assert seen.count((32, 48)) == inputs
+    assert len(seen) == 1 + inputs + 8
+
+
+def test_without_a_cache_every_pass_casts(device, monkeypatch):
+    layer = linear(48, 16, device=device, weight_cache="off")
+    seen = count_casts(monkeypatch)
+    for _ in range(8):
+        layer(torch.randn(32, 48, device=device, requires_grad=True)).sum().backward()
+    assert casts_of(layer) == 8
+    assert seen.count((16, 48)) == 16
+    assert layer.products.weights._codes is None
+
+
+class ThroughData(torch.optim.Optimizer):
+    """An optimizer as extensions write them: the weight's version counter does not see the change."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.5)
+
+
+def change_in_place(layer):
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def load(layer):
+    layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()})
+
+
+def step_adamw(layer):
+    torch.optim.AdamW(layer.parameters(), lr=0.1).step()
+
+
+def step_through_data(layer):
+    ThroughData(layer.parameters()).step()
+
+
+def replace_data(layer):
+    layer.weight.data = layer.weight.data * 3
+
+
+@RECIPE
+@KEEPS
+@pytest.mark.parametrize(
+    "change", [step_adamw, step_through_data, change_in_place, load, replace_data]
+)
+def test_a_changed_weight_is_cast_anew(recipe, keep, change, device):
+    layer = linear(device=device, fp8_recipe=recipe, weight_cache=keep)
+    x = torch.randn(16, 32, device=device)
+    before = results(layer, x)
+    for _ in range(2):
+        change(layer)
+        after = results(layer, x)
+        assert not torch.equal(after[0], before[0])
+        assert not torch.equal(after[1], before[1])
+        assert_fresh(layer, x)
+        before = after
+    assert casts_of(layer) == 3
+
+
+def test_evaluation_always_casts_anew(device):
+    """Moving averages are swapped in through .data, which leaves no trace."""
+    layer = linear(device=device)
+    x = torch.randn(16, 32, device=device)
+    trained, kept = results(layer, x)[0], layer.weight.data.clone()
+    layer.eval()
+    layer.weight.data.copy_(torch.randn_like(kept))
+    swapped = layer(x)
+    assert not torch.equal(swapped, trained)
+    assert_same_bits(swapped, copy.deepcopy(layer)(x))
+    layer.weight.data.copy_(kept)
+    assert_same_bits(layer(x), trained)
+    layer.train()
+    assert_same_bits(layer(x), trained)
+
+
+def test_layers_that_share_a_weight_share_its_codes(device):
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 32))
+    model[2].weight = model[0].weight
+    model = native(model, device)
+    x = torch.randn(16, 32, device=device)
+    first = results(model, x)
+    assert model[0].products.weights is model[2].products.weights
+    assert model[3].products.weights is not model[0].products.weights
+    assert casts_of(model[0]) == 1
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(results(model, x)[0], first[0])
+    assert casts_of(model[0]) == 2
+
+
+@RECIPE
+@pytest.mark.parametrize("size", [(32, 32), (40, 130)], ids=str)
+def test_what_is_kept_of_a_weight_changes_no_bit(recipe, size, device):
+    given = {}
+    for keep in ("fp8+t", "fp8", "off"):
+        torch.manual_seed(1)
+        layer = linear(*size, device=device, fp8_recipe=recipe, weight_cache=keep)
+        inputs = [torch.randn(5, 7, size[0], device=device) * 2.0**i for i in range(3)]
+        given[keep] = [t for x in inputs for t in results(layer, x, torch.randn_like(layer(x)))]
+    for keep in ("fp8", "off"):
+        for one, other in zip(given[keep], given["fp8+t"], strict=True):
+            assert_same_bits(one, other, keep)
+
+
+@RECIPE
+def test_copies_compute_the_same_and_live_their_own_life(recipe, device):
+    model = native(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), device, fp8_recipe=recipe)
+    x = torch.randn(16, 32, device=device)
+    expected = results(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        if recipe == "delayed":  # whose copies learn their scales anew
+            error = (results(other, x)[0] - expected[0]).norm()
+            assert error < 0.05 * expected[0].norm()
+        else:
+            for given, same in zip(results(other, x), expected, strict=True):
+                assert_same_bits(given, same)
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        assert not torch.equal(results(other, x)[0], expected[0])
+    if recipe != "delayed":
+        assert_same_bits(results(model, x)[0], expected[0])
+
+
+# --- inputs
+
+
+@RECIPE
+def test_an_input_of_three_layers_is_cast_once(recipe, device, monkeypatch):
+    model = native(QKV(), device, fp8_recipe=recipe)
+    alone = copy.deepcopy(model)
+    seen = count_casts(monkeypatch)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    y = model(x)
+    assert seen == [(16, 32), *[(32, 32)] * 3]
+    y.sum().backward()
+    assert len(seen) == 4 + 3  # and the gradient of each
+    if recipe != "delayed":  # whose three layers would have three histories
+        parts = [layer(x.detach().clone()) for layer in (alone.q, alone.k, alone.v)]
+        assert_same_bits(parts[0] + parts[1] * parts[2], y)
+
+
+def test_an_input_changed_in_place_is_cast_again(device):
+    layer = linear(device=device)
+    x = torch.randn(16, 32, device=device)
+    first = layer(x)
+    x.mul_(2)
+    assert_same_bits(layer(x), layer(x.clone()))
+    assert not torch.equal(layer(x), first)
+
+
+def test_a_new_input_at_the_address_of_the_last_is_cast(device):
+    layer = linear(device=device)
+    addresses = set()
+    for i in range(20):
+        x = torch.full((16, 32), float(i), device=device)
+        addresses.add(x.data_ptr())
+        expected = layer(torch.full((16, 32), float(i), device=device) + 0)
+        assert_same_bits(layer(x), expected)
+        del x, expected
+    assert len(addresses) < 20  # else this shows nothing
+
+
+def test_codes_made_without_gradients_do_for_a_forward_pass_only(device, monkeypatch):
+    layer = linear(48, 16, device=device)
+    x = torch.randn(32, 48, device=device)
+    with torch.no_grad():
+        expected = layer(x)
+    seen = count_casts(monkeypatch)
+    y = layer(x)
+    assert seen.count((32, 48)) == 1  # again, for the layout that backward needs
+    assert_same_bits(y, expected)
+    y.sum().backward()
+    assert_same_bits(layer.weight.grad, results(layer, x)[2])
+    with torch.no_grad():
+        layer(x)
+    seen.clear()
+    y = layer(x)
+    with torch.no_grad():
+        layer(x)
+    assert seen.count((32, 48)) <= 1
+
+
+def test_layers_of_other_formats_do_not_share_codes(device):
+    torch.manual_seed(3)
+    e4m3 = linear(device=device, fp8_format="e4m3")
+    e5m2 = linear(device=device, fp8_format="e5m2")
+    x = torch.randn(16, 32, device=device)
+    expected = e5m2(x.clone())
+    e4m3(x)
+    assert_same_bits(e5m2(x), expected)
+
+
+@pytest.mark.gpu
+def test_codes_are_not_shared_with_another_stream():
+    """Which has not waited for them. The first stream is held up, so that codes taken from it would be wrong."""
+    layer = linear(512, 512, device="cuda").eval()
+    other = torch.cuda.Stream()
+    x = torch.randn(512, 512, device="cuda")
+    expected = layer(x.clone())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    layer(x)
+    with torch.cuda.stream(other):
+        y = layer(x)
+    other.synchronize()
+    assert_same_bits(y, expected)
+    torch.cuda.synchronize()
+
+
+# --- backward
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keep"),
+    [(r, k) for r in RECIPES for k in ("fp8+t", "fp8", "off") if (r, k) != ("blockwise", "off")],
+)
+def test_saves_fp8_codes_of_the_input_and_nothing_of_it_besides(recipe, keep):
+    """One byte an element, and the weight's codes, which the cache holds anyway (none with "off")."""
+    layer = linear(256, 128, bias=False, fp8_recipe=recipe, weight_cache=keep)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(384, 256, requires_grad=True))
+    cached = layer.products.weights._codes or ()
+    own = [t for t in saved if t is not layer.weight and all(t is not c for c in cached)]
+    scales = {"current": 4, "delayed": 4, "blockwise": 4 * 256 * 3}[recipe]
+    slack = 256 * 128 // 100  # scales of the weight
+    assert sum(t.nbytes for t in own) <= 384 * 256 + scales + slack
+    assert any(t is layer.weight for t in saved)
+    assert all(t.element_size() == 1 or t.numel() < 1000 for t in own)
+
+
+@RECIPE
+@pytest.mark.parametrize("keep", ["fp8+t", "fp8", "off"])
+def test_backward_through_a_weight_that_changed_since_is_torchs_error(recipe, keep, device):
+    layer = linear(device=device, fp8_recipe=recipe, weight_cache=keep)
+    y = layer(torch.randn(16, 32, device=device, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_second_backward_needs_the_graph_and_gives_the_same(device):
+    layer = linear(device=device)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    y = layer(x).sum()
+    y.backward(retain_graph=True)
+    first = layer.weight.grad.clone()
+    y.backward()
+    assert_same_bits(layer.weight.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
