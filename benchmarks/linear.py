@@ -11,7 +11,8 @@
 | GEMMs alone | ms of the three products by themselves: torch.mm for bf16, else torch._scaled_mm with one scale    |
 | floor       | ms of the flops at the rate of a large product and of the casts' bytes at the rate of a copy, summed |
 | of floor    | floor over ms                                                                                      |
-| CPU µs      | of the host until all is queued, weights kept, averaged over `--iterations` in short bursts          |
+| CPU µs      | of the host until all is queued, weights kept: in a chain of 16 such layers, for one; by itself, one |
+|             | waits for autograd's thread too (`alone_cpu_us` in a record, and CPU µs where sizes do not chain)    |
 | kernels     | launched, weights kept, memcpy and memset aside (a record has both, and those with weights cast)     |
 
 Bytes of a cast, an element: read once (2, twice with current scaling, which needs the maximum first) and written in
@@ -68,6 +69,7 @@ VARIANTS = [
     Variant("torchao tensorwise", "torchao", "tensorwise"),
 ]  # fmt: skip
 BURST = 10  # iterations; no more kernels than a GPU's queue takes without blocking the host
+CHAIN = 16
 MULTIPLIES = re.compile("gemm|nvjet|cutlass|splitk|cublas", re.IGNORECASE)  # names of kernels
 COLUMNS = {"ms": "ms", "cached ms": "cached_ms", "GEMM": "gemm_ms", "rest": "rest_ms"}
 COLUMNS |= {"GEMMs alone": "gemms_alone_ms", "floor": "floor_ms", "of floor": "of_floor"}
@@ -75,42 +77,45 @@ COLUMNS |= {"CPU µs": "cpu_us", "kernels": "launches"}
 
 
 def make_step(
-    variant: Variant, shape: Shape, device: str, scopes: ExitStack
+    variant: Variant, shape: Shape, device: str, scopes: ExitStack, layers: int = 1
 ) -> Callable[[bool], None]:
     """Return what runs forward and backward, the argument telling whether kept codes of the weight may be used."""
     tokens, inner, outer = shape
     torch.manual_seed(0)
-    plain = nn.Linear(inner, outer, bias=False, device=device, dtype=torch.bfloat16)
-    model, scope = convert(nn.Sequential(plain), variant, device)
-    layer = model[0]
+    kind = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    plain = [nn.Linear(inner, outer, **kind) for _ in range(layers)]
+    model, scope = convert(nn.Sequential(*plain), variant, device)
+    layer = model if layers > 1 else model[0]
     scopes.enter_context(scope())  # once, as a model would, not once a layer
     scopes.callback(id, model)  # keeps it alive, and with it what initialize holds for it
     x = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(tokens, outer, device=device, dtype=torch.bfloat16)
-    bump, weight = torch.autograd.graph.increment_version, layer.weight
+    bump, weights = torch.autograd.graph.increment_version, list(model.parameters())
     activations = [x, gradient]
 
     def step(cached: bool) -> None:
-        x.grad = weight.grad = None
+        x.grad = None
+        for weight in weights:
+            weight.grad = None
         bump(activations)
         if not cached:
-            bump(weight)
+            bump(weights)
         layer(x).backward(gradient)
 
     return step
 
 
-def time_host(work: Callable[[], Any], iterations: int, cuda: bool) -> float:
-    """Return the mean µs of the host in one call, in bursts that nothing is queued before."""
+def time_host(work: Callable[[], Any], iterations: int, cuda: bool, burst: int = BURST) -> float:
+    """Return the µs of the host in one call: the median of bursts that nothing is queued before."""
     means = []
-    for _ in range(max(1, iterations // BURST)):
+    for _ in range(max(1, iterations // burst)):
         if cuda:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(BURST):
+        for _ in range(burst):
             work()
-        means.append(1e6 * (time.perf_counter() - start) / BURST)
-    return statistics.mean(means)
+        means.append(1e6 * (time.perf_counter() - start) / burst)
+    return statistics.median(means)
 
 
 def time_queued(work: Callable[[], Any], bursts: int, cuda: bool) -> float:
@@ -171,7 +176,13 @@ def measure(variant: Variant, shape: Shape, rates: Numbers, options: argparse.Na
         numbers: Numbers = {"ms": time_queued(cast, options.bursts, cuda)}
         numbers["cached_ms"] = time_queued(keep, options.bursts, cuda)
         numbers["cast_cpu_us"] = time_host(cast, options.iterations, cuda)
-        numbers["cpu_us"] = time_host(keep, options.iterations, cuda)
+        numbers["alone_cpu_us"] = numbers["cpu_us"] = time_host(keep, options.iterations, cuda)
+    if shape[1] == shape[2]:
+        with ExitStack() as scopes:
+            chain = make_step(variant, shape, options.device, scopes, CHAIN)
+            keep = partial(chain, True)
+            time_host(keep, 3, cuda, 1)
+            numbers["cpu_us"] = time_host(keep, options.iterations, cuda, 1) / CHAIN
     numbers["gemms_alone_ms"] = time_gemms(variant, shape, options)
     numbers["floor_ms"] = find_floor(variant, shape, rates)
     numbers["of_floor"] = numbers["floor_ms"] / numbers["ms"]
