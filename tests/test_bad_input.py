@@ -6,7 +6,13 @@ from helpers import TinyLM, batch, train
 from torch import nn
 
 import fp8stack
-from fp8stack.errors import ConfigError, Fp8StackWarning, GradientError, ModelError
+from fp8stack.errors import (
+    ConfigError,
+    Fp8StackWarning,
+    GradientError,
+    ModelError,
+    UnsupportedDeviceError,
+)
 from fp8stack.levels import recipe_for
 
 
@@ -68,6 +74,54 @@ def test_wrong_option(model, optimizer, options, match):
     refused(model, optimizer, ConfigError, match, "O2", **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"fp8_recipe": "delyed"},
+            r"fp8_recipe='delyed' is not a choice.*Did you mean \"delayed\"",
+        ),
+        ({"fp8_recipe": "block"}, r'is not a choice; use one of "current", "delayed", "blockwise"'),
+        ({"fp8_recipe": ["current"]}, "is not a choice"),
+        ({"fp8_margin": 1}, "fp8_margin=1 is of delayed scaling.*fp8_recipe='current' keeps no"),
+        ({"fp8_margin": 1, "fp8_recipe": "blockwise"}, "fp8_margin=1 is of delayed scaling"),
+        ({"amax_history_len": 16}, "amax_history_len=16 is of delayed scaling"),
+        ({"amax_compute_algo": "most_recent"}, "amax_compute_algo='most_recent' is of delayed"),
+        ({"fp8_recipe": "delayed", "fp8_margin": -1}, "fp8_margin=-1 must be an integer >= 0"),
+        ({"fp8_recipe": "delayed", "fp8_margin": 0.5}, "fp8_margin=0.5 must be an integer"),
+        ({"fp8_recipe": "delayed", "fp8_margin": True}, "fp8_margin=True must be an integer"),
+        ({"fp8_recipe": "delayed", "amax_history_len": 0}, "amax_history_len=0 must be an integer"),
+        (
+            {"fp8_recipe": "delayed", "amax_compute_algo": "latest"},
+            'amax_compute_algo=.latest. is not a choice; use one of "max", "most_recent"',
+        ),
+        (
+            {"fp8_recipe": "blockwise", "fp8_format": "e5m2"},
+            "fp8_recipe='blockwise' is E4M3 throughout.*fp8_format='e5m2'",
+        ),
+        ({"pad": "never"}, "pad='never' is not a choice"),
+        ({"weight_cache": "fp8t"}, r"weight_cache='fp8t' is not a choice.*Did you mean .fp8\+t"),
+        ({"select": "best"}, "select='best' is not a choice"),
+        ({"compute": "triton"}, "compute='triton' is not a choice"),
+        ({"matmuls": 1}, "matmuls=1 must be True or False"),
+    ],
+    ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items()) if isinstance(v, dict) else "",
+)
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_wrong_option_of_fp8_products(model, optimizer, options, match, level):
+    refused(model, optimizer, ConfigError, match, level, **options)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_recipe_that_native_layers_do_not_have(model, optimizer, recipe):
+    match = rf"fp8_recipe='{recipe}': native layers have no MXFP8.*Use fp8_recipe=.current"
+    for compute in ("native", "auto"):
+        if compute == "auto" and torch.cuda.is_available():
+            continue  # TransformerEngine may be there
+        options = {"fp8_recipe": recipe, "compute": compute}
+        refused(model, optimizer, UnsupportedDeviceError, match, "O0", **options)
+
+
 def test_preset_at_another_level():
     with pytest.raises(ConfigError, match=r"only opt_level=.O2. converts"):
         recipe_for("O1", preset="fp8-lm")
@@ -96,7 +150,7 @@ def test_an_optimizer_of_a_part_of_the_model_warns_or_raises_when_strict(model):
     refused(
         model,
         optimizer,
-        fp8stack.errors.UnsupportedDeviceError,
+        UnsupportedDeviceError,
         "6 trainable parameters",
         strict=True,
     )

@@ -90,7 +90,14 @@ def test_the_stress_table_is_the_record_s():
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "CONTRIBUTING.md", "docs/limitations.md", "docs/optimizers.md", "CHANGELOG.md"],
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/limitations.md",
+        "docs/optimizers.md",
+        "docs/compute.md",
+        "CHANGELOG.md",
+    ],
 )
 def test_links_lead_somewhere(document):
     path = ROOT / document
@@ -152,3 +159,37 @@ def test_the_table_of_steps_is_the_record_s():
             assert extra["peak_extra_mib"] <= 16
             assert extra["cpu_ms"] <= 1
     assert records["fp8stack"]["extra"]["of_copy"] >= 0.9
+
+
+LAYERS = {
+    "bf16": "bf16 eager",
+    "fp8stack native": "native current",
+    'fp8stack native, `weight_cache="off"`': "native current, cache off",
+    "fp8stack native, delayed": "native delayed",
+    "fp8stack native, blockwise": "native blockwise",
+    "fp8stack native, fused SwiGLU": "native fused",
+    "TransformerEngine, current": "te current",
+    "TransformerEngine, delayed": "te delayed",
+    "TransformerEngine, blockwise": "te blockwise",
+    "TransformerEngine, fused modules, current": "te current, fused LN",
+    "TransformerEngine, fused modules, delayed": "te delayed, fused LN",
+    "torchao, tensorwise": "torchao tensorwise",
+    "bf16, compiled": "bf16 compile",
+    "fp8stack native, compiled": "native current compile",
+    "fp8stack native, delayed, compiled": "native delayed compile",
+    "torchao, tensorwise, compiled": "torchao tensorwise compile",
+    "torchao, rowwise, compiled": "torchao rowwise compile",
+}
+
+
+def test_the_table_of_layers_is_the_record_s():
+    records = {}
+    for line in (ROOT / "benchmarks/results/train_step.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if record["params"]["model"] == "llama":
+            records[record["variant"]] = record
+    assert len({records[variant]["time"] for variant in LAYERS.values()}) == 1, "one run"
+    for name, variant in LAYERS.items():
+        extra = records[variant]["extra"]
+        numbers = (records[variant]["value"], extra["of_eager"], extra["cpu_ms"], extra["peak_gib"])
+        assert "| {} | {:.1f} | {:.2f} | {:.1f} | {:.1f} |".format(name, *numbers) in README

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import assert_same_bits
+from layers import RECIPES, linear
 from torch import nn
 from torch.nn import functional as F
 
@@ -56,9 +57,12 @@ def test_the_three_products_are_those_of_the_rounded_operands(fmt, dtype, device
         assert error <= 8 * step * exact[name].abs().max(), name
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 33])
-def test_any_number_of_tokens(tokens, device):
-    layer = fp8_linear(32, 64, device=device)
+@pytest.mark.parametrize(
+    ("tokens", "recipe"),
+    [(t, r) for r in RECIPES for t in (0, 1, 15, 16, 17, 33) if (t, r) != (0, "blockwise")],
+)
+def test_any_number_of_tokens(tokens, recipe, device):
+    layer = linear(32, 64, device=device, fp8_recipe=recipe)
     x = torch.randn(tokens, 32, device=device, requires_grad=True)
     y = layer(x)
     assert y.shape == (tokens, 64)
@@ -68,8 +72,9 @@ def test_any_number_of_tokens(tokens, device):
     assert (layer.weight.grad.abs().sum() > 0) == (tokens > 0)
 
 
-def test_one_dimensional_and_non_contiguous_inputs(device):
-    layer = fp8_linear(32, 64, device=device)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_dimensional_and_non_contiguous_inputs(recipe, device):
+    layer = linear(32, 64, device=device, fp8_recipe=recipe).eval()
     x = torch.randn(32, 20, device=device)
     assert_same_bits(layer(x.t()), layer(x.t().contiguous()))
     assert layer(x[:, 0]).shape == (64,)
@@ -145,6 +150,45 @@ def test_a_stored_embedding_looks_up_and_sums_gradients_in_float32(device):
     assert gradient.dtype is torch.bfloat16
     assert (gradient[0] == 0).all()
     assert (gradient[3] == 1000).all()  # in bfloat16, a sum of ones stops at 256
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_sets_the_output_dtype_of_every_recipe_and_gradients_keep_theirs(
+    recipe, dtype, device
+):
+    layer = linear(32, 48, device=device, fp8_recipe=recipe)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    with torch.autocast(device, dtype):
+        y = layer(x)
+    assert y.dtype is dtype
+    y.float().sum().backward()
+    assert {t.dtype for t in (x.grad, layer.weight.grad, layer.bias.grad)} == {torch.float32}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gradient_that_is_expanded_or_transposed_is_read_in_its_own_order(recipe, device):
+    layer = linear(32, 48, device=device, fp8_recipe=recipe)
+    x = torch.randn(48, 32, device=device)
+    for gradient in (
+        torch.ones((), device=device).expand(48, 48),
+        torch.randn(48, 48, device=device).t(),
+    ):
+        given = []
+        for same in (gradient, gradient.contiguous()):
+            layer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            if recipe == "delayed":  # else the second pass has the scale of the first
+                layer.products.g_state.tensor = layer.products.x_state.tensor = None
+            layer(leaf).backward(same)
+            given.append((leaf.grad, layer.weight.grad, layer.bias.grad))
+        for one, other in zip(*given, strict=True):
+            assert_same_bits(one, other)
+
+
+def test_prints_its_format_and_recipe():
+    assert "fp8=hybrid, delayed" in repr(linear(fp8_recipe="delayed"))
+    assert "fp8=e4m3, blockwise" in repr(linear(fp8_recipe="blockwise"))
 
 
 def test_prints_its_format():

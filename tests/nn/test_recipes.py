@@ -36,27 +36,27 @@ BOUNDS = {  # y, dx, dw: relative to the norm
     ("delayed", "e5m2"): (MIXED, MIXED, MIXED),
     ("blockwise", "hybrid"): (NARROW, NARROW, NARROW),
 }
-CASES = pytest.mark.parametrize(("recipe", "fmt"), BOUNDS, ids="-".join)
+CASES = pytest.mark.parametrize(("recipe", "fmt"), BOUNDS, ids=map("-".join, BOUNDS))
 KINDS = ("gaussian", "heavy", "outliers")
 
 
-def draw(kind, shape):
-    """Return values; "outliers": one column in all of them is ten thousand times larger."""
+def draw(kind, shape, outlier=1e4):
+    """Return values; "outliers": one column in all of them is so many times larger."""
     if kind == "heavy":
         return torch.distributions.StudentT(2.0).sample(shape)
     x = torch.randn(shape)
     if kind == "outliers":
-        x[..., 5] *= 1e4
+        x[..., 5] *= outlier
     return x
 
 
-def errors(layer, kind, device):
+def errors(layer, kind, device, outlier=1e4):
     """Return the errors of y, dx and dw, and the median of those of dw's columns."""
-    x = draw(kind, (384, 512))
+    x = draw(kind, (384, 512), outlier)
     gradient = draw("heavy" if kind == "heavy" else "gaussian", (384, 256))
     if kind == "outliers":  # which the weight evens out, else nothing else counts
         with torch.no_grad():
-            layer.weight[:, 5] *= 1e-4
+            layer.weight[:, 5] /= outlier
     y, dx, dw = (t.double().cpu() for t in results(layer, x.to(device), gradient.to(device)))
     x, w, gradient = x.double(), layer.weight.detach().double().cpu(), gradient.double()
     exact = (x @ w.T, gradient @ w, gradient.T @ x)
@@ -74,7 +74,8 @@ def test_products_are_within_the_bounds_of_their_formats(recipe, fmt, kind, devi
     if kind == "outliers" and recipe != "blockwise":
         bounds = [{NARROW: STRETCHED, MIXED: STRETCHED_MIXED}[b] for b in bounds]
     assert all(error < bound for error, bound in zip(found, bounds, strict=True)), found
-    assert all(error > bound / 2 for error, bound in zip(found, bounds, strict=True)), found
+    if kind == "gaussian":  # the bounds are no idle ones
+        assert all(error > bound / 1.3 for error, bound in zip(found, bounds, strict=True)), found
 
 
 def test_blocks_keep_what_outliers_push_out_of_range(device):
@@ -83,11 +84,13 @@ def test_blocks_keep_what_outliers_push_out_of_range(device):
     for recipe in ("current", "blockwise"):
         torch.manual_seed(5)
         layer = linear(512, 256, False, device, fp8_recipe=recipe, fp8_format="e4m3")
-        found[recipe] = errors(layer, "outliers", device)
+        found[recipe] = errors(layer, "outliers", device, outlier=1e5)
     (y, _, _), columns = found["blockwise"]
     (plain_y, _, _), plain_columns = found["current"]
-    assert y < 0.8 * plain_y
-    assert columns < 0.8 * plain_columns
+    assert (
+        y < 0.6 * plain_y
+    )  # which is lost but for the outlier; blocks lose what shares one with it
+    assert plain_columns > 5 * columns
     assert columns < NARROW
 
 
@@ -189,11 +192,12 @@ def test_values_beyond_the_scale_saturate_until_the_next_pass(device):
     x = torch.randn(16, 32, device=device)
     exact = (x @ layer.weight.t()).detach()
     errors = [
-        float((layer(factor * x) / factor - exact).norm() / exact.norm()) for factor in (1, 2, 8, 8)
+        float((layer(factor * x).detach() / factor - exact).norm() / exact.norm())
+        for factor in (1, 2, 8, 8)
     ]
     assert errors[0] < 0.06
     assert errors[1] < 0.06  # what the margin is for
-    assert errors[2] > 0.2
+    assert errors[2] > 0.1
     assert errors[3] < 0.06
 
 

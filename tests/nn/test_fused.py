@@ -1,0 +1,311 @@
+"""Fused SwiGLU blocks: which are taken, what they compute, and the way back."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_same_bits, train
+from layers import casts_of, count_casts, native, results
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8stack
+from fp8stack.nn import Fp8Linear
+from fp8stack.nn.fused import FusedSwiGLU, fuse, unfuse
+
+NAMES = {"hf": ("gate_proj", "up_proj", "down_proj"), "meta": ("w1", "w3", "w2")}
+
+
+class Block(nn.Module):
+    """down(dropout(act(gate(x)) × up(x)))."""
+
+    def __init__(self, dim=32, inner=48, names="hf", bias=False, act=F.silu, dropout=None):
+        super().__init__()
+        self.names, self.act, self.dropout = NAMES[names], act, dropout
+        for name, size in zip(self.names, ((dim, inner), (dim, inner), (inner, dim)), strict=True):
+            self.add_module(name, nn.Linear(*size, bias))
+
+    def forward(self, x):
+        gate, up, down = (getattr(self, name) for name in self.names)
+        h = self.act(gate(x)) * up(x)
+        return down(h if self.dropout is None else self.dropout(h))
+
+
+class TinyLlama(nn.Module):
+    """A language model with two such blocks, for `helpers.train`."""
+
+    def __init__(self, vocab=64, dim=128):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim, 2 * dim, names) for names in NAMES)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens, targets):
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = h + block(F.rms_norm(h, h.shape[-1:]))
+        return F.cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
+
+
+# --- which blocks
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_blocks_are_found_by_the_names_of_their_layers(names, device):
+    model = native(nn.Sequential(nn.Linear(32, 32), Block(names=names)), device)
+    keys = list(model.state_dict())
+    assert fuse(model) == ["1"]
+    assert fuse(model) == []  # once
+    assert isinstance(model[1], Block)
+    assert type(model[1]).__name__ == "FusedBlock"
+    assert list(model.state_dict()) == keys
+    assert all(type(m) is Fp8Linear for m in model[1].children())
+    unfuse(model)
+    assert type(model[1]) is Block
+
+
+class Scaled(Block):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class TwoInputs(Block):
+    def forward(self, x, y):
+        return super().forward(x + y)
+
+
+REFUSED = {
+    "a bias": (lambda: Block(bias=True), {}),
+    "GELU": (lambda: Block(act=F.gelu), {}),
+    "ReLU": (lambda: Block(act=F.relu), {}),
+    "dropout": (lambda: Block(dropout=nn.Dropout(0.1)), {}),
+    "a factor": (Scaled, {}),
+    "other arguments": (TwoInputs, {}),
+    "delayed scaling": (Block, {"fp8_recipe": "delayed"}),
+    "blockwise scaling": (Block, {"fp8_recipe": "blockwise"}),
+    "inputs in E5M2": (Block, {"fp8_format": "e5m2"}),
+    "a skipped layer": (Block, {"skip": ["*up_proj"]}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_blocks_are_left_as_they_are(case, device):
+    make, options = REFUSED[case]
+    model = native(nn.Sequential(make()), device, **options)
+    assert fuse(model) == []
+    assert type(model[0]) is type(make())
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)  # fmt: skip
+def test_hooks_on_an_inner_layer_go_on_being_called(register, device):
+    """Those that were there before keep the block from being fused, later ones run the block unfused."""
+    calls = []
+    for early in (True, False):
+        model = native(nn.Sequential(Block()), device)
+        if early:
+            handle = getattr(model[0].up_proj, register)(lambda *_: calls.append(1))
+        assert fuse(model) == ([] if early else ["0"])
+        if not early:
+            handle = getattr(model[0].up_proj, register)(lambda *_: calls.append(1))
+        calls.clear()
+        results(model, torch.randn(16, 32, device=device))
+        assert len(calls) == 1
+        handle.remove()
+        results(model, torch.randn(16, 32, device=device))
+        assert len(calls) == 1
+
+
+def test_a_model_that_is_not_initialized_has_nothing_to_fuse():
+    model = nn.Sequential(Block())
+    assert fuse(model) == []
+    assert type(model[0]) is Block
+
+
+# --- what they compute
+
+
+@pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("size", [(32, 48), (40, 130)], ids=str)
+def test_results_are_those_of_the_unfused_block_within_rounding(fmt, dtype, close, size, device):
+    """The unfused one rounds the activation and its gradients to the dtype of the model before the cast: to bfloat16 by
+    2^-9 of a value, which takes one in a hundred to another code, a sixth of it away."""
+    block = native(nn.Sequential(Block(*size).to(dtype)), device, fp8_format=fmt)
+    x = torch.randn(3, 7, size[0], device=device).to(dtype)
+    gradient = torch.randn_like(x)
+    expected = results(block, x, gradient)
+    assert fuse(block) == ["0"]
+    given = results(block, x, gradient)
+    plain_block = Block(*size).double().to(device)
+    plain_block.load_state_dict(block[0].state_dict())
+    exact = results(plain_block, x.double(), gradient.double())
+    for value, plain, true in zip(given, expected, exact, strict=True):
+        assert value.dtype is dtype
+        assert value.shape == plain.shape
+        assert (value - plain).norm() <= close * plain.norm()
+        assert (value.double() - true).norm() < 0.12 * true.norm()
+
+
+def test_what_is_kept_of_weights_changes_no_bit_and_they_are_cast_once(device):
+    given = {}
+    for keep in ("fp8+t", "fp8", "off"):
+        torch.manual_seed(1)
+        block = native(nn.Sequential(Block()), device, weight_cache=keep)
+        fuse(block)
+        made = casts_of(block[0].up_proj)
+        x = torch.randn(16, 32, device=device)
+        given[keep] = [t for _ in range(8) for t in results(block, x)]
+        assert casts_of(block[0].up_proj) == made + (8 if keep == "off" else 0)
+    for keep in ("fp8", "off"):
+        for one, other in zip(given[keep], given["fp8+t"], strict=True):
+            assert_same_bits(one, other, keep)
+
+
+def test_frozen_weights_and_inputs_get_no_gradient(device):
+    block = native(nn.Sequential(Block()), device)
+    fuse(block)
+    x = torch.randn(16, 32, device=device)
+    everything = results(block, x)
+    names = ["gate_proj", "up_proj", "down_proj"]
+    for frozen in names:
+        block.requires_grad_(True)
+        getattr(block[0], frozen).requires_grad_(False)
+        block.zero_grad()
+        leaf = x.clone().requires_grad_()
+        block(leaf).sum().backward()
+        assert_same_bits(leaf.grad, everything[1])
+        for name, expected in zip(names, everything[2:], strict=True):
+            weight = getattr(block[0], name).weight
+            if name == frozen:
+                assert weight.grad is None
+            else:
+                assert_same_bits(weight.grad, expected)
+    block.requires_grad_(True)
+    block.zero_grad()
+    block(x).sum().backward()
+    assert_same_bits(block[0].gate_proj.weight.grad, everything[2])
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
+def test_recomputation_gives_the_same_bits(reentrant, device):
+    block = native(nn.Sequential(Block()), device)
+    fuse(block)
+    x = torch.randn(16, 32, device=device)
+    expected = results(block, x)
+    given = results(Checkpointed(block, reentrant), x)
+    for one, other in zip(given, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block, reentrant):
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+def test_saves_the_activation_in_one_byte(device, monkeypatch):
+    block = native(nn.Sequential(Block(64, 512).bfloat16()), device)
+    fuse(block)
+    saved = []
+    seen = count_casts(monkeypatch)
+    x = torch.randn(256, 64, device=device).bfloat16()
+    block(x)
+    seen.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        block(x.clone())
+    assert seen == [(256, 64), (256, 512)]  # x, and gate with up; no activation in bfloat16
+    kept = {id(c) for m in block[0].children() for c in m.products.weights._codes}
+    kept |= {id(p) for p in block.parameters()}
+    own = [t for t in saved if id(t) not in kept]
+    assert sum(t.nbytes for t in own) <= 256 * 64 + (2 + 2 + 1) * 256 * 512 + 100
+
+
+def test_zero_tokens_and_evaluation(device):
+    block = native(nn.Sequential(Block()), device)
+    fuse(block)
+    y, dx, *weights = results(block, torch.empty(0, 32, device=device))
+    assert (y.shape, dx.shape) == ((0, 32), (0, 32))
+    assert all(w.eq(0).all() for w in weights)
+    x = torch.randn(16, 32, device=device)
+    trained = results(block, x)[0]
+    block.eval()
+    with torch.no_grad():
+        assert_same_bits(block(x), trained)
+        block[0].down_proj.weight.data.mul_(2)
+        assert (block(x) - 2 * trained).norm() < 1e-5 * trained.norm()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_what_is_not_finite_stays_visible(bad, device):
+    block = native(nn.Sequential(Block()), device)
+    fuse(block)
+    x = torch.randn(16, 32, device=device)
+    x[3, 5] = bad
+    assert not any(t.isfinite().any() for t in results(block, x))
+
+
+def test_backward_after_a_weight_changed_is_torchs_error(device):
+    block = native(nn.Sequential(Block()), device)
+    fuse(block)
+    y = block(torch.randn(16, 32, device=device))
+    torch.optim.SGD(block.parameters(), lr=0.1).step()  # no gradients yet: changes nothing
+    with torch.no_grad():
+        block[0].up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# --- copies and the way back
+
+
+def test_copies_and_pickles_are_fused_too(device):
+    block = native(nn.Sequential(Block()), device)
+    fuse(block)
+    x = torch.randn(16, 32, device=device)
+    expected = results(block, x)
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert isinstance(other[0], FusedSwiGLU)
+        for one, same in zip(results(other, x), expected, strict=True):
+            assert_same_bits(one, same)
+
+
+def test_restore_undoes_fuse(device):
+    model = nn.Sequential(Block(), Block(names="meta"))
+    x = torch.randn(16, 32, device=device)
+    expected = results(model.to(device), x)
+    native(model, device)
+    assert fuse(model) == ["0", "1"]
+    results(model, x)
+    fp8stack.restore(model)
+    assert [type(m) for m in model] == [Block, Block]
+    assert all(type(m) is nn.Linear for block in model for m in block.children())
+    for one, same in zip(results(model, x), expected, strict=True):
+        assert_same_bits(one, same)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_fused_model_trains_as_an_unfused_one(level, device):
+    losses = {}
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = TinyLlama().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        model, optimizer = fp8stack.initialize(model, optimizer, level, compute="native")
+        if fused:
+            assert fuse(model) == ["blocks.0", "blocks.1"]
+        losses[fused] = train(model, optimizer, 12, device=device)
+        keys = set(model.state_dict())
+        fp8stack.restore(model, optimizer)
+        assert set(model.state_dict()) == keys
+        assert not any(isinstance(m, FusedSwiGLU) for m in model.modules())
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+    assert losses[True][-1] < 0.8 * losses[True][0]

@@ -1,0 +1,20 @@
+"""Native layers in data-parallel and sharded training: two processes on a CPU, or two GPUs."""
+
+import pytest
+import torch
+from layers import RECIPES
+from workers_nn import run
+
+from fp8stack.capability import native_recipe
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["train_replicas", "train_shards", "train_mixed_shards"])
+def test_two_ranks_train_as_one(work, device, tmp_path):
+    recipes = RECIPES
+    if device == "cuda":
+        if torch.cuda.device_count() < 2:
+            pytest.skip("needs two GPUs")
+        recipes = [r for r in RECIPES if native_recipe(r, device)]
+    store = str(tmp_path / "store")
+    torch.multiprocessing.spawn(run, (2, store, device, work, recipes), nprocs=2)
