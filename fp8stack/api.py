@@ -122,7 +122,8 @@ def initialize(
         session.hooks.append(chooser.watch(model))
     apply_gemms(plan, session.conversion, compute, recipe, chooser)
     if recipe.matmuls and compute != "bf16":
-        bare = apply_matmuls(model, recipe, skipped, session.conversion)
+        alone = {model.get_submodule(name) for name, _ in plan.skipped} | skipped.keys()
+        bare = apply_matmuls(model, recipe, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     if optimizer is not None:
         store_weights(model, plan, session)

@@ -12,7 +12,7 @@ from .capability_te import transformer_engine_recipe
 from .checks import counterpart_of, recipe_on_bitsandbytes
 from .errors import ConfigError, Fp8StackError, ModelError, UnsupportedDeviceError
 from .kernels.ops import kernel_backend
-from .levels import Recipe
+from .levels import LEVELS, Recipe
 from .nn.te import check_recipe
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer
@@ -35,9 +35,7 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     """
     fallbacks = _missing_kernels(recipe, device)
     if recipe.compute == "bf16":
-        if recipe.matmuls:
-            fallbacks.append("matmuls=True changes nothing under bf16 GEMMs")
-        return Compute("bf16", "asked for", fallbacks)
+        return Compute("bf16", "asked for", fallbacks + _idle(recipe, _OF_FP8))
     if recipe.compute == "te":
         answer = capability.transformer_engine(device)
         if not answer:
@@ -45,13 +43,14 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
         check_recipe(recipe, device)
         if recipe.select == "auto":
             raise ConfigError('select="auto" times native layers. Use compute="native" with it.')
-        return Compute("te", "asked for", fallbacks)
+        return Compute("te", "asked for", fallbacks + _idle(recipe, ("weight_cache",)))
     reason = "asked for"
     if recipe.compute == "auto":
         te = _te_for(recipe, device)
         reason = te.reason
         if te:
-            return Compute("te", f'{reason}; compute="native" is the other choice', fallbacks)
+            told = f'{reason}; compute="native" is the other choice'
+            return Compute("te", told, fallbacks + _idle(recipe, ("weight_cache",)))
     answer = capability.fp8_gemm(device)
     if answer:
         own = capability.native_recipe(recipe.fp8_recipe, device)
@@ -66,7 +65,17 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
             f'compute="native": {answer.reason}. Use compute="auto" for bf16 GEMMs there.'
         )
     told = f"{answer.reason}; using bf16 GEMMs instead"
-    return Compute("bf16", answer.reason, [*fallbacks, told])
+    return Compute("bf16", answer.reason, [*fallbacks, told, *_idle(recipe, ("matmuls",))])
+
+
+_OF_FP8 = ("fp8_format", "fp8_recipe", "weight_cache", "select", "matmuls")
+
+
+def _idle(recipe: Recipe, names: tuple[str, ...]) -> list[str]:
+    """Return what of the options `names` is given and has no effect."""
+    defaults = LEVELS[recipe.level]
+    given = [n for n in names if getattr(recipe, n) != getattr(defaults, n)]
+    return [f"{n}={getattr(recipe, n)!r} has no effect on these GEMMs" for n in given]
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:

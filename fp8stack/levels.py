@@ -135,10 +135,10 @@ class Recipe:
 
     def _check_scaling(self) -> None:
         """Raise ConfigError for options of scaling that are no numbers, or that `fp8_recipe` has no use for."""
-        for name, least in (("fp8_margin", 0), ("amax_history_len", 1)):
+        for name, least, most in (("fp8_margin", 0, 16), ("amax_history_len", 1, 2**16)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name}={value!r} must be an integer >= {least}.")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise ConfigError(f"{name}={value!r} must be an integer from {least} to {most}.")
         for name in ("fp8_margin", "amax_history_len", "amax_compute_algo"):
             value = getattr(self, name)
             if self.fp8_recipe != "delayed" and value != _DEFAULTS[name]:

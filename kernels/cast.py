@@ -107,15 +107,17 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.parts: dict[
-            int, Tensor
+            tuple[int, int], Tensor
         ] = {}  # where the parts' magnitudes lie between the two launches
-        self.scales: dict[int, Iterator[Tensor]] = {}
+        self.scales: dict[tuple[int, int], Iterator[Tensor]] = {}
 
     def take(self, x: Tensor, stream: int) -> tuple[Tensor, Tensor]:
         """Return (int32 [PARTS], float32 0-d): memory for this cast, and memory of its own for its scale."""
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # replays use it when they like
-            return x.new_empty(PARTS, dtype=torch.int32), x.new_empty((), dtype=torch.float32)
-        key = stream if x.is_cuda else -1
+        # Replays of a captured graph use it when they like; autograd saves nothing made in inference mode.
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing or torch.is_inference_mode_enabled():
+            return fresh(x)
+        key = x.get_device(), stream
         try:
             return self.parts[key], next(self.scales[key])
         except (KeyError, StopIteration):
@@ -126,6 +128,11 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+def fresh(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_Scratch.take` does, in memory of its own."""
+    return x.new_empty(PARTS, dtype=torch.int32), x.new_empty((), dtype=torch.float32)
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is what a key should cost
@@ -174,6 +181,7 @@ def cast(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # the largest magnitude of x, 0-d, if it is known
+    eager: bool = False,  # whether small memory may be kept from call to call, which a compiled graph's pool refuses
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
     """Quantize a matrix with one scale."""
     if not x.is_contiguous():
@@ -187,7 +195,7 @@ def cast(
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     with on_device(device):
         stream, key = raw_stream(x), (g, x.dtype, x.data_ptr() % 16)
-        bits, scale = _scratch.take(x, stream)
+        bits, scale = _scratch.take(x, stream) if eager else fresh(x)
         if amax is None:
             _launch_parts(key, g.parts_grid, stream, x, bits, *g.parts_args)
         else:
@@ -204,7 +212,7 @@ def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> 
         grid = (-(-rows // TILE) * -(-cols // TILE), 1, 1)
         even = rows % TILE == 0 and cols % TILE == 0
         with on_device(codes.device):
-            key = (rows, cols, codes.dtype, codes.device)
+            key = (rows, cols, codes.dtype, codes.device, codes.data_ptr() % 16)
             args = (codes, out, rows, cols, even, TILE, TILE)
             _launch_transpose(key, grid, raw_stream(codes), *args)
     return out

@@ -102,7 +102,7 @@ def _update_kernel(
     if MOST_RECENT:
         largest = amax
     new, _inverse = scale_and_inverse((largest * growth).to(tl.int32, bitcast=True), MAX)
-    if (most > 0) & (most < 0x7F800000):
+    if (most > 0) & (most < 0x7F800000) & (new > 0):  # too small for a scale counts as zero
         tl.store(state_ptr + _HEADER + position, amax)
         tl.store(state_ptr, new)
         tl.store(position_ptr, (position + 1) % history)
@@ -132,7 +132,8 @@ def cast_delayed(
     codes_t = x.new_empty((cols16, rows16), dtype=fmt.dtype)
     if not numel:
         return codes, codes_t, x.new_zeros((), dtype=torch.float32)
-    state, seed = of.on(x.device), of.casts <= SEEDED
+    state = of.on(x.device, update)
+    seed = of.casts <= SEEDED
     scale = x.new_empty((), dtype=torch.float32)
     found = x.new_zeros(1, dtype=torch.int32) if seed else state
     with on_device(x.device):

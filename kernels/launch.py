@@ -17,6 +17,9 @@ import triton
 
 _BINDS_ALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)  # constexprs too
 
+_MOST = 4096
+"""Launches that are remembered: batches of ever new lengths must not fill the memory."""
+
 
 class Launcher:
     """A Triton kernel with its launch options."""
@@ -33,6 +36,8 @@ class Launcher:
             return
         compiled = self.kernel[grid](*args, **self.options)
         if _BINDS_ALL and hasattr(compiled, "packed_metadata"):  # not the interpreter
+            if len(self._runners) >= _MOST:
+                self._runners.clear()
             self._runners[key] = compiled[grid]
 
 

@@ -2,8 +2,8 @@
 
 Each operator has a schema, a shape function for FakeTensor and torch.compile, and one implementation per device: the
 pure-torch reference on CPU, the Triton kernel on CUDA. Operators that have no Triton kernel yet run the reference on
-both. `FP8STACK_KERNELS=reference` runs the reference on CUDA too (read at every call); it also runs there, with one
-warning, when Triton cannot be imported.
+both. `FP8STACK_KERNELS=reference` runs the reference on CUDA too (read at every call, by casts of eager mode at their
+first); it also runs there, with one warning, when Triton cannot be imported.
 
 The functions below are the typed way in. They check nothing twice: the callers in `optim`, `nn` and `tensor` hand them
 contiguous tensors of the right dtype.
@@ -82,7 +82,7 @@ def cast(
     if torch.compiler.is_compiling():
         result = torch.ops.fp8stack.cast(x, fmt.name, codes, transposed, amax)
         return cast_("tuple[Tensor, Tensor, Tensor]", result)
-    return _module("cast", x.is_cuda).cast(x, fmt, codes, transposed, amax)  # type: ignore[no-any-return]
+    return _module("cast", x.is_cuda).cast(x, fmt, codes, transposed, amax, True)  # type: ignore[no-any-return]
 
 
 def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:

@@ -154,7 +154,8 @@ def _run(dh: Tensor | None, gate: Tensor, up: Tensor, fmt: MiniFloat) -> tuple[T
     parts = min(PARTS, triton.next_power_of_2(tiles))
     bits = gate.new_empty(2 * parts, dtype=torch.int32)
     even = rows % ROWS == 0 and cols % COLS == 0
-    key = (rows, cols, gate.dtype, up.dtype, d.dtype, fmt.dtype, backward, gate.device)
+    places = [x.data_ptr() % 16 for x in (d, gate, up)]
+    key = (rows, cols, gate.dtype, up.dtype, d.dtype, fmt.dtype, backward, gate.device, *places)
     with on_device(gate.device):
         stream = raw_stream(gate)
         _launch_parts(

@@ -87,7 +87,10 @@ def test_wrong_option(model, optimizer, options, match):
         ({"fp8_margin": 1, "fp8_recipe": "blockwise"}, "fp8_margin=1 is of delayed scaling"),
         ({"amax_history_len": 16}, "amax_history_len=16 is of delayed scaling"),
         ({"amax_compute_algo": "most_recent"}, "amax_compute_algo='most_recent' is of delayed"),
-        ({"fp8_recipe": "delayed", "fp8_margin": -1}, "fp8_margin=-1 must be an integer >= 0"),
+        (
+            {"fp8_recipe": "delayed", "fp8_margin": -1},
+            "fp8_margin=-1 must be an integer from 0 to 16",
+        ),
         ({"fp8_recipe": "delayed", "fp8_margin": 0.5}, "fp8_margin=0.5 must be an integer"),
         ({"fp8_recipe": "delayed", "fp8_margin": True}, "fp8_margin=True must be an integer"),
         ({"fp8_recipe": "delayed", "amax_history_len": 0}, "amax_history_len=0 must be an integer"),

@@ -1,8 +1,17 @@
 """O0: Linear layers in FP8, and layers whose weights are stored in bfloat16."""
 
+from .convert import forget_weights
 from .fused import fuse
 from .linear import Bf16Linear, Fp8Linear
 from .storage import StoredEmbedding, StoredLinear
 from .te import TeLinear
 
-__all__ = ["Bf16Linear", "Fp8Linear", "StoredEmbedding", "StoredLinear", "TeLinear", "fuse"]
+__all__ = [
+    "Bf16Linear",
+    "Fp8Linear",
+    "StoredEmbedding",
+    "StoredLinear",
+    "TeLinear",
+    "forget_weights",
+    "fuse",
+]

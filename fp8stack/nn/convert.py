@@ -81,7 +81,7 @@ def plan_layers(
     """
     plan = LayerPlan()
     excluded = {**_fast_paths(model), **skipped}
-    alignment = ALIGNMENTS[recipe.fp8_recipe] if compute == "te" else ALIGNMENT
+    alignment = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}.get(compute, ALIGNMENT)
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -129,6 +129,17 @@ def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> 
             conversion.change(module, StoredEmbedding, output_dtype=stored[weight])
         elif type(module) is nn.Linear:
             conversion.change(module, StoredLinear)
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Let every native FP8 layer cast its weight anew: after a change that leaves no trace.
+
+    Replays of a CUDA graph that holds an optimizer's step are one, writes through `.data` between two training
+    forwards another.
+    """
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            module.products.weights.forget()
 
 
 def skipped_modules(model: nn.Module, recipe: Recipe) -> tuple[dict[nn.Module, str], list[str]]:

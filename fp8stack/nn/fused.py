@@ -5,12 +5,14 @@
 Every value of the activation is written in FP8, in both layouts, by the kernel that computes it, and both gradients
 likewise (`kernels/swiglu.py`): a step moves half the bytes for them, and keeps the activation in one byte an element
 where torch keeps it and silu(gate) in two each. `fuse` finds such blocks among a model's modules by the names of their
-layers and takes one only if running it gives the very numbers of the formula; so a block with dropout, a bias, a hook
-on an inner layer or another activation is left as it is.
+layers and takes one only if its forward, run on random weights as in training, gives the very numbers of the formula,
+and only if it owns nothing but three weights; so a block with dropout, a bias, a parameter of its own, a hook on an
+inner layer or another activation is left as it is. What it does depending on attributes that change later is lost.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 
-from .linear import Fp8Linear, crop, output_dtype, product
+from .linear import Fp8Linear, check_input, crop, output_dtype, product
 from .operands import FORMATS, How, cast_for_backward, cast_gradient, cast_input
 
 NAMES = (
@@ -34,7 +36,7 @@ def fuse(model: nn.Module) -> list[str]:
     fused = []
     for name, module in model.named_modules():
         layers = _layers_of(module)
-        if layers is not None and _is_swiglu(module, *layers):
+        if layers is not None and _is_swiglu(module, layers):
             module.__class__ = _fused_class(type(module))
             fused.append(name)
     return fused
@@ -104,20 +106,36 @@ def _is_plain(layer: Fp8Linear) -> bool:
 
 
 @torch.no_grad()
-def _is_swiglu(module: nn.Module, gate: nn.Module, up: nn.Module, down: nn.Module) -> bool:
-    """Does the module compute down(silu(gate(x)) × up(x)), to the last bit, and nothing else?"""
+def _is_swiglu(module: nn.Module, layers: tuple[Fp8Linear, Fp8Linear, Fp8Linear]) -> bool:
+    """Does the module compute down(silu(gate(x)) × up(x)) in training, to the last bit, of these weights alone?
+
+    Its own forward is run on small layers with random weights in the place of its own, which may be zero.
+    """
     if isinstance(module, FusedSwiGLU):
         return False
-    weight: Tensor = gate.weight  # type: ignore[assignment]
-    generator = torch.Generator(weight.device).manual_seed(0)
-    shape = (2, 16, weight.shape[1])
-    x = torch.randn(shape, generator=generator, device=weight.device, dtype=torch.float32)
-    x = x.to(weight.dtype)
-    expected = down(nn.functional.silu(gate(x)) * up(x))
-    try:
-        found = module(x)
-    except Exception:  # it wants other arguments
+    weights = {id(layer.weight) for layer in layers}
+    if {id(p) for p in module.parameters()} != weights or next(module.buffers(), None) is not None:
         return False
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin.training = True
+    with torch.random.fork_rng(devices=[]):  # dropout would show, and takes random numbers
+        torch.manual_seed(0)
+        small = [nn.Linear(32, 48, False), nn.Linear(32, 48, False), nn.Linear(48, 32, False)]
+        places = {
+            id(layer): plain.cpu().float() for layer, plain in zip(layers, small, strict=True)
+        }
+        twin._modules = {
+            name: places.get(id(child)) or copy.deepcopy(child).train()  # type: ignore[union-attr]
+            for name, child in module._modules.items()
+        }
+        x = torch.randn(2, 16, 32, device="cpu", dtype=torch.float32)
+        gate, up, down = small
+        expected = down(nn.functional.silu(gate(x)) * up(x))
+        try:
+            found = type(module).forward(twin, x)
+        except Exception:  # it wants other arguments, or these very sizes
+            return False
     return isinstance(found, Tensor) and torch.equal(found, expected)
 
 
@@ -130,6 +148,7 @@ class _Modes(NamedTuple):
 
 
 def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
+    check_input(x, gate.weight.shape[1])
     train = gate.training
     grad = torch.is_grad_enabled()
     dtype = output_dtype(x)

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
+from fp8stack.kernels.reference.cast_delayed import STATES
 
 from .operands import FORMATS, How, Products, cast_for_backward, cast_gradient, cast_input
 from .storage import stored_linear
@@ -34,6 +36,7 @@ from .storage import stored_linear
 __all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "product"]
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Fp8Linear(nn.Linear):
@@ -75,6 +78,7 @@ def fp8_matmul(
     train: bool,  # whether the weight's codes may be kept and found again
 ) -> Tensor:  # [..., out], in the dtype of x or autocast's
     """Return x @ weight.T + bias (x @ weight + bias for a weight [in, out]), multiplied in FP8."""
+    check_input(x, weight.shape[0 if products.weights.turned else 1])
     dtype = output_dtype(x)
     grad = torch.is_grad_enabled()
     x8 = cast_input(x, products, train, grad and weight.requires_grad)
@@ -82,7 +86,7 @@ def fp8_matmul(
     probe = None if torch.compiler.is_compiling() else products.probe
     if probe is not None:
         probe("x", x, x8.scale, products.formats.x)
-        probe("w", weight, w8.backward_scale if products.weights.turned else w8.scale, E4M3)
+        probe("w", weight, w8.scale, E4M3)
     if bias is not None and dtype in _FUSED_BIAS:
         bias = bias.to(dtype)
     x_scale_t = None if x8.scale_t is x8.scale else x8.scale_t  # torch.compile takes none twice
@@ -115,6 +119,8 @@ class _Fp8Matmul(torch.autograd.Function):
         ctx.how, dtype = how, how.dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
+        if how.g_state >= 0 and not torch.compiler.is_compiling():
+            ctx.g_state = STATES[how.g_state]  # backward may outlive the layer
         # The weight is saved for its version counter too: backward after a step is an error, as without FP8.
         ctx.save_for_backward(
             x_codes_t,
@@ -144,9 +150,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
     how: How = ctx.how
     dx = dw = db = None
-    g = cast_gradient(grad, how, need_x, need_w)
-    if how.probe is not None:
-        how.probe("g", grad, g.scale, FORMATS[how.formats].g)
+    if need_x or need_w:
+        g = cast_gradient(grad, how, need_x, need_w)
+        if how.probe is not None:
+            how.probe("g", grad, g.scale, FORMATS[how.formats].g)
     if need_x:
         if how.mode == "fp8":
             w_codes = ops.transpose(w_codes)
@@ -197,6 +204,18 @@ def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     if x.shape[1] != shape[-1]:
         x = x[:, : shape[-1]].contiguous()
     return x if len(shape) == 2 else x.view(shape)
+
+
+def check_input(x: Tensor, features: int) -> None:
+    """Raise ModelError unless `x` is [..., features] in a dtype that is cast to FP8."""
+    if x.dtype not in _DTYPES:
+        raise ModelError(
+            f"an FP8 layer of {features} features got {x.dtype} input; it takes float32, bfloat16 and float16."
+        )
+    if not x.dim() or x.shape[-1] != features:
+        raise ModelError(
+            f"an FP8 layer got input of shape {tuple(x.shape)}; its last dimension must be {features}."
+        )
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

@@ -56,10 +56,9 @@ def cast_matrix(
     transposed: bool = True,
 ) -> Operand:
     """Quantize a matrix with one scale, its own."""
-    if torch.compiler.is_compiling():
-        amax: Tensor | None = x.abs().amax()
-    else:
-        amax = None
+    amax: Tensor | None = None
+    if torch.compiler.is_compiling() and x.numel():
+        amax = x.abs().amax()
     if fmt_t is None or fmt_t is fmt or not codes or not transposed:
         own = fmt if codes or fmt_t is None else fmt_t
         plain, turned, scale = ops.cast(x, own, codes, transposed, amax)
@@ -75,22 +74,29 @@ _last: list[tuple[Any, Any, Operand]] = []
 
 def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
     """Return the operand of `x` [..., cols]; that of the last call if it was for the same tensor."""
-    # A static input is one tensor in every capture of a CUDA graph, and must be cast in each; a tensor made in
-    # inference mode counts no versions.
+    # A static input is one tensor in every capture of a CUDA graph, and must be cast in each. Without gradients the
+    # same tensor may come again with other contents that no version tells of: a buffer of NumPy's, of a graph.
     if (
         torch.compiler.is_compiling()
+        or not (torch.is_grad_enabled() and x.requires_grad)
+        or x.is_inference()
         or (x.grad_fn is None and _capturing(x))
-        or (torch.is_inference_mode_enabled() and x.is_inference())
     ):
         return _cast_x(x.detach(), products, train, transposed)
-    key = (x._version, products.formats, products.fp8_recipe, _stream(x))
+    key = (x._version, products.formats, products.fp8_recipe, train, _stream(x))
     for tensor, known, operand in _last[:1]:
         if tensor() is x and known == key and (operand.codes_t.numel() or not transposed):
             return operand
     _last.clear()  # frees it before the next is allocated
     operand = _cast_x(x, products, train, transposed)
-    _last[:] = [(weakref.ref(x), key, operand)]
+    _last[:] = [(weakref.ref(x, _forget), key, operand)]
     return operand
+
+
+def _forget(tensor: Any) -> None:
+    """Free the codes of an activation that is gone."""
+    if _last and _last[0][0] is tensor:
+        _last.clear()
 
 
 def forget_input() -> None:
@@ -103,15 +109,20 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
     if products.fp8_recipe == "current":
         return cast_matrix(x, fmt, fmt_t, True, transposed)
     if products.fp8_recipe == "blockwise":
-        return Operand(*ops.cast_1x128(x, fmt))
+        return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
     assert products.x_state is not None
     again = in_backward()
     codes, turned, scale = ops.cast_delayed(
         x, fmt, products.x_state.handle, train and not again, again
     )
     if fmt_t is fmt or not transposed:
-        return Operand(codes, scale, turned, scale)
+        return _without_t(Operand(codes, scale, turned, scale), transposed)
     return Operand(codes, scale, *cast_matrix(x, fmt_t, None, False, True)[2:])
+
+
+def _without_t(operand: Operand, transposed: bool) -> Operand:
+    """Leave out the transpose if nobody will want it, so that it is not saved for backward."""
+    return operand if transposed else operand._replace(codes_t=operand.codes_t.new_empty((0, 0)))
 
 
 def cast_gradient(grad: Tensor, how: How, need_x: bool, need_w: bool) -> Operand:
@@ -172,30 +183,42 @@ class WeightCache:
             return self._cast(weight, backward), "fp8+t"
         keep = "fp8+t" if self.squares and self.keep == "fp8" else self.keep
         if self._weight() is not weight:
-            # FSDP's whole weights come and go in memory that no counter tells about.
-            return self._cast(weight, False), "off"
-        if not train or keep == "off" or _capturing(weight):
+            if not weight.is_leaf or torch.distributed.is_initialized():
+                # FSDP's whole weights come and go in memory that no counter tells about.
+                return self._cast(weight, False), "off"
+            self._weight, self._codes = (
+                weakref.ref(weight),
+                None,
+            )  # loaded by assignment, or a copy's
+        if not train or keep == "off" or _capturing(weight) or _in_inference(weight):
             return self._cast(weight, backward and keep == "fp8+t"), keep
         # Some optimizers' kernels change weights and no version.
-        of = weight.data_ptr(), weight._version, count_steps()[0]
-        if self._codes is None or self._of != of:
-            self._codes = None  # frees them before the next are allocated
-            self._codes = self._cast(weight, keep == "fp8+t")
+        of = weight.data_ptr(), weight._version, count_steps()[0], _stream(weight)
+        codes = self._codes
+        if codes is None or self._of != of:
+            self._codes = codes = None  # frees them before the next are allocated
+            self._codes = codes = self._cast(weight, keep == "fp8+t")
             self._of = of
-        return self._codes, keep
+        return codes, keep
 
     def _cast(self, weight: Tensor, backward: bool) -> WeightCodes:
         if not torch.compiler.is_compiling():
             self.casts += 1
         if self.squares:
             blocks = ops.cast_128x128(weight.detach(), E4M3)
-            return WeightCodes(*blocks[2:], *blocks[:2]) if self.turned else WeightCodes(*blocks)
+            codes = WeightCodes(*blocks[2:], *blocks[:2]) if self.turned else WeightCodes(*blocks)
+            return codes if backward else codes._replace(backward=codes.backward.new_empty((0, 0)))
         both = cast_matrix(
             weight.detach(), E4M3, None, not self.turned or backward, self.turned or backward
         )
         if self.turned:
             return WeightCodes(both.codes_t, both.scale, both.codes, both.scale)
         return WeightCodes(both.codes, both.scale, both.codes_t, both.scale)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """The weight, while it lives."""
+        return self._weight()  # type: ignore[no-any-return]
 
     def forget(self) -> None:
         """Free the codes."""
@@ -237,6 +260,11 @@ class Products:
             history = recipe.amax_history_len, recipe.fp8_margin
             latest = recipe.amax_compute_algo == "most_recent"
             self.x_state, self.g_state = (DelayedState(*history, latest) for _ in range(2))
+            if (weight := weights.weight) is not None:
+                for state in (self.x_state, self.g_state):
+                    state.on(
+                        weight.device
+                    )  # now: not in the memory of a graph that is being captured
 
     def how(self, mode: str, train: bool, dtype: torch.dtype) -> How:
         """Return what backward needs to know."""
@@ -273,6 +301,10 @@ def count_steps() -> list[int]:
 
 def _stream(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0
+
+
+def _in_inference(weight: Tensor) -> bool:
+    return torch.is_inference_mode_enabled() or weight.is_inference()
 
 
 def _capturing(x: Tensor) -> bool:

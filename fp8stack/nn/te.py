@@ -43,13 +43,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8stack import capability_te
-from fp8stack.errors import ConfigError, ModelError, UnsupportedDeviceError
+from fp8stack.errors import ConfigError, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
-from .linear import output_dtype
+from .linear import check_input, output_dtype
+from .operands import count_steps, in_backward
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 """Of every dimension of a product, by recipe."""
@@ -190,9 +190,9 @@ class Engine:
         capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
         if not train or capturing or self._comes_and_goes(weight):
             return None, ()
-        of = (id(weight), weight.data_ptr(), weight._version, _count_steps()[0])
+        of = (id(weight), weight.data_ptr(), weight._version, count_steps()[0])
         same = of == self._cast_of
-        return not (same and (_in_backward() or (weight.is_leaf and weight.grad is not None))), of
+        return not (same and (in_backward() or (weight.is_leaf and weight.grad is not None))), of
 
     def _comes_and_goes(self, weight: Tensor) -> bool:
         """Is this a whole weight that FSDP2 put in the place of the layer's own?"""
@@ -217,7 +217,7 @@ class Engine:
                 self._seeded[0] = True
             else:
                 history.zero_()
-        elif training and not _in_backward():
+        elif training and not in_backward():
             _update(meta["scaling_fwd"])
             _update(meta["scaling_bwd"])
         recorded = None if training else history[0].clone()
@@ -269,18 +269,11 @@ def te_recipe(settings: Settings) -> Any:
 
 def _forward(layer: TeLinear, input: Tensor) -> Tensor:
     what = f"Linear({layer.in_features}, {layer.out_features})"
-    if not input.is_floating_point():
-        raise ModelError(
-            f"{what} got {input.dtype} input; FP8 layers take real floating point numbers."
-        )
+    check_input(input, layer.in_features)
     if not input.is_cuda:
         raise UnsupportedDeviceError(
             f"{what} got input on {input.device}; TransformerEngine runs on cuda devices. Move the input there, or "
             "fp8stack.restore the model to use it elsewhere."
-        )
-    if not input.dim() or input.shape[-1] != layer.in_features:
-        raise ModelError(
-            f"{what} got input of shape {tuple(input.shape)}; its last dimension must be {layer.in_features}."
         )
     dtype = output_dtype(input)
     if not input.numel():  # TransformerEngine fails on it
@@ -297,23 +290,6 @@ def _forward(layer: TeLinear, input: Tensor) -> Tensor:
 def _outside_graph() -> Any:
     # Not a decorator: it imports torch._dynamo, which takes a second. TransformerEngine does so too.
     return torch.compiler.disable(_forward)
-
-
-@cache
-def _count_steps() -> list[int]:
-    """Return a count of the steps of all optimizers since the first call: some change weights and no version."""
-    count = [0]
-
-    def add(*_: Any) -> None:
-        count[0] += 1
-
-    register_optimizer_step_post_hook(add)
-    return count
-
-
-def _in_backward() -> bool:
-    """Is autograd running, which makes this forward a recomputation?"""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _finite_amax(x: Tensor) -> Tensor:

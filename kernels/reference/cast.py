@@ -33,6 +33,7 @@ def cast(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # the largest magnitude of x, 0-d, if it is known
+    eager: bool = False,  # of the kernel's alone
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
     """Quantize a matrix with one scale."""
     x = x.detach().reshape(-1, x.shape[-1]).float()

@@ -48,11 +48,11 @@ def cast_1x128(
 
 
 def _along_rows(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
-    blocks = x.reshape(x.shape[0], -1, BLOCK)
+    blocks = x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
     inverse = inverse.unsqueeze(-1)
     codes = cast_finite(torch.where(inverse > 0, blocks * inverse, 0.0), fmt)
-    return codes.reshape(x.shape), scale.t().contiguous().t()
+    return codes.reshape(x.shape).contiguous(), scale.t().contiguous().t()
 
 
 def cast_128x128(

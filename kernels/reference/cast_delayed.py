@@ -33,7 +33,7 @@ HEADER = 3
 
 
 SEEDED = 16
-"""Casts after which a state is taken to have a scale. An operand that is zero until then loses its next cast."""
+"""Updates after which a state is taken to have a scale. An operand that is zero until then loses its next cast."""
 
 STATES: WeakValueDictionary[int, DelayedState] = WeakValueDictionary()
 """By handle: an operator under torch.compile takes no objects."""
@@ -50,19 +50,20 @@ class DelayedState:
         self.handle = next(_HANDLES)
         STATES[self.handle] = self
 
-    def on(self, device: torch.device) -> Tensor:
-        """Return the tensor described above, empty at first."""
+    def on(self, device: torch.device, update: bool = False) -> Tensor:
+        """Return the tensor described above, empty at first; `update` says that a cast is about to update it."""
         if self.tensor is None or self.tensor.device != device:
-            self.tensor = torch.zeros(HEADER + self.history, dtype=torch.float32, device=device)
+            with torch.inference_mode(False):
+                self.tensor = torch.zeros(HEADER + self.history, dtype=torch.float32, device=device)
+                self._parts = torch.zeros(512, dtype=torch.int32, device=device)
             self.casts = 0
-            self._parts = None
-        self.casts += 1
+        self.casts += update
         return self.tensor
 
     def parts_on(self, device: torch.device) -> Tensor:
         """Return where kernels gather a cast's amax: int32 [512], zero between casts."""
-        if self._parts is None:
-            self._parts = torch.zeros(512, dtype=torch.int32, device=device)
+        self.on(device)
+        assert self._parts is not None
         return self._parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedState:
@@ -86,7 +87,7 @@ def cast_delayed(
 ]:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
     """Quantize a matrix with the scale in `of`."""
     x = x.detach().reshape(-1, x.shape[-1]).float()
-    state = of.on(x.device)
+    state = of.on(x.device, update and x.numel() > 0)
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
     own, _ = scale_and_inverse(amax * 2.0**of.margin, fmt)
     scale = torch.where(state[0] > 0, state[1 if again else 0], own)
@@ -102,10 +103,11 @@ def cast_delayed(
 
 def _update(state: Tensor, amax: Tensor, scale: Tensor, fmt: MiniFloat, of: DelayedState) -> None:
     history, at = state[HEADER:], state.view(torch.int32)[2:3]
-    live = (amax > 0) & amax.isfinite()
-    history.scatter_(0, at.long(), torch.where(live, amax, history[at.long()]).reshape(1))
-    largest = amax if of.most_recent else history.amax()
+    others = history.scatter(0, at.long(), 0.0)
+    largest = amax if of.most_recent else torch.maximum(others.amax(), amax)
     new, _ = scale_and_inverse(largest * 2.0**of.margin, fmt)
+    live = (amax > 0) & amax.isfinite() & (new > 0)  # too small for a scale counts as zero
+    history.scatter_(0, at.long(), torch.where(live, amax, history[at.long()]).reshape(1))
     state[1].copy_(scale)
     state[0].copy_(torch.where(live, new, state[0]))
     at.copy_(torch.where(live, (at + 1) % len(history), at))

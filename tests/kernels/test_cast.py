@@ -29,7 +29,7 @@ INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 SHAPES = [
     (1, 1), (1, 130), (130, 1), (16, 16), (3, 5), (17, 33), (64, 128), (128, 128), (129, 257), (2, 3, 40), (70,)
 ]  # fmt: skip
-LARGE = [(4096, 4100), (4096, 4096), (70001, 129), (3, 2**20), (2**20, 3)]
+LARGE = [(4096, 4100), (4096, 4096), (70001, 129), (3, 2**17), (2**17, 3)]
 KERNELS = {
     "cast": (triton_cast.cast, reference_cast.cast),
     "cast_1x128": (triton_blocks.cast_1x128, reference_blocks.cast_1x128),
@@ -303,8 +303,11 @@ def test_both_layouts_hold_the_same_codes_where_they_should(kernel, dtype, kerne
 
 @pytest.mark.gpu
 @ALL
-@OCP
-@INPUTS
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(E4M3, torch.bfloat16), (E5M2, torch.float32), (E4M3, torch.float16)],
+    ids=["e4m3-bf16", "e5m2-fp32", "e4m3-fp16"],
+)
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_large_matrices_cast_as_in_the_reference(kernel, fmt, dtype, shape):
     x = torch.randn(shape).to(dtype)
@@ -325,7 +328,8 @@ def test_elements_beyond_two_to_the_31_cast_like_the_first_ones(kernel, cols, ro
     first = rows_beyond_int32 // 128 * 128
     rest = rows_beyond_int32 - first
     results = KERNELS[kernel][0](full, E4M3)
-    expected = KERNELS[kernel][1](x.cpu(), E4M3)
+    same = x[:rest] if kernel == "cast_128x128" else x  # of that last square no more rows are there
+    expected = KERNELS[kernel][1](same.cpu(), E4M3)
     turned = 2 if "x128" in kernel else 1
     assert_same_bits(results[0][first : first + rest], expected[0][:rest])
     if kernel != "cast_1x128":  # whose columns there have other scales

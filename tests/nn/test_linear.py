@@ -101,6 +101,16 @@ def test_a_frozen_weight_or_input_gets_no_gradient():
     assert layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bias_may_be_all_that_is_trained(recipe, device):
+    layer = linear(40, 56, device=device, fp8_recipe=recipe)
+    layer.weight.requires_grad_(False)
+    gradient = torch.randn(20, 56, device=device)
+    layer(torch.randn(20, 40, device=device)).backward(gradient)
+    assert layer.weight.grad is None
+    assert torch.allclose(layer.bias.grad, gradient.sum(0), atol=1e-5)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_visible(bad, device):
     layer = fp8_linear(32, 32, device=device)
@@ -168,7 +178,7 @@ def test_autocast_sets_the_output_dtype_of_every_recipe_and_gradients_keep_their
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gradient_that_is_expanded_or_transposed_is_read_in_its_own_order(recipe, device):
-    layer = linear(32, 48, device=device, fp8_recipe=recipe)
+    layer = linear(32, 48, False, device, fp8_recipe=recipe)
     x = torch.randn(48, 32, device=device)
     for gradient in (
         torch.ones((), device=device).expand(48, 48),
@@ -181,7 +191,7 @@ def test_a_gradient_that_is_expanded_or_transposed_is_read_in_its_own_order(reci
             if recipe == "delayed":  # else the second pass has the scale of the first
                 layer.products.g_state.tensor = layer.products.x_state.tensor = None
             layer(leaf).backward(same)
-            given.append((leaf.grad, layer.weight.grad, layer.bias.grad))
+            given.append((leaf.grad, layer.weight.grad))
         for one, other in zip(*given, strict=True):
             assert_same_bits(one, other)
 

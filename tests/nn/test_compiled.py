@@ -1,0 +1,193 @@
+"""Native layers under torch.compile and in CUDA graphs: the bits of eager mode."""
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from layers import QKV, RECIPES, linear, native, results
+from torch import nn
+
+from fp8stack.nn.fused import fuse
+
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(48, 80, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(80, 48, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def assert_compiles(make, shape, device, backend="aot_eager", rounds=2):
+    """Compare two passes of a compiled model with those of another like it; outputs and all gradients."""
+    torch._dynamo.reset()
+    given = []
+    for compiled in (False, True):
+        torch.manual_seed(2)
+        model = make()
+        function = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
+        found = []
+        for i in range(rounds):
+            x = torch.randn(shape, device=device) * 3.0**i
+            found += results(function, x, torch.randn_like(model(x.clone()).detach()))
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        given.append(found)
+    return given
+
+
+def assert_same_results(given):
+    for one, other in zip(*given, strict=True):
+        assert_same_bits(one, other)
+
+
+@RECIPE
+@pytest.mark.parametrize("keep", ["fp8+t", "fp8", "off"])
+@pytest.mark.parametrize(
+    ("size", "bias"), [((32, 48), True), ((40, 257), False)], ids=["bias", "padded"]
+)
+def test_compiled_layers_give_the_bits_of_eager_ones(recipe, keep, size, bias, device):
+    def make():
+        return linear(*size, bias, device, fp8_recipe=recipe, weight_cache=keep)
+
+    assert_same_results(assert_compiles(make, (3, 7, size[0]), device))
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_other_formats_and_dtypes(fmt, dtype, device):
+    def make():
+        layer = linear(32, 48, device=device, fp8_format=fmt).to(dtype)
+        return nn.Sequential(Narrow(dtype), layer)
+
+    assert_same_results(assert_compiles(make, (20, 32), device))
+
+
+class Narrow(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def test_layers_that_share_an_input(device):
+    assert_same_results(assert_compiles(lambda: native(QKV(), device), (20, 32), device))
+
+
+@pytest.mark.parametrize("keep", ["fp8+t", "fp8", "off"])
+def test_a_fused_block(keep, device):
+    def make():
+        model = native(SwiGLU(), device, weight_cache=keep)
+        assert fuse(model) == [""]
+        return model
+
+    assert_same_results(assert_compiles(make, (20, 48), device))
+
+
+def test_dynamic_shapes_do_not_compile_for_each(device):
+    torch._dynamo.reset()
+    model = linear(32, 48, device=device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    for tokens in (16, 17, 33, 64, 40):
+        x = torch.randn(tokens, 32, device=device)
+        assert_same_bits(compiled(x), model(x.clone()))
+    assert counter.frame_count <= 2
+
+
+def test_evaluation_and_no_grad_compile(device):
+    torch._dynamo.reset()
+    model = linear(32, 48, device=device).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(20, 32, device=device)
+    with torch.no_grad():
+        assert_same_bits(compiled(x), model(x.clone()))
+        model.weight.data.copy_(torch.randn_like(model.weight))  # as a moving average is
+        assert_same_bits(compiled(x), model(x.clone()))
+
+
+@pytest.mark.gpu
+@RECIPE
+def test_inductor_gives_results_within_its_own_rounding(recipe):
+    """It joins casts to what makes a tensor, in float32 where eager mode rounds: codes next to a tie may differ."""
+
+    def make():
+        parts = (linear(256, 512, device="cuda", fp8_recipe=recipe), nn.GELU())
+        return nn.Sequential(*parts, linear(512, 256, device="cuda", fp8_recipe=recipe))
+
+    for one, other in zip(*assert_compiles(make, (300, 256), "cuda", "inductor"), strict=True):
+        assert (one - other).norm() <= 0.02 * other.norm()
+
+
+@pytest.mark.gpu
+@RECIPE
+@pytest.mark.parametrize("keep", ["fp8+t", "fp8", "off"])
+def test_a_captured_step_reads_the_weights_and_inputs_of_each_replay(recipe, keep):
+    def make():
+        torch.manual_seed(4)
+        parts = (nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        return native(nn.Sequential(*parts), "cuda", fp8_recipe=recipe, weight_cache=keep)
+
+    captured, eager = make(), make()
+    x = torch.zeros(32, 64, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(3):
+            warm = torch.randn(32, 64, device="cuda", generator=generator(i))
+            for model in (captured, eager):
+                model.zero_grad()
+                model(warm.clone()).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    captured.zero_grad()
+    with torch.cuda.graph(graph):
+        y = captured(x)
+        y.square().sum().backward()
+    for step in range(4):
+        fresh = torch.randn(32, 64, device="cuda", generator=generator(10 + step)) * 2.0**step
+        x.copy_(fresh)
+        eager.zero_grad()
+        for p in captured.parameters():
+            p.grad.zero_()
+        graph.replay()
+        expected = eager(fresh.clone())
+        expected.square().sum().backward()
+        assert_same_bits(y, expected)
+        for p, q in zip(captured.parameters(), eager.parameters(), strict=True):
+            assert_same_bits(p.grad, q.grad)
+            with torch.no_grad():
+                p.sub_(0.01 * p.grad)
+                q.sub_(0.01 * q.grad)
+
+
+def generator(seed):
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+@pytest.mark.gpu
+def test_graphed_callables():
+    model = native(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "cuda")
+    sample = torch.randn(32, 64, device="cuda", requires_grad=True)
+    plain = {k: v.clone() for k, v in model.state_dict().items()}
+    graphed = torch.cuda.make_graphed_callables(model, (sample,))
+    found = []
+    for factor in (1.0, 4.0):
+        x = torch.randn(32, 64, device="cuda", generator=generator(int(factor))) * factor
+        found.append([t.clone() for t in results(graphed, x)])
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+    other = native(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "cuda")
+    other.load_state_dict(plain)
+    for factor, given in zip((1.0, 4.0), found, strict=True):
+        x = torch.randn(32, 64, device="cuda", generator=generator(int(factor))) * factor
+        for one, same in zip(given, results(other, x), strict=True):
+            assert_same_bits(one, same)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(0.5)
