@@ -144,7 +144,9 @@ class BlockwiseOptimizer(StateKeeper):
             self._forget_plans()
         if self.release is not None:
             self.release.finish()
-        flat = [p for group in self.param_groups for p in group["params"]]
+        flat: list[Tensor] = []
+        for group in self.param_groups:  # joined, not listed one by one: there may be thousands
+            flat += group["params"]
         if any(p.grad is not None for p in flat):
             self._step(flat)
         else:  # another rank may have gradients, and waits for this one's word

@@ -71,7 +71,8 @@ def test_products_are_within_the_bounds_of_their_formats(recipe, fmt, kind, devi
     layer = linear(512, 256, False, device, fp8_recipe=recipe, fp8_format=fmt)
     found, _ = errors(layer, kind, device)
     bounds = BOUNDS[recipe, fmt]
-    if kind == "outliers" and recipe != "blockwise":
+    # A Student t of 2 has no variance: the largest of 200,000 draws may stretch one scale as an outlier does.
+    if kind != "gaussian" and recipe != "blockwise":
         bounds = [{NARROW: STRETCHED, MIXED: STRETCHED_MIXED}[b] for b in bounds]
     assert all(error < bound for error, bound in zip(found, bounds, strict=True)), found
     if kind == "gaussian":  # the bounds are no idle ones
