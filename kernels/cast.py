@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,6 +48,28 @@ def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl
 
 
 @triton.jit
+def store_both(
+    code,  # uint8 tile
+    codes_ptr, codes_t_ptr, r, c, rows16, cols16,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of rows r and columns c as it lies, and transposed."""
+    inside = (r < rows16)[:, None] & (c < cols16)[None, :]
+    if CODES:
+        out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols16 + c[None, :]
+        if EVEN:
+            tl.store(out, code)
+        else:
+            tl.store(out, code, mask=inside)
+    if TRANSPOSED:
+        out = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows16 + r[None, :]
+        if EVEN:
+            tl.store(out, tl.trans(code))
+        else:
+            tl.store(out, tl.trans(code), mask=tl.trans(inside))
+
+
+@triton.jit
 def _cast_tiles_kernel(
     x_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
     PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr,
@@ -64,18 +86,7 @@ def _cast_tiles_kernel(
     else:
         x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
     code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
-    if CODES:
-        out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols16 + c[None, :]
-        if EVEN:
-            tl.store(out, code)
-        else:
-            tl.store(out, code, mask=(r < rows16)[:, None] & (c < cols16)[None, :])
-    if TRANSPOSED:
-        out = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows16 + r[None, :]
-        if EVEN:
-            tl.store(out, tl.trans(code))
-        else:
-            tl.store(out, tl.trans(code), mask=(c < cols16)[:, None] & (r < rows16)[None, :])
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, CODES, TRANSPOSED, EVEN)
     if tile == 0:
         tl.store(scale_ptr, scale)
 
@@ -99,7 +110,6 @@ def _transpose_kernel(
 _launch_parts = Launcher(_parts_kernel, num_warps=8, **_ROUNDING)
 _launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **_ROUNDING)
 _launch_transpose = Launcher(_transpose_kernel, num_warps=8)
-_hardware = cache(casts_in_hardware)
 
 
 class _Scratch(threading.local):
@@ -170,7 +180,7 @@ def _geometry(
         (-(-rows16 // TILE) * -(-cols16 // TILE), 1, 1),
         (
             rows, cols, rows16, cols16,
-            parts, fmt.mantissa_bits, fmt.max, _hardware(device), codes, transposed, even, TILE, TILE,
+            parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(device), codes, transposed, even, TILE, TILE,
         ),
     )  # fmt: skip
 

@@ -6,8 +6,6 @@ in bfloat16. No search for a largest magnitude comes first, since a block's is i
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +18,6 @@ from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast_blocks import Codes, in_fours, padded
 
 _BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
-_hardware = cache(casts_in_hardware)
 
 
 @triton.jit
@@ -117,6 +114,6 @@ def _cast(
             launch(
                 key, (down // 128 * (across // 128), 1, 1), raw_stream(x),
                 x, codes, scale, codes_t, scale_t, rows, cols, down, across,
-                fmt.mantissa_bits, fmt.max, _hardware(x.device), even,
+                fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even,
             )  # fmt: skip
     return codes, scale.t(), codes_t, scale_t.t()

@@ -7,8 +7,6 @@ state, one more kernel gives it a scale from the matrix itself, if it has none.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -16,17 +14,15 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import FLAT, PARTS
+from .cast import FLAT, PARTS, store_both
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
 
 ROWS, COLS = 64, 128
-_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
 _HEADER = tl.constexpr(HEADER)
-_hardware = cache(casts_in_hardware)
 
 
 @triton.jit
@@ -57,7 +53,6 @@ def _cast_delayed_kernel(
     r = (tile // across) * ROWS + tl.arange(0, ROWS)
     c = (tile % across) * COLS + tl.arange(0, COLS)
     at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
-    inside = (r < rows16)[:, None] & (c < cols16)[None, :]
     if EVEN:
         x = tl.load(at).to(tl.float32)
     else:
@@ -70,14 +65,7 @@ def _cast_delayed_kernel(
         scaled = tl.where(finite, tl.where(inverse > 0, x * inverse, 0.0), 0.0)
         scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
         code = tl.where(finite, encode_ocp(scaled, MANTISSA, False), 0x7F).to(tl.uint8)
-    out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols16 + c[None, :]
-    out_t = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows16 + r[None, :]
-    if EVEN:
-        tl.store(out, code)
-        tl.store(out_t, tl.trans(code))
-    else:
-        tl.store(out, code, mask=inside)
-        tl.store(out_t, tl.trans(code), mask=tl.trans(inside))
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, True, True, EVEN)
     if tile == 0:
         tl.store(scale_ptr, scale)
     if UPDATE:
@@ -147,7 +135,7 @@ def cast_delayed(
         _launch_cast(
             (*key, seed, again, update, of.margin), grid, stream,
             x, state, found, parts, codes, codes_t, scale, rows, cols, rows16, cols16, growth,
-            seed, again, update, fmt.mantissa_bits, fmt.max, _hardware(x.device), even, PARTS, ROWS, COLS,
+            seed, again, update, fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even, PARTS, ROWS, COLS,
         )  # fmt: skip
         if update:
             _launch_update(

@@ -14,6 +14,8 @@ conversion, one multiplication by a power of two. NaN codes are not decoded: a b
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -75,6 +77,7 @@ def encode_ocp(
     return code
 
 
+@cache
 def casts_in_hardware(device: torch.device) -> bool:
     """Return whether the GPU's own cast to E4M3 is the reference's."""
     nvidia = device.type == "cuda" and torch.version.hip is None

@@ -8,8 +8,6 @@ may lie one code from the reference's.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -17,14 +15,13 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
+from .cast import store_both
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast import aligned
 from .reference.swiglu import Cast
 
 PARTS, FLAT, ROWS, COLS = 1024, 2048, 64, 64  # measured on an H200, over [8192, 14336]
-_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
-_hardware = cache(casts_in_hardware)
 
 
 @triton.jit
@@ -68,22 +65,15 @@ def _swiglu_parts_kernel(
 
 
 @triton.jit
-def _store_both(
-    x, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, r, c, rows16, cols16, inside,
+def _cast_both(
+    x, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, r, c, rows16, cols16,
     PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile with the scale of the parts, and store it as it lies and transposed."""
     bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
     code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
-    out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols16 + c[None, :]
-    out_t = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows16 + r[None, :]
-    if EVEN:
-        tl.store(out, code)
-        tl.store(out_t, tl.trans(code))
-    else:
-        tl.store(out, code, mask=inside)
-        tl.store(out_t, tl.trans(code), mask=tl.trans(inside))
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, True, True, EVEN)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
 
@@ -100,22 +90,21 @@ def _swiglu_cast_kernel(
     c = (tile % across) * COLS + tl.arange(0, COLS)
     at = r[:, None].to(tl.int64) * cols + c[None, :]
     known = (r < rows)[:, None] & (c < cols)[None, :]
-    inside = (r < rows16)[:, None] & (c < cols16)[None, :]
     g = tl.load(g_ptr + at, mask=known, other=0.0)
     u = tl.load(u_ptr + at, mask=known, other=0.0)
     if BACKWARD:
         dg, du = _backward(tl.load(d_ptr + at, mask=known, other=0.0), g, u)
-        _store_both(
-            dg, parts_ptr, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16, inside,
+        _cast_both(
+            dg, parts_ptr, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16,
             PARTS, MANTISSA, MAX, HARDWARE, EVEN,
         )  # fmt: skip
-        _store_both(
-            du, parts_ptr + PARTS, b_ptr, b_t_ptr, b_scale_ptr, r, c, rows16, cols16, inside,
+        _cast_both(
+            du, parts_ptr + PARTS, b_ptr, b_t_ptr, b_scale_ptr, r, c, rows16, cols16,
             PARTS, MANTISSA, MAX, HARDWARE, EVEN,
         )  # fmt: skip
     else:
-        _store_both(
-            _forward(g, u), parts_ptr, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16, inside,
+        _cast_both(
+            _forward(g, u), parts_ptr, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16,
             PARTS, MANTISSA, MAX, HARDWARE, EVEN,
         )  # fmt: skip
 
@@ -165,6 +154,6 @@ def _run(dh: Tensor | None, gate: Tensor, up: Tensor, fmt: MiniFloat) -> tuple[T
         _launch_cast(
             key, (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1), stream,
             d, gate, up, bits, *out, rows, cols, rows16, cols16,
-            backward, parts, fmt.mantissa_bits, fmt.max, _hardware(gate.device), even, ROWS, COLS,
+            backward, parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(gate.device), even, ROWS, COLS,
         )  # fmt: skip
     return tuple(results)
