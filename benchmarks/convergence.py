@@ -3,10 +3,13 @@
     python benchmarks/convergence.py --seeds 0 1 2 --steps 1500 --jobs 4
     python benchmarks/convergence.py --model 126m --levels baseline --formats 8bit/split24 4bit/split24 --batch 16 \
         --lr 6e-4 --data stdlib --out benchmarks/results/optimizer_parity.jsonl
+    python benchmarks/convergence.py --model 126m --levels baseline --recipes native/current te/delayed --batch 16 \
+        --lr 6e-4 --data stdlib --out benchmarks/results/product_parity.jsonl
 
 The first compares the levels. The second compares optimizers alone: O2 with GEMMs in bf16, whose gradients are FP8
 and whose states and masters are kept in the formats named, against torch's AdamW in float32, which must be 0.3 % away
-at most (1 % for 4-bit states).
+at most (1 % for 4-bit states). The third compares FP8 products alone: O0 by a library and a recipe, and a format if
+another than "hybrid" (native/current/e5m2), 0.5 % away at most.
 
 Every (level, seed) pair is one run of `examples/train_gpt.py`'s `train`, in a process of its own, `--jobs` at a time;
 the same seed gives every level the same weights and batches, so differences are paired. It appends one record a run,
@@ -49,6 +52,7 @@ PICTURE = ROOT / "docs" / "assets" / "convergence.svg"
 TOLERANCE = 0.005
 PARITY = 0.003
 PARITY_4BIT = 0.01
+LIBRARIES = ("native", "te")  # what multiplies, in --recipes
 MODELS = {
     "19m": GPTConfig(dim=512, layers=6, heads=8, kv_heads=4, ffn=1536, seq_len=512),
     "126m": GPTConfig(dim=896, layers=12, heads=14, kv_heads=14, ffn=2688, seq_len=1024),
@@ -58,11 +62,11 @@ MODELS = {
 
 def run(level: str, seed: int, options: argparse.Namespace) -> Record:
     """Train one model; called in a process of its own."""
-    states, _, master = level.partition("/")
-    formats = {"compute": "bf16", "states": states, "master": master} if master else {}
+    entered, given = options_of(level)
     settings = Settings(
-        level="O2" if formats else level,
-        options=formats,
+        level=entered,
+        fp8_format=given.pop("fp8_format", "hybrid"),
+        options=given,
         model=MODELS[options.model],
         steps=options.steps,
         batch=options.batch,
@@ -75,6 +79,17 @@ def run(level: str, seed: int, options: argparse.Namespace) -> Record:
     return train(settings, text, show_progress=False)[1]
 
 
+def options_of(variant: str) -> tuple[str, dict[str, str]]:
+    """Return the level and the options of `initialize` that a level, optimizer formats or a recipe stand for."""
+    first, _, rest = variant.partition("/")
+    if not rest:
+        return variant, {}
+    if first not in LIBRARIES:
+        return "O2", {"compute": "bf16", "states": first, "master": rest}
+    recipe, _, fmt = rest.partition("/")
+    return "O0", {"compute": first, "fp8_recipe": recipe, "fp8_format": fmt or "hybrid"}
+
+
 def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Run every pair, several at a time, and return their records."""
     records = []
@@ -83,7 +98,7 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         futures = {
             pool.submit(run, level, seed, options): (level, seed)
             for seed in options.seeds
-            for level in (*options.levels, *options.formats)
+            for level in (*options.levels, *options.formats, *options.recipes)
         }
         for future in as_completed(futures):
             level, seed = futures[future]
@@ -179,6 +194,13 @@ def main() -> int:
     )
     add("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     add("--formats", nargs="*", default=[], metavar="STATES/MASTER", help="e.g. 8bit/split24")
+    add(
+        "--recipes",
+        nargs="*",
+        default=[],
+        metavar="LIBRARY/RECIPE[/FORMAT]",
+        help="e.g. te/delayed",
+    )
     add("--model", choices=MODELS, default="19m")
     add("--steps", type=int, default=1500)
     add("--batch", type=int, default=64)
@@ -211,6 +233,8 @@ def tolerance(variant: str) -> float:
     """Return how far the mean loss of a variant may be from the baseline's."""
     if "/" not in variant:
         return TOLERANCE if variant in LEVELS else float("inf")
+    if variant.partition("/")[0] in LIBRARIES:
+        return TOLERANCE
     return PARITY_4BIT if variant.startswith("4bit") else PARITY
 
 
