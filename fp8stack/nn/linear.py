@@ -91,7 +91,10 @@ def fp8_matmul(
         bias = bias.to(dtype)
     x_scale_t = None if x8.scale_t is x8.scale else x8.scale_t  # torch.compile takes none twice
     w_scale_t = None if w8.backward_scale is w8.scale else w8.backward_scale
-    result: Tensor = _Fp8Matmul.apply(
+    # What torch does in Python before it calls C++ is for functorch, and takes as long as a launch.
+    slow = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    apply = _Fp8Matmul.apply if slow else _apply
+    result: Tensor = apply(
         x, weight, bias, *x8[:3], x_scale_t, *w8[:3], w_scale_t, products.how(mode, train, dtype)
     )
     return result
@@ -173,6 +176,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 _NONE = (None,) * 9
 _backward_once = once_differentiable(_backward)
+_apply: Any = super(torch.autograd.Function, _Fp8Matmul).apply
 
 
 def product(
