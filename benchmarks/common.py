@@ -1,4 +1,4 @@
-"""What every benchmark shares: the conditions of a run and one schema of record.
+"""What every benchmark shares: the conditions of a run, one schema of record, the choice of what to run, a picture.
 
 A record is one JSON object a line: name, variant, params, metric, value, unit, then the conditions: gpu, cc, driver,
 torch, triton, fp8stack, git, command, time. `docs` quote no number that has no record in `benchmarks/results`.
@@ -6,12 +6,15 @@ torch, triton, fp8stack, git, command, time. `docs` quote no number that has no 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Collection, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,64 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
     with path.open("a") as file:
         for record in records:
             file.write(json.dumps({**record, **shared}) + "\n")
+
+
+def add_choices(parser: argparse.ArgumentParser, known: Collection[str], results: Path) -> None:
+    """Add what a benchmark over models and configurations lets its user choose."""
+    add = parser.add_argument
+    add("--model", action="append", help=f"of {', '.join(known)}; repeatable, or with commas")
+    add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of configurations")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--output", type=Path, default=results, help="JSON lines that records are added to")
+
+
+def read_choices(
+    parser: argparse.ArgumentParser,
+    arguments: list[str] | None,
+    known: Collection[str],
+    variants: Sequence[Any],  # configurations, with a name each
+    default: Callable[[argparse.Namespace], list[str]],  # the models, where none is given
+) -> argparse.Namespace:
+    """Parse; `model` becomes a list of names and `variants` the configurations chosen. Exits where there is nothing."""
+    options = parser.parse_args(arguments)
+    options.model = ",".join(options.model or default(options)).split(",")
+    options.variants = [v for v in variants if any(fnmatch(v.name, o) for o in options.only)]
+    if unknown := set(options.model) - set(known):
+        parser.error(f"--model {unknown.pop()}: must be of {', '.join(known)}")
+    if not options.variants:
+        parser.error(f"--only matches none of: {', '.join(v.name for v in variants)}")
+    measures = not getattr(options, "plot", None)
+    if options.device == "cuda" and measures and not torch.cuda.is_available():
+        parser.error("there is no GPU; use --device cpu --model tiny")
+    return options
+
+
+def latest_run(
+    records: Path, model: str, keep: Callable[[dict[str, Any]], bool] = lambda record: True
+) -> list[dict[str, Any]]:
+    """Return the records of the latest run over `model`, the slowest first. Exits if there are none."""
+    rows = [json.loads(line) for line in records.read_text().splitlines()]
+    rows = [r for r in rows if r["params"]["model"] == model and keep(r)]
+    rows = [r for r in rows if r["time"] == rows[-1]["time"]]  # one time for a model in a run
+    if not rows:
+        sys.exit(f"{records} holds no run over {model}")
+    return sorted(rows, key=lambda r: -r["value"])
+
+
+def draw_bars(
+    rows: list[dict[str, Any]], colors: list[str], labels: list[str], picture: Path, **axes: Any
+) -> None:
+    """Draw the values of records as bars, the last on top; `axes` are properties of matplotlib's."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update({"svg.hashsalt": "fp8stack", "svg.fonttype": "none"})
+    plot = Figure(figsize=(8, 1 + 0.28 * len(rows)), layout="tight").subplots()
+    bars = plot.barh([r["variant"] for r in rows], [r["value"] for r in rows], color=colors)
+    plot.bar_label(bars, labels, padding=3)
+    plot.set(**axes)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    plot.figure.savefig(picture, metadata={"Date": None})
 
 
 def _triton_version() -> str:

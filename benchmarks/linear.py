@@ -36,14 +36,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from fnmatch import fnmatch
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, append_records
+from common import ROOT, add_choices, append_records, read_choices
 from optimizer_step import Numbers, attempt
 from rich import box
 from rich.console import Console
@@ -275,27 +274,12 @@ def to_record(variant: Variant, shape: Shape, numbers: Numbers) -> dict[str, Any
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_choices(parser, SHAPES, RESULTS)
     add = parser.add_argument
-    add(
-        "--model",
-        action="append",
-        help=f"shapes of {', '.join(SHAPES)}; repeatable, or with commas",
-    )
-    add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of configurations")
     add("--iterations", type=int, default=200, help="calls that CPU time is averaged over")
     add("--bursts", type=int, default=5, help=f"of {BURST} calls, whose median is the GPU's time")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--output", type=Path, default=RESULTS, help="JSON lines that records are added to")
-    options = parser.parse_args(arguments)
-    options.model = ",".join(options.model or ["small", "llama", "gpt2"]).split(",")
-    options.variants = [v for v in VARIANTS if any(fnmatch(v.name, o) for o in options.only)]
-    if unknown := set(options.model) - SHAPES.keys():
-        parser.error(f"--model {unknown.pop()}: must be of {', '.join(SHAPES)}")
-    if not options.variants:
-        parser.error(f"--only matches none of: {', '.join(v.name for v in VARIANTS)}")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU; use --device cpu --model tiny")
-    return options
+    default = ["small", "llama", "gpt2"]
+    return read_choices(parser, arguments, SHAPES, VARIANTS, lambda given: default)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from functools import partial
 from math import prod
 from multiprocessing import get_context
@@ -38,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, append_records
+from common import ROOT, add_choices, append_records, draw_bars, latest_run, read_choices
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -382,48 +381,27 @@ def to_record(variant: Variant, model: str, numbers: Numbers) -> dict[str, Any]:
 
 def draw(records: Path, model: str, picture: Path) -> None:
     """Draw the step times of the latest run over `model` in `records`, the fastest on top."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams.update({"svg.hashsalt": "fp8stack", "svg.fonttype": "none"})
-    rows = [json.loads(line) for line in records.read_text().splitlines()]
-    rows = [r for r in rows if r["params"]["model"] == model and r["params"]["mode"] == "step"]
-    rows = [r for r in rows if r["time"] == rows[-1]["time"]]  # one time for a list in a run
-    if not rows:
-        sys.exit(f"{records} holds no run over {model}")
-    rows.sort(key=lambda r: -r["value"])
-    axes = Figure(figsize=(8, 1 + 0.28 * len(rows)), layout="tight").subplots()
+    rows = latest_run(records, model, lambda record: record["params"]["mode"] == "step")
     colors = ["tab:orange" if r["variant"].startswith(DEFAULT) else "0.7" for r in rows]
-    bars = axes.barh([r["variant"] for r in rows], [r["value"] for r in rows], color=colors)
     labels = [f"{r['value']:.3g} ms, {r['extra']['bytes']['total']:.2f} B" for r in rows]
-    axes.bar_label(bars, labels, padding=3)
-    axes.set(title=f"{model}: one optimizer step", xscale="log", xlim=(1, 6 * rows[0]["value"]))
-    axes.set_xlabel("ms; and bytes per parameter on the GPU, gradient included")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    axes.figure.savefig(picture, metadata={"Date": None})
+    draw_bars(
+        rows, colors, labels, picture,
+        title=f"{model}: one optimizer step", xscale="log", xlim=(1, 6 * rows[0]["value"]),
+        xlabel="ms; and bytes per parameter on the GPU, gradient included",
+    )  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_choices(parser, MODELS, RESULTS)
     add = parser.add_argument
-    add("--model", action="append", help=f"of {', '.join(MODELS)}; repeatable, or with commas")
-    add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of configurations")
     add("--quick", dest="only", action="store_const", const=QUICK, help=f"only {QUICK}")
     add("--steps", type=int, default=20, help="timed steps; fewer if they are very slow")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--output", type=Path, default=RESULTS, help="JSON lines that records are added to")
     add("--plot", type=Path, metavar="PATH", help="only draw the latest run in --output")
-    options = parser.parse_args(arguments)
-    default = [TARGET] if options.plot else list(MODELS)[:4]
-    options.model = ",".join(options.model or default).split(",")
-    options.variants = [v for v in VARIANTS if any(fnmatch(v.name, o) for o in options.only)]
-    if unknown := set(options.model) - MODELS.keys():
-        parser.error(f"--model {unknown.pop()}: must be of {', '.join(MODELS)}")
-    if not options.variants:
-        parser.error(f"--only matches none of: {', '.join(v.name for v in VARIANTS)}")
-    if options.device == "cuda" and not (options.plot or torch.cuda.is_available()):
-        parser.error("there is no GPU; use --device cpu --model tiny")
-    return options
+    default = list(MODELS)[:4]
+    return read_choices(
+        parser, arguments, MODELS, VARIANTS, lambda given: [TARGET] if given.plot else default
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:

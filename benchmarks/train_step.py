@@ -30,14 +30,13 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import models
 import torch
-from common import ROOT, append_records
+from common import ROOT, add_choices, append_records, draw_bars, latest_run, read_choices
 from optimizer_step import Numbers, attempt, measure_copy, time_steps
 from rich import box
 from rich.console import Console
@@ -305,51 +304,29 @@ def to_record(
 
 def draw(records: Path, model: str, picture: Path) -> None:
     """Draw the times of the latest run over `model` in `records`, the fastest on top."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams.update({"svg.hashsalt": "fp8stack", "svg.fonttype": "none"})
-    rows = [json.loads(line) for line in records.read_text().splitlines()]
-    rows = [r for r in rows if r["params"]["model"] == model]
-    rows = [r for r in rows if r["time"] == rows[-1]["time"]]  # one time for a model in a run
-    if not rows:
-        sys.exit(f"{records} holds no run over {model}")
-    rows.sort(key=lambda r: -r["value"])
-    axes = Figure(figsize=(8, 1 + 0.28 * len(rows)), layout="tight").subplots()
+    rows = latest_run(records, model)
     colors = [COLORS.get(r["params"]["library"].split()[0], "tab:orange") for r in rows]
-    bars = axes.barh([r["variant"] for r in rows], [r["value"] for r in rows], color=colors)
     peaks = [r["extra"]["peak_gib"] for r in rows]
     memory = ["" if peak is None else f", {peak:.1f} GiB" for peak in peaks]
     labels = [f"{r['value']:.3g} ms{m}" for r, m in zip(rows, memory, strict=True)]
-    axes.bar_label(bars, labels, padding=3)
-    axes.set(title=f"{model}: forward and backward", xlim=(0, 1.3 * rows[0]["value"]))
-    axes.set_xlabel("ms; and the peak of memory")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    axes.figure.savefig(picture, metadata={"Date": None})
+    draw_bars(
+        rows, colors, labels, picture,
+        title=f"{model}: forward and backward", xlim=(0, 1.3 * rows[0]["value"]), xlabel="ms; and the peak of memory",
+    )  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_choices(parser, MODELS, RESULTS)
     add = parser.add_argument
-    add("--model", action="append", help=f"of {', '.join(MODELS)}; repeatable, or with commas")
-    add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of configurations")
     add("--vocab", type=int, help="of the models, instead of their own")
     add("--steps", type=int, default=20, help="timed steps; fewer if they are very slow")
     add("--limit", type=float, default=float("inf"), help="seconds to begin configurations in")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--output", type=Path, default=RESULTS, help="JSON lines that records are added to")
     add("--plot", type=Path, metavar="PATH", help="only draw the latest run in --output")
-    options = parser.parse_args(arguments)
-    default = ["llama"] if options.plot else ["llama", "gpt2"]
-    options.model = ",".join(options.model or default).split(",")
-    options.variants = [v for v in VARIANTS if any(fnmatch(v.name, o) for o in options.only)]
-    if unknown := set(options.model) - MODELS.keys():
-        parser.error(f"--model {unknown.pop()}: must be of {', '.join(MODELS)}")
-    if not options.variants:
-        parser.error(f"--only matches none of: {', '.join(v.name for v in VARIANTS)}")
-    if options.device == "cuda" and not (options.plot or torch.cuda.is_available()):
-        parser.error("there is no GPU; use --device cpu --model tiny")
-    return options
+    default = ["llama", "gpt2"]
+    return read_choices(
+        parser, arguments, MODELS, VARIANTS, lambda given: default[:1] if given.plot else default
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
