@@ -48,6 +48,22 @@ def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl
 
 
 @triton.jit
+def load_tile(
+    x_ptr, rows, cols, across,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Return this program's tile in float32, zeros beyond the matrix, and the rows and columns of its elements."""
+    r = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    c = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)
+    at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
+    if EVEN:
+        x = tl.load(at).to(tl.float32)
+    else:
+        x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
+    return x, r, c
+
+
+@triton.jit
 def store_both(
     code,  # uint8 tile
     codes_ptr, codes_t_ptr, r, c, rows16, cols16,
@@ -77,17 +93,10 @@ def _cast_tiles_kernel(
 ):  # fmt: skip
     bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
-    tile, across = tl.program_id(0), tl.cdiv(cols16, COLS)
-    r = (tile // across) * ROWS + tl.arange(0, ROWS)
-    c = (tile % across) * COLS + tl.arange(0, COLS)
-    at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
-    if EVEN:
-        x = tl.load(at).to(tl.float32)
-    else:
-        x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
+    x, r, c = load_tile(x_ptr, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
     code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
     store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, CODES, TRANSPOSED, EVEN)
-    if tile == 0:
+    if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
 
 
@@ -116,9 +125,8 @@ class _Scratch(threading.local):
     """Small pieces of memory for the casts of one thread, by stream: allocating each would cost as much as a launch."""
 
     def __init__(self) -> None:
-        self.parts: dict[
-            tuple[int, int], Tensor
-        ] = {}  # where the parts' magnitudes lie between the two launches
+        # where the parts' magnitudes lie between the two launches
+        self.parts: dict[tuple[int, int], Tensor] = {}
         self.scales: dict[tuple[int, int], Iterator[Tensor]] = {}
 
     def take(self, x: Tensor, stream: int) -> tuple[Tensor, Tensor]:
@@ -205,11 +213,11 @@ def cast(
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     with on_device(device):
         stream, key = raw_stream(x), (g, x.dtype, x.data_ptr() % 16)
-        bits, scale = _scratch.take(x, stream) if eager else fresh(x)
         if amax is None:
+            bits, scale = _scratch.take(x, stream) if eager else fresh(x)
             _launch_parts(key, g.parts_grid, stream, x, bits, *g.parts_args)
         else:
-            bits = amax.float().view(torch.int32)
+            bits, scale = amax.float().view(torch.int32), x.new_empty((), dtype=torch.float32)
         _launch_cast(key, g.grid, stream, x, bits, out, out_t, scale, *g.args)
     return out, out_t, scale
 

@@ -13,24 +13,10 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
+from .cast import load_tile, store_both
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast_blocks import Codes, in_fours, padded
-
-_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
-
-
-@triton.jit
-def _load_tile(x_ptr, rows, cols, across, EVEN: tl.constexpr):
-    """Return the tile of this program, its block's row and column, and its elements' rows and columns."""
-    block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    r, c = block_r * 128 + tl.arange(0, 128), block_c * 128 + tl.arange(0, 128)
-    at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
-    if EVEN:
-        x = tl.load(at).to(tl.float32)
-    else:
-        x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
-    return x, block_r, block_c, r, c
 
 
 @triton.jit
@@ -38,17 +24,17 @@ def _cast_1x128_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
     MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    x, block_r, block_c, r, c = _load_tile(x_ptr, rows, cols, cols_padded // 128, EVEN)
+    across = cols_padded // 128
+    block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
+    x, r, c = load_tile(x_ptr, rows, cols, across, EVEN, 128, 128)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scale, inverse = scale_and_inverse(tl.max(bits, axis=1), MAX)
     code = encode_ocp(tl.where(inverse[:, None] > 0, x * inverse[:, None], 0.0), MANTISSA, HARDWARE)
-    out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols_padded + c[None, :]
-    tl.store(out, code)
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows_padded, cols_padded, True, False, True)
     tl.store(scale_ptr + block_c.to(tl.int64) * rows_padded + r, scale)
     scale, inverse = scale_and_inverse(tl.max(bits, axis=0), MAX)
     code = encode_ocp(tl.where(inverse[None, :] > 0, x * inverse[None, :], 0.0), MANTISSA, HARDWARE)
-    out = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows_padded + r[None, :]
-    tl.store(out, tl.trans(code))
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows_padded, cols_padded, False, True, True)
     tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
 
 
@@ -58,14 +44,12 @@ def _cast_128x128_kernel(
     MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     across, down = cols_padded // 128, rows_padded // 128
-    x, block_r, block_c, r, c = _load_tile(x_ptr, rows, cols, across, EVEN)
+    block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
+    x, r, c = load_tile(x_ptr, rows, cols, across, EVEN, 128, 128)
     bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
     code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
-    out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols_padded + c[None, :]
-    tl.store(out, code)
-    out = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows_padded + r[None, :]
-    tl.store(out, tl.trans(code))
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows_padded, cols_padded, True, True, True)
     tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
     tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
 
@@ -80,7 +64,7 @@ def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:
     down, across = padded(rows), padded(cols)
     scale = x.new_empty((across // 128, down), dtype=torch.float32)
     scale_t = x.new_empty((down // 128, across), dtype=torch.float32)
-    return _cast(x, fmt, _launch_1x128, rows, cols, scale, scale_t)
+    return _cast(x, fmt, _launch_1x128, rows, scale, scale_t)
 
 
 def cast_128x128(x: Tensor, fmt: MiniFloat) -> Codes:
@@ -90,7 +74,7 @@ def cast_128x128(x: Tensor, fmt: MiniFloat) -> Codes:
     # zeros: what pads the blocks to a multiple of 4 is not written
     scale = x.new_zeros((down, in_fours(across)), dtype=torch.float32)
     scale_t = x.new_zeros((across, in_fours(down)), dtype=torch.float32)
-    return _cast(x, fmt, _launch_128x128, rows, cols, scale, scale_t)
+    return _cast(x, fmt, _launch_128x128, rows, scale, scale_t)
 
 
 def _cast(
@@ -98,7 +82,6 @@ def _cast(
     fmt: MiniFloat,
     launch: Launcher,
     rows: int,
-    cols: int,
     scale: Tensor,
     scale_t: Tensor,
 ) -> Codes:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import FLAT, PARTS, store_both
+from .cast import FLAT, PARTS, load_tile, store_both
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast import aligned
@@ -49,14 +49,8 @@ def _cast_delayed_kernel(
         seeded, _inverse = scale_and_inverse(own, MAX)
         scale = tl.where(tl.load(state_ptr) > 0, scale, seeded)
     inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
-    tile, across = tl.program_id(0), tl.cdiv(cols16, COLS)
-    r = (tile // across) * ROWS + tl.arange(0, ROWS)
-    c = (tile % across) * COLS + tl.arange(0, COLS)
-    at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
-    if EVEN:
-        x = tl.load(at).to(tl.float32)
-    else:
-        x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
+    tile = tl.program_id(0)
+    x, r, c = load_tile(x_ptr, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if HARDWARE:  # saturates, and keeps NaN, which x - x makes of an infinity
         code = encode_ocp(tl.where(inverse > 0, x * inverse + (x - x), x - x), MANTISSA, True)
