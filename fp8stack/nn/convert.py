@@ -108,10 +108,8 @@ def apply_gemms(
         if compute == "te":
             conversion.change(module, TeLinear, te=Engine(Settings.of(recipe), module.weight))
         elif compute == "native":
-            squares = recipe.fp8_recipe == "blockwise"
-            cache = WeightCache(module.weight, recipe.weight_cache, squares=squares)
-            cache = caches.setdefault(module.weight, cache)
-            products = Products(cache, recipe)
+            cache = WeightCache.of(module.weight, recipe)
+            products = Products(caches.setdefault(module.weight, cache), recipe)
             products.chooser = chooser
             conversion.change(module, Fp8Linear, products=products)
         else:

@@ -23,7 +23,7 @@ from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 
 from .linear import Fp8Linear, check_input, crop, output_dtype, product
-from .operands import FORMATS, How, cast_for_backward, cast_gradient, cast_input
+from .operands import FORMATS, How, cast_gradient, cast_input, codes_for_backward
 
 NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Hugging Face's Llama and its kin
@@ -99,9 +99,8 @@ def _is_plain(layer: Fp8Linear) -> bool:
         and products.fp8_recipe == "current"
         and products.formats.x is E4M3
         and products.chooser is None  # which may leave a layer in bf16
-        and (
-            torch.compiler.is_compiling() or products.probe is None
-        )  # a sampled step runs them one by one
+        # a sampled step runs them one by one
+        and (torch.compiler.is_compiling() or products.probe is None)
     )
 
 
@@ -219,7 +218,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     how: How = ctx.how
     need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
     pairs = zip(ctx.modes, (w_gate, w_up, w_down), rest[::2], rest[1::2], strict=True)
-    g_codes, u_codes, d_codes = (_for_backward(*pair, how) for pair in pairs)
+    g_codes, u_codes, d_codes = (codes_for_backward(*pair, how) for pair in pairs)
     dx = dw_gate = dw_up = dw_down = None
     d = cast_gradient(grad, how, True, need_down)
     if need_down:
@@ -239,12 +238,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _backward_once = once_differentiable(_backward)
-
-
-def _for_backward(
-    mode: str, weight: Tensor, codes: Tensor, scale: Tensor, how: How
-) -> tuple[Tensor, Tensor]:
-    """Return the codes [in, out] of a weight, and their scale."""
-    if mode == "fp8":
-        return ops.transpose(codes), scale
-    return (codes, scale) if mode == "fp8+t" else cast_for_backward(weight, how)

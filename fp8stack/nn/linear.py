@@ -1,13 +1,13 @@
-"""FP8 Linear layers over `torch._scaled_mm`, with current scaling.
+"""FP8 Linear layers over `torch._scaled_mm`; where scales come from, `operands.py` says.
 
     forward    y  = x  @ w.T     E4M3 × E4M3
     backward   dx = dy @ w       E5M2 × E4M3   (hybrid; E4M3 × E4M3 with fp8_format="e4m3")
                dw = dy.T @ x     the same
 
-Each operand is quantized with one scale, from its own largest magnitude, and the products are accumulated in float32.
-FP8 GEMMs want every dimension in multiples of 16, and on Ada and Hopper both operands laid out along the inner
-dimension: one kernel writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that a layer takes
-seven launches, two for the input, two for the gradient and three products. What is saved for backward is the
+Each operand is quantized with one scale (or one a block), and the products are accumulated in float32. FP8 GEMMs want
+every dimension in multiples of 16, and on Ada and Hopper both operands laid out along the inner dimension: one kernel
+writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that a layer takes seven launches with
+current scaling, two for the input, two for the gradient and three products. What is saved for backward is the
 transposed FP8 input, one byte an element where a bf16 layer saves two.
 
 The layer is an `nn.Linear` whose class was changed: its parameters, hooks, name and state_dict are untouched, and
@@ -30,7 +30,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.cast_delayed import STATES
 
-from .operands import FORMATS, How, Products, cast_for_backward, cast_gradient, cast_input
+from .operands import FORMATS, How, Products, cast_gradient, cast_input, codes_for_backward
 from .storage import stored_linear
 
 __all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "product"]
@@ -46,14 +46,15 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # under a mode, each torch call in here would go through it
-            chooser = self.products.chooser
+        chooser = self.products.chooser
         if chooser is not None and not chooser(input, self.weight, self.bias):
             with torch._C.DisableTorchFunction():  # matmuls=True would make FP8 of it
                 return stored_linear(input, self.weight, self.bias)
-        return fp8_matmul(input, self.weight, self.bias, self.products, self.training)
+        if torch.compiler.is_compiling():
+            return fp8_matmul(input, self.weight, self.bias, self.products, self.training)
+        # Under the mode of matmuls=True, each torch call in here would go through Python.
+        with torch._C.DisableTorchFunction():
+            return fp8_matmul(input, self.weight, self.bias, self.products, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.products}"
@@ -158,10 +159,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if how.probe is not None:
             how.probe("g", grad, g.scale, FORMATS[how.formats].g)
     if need_x:
-        if how.mode == "fp8":
-            w_codes = ops.transpose(w_codes)
-        elif how.mode == "off":
-            w_codes, w_scale = cast_for_backward(weight, how)
+        w_codes, w_scale = codes_for_backward(how.mode, weight, w_codes, w_scale, how)
         dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=how.squares)
         dx = crop(dx, ctx.x_shape)
     if need_w:

@@ -119,8 +119,7 @@ class BareMatmuls:
         return entry.products[place]
 
     def _products(self, cache: type[WeightCache], weight: Tensor | None, turned: bool) -> Products:
-        blocks = self.recipe.fp8_recipe == "blockwise"
-        return Products(cache(weight, self.recipe.weight_cache, turned, blocks), self.recipe)
+        return Products(cache.of(weight, self.recipe, turned), self.recipe)
 
     def _entry(self, parameter: Tensor) -> _Entry:
         if parameter not in self._entries:

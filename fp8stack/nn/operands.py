@@ -166,10 +166,14 @@ class WeightCache:
         self._codes: WeightCodes | None = None
         self.casts = 0  # how often this weight was cast
 
+    @classmethod
+    def of(cls, weight: Tensor | None, recipe: Recipe, turned: bool = False) -> WeightCache:
+        """Return an empty cache as `recipe` wants it."""
+        return cls(weight, recipe.weight_cache, turned, recipe.fp8_recipe == "blockwise")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        return WeightCache(
-            None, self.keep, self.turned, self.squares
-        )  # the copy's weight is another
+        # the copy's weight is another
+        return WeightCache(None, self.keep, self.turned, self.squares)
 
     def __reduce__(self) -> Any:
         return WeightCache, (None, self.keep, self.turned, self.squares)
@@ -186,10 +190,8 @@ class WeightCache:
             if not weight.is_leaf or torch.distributed.is_initialized():
                 # FSDP's whole weights come and go in memory that no counter tells about.
                 return self._cast(weight, False), "off"
-            self._weight, self._codes = (
-                weakref.ref(weight),
-                None,
-            )  # loaded by assignment, or a copy's
+            # loaded by assignment, or a copy's
+            self._weight, self._codes = weakref.ref(weight), None
         if not train or keep == "off" or _capturing(weight) or _in_inference(weight):
             return self._cast(weight, backward and keep == "fp8+t"), keep
         # Some optimizers' kernels change weights and no version.
@@ -261,10 +263,9 @@ class Products:
             latest = recipe.amax_compute_algo == "most_recent"
             self.x_state, self.g_state = (DelayedState(*history, latest) for _ in range(2))
             if (weight := weights.weight) is not None:
+                # now: not in the memory of a graph that is being captured
                 for state in (self.x_state, self.g_state):
-                    state.on(
-                        weight.device
-                    )  # now: not in the memory of a graph that is being captured
+                    state.on(weight.device)
 
     def how(self, mode: str, train: bool, dtype: torch.dtype) -> How:
         """Return what backward needs to know."""
@@ -278,8 +279,17 @@ class Products:
         return f"{self.name}, {self.fp8_recipe}"
 
 
-def cast_for_backward(weight: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """Cast a weight for the backward product alone: (codes [in, out], scale)."""
+def codes_for_backward(
+    mode: str, weight: Tensor, codes: Tensor, scale: Tensor, how: How
+) -> tuple[Tensor, Tensor]:
+    """Return the codes [in, out] of a weight and their scale, of what forward saved; `mode` is WeightCache.codes'."""
+    if mode == "fp8":
+        return ops.transpose(codes), scale
+    return (codes, scale) if mode == "fp8+t" else _cast_for_backward(weight, how)
+
+
+def _cast_for_backward(weight: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    """Cast a weight for the backward product alone."""
     if how.fp8_recipe == "blockwise":
         codes, scale, codes_t, scale_t = ops.cast_128x128(weight.detach(), E4M3)
         return (codes, scale) if how.turned else (codes_t, scale_t)

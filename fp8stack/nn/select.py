@@ -230,8 +230,7 @@ def time_both(shape: Shape, recipe: Recipe) -> tuple[float, float]:  # seconds
     weight = draw(shape.n, shape.k, dtype=shape.weight).requires_grad_(not shape.frozen)
     bias = draw(shape.n, dtype=output).requires_grad_(not shape.frozen) if shape.bias else None
     trained = [p for p in (weight, bias) if p is not None and p.requires_grad]
-    squares = recipe.fp8_recipe == "blockwise"
-    products = Products(WeightCache(weight, recipe.weight_cache, squares=squares), recipe)
+    products = Products(WeightCache.of(weight, recipe), recipe)
 
     def plain() -> None:
         leaf = x.detach().requires_grad_()

@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import fp8stack
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels.reference.quantize import quantize_tensor
 from fp8stack.levels import recipe_for
 from fp8stack.nn.convert import Conversion, skipped_modules
-from fp8stack.nn.matmuls import apply_matmuls, runs_matmuls
+from fp8stack.nn.matmuls import _Mode, apply_matmuls, runs_matmuls
 
 
 class Bare(nn.Module):
@@ -768,3 +769,28 @@ def test_trains_as_without_fp8(device):
     last = sum(exact[-10:]) / 10
     assert last < 0.5 * exact[0]
     assert abs(sum(given[-10:]) / 10 - last) < 0.05 * last
+
+
+def test_what_an_fp8_layer_calls_does_not_pass_through_the_mode(device, monkeypatch):
+    """Each of a layer's own torch calls would cost a call of Python more."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(64, 128)
+
+        def forward(self, x):
+            return torch.relu(self.up(x))
+
+    model = Block().to(device)
+    fp8stack.initialize(model, None, "O0", compute="native", matmuls=True)
+    seen, through = [], _Mode.__torch_function__
+    monkeypatch.setattr(
+        _Mode,
+        "__torch_function__",
+        lambda self, func, *a: seen.append(func) or through(self, func, *a),
+    )
+    model(torch.randn(16, 64, device=device)).sum().backward()
+    assert torch.relu in seen
+    assert torch._scaled_mm not in seen
+    assert len(seen) < 8
