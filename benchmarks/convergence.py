@@ -90,9 +90,8 @@ def options_of(variant: str) -> tuple[str, dict[str, str]]:
     return "O0", {"compute": first, "fp8_recipe": recipe, "fp8_format": fmt or "hybrid"}
 
 
-def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run every pair, several at a time, and return their records."""
-    records = []
+def run_all(options: argparse.Namespace) -> None:
+    """Run every pair, several at a time; append a record as each ends, so that an interrupted call loses few."""
     # One process per run: a child that ends gives its GPU memory back and leaves no state behind.
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
         futures = {
@@ -102,9 +101,9 @@ def run_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for future in as_completed(futures):
             level, seed = futures[future]
-            records.append(to_record(future.result(), level, seed, options))
-            print(f"{level:>8} seed {seed}: {records[-1]['value']:.4f}", flush=True)
-    return sorted(records, key=lambda r: (r["params"]["seed"], r["variant"]))
+            record = to_record(future.result(), level, seed, options)
+            append_records(options.out, [record])
+            print(f"{level:>8} seed {seed}: {record['value']:.4f}", flush=True)
 
 
 def to_record(record: Record, level: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -215,7 +214,7 @@ def main() -> int:
     add("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()
     if options.seeds:
-        append_records(options.out, run_all(options))
+        run_all(options)
     table = by_variant(options.out)
     if "baseline" not in table:
         return 0

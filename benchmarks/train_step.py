@@ -80,6 +80,7 @@ def list_variants() -> list[Variant]:
     native = [Variant(f"native {r}", ours, r, options=compute) for r in RECIPES]
     native += [
         Variant("native fused", ours, "current", fused=True, options=compute),
+        Variant("native fused, delayed", ours, "delayed", fused=True, options=compute),
         Variant("native auto", ours, "current", options={**compute, "select": "auto"}),
     ]
     current = replace(native[0], name="native current, weights cached", cached=True)
@@ -87,6 +88,7 @@ def list_variants() -> list[Variant]:
     for keep in ("fp8", "off"):
         options = {**compute, "weight_cache": keep}
         rest.append(Variant(f"native current, cache {keep}", ours, "current", options=options))
+    rest.append(replace(rest[-1], name="native fused, cache off", fused=True))
     rest.append(Variant("native O1", ours, "current", level="O1", options=compute))
     rest.append(Variant("fp8stack te current", ours, "current", options={"compute": "te"}))
     rest += [Variant(f"te {r}", te, r) for r in RECIPES]

@@ -1,17 +1,18 @@
 """A matrix in FP8 with one scale, in both layouts that GEMMs want; the twin of `reference/cast.py`, bit for bit.
 
 Two kernels. The first writes the largest magnitude of each of up to 512 parts of the matrix (as integers: NaN and
-infinity win); the second reduces those again in each program, which costs less than a launch that would do it once,
-and casts tiles, writing each as it lies and transposed. So a cast holds no state, waits for nothing and needs no
-buffer zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in bfloat16. The first
-kernel walks from the end of the matrix to its start and the second from start to end: each begins with what was used
-last, which L2 still holds.
+infinity win); the second reduces those again in each program, which costs less than a launch that would do it once, and
+casts tiles, writing each as it lies and transposed. So a cast holds no state, waits for nothing and needs no buffer
+zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in bfloat16. The first kernel
+walks from the end of the matrix to its start and the second from start to end: each begins with what was used last,
+which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`), the second kernel is the
+whole cast.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -172,13 +173,13 @@ def _geometry(
     dtype: torch.dtype,
     codes: bool,
     transposed: bool,
-    known: bool,
+    known: int,  # parts whose magnitudes are known, 0 if none
     device: torch.device,
 ) -> _Geometry:
     fmt = E4M3 if dtype is E4M3.dtype else E5M2
     rows16, cols16 = aligned(rows), aligned(cols)
     tiles = max(-(-rows * cols // FLAT), 1)
-    parts = 1 if known else min(PARTS, triton.next_power_of_2(tiles))
+    parts = known or min(PARTS, triton.next_power_of_2(tiles))
     even = rows % TILE == 0 and cols % TILE == 0
     return _Geometry(
         (rows16, cols16) if codes else (0, 0),
@@ -198,26 +199,32 @@ def cast(
     fmt: MiniFloat,  # e4m3 or e5m2
     codes: bool = True,
     transposed: bool = True,
-    amax: Tensor | None = None,  # the largest magnitude of x, 0-d, if it is known
+    amax: Tensor | None = None,  # the largest magnitude of x, if it is known
     eager: bool = False,  # whether small memory may be kept from call to call, which a compiled graph's pool refuses
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
-    """Quantize a matrix with one scale."""
+    """Quantize a matrix with one scale.
+
+    `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
+    """
     if not x.is_contiguous():
         x = x.detach().contiguous()
     x = without_single_column(x)
     numel, cols, device, dtype = x.numel(), x.shape[-1], x.device, fmt.dtype
-    g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, amax is not None, device)
+    known = 0 if amax is None else amax.numel()
+    g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, known, device)
     out = x.new_empty(g.shape, dtype=dtype)
     out_t = x.new_empty(g.shape_t, dtype=dtype)
     if numel == 0:
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     with on_device(device):
-        stream, key = raw_stream(x), (g, x.dtype, x.data_ptr() % 16)
+        stream = raw_stream(x)
+        key: tuple[Hashable, ...] = (g, x.dtype, x.data_ptr() % 16)
         if amax is None:
             bits, scale = _scratch.take(x, stream) if eager else fresh(x)
             _launch_parts(key, g.parts_grid, stream, x, bits, *g.parts_args)
         else:
-            bits, scale = amax.float().view(torch.int32), x.new_empty((), dtype=torch.float32)
+            bits = amax if amax.dtype is torch.int32 else amax.float().view(torch.int32)
+            scale, key = x.new_empty((), dtype=torch.float32), (*key, bits.data_ptr() % 16)
         _launch_cast(key, g.grid, stream, x, bits, out, out_t, scale, *g.args)
     return out, out_t, scale
 

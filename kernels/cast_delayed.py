@@ -35,12 +35,10 @@ def _seed_kernel(x_ptr, state_ptr, seed_ptr, numel, FLAT: tl.constexpr):
 
 
 @triton.jit
-def _cast_delayed_kernel(
-    x_ptr, state_ptr, seed_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16, growth,
-    SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
-    MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def state_scale(
+    state_ptr, seed_ptr, growth, SEED: tl.constexpr, AGAIN: tl.constexpr, MAX: tl.constexpr
+):  # float32
+    """Return the scale that a cast takes from its state, or from `seed` if SEED and the state has none."""
     scale = tl.load(state_ptr)
     if AGAIN:
         scale = tl.where(scale > 0, tl.load(state_ptr + 1), 0.0)
@@ -48,23 +46,46 @@ def _cast_delayed_kernel(
         own = (tl.load(seed_ptr).to(tl.float32, bitcast=True) * growth).to(tl.int32, bitcast=True)
         seeded, _inverse = scale_and_inverse(own, MAX)
         scale = tl.where(tl.load(state_ptr) > 0, scale, seeded)
+    return scale
+
+
+@triton.jit
+def encode_saturating(x, scale, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return uint8 codes of x / scale: the largest where that is beyond it, NaN where x is not finite."""
     inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
-    tile = tl.program_id(0)
-    x, r, c = load_tile(x_ptr, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     if HARDWARE:  # saturates, and keeps NaN, which x - x makes of an infinity
-        code = encode_ocp(tl.where(inverse > 0, x * inverse + (x - x), x - x), MANTISSA, True)
+        code = encode_ocp(x * inverse + (x - x), MANTISSA, True)
     else:
-        finite = bits < 0x7F800000
+        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
         scaled = tl.where(finite, tl.where(inverse > 0, x * inverse, 0.0), 0.0)
         scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
         code = tl.where(finite, encode_ocp(scaled, MANTISSA, False), 0x7F).to(tl.uint8)
+    return code
+
+
+@triton.jit
+def note_amax(x, parts_ptr, PARTS: tl.constexpr):
+    """Add the largest magnitude of a tile to those of its program's part."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    most = tl.max(tl.max(bits, axis=1), axis=0)
+    tl.atomic_max(parts_ptr + tl.program_id(0) % PARTS, most, sem="relaxed")
+
+
+@triton.jit
+def _cast_delayed_kernel(
+    x_ptr, state_ptr, seed_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16, growth,
+    SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
+    MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    scale = state_scale(state_ptr, seed_ptr, growth, SEED, AGAIN, MAX)
+    x, r, c = load_tile(x_ptr, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
+    code = encode_saturating(x, scale, MANTISSA, MAX, HARDWARE)
     store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, True, True, EVEN)
-    if tile == 0:
+    if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
     if UPDATE:
-        most = tl.max(tl.max(bits, axis=1), axis=0)
-        tl.atomic_max(parts_ptr + tile % PARTS, most, sem="relaxed")
+        note_amax(x, parts_ptr, PARTS)
 
 
 @triton.jit
@@ -132,9 +153,15 @@ def cast_delayed(
             seed, again, update, fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even, PARTS, ROWS, COLS,
         )  # fmt: skip
         if update:
-            _launch_update(
-                (of.history, of.margin, of.most_recent, fmt.dtype, x.device), (1, 1, 1), stream,
-                state, parts, scale, of.history, growth,
-                of.most_recent, fmt.max, triton.next_power_of_2(of.history), PARTS,
-            )  # fmt: skip
+            take_amax(of, fmt, scale, stream)
     return codes, codes_t, scale
+
+
+def take_amax(of: DelayedState, fmt: MiniFloat, scale: Tensor, stream: int) -> None:
+    """Write the amax that programs noted, and what it makes of the scale, to a state whose last cast had `scale`."""
+    device = scale.device
+    _launch_update(
+        (of.history, of.margin, of.most_recent, fmt.dtype, device), (1, 1, 1), stream,
+        of.on(device), of.parts_on(device), scale, of.history, 2.0**of.margin,
+        of.most_recent, fmt.max, triton.next_power_of_2(of.history), PARTS,
+    )  # fmt: skip

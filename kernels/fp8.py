@@ -14,6 +14,7 @@ conversion, one multiplication by a power of two. NaN codes are not decoded: a b
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -127,10 +128,13 @@ def encode_blocks(
     return encode(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, MIN_EXPONENT, MAX), scale
 
 
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):  # float32
-    """Round float32 to the nearest `DTYPE`. To bfloat16 by hand: Triton's interpreter truncates there."""
-    if tl.bfloat16 == DTYPE:
+    """Round float32 to the nearest `DTYPE`. To bfloat16 by hand in Triton's interpreter, which truncates there."""
+    if tl.bfloat16 == DTYPE and _INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -30,6 +30,7 @@ from .reference import cast_blocks, gradient, quantize, swiglu
 from .reference import cast_delayed as delayed
 from .reference.cast_blocks import Codes
 from .reference.cast_delayed import STATES
+from .reference.swiglu import CURRENT, Scaling
 
 _LIBRARY = torch.library.Library("fp8stack", "DEF")
 _TRITON_MODULE = {
@@ -78,7 +79,10 @@ def cast(
     transposed: bool = True,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes, transposed codes, scale) of a matrix, padded to multiples of 16; see `reference/cast.py`."""
+    """Return (codes, transposed codes, scale) of a matrix, padded to multiples of 16; see `reference/cast.py`.
+
+    `amax` is its largest magnitude, 0-d; or int32 [a power of two], the bits of those of its parts, as rmsnorm's.
+    """
     if torch.compiler.is_compiling():
         result = torch.ops.fp8stack.cast(x, fmt.name, codes, transposed, amax)
         return cast_("tuple[Tensor, Tensor, Tensor]", result)
@@ -121,29 +125,66 @@ def matmul_blocks(
     return cast_(Tensor, torch.ops.fp8stack.matmul_blocks(a, a_scale, b, b_scale, squares, dtype))
 
 
-def swiglu_cast(gate: Tensor, up: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (codes, transposed codes, scale) of silu(gate) × up; see `reference/swiglu.py`."""
+def swiglu_cast(
+    gate: Tensor,
+    up: Tensor,
+    fmt: MiniFloat,
+    of: Sequence[int] = (),
+    update: bool = False,
+    again: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return (codes, scale) of silu(gate) × up; see `reference/swiglu.py`. `of` has the handle of a DelayedState."""
     if torch.compiler.is_compiling():
-        result = torch.ops.fp8stack.swiglu_cast(gate, up, fmt.name)
+        result = torch.ops.fp8stack.swiglu_cast(gate, up, fmt.name, of, update, again)
     else:
-        result = _module("swiglu", gate.is_cuda).swiglu_cast(gate, up, fmt)
-    return cast_("tuple[Tensor, Tensor, Tensor]", result)
+        kernels = _module("swiglu", gate.is_cuda)
+        result = kernels.swiglu_cast(gate, up, fmt, _scaling(of, update, again))
+    return cast_("tuple[Tensor, Tensor]", result)
 
 
 def swiglu_backward_cast(
-    dh: Tensor, gate: Tensor, up: Tensor, fmt: MiniFloat
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    h_scale: Tensor,
+    fmt: MiniFloat,
+    of: Sequence[int] = (),
+    update: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return codes, transposed codes and scale of gate's gradient, and of up's; see `reference/swiglu.py`."""
+    """Return codes, transposed codes and scale of gate's gradient, those of up's, and the activation's transpose.
+
+    See `reference/swiglu.py`. `of` has the handles of gate's DelayedState and of up's.
+    """
     if torch.compiler.is_compiling():
-        result = torch.ops.fp8stack.swiglu_backward_cast(dh, gate, up, fmt.name)
+        op = torch.ops.fp8stack.swiglu_backward_cast
+        result = op(dh, gate, up, h_scale, fmt.name, of, update)
     else:
-        result = _module("swiglu", gate.is_cuda).swiglu_backward_cast(dh, gate, up, fmt)
+        scaling = _scaling(of, update, False)
+        kernels = _module("swiglu", gate.is_cuda)
+        result = kernels.swiglu_backward_cast(dh, gate, up, h_scale, fmt, scaling)
     return cast_("tuple[Tensor, ...]", result)
+
+
+def _scaling(of: Sequence[int], update: bool, again: bool) -> Scaling:
+    return Scaling(tuple(STATES[handle] for handle in of), update, again) if of else CURRENT
 
 
 def transpose(codes: Tensor) -> Tensor:
     """Return the transpose of FP8 codes, laid out as rows; see `reference/cast.py`."""
     return _module("cast", codes.is_cuda).transpose(codes)  # type: ignore[no-any-return]
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x / rms(x) × weight, 1 / rms(x), and what `cast` takes as amax; see `reference/rmsnorm.py`."""
+    return _module("rmsnorm", x.is_cuda).rmsnorm(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def rmsnorm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, need_weight: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and, if needed, of weight; see `reference/rmsnorm.py`."""
+    kernels = _module("rmsnorm", x.is_cuda)
+    return kernels.rmsnorm_backward(dy, x, weight, rstd, need_weight)  # type: ignore[no-any-return]
 
 
 def accumulate_blocks(
@@ -325,17 +366,24 @@ _register(
     ),
 )
 _register(
-    "swiglu_cast(Tensor gate, Tensor up, str fmt) -> (Tensor, Tensor, Tensor)",
+    "swiglu_cast(Tensor gate, Tensor up, str fmt, int[] of, bool update, bool again) -> (Tensor, Tensor)",
     swiglu.swiglu_cast,
-    lambda gate, up, fmt: _fake_cast(gate, fmt, True, True, None),
+    lambda gate, up, fmt, *_: _fake_cast(gate, fmt, True, False, None)[::2],
+    lambda run: lambda gate, up, fmt, *of: run(gate, up, fmt, _scaling(*of)),
 )
 _register(
-    "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, str fmt) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, Tensor h_scale, str fmt, int[] of, bool update) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     swiglu.swiglu_backward_cast,
-    lambda dh, gate, up, fmt: (
+    lambda dh, gate, up, h_scale, fmt, *_: (
         *_fake_cast(gate, fmt, True, True, None),
         *_fake_cast(up, fmt, True, True, None),
+        _fake_cast(gate, "e4m3", False, True, None)[1],
+    ),
+    lambda run: (
+        lambda dh, gate, up, h_scale, fmt, of, update: run(
+            dh, gate, up, h_scale, fmt, _scaling(of, update, False)
+        )
     ),
 )
 _register(

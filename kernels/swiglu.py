@@ -1,9 +1,11 @@
 """SwiGLU joined to the casts around it; the twin of `reference/swiglu.py`.
 
-Each direction is two kernels, as a cast is (`cast.py`): one looks for the largest magnitude of what it computes, the
-other computes it again and casts. For an element in bfloat16 forward moves 4 + 4 bytes in and 2 out, backward 6 + 6 in
-and 4 out, where torch's kernels and the casts behind them move 16 and 30. The exponential is the GPU's, so results
-may lie one code from the reference's.
+With current scaling each direction is two kernels, as a cast is (`cast.py`): one looks for the largest magnitude of
+what it computes, the other computes it again and casts. With delayed scaling the second is enough, and the first only
+gives a young state its first scale. Backward also casts the activation again, with its scale of forward, in the layout
+that the product for the weight's gradient wants: nothing of it need be kept. For an element in bfloat16 forward moves
+4 + 4 bytes in (delayed: 4) and 1 out, backward 6 + 6 in (6) and 5 out, where torch's kernels and the casts behind them
+move 16 and 30. The exponential is the GPU's, so results may lie one code from the reference's.
 """
 
 from __future__ import annotations
@@ -13,28 +15,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8stack.formats import MiniFloat
+from fp8stack.formats import E4M3, MiniFloat
 
-from .cast import store_both
-from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
+from .cast import PARTS as NOTES
+from .cast import load_tile, store_both
+from .cast_delayed import encode_saturating, note_amax, state_scale, take_amax
+from .fp8 import casts_in_hardware, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
 from .reference.cast import aligned
-from .reference.swiglu import Cast
+from .reference.cast_delayed import SEEDED
+from .reference.swiglu import CURRENT, Scaling
 
-PARTS, FLAT, ROWS, COLS = 1024, 2048, 64, 64  # measured on an H200, over [8192, 14336]
+PARTS, FLAT, ROWS, COLS = 1024, 2048, 32, 64  # measured on an H200, over [8192, 14336]
+_E4M3_MAX = tl.constexpr(E4M3.max)
+_NOTES = tl.constexpr(NOTES)
+
+
+# 1 / (1 + exp(-x)) without care for subnormals, which take Triton's own five instructions more
+_PTX = tl.constexpr("""{
+.reg .f32 e;
+mul.f32 e, $1, 0fBFB8AA3B;
+ex2.approx.ftz.f32 e, e;
+add.f32 e, e, 0f3F800000;
+rcp.approx.ftz.f32 $0, e;
+}""")
 
 
 @triton.jit
-def _forward(g, u):
-    g, u = g.to(tl.float32), u.to(tl.float32)
-    return g * tl.sigmoid(g) * u
+def _sigmoid(x, HARDWARE: tl.constexpr):
+    if HARDWARE:
+        s = tl.inline_asm_elementwise(_PTX, "=f,f", [x], tl.float32, True, 1)
+    else:
+        s = tl.sigmoid(x)
+    return s
 
 
 @triton.jit
-def _backward(d, g, u):
+def _forward(g, u, HARDWARE: tl.constexpr):
+    """Return silu(g) × u in float32."""
+    g = g.to(tl.float32)
+    return g * _sigmoid(g, HARDWARE) * u.to(tl.float32)
+
+
+@triton.jit
+def _backward(d, g, u, HARDWARE: tl.constexpr):
+    """Return the gradients of g and u, and silu(g) × u, in float32."""
     d, g, u = d.to(tl.float32), g.to(tl.float32), u.to(tl.float32)
-    s = tl.sigmoid(g)
-    return d * u * (s * (1 + g * (1 - s))), d * (g * s)
+    s = _sigmoid(g, HARDWARE)
+    silu = g * s
+    return d * u * (s + silu * (1 - s)), d * silu, silu * u
 
 
 @triton.jit
@@ -44,7 +73,8 @@ def _bits(x):
 
 @triton.jit
 def _swiglu_parts_kernel(
-    d_ptr, g_ptr, u_ptr, parts_ptr, numel, rounds, BACKWARD: tl.constexpr, PARTS: tl.constexpr, FLAT: tl.constexpr
+    d_ptr, g_ptr, u_ptr, parts_ptr, numel, rounds,
+    BACKWARD: tl.constexpr, HARDWARE: tl.constexpr, PARTS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     first = tl.zeros((FLAT,), dtype=tl.int32)
     second = first
@@ -55,105 +85,146 @@ def _swiglu_parts_kernel(
         g = tl.load(g_ptr + at, mask=inside, other=0.0)
         u = tl.load(u_ptr + at, mask=inside, other=0.0)
         if BACKWARD:
-            dg, du = _backward(tl.load(d_ptr + at, mask=inside, other=0.0), g, u)
+            d = tl.load(d_ptr + at, mask=inside, other=0.0)
+            dg, du, _h = _backward(d, g, u, HARDWARE)
             first, second = tl.maximum(first, _bits(dg)), tl.maximum(second, _bits(du))
         else:
-            first = tl.maximum(first, _bits(_forward(g, u)))
+            first = tl.maximum(first, _bits(_forward(g, u, HARDWARE)))
     tl.store(parts_ptr + tl.program_id(0), tl.max(first, axis=0))
     if BACKWARD:
         tl.store(parts_ptr + PARTS + tl.program_id(0), tl.max(second, axis=0))
 
 
 @triton.jit
-def _cast_both(
-    x, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, r, c, rows16, cols16,
+def _cast_one(
+    x, parts_ptr, state_ptr, notes_ptr, growth, codes_ptr, codes_t_ptr, scale_ptr, r, c, rows16, cols16,
+    TRANSPOSED: tl.constexpr, DELAYED: tl.constexpr, SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
     PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile with the scale of the parts, and store it as it lies and transposed."""
-    bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
-    scale, inverse = scale_and_inverse(bits, MAX)
-    code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
-    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, True, True, EVEN)
+    """Cast a tile with the scale of the parts or of the state, and store it."""
+    if DELAYED:
+        scale = state_scale(state_ptr, parts_ptr, growth, SEED, AGAIN, MAX)
+        if UPDATE:
+            note_amax(x, notes_ptr, _NOTES)
+    else:
+        bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
+        scale, _inverse = scale_and_inverse(bits, MAX)
+    code = encode_saturating(x, scale, MANTISSA, MAX, HARDWARE)
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, True, TRANSPOSED, EVEN)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
 
 
 @triton.jit
 def _swiglu_cast_kernel(
-    d_ptr, g_ptr, u_ptr, parts_ptr, a_ptr, a_t_ptr, a_scale_ptr, b_ptr, b_t_ptr, b_scale_ptr,
+    d_ptr, g_ptr, u_ptr, parts_ptr, a_state_ptr, b_state_ptr, a_notes_ptr, b_notes_ptr, growth,
+    a_ptr, a_t_ptr, a_scale_ptr, b_ptr, b_t_ptr, b_scale_ptr, h_t_ptr, h_scale_ptr,
     rows, cols, rows16, cols16,
-    BACKWARD: tl.constexpr, PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr,
-    HARDWARE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BACKWARD: tl.constexpr, DELAYED: tl.constexpr, SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
+    PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    tile, across = tl.program_id(0), tl.cdiv(cols16, COLS)
-    r = (tile // across) * ROWS + tl.arange(0, ROWS)
-    c = (tile % across) * COLS + tl.arange(0, COLS)
-    at = r[:, None].to(tl.int64) * cols + c[None, :]
-    known = (r < rows)[:, None] & (c < cols)[None, :]
-    g = tl.load(g_ptr + at, mask=known, other=0.0)
-    u = tl.load(u_ptr + at, mask=known, other=0.0)
+    across = tl.cdiv(cols16, COLS)
+    g, r, c = load_tile(g_ptr, rows, cols, across, EVEN, ROWS, COLS)
+    u, r, c = load_tile(u_ptr, rows, cols, across, EVEN, ROWS, COLS)
     if BACKWARD:
-        dg, du = _backward(tl.load(d_ptr + at, mask=known, other=0.0), g, u)
-        _cast_both(
-            dg, parts_ptr, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16,
-            PARTS, MANTISSA, MAX, HARDWARE, EVEN,
+        d, r, c = load_tile(d_ptr, rows, cols, across, EVEN, ROWS, COLS)
+        dg, du, h = _backward(d, g, u, HARDWARE)
+        _cast_one(
+            dg, parts_ptr, a_state_ptr, a_notes_ptr, growth, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16,
+            True, DELAYED, SEED, AGAIN, UPDATE, PARTS, MANTISSA, MAX, HARDWARE, EVEN,
         )  # fmt: skip
-        _cast_both(
-            du, parts_ptr + PARTS, b_ptr, b_t_ptr, b_scale_ptr, r, c, rows16, cols16,
-            PARTS, MANTISSA, MAX, HARDWARE, EVEN,
+        _cast_one(
+            du, parts_ptr + PARTS, b_state_ptr, b_notes_ptr, growth, b_ptr, b_t_ptr, b_scale_ptr, r, c, rows16, cols16,
+            True, DELAYED, SEED, AGAIN, UPDATE, PARTS, MANTISSA, MAX, HARDWARE, EVEN,
         )  # fmt: skip
+        code = encode_saturating(h, tl.load(h_scale_ptr), 3, _E4M3_MAX, HARDWARE)
+        store_both(code, h_t_ptr, h_t_ptr, r, c, rows16, cols16, False, True, EVEN)
     else:
-        _cast_both(
-            _forward(g, u), parts_ptr, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16,
-            PARTS, MANTISSA, MAX, HARDWARE, EVEN,
+        _cast_one(
+            _forward(g, u, HARDWARE), parts_ptr, a_state_ptr, a_notes_ptr, growth, a_ptr, a_ptr, a_scale_ptr,
+            r, c, rows16, cols16,
+            False, DELAYED, SEED, AGAIN, UPDATE, PARTS, MANTISSA, MAX, HARDWARE, EVEN,
         )  # fmt: skip
 
 
 _launch_parts = Launcher(_swiglu_parts_kernel, num_warps=8)
-_launch_cast = Launcher(_swiglu_cast_kernel, num_warps=8)
+_launch_cast = Launcher(_swiglu_cast_kernel, num_warps=4)
 
 
-def swiglu_cast(gate: Tensor, up: Tensor, fmt: MiniFloat) -> Cast:
+def swiglu_cast(
+    gate: Tensor, up: Tensor, fmt: MiniFloat, scaling: Scaling = CURRENT
+) -> tuple[Tensor, Tensor]:
     """Return silu(gate) × up in FP8."""
-    return _run(None, gate, up, fmt)[:3]  # type: ignore[return-value]
+    codes, scale = _run(None, gate, up, None, fmt, scaling)
+    return codes, scale
 
 
 def swiglu_backward_cast(
-    dh: Tensor, gate: Tensor, up: Tensor, fmt: MiniFloat
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    h_scale: Tensor,
+    fmt: MiniFloat,
+    scaling: Scaling = CURRENT,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of gate and up in FP8: codes, codes_t, scale of one, then of the other."""
-    return _run(dh, gate, up, fmt)
+    """Return the gradients of gate and up in FP8, and the activation's transpose."""
+    return _run(dh, gate, up, h_scale, fmt, scaling)
 
 
-def _run(dh: Tensor | None, gate: Tensor, up: Tensor, fmt: MiniFloat) -> tuple[Tensor, ...]:
-    backward = dh is not None
+def _run(
+    dh: Tensor | None, gate: Tensor, up: Tensor, h_scale: Tensor | None, fmt: MiniFloat, scaling: Scaling
+) -> tuple[Tensor, ...]:  # fmt: skip
     gate, up = (without_single_column(x.contiguous()) for x in (gate, up))
     d = gate if dh is None else without_single_column(dh.contiguous())
     rows, cols = gate.shape
-    rows16, cols16 = aligned(rows), aligned(cols)
+    rows16, cols16, device = aligned(rows), aligned(cols), gate.device
+    turned, backward = (cols16, rows16), dh is not None
     results: list[Tensor] = []
     for _ in range(1 + backward):
         results.append(gate.new_empty((rows16, cols16), dtype=fmt.dtype))
-        results.append(gate.new_empty((cols16, rows16), dtype=fmt.dtype))
+        if backward:
+            results.append(gate.new_empty(turned, dtype=fmt.dtype))
         results.append(gate.new_empty((), dtype=torch.float32))
+    if backward:
+        results.append(gate.new_empty(turned, dtype=E4M3.dtype))
     if not gate.numel():
         return tuple(x if x.ndim else x.zero_() for x in results)
-    out = results if backward else results + results  # forward writes no second
+    codes, scale = results[0], results[2 if backward else 1]
+    # what forward neither reads nor writes may be anything
+    out = (
+        (*results, h_scale)
+        if backward
+        else (codes, codes, scale, codes, codes, scale, codes, scale)
+    )
+    states, update, again = scaling
+    tensors = [state.on(device, update) for state in states]
+    notes = [state.parts_on(device) for state in states]
+    seed, margin = any(s.casts <= SEEDED for s in states), states[0].margin if states else 0
     tiles = -(-gate.numel() // FLAT)
     parts = min(PARTS, triton.next_power_of_2(tiles))
-    bits = gate.new_empty(2 * parts, dtype=torch.int32)
     even = rows % ROWS == 0 and cols % COLS == 0
     places = [x.data_ptr() % 16 for x in (d, gate, up)]
-    key = (rows, cols, gate.dtype, up.dtype, d.dtype, fmt.dtype, backward, gate.device, *places)
-    with on_device(gate.device):
+    key = (rows, cols, gate.dtype, up.dtype, d.dtype, fmt.dtype, backward, device, *places)
+    with on_device(device):
         stream = raw_stream(gate)
-        _launch_parts(
-            key, (parts, 1, 1), stream,
-            d, gate, up, bits, gate.numel(), -(-tiles // parts), backward, parts, FLAT,
-        )  # fmt: skip
+        found = scale  # not read, unless
+        if seed or not states:
+            found = gate.new_empty((2, parts), dtype=torch.int32)
+            _launch_parts(
+                key, (parts, 1, 1), stream,
+                d, gate, up, found, gate.numel(), -(-tiles // parts), backward, casts_in_hardware(device), parts, FLAT,
+            )  # fmt: skip
+        if states:
+            found, parts = found.amax(-1) if seed else found, 1
+        sources = (tensors[0], tensors[-1], notes[0], notes[-1]) if states else (found,) * 4
         _launch_cast(
-            key, (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1), stream,
-            d, gate, up, bits, *out, rows, cols, rows16, cols16,
-            backward, parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(gate.device), even, ROWS, COLS,
+            (*key, bool(states), seed, again, update, margin), (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1), stream,
+            d, gate, up, found, *sources, 2.0**margin, *out, rows, cols, rows16, cols16,
+            backward, bool(states), seed, again, update,
+            parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(device), even, ROWS, COLS,
         )  # fmt: skip
+        scales = results[2::3] if backward else [scale]
+        for state, own in zip(states, scales, strict=True) if states and update else ():
+            take_amax(state, fmt, own, stream)
     return tuple(results)

@@ -2,18 +2,19 @@
 
     down(silu(gate(x)) × up(x))
 
-Every value of the activation is written in FP8, in both layouts, by the kernel that computes it, and both gradients
-likewise (`kernels/swiglu.py`): a step moves half the bytes for them, and keeps the activation in one byte an element
-where torch keeps it and silu(gate) in two each. `fuse` finds such blocks among a model's modules by the names of their
-layers and takes one only if its forward, run on random weights as in training, gives the very numbers of the formula,
-and only if it owns nothing but three weights; so a block with dropout, a bias, a parameter of its own, a hook on an
-inner layer or another activation is left as it is. What it does depending on attributes that change later is lost.
+The activation is written in FP8 by the kernel that computes it, and both gradients likewise (`kernels/swiglu.py`): a
+step moves half the bytes for them. Of the activation nothing is kept: backward, which reads gate and up anyway, writes
+the transposed codes that the product for the weight's gradient wants; torch keeps it and silu(gate). `fuse` finds such
+blocks among a model's modules by the names of their layers and takes one only if its forward, run on random weights as
+in training, gives the very numbers of the formula, and only if it owns nothing but three weights; so a block with
+dropout, a bias, a parameter of its own, a hook on an inner layer or another activation is left as it is. What it does
+depending on attributes that change later is lost. RMSNorms are fused too: see `norm.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
+from fp8stack.kernels.reference.cast_delayed import STATES
 
 from .linear import Fp8Linear, check_input, crop, output_dtype, product
-from .operands import FORMATS, How, cast_gradient, cast_input, codes_for_backward
+from .mixed import mixed_class, plain_class
+from .norm import fuse_norms, unfuse_norms
+from .operands import FORMATS, How, cast_gradient, cast_input, codes_for_backward, in_backward
 
 NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Hugging Face's Llama and its kin
@@ -32,52 +36,41 @@ NAMES = (
 
 
 def fuse(model: nn.Module) -> list[str]:
-    """Fuse the SwiGLU blocks of an initialized model; return their names. `fp8stack.restore` undoes it."""
+    """Fuse the SwiGLU blocks and the RMSNorms of a model with native FP8 layers; return their names.
+
+    `fp8stack.restore` undoes it.
+    """
+    if not any(isinstance(module, Fp8Linear) for module in model.modules()):
+        return []
     fused = []
     for name, module in model.named_modules():
         layers = _layers_of(module)
         if layers is not None and _is_swiglu(module, layers):
-            module.__class__ = _fused_class(type(module))
+            module.__class__ = mixed_class(FusedSwiGLU, type(module), "Fused")
             fused.append(name)
-    return fused
+    return [*fused, *fuse_norms(model)]
 
 
 def unfuse(model: nn.Module) -> None:
-    """Give the blocks of `fuse` their classes back."""
+    """Give the modules of `fuse` their classes back."""
+    unfuse_norms(model)
     for module in model.modules():
         if isinstance(module, FusedSwiGLU):
-            module.__class__ = type(module).__mro__[2]
+            module.__class__ = plain_class(module)
 
 
 class FusedSwiGLU(nn.Module):
     """Mixed into the class of a block, whose `forward` it replaces."""
 
+    plain_forward: Any
+
     def forward(self, x: Tensor) -> Tensor:
         """Return down(silu(gate(x)) × up(x)): [..., features] -> [..., features]."""
         layers = _layers_of(self)
         if layers is None:  # an inner layer was changed since
-            result: Tensor = super().forward(x)
+            result: Tensor = self.plain_forward(x)
             return result
         return _swiglu(x, *layers)
-
-    def __reduce__(self) -> Any:
-        return _remake, (type(self).__mro__[2],), self.__dict__
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _fused_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _CLASSES:
-        _CLASSES[cls] = type(f"Fused{cls.__name__}", (FusedSwiGLU, cls), {})
-    return _CLASSES[cls]
-
-
-def _remake(cls: type[nn.Module]) -> nn.Module:
-    """Make a fused block without its contents, which unpickling fills in."""
-    module = cls.__new__(cls)
-    module.__class__ = _fused_class(cls)
-    return module
 
 
 def _layers_of(module: nn.Module) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear] | None:
@@ -96,7 +89,7 @@ def _is_plain(layer: Fp8Linear) -> bool:
     return (
         layer.bias is None
         and not hooks
-        and products.fp8_recipe == "current"
+        and products.fp8_recipe in ("current", "delayed")
         and products.formats.x is E4M3
         and products.chooser is None  # which may leave a layer in bf16
         # a sampled step runs them one by one
@@ -119,7 +112,7 @@ def _is_swiglu(module: nn.Module, layers: tuple[Fp8Linear, Fp8Linear, Fp8Linear]
     twin.__dict__.update(module.__dict__)
     twin.training = True
     with torch.random.fork_rng(devices=[]):  # dropout would show, and takes random numbers
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # and no GPU's
         small = [nn.Linear(32, 48, False), nn.Linear(32, 48, False), nn.Linear(48, 32, False)]
         places = {
             id(layer): plain.cpu().float() for layer, plain in zip(layers, small, strict=True)
@@ -138,14 +131,6 @@ def _is_swiglu(module: nn.Module, layers: tuple[Fp8Linear, Fp8Linear, Fp8Linear]
     return isinstance(found, Tensor) and torch.equal(found, expected)
 
 
-class _Modes(NamedTuple):
-    """How backward gets each weight's codes, see WeightCache.codes."""
-
-    gate: str
-    up: str
-    down: str
-
-
 def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
     check_input(x, gate.weight.shape[1])
     train = gate.training
@@ -153,21 +138,22 @@ def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tenso
     dtype = output_dtype(x)
     x8 = cast_input(x, gate.products, train, grad)
     weights: list[Tensor] = []
-    modes: list[str] = []
+    hows: list[How] = []
     for layer in (gate, up, down):
-        weight: Tensor = layer.weight
-        codes, mode = layer.products.weights.codes(weight, train, grad)
+        codes, mode = layer.products.weights.codes(layer.weight, train, grad)
         weights += codes[:3]
-        modes.append(mode)
-    how = gate.products.how(modes[0], train, dtype)
+        hows.append(layer.products.how(mode, train, dtype))
+    again = in_backward()
+    state = down.products.x_state
+    h_scaling = ([] if state is None else [state.handle], train and not again, again)
     result: Tensor = _SwiGLU.apply(
-        x, gate.weight, up.weight, down.weight, *x8[:3], *weights, how, _Modes(*modes)
+        x, gate.weight, up.weight, down.weight, *x8[:3], *weights, h_scaling, *hows
     )
     return result
 
 
 class _SwiGLU(torch.autograd.Function):
-    """The whole block; saves the codes of x and of the activation, gate and up."""
+    """The whole block; saves the codes of x, gate and up, and the activation's scale."""
 
     @staticmethod
     def forward(
@@ -188,19 +174,22 @@ class _SwiGLU(torch.autograd.Function):
         d_forward: Tensor,
         d_scale: Tensor,
         d_backward: Tensor,
-        how: How,
-        modes: _Modes,
+        h_scaling: tuple[list[int], bool, bool],
+        *hows: How,  # gate's, up's, down's
     ) -> Tensor:
-        gate = product(x_codes, x_scale, g_forward, g_scale, how.dtype, fast=True)
-        up = product(x_codes, x_scale, u_forward, u_scale, how.dtype, fast=True)
-        codes, codes_t, scale = ops.swiglu_cast(gate, up, E4M3)
-        y = product(codes, scale, d_forward, d_scale, how.dtype, fast=True)
-        ctx.how, ctx.modes, ctx.x_shape, ctx.x_dtype = how, modes, x.shape, x.dtype
+        dtype = hows[0].dtype
+        gate = product(x_codes, x_scale, g_forward, g_scale, dtype, fast=True)
+        up = product(x_codes, x_scale, u_forward, u_scale, dtype, fast=True)
+        codes, h_scale = ops.swiglu_cast(gate, up, E4M3, *h_scaling)
+        y = product(codes, h_scale, d_forward, d_scale, dtype, fast=True)
+        ctx.hows, ctx.x_shape, ctx.x_dtype = hows, x.shape, x.dtype
+        if h_scaling[0] and not torch.compiler.is_compiling():
+            ctx.g_states = [STATES[how.g_state] for how in hows]  # backward may outlive the layers
         ctx.save_for_backward(
-            x_codes_t, x_scale, gate, up, codes_t, scale, w_gate, w_up, w_down,
-            g_forward if modes.gate == "fp8" else g_backward, g_scale,
-            u_forward if modes.up == "fp8" else u_backward, u_scale,
-            d_forward if modes.down == "fp8" else d_backward, d_scale,
+            x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down,
+            g_forward if hows[0].mode == "fp8" else g_backward, g_scale,
+            u_forward if hows[1].mode == "fp8" else u_backward, u_scale,
+            d_forward if hows[2].mode == "fp8" else d_backward, d_scale,
         )  # fmt: skip
         return crop(y, (*x.shape[:-1], w_down.shape[0]))
 
@@ -212,21 +201,20 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_codes_t, x_scale, gate, up, h_codes_t, h_scale, w_gate, w_up, w_down, *rest = (
-        ctx.saved_tensors
-    )
-    how: How = ctx.how
+    x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down, *rest = ctx.saved_tensors
+    hows: tuple[How, How, How] = ctx.hows
     need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
-    pairs = zip(ctx.modes, (w_gate, w_up, w_down), rest[::2], rest[1::2], strict=True)
-    g_codes, u_codes, d_codes = (codes_for_backward(*pair, how) for pair in pairs)
+    pairs = zip((w_gate, w_up, w_down), rest[::2], rest[1::2], hows, strict=True)
+    g_codes, u_codes, d_codes = (codes_for_backward(p[3].mode, *p) for p in pairs)
     dx = dw_gate = dw_up = dw_down = None
-    d = cast_gradient(grad, how, True, need_down)
-    if need_down:
-        dw_down = crop(product(d.codes_t, d.scale, h_codes_t, h_scale, w_down.dtype), w_down.shape)
-    dh = product(d.codes, d.scale, *d_codes, how.dtype)
-    dg, dg_t, dg_scale, du, du_t, du_scale = ops.swiglu_backward_cast(
-        dh, gate, up, FORMATS[how.formats].g
+    d = cast_gradient(grad, hows[2], True, need_down)
+    dh = product(d.codes, d.scale, *d_codes, hows[2].dtype)
+    states = [how.g_state for how in hows[:2] if how.g_state >= 0]
+    dg, dg_t, dg_scale, du, du_t, du_scale, h_t = ops.swiglu_backward_cast(
+        dh, gate, up, h_scale, FORMATS[hows[0].formats].g, states, hows[0].train
     )
+    if need_down:
+        dw_down = crop(product(d.codes_t, d.scale, h_t, h_scale, w_down.dtype), w_down.shape)
     if need_x:
         dx = product(dg, dg_scale, *g_codes, ctx.x_dtype)
         dx = crop(dx + product(du, du_scale, *u_codes, ctx.x_dtype), ctx.x_shape)
@@ -234,7 +222,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dw_gate = crop(product(dg_t, dg_scale, x_codes_t, x_scale, w_gate.dtype), w_gate.shape)
     if need_up:
         dw_up = crop(product(du_t, du_scale, x_codes_t, x_scale, w_up.dtype), w_up.shape)
-    return dx, dw_gate, dw_up, dw_down, *(None,) * 14
+    return dx, dw_gate, dw_up, dw_down, *(None,) * 16
 
 
 _backward_once = once_differentiable(_backward)

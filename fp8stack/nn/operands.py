@@ -1,11 +1,12 @@
 """The operands of FP8 products: what is cast, when, and what is kept.
 
-An activation is cast once for all layers that read it: the last one cast is remembered, so that q, k and v (or gate
-and up) share its codes. A weight is cast once for all micro-batches between two changes of it, and for recomputation:
-its `WeightCache` knows the codes by the weight's version counter. In evaluation a weight is always cast anew, since
-weights swapped in through `.data`, as moving averages are, leave no trace in that counter; nor is anything remembered
-while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are part of the graph, where
-Inductor joins the search for the largest magnitude to whatever made the tensor.
+An activation is cast once for all layers that read it: the last one cast is remembered, so that q, k and v (or gate and
+up) share its codes. A norm that found out how large its output is leaves a note of it, which spares the cast behind it
+a pass over the same values. A weight is cast once for all micro-batches between two changes of it, and for
+recomputation: its `WeightCache` knows the codes by the weight's version counter. In evaluation a weight is always cast
+anew, since weights swapped in through `.data`, as moving averages are, leave no trace in that counter; nor is anything
+remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are part of the
+graph, where Inductor joins the search for the largest magnitude to whatever made the tensor.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def cast_matrix(
     fmt_t: MiniFloat | None = None,  # of the transpose, if another
     codes: bool = True,
     transposed: bool = True,
+    amax: Tensor | None = None,  # what `ops.cast` takes, if it is known
 ) -> Operand:
     """Quantize a matrix with one scale, its own."""
-    amax: Tensor | None = None
     if torch.compiler.is_compiling() and x.numel():
         amax = x.abs().amax()
     if fmt_t is None or fmt_t is fmt or not codes or not transposed:
@@ -76,13 +77,14 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     """Return the operand of `x` [..., cols]; that of the last call if it was for the same tensor."""
     # A static input is one tensor in every capture of a CUDA graph, and must be cast in each. Without gradients the
     # same tensor may come again with other contents that no version tells of: a buffer of NumPy's, of a graph.
+    if torch.compiler.is_compiling():
+        return _cast_x(x.detach(), products, train, transposed)
     if (
-        torch.compiler.is_compiling()
-        or not (torch.is_grad_enabled() and x.requires_grad)
+        not (torch.is_grad_enabled() and x.requires_grad)
         or x.is_inference()
         or (x.grad_fn is None and _capturing(x))
     ):
-        return _cast_x(x.detach(), products, train, transposed)
+        return _cast_x(x, products, train, transposed)
     key = (x._version, products.formats, products.fp8_recipe, train, _stream(x))
     for tensor, known, operand in _last[:1]:
         if tensor() is x and known == key and (operand.codes_t.numel() or not transposed):
@@ -93,10 +95,34 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     return operand
 
 
+_noted: list[tuple[Any, Any, Tensor]] = []
+"""What `note_parts` was told last: a weak reference to the tensor, its state then, its parts. Kept as `_last` is."""
+
+
+def note_parts(x: Tensor, parts: Tensor) -> None:
+    """Note for the cast of `x` the magnitudes of its parts, int32 [a power of two], as its amax; not in a graph."""
+    if not x.is_inference():  # which has no version
+        _noted[:] = [(weakref.ref(x, _forget), _state(x), parts)]
+
+
+def _parts_of(x: Tensor) -> Tensor | None:
+    """Return what was noted of this very tensor, unless it changed since."""
+    for tensor, state, parts in _noted[:1]:
+        if tensor() is x and state == _state(x):
+            return parts
+    return None
+
+
+def _state(x: Tensor) -> tuple[int, int, bool]:
+    # A CUDA graph keeps no parts that were found before it, and another stream has not waited for them.
+    return x._version, _stream(x), _capturing(x)
+
+
 def _forget(tensor: Any) -> None:
-    """Free the codes of an activation that is gone."""
-    if _last and _last[0][0] is tensor:
-        _last.clear()
+    """Free what is kept of an activation that is gone."""
+    for kept in (_last, _noted):
+        if kept and kept[0][0] is tensor:
+            kept.clear()
 
 
 def forget_input() -> None:
@@ -107,7 +133,8 @@ def forget_input() -> None:
 def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
     fmt, fmt_t, _ = products.formats
     if products.fp8_recipe == "current":
-        return cast_matrix(x, fmt, fmt_t, True, transposed)
+        amax = None if torch.compiler.is_compiling() else _parts_of(x)
+        return cast_matrix(x, fmt, fmt_t, True, transposed, amax)
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
     assert products.x_state is not None

@@ -32,13 +32,18 @@ def cast(
     fmt: MiniFloat,  # e4m3 or e5m2
     codes: bool = True,
     transposed: bool = True,
-    amax: Tensor | None = None,  # the largest magnitude of x, 0-d, if it is known
+    amax: Tensor | None = None,  # the largest magnitude of x, if it is known
     eager: bool = False,  # of the kernel's alone
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
-    """Quantize a matrix with one scale."""
+    """Quantize a matrix with one scale.
+
+    `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
+    """
     x = x.detach().reshape(-1, x.shape[-1]).float()
     if amax is None:
         amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    elif amax.dtype is torch.int32:
+        amax = amax.amax().view(torch.float32)
     scale, inverse = scale_and_inverse(amax.float(), fmt)
     padded = pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))
     result = cast_finite(torch.where(inverse > 0, padded * inverse, 0.0), fmt)

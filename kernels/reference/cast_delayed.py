@@ -91,14 +91,24 @@ def cast_delayed(
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
     own, _ = scale_and_inverse(amax * 2.0**of.margin, fmt)
     scale = torch.where(state[0] > 0, state[1 if again else 0], own)
+    codes = encode_saturating(
+        pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT)), scale, fmt
+    )
+    if update and x.numel():
+        _update(state, amax, scale, fmt, of)
+    return codes, codes.t().contiguous(), scale
+
+
+def encode_saturating(
+    x: Tensor,  # float32
+    scale: Tensor,  # float32, 0-d
+    fmt: MiniFloat,
+) -> Tensor:  # fmt.dtype
+    """Return the codes of x / scale: the largest where that is beyond it, NaN where x is not finite."""
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     scaled = torch.where(inverse > 0, x * inverse, 0.0).clamp(-fmt.max, fmt.max)
     codes = cast_finite(torch.where(x.isfinite(), scaled, 0.0), fmt)
-    raw = torch.where(x.isfinite(), codes.view(torch.uint8), 0x7F)
-    raw = pad(raw, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))
-    if update and x.numel():
-        _update(state, amax, scale, fmt, of)
-    return raw.view(fmt.dtype), raw.t().contiguous().view(fmt.dtype), scale
+    return torch.where(x.isfinite(), codes.view(torch.uint8), 0x7F).view(fmt.dtype)
 
 
 def _update(state: Tensor, amax: Tensor, scale: Tensor, fmt: MiniFloat, of: DelayedState) -> None:

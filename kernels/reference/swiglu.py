@@ -4,38 +4,70 @@
     dg  = dh × up × s × (1 + gate × (1 - s)),   du = dh × silu(gate)
 
 (Shazeer, "GLU Variants Improve Transformer", 2020.) Computed in float32 from the stored gate and up; what torch does in
-three kernels rounds in between. Casts are `cast.py`'s.
+three kernels rounds in between. Casts are `cast.py`'s, or `cast_delayed.py`'s where states are given. Nothing of h is
+kept for backward, which computes it again from gate and up, that it reads anyway.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from fp8stack.formats import MiniFloat
+from fp8stack.formats import E4M3, MiniFloat
 
-from .cast import cast
+from .cast import ALIGNMENT, cast
+from .cast_delayed import DelayedState, cast_delayed, encode_saturating
 
-Cast = tuple[Tensor, Tensor, Tensor]  # codes, codes_t, scale
+
+class Scaling(NamedTuple):
+    """Where scales come from."""
+
+    states: tuple[DelayedState, ...] = ()  # one for each operand, or none: current scaling
+    update: bool = False  # see cast_delayed
+    again: bool = False
+
+
+CURRENT = Scaling()
 
 
 def swiglu_cast(
     gate: Tensor,  # bfloat16, float16 or float32 [rows, cols]
     up: Tensor,  # likewise
     fmt: MiniFloat,
-) -> Cast:
+    scaling: Scaling = CURRENT,
+) -> tuple[Tensor, Tensor]:  # codes [rows16, cols16], scale float32 0-d
     """Return silu(gate) × up in FP8."""
-    g = gate.float()
-    return cast(g * torch.sigmoid(g) * up.float(), fmt)
+    codes, _, scale = _cast(_forward(gate, up), fmt, scaling, 0)
+    return codes, scale
 
 
 def swiglu_backward_cast(
     dh: Tensor,  # the gradient of silu(gate) × up, [rows, cols]
     gate: Tensor,
     up: Tensor,
+    h_scale: Tensor,  # what swiglu_cast returned
     fmt: MiniFloat,
-) -> tuple[Tensor, ...]:  # codes, codes_t, scale of gate's gradient; the same of up's
-    """Return the gradients of gate and up in FP8."""
+    scaling: Scaling = CURRENT,
+) -> tuple[Tensor, ...]:
+    """Return codes, codes_t, scale of gate's gradient; the same of up's; E4M3 codes_t of silu(gate) × up."""
     d, g, u = dh.float(), gate.float(), up.float()
     s = torch.sigmoid(g)
-    return *cast(d * u * (s * (1 + g * (1 - s))), fmt), *cast(d * (g * s), fmt)
+    of_gate = _cast(d * u * (s * (1 + g * (1 - s))), fmt, scaling, 0)
+    of_up = _cast(d * (g * s), fmt, scaling, 1)
+    h = pad(_forward(gate, up), (0, -g.shape[1] % ALIGNMENT, 0, -g.shape[0] % ALIGNMENT))
+    codes = encode_saturating(h, h_scale, E4M3)
+    return *of_gate, *of_up, codes.t().contiguous()
+
+
+def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    g = gate.float()
+    return g * torch.sigmoid(g) * up.float()
+
+
+def _cast(x: Tensor, fmt: MiniFloat, scaling: Scaling, place: int) -> tuple[Tensor, Tensor, Tensor]:
+    if not scaling.states:
+        return cast(x, fmt)
+    return cast_delayed(x, fmt, scaling.states[place], scaling.update, scaling.again)

@@ -25,7 +25,17 @@ from triton.compiler import ASTSource
 
 import fp8stack.kernels
 from fp8stack.formats import E4M3, E5M2, FORMATS
-from fp8stack.kernels import cast, cast_blocks, cast_delayed, norm, quantize, scalars, step, swiglu
+from fp8stack.kernels import (
+    cast,
+    cast_blocks,
+    cast_delayed,
+    norm,
+    quantize,
+    rmsnorm,
+    scalars,
+    step,
+    swiglu,
+)
 
 ARCHITECTURES = (80, 90)
 MEASURED = {  # a disassembly takes longer than a compilation
@@ -56,20 +66,19 @@ MEASURED = {  # a disassembly takes longer than a compilation
     ("_cast_delayed_kernel", "e4m3, bf16"),
     ("_swiglu_cast_kernel", "forward, bf16"),
     ("_swiglu_cast_kernel", "backward, bf16"),
+    ("_swiglu_cast_kernel", "forward, delayed, bf16"),
+    ("_swiglu_cast_kernel", "backward, delayed, bf16"),
+    ("_rmsnorm_kernel", "bf16"),
+    ("_rmsnorm_backward_kernel", "bf16"),
 }
 MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
 INTEGERS = dict.fromkeys(
     ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", "block_rows", "stride_r",
-     "stride_c", *MULTIPLES), "i32",
+     "stride_c", "programs", *MULTIPLES), "i32",
 )  # fmt: skip
-ANY = (
-    "blocks_per_row",
-    "count",
-    "rounds",
-    "history",
-    "block_rows",
-    "stride_c",
-)  # which may be no multiple of 16
+ANY = (  # which may be no multiple of 16
+    "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs",
+)  # fmt: skip
 TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
     "factor_ptr": "fp32", "group_ptr": "fp64", "group_of_ptr": "i32", "index_ptr": "i32", "steps_ptr": "fp32",
@@ -200,7 +209,7 @@ def tensor_cases(names):
         yield label, pointers, format_constants(fmt, names)
 
 
-SCALES = ("scale_ptr", "scale_t_ptr", "a_scale_ptr", "b_scale_ptr")
+SCALES = ("scale_ptr", "scale_t_ptr", "a_scale_ptr", "b_scale_ptr", "h_scale_ptr")
 CODES = ("codes_ptr", "codes_t_ptr", "a_ptr", "a_t_ptr", "b_ptr", "b_t_ptr")
 
 
@@ -212,6 +221,7 @@ def matrix_cases(names):
         codes = "fp8e4nv" if fmt is E4M3 else "fp8e5"
         pointers = dict.fromkeys(("x_ptr", "d_ptr", "g_ptr", "u_ptr"), dtype)
         pointers |= dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, "fp32")
+        pointers["h_t_ptr"] = "fp8e4nv"
         constants = format_constants(fmt, names) | {"EVEN": even, "HARDWARE": None}
         young = {"SEED": not even, "AGAIN": dtype == "fp16", "UPDATE": dtype != "fp16"}
         constants |= {name: value for name, value in young.items() if name in names}
@@ -220,15 +230,24 @@ def matrix_cases(names):
             both = {n: True for n in ("CODES", "TRANSPOSED") if n in names}
             yield label, pointers, constants | both
             continue
-        for name, backward in (("forward", False), ("backward", True)):
+        for name, backward, delayed in (
+            ("forward", False, False),
+            ("backward", True, False),
+            ("forward, delayed", False, True),
+            ("backward, delayed", True, True),
+        ):
             label = f"{name}, {dtype}" + ("" if even else ", any size")
-            yield label, pointers, constants | {"BACKWARD": backward}
+            places = dict.fromkeys(("a_state_ptr", "b_state_ptr"), "fp32" if delayed else "i32")
+            places |= dict.fromkeys(("a_notes_ptr", "b_notes_ptr"), "i32")
+            how = {"BACKWARD": backward, "DELAYED": delayed}
+            yield label, pointers | places, constants | how | ({"PARTS": 1} if delayed else {})
 
 
 def parts_cases(names):
     for dtype in ("bf16", "fp32"):
         pointers = dict.fromkeys(("x_ptr", "d_ptr", "g_ptr", "u_ptr"), dtype)
-        yield dtype, pointers, {"BACKWARD": dtype == "bf16"} if "BACKWARD" in names else {}
+        both = {"BACKWARD": dtype == "bf16", "HARDWARE": None}
+        yield dtype, pointers, both if "BACKWARD" in names else {}
 
 
 def update_cases(names):
@@ -241,6 +260,14 @@ def transpose_cases(names):
     for even in (True, False):
         label = "even" if even else "any size"
         yield label, {"x_ptr": "fp8e4nv", "out_ptr": "fp8e4nv"}, {"EVEN": even}
+
+
+def rmsnorm_cases(names):
+    pointers = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "weight_ptr")
+    for dtype, rows, cols in (("bf16", 1, 4096), ("fp32", 4, 1024)):
+        places = dict.fromkeys(pointers, dtype) | {"rstd_ptr": "fp32", "sums_ptr": "fp32"}
+        constants = {"ROWS": rows, "COLS": cols}
+        yield dtype, places, constants | ({"WEIGHT": True} if "WEIGHT" in names else {})
 
 
 def count_cases(names):
@@ -277,6 +304,15 @@ CASES = {
     "_update_kernel": update_cases,
     "_swiglu_parts_kernel": parts_cases,
     "_swiglu_cast_kernel": matrix_cases,
+    "_rmsnorm_kernel": rmsnorm_cases,
+    "_rmsnorm_backward_kernel": rmsnorm_cases,
+    "_rmsnorm_sums_kernel": lambda names: [
+        (
+            "bf16",
+            {"sums_ptr": "fp32", "out_ptr": "bf16"},
+            {"PROGRAMS": rmsnorm.PROGRAMS, "COLS": rmsnorm.SUMMED},
+        )
+    ],
 }
 SIZES = {
     "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": scalars.SIZE, "PARTS": cast.PARTS,
@@ -288,6 +324,8 @@ TILES = {  # [rows, columns] of one program
     "_cast_128x128_kernel": (128, 128),
     "_cast_delayed_kernel": (cast_delayed.ROWS, cast_delayed.COLS),
     "_swiglu_cast_kernel": (swiglu.ROWS, swiglu.COLS),
+    "_rmsnorm_kernel": (1, 4096),
+    "_rmsnorm_backward_kernel": (1, 4096),
 }
 LAUNCHES = {
     "_parts_kernel": cast._launch_parts.options,
@@ -300,6 +338,8 @@ LAUNCHES = {
     "_update_kernel": cast_delayed._launch_update.options,
     "_swiglu_parts_kernel": swiglu._launch_parts.options,
     "_swiglu_cast_kernel": swiglu._launch_cast.options,
+    "_rmsnorm_kernel": {"num_warps": 8},
+    "_rmsnorm_backward_kernel": {"num_warps": 8},
     "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1}, "_next_kernel": {"num_warps": 1},
     "_scalars_kernel": {"num_warps": 4, "enable_fp_fusion": False},
 }  # fmt: skip
@@ -312,7 +352,7 @@ def compile_case(kernel, pointers, constants, architecture, options):
         constants = constants | {"HARDWARE": constants.get("EMIT", True) and architecture >= 90}
     types = (
         INTEGERS
-        | {"growth": "fp32"}
+        | {"growth": "fp32", "eps": "fp32"}
         | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
     )
     if architecture < 89:  # which has no such type; casts to it never run there

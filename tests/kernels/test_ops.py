@@ -59,10 +59,13 @@ def sample_arguments(name, shape, device):
                 yield a, a_scale, b, b_scale, squares, torch.float32
         case "swiglu_cast":
             x = x.reshape(-1, x.shape[-1])
-            yield x, x + 1, "e4m3"
+            yield x, x + 1, "e4m3", [], False, False
+            yield x, x + 1, "e4m3", [delayed_state(device)], False, True
         case "swiglu_backward_cast":
             x = x.reshape(-1, x.shape[-1])
-            yield x / 9, x, x + 1, "e5m2"
+            scale = torch.tensor(0.1, device=device)
+            for of in ([], 2 * [delayed_state(device)]):
+                yield x / 9, x, x + 1, scale, "e5m2", of, False
 
 
 @cache

@@ -78,10 +78,11 @@ def test_layers_that_share_an_input(device):
     assert_same_results(assert_compiles(lambda: native(QKV(), device), (20, 32), device))
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("keep", ["fp8+t", "fp8", "off"])
-def test_a_fused_block(keep, device):
+def test_a_fused_block(keep, recipe, device):
     def make():
-        model = native(SwiGLU(), device, weight_cache=keep)
+        model = native(SwiGLU(), device, weight_cache=keep, fp8_recipe=recipe)
         assert fuse(model) == [""]
         return model
 

@@ -15,6 +15,7 @@ import fp8stack
 from fp8stack.nn import Fp8Linear
 from fp8stack.nn.fused import FusedSwiGLU, fuse, unfuse
 
+RECIPES = pytest.mark.parametrize("recipe", ["current", "delayed"])
 NAMES = {"hf": ("gate_proj", "up_proj", "down_proj"), "meta": ("w1", "w3", "w2")}
 
 
@@ -83,7 +84,6 @@ REFUSED = {
     "dropout": (lambda: Block(dropout=nn.Dropout(0.1)), {}),
     "a factor": (Scaled, {}),
     "other arguments": (TwoInputs, {}),
-    "delayed scaling": (Block, {"fp8_recipe": "delayed"}),
     "blockwise scaling": (Block, {"fp8_recipe": "blockwise"}),
     "inputs in E5M2": (Block, {"fp8_format": "e5m2"}),
     "a skipped layer": (Block, {"skip": ["*up_proj"]}),
@@ -128,15 +128,16 @@ def test_a_model_that_is_not_initialized_has_nothing_to_fuse():
 # --- what they compute
 
 
+@RECIPES
 @pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
-@pytest.mark.parametrize(
-    ("dtype", "close"), [(torch.float32, 1e-3), (torch.bfloat16, 0.04)], ids=["fp32", "bf16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("size", [(32, 48), (40, 130)], ids=str)
-def test_results_are_those_of_the_unfused_block_within_rounding(fmt, dtype, close, size, device):
-    """The unfused one rounds the activation and its gradients to the dtype of the model before the cast: to bfloat16 by
-    2^-9 of a value, which takes one in a hundred to another code, a sixth of it away."""
-    block = native(nn.Sequential(Block(*size).to(dtype)), device, fp8_format=fmt)
+def test_results_are_those_of_the_unfused_block_within_rounding(recipe, fmt, dtype, size, device):
+    """The unfused one rounds the activation and its gradients to the model's dtype before the cast. In bfloat16 that
+    takes some to other codes, and a whole result to another scale; the error must not grow by it. Over a hundred
+    draws it was 1.11 times the unfused block's at most."""
+    options = {"fp8_format": fmt, "fp8_recipe": recipe}
+    block = native(nn.Sequential(Block(*size).to(dtype)), device, **options)
     x = torch.randn(3, 7, size[0], device=device).to(dtype)
     gradient = torch.randn_like(x)
     expected = results(block, x, gradient)
@@ -148,7 +149,9 @@ def test_results_are_those_of_the_unfused_block_within_rounding(fmt, dtype, clos
     for value, plain, true in zip(given, expected, exact, strict=True):
         assert value.dtype is dtype
         assert value.shape == plain.shape
-        assert (value - plain).norm() <= close * plain.norm()
+        if dtype is torch.float32:
+            assert (value - plain).norm() <= 1e-3 * plain.norm()
+        assert (value.double() - true).norm() <= 1.15 * (plain.double() - true).norm()
         assert (value.double() - true).norm() < 0.12 * true.norm()
 
 
@@ -191,15 +194,42 @@ def test_frozen_weights_and_inputs_get_no_gradient(device):
     assert_same_bits(block[0].gate_proj.weight.grad, everything[2])
 
 
+@RECIPES
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
-def test_recomputation_gives_the_same_bits(reentrant, device):
-    block = native(nn.Sequential(Block()), device)
+def test_recomputation_gives_the_same_bits(reentrant, recipe, device):
+    """Of the second step too, whose delayed scales are the first's."""
+    given = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        block = native(nn.Sequential(Block()), device, fp8_recipe=recipe)
+        fuse(block)
+        model = Checkpointed(block, reentrant) if again else block
+        given.append([])
+        for factor in (1.0, 1.5, 0.5):
+            given[-1] += results(model, factor * torch.randn(16, 32, device=device))
+    for one, other in zip(*given, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_delayed_scales_come_from_the_calls_before(device):
+    """Each of the block's operands has a state, as in the unfused one, and evaluation leaves them as they are."""
+    block = native(nn.Sequential(Block()), device, fp8_recipe="delayed", amax_history_len=2)
+    gate, up, down = block[0].children()
     fuse(block)
     x = torch.randn(16, 32, device=device)
-    expected = results(block, x)
-    given = results(Checkpointed(block, reentrant), x)
-    for one, other in zip(given, expected, strict=True):
-        assert_same_bits(one, other)
+    one = results(block, x)[0]
+    states = [p.products.x_state for p in (gate, down)]
+    states += [p.products.g_state for p in (gate, up, down)]
+    scales = torch.stack([s.tensor[0] for s in states])
+    assert scales.gt(0).all()
+    same = results(block.eval(), x)[0]
+    assert_same_bits(same, one)
+    assert_same_bits(torch.stack([s.tensor[0] for s in states]), scales)
+    results(block.train(), 2 * x, torch.full_like(x, 2))
+    after = torch.stack([s.tensor[0] for s in states])
+    assert after.gt(scales).all()
+    assert after[0] == 2 * scales[0]
+    assert after[-1] == 2 * scales[-1]
 
 
 class Checkpointed(nn.Module):
@@ -211,7 +241,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
-def test_saves_the_activation_in_one_byte(device, monkeypatch):
+def test_saves_nothing_of_the_activation(device, monkeypatch):
     block = native(nn.Sequential(Block(64, 512).bfloat16()), device)
     fuse(block)
     saved = []
@@ -225,7 +255,7 @@ def test_saves_the_activation_in_one_byte(device, monkeypatch):
     kept = {id(c) for m in block[0].children() for c in m.products.weights._codes}
     kept |= {id(p) for p in block.parameters()}
     own = [t for t in saved if id(t) not in kept]
-    assert sum(t.nbytes for t in own) <= 256 * 64 + (2 + 2 + 1) * 256 * 512 + 100
+    assert sum(t.nbytes for t in own) <= 256 * 64 + (2 + 2) * 256 * 512 + 100  # gate and up
 
 
 def test_zero_tokens_and_evaluation(device):
@@ -291,14 +321,17 @@ def test_restore_undoes_fuse(device):
         assert_same_bits(one, same)
 
 
+@RECIPES
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_fused_model_trains_as_an_unfused_one(level, device):
+def test_a_fused_model_trains_as_an_unfused_one(level, recipe, device):
     losses = {}
     for fused in (False, True):
         torch.manual_seed(0)
         model = TinyLlama().to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        model, optimizer = fp8stack.initialize(model, optimizer, level, compute="native")
+        model, optimizer = fp8stack.initialize(
+            model, optimizer, level, compute="native", fp8_recipe=recipe
+        )
         if fused:
             assert fuse(model) == ["blocks.0", "blocks.1"]
         losses[fused] = train(model, optimizer, 12, device=device)

@@ -1,0 +1,172 @@
+"""RMSNorm that tells the cast behind it how large its output is; the twin of `reference/rmsnorm.py`.
+
+A program holds whole rows in registers, several where they are short, and goes on to the next until there are none
+left. So each tensor is moved once: 2 + 2 bytes an element forward and 4 + 2 backward in bfloat16. Forward keeps the
+largest magnitude that each program wrote, with which the cast behind it leaves out its first kernel and 2 bytes more.
+Rows are done from the last to the first: what was written last, L2 still holds, and the cast begins with the first.
+
+Backward adds dy × x̂ up in float32, each program for itself, and a second kernel adds those sums: no atomics, so the
+gradient of the weight has the same bits every time. They take 4 bytes for a column and a program, so fewer programs run
+there. Sums are in another order than the reference's, and the root is the GPU's own: results may be one rounding away.
+Rows of 16384 elements are the longest that fit.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .fp8 import round_to
+from .launch import Launcher, on_device, raw_stream
+from .reference import rmsnorm as reference
+
+PARTS = 1024  # programs forward, each with a part; a power of two
+PROGRAMS = 256  # backward
+TILE = 4096  # elements that a program holds at once, unless one row is longer
+SUMMED = 32  # columns of the sums of all programs that one program adds
+
+
+@triton.jit
+def _next_rows(i, rows, ROWS: tl.constexpr):
+    """Return the rows that this program does in its round `i`, from the last to the first, and which of them exist."""
+    tile = tl.cdiv(rows, ROWS) - 1 - tl.program_id(0) - i * tl.num_programs(0)
+    r = tile * ROWS + tl.arange(0, ROWS)
+    return r, (r >= 0) & (r < rows)
+
+
+@triton.jit
+def _rmsnorm_kernel(
+    x_ptr, weight_ptr, y_ptr, rstd_ptr, parts_ptr, eps, rows, cols, rounds,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, COLS)
+    w = tl.load(weight_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
+    most = tl.zeros((ROWS,), dtype=tl.int32)
+    for i in range(rounds):
+        r, exists = _next_rows(i, rows, ROWS)
+        at = r[:, None].to(tl.int64) * cols + c[None, :]
+        inside = exists[:, None] & (c < cols)[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / cols + eps)
+        y = round_to(x * rstd[:, None] * w, y_ptr.dtype.element_ty)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(rstd_ptr + r, rstd, mask=exists)
+        bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        # Rows that do not exist are NaN if eps is 0 or a weight infinite, and NaN would be the largest.
+        most = tl.maximum(most, tl.where(exists, bits, 0))
+    tl.store(parts_ptr + tl.program_id(0), tl.max(most, axis=0))
+
+
+@triton.jit
+def _rmsnorm_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, sums_ptr, rows, cols, rounds,
+    WEIGHT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, COLS)
+    w = tl.load(weight_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for i in range(rounds):
+        r, exists = _next_rows(i, rows, ROWS)
+        at = r[:, None].to(tl.int64) * cols + c[None, :]
+        inside = exists[:, None] & (c < cols)[None, :]
+        d = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + r, mask=exists, other=0.0)[:, None]
+        h = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * rstd
+        d_w = d * w
+        dx = rstd * (d_w - h * (tl.sum(d_w * h, axis=1) / cols)[:, None])
+        dx = round_to(dx, dx_ptr.dtype.element_ty)
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if WEIGHT:
+            total += d * h
+    if WEIGHT:
+        out = sums_ptr + tl.program_id(0).to(tl.int64) * cols + c
+        tl.store(out, tl.sum(total, axis=0), mask=c < cols)
+
+
+@triton.jit
+def _rmsnorm_sums_kernel(
+    sums_ptr, out_ptr, programs, cols, PROGRAMS: tl.constexpr, COLS: tl.constexpr
+):
+    p, c = tl.arange(0, PROGRAMS), tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = (p < programs)[:, None] & (c < cols)[None, :]
+    sums = tl.load(sums_ptr + p[:, None] * cols + c[None, :], mask=inside, other=0.0)
+    total = round_to(tl.sum(sums, axis=0), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + c, total.to(out_ptr.dtype.element_ty), mask=c < cols)
+
+
+# by the warps of a program: 16 elements a thread, 32 in the longest rows
+_launch_forward = {n: Launcher(_rmsnorm_kernel, num_warps=n) for n in (8, 16)}
+_launch_backward = {n: Launcher(_rmsnorm_backward_kernel, num_warps=n) for n in (8, 16)}
+_launch_sums = Launcher(_rmsnorm_sums_kernel, num_warps=8)
+
+
+@lru_cache(maxsize=4096)
+def _tiling(rows: int, cols: int) -> tuple[int, int, int, int]:
+    """Return the rows and columns of a program's tile, the number of tiles and the warps of a program."""
+    width = triton.next_power_of_2(cols)
+    height = max(TILE // width, 1)
+    return height, width, -(-rows // height), 8 if width <= TILE else 16
+
+
+def rmsnorm(
+    x: Tensor,  # float32, bfloat16 or float16 [..., cols]
+    weight: Tensor,  # [cols], of the dtype of x
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # y, as x; rstd, float32 [rows]; parts, int32 [a power of two]
+    """Return x / rms(x) × weight, 1 / rms(x), and the largest magnitudes of parts of the first."""
+    cols = x.shape[-1]
+    # Triton 3.6 misreads a single column, see `without_single_column`, whose zeros would change the mean.
+    if x.numel() == 0 or cols == 1:
+        return reference.rmsnorm(x, weight, eps)
+    x, weight = x.detach().contiguous(), weight.detach().contiguous()
+    rows = x.numel() // cols
+    height, width, tiles, warps = _tiling(rows, cols)
+    programs = min(PARTS, triton.next_power_of_2(tiles))
+    y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    parts = x.new_empty(programs, dtype=torch.int32)
+    places = x.data_ptr() % 16, weight.data_ptr() % 16
+    with on_device(x.device):
+        _launch_forward[warps](
+            (rows, cols, x.dtype, weight.dtype, x.device, *places), (programs, 1, 1), raw_stream(x),
+            x, weight, y, rstd, parts, eps, rows, cols, -(-tiles // programs), height, width,
+        )  # fmt: skip
+    return y, rstd, parts
+
+
+def rmsnorm_backward(
+    dy: Tensor,  # the gradient of y, as x
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    need_weight: bool = True,
+) -> tuple[Tensor, Tensor | None]:  # dx, as x; dweight, as weight, if it is needed
+    """Return the gradients of x and of weight."""
+    cols = x.shape[-1]
+    if x.numel() == 0 or cols == 1:
+        return reference.rmsnorm_backward(dy, x, weight, rstd, need_weight)
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
+    rows = x.numel() // cols
+    height, width, tiles, warps = _tiling(rows, cols)
+    programs = min(PROGRAMS, tiles)
+    dx = torch.empty_like(x)
+    sums = x.new_empty((programs if need_weight else 0, cols), dtype=torch.float32)
+    dweight = torch.empty_like(weight) if need_weight else None
+    places = [t.data_ptr() % 16 for t in (dy, x, weight, rstd)]
+    with on_device(x.device):
+        stream = raw_stream(x)
+        _launch_backward[warps](
+            (rows, cols, dy.dtype, x.dtype, weight.dtype, x.device, need_weight, *places),
+            (programs, 1, 1), stream,
+            dy, x, weight, rstd, dx, sums, rows, cols, -(-tiles // programs), need_weight, height, width,
+        )  # fmt: skip
+        if dweight is not None:
+            height = triton.next_power_of_2(programs)
+            _launch_sums(
+                (programs, cols, weight.dtype, x.device), (-(-cols // SUMMED), 1, 1), stream,
+                sums, dweight, programs, cols, height, SUMMED,
+            )  # fmt: skip
+    return dx, dweight

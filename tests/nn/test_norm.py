@@ -1,0 +1,691 @@
+"""Fused RMSNorms: which modules are taken, what they compute, the note that they leave for the cast behind them."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from helpers import assert_same_bits, train
+from layers import native, results
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp8stack
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.rmsnorm import MOST_COLS
+from fp8stack.nn import operands
+from fp8stack.nn.norm import FusedRMSNorm, fuse_norms, unfuse_norms
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LlamaRMSNorm(nn.Module):
+    """As in transformers: the normed input is rounded before it is multiplied."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+class MetaRMSNorm(nn.Module):
+    """As in Meta's Llama, and it might have a bias."""
+
+    def __init__(self, dim, eps=1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.register_parameter("bias", None)
+
+    def forward(self, x):
+        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        y = normed.type_as(x) * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+def torchs(dim):
+    return nn.RMSNorm(dim, eps=1e-5)
+
+
+NORMS = {"torch": torchs, "llama": LlamaRMSNorm, "meta": MetaRMSNorm}
+NORM = pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+
+
+class Layers(nn.Module):
+    """Two layers that read the output of a norm."""
+
+    def __init__(self, dim=32, make=LlamaRMSNorm):
+        super().__init__()
+        self.norm = make(dim)
+        self.one, self.two = (nn.Linear(dim, 48, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        h = self.norm(x)
+        return self.one(h) * self.two(h)
+
+
+def randomized(module, device="cpu"):
+    """Return the module on a device, its parameters drawn anew."""
+    for p in module.parameters():
+        nn.init.normal_(p)
+    return module.to(device)
+
+
+def fused(module, device="cpu"):
+    """Return the same, a norm, fused."""
+    module = randomized(module, device)
+    assert fuse_norms(module) == [""]
+    return module
+
+
+def amaxes(monkeypatch):
+    """Return a list that each cast of an input of 3 dimensions adds what it was told of its amax to."""
+    seen, cast = [], ops.cast
+
+    def watching(x, fmt, codes=True, transposed=True, amax=None):
+        if x.dim() == 3:
+            seen.append(amax)
+        return cast(x, fmt, codes, transposed, amax)
+
+    monkeypatch.setattr(ops, "cast", watching)
+    return seen
+
+
+# --- which modules
+
+
+@NORM
+def test_norms_are_found_by_their_class_and_by_what_they_compute(make, device):
+    model = nn.Sequential(nn.Linear(32, 32), make(32), nn.ModuleList([make(64)])).to(device)
+    keys, plain = list(model.state_dict()), type(model[1])
+    assert fuse_norms(model) == ["1", "2.0"]
+    assert fuse_norms(model) == []  # once
+    assert isinstance(model[1], plain)
+    assert isinstance(model[1], FusedRMSNorm)
+    assert type(model[1]) is type(model[2][0])
+    assert type(model[1]).__name__ == f"Fused{plain.__name__}"
+    assert list(model.state_dict()) == keys
+    unfuse_norms(model)
+    assert type(model[1]) is type(model[2][0]) is plain
+
+
+def test_transformers_own_norm_is_taken():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    assert fuse_norms(llama.LlamaRMSNorm(64)) == [""]
+
+
+class GemmaRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        plain = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return plain * (1 + self.weight)
+
+
+class CenteredRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class OtherEpsRMSNorm(LlamaRMSNorm):
+    """What it calls eps is not what it adds."""
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, 2 * self.variance_epsilon)
+
+
+class EpsOutsideRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+
+
+class L2RMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return self.weight * F.normalize(x, dim=-1)
+
+
+class GatedRMSNorm(LlamaRMSNorm):
+    def forward(self, x, gate=None):
+        return super().forward(x if gate is None else x * F.silu(gate))
+
+
+class ClippedRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x.clamp(-1, 1))
+
+
+class DropoutRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.1, self.training)
+
+
+class PairRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class WideRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class BiasedRMSNorm(LlamaRMSNorm):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+
+class BufferedRMSNorm(LlamaRMSNorm):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+class InnerRMSNorm(LlamaRMSNorm):
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.inner = nn.Identity()
+
+
+class T5LayerNorm(LlamaRMSNorm):
+    """An RMSNorm by what it computes, none by its name."""
+
+
+class OwnTensor(torch.Tensor):
+    pass
+
+
+def with_weight(weight):
+    norm = LlamaRMSNorm(32)
+    norm.weight = nn.Parameter(weight)
+    return norm
+
+
+def wrapped():
+    norm = LlamaRMSNorm(32)
+    norm.forward = lambda x, inner=norm.forward: inner(x)
+    return norm
+
+
+REFUSED = {
+    "one plus the weight": lambda: GemmaRMSNorm(32),
+    "the mean subtracted": lambda: CenteredRMSNorm(32),
+    "another eps": lambda: OtherEpsRMSNorm(32),
+    "eps outside of the root": lambda: EpsOutsideRMSNorm(32),
+    "the 2-norm": lambda: L2RMSNorm(32),
+    "a gate": lambda: GatedRMSNorm(32),
+    "its input clipped": lambda: ClippedRMSNorm(32),
+    "dropout": lambda: DropoutRMSNorm(32),
+    "two results": lambda: PairRMSNorm(32),
+    "a result of another dtype": lambda: WideRMSNorm(32),
+    "a bias": lambda: BiasedRMSNorm(32),
+    "a buffer": lambda: BufferedRMSNorm(32),
+    "a module inside": lambda: InnerRMSNorm(32),
+    "another name": lambda: T5LayerNorm(32),
+    "eps of the dtype": lambda: nn.RMSNorm(32),
+    "no weight": lambda: nn.RMSNorm(32, 1e-5, elementwise_affine=False),
+    "two dimensions": lambda: nn.RMSNorm((4, 8), 1e-5),
+    "a row that is broadcast": lambda: with_weight(torch.ones(1, 32)),
+    "rows too long": lambda: LlamaRMSNorm(MOST_COLS + 1),
+    "float64": lambda: LlamaRMSNorm(32).double(),
+    "a tensor of its own class": lambda: with_weight(torch.ones(32).as_subclass(OwnTensor)),
+    "a forward put in its place": wrapped,
+    "LayerNorm": lambda: nn.LayerNorm(32, bias=False),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_modules_are_left_as_they_are(case):
+    module = REFUSED[case]()
+    cls = type(module)
+    assert fuse_norms(nn.Sequential(module)) == []
+    assert type(module) is cls
+
+
+def test_the_longest_rows_are_taken():
+    assert fuse_norms(LlamaRMSNorm(MOST_COLS)) == [""]
+
+
+def test_looking_at_a_module_changes_neither_it_nor_random_numbers(device):
+    norms = [randomized(make(32), device).eval() for make in (LlamaRMSNorm, DropoutRMSNorm)]
+    weights = [norm.weight for norm in norms]
+    values = [w.detach().clone() for w in weights]
+    generators = [torch.default_generator]
+    generators += torch.cuda.default_generators if device == "cuda" else ()
+    states = [g.get_state() for g in generators]
+    assert fuse_norms(nn.ModuleList(norms)) == ["0"]
+    for norm, weight, value in zip(norms, weights, values, strict=True):
+        assert norm.weight is weight
+        assert not norm.training
+        assert_same_bits(weight, value)
+    for generator, state in zip(generators, states, strict=True):
+        assert torch.equal(generator.get_state(), state)
+
+
+# --- what they compute
+
+
+@NORM
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("shape", [(3, 7, 32), (5, 130), (40,)], ids=str)
+def test_results_and_gradients_are_those_of_the_formula(make, dtype, shape, device):
+    norm = fused(make(shape[-1]), device).to(dtype)
+    x, gradient = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    exact = copy.deepcopy(norm)
+    unfuse_norms(exact)
+    close = torch.finfo(dtype).eps
+    expected = results(exact.double(), x.double(), gradient.double())
+    for value, true in zip(results(norm, x, gradient), expected, strict=True):
+        assert value.dtype is dtype
+        assert value.shape == true.shape
+        # LlamaRMSNorm computes in float32 whatever its input is
+        assert (value.double() - true).norm() <= (close + 1e-6) * true.norm()
+
+
+def count_kernels(monkeypatch):
+    """Return a list that each run of a fused kernel joins."""
+    seen = []
+
+    def counting(name):
+        function = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *args: seen.append(name) or function(*args))
+
+    counting("rmsnorm")
+    counting("rmsnorm_backward")
+    return seen
+
+
+def test_what_the_kernels_do_not_do_the_own_forward_does(device, monkeypatch):
+    norm = fused(LlamaRMSNorm(32), device)
+    plain = copy.deepcopy(norm)
+    unfuse_norms(plain)
+    x = torch.randn(5, 32, device=device)
+    seen = count_kernels(monkeypatch)
+    for given in (x.bfloat16(), x.double(), x.as_subclass(OwnTensor)):
+        assert_same_bits(norm(given), plain(given))
+    double, elsewhere, own = (copy.deepcopy(norm) for _ in range(3))
+    assert_same_bits(double.double()(x.double()), copy.deepcopy(plain).double()(x.double()))
+    assert elsewhere.to("meta")(x.to("meta")).is_meta
+    with pytest.raises(RuntimeError, match="device"):
+        elsewhere(x)
+    own.weight = nn.Parameter(norm.weight.detach().as_subclass(OwnTensor))
+    assert isinstance(own(x), OwnTensor)
+    with torch.autocast(device, torch.bfloat16):
+        assert_same_bits(norm(x), plain(x))
+    per_row = torch.func.vmap(torch.func.grad(lambda row: norm(row).sum()))(x)
+    assert_same_bits(per_row, torch.func.vmap(torch.func.grad(lambda row: plain(row).sum()))(x))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        norm(x[:, :31])
+    assert norm(x[:, :1]).shape == (5, 32)  # which broadcasts
+    norm.variance_epsilon = torch.tensor(1e-6)
+    norm(x)
+    assert seen == []
+    norm.variance_epsilon = 1e-6
+    norm(x)
+    assert seen == ["rmsnorm"]
+
+
+def test_eps_is_read_at_every_call(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    x = 1e-3 * torch.randn(5, 32, device=device)
+    norm.variance_epsilon = 1.0
+    assert torch.allclose(norm(x), x * norm.weight, rtol=1e-5, atol=0)
+
+
+def test_frozen_weights_and_inputs_get_no_gradient(device, monkeypatch):
+    norm = fused(LlamaRMSNorm(32), device)
+    x = torch.randn(5, 32, device=device)
+    _, dx, dweight = results(norm, x)
+    norm.zero_grad()
+    norm(x).sum().backward()
+    assert_same_bits(norm.weight.grad, dweight)
+    norm.zero_grad()
+    norm.weight.requires_grad_(False)
+    asked, backward = [], ops.rmsnorm_backward
+    monkeypatch.setattr(
+        ops, "rmsnorm_backward", lambda *args: asked.append(args[-1]) or backward(*args)
+    )
+    leaf = x.clone().requires_grad_()
+    norm(leaf).sum().backward()
+    assert asked == [False]
+    assert norm.weight.grad is None
+    assert_same_bits(leaf.grad, dx)
+    assert not norm(x).requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_gives_the_same(mode, device):
+    norm = fused(LlamaRMSNorm(32), device)
+    x = torch.randn(3, 5, 32, device=device)
+    expected = results(norm, x)[0]
+    norm.eval()
+    with mode():
+        assert_same_bits(norm(x), expected)
+        assert_same_bits(norm(x.clone()), expected)
+
+
+def test_zero_tokens_and_views(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    y, dx, dweight = results(norm, torch.empty(2, 0, 32, device=device))
+    assert (y.shape, dx.shape) == ((2, 0, 32), (2, 0, 32))
+    assert dweight.eq(0).all()
+    base = torch.randn(32, 40, device=device)
+    expected = results(norm, base.t().contiguous())
+    given = results(nn.Sequential(Turned(), norm), base)
+    assert_same_bits(given[0], expected[0])
+    assert_same_bits(given[1], expected[1].t().contiguous())
+    assert_same_bits(given[2], expected[2])
+
+
+class Turned(nn.Module):
+    def forward(self, x):
+        return x.t()
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
+def test_recomputation_gives_the_same_bits(reentrant, device):
+    model = native(Layers(), device)
+    assert fuse_norms(model) == ["norm"]
+    x = torch.randn(3, 16, 32, device=device)
+    expected = results(model, x)
+    for one, other in zip(results(Checkpointed(model, reentrant), x), expected, strict=True):
+        assert_same_bits(one, other)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block, reentrant):
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
+
+
+def test_saves_its_input_and_one_number_a_row(device):
+    norm = fused(LlamaRMSNorm(64), device).bfloat16()
+    saved = []
+    x = torch.randn(256, 64, device=device).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        norm(x)
+    own = [t for t in saved if t is not x and t is not norm.weight]
+    assert len(saved) == len(own) + 2
+    assert sum(t.nbytes for t in own) == 4 * 256
+
+
+def test_changes_after_forward_are_torchs_error(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    x = torch.randn(5, 32, device=device)
+    for change in (lambda: norm.weight, lambda: x):
+        y = norm(x)
+        with torch.no_grad():
+            change().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_second_derivatives_are_torchs_error(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    x = torch.randn(5, 32, device=device, requires_grad=True)
+    (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_a_second_backward_gives_the_same(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    y = norm(torch.randn(5, 32, device=device)).sum()
+    y.backward(retain_graph=True)
+    first = norm.weight.grad.clone()
+    y.backward()
+    assert_same_bits(norm.weight.grad, 2 * first)
+
+
+def test_hooks_go_on_being_called(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    norm.register_forward_hook(lambda module, inputs, output: 2 * output)
+    x = torch.randn(5, 32, device=device)
+    assert_same_bits(norm(x), 2 * norm.forward(x))
+
+
+# --- the note
+
+
+@pytest.mark.parametrize("fmt", ["hybrid", "e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_cast_behind_a_norm_is_told_the_magnitudes_and_gives_the_same_bits(
+    fmt, dtype, device, monkeypatch
+):
+    model = native(randomized(Layers()).to(dtype), device, fp8_format=fmt)
+    assert fuse_norms(model) == ["norm"]
+    x, gradient = torch.randn(3, 16, 32, device=device), torch.randn(3, 16, 48, device=device)
+    seen = amaxes(monkeypatch)
+    given = results(model, x.to(dtype), gradient.to(dtype))
+    assert len(seen) == (2 if fmt == "e5m2" else 1) + 2  # the gradients of both layers follow
+    for amax in seen[:-2]:
+        assert amax.dtype is torch.int32
+    assert seen[-2:] == [None, None]
+    seen.clear()
+    monkeypatch.setattr("fp8stack.nn.norm.note_parts", lambda x, parts: None)
+    expected = results(model, x.to(dtype), gradient.to(dtype))
+    assert set(seen) == {None}
+    for one, same in zip(given, expected, strict=True):
+        assert_same_bits(one, same)
+
+
+def test_the_note_serves_evaluation_too(device, monkeypatch):
+    model = native(randomized(Layers()), device).eval()
+    fuse_norms(model)
+    x = torch.randn(3, 16, 32, device=device)
+    expected = results(model, x)[0]
+    seen = amaxes(monkeypatch)
+    with torch.no_grad():
+        assert_same_bits(model(x), expected)
+    assert [amax is not None for amax in seen] == [True, True]  # each layer casts, as before
+    seen.clear()
+    with torch.inference_mode():
+        assert_same_bits(model(x), expected)
+    assert seen == [None, None]  # no version tells of changes
+
+
+def double(h):
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+OTHERS = {
+    "another tensor": lambda h: 2 * h,
+    "an alias": lambda h: h.view(h.shape),
+    "a part": lambda h: h[:2],
+    "changed in place": double,
+    "changed in place as the last one": lambda h: h.mul_(2),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
+def test_the_note_is_for_that_very_tensor_as_it_was(other, grad, device, monkeypatch):
+    model = native(randomized(Layers()), device)
+    fuse_norms(model)
+    x = torch.randn(3, 16, 32, device=device)
+    seen = amaxes(monkeypatch)
+    with torch.set_grad_enabled(grad):
+        h = OTHERS[other](model.norm(x))
+        y = model.one(h)
+        assert seen == [None]
+        assert_same_bits(y, model.one(h.detach().clone()))
+        model.one(model.norm(x))
+        assert seen[-1] is not None
+
+
+def test_the_note_is_gone_when_the_tensor_is(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    h = norm(torch.randn(5, 32, device=device))
+    assert len(operands._noted) == 1
+    other = norm(torch.randn(5, 32, device=device))
+    del h
+    gc.collect()
+    assert len(operands._noted) == 1  # of the other
+    assert operands._parts_of(other) is not None
+    del other
+    gc.collect()
+    assert operands._noted == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_layers_of_other_recipes_do_without_the_note(recipe, device):
+    model = native(randomized(Layers()), device, fp8_recipe=recipe)
+    plain = copy.deepcopy(model)
+    assert fuse_norms(model) == ["norm"]
+    x = torch.randn(3, 16, 32, device=device)
+    for one, same in zip(results(model, x), results(plain, x), strict=True):
+        assert (one - same).norm() <= 1e-2 * same.norm()
+
+
+@pytest.mark.gpu
+def test_the_note_is_not_for_another_stream():
+    """Which has not waited for the norm. The first one is held up, so that its parts are not there yet."""
+    model = native(randomized(Layers(512)), "cuda").eval()
+    fuse_norms(model)
+    x = torch.randn(3, 512, 512, device="cuda")
+    with torch.no_grad():
+        h = model.norm(x)
+        expected = model.one(h)
+        torch.cuda.synchronize()
+        parts = operands._parts_of(h).clone()
+        operands._noted[0][2].zero_()
+        torch.cuda._sleep(200_000_000)
+        operands._noted[0][2].copy_(parts)
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):
+            y = model.one(h)
+        other.synchronize()
+        assert_same_bits(y, expected)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_a_captured_step_finds_the_magnitudes_of_each_replay():
+    def make():
+        torch.manual_seed(4)
+        model = native(randomized(Layers(64)), "cuda")
+        assert fuse_norms(model) == ["norm"]
+        return model
+
+    captured, eager = make(), make()
+    x = torch.ones(3, 32, 64, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            results(captured, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    captured.zero_grad()
+    with torch.cuda.graph(graph):
+        y = captured(x)
+        y.sum().backward()
+    for step in range(3):
+        x.copy_(torch.randn(3, 32, 64, device="cuda") * 2.0**step)
+        with torch.no_grad():
+            captured.norm.weight.mul_(3)
+            eager.norm.weight.mul_(3)
+        for p in captured.parameters():
+            p.grad.zero_()
+        graph.replay()
+        given = [y, *(p.grad for p in captured.parameters())]
+        expected = results(eager, x)
+        for one, same in zip(given, [expected[0], *expected[2:]], strict=True):
+            assert_same_bits(one, same)
+
+
+@pytest.mark.gpu
+def test_a_graph_does_not_take_magnitudes_that_were_found_before_it():
+    model = native(randomized(Layers(64)), "cuda")
+    fuse_norms(model)
+    with torch.no_grad():
+        model.one(torch.randn(3, 32, 64, device="cuda"))  # compiles what the graph will hold
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            h = model.norm(torch.randn(3, 32, 64, device="cuda"))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                y = model.one(h)
+            h.copy_(100 * torch.randn(3, 32, 64, device="cuda"))
+            graph.replay()
+            expected = model.one(h)
+        stream.synchronize()
+    assert_same_bits(y, expected)
+
+
+# --- copies, torch.compile, whole models
+
+
+def test_copies_and_pickles_are_fused_too(device):
+    norm = fused(MetaRMSNorm(32), device)
+    x = torch.randn(5, 32, device=device)
+    expected = results(norm, x)
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(other) is type(norm)
+        assert other.weight is not norm.weight
+        for one, same in zip(results(other, x), expected, strict=True):
+            assert_same_bits(one, same)
+        unfuse_norms(other)
+        assert type(other) is MetaRMSNorm
+
+
+@NORM
+def test_a_compiled_norm_is_its_own_class_s(make, device):
+    torch._dynamo.reset()
+    model = native(randomized(Layers(32, make)), device)
+    plain = copy.deepcopy(model)
+    assert fuse_norms(model) == ["norm"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(3, 16, 32, device=device)
+    expected = results(torch.compile(plain, fullgraph=True, backend="aot_eager"), x)
+    for one, same in zip(results(compiled, x), expected, strict=True):
+        assert_same_bits(one, same)
+
+
+class TinyLlama(nn.Module):
+    """A language model with three norms, for `helpers.train`."""
+
+    def __init__(self, vocab=64, dim=128):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Layers(dim) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(48, dim, bias=False) for _ in range(2))
+        self.norm = nn.RMSNorm(dim, 1e-5)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens, targets):
+        h = self.embed(tokens)
+        for block, down in zip(self.blocks, self.down, strict=True):
+            h = h + down(block(h))
+        return F.cross_entropy(self.head(self.norm(h)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_model_with_fused_norms_trains_as_one_without(level, device, monkeypatch):
+    losses, seen = {}, count_kernels(monkeypatch)
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        model = TinyLlama().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        model, optimizer = fp8stack.initialize(model, optimizer, level, compute="native")
+        if fuse:
+            assert fuse_norms(model) == ["blocks.0.norm", "blocks.1.norm", "norm"]
+        losses[fuse] = train(model, optimizer, 12, device=device)
+        unfuse_norms(model)
+        assert not any(isinstance(m, FusedRMSNorm) for m in model.modules())
+    assert len(seen) == 12 * 2 * 3
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+    assert losses[True][-1] < 0.8 * losses[True][0]
