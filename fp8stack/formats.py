@@ -63,6 +63,10 @@ class MiniFloat:
     stochastic: bool = False  # True: rounded up with a probability equal to the fraction cut off
     least: int = 1  # of a squared format: the smallest code that a positive value gets
 
+    def __reduce__(self) -> str:
+        """Copies and pickles are the constant below: formats are compared by identity."""
+        return self.name.upper()
+
     @property
     def min_normal(self) -> float:
         return 2.0**self.min_exponent

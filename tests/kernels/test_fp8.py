@@ -1,6 +1,8 @@
 """Casts between float32 and the formats of one byte or less, checked code by code against each one's definition."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -345,3 +347,10 @@ def test_square_root_of_the_squares_of_codes_is_exact(fmt):
     values = decode(all_codes(fmt), fmt)
     values = values[values.isfinite()]
     assert_same_bits(sqrt_rn(values * values), values)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_copies_of_a_format_are_the_format(fmt):
+    """Formats are compared by identity; a copied model has those of its original."""
+    assert copy.deepcopy(fmt) is fmt
+    assert pickle.loads(pickle.dumps(fmt)) is fmt

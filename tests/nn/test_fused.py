@@ -296,13 +296,18 @@ def test_backward_after_a_weight_changed_is_torchs_error(device):
 # --- copies and the way back
 
 
-def test_copies_and_pickles_are_fused_too(device):
+def test_copies_and_pickles_are_fused_too(device, monkeypatch):
     block = native(nn.Sequential(Block()), device)
     fuse(block)
     x = torch.randn(16, 32, device=device)
     expected = results(block, x)
+    seen = count_casts(monkeypatch)
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert isinstance(other[0], FusedSwiGLU)
+        seen.clear()
+        other(x)
+        # three weights, x, and gate with up at once: the block does not run unfused
+        assert sorted(seen) == [(16, 32), (16, 48), (32, 48), (48, 32), (48, 32)]
         for one, same in zip(results(other, x), expected, strict=True):
             assert_same_bits(one, same)
 

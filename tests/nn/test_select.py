@@ -4,6 +4,7 @@ Without a GPU the times are given by the tests: `time_both` is replaced, and the
 """
 
 import copy
+import gc
 import pickle
 import time
 from contextlib import nullcontext
@@ -346,6 +347,7 @@ def test_timing_leaves_no_trace_on_a_gpu(monkeypatch, recipe):
     chooser = model[0].products.chooser
     chooser(x, model[0].weight, model[0].bias)  # cuBLAS' workspace stays
     random = torch.cuda.get_rng_state(), torch.get_rng_state()
+    gc.collect()
     torch.cuda.synchronize()
     memory = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
@@ -355,6 +357,7 @@ def test_timing_leaves_no_trace_on_a_gpu(monkeypatch, recipe):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(fp8stack.get_report(model).selected) == 2
+    gc.collect()
     assert torch.cuda.memory_allocated() == memory
     assert torch.equal(torch.cuda.get_rng_state(), random[0])
     assert torch.equal(torch.get_rng_state(), random[1])
