@@ -58,6 +58,31 @@ def test_the_table_of_optimizer_formats_is_the_record_s():
         assert abs(mean) < (0.01 if states == "4bit" else 0.003)
 
 
+PRODUCTS = {
+    '`"current"`': "native/current",
+    '`"delayed"`': "native/delayed",
+    '`"blockwise"`': "native/blockwise",
+    '`"current"`, `fp8_format="e5m2"`': "native/current/e5m2",
+}
+
+
+def test_the_table_of_products_is_the_record_s():
+    document = (ROOT / "docs/compute.md").read_text()
+    losses = {}
+    for line in (ROOT / "benchmarks/results/product_parity.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        losses.setdefault(record["variant"], {})[record["params"]["seed"]] = record["value"]
+    plain = losses.pop("baseline")
+    assert f"| bfloat16 | {plain[0]:.4f} | |" in document
+    assert set(losses) == set(PRODUCTS.values())
+    for name, variant in PRODUCTS.items():
+        assert list(losses[variant]) == [0], "one seed"
+        difference = losses[variant][0] / plain[0] - 1
+        signed = f"{100 * difference:+.2f}".replace("-", "−")
+        assert f"| {name} | {losses[variant][0]:.4f} | {signed} % |" in document
+        assert abs(difference) < 0.005
+
+
 STRESS = {
     "fp8stack, default": "fp8stack 8bit",
     'fp8stack, `states="4bit"`': "fp8stack 4bit",
