@@ -26,6 +26,10 @@ class GradientError(Fp8StackError, RuntimeError):
     """A gradient that cannot be quantized (sparse, complex)."""
 
 
+class CommError(Fp8StackError, RuntimeError):
+    """A collective that failed, or that ranks do not agree on."""
+
+
 class CheckpointError(Fp8StackError, ValueError):
     """A checkpoint that is truncated, of another format version, or of another model."""
 

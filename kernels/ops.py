@@ -187,6 +187,11 @@ def rmsnorm_backward(
     return kernels.rmsnorm_backward(dy, x, weight, rstd, need_weight)  # type: ignore[no-any-return]
 
 
+def wire_kernels(gpu: bool) -> Any:
+    """Return the module of functions on chunks for a device, `reference/wire.py` or its Triton twin."""
+    return _module("wire", gpu)
+
+
 def accumulate_blocks(
     codes: Tensor, scale: Tensor, residual_codes: Tensor, residual_scale: Tensor, x: Tensor
 ) -> None:

@@ -1,0 +1,250 @@
+"""Collectives with torch.distributed's names and arguments, whose bytes are E4M3 blocks (`kernels/reference/wire.py`).
+
+| | sent by a rank, of an element | quantized |
+|---|---|---|
+| `all_reduce` | 2 (N - 1) / N × 1.03 bytes: all-to-all of stripes, all-gather of their sums | twice |
+| `reduce_scatter_tensor` | (N - 1) / N × 1.03: all-to-all | once |
+| `all_gather_into_tensor` | (N - 1) / N × 1.03 | once |
+| `broadcast` | 1.03 | once |
+
+Sums are float32 and have the order of ranks; nothing saturates, since sums get scales of their own. A NaN or infinity
+makes its block of 128 NaN on every rank. Every rank ends with the same bits. The bytes are moved by torch.distributed's
+collectives of uint8, so any backend that has them does (NCCL, gloo).
+
+With one rank nothing is quantized. SUM and AVG of float32, bfloat16 and float16 tensors, and of `BlockScaledTensor`s,
+whose codes then are neither decoded nor rounded before they are sent; a non-contiguous tensor costs a copy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8stack.errors import CommError, ConfigError, first_line
+from fp8stack.formats import rows_cols
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.wire import Layout
+from fp8stack.tensor import BlockScaledTensor
+
+from .checks import explain, verify
+from .work import Body, Done, start
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Their names since torch 2.13, where the old ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> dist.Work | None:
+    """Add up, or average, a tensor over all ranks, in place.
+
+    Args:
+        tensor: of the same shape and dtype on every rank.
+        op: `ReduceOp.SUM` or `ReduceOp.AVG`.
+        group: the process group; by default all ranks.
+        async_op: return a handle; the tensor is to be left alone until its `wait()`.
+
+    Returns:
+        A handle if `async_op`, else None; None too on a rank that is not in the group.
+
+    Raises:
+        ConfigError: for another operation, dtype or kind of tensor.
+        CommError: if ranks fail or stay away.
+    """
+    return _run("all_reduce", tensor, tensor, op, group, async_op, _reduce_all)
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Add up, or average, a tensor over all ranks and give each rank its part: the `rank`-th of equal parts, in order.
+
+    Arguments, results and errors are those of `all_reduce`; `input` has as many elements as the outputs of all ranks.
+    The sum is rounded to the dtype of `output` and not quantized again.
+    """
+    _refuse_blocks("reduce_scatter_tensor", output, input)
+    return _run("reduce_scatter_tensor", output, input, op, group, async_op, _reduce_scatter)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> dist.Work | None:
+    """Join the tensors of all ranks, in order; arguments, results and errors are those of `all_reduce`."""
+    _refuse_blocks("all_gather_into_tensor", output_tensor, input_tensor)
+    sum_ = dist.ReduceOp.SUM
+    return _run(
+        "all_gather_into_tensor", output_tensor, input_tensor, sum_, group, async_op, _gather
+    )
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> dist.Work | None:
+    """Copy a rank's tensor to all, rounded to E4M3 blocks on that rank too.
+
+    `src` is its number among all ranks, `group_src` in the group; one of them is given.
+
+    Arguments, results and errors are those of `all_reduce`.
+    """
+    if (src is None) == (group_src is None):
+        raise ConfigError(
+            f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
+        )
+
+    def body(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+        layout = _flat(input, 1)
+        source = dist.get_global_rank(group, group_src or 0) if src is None else src
+        if dist.get_rank() == source:
+            chunk = _pack(input, layout)
+        else:
+            chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
+        dist.broadcast(chunk, source, group)
+        _unpack(chunk, output, layout)
+
+    return _run("broadcast", tensor, tensor, dist.ReduceOp.SUM, group, async_op, body)
+
+
+reduce_scatter_single = reduce_scatter_tensor
+all_gather_single = all_gather_into_tensor
+
+
+# --- over uint8 collectives
+
+
+def _reduce_all(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+    layout = _flat(input, dist.get_world_size(group))
+    sent = _pack(input, layout)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, average)
+    _all_gather(sent.view(-1), stripe, group=group)
+    _unpack(sent, output, layout)
+
+
+def _reduce_scatter(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+    world = dist.get_world_size(group)
+    sent = _pack(input, Layout(world, input.numel() // world, world))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, average)
+
+
+def _gather(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+    world = dist.get_world_size(group)
+    chunk = _pack(input, Layout(1, input.numel(), 1))
+    chunks = chunk.new_empty((world, chunk.shape[1]))
+    _all_gather(chunks.view(-1), chunk.view(-1), group=group)
+    _unpack(chunks, output, Layout(world, input.numel(), world))
+
+
+def _flat(x: Tensor, world: int) -> Layout:
+    """Return the layout of a tensor in one row, or in the rows that its blocks have."""
+    rows, cols = rows_cols(x.shape) if isinstance(x, BlockScaledTensor) else (1, x.numel())
+    return Layout(rows, cols, world)
+
+
+def _pack(x: Tensor, layout: Layout) -> Tensor:
+    kernels = ops.wire_kernels(x.is_cuda)
+    if isinstance(x, BlockScaledTensor):
+        return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout)  # type: ignore[no-any-return]
+    return kernels.pack(x, layout)  # type: ignore[no-any-return]
+
+
+def _unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
+    kernels = ops.wire_kernels(out.is_cuda)
+    if isinstance(out, BlockScaledTensor):
+        kernels.unpack_codes(chunks, out.codes, out.scale, layout)
+        out.residual = None
+    else:
+        kernels.unpack(chunks, out, layout)
+
+
+# --- around every collective
+
+Exchange = Callable[[Tensor, Tensor, bool, Any], None]  # output, input, average, group
+
+
+def _run(
+    name: str,
+    output: Tensor,
+    input: Tensor,
+    op: Any,
+    group: Any,
+    async_op: bool,
+    exchange: Exchange,
+) -> dist.Work | None:
+    """Check the arguments and run a collective."""
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        warnings.warn(
+            f"Running {name} on global rank {dist.get_rank()} which does not belong to the given group.",
+            stacklevel=3,
+        )
+        return None
+    world = dist.get_world_size(group)
+    _check(name, output, input, op, world)
+    average = op == dist.ReduceOp.AVG
+    verify(name, output, input, op, group)
+    if world == 1 or not input.numel():
+        if output is not input:
+            output.detach().view(-1).copy_(input.detach().reshape(-1))
+        return Done([output]) if async_op else None
+
+    def body(group: Any) -> None:
+        # autograd has nothing to do with it, as in torch.distributed
+        given, taken = input.detach().contiguous(), output.detach()
+        dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
+        place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
+        try:
+            exchange(place, given, average, group)
+        except RuntimeError as error:  # torch's DistError is one
+            raise CommError(explain(name, input, group, first_line(error))) from error
+        if not dense:
+            taken.copy_(place)
+
+    work: Body = body
+    return start(work, group, [output, input], async_op)
+
+
+def _refuse_blocks(name: str, *tensors: Tensor) -> None:
+    if any(isinstance(tensor, BlockScaledTensor) for tensor in tensors):
+        raise ConfigError(
+            f"{name} takes ordinary tensors; blocks of a BlockScaledTensor would be cut. Use its dequantize()."
+        )
+
+
+def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> None:
+    for tensor in (output, input):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
+        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+            kind = "sparse" if tensor.layout is not torch.strided else tensor.dtype
+            raise ConfigError(
+                f"fp8stack.comm.{name} takes dense float32, bfloat16 and float16 tensors, got {kind}. "
+                f"Use torch.distributed.{name}."
+            )
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ConfigError(
+            f"fp8stack.comm.{name} has ReduceOp.SUM and ReduceOp.AVG, got {op}. Use torch.distributed.{name}."
+        )
+    parts = {"reduce_scatter_tensor": (world, 1), "all_gather_into_tensor": (1, world)}
+    of_output, of_input = parts.get(name, (1, 1))
+    if output.numel() * of_output != input.numel() * of_input:
+        raise ConfigError(
+            f"{name} over {world} ranks got an output of {output.numel()} elements and an input of {input.numel()}; "
+            f"the larger must have {world} times the elements of the smaller."
+        )

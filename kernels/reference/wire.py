@@ -1,0 +1,158 @@
+"""E4M3 blocks as ranks send them to each other, and their sums.
+
+A tensor is read as rows of blocks of 128 (`quantize.py`; a short block ends a row). Its blocks, one after the other,
+are dealt out to one stripe a rank, each of `per` blocks, and a stripe is a chunk of bytes:
+
+    codes    128 bytes a block         value = code × scale
+    scales   float32, one a block      NaN: a value of the block is not finite; 0: all are zero, or too small
+    zeros    up to a multiple of 16
+
+1.03125 bytes an element; short blocks are filled up with zeros, as are stripes beyond the tensor's end. Chunk i of
+what a rank sends is the stripe that rank i owns. The owner decodes what all ranks sent of it, adds in float32 in the
+order of ranks, and quantizes the sum into a chunk again. Every rank decodes the same chunks in the end, its own too: so
+all have the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fp8stack.formats import BLOCK, E4M3
+
+from .fp8 import cast_finite
+from .quantize import scale_and_inverse
+
+
+class Layout(NamedTuple):
+    """How a tensor of rows × cols lies in the chunks of `world` ranks."""
+
+    rows: int
+    cols: int
+    world: int
+
+    @property
+    def blocks_per_row(self) -> int:
+        return -(-self.cols // BLOCK)
+
+    @property
+    def blocks(self) -> int:
+        return self.rows * self.blocks_per_row
+
+    @property
+    def per(self) -> int:
+        """Blocks of a stripe."""
+        return -(-self.blocks // self.world)
+
+    @property
+    def pitch(self) -> int:
+        """Bytes of a chunk."""
+        return -(-self.per * (BLOCK + 4) // 16) * 16
+
+
+def pack(
+    x: Tensor,  # float32, bfloat16 or float16, contiguous, of rows × cols elements
+    layout: Layout,
+) -> Tensor:  # uint8 [world, pitch]
+    """Quantize a tensor into chunks, one scale a block."""
+    blocks = _as_blocks(x.float(), layout)
+    codes, scale = _quantize(blocks)
+    return _chunks(codes, scale, layout)
+
+
+def pack_codes(
+    codes: Tensor,  # float8_e4m3fn, contiguous, of rows × cols elements
+    scale: Tensor,  # float32 [rows, blocks of a row]
+    layout: Layout,
+) -> Tensor:  # uint8 [world, pitch]
+    """Lay out in chunks what is in FP8 already."""
+    return _chunks(_as_blocks(codes.view(torch.uint8), layout), scale.reshape(-1), layout)
+
+
+def reduce_pack(
+    chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank
+    layout: Layout,
+    average: bool,
+) -> Tensor:  # uint8 [pitch]
+    """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
+    codes, scale = _quantize(_sum(chunks, layout.per, average))
+    return _chunks(codes, scale, Layout(1, layout.per * BLOCK, 1))[0]
+
+
+def reduce_unpack(
+    chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank
+    out: Tensor,  # float32, bfloat16 or float16, contiguous, written
+    average: bool,
+) -> None:
+    """Add up a stripe in float32, in the order of ranks, and round the sum, or the mean, to the dtype of `out`."""
+    layout = Layout(1, out.numel(), 1)
+    out.view(-1).copy_(_sum(chunks, layout.per, average).view(-1)[: out.numel()])
+
+
+def unpack(
+    chunks: Tensor,  # uint8 [world, pitch]
+    out: Tensor,  # float32, bfloat16 or float16, contiguous, of rows × cols elements, written
+    layout: Layout,
+) -> None:
+    """Decode a tensor."""
+    codes, scale = _parts(chunks, layout.per)
+    values = (codes.float() * scale.unsqueeze(-1)).view(-1, BLOCK)[: layout.blocks]
+    out.view(-1).copy_(_from_blocks(values, layout))
+
+
+def unpack_codes(
+    chunks: Tensor,  # uint8 [world, pitch]
+    codes: Tensor,  # float8_e4m3fn, contiguous, of rows × cols elements, written
+    scale: Tensor,  # float32 [rows, blocks of a row], written
+    layout: Layout,
+) -> None:
+    """Take a tensor out of chunks in FP8."""
+    sent, scales = _parts(chunks, layout.per)
+    blocks = sent.view(torch.uint8).view(-1, BLOCK)[: layout.blocks]
+    codes.view(torch.uint8).view(-1).copy_(_from_blocks(blocks, layout))
+    scale.view(-1).copy_(scales.reshape(-1)[: layout.blocks])
+
+
+def _as_blocks(x: Tensor, layout: Layout) -> Tensor:  # [blocks, 128]
+    rows = x.reshape(layout.rows, layout.cols)
+    return pad(rows, (0, -layout.cols % BLOCK)).view(-1, BLOCK)
+
+
+def _from_blocks(blocks: Tensor, layout: Layout) -> Tensor:  # [rows × cols]
+    rows = blocks.reshape(layout.rows, layout.blocks_per_row * BLOCK)
+    return rows[:, : layout.cols].reshape(-1)
+
+
+def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:  # uint8 [blocks, 128], float32 [blocks]
+    scale, inverse = scale_and_inverse(blocks.abs().amax(-1), E4M3)
+    inverse = inverse.unsqueeze(-1)
+    codes = cast_finite(torch.where(inverse > 0, blocks * inverse, 0.0), E4M3)
+    return codes.view(torch.uint8), scale
+
+
+def _chunks(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    """Lay out blocks in chunks."""
+    missing = layout.world * layout.per - layout.blocks
+    codes = pad(codes, (0, 0, 0, missing)).view(layout.world, -1)
+    scales = pad(scale, (0, missing)).view(layout.world, -1).contiguous()
+    both = torch.cat([codes, scales.view(torch.uint8)], 1)
+    return pad(both, (0, layout.pitch - both.shape[1]))
+
+
+def _parts(chunks: Tensor, per: int) -> tuple[Tensor, Tensor]:
+    """Return codes (float8_e4m3fn [chunks, per, 128]) and scales (float32 [chunks, per])."""
+    codes = chunks[:, : per * BLOCK].reshape(-1).view(E4M3.dtype)
+    scale = chunks[:, per * BLOCK : per * (BLOCK + 4)].reshape(-1).view(torch.float32)
+    return codes.view(len(chunks), per, BLOCK), scale.view(len(chunks), per)
+
+
+def _sum(chunks: Tensor, per: int, average: bool) -> Tensor:  # float32 [per, 128]
+    codes, scale = _parts(chunks, per)
+    total = torch.zeros((per, BLOCK), dtype=torch.float32, device=chunks.device)
+    for sent, scales in zip(codes, scale, strict=True):
+        total += sent.float() * scales.unsqueeze(-1)
+    # by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently
+    return total / torch.full_like(total, len(chunks)) if average else total

@@ -1,0 +1,205 @@
+"""E4M3 blocks as ranks send them to each other, and their sums; the twin of `reference/wire.py`, bit for bit.
+
+Every kernel is one pass: packing reads the tensor and writes chunks, 2 + 1.03 bytes an element in bfloat16; a reduction
+reads what all ranks sent of a stripe, 1.03 bytes an element of each; unpacking is packing turned round. A program does
+16 blocks, wherever the borders of stripes and rows are.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8stack.formats import BLOCK, E4M3
+
+from .fp8 import block_offsets, casts_in_hardware, decode, encode_ocp, round_to, scale_and_inverse
+from .launch import Launcher, on_device, raw_stream
+from .reference.wire import Layout
+
+BLOCKS = 16
+_FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
+_MAX = tl.constexpr(E4M3.max)
+# Every multiplication rounds on its own: contracting them would give other bits than the reference.
+_ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _places(block, per, pitch):
+    """Return where codes and scales of blocks lie in the chunks: int64 offsets in bytes and in floats."""
+    chunk = (block // per) * tl.cast(pitch, tl.int64)
+    within = block % per
+    return chunk + within * 128, (chunk + tl.cast(per, tl.int64) * 128) // 4 + within
+
+
+@triton.jit
+def _store_quantized(x, wire_ptr, code_at, scale_at, exists, HARDWARE: tl.constexpr):
+    """Quantize blocks [BLOCKS, 128] and store them in chunks."""
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    scale, inverse = scale_and_inverse(bits, _MAX)
+    scaled = tl.where(inverse[:, None] > 0, x * inverse[:, None], 0.0)
+    at = code_at[:, None] + tl.arange(0, 128)[None, :]
+    code = encode_ocp(scaled, 3, HARDWARE)
+    tl.store(wire_ptr + at, code, mask=exists[:, None] & (at >= 0))
+    tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
+
+
+@triton.jit
+def _pack_kernel(
+    x_ptr, scale_ptr, wire_ptr, n_blocks, all_blocks, blocks_per_row, cols, per, pitch,
+    CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
+    exists = block < all_blocks
+    code_at, scale_at = _places(block, per, pitch)
+    x = tl.load(x_ptr + offset, mask=mask, other=0)
+    if CODES:
+        at = code_at[:, None] + tl.arange(0, 128)[None, :]
+        tl.store(wire_ptr + at, x, mask=exists[:, None] & (at >= 0))
+        scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
+        tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
+    else:
+        _store_quantized(x.to(tl.float32), wire_ptr, code_at, scale_at, exists, HARDWARE)
+
+
+@triton.jit
+def _load_values(wire_ptr, code_at, scale_at, exists):
+    """Decode blocks [BLOCKS, 128] of chunks."""
+    at = code_at[:, None] + tl.arange(0, 128)[None, :]
+    code = tl.load(wire_ptr + at, mask=exists[:, None] & (at >= 0), other=0)
+    scale = tl.load(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, mask=exists, other=0.0)
+    return decode(code, 3, -6, True) * scale[:, None]
+
+
+@triton.jit
+def _reduce_kernel(
+    wire_ptr, out_ptr, ranks, divisor, per, pitch, numel,
+    AVERAGE: tl.constexpr, PACK: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    exists = block < per
+    code_at, scale_at = _places(block, per, pitch)
+    total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
+    for rank in range(ranks):
+        sent = wire_ptr + rank * tl.cast(pitch, tl.int64)
+        total += _load_values(sent, code_at, scale_at, exists)
+    if AVERAGE:
+        total = tl.div_rn(total, tl.zeros_like(total) + divisor)
+    if PACK:
+        _store_quantized(total, out_ptr, code_at, scale_at, exists, HARDWARE)
+    else:
+        at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+        value = round_to(total, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, value, mask=at < numel)
+
+
+@triton.jit
+def _unpack_kernel(
+    wire_ptr, out_ptr, scale_ptr, n_blocks, blocks_per_row, cols, per, pitch,
+    CODES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
+    code_at, scale_at = _places(block, per, pitch)
+    if CODES:
+        at = code_at[:, None] + tl.arange(0, 128)[None, :]
+        code = tl.load(wire_ptr + at, mask=inside[:, None] & (at >= 0), other=0)
+        tl.store(out_ptr + offset, code, mask=mask)
+        scale = tl.load(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, mask=inside, other=0.0)
+        tl.store(scale_ptr + block, scale, mask=inside)
+    else:
+        value = round_to(
+            _load_values(wire_ptr, code_at, scale_at, inside), out_ptr.dtype.element_ty
+        )
+        tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_launch_pack = Launcher(_pack_kernel, **_ROUNDING)
+_launch_reduce = Launcher(_reduce_kernel, **_ROUNDING)
+_launch_unpack = Launcher(_unpack_kernel, **_ROUNDING)
+
+
+def pack(x: Tensor, layout: Layout) -> Tensor:
+    """Quantize a tensor into chunks, one scale a block."""
+    return _pack(x, x, layout, False)
+
+
+def pack_codes(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+    """Lay out in chunks what is in FP8 already."""
+    return _pack(codes.view(torch.uint8), scale, layout, True)
+
+
+def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool) -> Tensor:
+    out = x.new_empty((layout.world, layout.pitch), dtype=torch.uint8)
+    blocks = layout.world * layout.per
+    if blocks:
+        key = (layout, x.dtype, x.device, codes, x.data_ptr() % 16, scale.data_ptr() % 16)
+        with on_device(x.device):
+            _launch_pack(
+                key, _grid(blocks), raw_stream(x),
+                x, scale, out, layout.blocks, blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
+                codes, casts_in_hardware(x.device), layout.cols % BLOCK == 0, BLOCKS,
+            )  # fmt: skip
+    return out
+
+
+def reduce_pack(chunks: Tensor, layout: Layout, average: bool) -> Tensor:
+    """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
+    out = chunks.new_empty(layout.pitch)
+    _reduce(chunks, out, layout.per, average, True)
+    return out
+
+
+def reduce_unpack(chunks: Tensor, out: Tensor, average: bool) -> None:
+    """Add up a stripe in float32, in the order of ranks, and round the sum, or the mean, to the dtype of `out`."""
+    _reduce(chunks, out, Layout(1, out.numel(), 1).per, average, False)
+
+
+def _reduce(chunks: Tensor, out: Tensor, per: int, average: bool, pack: bool) -> None:
+    if not per:
+        return
+    ranks, pitch = chunks.shape
+    numel = out.numel()
+    key = (
+        ranks,
+        pitch,
+        per,
+        numel,
+        out.dtype,
+        out.device,
+        average,
+        pack,
+        out.data_ptr() % 16,
+        chunks.data_ptr() % 16,
+    )
+    with on_device(out.device):
+        _launch_reduce(
+            key, _grid(per), raw_stream(out),
+            chunks, out, ranks, float(ranks), per, pitch, numel, average, pack, casts_in_hardware(out.device), BLOCKS,
+        )  # fmt: skip
+
+
+def unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
+    """Decode a tensor."""
+    _unpack(chunks, out, out, layout, False)
+
+
+def unpack_codes(chunks: Tensor, codes: Tensor, scale: Tensor, layout: Layout) -> None:
+    """Take a tensor out of chunks in FP8."""
+    _unpack(chunks, codes.view(torch.uint8), scale, layout, True)
+
+
+def _unpack(chunks: Tensor, out: Tensor, scale: Tensor, layout: Layout, codes: bool) -> None:
+    if not layout.blocks:
+        return
+    places = [t.data_ptr() % 16 for t in (chunks, out, scale)]
+    with on_device(out.device):
+        _launch_unpack(
+            (layout, out.dtype, out.device, codes, *places), _grid(layout.blocks), raw_stream(out),
+            chunks, out, scale, layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
+            codes, layout.cols % BLOCK == 0, BLOCKS,
+        )  # fmt: skip
+
+
+def _grid(blocks: int) -> tuple[int, int, int]:
+    return triton.cdiv(blocks, BLOCKS), 1, 1

@@ -1,0 +1,70 @@
+"""Collectives between real processes: gloo on CPUs, NCCL where there are as many GPUs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from workers_comm import check_collectives, check_disagreement, note_failure
+
+from fp8stack import comm
+from fp8stack.errors import CommError
+
+
+def spawn(work, world, store, *arguments):
+    torch.multiprocessing.spawn(work, (world, str(store), *arguments), nprocs=world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_collectives_over_gloo(world, tmp_path):
+    spawn(check_collectives, world, tmp_path / "store", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_collectives_over_nccl(world, tmp_path):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    spawn(check_collectives, world, tmp_path / "store", "cuda")
+
+
+def test_debug_mode_tells_ranks_that_disagree(tmp_path):
+    spawn(check_disagreement, 2, tmp_path / "store", "cpu")
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_a_rank_that_is_gone_is_named(how, tmp_path):
+    """Within the timeout of 3 s and the patience of 2 s, on every rank that is left."""
+    with torch.multiprocessing.Manager() as manager:
+        notes = manager.dict()
+        torch.multiprocessing.spawn(
+            note_failure, (3, str(tmp_path / "store"), how, notes), nprocs=3
+        )
+        notes = dict(notes)
+    assert set(notes) == {0, 1}
+    for rank, (message, seconds) in notes.items():
+        assert (
+            f"all_reduce of 1000 float32 elements over ranks 0, 1, 2 failed on rank {rank}"
+            in message
+        )
+        assert "rank 2 did not take part" in message
+        assert seconds < 10
+
+
+def test_without_a_process_group_the_error_is_torchs():
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        comm.all_reduce(torch.ones(3))
+
+
+def test_other_things_than_tensors_are_refused(mesh):
+    with pytest.raises(TypeError, match="takes tensors, got list"):
+        comm.all_reduce([1.0])
+
+
+def test_one_rank_keeps_every_bit(mesh):
+    x = torch.randn(77, dtype=torch.float64).float()
+    y = x.clone()
+    work = comm.all_reduce(y, dist.ReduceOp.AVG, async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    assert work.get_future().wait() == [y]
+    assert torch.equal(x, y)
+    assert issubclass(CommError, RuntimeError)

@@ -1,0 +1,228 @@
+"""Chunks of E4M3 blocks: the reference against quantize_blocks and float64, Triton kernels against the reference."""
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from fp8stack.formats import BLOCK, E4M3
+from fp8stack.kernels import wire as triton
+from fp8stack.kernels.reference import wire as reference
+from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
+from fp8stack.kernels.reference.wire import Layout
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+LAYOUTS = [
+    Layout(rows, cols, world)
+    for rows, cols in ((1, 1), (1, 127), (1, 129), (1, 5000), (3, 130), (17, 256))
+    for world in (1, 2, 3, 4)
+]
+EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda lay: "×".join(map(str, lay)))
+
+
+def draw(layout, dtype=torch.float32, spoiled=False):
+    """Return a matrix whose blocks differ by powers of two, and hold NaN and infinity if `spoiled`."""
+    x = torch.randn(layout.rows, layout.cols) * 2.0 ** torch.randint(-8, 8, (layout.rows, 1))
+    if spoiled:
+        x.view(-1)[layout.cols // 2] = torch.nan
+        x.view(-1)[-1] = -torch.inf
+    return x.to(dtype)
+
+
+def quantized(x, layout):
+    codes, scale = quantize_blocks(x.view(layout.rows, layout.cols), E4M3)
+    return codes, scale
+
+
+# --- what they are
+
+
+@INPUTS
+@EVERY_LAYOUT
+def test_a_tensor_arrives_as_its_own_blocks(layout, dtype):
+    """Packing then unpacking is quantizing then dequantizing, and codes travel as they are."""
+    x = draw(layout, dtype, spoiled=layout.rows > 1)
+    codes, scale = quantized(x, layout)
+    chunks = reference.pack(x, layout)
+    assert (chunks.dtype, chunks.shape) == (torch.uint8, (layout.world, layout.pitch))
+    assert layout.pitch % 16 == 0
+    assert layout.world * layout.per * BLOCK >= x.numel()
+    assert_same_bits(chunks, reference.pack_codes(codes, scale, layout))
+    for out_dtype in DTYPES.values():
+        out = torch.empty_like(x, dtype=out_dtype)
+        reference.unpack(chunks, out, layout)
+        assert_same_bits(out, dequantize_blocks(codes, scale, E4M3, out_dtype))
+    same_codes, same_scale = torch.empty_like(codes), torch.empty_like(scale)
+    reference.unpack_codes(chunks, same_codes, same_scale, layout)
+    assert_same_bits(same_codes.view(torch.uint8), codes.view(torch.uint8))
+    assert_same_bits(same_scale, scale)
+
+
+@pytest.mark.parametrize("size", [2**20, 2**20 + 77])
+def test_a_large_chunk_takes_1_03125_bytes_an_element(size):
+    layout = Layout(1, size, 4)
+    assert layout.pitch * 4 <= 1.03125 * size + 4 * (132 + 16)
+
+
+def exchange(tensors, layout, average):
+    """Return what every rank ends with, as all_reduce does it, and the chunks it is made of."""
+    sent = [reference.pack(x, layout) for x in tensors]
+    stripes = [torch.stack([s[i] for s in sent]) for i in range(layout.world)]
+    chunks = torch.stack([reference.reduce_pack(s, layout, average) for s in stripes])
+    out = torch.empty_like(tensors[0])
+    reference.unpack(chunks, out, layout)
+    return out, stripes
+
+
+def noise_ratio(result, exact):
+    """Return the signal-to-noise ratio in dB."""
+    exact = exact.double()
+    return 10 * torch.log10(exact.square().sum() / (result.double() - exact).square().sum())
+
+
+@pytest.mark.parametrize("correlated", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("world", [2, 3, 4, 8, 16, 64])
+def test_sums_keep_28_db_and_stripes_31_whatever_the_number_of_ranks(world, correlated):
+    layout, common = Layout(1, 2**14, world), torch.randn(2**14)
+    tensors = [
+        correlated**0.5 * common + (1 - correlated) ** 0.5 * torch.randn(2**14)
+        for _ in range(world)
+    ]
+    exact = torch.stack(tensors).double().sum(0)
+    result, stripes = exchange(tensors, layout, False)
+    assert noise_ratio(result, exact) >= 28
+    first = torch.empty(min(layout.per * BLOCK, 2**14))
+    reference.reduce_unpack(stripes[0], first, False)
+    assert noise_ratio(first, exact[: len(first)]) >= 31
+    mean, _ = exchange(tensors, layout, True)
+    assert noise_ratio(mean, exact / world) >= 28
+
+
+@pytest.mark.parametrize("world", [2, 3, 64])
+def test_equal_tensors_neither_saturate_nor_lose_a_bit(world):
+    """Blocks of one value are exact; a sum in FP8 would stop at 448 times the scale."""
+    x = torch.full((1000,), 3.0)
+    result, _ = exchange([x] * world, Layout(1, 1000, world), False)
+    assert_same_bits(result, x * world)
+    mean, _ = exchange([x] * world, Layout(1, 1000, world), True)
+    assert_same_bits(mean, x)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_what_is_not_finite_on_one_rank_spoils_its_block_alone(bad):
+    tensors = [torch.ones(1000) for _ in range(3)]
+    tensors[1][300] = bad
+    result, _ = exchange(tensors, Layout(1, 1000, 3), False)
+    assert result[256:384].isnan().all()
+    assert result.isnan().sum() == 128
+    assert result[:256].eq(3).all()
+
+
+def test_sums_beyond_float32_and_values_below_it_are_seen():
+    layout = Layout(1, 256, 2)
+    x = torch.cat([torch.full((128,), 3e38), torch.full((128,), 1e-44)])
+    result, _ = exchange([x, x], layout, False)
+    assert result[:128].isnan().all()
+    assert result[128:].eq(0).all()
+
+
+# --- Triton against the reference
+
+
+@INPUTS
+@EVERY_LAYOUT
+def test_kernels_give_the_references_bits(layout, dtype, kernel_device):
+    x = draw(layout, dtype, spoiled=layout.world == 3)
+    codes, scale = quantized(x, layout)
+    here = [t.to(kernel_device) for t in (x, codes, scale)]
+    chunks = triton.pack(here[0], layout)
+    assert_same_chunks(chunks, reference.pack(x, layout), layout)
+    assert_same_chunks(
+        triton.pack_codes(*here[1:], layout), reference.pack_codes(codes, scale, layout), layout
+    )
+    triton.unpack(chunks, here[0], layout)
+    reference.unpack(chunks.cpu(), x, layout)
+    assert_same_bits(here[0], x)
+    for tensor in (*here[1:], codes, scale):
+        tensor.zero_()
+    triton.unpack_codes(chunks, *here[1:], layout)
+    reference.unpack_codes(chunks.cpu(), codes, scale, layout)
+    assert_same_bits(here[1].view(torch.uint8), codes.view(torch.uint8))
+    assert_same_bits(here[2], scale)
+
+
+def assert_same_chunks(given, expected, layout):
+    """Compare all bytes but those that fill up a chunk."""
+    used = layout.per * (BLOCK + 4)
+    assert given.shape == expected.shape
+    assert_same_bits(given[..., :used].contiguous(), expected[..., :used].contiguous())
+
+
+@INPUTS
+@pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])
+@pytest.mark.parametrize(("size", "ranks"), [(1, 1), (129, 2), (2500, 3), (4096, 5)])
+def test_reductions_give_the_references_bits(size, ranks, average, dtype, kernel_device):
+    layout = Layout(1, size, 1)
+    chunks = torch.cat([reference.pack(draw(layout, spoiled=i == 4), layout) for i in range(ranks)])
+    here = chunks.to(kernel_device)
+    packed = triton.reduce_pack(here, layout, average)
+    assert_same_chunks(packed, reference.reduce_pack(chunks, layout, average), layout)
+    ours = torch.empty(size, dtype=dtype, device=kernel_device)
+    theirs = torch.empty(size, dtype=dtype)
+    triton.reduce_unpack(here, ours, average)
+    reference.reduce_unpack(chunks, theirs, average)
+    assert_same_bits(ours, theirs)
+
+
+def test_tensors_that_begin_at_any_byte(kernel_device):
+    """The same sizes aligned, then not: a launch remembered for the one must not serve the other."""
+    layout, base = Layout(1, 1000, 2), torch.randn(1004).to(kernel_device)
+    for offset in (0, 1, 0, 3):
+        x = base[offset : offset + 1000]
+        chunks = triton.pack(x, layout)
+        assert_same_chunks(chunks, reference.pack(x.cpu(), layout), layout)
+        out, same = base.new_zeros(1004)[offset : offset + 1000], torch.empty(1000)
+        triton.unpack(chunks, out, layout)
+        reference.unpack(chunks.cpu(), same, layout)
+        assert_same_bits(out, same)
+
+
+def test_empty_tensors(kernel_device):
+    layout = Layout(1, 0, 3)
+    assert layout.pitch == 0
+    x = torch.empty(0, device=kernel_device)
+    chunks = triton.pack(x, layout)
+    assert chunks.shape == reference.pack(x.cpu(), layout).shape == (3, 0)
+    triton.unpack(chunks, x, layout)
+    reference.unpack(chunks.cpu(), x.cpu(), layout)
+    assert triton.reduce_pack(chunks, layout, False).shape == (0,)
+
+
+@pytest.mark.gpu
+@INPUTS
+@pytest.mark.parametrize("size", [2**24, 2**24 + 77])
+def test_large_tensors_give_the_references_bits(size, dtype):
+    layout = Layout(1, size, 4)
+    x = draw(layout, dtype)
+    chunks = triton.pack(x.cuda(), layout)
+    expected = reference.pack(x, layout)
+    assert_same_chunks(chunks, expected, layout)
+    assert_same_chunks(
+        triton.reduce_pack(chunks, layout, True),
+        reference.reduce_pack(expected, layout, True),
+        layout,
+    )
+
+
+@pytest.mark.gpu
+def test_elements_beyond_two_to_the_31_are_as_the_first_ones():
+    size = 2**31 + 2**20
+    layout = Layout(1, size, 2)
+    x = torch.randn(2**20, device="cuda").bfloat16().repeat(2**11 + 1)
+    chunks = triton.pack(x, layout)
+    out = torch.zeros_like(x)
+    triton.unpack(chunks, out, layout)
+    assert_same_bits(out[-(2**20) :], out[: 2**20])
+    assert out[: 2**20].ne(0).any()

@@ -1,0 +1,299 @@
+"""What the tests of collectives run in processes of their own: importable by name there, as test modules are not."""
+
+import contextlib
+import os
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import assert_same_bits
+from workers import leave_ranks
+
+from fp8stack import comm
+from fp8stack.errors import CommError, ConfigError
+from fp8stack.tensor import BlockScaledTensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SIZES = (1, 7, 127, 128, 129, 1000, 128 * 12 - 1, 128 * 12, 128 * 12 + 1)
+
+
+def enter(rank, world, store, device, timeout=60):
+    """Join a group of `world` ranks; return the device of this one."""
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
+    return torch.device(device, rank) if device == "cuda" else torch.device(device)
+
+
+def drawn(rank, size, dtype=torch.float32, scale=1.0):
+    """Return the same numbers for a rank in every process."""
+    return (torch.randn(size, generator=torch.Generator().manual_seed(rank)) * scale).to(dtype)
+
+
+def assert_equal_everywhere(tensor):
+    """Compare the bits of a tensor on all ranks."""
+    mine = tensor.contiguous().view(-1).view(torch.uint8)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    for other in theirs:
+        assert_same_bits(other, mine)
+
+
+def assert_near(result, exact, decibels):
+    """Check the signal-to-noise ratio, in dB."""
+    exact = exact.double().to(result.device)
+    noise = (result.double() - exact).square().sum()
+    assert noise <= exact.square().sum() * 10 ** (-decibels / 10), (result, exact)
+
+
+def check_collectives(rank, world, store, device):
+    """Run every collective with every dtype and odd sizes; all ranks end with the same bits, near the exact ones."""
+    device = enter(rank, world, store, device)
+    for dtype in DTYPES:
+        for size in SIZES:
+            parts = [drawn(r, size, dtype) for r in range(world)]
+            exact = torch.stack(parts).double().sum(0)
+            check_all_reduce(parts[rank].to(device), exact, world)
+            check_reduce_scatter(rank, world, size, dtype, device)
+            check_gathers(parts, rank, world, device)
+    check_special_values(rank, world, device)
+    check_shapes(rank, world, device)
+    check_blocks(rank, world, device)
+    check_refusals(rank, world, device)
+    check_overlap(rank, world, device)
+    check_groups(rank, world, device)
+    leave_ranks()
+
+
+def check_all_reduce(mine, exact, world):
+    for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world)):
+        result = mine.clone()
+        assert comm.all_reduce(result, op) is None
+        if world == 1:
+            assert_same_bits(result, mine)
+        assert_equal_everywhere(result)
+        # two roundings of few elements, and that of the output
+        assert_near(result, exact / divisor, 20)
+        later = mine.clone()
+        work = comm.all_reduce(later, op, async_op=True)
+        assert work.wait()
+        assert work.is_completed() or mine.is_cuda
+        assert_same_bits(later, result)
+        assert work.get_future().wait()[0] is later
+
+
+def check_reduce_scatter(rank, world, size, dtype, device):
+    wholes = [drawn(r, size * world, dtype) for r in range(world)]
+    exact = torch.stack(wholes).double().sum(0)[size * rank : size * (rank + 1)]
+    results = []
+    for function in (comm.reduce_scatter_tensor, comm.reduce_scatter_single):
+        results.append(torch.empty(size, dtype=dtype, device=device))
+        function(results[-1], wholes[rank].to(device))
+        assert_near(results[-1], exact, 22)
+    assert_same_bits(*results)
+    mean = torch.empty(size, dtype=torch.float32, device=device)
+    work = comm.reduce_scatter_tensor(
+        mean, wholes[rank].to(device), dist.ReduceOp.AVG, async_op=True
+    )
+    work.wait()
+    assert_near(mean, exact / world, 22)
+
+
+def check_gathers(parts, rank, world, device):
+    size, mine = len(parts[0]), parts[rank].to(device)
+    for function in (comm.all_gather_into_tensor, comm.all_gather_single):
+        joined = torch.empty(size * world, dtype=mine.dtype, device=device)
+        function(joined, mine)
+        assert_equal_everywhere(joined)
+        assert_near(joined, torch.cat(parts), 25)
+    for given in ({"src": world - 1}, {"group_src": world - 1}):
+        copied = mine.clone()
+        comm.broadcast(copied, **given)
+        assert_equal_everywhere(copied)
+        assert_near(copied, parts[-1], 25)
+
+
+def check_special_values(rank, world, device):
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(1000, device=device)
+        if rank == world - 1:
+            x[300] = bad
+        comm.all_reduce(x)
+        assert_equal_everywhere(x)
+        if world > 1:
+            assert x[256:384].isnan().all()
+            assert x.isnan().sum() == 128
+        assert x[:256].eq(world).all()
+    largest = torch.full((300,), 3e38, device=device)
+    comm.all_reduce(largest)
+    assert_equal_everywhere(largest)
+    assert largest.isnan().all() == (world > 1)
+    for tiny in (0.0, 1e-44):
+        x = torch.full((300,), tiny, device=device)
+        comm.all_reduce(x)
+        assert_equal_everywhere(x)
+        assert x.eq(0).all() or world == 1
+    same = torch.full((300,), 3.0, device=device)  # a sum in FP8 would saturate
+    comm.all_reduce(same)
+    assert same.eq(3 * world).all()
+
+
+def check_shapes(rank, world, device):
+    comm.all_reduce(torch.empty(0, device=device))
+    comm.all_reduce(torch.empty(0, device=device), async_op=True).wait()
+    leaf = torch.ones(5, 7, device=device, requires_grad=True)
+    comm.all_reduce(leaf)
+    assert leaf.eq(world).all()
+    turned = drawn(rank, 60).view(6, 10).to(device)
+    expected = turned.clone()
+    comm.all_reduce(expected.t().contiguous().t())
+    whole = turned.t().contiguous()
+    comm.all_reduce(whole)
+    comm.all_reduce(turned.t())  # a view, written through
+    assert_same_bits(turned.t().contiguous(), whole)
+    odd = drawn(rank, 1003).to(device)
+    aligned = odd[3:].clone()
+    comm.all_reduce(odd[3:])
+    comm.all_reduce(aligned)
+    assert_same_bits(odd[3:].clone(), aligned)
+
+
+def check_blocks(rank, world, device):
+    """FP8 in, FP8 out: what was quantized is not rounded again before it is sent."""
+    for shape in ((40, 256), (7, 200), (300,), ()):
+        x = drawn(rank, shape).to(device)
+        blocks = BlockScaledTensor.quantize(x)
+        plain = blocks.dequantize()
+        comm.all_reduce(blocks, dist.ReduceOp.AVG)
+        assert_equal_everywhere(blocks.codes.view(torch.uint8))
+        assert_equal_everywhere(blocks.scale)
+        if len(shape) != 2 or shape[1] % 128 == 0:  # the same blocks
+            comm.all_reduce(plain, dist.ReduceOp.AVG)
+            assert_same_bits(blocks.dequantize(), plain)
+        exact = torch.stack([drawn(r, shape) for r in range(world)]).double().mean(0)
+        assert_near(blocks.dequantize(), exact, 20)
+        work = comm.all_reduce(blocks, async_op=True)
+        work.wait()
+        assert_near(blocks.dequantize(), exact * world, 18)
+
+
+def check_refusals(rank, world, device):
+    x = torch.ones(8, device=device)
+    for error, call in (
+        ("ReduceOp.SUM and ReduceOp.AVG", lambda: comm.all_reduce(x, dist.ReduceOp.MAX)),
+        ("torch.int64", lambda: comm.all_reduce(torch.ones(8, dtype=torch.int64, device=device))),
+        ("torch.complex64", lambda: comm.all_reduce(x.to(torch.complex64))),
+        ("sparse", lambda: comm.all_reduce(x.to_sparse())),
+        ("elements", lambda: comm.reduce_scatter_tensor(x, torch.ones(8 * world + 1))),
+        ("elements", lambda: comm.all_gather_into_tensor(x, torch.ones(9))),
+        ("src", lambda: comm.broadcast(x)),
+        ("dequantize", lambda: comm.reduce_scatter_tensor(x, BlockScaledTensor.quantize(x))),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            call()
+
+
+def check_overlap(rank, world, device):
+    """Many at a time, with ordinary collectives in between, finish as if they had come one after the other."""
+    tensors = [drawn(rank + i, 500 + 37 * i).to(device) for i in range(12)]
+    expected = [t.clone() for t in tensors]
+    for t in expected:
+        comm.all_reduce(t)
+    works = []
+    for i, t in enumerate(tensors):
+        works.append(comm.all_reduce(t, async_op=True))
+        if i % 3 == rank % 3:
+            time.sleep(0.003)
+        if i % 4 == 1:
+            dist.barrier()
+            between = torch.ones(4, device=device)
+            comm.all_reduce(between)
+            assert between.eq(world).all()
+    for work in reversed(works):
+        work.wait()
+    for t, same in zip(tensors, expected, strict=True):
+        assert_same_bits(t, same)
+
+
+def check_groups(rank, world, device):
+    """Of a part of the ranks; who is not in it is told so as torch does."""
+    if world < 3:
+        return
+    members = [0, world - 1]
+    group = dist.new_group(members)
+    x = torch.full((200,), float(rank + 1), device=device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = comm.all_reduce(x, group=group)
+    if rank in members:
+        assert x.eq(1 + world).all()
+        y = torch.full((200,), float(rank + 1), device=device)
+        comm.all_reduce(y, group=group, async_op=True).wait()
+        assert_same_bits(x, y)
+        comm.broadcast(y, src=world - 1, group=group)
+        comm.broadcast(y, group_src=1, group=group)
+    else:
+        assert result is None
+        assert x.eq(rank + 1).all()
+        assert any("does not belong to the given group" in str(w.message) for w in caught)
+
+
+# --- what goes wrong
+
+
+def check_disagreement(rank, world, store, device):
+    """In debug mode ranks that call different things are told so, on every rank."""
+    os.environ["FP8STACK_DEBUG"] = "1"
+    device = enter(rank, world, store, device)
+    x = torch.ones(100 + rank, device=device)
+    calls = (
+        lambda: comm.all_reduce(x),
+        lambda: comm.all_reduce(x[:50], dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM),
+        lambda: comm.all_reduce(x[:50].to(torch.bfloat16 if rank else torch.float32)),
+        lambda: comm.broadcast(x[:50], 0) if rank else comm.all_reduce(x[:50]),
+    )
+    for call, words in zip(
+        calls, ("101 float32", "AVG", "bfloat16", "broadcast of 50"), strict=True
+    ):
+        with pytest.raises(CommError, match=words) as caught:
+            call()
+        assert "rank 0:" in str(caught.value)
+    good = torch.ones(9, device=device)
+    comm.all_reduce(good)
+    assert good.eq(world).all()
+    leave_ranks()
+
+
+def note_failure(rank, world, store, how, notes):
+    """The last rank dies or stalls before a collective; note what the others are told, and how long it took."""
+    enter(rank, world, store, "cpu", timeout=3)
+    x = torch.ones(1000)
+    comm.all_reduce(x)
+    comm.all_reduce(x, async_op=True).wait()
+    dist.barrier()
+    if rank == world - 1:
+        if how == "dies":
+            os._exit(0)
+        time.sleep(8)
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        work = comm.all_reduce(x, async_op=how == "stalls")
+        if work is not None:
+            work.wait()
+    except CommError as error:
+        notes[rank] = (str(error), time.monotonic() - start)
+    # the group is broken: nothing can be left in order
+    with contextlib.suppress(Exception):
+        threading.Event().wait(0.5)
+    os._exit(0)
