@@ -1,0 +1,40 @@
+"""The hooks of stock DistributedDataParallel and FSDP2, between real processes."""
+
+import pytest
+import torch
+from torch import nn
+from workers_ddp import check_hook, check_shards
+
+from fp8stack import comm
+from fp8stack.errors import ConfigError
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_hook_over_gloo(world, tmp_path):
+    torch.multiprocessing.spawn(check_hook, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+
+
+@pytest.mark.gpu
+def test_the_hook_over_nccl(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.multiprocessing.spawn(check_hook, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_over_gloo(world, tmp_path):
+    torch.multiprocessing.spawn(check_shards, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+
+
+@pytest.mark.gpu
+def test_shards_over_nccl(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    torch.multiprocessing.spawn(check_shards, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(ConfigError, match="DistributedDataParallel, got Linear"):
+        comm.register_fp8_hook(nn.Linear(2, 2))
