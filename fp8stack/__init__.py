@@ -6,7 +6,7 @@ O0 multiplies in FP8, O1 keeps gradients in FP8, O2 keeps optimizer states in 8 
 package touches no GPU and imports neither Triton nor any framework.
 """
 
-from . import capability, checkpoint, errors, formats, levels, memory, monitor, nn, optim
+from . import capability, checkpoint, comm, errors, formats, levels, memory, monitor, nn, optim
 from .api import get_report, initialize, restore
 from .levels import Recipe
 from .tensor import BlockScaledTensor
@@ -18,6 +18,7 @@ __all__ = [
     "Recipe",
     "capability",
     "checkpoint",
+    "comm",
     "errors",
     "formats",
     "get_report",

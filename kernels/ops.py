@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
-from fp8stack.formats import FORMATS, MiniFloat, scale_shape
+from fp8stack.formats import FORMATS, MiniFloat
 
+from .fake import fake_blocks, fake_cast, fake_quantize_blocks, fake_quantize_tensor
 from .reference import cast as matrix
 from .reference import cast_blocks, gradient, quantize, swiglu
 from .reference import cast_delayed as delayed
@@ -53,6 +54,11 @@ _TRITON_MODULE = {
 def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return codes and scale (float32 [rows, ceil(cols / 128)]), to nearest; see `reference/quantize.py`."""
     return cast_("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_blocks(x, fmt.name))
+
+
+def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor) -> None:
+    """Write codes (fmt.dtype, x's shape) and scale as `quantize_blocks` returns them; both contiguous."""
+    _module("quantize", x.is_cuda).quantize_blocks_into(x, fmt, codes, scale)
 
 
 def dequantize_blocks(
@@ -280,33 +286,10 @@ def _register(
     torch.library.register_fake(f"fp8stack::{name}", fake or (lambda *args: None), lib=_LIBRARY)
 
 
-def _fake_quantize_blocks(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    shape = FORMATS[fmt].codes_shape(x.shape)
-    codes = torch.empty(shape, dtype=FORMATS[fmt].dtype, device=x.device)
-    return codes, x.new_empty(scale_shape(x.shape), dtype=torch.float32)
-
-
-def _fake_quantize_tensor(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.shape, dtype=FORMATS[fmt].dtype, device=x.device)
-    return codes, x.new_empty((), dtype=torch.float32)
-
-
-def _fake_cast(
-    x: Tensor, fmt: str, codes: bool, transposed: bool, amax: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    cols = matrix.aligned(x.shape[-1])
-    rows, dtype = matrix.aligned(x.numel() // max(x.shape[-1], 1)), FORMATS[fmt].dtype
-    return (
-        x.new_empty((rows, cols) if codes else (0, 0), dtype=dtype),
-        x.new_empty((cols, rows) if transposed else (0, 0), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-    )
-
-
 _register(
     "quantize_blocks(Tensor x, str fmt) -> (Tensor, Tensor)",
     quantize.quantize_blocks,
-    _fake_quantize_blocks,
+    fake_quantize_blocks,
 )
 _register(
     "dequantize_blocks(Tensor codes, Tensor scale, str fmt, ScalarType dtype, int[] shape) -> Tensor",
@@ -316,12 +299,12 @@ _register(
 _register(
     "quantize_tensor(Tensor x, str fmt) -> (Tensor, Tensor)",
     quantize.quantize_tensor,
-    _fake_quantize_tensor,
+    fake_quantize_tensor,
 )
 _register(
     "cast(Tensor x, str fmt, bool codes, bool transposed, Tensor? amax) -> (Tensor, Tensor, Tensor)",
     matrix.cast,
-    _fake_cast,
+    fake_cast,
 )
 
 
@@ -334,33 +317,20 @@ def _by_handle(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _fake_blocks(x: Tensor, fmt: str, squares: bool = False) -> Codes:
-    rows = cast_blocks.padded(x.numel() // max(x.shape[-1], 1))
-    cols, dtype = cast_blocks.padded(x.shape[-1]), FORMATS[fmt].dtype
-    down, across = rows // 128, cols // 128
-    scale, scale_t = (across, rows), (down, cols)
-    if squares:
-        scale = (down, cast_blocks.in_fours(across))
-        scale_t = (across, cast_blocks.in_fours(down))
-    scales = (x.new_empty(shape, dtype=torch.float32).t() for shape in (scale, scale_t))
-    codes = x.new_empty((rows, cols), dtype=dtype), x.new_empty((cols, rows), dtype=dtype)
-    return codes[0], next(scales), codes[1], next(scales)
-
-
 _register(
     "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     cast_blocks.cast_1x128,
-    _fake_blocks,
+    fake_blocks,
 )
 _register(
     "cast_128x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     cast_blocks.cast_128x128,
-    lambda x, fmt: _fake_blocks(x, fmt, True),
+    lambda x, fmt: fake_blocks(x, fmt, True),
 )
 _register(
     "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
     delayed.cast_delayed,
-    lambda x, fmt, *_: _fake_cast(x, fmt, True, True, None),
+    lambda x, fmt, *_: fake_cast(x, fmt, True, True, None),
     _by_handle,
 )
 _register(
@@ -373,7 +343,7 @@ _register(
 _register(
     "swiglu_cast(Tensor gate, Tensor up, str fmt, int[] of, bool update, bool again) -> (Tensor, Tensor)",
     swiglu.swiglu_cast,
-    lambda gate, up, fmt, *_: _fake_cast(gate, fmt, True, False, None)[::2],
+    lambda gate, up, fmt, *_: fake_cast(gate, fmt, True, False, None)[::2],
     lambda run: lambda gate, up, fmt, *of: run(gate, up, fmt, _scaling(*of)),
 )
 _register(
@@ -381,9 +351,9 @@ _register(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     swiglu.swiglu_backward_cast,
     lambda dh, gate, up, h_scale, fmt, *_: (
-        *_fake_cast(gate, fmt, True, True, None),
-        *_fake_cast(up, fmt, True, True, None),
-        _fake_cast(gate, "e4m3", False, True, None)[1],
+        *fake_cast(gate, fmt, True, True, None),
+        *fake_cast(up, fmt, True, True, None),
+        fake_cast(gate, "e4m3", False, True, None)[1],
     ),
     lambda run: (
         lambda dh, gate, up, h_scale, fmt, of, update: run(

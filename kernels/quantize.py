@@ -89,10 +89,21 @@ def quantize_blocks(
     """Quantize `x` with one scale for each block of 128 elements of a row."""
     if fmt.bits == 4:  # for checkpoints only
         return reference.quantize_blocks(x, fmt)
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
     scale = torch.empty(scale_shape(x.shape), dtype=torch.float32, device=x.device)
+    quantize_blocks_into(x, fmt, codes, scale)
+    return codes, scale
+
+
+def quantize_blocks_into(
+    x: Tensor,  # float32, bfloat16 or float16, any shape
+    fmt: MiniFloat,  # of 8 bits
+    codes: Tensor,  # fmt.dtype, x's shape, contiguous, written
+    scale: Tensor,  # float32 [rows, ceil(cols / 128)], contiguous, written
+) -> None:
+    """Quantize `x` with one scale for each block of 128 elements of a row, into memory that is there."""
     if scale.numel():
+        x, codes = x.contiguous(), codes.view(torch.uint8)
         geometry = block_geometry(x.shape)
         state = "" if fmt in (E4M3, E5M2) else fmt.name
         _quantize_blocks_kernel[block_grid(scale)](
@@ -100,7 +111,6 @@ def quantize_blocks(
             fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.squared, state, geometry[2], BLOCKS,
             **LAUNCH,
         )  # fmt: skip
-    return codes.view(fmt.dtype), scale
 
 
 def dequantize_blocks(

@@ -34,15 +34,15 @@ def _places(block, per, pitch):
 
 
 @triton.jit
-def _store_quantized(x, wire_ptr, code_at, scale_at, exists, HARDWARE: tl.constexpr):
-    """Quantize blocks [BLOCKS, 128] and store them in chunks."""
+def _store_quantized(x, codes_ptr, scales_ptr, code_at, scale_at, exists, HARDWARE: tl.constexpr):
+    """Quantize blocks [BLOCKS, 128] and store them."""
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scale, inverse = scale_and_inverse(bits, _MAX)
     scaled = tl.where(inverse[:, None] > 0, x * inverse[:, None], 0.0)
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     code = encode_ocp(scaled, 3, HARDWARE)
-    tl.store(wire_ptr + at, code, mask=exists[:, None] & (at >= 0))
-    tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
+    tl.store(codes_ptr + at, code, mask=exists[:, None] & (at >= 0))
+    tl.store(scales_ptr + scale_at, scale, mask=exists)
 
 
 @triton.jit
@@ -60,34 +60,37 @@ def _pack_kernel(
         scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
         tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
     else:
-        _store_quantized(x.to(tl.float32), wire_ptr, code_at, scale_at, exists, HARDWARE)
+        scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
+        _store_quantized(
+            x.to(tl.float32), wire_ptr, scales_ptr, code_at, scale_at, exists, HARDWARE
+        )
 
 
 @triton.jit
-def _load_values(wire_ptr, code_at, scale_at, exists):
-    """Decode blocks [BLOCKS, 128] of chunks."""
+def _load_values(codes_ptr, scales_ptr, code_at, scale_at, exists):
+    """Decode blocks [BLOCKS, 128]."""
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
-    code = tl.load(wire_ptr + at, mask=exists[:, None] & (at >= 0), other=0)
-    scale = tl.load(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, mask=exists, other=0.0)
+    code = tl.load(codes_ptr + at, mask=exists[:, None] & (at >= 0), other=0)
+    scale = tl.load(scales_ptr + scale_at, mask=exists, other=0.0)
     return decode(code, 3, -6, True) * scale[:, None]
 
 
 @triton.jit
 def _reduce_kernel(
-    wire_ptr, out_ptr, ranks, divisor, per, pitch, numel,
+    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, ranks, divisor, per, code_pitch, scale_pitch, numel,
     AVERAGE: tl.constexpr, PACK: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     exists = block < per
-    code_at, scale_at = _places(block, per, pitch)
     total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     for rank in range(ranks):
-        sent = wire_ptr + rank * tl.cast(pitch, tl.int64)
-        total += _load_values(sent, code_at, scale_at, exists)
+        codes = codes_ptr + rank * tl.cast(code_pitch, tl.int64)
+        scales = scales_ptr + rank * tl.cast(scale_pitch, tl.int64)
+        total += _load_values(codes, scales, block * 128, block, exists)
     if AVERAGE:
         total = tl.div_rn(total, tl.zeros_like(total) + divisor)
     if PACK:
-        _store_quantized(total, out_ptr, code_at, scale_at, exists, HARDWARE)
+        _store_quantized(total, out_ptr, out_scales_ptr, block * 128, block, exists, HARDWARE)
     else:
         at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         value = round_to(total, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
@@ -108,9 +111,9 @@ def _unpack_kernel(
         scale = tl.load(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, mask=inside, other=0.0)
         tl.store(scale_ptr + block, scale, mask=inside)
     else:
-        value = round_to(
-            _load_values(wire_ptr, code_at, scale_at, inside), out_ptr.dtype.element_ty
-        )
+        scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
+        value = _load_values(wire_ptr, scales_ptr, code_at, scale_at, inside)
+        value = round_to(value, out_ptr.dtype.element_ty)
         tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -146,36 +149,47 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool) -> Tensor:
 def reduce_pack(chunks: Tensor, layout: Layout, average: bool) -> Tensor:
     """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
     out = chunks.new_empty(layout.pitch)
-    _reduce(chunks, out, layout.per, average, True)
+    scales = _floats(out)[layout.per * BLOCK // 4 :]
+    _reduce(chunks, _scales(chunks, layout.per), out, scales, layout.per, 0, average)
     return out
 
 
 def reduce_unpack(chunks: Tensor, out: Tensor, average: bool) -> None:
     """Add up a stripe in float32, in the order of ranks, and round the sum, or the mean, to the dtype of `out`."""
-    _reduce(chunks, out, Layout(1, out.numel(), 1).per, average, False)
+    per = Layout(1, out.numel(), 1).per
+    _reduce(chunks, _scales(chunks, per), out, out, per, out.numel(), average)
 
 
-def _reduce(chunks: Tensor, out: Tensor, per: int, average: bool, pack: bool) -> None:
+def reduce_blocks(
+    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor, average: bool
+) -> None:
+    """Add up blocks of all ranks in float32, in the order of ranks, and quantize the sum, or the mean."""
+    _reduce(codes, scales, out, out_scales, scales.shape[1], 0, average)
+
+
+def _floats(chunks: Tensor) -> Tensor:
+    return chunks.view(-1).view(torch.float32)
+
+
+def _scales(chunks: Tensor, per: int) -> Tensor:
+    """Return the scales in chunks, float32 [ranks, per]."""
+    return _floats(chunks).view(len(chunks), -1)[:, per * BLOCK // 4 : per * (BLOCK + 4) // 4]
+
+
+def _reduce(
+    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor, per: int, numel: int, average: bool
+) -> None:  # fmt: skip
+    """Reduce to `numel` elements of `out`, or to blocks if that is 0."""
     if not per:
         return
-    ranks, pitch = chunks.shape
-    numel = out.numel()
-    key = (
-        ranks,
-        pitch,
-        per,
-        numel,
-        out.dtype,
-        out.device,
-        average,
-        pack,
-        out.data_ptr() % 16,
-        chunks.data_ptr() % 16,
-    )
+    pitches = codes.stride(0), scales.stride(0)
+    places = [t.data_ptr() % 16 for t in (codes, scales, out, out_scales)]
+    key = (len(codes), per, *pitches, numel, out.dtype, out.device, average, *places)
     with on_device(out.device):
         _launch_reduce(
             key, _grid(per), raw_stream(out),
-            chunks, out, ranks, float(ranks), per, pitch, numel, average, pack, casts_in_hardware(out.device), BLOCKS,
+            codes, scales, out, out_scales, len(codes), float(len(codes)), per, *pitches, numel,
+            average, not numel, casts_in_hardware(out.device), BLOCKS,
         )  # fmt: skip
 
 

@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/optimizers.md", "docs/compute.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/optimizers.md", "docs/compute.md", "docs/comm.md"]
+)
 def test_python_blocks_run(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -121,6 +123,7 @@ def test_the_stress_table_is_the_record_s():
         "docs/limitations.md",
         "docs/optimizers.md",
         "docs/compute.md",
+        "docs/comm.md",
         "CHANGELOG.md",
     ],
 )

@@ -1,18 +1,43 @@
-"""O1: gradients in FP8, and collectives whose bytes are FP8."""
+"""O1: gradients in FP8, collectives whose bytes are FP8, and data parallelism with both.
 
-from .collectives import (
-    all_gather_into_tensor,
-    all_gather_single,
-    all_reduce,
-    broadcast,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-)
-from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
-from .fsdp import Fp8ReduceScatter, register_fp8_reduce_scatter
+What needs torch.distributed is imported when it is first asked for: some builds of torch are without it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .gradients import GradientHandle
 
+if TYPE_CHECKING:
+    from .collectives import (
+        all_gather_into_tensor,
+        all_gather_single,
+        all_reduce,
+        broadcast,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+    )
+    from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
+    from .fsdp import Fp8ReduceScatter, register_fp8_reduce_scatter
+    from .parallel import DataParallel
+
+_PLACES = {
+    "DataParallel": "parallel",
+    "Fp8CommState": "ddp",
+    "Fp8ReduceScatter": "fsdp",
+    "all_gather_into_tensor": "collectives",
+    "all_gather_single": "collectives",
+    "all_reduce": "collectives",
+    "broadcast": "collectives",
+    "fp8_compress_hook": "ddp",
+    "reduce_scatter_single": "collectives",
+    "reduce_scatter_tensor": "collectives",
+    "register_fp8_hook": "ddp",
+    "register_fp8_reduce_scatter": "fsdp",
+}
+
 __all__ = [
+    "DataParallel",
     "Fp8CommState",
     "Fp8ReduceScatter",
     "GradientHandle",
@@ -26,3 +51,9 @@ __all__ = [
     "register_fp8_hook",
     "register_fp8_reduce_scatter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_PLACES[name]}", __name__), name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +48,26 @@ def verify(name: str, output: Tensor, input: Tensor, op: Any, group: Any) -> Non
     raise CommError(
         f"ranks call different collectives; all must make the same calls in the same order.{lines}"
     )
+
+
+def verify_models(parameters: Sequence[tuple[str, Tensor]], group: Any) -> None:
+    """Compare names, shapes and dtypes of parameters over the ranks of `group`.
+
+    Raises:
+        CommError: on every rank, if they differ.
+    """
+    mine = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters]
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, mine, group)
+    for rank, theirs in zip(dist.get_process_group_ranks(group), said, strict=True):
+        if theirs == said[0]:
+            continue
+        pairs = zip(theirs, said[0], strict=False)
+        one, other = next((a, b) for a, b in [*pairs, ("fewer or more", "others")] if a != b)
+        raise CommError(
+            f"rank {rank} trains {len(theirs)} parameters, the first rank {len(said[0])}; they differ at: {one} "
+            f"instead of {other}. All ranks must build the same model."
+        )
 
 
 def explain(name: str, tensor: Tensor, group: Any, reason: str) -> str:

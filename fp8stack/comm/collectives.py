@@ -125,6 +125,13 @@ all_gather_single = all_gather_into_tensor
 # --- over uint8 collectives
 
 
+def all_gather_bytes(whole: Tensor, mine: Tensor, group: Any) -> None:
+    """Join ordinary tensors of all ranks; `mine` may be this rank's part of `whole`."""
+    if not whole.is_cuda:  # only NCCL promises that they may share memory
+        mine = mine.clone()
+    _all_gather(whole, mine, group=group)
+
+
 def _reduce_all(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
     layout = _flat(input, dist.get_world_size(group))
     sent = _pack(input, layout)

@@ -83,6 +83,13 @@ def quantize_blocks(
     return (pack(codes) if fmt.bits == 4 else codes), scale
 
 
+def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor) -> None:
+    """Write what `quantize_blocks` returns into memory that is there."""
+    new_codes, new_scale = quantize_blocks(x, fmt)
+    codes.view(torch.uint8).copy_(new_codes.view(torch.uint8))
+    scale.copy_(new_scale)
+
+
 def dequantize_blocks(
     codes: Tensor,  # fmt.dtype, fmt.codes_shape(shape)
     scale: Tensor,  # float32 [rows, ceil(cols / 128)]

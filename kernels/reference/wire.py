@@ -78,8 +78,22 @@ def reduce_pack(
     average: bool,
 ) -> Tensor:  # uint8 [pitch]
     """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
-    codes, scale = _quantize(_sum(chunks, layout.per, average))
+    codes, scale = _quantize(_sum(*_parts(chunks, layout.per), average))
     return _chunks(codes, scale, Layout(1, layout.per * BLOCK, 1))[0]
+
+
+def reduce_blocks(
+    codes: Tensor,  # uint8 [ranks, blocks × 128], of E4M3
+    scales: Tensor,  # float32 [ranks, blocks]
+    out: Tensor,  # uint8 [blocks × 128], written
+    out_scales: Tensor,  # float32 [blocks], written
+    average: bool,
+) -> None:
+    """Add up blocks of all ranks in float32, in the order of ranks, and quantize the sum, or the mean."""
+    sent = codes.reshape(len(codes), -1, BLOCK).view(E4M3.dtype)
+    result, scale = _quantize(_sum(sent, scales, average))
+    out.view(-1, BLOCK).copy_(result)
+    out_scales.copy_(scale)
 
 
 def reduce_unpack(
@@ -89,7 +103,8 @@ def reduce_unpack(
 ) -> None:
     """Add up a stripe in float32, in the order of ranks, and round the sum, or the mean, to the dtype of `out`."""
     layout = Layout(1, out.numel(), 1)
-    out.view(-1).copy_(_sum(chunks, layout.per, average).view(-1)[: out.numel()])
+    total = _sum(*_parts(chunks, layout.per), average)
+    out.view(-1).copy_(total.view(-1)[: out.numel()])
 
 
 def unpack(
@@ -149,10 +164,13 @@ def _parts(chunks: Tensor, per: int) -> tuple[Tensor, Tensor]:
     return codes.view(len(chunks), per, BLOCK), scale.view(len(chunks), per)
 
 
-def _sum(chunks: Tensor, per: int, average: bool) -> Tensor:  # float32 [per, 128]
-    codes, scale = _parts(chunks, per)
-    total = torch.zeros((per, BLOCK), dtype=torch.float32, device=chunks.device)
+def _sum(
+    codes: Tensor,  # float8_e4m3fn [ranks, blocks, 128]
+    scale: Tensor,  # float32 [ranks, blocks]
+    average: bool,
+) -> Tensor:  # float32 [blocks, 128]
+    total = torch.zeros(codes.shape[1:], dtype=torch.float32, device=codes.device)
     for sent, scales in zip(codes, scale, strict=True):
         total += sent.float() * scales.unsqueeze(-1)
     # by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently
-    return total / torch.full_like(total, len(chunks)) if average else total
+    return total / torch.full_like(total, len(codes)) if average else total

@@ -74,10 +74,11 @@ MEASURED = {  # a disassembly takes longer than a compilation
 MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
 INTEGERS = dict.fromkeys(
     ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", "block_rows", "stride_r",
-     "stride_c", "programs", *MULTIPLES), "i32",
+     "stride_c", "programs", "all_blocks", "per", "pitch", "ranks", "code_pitch", "scale_pitch", *MULTIPLES), "i32",
 )  # fmt: skip
 ANY = (  # which may be no multiple of 16
-    "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs",
+    "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
+    "scale_pitch",
 )  # fmt: skip
 TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
@@ -270,6 +271,15 @@ def rmsnorm_cases(names):
         yield dtype, places, constants | ({"WEIGHT": True} if "WEIGHT" in names else {})
 
 
+def wire_cases(names):
+    wire = {"wire_ptr": "u8", "codes_ptr": "u8", "scales_ptr": "fp32", "scale_ptr": "fp32"}
+    for kind, dtype in (("values", "bf16"), ("codes", "u8")):
+        places = wire | {"x_ptr": dtype, "out_ptr": dtype, "out_scales_ptr": "fp32"}
+        constants = {"CODES": kind == "codes", "PACK": kind == "codes"}
+        constants |= {"AVERAGE": True, "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
+        yield kind, places, {n: value for n, value in constants.items() if n in names}
+
+
 def count_cases(names):
     for dtype, blocks in (("bf16", False), ("fp32", True)):
         pointers = {"x_ptr": dtype, "scale_ptr": "fp32", "out_ptr": "i64"}
@@ -304,6 +314,9 @@ CASES = {
     "_update_kernel": update_cases,
     "_swiglu_parts_kernel": parts_cases,
     "_swiglu_cast_kernel": matrix_cases,
+    "_pack_kernel": wire_cases,
+    "_reduce_kernel": wire_cases,
+    "_unpack_kernel": wire_cases,
     "_rmsnorm_kernel": rmsnorm_cases,
     "_rmsnorm_backward_kernel": rmsnorm_cases,
     "_rmsnorm_sums_kernel": lambda names: [
@@ -352,7 +365,7 @@ def compile_case(kernel, pointers, constants, architecture, options):
         constants = constants | {"HARDWARE": constants.get("EMIT", True) and architecture >= 90}
     types = (
         INTEGERS
-        | {"growth": "fp32", "eps": "fp32"}
+        | {"growth": "fp32", "eps": "fp32", "divisor": "fp32"}
         | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
     )
     if architecture < 89:  # which has no such type; casts to it never run there

@@ -61,7 +61,9 @@ ON_HOPPER = {  # where the hardware casts, budgets are as tight
 }
 CASTS = {  # kernels that use the hardware's cast where there is one
     "_cast_tiles_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel", "_cast_delayed_kernel", "_swiglu_cast_kernel",
+    "_pack_kernel", "_reduce_kernel",
 }  # fmt: skip
+CAST_NOTHING = {("_pack_kernel", "codes"), ("_reduce_kernel", "values")}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,7 @@ def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden
 
 def test_casts_use_the_hardware_where_it_rounds_as_we_do(compiled):
     casts = [r for r in compiled["results"] if r["kernel"] in CASTS]
+    casts = [r for r in casts if (r["kernel"], r["case"]) not in CAST_NOTHING]
     assert {r["kernel"] for r in casts} == CASTS
     assert all((r["fp8"] > 0) == (r["sm"] == 90) for r in casts)
 

@@ -1,0 +1,138 @@
+"""Buckets of gradients that live in FP8: what is stored is what is sent.
+
+A bucket is two arrays, E4M3 codes and a float32 scale for each 128 of them, in which each parameter has a region of
+whole blocks, padded at the end of the bucket so that ranks get equal stripes. `p.grad` is a `BlockScaledTensor` that
+looks into it. Averaging a bucket moves nothing else:
+
+    all-to-all     of codes, and of scales: each rank gets its stripe from all
+    reduce         my stripe, in float32 in the order of ranks, quantized again, in its place
+    all-gather     of codes, and of scales, into the bucket itself
+
+1.03 bytes an element stay, and while a bucket is on its way the stripes that were received, as much again of it alone.
+A matrix whose columns are no multiple of 128 has its rows padded in the bucket, and its gradient a memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8stack.formats import BLOCK, E4M3, rows_cols
+from fp8stack.kernels import ops
+from fp8stack.tensor import BlockScaledTensor
+
+from .collectives import all_gather_bytes
+
+
+class Region:
+    """The place of one parameter's gradient in a bucket."""
+
+    def __init__(self, parameter: nn.Parameter, name: str) -> None:
+        self.parameter, self.name = parameter, name
+        self.rows, self.cols = rows_cols(parameter.shape)
+        self.per_row = -(-self.cols // BLOCK)
+        self.blocks = self.rows * self.per_row
+        self.padded = self.rows > 1 and self.cols % BLOCK != 0
+        self.gradient: BlockScaledTensor  # what p.grad is
+
+    def place(self, codes: Tensor, scale: Tensor) -> None:
+        """Take codes [blocks × 128] and scales [blocks] of a bucket."""
+        self._codes = codes.view(self.rows, -1)[:, : self.cols] if self.padded else codes
+        self._scale = scale.view(self.rows, self.per_row)
+        shape, p = self.parameter.shape, self.parameter
+        if self.padded:
+            own = torch.zeros(shape, dtype=E4M3.dtype, device=p.device)
+            self.gradient = BlockScaledTensor(own, torch.zeros_like(self._scale), p.dtype)
+        else:
+            seen = codes[: p.numel()].view(shape).view(E4M3.dtype)
+            self.gradient = BlockScaledTensor(seen, self._scale, p.dtype)
+
+    def write(self, gradient: Tensor) -> None:
+        """Quantize a gradient to its place."""
+        own = self.gradient
+        own.residual = None
+        if isinstance(gradient, BlockScaledTensor):
+            own.codes.view(torch.uint8).copy_(gradient.codes.view(torch.uint8))
+            own.scale.copy_(gradient.scale)
+        else:
+            ops.quantize_blocks_into(gradient.detach(), E4M3, own.codes, own.scale)
+
+    def zero(self) -> None:
+        """Write a gradient of zero."""
+        self.gradient.codes.view(torch.uint8).zero_()
+        self.gradient.scale.zero_()
+        self.gradient.residual = None
+
+    def before_exchange(self) -> None:
+        """Put into the bucket what is not in it. A residual of micro-batches is less than rounding leaves, and goes."""
+        self.gradient.residual = None
+        if self.padded:
+            self._codes.copy_(self.gradient.codes.view(torch.uint8).view(self.rows, self.cols))
+            self._scale.copy_(self.gradient.scale)
+
+    def after_exchange(self) -> None:
+        """Take out of the bucket what is not looked at there."""
+        if self.padded:
+            self.gradient.codes.view(torch.uint8).view(self.rows, self.cols).copy_(self._codes)
+            self.gradient.scale.copy_(self._scale)
+
+
+class Bucket:
+    """Gradients that are averaged together."""
+
+    def __init__(self, regions: Sequence[Region], world: int) -> None:
+        self.regions = list(regions)
+        blocks = sum(region.blocks for region in regions)
+        blocks = -(-blocks // world) * world
+        device = regions[0].parameter.device
+        self.codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(blocks, dtype=torch.float32, device=device)
+        self.pending = 0  # parameters whose gradient of this backward is not there yet
+        start = 0
+        for region in regions:
+            end = start + region.blocks
+            region.place(self.codes[start * BLOCK : end * BLOCK], self.scales[start:end])
+            start = end
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def average(self, group: Any) -> None:
+        """Replace the bucket by its mean over all ranks, in stream order."""
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        for region in self.regions:
+            region.before_exchange()
+        if world > 1:
+            codes, scales = torch.empty_like(self.codes), torch.empty_like(self.scales)
+            dist.all_to_all_single(codes, self.codes, group=group)
+            dist.all_to_all_single(scales, self.scales, group=group)
+            mine = [t.view(world, -1)[rank] for t in (self.codes, self.scales)]
+            ops.wire_kernels(codes.is_cuda).reduce_blocks(
+                codes.view(world, -1), scales.view(world, -1), *mine, True
+            )
+            for whole, part in zip((self.codes, self.scales), mine, strict=True):
+                all_gather_bytes(whole, part, group)
+        for region in self.regions:
+            region.after_exchange()
+
+
+def make_buckets(
+    parameters: Iterable[tuple[str, nn.Parameter]], world: int, most_bytes: float
+) -> list[Bucket]:
+    """Put parameters into buckets of at most `most_bytes`, the last first: the order in which backward reaches them."""
+    buckets: list[list[Region]] = []
+    size = 0.0
+    for name, parameter in reversed(list(parameters)):
+        region = Region(parameter, name)
+        nbytes = region.blocks * (BLOCK + 4)
+        if not buckets or size + nbytes > most_bytes:
+            buckets.append([])
+            size = 0.0
+        buckets[-1].append(region)
+        size += nbytes
+    return [Bucket(regions, world) for regions in buckets]

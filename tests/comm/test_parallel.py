@@ -1,0 +1,19 @@
+"""FP8-resident data parallelism, between real processes."""
+
+import pytest
+import torch
+from workers_parallel import check_parallel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_that_live_in_fp8_over_gloo(world, tmp_path):
+    torch.multiprocessing.spawn(check_parallel, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_that_live_in_fp8_over_nccl(world, tmp_path):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    torch.multiprocessing.spawn(check_parallel, (world, str(tmp_path / "s"), "cuda"), nprocs=world)

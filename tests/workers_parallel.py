@@ -1,0 +1,360 @@
+"""What the tests of FP8-resident data parallelism run in processes of their own."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import TinyLM, assert_same_bits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from workers import leave_ranks
+from workers_comm import assert_equal_everywhere, assert_near, enter
+from workers_ddp import WithUnused, inputs
+
+import fp8stack
+from fp8stack.comm import DataParallel
+from fp8stack.errors import CommError, ConfigError, GradientError
+from fp8stack.tensor import BlockScaledTensor
+
+
+def gradients(model):
+    return [None if p.grad is None else p.grad + 0 for p in model.parameters()]
+
+
+def flat(values):
+    return torch.cat([v.flatten().double() for v in values])
+
+
+def built(make, device, dtype=torch.float32):
+    torch.manual_seed(0)
+    return make().to(device, dtype)
+
+
+class Odd(nn.Module):
+    """Parameters of all shapes: rows that are no multiple of 128, vectors, scalars, a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.norm = nn.BatchNorm2d(5)
+        self.wide = nn.Linear(5 * 36, 256)
+        self.even = nn.Linear(256, 131)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        h = self.norm(self.conv(x)).relu().flatten(1)
+        return self.even(self.wide(h).tanh()) * self.scalar
+
+
+def images(rank, device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(4, 3, 8, 8, generator=generator).to(device, dtype)
+
+
+def check_parallel(rank, world, store, device):
+    device = enter(rank, world, store, device)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_gradients(rank, world, device, dtype)
+    check_odd_shapes(rank, world, device)
+    check_accumulation(rank, world, device)
+    check_unused(rank, world, device)
+    check_outputs(rank, world, device)
+    check_checkpoints(rank, world, device)
+    check_many_parameters(rank, world, device)
+    check_failures(rank, world, device)
+    for level in (None, "O1", "O2"):
+        check_training(rank, world, device, level)
+    for initial in (True, False):
+        check_uneven_inputs(rank, world, device, initial)
+    leave_ranks()
+
+
+def check_gradients(rank, world, device, dtype):
+    """The mean over ranks to 28 dB, the same bits on all; only FP8 stays, in the bucket itself."""
+    exact = []
+    for r in range(world):
+        model = built(TinyLM, device, dtype)
+        model(*inputs(r, device)).backward()
+        exact.append(flat(gradients(model)))
+    mean = torch.stack(exact).mean(0)
+    for options in ({}, {"bucket_mb": 0.02}):
+        model = built(TinyLM, device, dtype)
+        parallel = DataParallel(model, **options)
+        assert (len(parallel.buckets) > 1) == bool(options)
+        for _ in range(3):
+            model.zero_grad()
+            parallel(*inputs(rank, device)).backward()
+            found = gradients(model)
+            assert_near(flat(found), mean, 27)
+            for g in found:
+                assert g.dtype is dtype
+                assert_equal_everywhere(g)
+        numel = sum(p.numel() for p in model.parameters())
+        assert parallel.gradient_bytes <= 1.04 * numel + 132 * len(found) + 132 * world * 99
+        arenas = {b.codes.untyped_storage().data_ptr() for b in parallel.buckets}
+        for p in model.parameters():
+            assert type(p.grad) is BlockScaledTensor
+            assert p.grad.codes.untyped_storage().data_ptr() in arenas
+    assert list(parallel.state_dict()) == [f"module.{k}" for k in model.state_dict()]
+
+
+def check_odd_shapes(rank, world, device):
+    exact = []
+    for r in range(world):
+        model = built(Odd, device)
+        model(images(r, device)).square().mean().backward()
+        exact.append(gradients(model))
+    model = built(Odd, device)
+    parallel = DataParallel(model)
+    parallel(images(rank, device)).square().mean().backward()
+    for i, found in enumerate(gradients(model)):
+        assert_equal_everywhere(found)
+        assert_near(found, torch.stack([e[i] for e in exact]).mean(0), 20)
+    # buffers are the first rank's, whatever the others have seen
+    model.norm.running_mean.add_(rank)
+    parallel(images(0, device))
+    assert_equal_everywhere(model.norm.running_mean)
+    with torch.no_grad():
+        model.norm.running_mean.add_(rank)
+        parallel(images(0, device))  # nothing is exchanged without gradients
+    model.zero_grad(set_to_none=False)
+    assert all(p.grad.eq(0).all() for p in model.parameters())
+
+
+def check_accumulation(rank, world, device):
+    """Micro-batches without exchange, then one with; and a second backward on top of gradients that are there."""
+    results = {}
+    for kind in (DistributedDataParallel, DataParallel):
+        model = built(TinyLM, device)
+        parallel = kind(model)
+        for _ in range(2):
+            with parallel.no_sync():
+                for micro in range(3):
+                    parallel(*inputs(10 * micro + rank, device)).backward()
+                    if kind is DataParallel and micro == 0:
+                        here = gradients(model)
+                        assert world == 1 or not same_everywhere(here[0])
+            parallel(*inputs(90 + rank, device)).backward()
+        results[kind] = flat(gradients(model))
+        assert_equal_everywhere(results[kind])
+    assert_near(results[DataParallel], results[DistributedDataParallel], 25)
+
+
+def same_everywhere(tensor):
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    differs = torch.tensor([float((first != tensor).any())], device=tensor.device)
+    dist.all_reduce(differs)
+    return not differs.item()
+
+
+def check_unused(rank, world, device):
+    model = built(WithUnused, device)
+    parallel = DataParallel(model)
+    with pytest.raises(GradientError, match=r"no gradient reached extra\.bias, extra\.weight"):
+        parallel(*inputs(rank, device)).backward()
+    model.zero_grad()
+    parallel(*inputs(rank, device)).backward()  # used this time
+    assert model.extra.weight.grad is not None
+
+    model = built(WithUnused, device)
+    parallel = DataParallel(model, find_unused_parameters=True)
+    for step in range(4):
+        model.zero_grad()
+        model.calls = step
+        parallel(*inputs(rank, device)).backward()
+        assert (model.extra.weight.grad is None) == (step % 2 == 0)
+    model.zero_grad()
+    model.calls = int(rank == world - 1)  # the last rank alone uses it
+    parallel(*inputs(rank, device)).backward()
+    assert model.extra.bias.grad is not None
+    assert_near(model.extra.bias.grad, torch.full((8,), 1e-3 / world), 25)
+
+    model = built(WithUnused, device)
+    parallel = DataParallel(model, static_graph=True)
+    for _ in range(3):
+        model.zero_grad()
+        model.calls = 0
+        parallel(*inputs(rank, device)).backward()
+        assert model.extra.weight.grad is None
+        assert_equal_everywhere(flat([g for g in gradients(model) if g is not None]))
+
+
+@dataclass
+class Answer:
+    loss: torch.Tensor
+    others: dict
+
+
+class Talkative(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(9, 128), nn.Linear(128, 3)
+
+    def forward(self, tokens, *, scale, note="", wrap=True):
+        h = self.out(self.embed(tokens)) * scale
+        answer = {"loss": h.square().mean(), "note": note, "n": 3}
+        return Answer(answer.pop("loss"), answer) if wrap else [(answer,), None]
+
+
+def check_outputs(rank, world, device):
+    """Integers, keywords and outputs of any make pass through."""
+    for wrap in (True, False):
+        model = built(Talkative, device)
+        parallel = DataParallel(model)
+        tokens = torch.arange(9, device=device)
+        answer = parallel(tokens, scale=1.0 + rank, note="x", wrap=wrap)
+        loss = answer.loss if wrap else answer[0][0]["loss"]
+        loss.backward()
+        for g in gradients(model):
+            assert_equal_everywhere(g)
+        assert model.out.weight.grad.norm() > 0
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant, shared=False):
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.second = self.first if shared else nn.Linear(128, 128)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for layer in (self.first, self.second):
+            x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()
+        return x
+
+
+def check_checkpoints(rank, world, device):
+    x = torch.randn(
+        4, 128, generator=torch.Generator().manual_seed(rank), requires_grad=True
+    )  # fmt: skip
+    results = []
+    for reentrant in (True, False):
+        model = built(lambda: Checkpointed(reentrant), device)  # noqa: B023
+        parallel = DataParallel(model, bucket_mb=0.001)
+        for _ in range(2):
+            model.zero_grad()
+            parallel(x.to(device)).square().sum().backward()
+        results.append(flat(gradients(model)))
+        assert_equal_everywhere(results[-1])
+    assert_same_bits(*results)
+    model = built(lambda: Checkpointed(True, True), device)
+    with pytest.raises(GradientError, match=r"first.*after its bucket was sent"):
+        DataParallel(model)(x.to(device)).square().sum().backward()
+
+
+class Many(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.tensor(float(i))) for i in range(count))
+
+    def forward(self, x):
+        return (torch.stack(list(self.all)) * x).sum()
+
+
+def check_many_parameters(rank, world, device):
+    count = 10_000 if world == 2 else 300
+    model = Many(count).to(device)
+    DataParallel(model)(torch.full((count,), 1.0 + rank, device=device)).backward()
+    found = torch.stack([p.grad.dequantize() for p in model.parameters()])
+    assert found.eq((1 + world) / 2).all()
+
+
+def check_failures(rank, world, device):
+    model = built(TinyLM, device)
+    parallel = DataParallel(model)
+    loss = parallel(*inputs(rank, device))
+    loss.register_hook(lambda g: g * (torch.inf if rank == 0 else 1.0))
+    loss.backward()
+    assert not any(torch.isfinite(g).all() for g in gradients(model) if g.ndim == 2)
+    for g in gradients(model):
+        assert_equal_everywhere(g.isfinite())
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ArithmeticError("on purpose")
+
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        Failing.apply(parallel(*inputs(rank, device))).backward()
+    model.zero_grad()
+    parallel(*inputs(rank, device)).backward()  # all is well again
+    assert_equal_everywhere(flat(gradients(model)))
+
+    sparse = DataParallel(nn.Embedding(9, 128, sparse=True).to(device))
+    with pytest.raises(GradientError, match="weight is sparse"):
+        sparse(torch.arange(3, device=device)).sum().backward()
+    for make, message in (
+        (lambda: DataParallel(nn.ReLU()), "no parameter of which is trained"),
+        (lambda: DataParallel(model, bucket_mb=0), "bucket_mb must be above 0, got 0"),
+        (lambda: DataParallel(nn.Linear(2, 2).double()), "weight is torch.float64"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make()
+    weights = nn.Linear(4, 4).to(device, torch.bfloat16)
+    nn.init.constant_(weights.weight, rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DataParallel(weights)
+    assert weights.weight.eq(0).all()
+    told = ["not those of the first rank" in str(w.message) for w in caught]
+    assert any(told) == (rank > 0)
+    if world > 1:
+        other = nn.Linear(4 + (rank == world - 1), 4).to(device)
+        with pytest.raises(CommError, match=rf"rank {world - 1} trains 2 .*weight \(4, 5\)"):
+            DataParallel(other)
+
+
+def check_training(rank, world, device, level):
+    """As stock DDP trains, and all ranks have the same weights; O2 steps on the bucket's own codes."""
+    losses = {}
+    for kind in (DistributedDataParallel, DataParallel):
+        model = built(TinyLM, device)
+        if rank and kind is DataParallel and level != "O2":  # all get the first rank's weights
+            for p in model.parameters():
+                nn.init.zeros_(p)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        if level is not None:
+            model, optimizer = fp8stack.initialize(model, optimizer, level, compute="bf16")
+        parallel = kind(model)
+        losses[kind] = []
+        for step in range(25):
+            optimizer.zero_grad()
+            loss = parallel(*inputs(world * step + rank, device))
+            loss.backward()
+            optimizer.step()
+            losses[kind].append(loss.detach())
+        for p in model.parameters():
+            assert_equal_everywhere(p.detach())
+    ours, theirs = (torch.stack(losses[k]) for k in (DataParallel, DistributedDataParallel))
+    assert ours[-1] < 0.5 * ours[0]
+    assert torch.allclose(ours, theirs, rtol=0.06)
+
+
+def check_uneven_inputs(rank, world, device, initial):
+    """A rank that has no more inputs lets the others go on, and ends with their model."""
+    results = {}
+    for kind in (DistributedDataParallel, DataParallel):
+        model = built(TinyLM, device)
+        parallel = kind(model, bucket_mb=0.02) if kind is DataParallel else kind(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with parallel.join(divide_by_initial_world_size=initial):
+            for step in range(3 + 2 * rank):
+                optimizer.zero_grad()
+                if step == 2:
+                    with parallel.no_sync():
+                        parallel(*inputs(50 + rank, device)).backward()
+                parallel(*inputs(world * step + rank, device)).backward()
+                optimizer.step()
+        results[kind] = flat([p.detach() for p in model.parameters()])
+        assert_equal_everywhere(results[kind])
+    start = flat([p.detach() for p in built(TinyLM, device).parameters()])
+    moved = results[DistributedDataParallel] - start
+    assert_near(results[DataParallel] - start, moved, 20)
