@@ -34,15 +34,11 @@ def _places(block, per, pitch):
 
 
 @triton.jit
-def _store_quantized(x, codes_ptr, scales_ptr, code_at, scale_at, exists, HARDWARE: tl.constexpr):
-    """Quantize blocks [BLOCKS, 128] and store them."""
+def _quantize(x, HARDWARE: tl.constexpr):  # uint8 [BLOCKS, 128], float32 [BLOCKS]
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scale, inverse = scale_and_inverse(bits, _MAX)
     scaled = tl.where(inverse[:, None] > 0, x * inverse[:, None], 0.0)
-    at = code_at[:, None] + tl.arange(0, 128)[None, :]
-    code = encode_ocp(scaled, 3, HARDWARE)
-    tl.store(codes_ptr + at, code, mask=exists[:, None] & (at >= 0))
-    tl.store(scales_ptr + scale_at, scale, mask=exists)
+    return encode_ocp(scaled, 3, HARDWARE), scale
 
 
 @triton.jit
@@ -55,15 +51,13 @@ def _pack_kernel(
     code_at, scale_at = _places(block, per, pitch)
     x = tl.load(x_ptr + offset, mask=mask, other=0)
     if CODES:
-        at = code_at[:, None] + tl.arange(0, 128)[None, :]
-        tl.store(wire_ptr + at, x, mask=exists[:, None] & (at >= 0))
+        code = x
         scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
-        tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
     else:
-        scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
-        _store_quantized(
-            x.to(tl.float32), wire_ptr, scales_ptr, code_at, scale_at, exists, HARDWARE
-        )
+        code, scale = _quantize(x.to(tl.float32), HARDWARE)
+    at = code_at[:, None] + tl.arange(0, 128)[None, :]
+    tl.store(wire_ptr + at, code, mask=exists[:, None] & (at >= 0))
+    tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
 
 
 @triton.jit
@@ -77,8 +71,8 @@ def _load_values(codes_ptr, scales_ptr, code_at, scale_at, exists):
 
 @triton.jit
 def _reduce_kernel(
-    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, ranks, divisor, per, code_pitch, scale_pitch, numel,
-    AVERAGE: tl.constexpr, PACK: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, error_ptr, ranks, divisor, per, code_pitch, scale_pitch, numel,
+    AVERAGE: tl.constexpr, PACK: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     exists = block < per
@@ -89,10 +83,19 @@ def _reduce_kernel(
         total += _load_values(codes, scales, block * 128, block, exists)
     if AVERAGE:
         total = tl.div_rn(total, tl.zeros_like(total) + divisor)
+    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
-        _store_quantized(total, out_ptr, out_scales_ptr, block * 128, block, exists, HARDWARE)
+        inside = exists[:, None] & (at >= 0)
+        if ERROR:
+            total += tl.load(error_ptr + at, mask=inside, other=0.0)
+        code, scale = _quantize(total, HARDWARE)
+        tl.store(out_ptr + at, code, mask=inside)
+        tl.store(out_scales_ptr + block, scale, mask=exists)
+        if ERROR:  # none of a block that is not finite, whose error would stay for ever
+            lost = total - decode(code, 3, -6, True) * scale[:, None]
+            lost = tl.where((scale == scale)[:, None] & (at >= 0), lost, 0.0)
+            tl.store(error_ptr + at, lost, mask=inside)
     else:
-        at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         value = round_to(total, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, value, mask=at < numel)
 
@@ -146,25 +149,27 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool) -> Tensor:
     return out
 
 
-def reduce_pack(chunks: Tensor, layout: Layout, average: bool) -> Tensor:
+def reduce_pack(
+    chunks: Tensor, layout: Layout, average: bool, error: Tensor | None = None
+) -> Tensor:
     """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
     out = chunks.new_empty(layout.pitch)
     scales = _floats(out)[layout.per * BLOCK // 4 :]
-    _reduce(chunks, _scales(chunks, layout.per), out, scales, layout.per, 0, average)
+    _reduce(chunks, _scales(chunks, layout.per), out, scales, layout.per, 0, average, error)
     return out
 
 
 def reduce_unpack(chunks: Tensor, out: Tensor, average: bool) -> None:
     """Add up a stripe in float32, in the order of ranks, and round the sum, or the mean, to the dtype of `out`."""
     per = Layout(1, out.numel(), 1).per
-    _reduce(chunks, _scales(chunks, per), out, out, per, out.numel(), average)
+    _reduce(chunks, _scales(chunks, per), out, out, per, out.numel(), average, None)
 
 
 def reduce_blocks(
-    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor, average: bool
-) -> None:
+    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor, average: bool, error: Tensor | None = None
+) -> None:  # fmt: skip
     """Add up blocks of all ranks in float32, in the order of ranks, and quantize the sum, or the mean."""
-    _reduce(codes, scales, out, out_scales, scales.shape[1], 0, average)
+    _reduce(codes, scales, out, out_scales, scales.shape[1], 0, average, error)
 
 
 def _floats(chunks: Tensor) -> Tensor:
@@ -177,19 +182,21 @@ def _scales(chunks: Tensor, per: int) -> Tensor:
 
 
 def _reduce(
-    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor, per: int, numel: int, average: bool
+    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor,
+    per: int, numel: int, average: bool, error: Tensor | None,
 ) -> None:  # fmt: skip
     """Reduce to `numel` elements of `out`, or to blocks if that is 0."""
     if not per:
         return
     pitches = codes.stride(0), scales.stride(0)
-    places = [t.data_ptr() % 16 for t in (codes, scales, out, out_scales)]
-    key = (len(codes), per, *pitches, numel, out.dtype, out.device, average, *places)
+    lost = out_scales if error is None else error
+    places = [t.data_ptr() % 16 for t in (codes, scales, out, out_scales, lost)]
+    key = (len(codes), per, *pitches, numel, out.dtype, out.device, average, error is None, *places)
     with on_device(out.device):
         _launch_reduce(
             key, _grid(per), raw_stream(out),
-            codes, scales, out, out_scales, len(codes), float(len(codes)), per, *pitches, numel,
-            average, not numel, casts_in_hardware(out.device), BLOCKS,
+            codes, scales, out, out_scales, lost, len(codes), float(len(codes)), per, *pitches, numel,
+            average, not numel, error is not None, casts_in_hardware(out.device), BLOCKS,
         )  # fmt: skip
 
 

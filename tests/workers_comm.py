@@ -72,6 +72,7 @@ def check_collectives(rank, world, store, device):
     check_refusals(rank, world, device)
     check_overlap(rank, world, device)
     check_groups(rank, world, device)
+    check_statistics(rank, world, device)
     leave_ranks()
 
 
@@ -246,6 +247,43 @@ def check_groups(rank, world, device):
         assert result is None
         assert x.eq(rank + 1).all()
         assert any("does not belong to the given group" in str(w.message) for w in caught)
+
+
+def check_statistics(rank, world, device):
+    """Calls, bytes that this rank sent, blocks of results, and those of them that are not finite."""
+    n = 128 * 10 * world
+    x = torch.ones(n, device=device)
+    if rank == 0:
+        x[[0, 300]] = torch.nan
+    comm.all_reduce(x.clone())  # before: not counted
+    with comm.Statistics() as statistics:
+        comm.all_reduce(x)
+        comm.all_reduce(x.clone(), async_op=True).wait()
+        comm.all_gather_into_tensor(torch.empty(n * world, device=device), x)
+        comm.reduce_scatter_tensor(
+            torch.empty(10, device=device), torch.ones(10 * world, device=device)
+        )
+        comm.broadcast(x, src=0)
+        first = statistics.collect()
+        assert statistics.collect() == {}
+        comm.all_reduce(x)
+    if world == 1:
+        assert first == {}  # nothing was sent
+        return
+    chunk, others = 1328, world - 1  # 10 × 132 bytes, to a multiple of 16
+    expected = {
+        "all_reduce": (2, 4 * others * chunk, 20 * world, 4),
+        "all_gather_into_tensor": (1, others * 1320 * world, 10 * world * world, 2 * world),
+        "reduce_scatter_tensor": (1, others * 144, 0, 0),
+        "broadcast": (1, 132 * 10 * world * (rank == 0), 10 * world, 2),
+    }
+    assert set(first) == set(expected)
+    for name, (calls, nbytes, blocks, bad) in expected.items():
+        row = first[name]
+        assert (row["calls"], row["blocks"], row["non_finite"]) == (calls, blocks, bad), name
+        assert abs(row["bytes"] - nbytes) <= 16 * world, (name, row, nbytes)
+        assert 0 < row["seconds"] < 60
+    assert list(statistics.collect()) == ["all_reduce"]
 
 
 # --- what goes wrong

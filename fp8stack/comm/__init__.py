@@ -14,21 +14,25 @@ if TYPE_CHECKING:
         all_gather_single,
         all_reduce,
         broadcast,
+        error_like,
         reduce_scatter_single,
         reduce_scatter_tensor,
     )
     from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
     from .fsdp import Fp8ReduceScatter, register_fp8_reduce_scatter
     from .parallel import DataParallel
+    from .statistics import Statistics
 
 _PLACES = {
     "DataParallel": "parallel",
     "Fp8CommState": "ddp",
     "Fp8ReduceScatter": "fsdp",
+    "Statistics": "statistics",
     "all_gather_into_tensor": "collectives",
     "all_gather_single": "collectives",
     "all_reduce": "collectives",
     "broadcast": "collectives",
+    "error_like": "collectives",
     "fp8_compress_hook": "ddp",
     "reduce_scatter_single": "collectives",
     "reduce_scatter_tensor": "collectives",
@@ -41,10 +45,12 @@ __all__ = [
     "Fp8CommState",
     "Fp8ReduceScatter",
     "GradientHandle",
+    "Statistics",
     "all_gather_into_tensor",
     "all_gather_single",
     "all_reduce",
     "broadcast",
+    "error_like",
     "fp8_compress_hook",
     "reduce_scatter_single",
     "reduce_scatter_tensor",

@@ -26,6 +26,7 @@ from fp8stack.kernels import ops
 from fp8stack.tensor import BlockScaledTensor
 
 from .collectives import all_gather_bytes
+from .statistics import Sent, observed
 
 
 class Region:
@@ -84,13 +85,16 @@ class Region:
 class Bucket:
     """Gradients that are averaged together."""
 
-    def __init__(self, regions: Sequence[Region], world: int) -> None:
+    def __init__(self, regions: Sequence[Region], world: int, feedback: bool) -> None:
         self.regions = list(regions)
         blocks = sum(region.blocks for region in regions)
         blocks = -(-blocks // world) * world
         device = regions[0].parameter.device
         self.codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(blocks, dtype=torch.float32, device=device)
+        self.error: Tensor | None = None  # of quantizing this rank's stripe of the last mean
+        if feedback:
+            self.error = torch.zeros(blocks // world * BLOCK, dtype=torch.float32, device=device)
         self.pending = 0  # parameters whose gradient of this backward is not there yet
         start = 0
         for region in regions:
@@ -100,10 +104,18 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+        error = 0 if self.error is None else self.error.nbytes
+        return self.codes.nbytes + self.scales.nbytes + error
 
     def average(self, group: Any) -> None:
         """Replace the bucket by its mean over all ranks, in stream order."""
+        with observed("bucket", self.codes.device) as tell:
+            self._average(group)
+            others = dist.get_world_size(group) - 1
+            stripes = (self.codes.nbytes + self.scales.nbytes) // (others + 1)
+            tell(Sent(2 * others * stripes, self.scales.numel(), self.scales))
+
+    def _average(self, group: Any) -> None:
         world, rank = dist.get_world_size(group), dist.get_rank(group)
         for region in self.regions:
             region.before_exchange()
@@ -113,7 +125,7 @@ class Bucket:
             dist.all_to_all_single(scales, self.scales, group=group)
             mine = [t.view(world, -1)[rank] for t in (self.codes, self.scales)]
             ops.wire_kernels(codes.is_cuda).reduce_blocks(
-                codes.view(world, -1), scales.view(world, -1), *mine, True
+                codes.view(world, -1), scales.view(world, -1), *mine, True, self.error
             )
             for whole, part in zip((self.codes, self.scales), mine, strict=True):
                 all_gather_bytes(whole, part, group)
@@ -122,7 +134,10 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[tuple[str, nn.Parameter]], world: int, most_bytes: float
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    world: int,
+    most_bytes: float,
+    feedback: bool,  # of errors
 ) -> list[Bucket]:
     """Put parameters into buckets of at most `most_bytes`, the last first: the order in which backward reaches them."""
     buckets: list[list[Region]] = []
@@ -135,4 +150,4 @@ def make_buckets(
             size = 0.0
         buckets[-1].append(region)
         size += nbytes
-    return [Bucket(regions, world) for regions in buckets]
+    return [Bucket(regions, world, feedback) for regions in buckets]

@@ -18,11 +18,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack.errors import CommError
+from fp8stack.errors import CommError, ConfigError, did_you_mean
 
 PATIENCE = 2.0  # seconds that ranks may take to sign in after a failure
 
 _FAILED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def feeds_back(error_feedback: str) -> bool:
+    """Return whether a choice of error feedback is to feed anything back, or raise ConfigError."""
+    if error_feedback not in ("none", "shard"):
+        raise ConfigError(
+            f'error_feedback must be "none" or "shard", got "{error_feedback}".'
+            f"{did_you_mean(error_feedback, ('none', 'shard'))}"
+        )
+    return error_feedback == "shard"
 
 
 def describe(name: str, tensor: Tensor) -> str:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.errors import CommError, ConfigError, first_line
-from fp8stack.formats import rows_cols
+from fp8stack.formats import BLOCK, rows_cols
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
 from .checks import explain, verify
+from .statistics import Sent, observed
 from .work import Body, Done, start
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,7 +42,12 @@ _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 
 
 def all_reduce(
-    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    tensor: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    *,
+    error: Tensor | None = None,
 ) -> dist.Work | None:
     """Add up, or average, a tensor over all ranks, in place.
 
@@ -49,6 +56,8 @@ def all_reduce(
         op: `ReduceOp.SUM` or `ReduceOp.AVG`.
         group: the process group; by default all ranks.
         async_op: return a handle; the tensor is to be left alone until its `wait()`.
+        error: of `error_like(tensor)`; what quantizing this rank's part of the sum cut off the last time. It is added
+            to the sum, and replaced ("error feedback" of the second quantization alone).
 
     Returns:
         A handle if `async_op`, else None; None too on a rank that is not in the group.
@@ -57,7 +66,14 @@ def all_reduce(
         ConfigError: for another operation, dtype or kind of tensor.
         CommError: if ranks fail or stay away.
     """
-    return _run("all_reduce", tensor, tensor, op, group, async_op, _reduce_all)
+    exchange = partial(_reduce_all, error=error)
+    return _run("all_reduce", tensor, tensor, op, group, async_op, exchange)
+
+
+def error_like(tensor: Tensor, group: Any = None) -> Tensor:
+    """Return zeros for the `error` of an all_reduce of `tensor`: float32, an element for each of this rank's part."""
+    layout = _flat(tensor, dist.get_world_size(group))
+    return torch.zeros(layout.per * BLOCK, dtype=torch.float32, device=tensor.device)
 
 
 def reduce_scatter_tensor(
@@ -105,7 +121,7 @@ def broadcast(
             f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
         )
 
-    def body(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+    def body(output: Tensor, input: Tensor, average: bool, group: Any) -> Sent:
         layout = _flat(input, 1)
         source = dist.get_global_rank(group, group_src or 0) if src is None else src
         if dist.get_rank() == source:
@@ -114,6 +130,8 @@ def broadcast(
             chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
         dist.broadcast(chunk, source, group)
         _unpack(chunk, output, layout)
+        sent = chunk.nbytes if dist.get_rank() == source else 0
+        return Sent(sent, layout.blocks, _scales(chunk, layout))
 
     return _run("broadcast", tensor, tensor, dist.ReduceOp.SUM, group, async_op, body)
 
@@ -132,30 +150,43 @@ def all_gather_bytes(whole: Tensor, mine: Tensor, group: Any) -> None:
     _all_gather(whole, mine, group=group)
 
 
-def _reduce_all(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+def _reduce_all(
+    output: Tensor, input: Tensor, average: bool, group: Any, error: Tensor | None
+) -> Sent:
     layout = _flat(input, dist.get_world_size(group))
     sent = _pack(input, layout)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, average)
+    stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, average, error)
     _all_gather(sent.view(-1), stripe, group=group)
     _unpack(sent, output, layout)
+    others = layout.world - 1
+    return Sent(2 * others * layout.pitch, layout.blocks, _scales(sent, layout))
 
 
-def _reduce_scatter(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+def _reduce_scatter(output: Tensor, input: Tensor, average: bool, group: Any) -> Sent:
     world = dist.get_world_size(group)
-    sent = _pack(input, Layout(world, input.numel() // world, world))
+    layout = Layout(world, input.numel() // world, world)
+    sent = _pack(input, layout)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, average)
+    return Sent((world - 1) * layout.pitch, 0, None)
 
 
-def _gather(output: Tensor, input: Tensor, average: bool, group: Any) -> None:
+def _gather(output: Tensor, input: Tensor, average: bool, group: Any) -> Sent:
     world = dist.get_world_size(group)
     chunk = _pack(input, Layout(1, input.numel(), 1))
     chunks = chunk.new_empty((world, chunk.shape[1]))
     _all_gather(chunks.view(-1), chunk.view(-1), group=group)
-    _unpack(chunks, output, Layout(world, input.numel(), world))
+    layout = Layout(world, input.numel(), world)
+    _unpack(chunks, output, layout)
+    return Sent((world - 1) * layout.pitch, layout.blocks, _scales(chunks, layout))
+
+
+def _scales(chunks: Tensor, layout: Layout) -> Tensor:  # float32 [world, blocks of a stripe]
+    floats = chunks.view(-1).view(torch.float32).view(len(chunks), -1)
+    return floats[:, layout.per * BLOCK // 4 :][:, : layout.per]
 
 
 def _flat(x: Tensor, world: int) -> Layout:
@@ -182,7 +213,7 @@ def _unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
 
 # --- around every collective
 
-Exchange = Callable[[Tensor, Tensor, bool, Any], None]  # output, input, average, group
+Exchange = Callable[[Tensor, Tensor, bool, Any], Sent]  # of output, input, average, group
 
 
 def _run(
@@ -217,7 +248,8 @@ def _run(
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
         try:
-            exchange(place, given, average, group)
+            with observed(name, place.device) as tell:
+                tell(exchange(place, given, average, group))
         except RuntimeError as error:  # torch's DistError is one
             raise CommError(explain(name, input, group, first_line(error))) from error
         if not dense:

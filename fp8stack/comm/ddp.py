@@ -19,7 +19,8 @@ from torch import nn
 
 from fp8stack.errors import ConfigError
 
-from .collectives import all_reduce
+from .checks import feeds_back
+from .collectives import all_reduce, error_like
 
 
 @dataclass
@@ -29,10 +30,26 @@ class Fp8CommState:
     Attributes:
         process_group: the group of the model's replicas; None: all ranks.
         min_bytes: buckets of fewer bytes are averaged as they are, in their own dtype.
+        error_feedback: "shard" adds to each mean what quantizing the last one cut off, see `DataParallel`.
     """
 
     process_group: Any = None
     min_bytes: int = 0
+    error_feedback: str = "none"
+
+    def __post_init__(self) -> None:
+        self._feeds_back = feeds_back(self.error_feedback)
+        self._errors: dict[int, torch.Tensor] = {}
+
+    def error_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor | None:
+        """Return the error of a bucket, which begins anew where the bucket is another than it was."""
+        if not self._feeds_back:
+            return None
+        error = self._errors.get(index)
+        fresh = error_like(gradients, self.process_group)
+        if error is None or error.shape != fresh.shape:
+            self._errors[index] = error = fresh
+        return error
 
 
 def fp8_compress_hook(
@@ -49,7 +66,9 @@ def fp8_compress_hook(
         state = Fp8CommState(state)
     gradients = bucket.buffer()
     if gradients.nbytes >= state.min_bytes:
-        work = all_reduce(gradients, dist.ReduceOp.AVG, state.process_group, async_op=True)
+        error = state.error_of(bucket.index(), gradients)
+        average, group = dist.ReduceOp.AVG, state.process_group
+        work = all_reduce(gradients, average, group, async_op=True, error=error)
         assert work is not None  # DDP's ranks are members
         future = work.get_future()
     else:
@@ -59,12 +78,14 @@ def fp8_compress_hook(
     return future.then(lambda done: done.value()[0])
 
 
-def register_fp8_hook(model: nn.parallel.DistributedDataParallel, min_bytes: int = 0) -> None:
+def register_fp8_hook(
+    model: nn.parallel.DistributedDataParallel, min_bytes: int = 0, error_feedback: str = "none"
+) -> None:
     """Make a DistributedDataParallel model average its gradients with E4M3 blocks on the wire.
 
     Args:
         model: the wrapped model, before its first backward.
-        min_bytes: see `Fp8CommState`.
+        min_bytes, error_feedback: see `Fp8CommState`.
 
     Raises:
         ConfigError: if `model` is something else.
@@ -73,4 +94,5 @@ def register_fp8_hook(model: nn.parallel.DistributedDataParallel, min_bytes: int
         raise ConfigError(
             f"register_fp8_hook takes a model wrapped in DistributedDataParallel, got {type(model).__name__}."
         )
-    model.register_comm_hook(Fp8CommState(model.process_group, min_bytes), fp8_compress_hook)
+    state = Fp8CommState(model.process_group, min_bytes, error_feedback)
+    model.register_comm_hook(state, fp8_compress_hook)

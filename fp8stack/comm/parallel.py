@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from fp8stack.errors import ConfigError, Fp8StackWarning, GradientError
 
 from .buckets import Region, make_buckets
-from .checks import verify_models
+from .checks import feeds_back, verify_models
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,6 +45,8 @@ class DataParallel(nn.Module, Joinable):
         find_unused_parameters: parameters may take no part in a backward. One that no rank used keeps the gradient that
             it had. Costs a small all-reduce and a wait for it.
         static_graph: the same parameters are unused in every backward, found out in the first.
+        error_feedback: "shard" adds to each mean what quantizing the last one cut off, for 4 bytes a parameter divided
+            by the number of ranks. With a loss scale, let it be a constant one.
 
     Raises:
         ConfigError: if the model is not as described, or differs between ranks.
@@ -62,6 +64,7 @@ class DataParallel(nn.Module, Joinable):
         init_sync: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
+        error_feedback: str = "none",
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
@@ -82,7 +85,8 @@ class DataParallel(nn.Module, Joinable):
                 Fp8StackWarning,
                 stacklevel=2,
             )
-        self.buckets = make_buckets(trained, self.world, bucket_mb * 2**20)
+        feedback = feeds_back(error_feedback)
+        self.buckets = make_buckets(trained, self.world, bucket_mb * 2**20, feedback)
         self._regions = [region for bucket in self.buckets for region in bucket.regions]
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None

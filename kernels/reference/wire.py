@@ -76,9 +76,10 @@ def reduce_pack(
     chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank
     layout: Layout,
     average: bool,
+    error: Tensor | None = None,  # float32 [per × 128], see reduce_blocks
 ) -> Tensor:  # uint8 [pitch]
     """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
-    codes, scale = _quantize(_sum(*_parts(chunks, layout.per), average))
+    codes, scale = _quantize_sum(*_parts(chunks, layout.per), average, error)
     return _chunks(codes, scale, Layout(1, layout.per * BLOCK, 1))[0]
 
 
@@ -88,10 +89,14 @@ def reduce_blocks(
     out: Tensor,  # uint8 [blocks × 128], written
     out_scales: Tensor,  # float32 [blocks], written
     average: bool,
+    error: Tensor | None = None,  # float32 [blocks × 128], written
 ) -> None:
-    """Add up blocks of all ranks in float32, in the order of ranks, and quantize the sum, or the mean."""
+    """Add up blocks of all ranks in float32, in the order of ranks, and quantize the sum, or the mean.
+
+    `error` is what quantization cut off the last time: it is added first, and what is cut off now replaces it.
+    """
     sent = codes.reshape(len(codes), -1, BLOCK).view(E4M3.dtype)
-    result, scale = _quantize(_sum(sent, scales, average))
+    result, scale = _quantize_sum(sent, scales, average, error)
     out.view(-1, BLOCK).copy_(result)
     out_scales.copy_(scale)
 
@@ -162,6 +167,20 @@ def _parts(chunks: Tensor, per: int) -> tuple[Tensor, Tensor]:
     codes = chunks[:, : per * BLOCK].reshape(-1).view(E4M3.dtype)
     scale = chunks[:, per * BLOCK : per * (BLOCK + 4)].reshape(-1).view(torch.float32)
     return codes.view(len(chunks), per, BLOCK), scale.view(len(chunks), per)
+
+
+def _quantize_sum(
+    codes: Tensor, scale: Tensor, average: bool, error: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    total = _sum(codes, scale, average)
+    if error is None:
+        return _quantize(total)
+    total += error.view_as(total)
+    result, scales = _quantize(total)
+    lost = total - result.view(E4M3.dtype).float() * scales.unsqueeze(-1)
+    # none of a block that is not finite, whose error would stay for ever
+    error.copy_(torch.where(scales.isfinite().unsqueeze(-1), lost, 0.0).view_as(error))
+    return result, scales
 
 
 def _sum(

@@ -36,6 +36,7 @@ from fp8stack.kernels import (
     step,
     swiglu,
 )
+from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 
 ARCHITECTURES = (80, 90)
 MEASURED = {  # a disassembly takes longer than a compilation
@@ -70,6 +71,10 @@ MEASURED = {  # a disassembly takes longer than a compilation
     ("_swiglu_cast_kernel", "backward, delayed, bf16"),
     ("_rmsnorm_kernel", "bf16"),
     ("_rmsnorm_backward_kernel", "bf16"),
+    ("_rmsnorm_kernel", "bf16, longest rows"),
+    ("_rmsnorm_kernel", "fp32, longest rows"),
+    ("_rmsnorm_backward_kernel", "bf16, longest rows"),
+    ("_rmsnorm_backward_kernel", "fp32, longest rows"),
 }
 MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
 INTEGERS = dict.fromkeys(
@@ -265,17 +270,25 @@ def transpose_cases(names):
 
 def rmsnorm_cases(names):
     pointers = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "weight_ptr")
-    for dtype, rows, cols in (("bf16", 1, 4096), ("fp32", 4, 1024)):
+    longest = 1, MOST_COLS
+    for dtype, (rows, cols) in (
+        ("bf16", (1, 4096)),
+        ("fp32", (4, 1024)),
+        ("bf16", longest),
+        ("fp32", longest),
+    ):
         places = dict.fromkeys(pointers, dtype) | {"rstd_ptr": "fp32", "sums_ptr": "fp32"}
         constants = {"ROWS": rows, "COLS": cols}
-        yield dtype, places, constants | ({"WEIGHT": True} if "WEIGHT" in names else {})
+        label = dtype + (", longest rows" if cols == MOST_COLS else "")
+        yield label, places, constants | ({"WEIGHT": True} if "WEIGHT" in names else {})
 
 
 def wire_cases(names):
     wire = {"wire_ptr": "u8", "codes_ptr": "u8", "scales_ptr": "fp32", "scale_ptr": "fp32"}
     for kind, dtype in (("values", "bf16"), ("codes", "u8")):
-        places = wire | {"x_ptr": dtype, "out_ptr": dtype, "out_scales_ptr": "fp32"}
-        constants = {"CODES": kind == "codes", "PACK": kind == "codes"}
+        places = wire | {"x_ptr": dtype, "out_ptr": dtype}
+        places |= {"out_scales_ptr": "fp32", "error_ptr": "fp32"}
+        constants = {"CODES": kind == "codes", "PACK": kind == "codes", "ERROR": kind == "codes"}
         constants |= {"AVERAGE": True, "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
         yield kind, places, {n: value for n, value in constants.items() if n in names}
 
@@ -351,11 +364,16 @@ LAUNCHES = {
     "_update_kernel": cast_delayed._launch_update.options,
     "_swiglu_parts_kernel": swiglu._launch_parts.options,
     "_swiglu_cast_kernel": swiglu._launch_cast.options,
-    "_rmsnorm_kernel": {"num_warps": 8},
-    "_rmsnorm_backward_kernel": {"num_warps": 8},
     "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1}, "_next_kernel": {"num_warps": 1},
     "_scalars_kernel": {"num_warps": 4, "enable_fp_fusion": False},
 }  # fmt: skip
+
+
+def launch_options(name, constants):
+    """Return what the library launches a specialization with."""
+    if name in ("_rmsnorm_kernel", "_rmsnorm_backward_kernel"):
+        return {"num_warps": rmsnorm._tiling(1, constants["COLS"])[3]}
+    return LAUNCHES.get(name, quantize.LAUNCH)
 
 
 def compile_case(kernel, pointers, constants, architecture, options):
@@ -445,10 +463,12 @@ def main():
     results, measurements, errors = [], [], []
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
         for name, label, kernel, pointers, constants in specializations():
-            elements = math.prod(TILES.get(name, ())) if name in TILES else constants.get("FLAT")
+            shape = zip(("ROWS", "COLS"), TILES.get(name, ()), strict=False)
+            tile = [constants.get(n, size) for n, size in shape]
+            elements = math.prod(tile) if tile else constants.get("FLAT")
             elements = elements or 128 * (constants.get("BLOCKS") or constants.get("TILE", 1))
             for architecture in ARCHITECTURES:
-                options = LAUNCHES.get(name, quantize.LAUNCH)
+                options = launch_options(name, constants)
                 try:
                     compiled = compile_case(kernel, pointers, constants, architecture, options)
                 except (

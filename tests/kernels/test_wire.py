@@ -167,6 +167,19 @@ def test_reductions_give_the_references_bits(size, ranks, average, dtype, kernel
     layout = Layout(1, size, 1)
     chunks = torch.cat([reference.pack(draw(layout, spoiled=i == 4), layout) for i in range(ranks)])
     here = chunks.to(kernel_device)
+    blocks = layout.per * BLOCK
+    parts = [
+        t.contiguous() for t in (chunks[:, :blocks], chunks[:, blocks : blocks + 4 * layout.per])
+    ]
+    parts[1] = parts[1].view(torch.float32)
+    results = []
+    for kernels, device in ((triton, kernel_device), (reference, "cpu")):
+        out = torch.empty(blocks, dtype=torch.uint8, device=device)
+        scales = torch.empty(layout.per, device=device)
+        kernels.reduce_blocks(*(p.to(device) for p in parts), out, scales, average)
+        results.append((out, scales))
+    for given, same in zip(*results, strict=True):
+        assert_same_bits(given, same)
     packed = triton.reduce_pack(here, layout, average)
     assert_same_chunks(packed, reference.reduce_pack(chunks, layout, average), layout)
     ours = torch.empty(size, dtype=dtype, device=kernel_device)
@@ -174,6 +187,40 @@ def test_reductions_give_the_references_bits(size, ranks, average, dtype, kernel
     triton.reduce_unpack(here, ours, average)
     reference.reduce_unpack(chunks, theirs, average)
     assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])
+def test_errors_that_are_fed_back_are_the_references_and_shrink_the_sum_of_errors(
+    average, kernel_device
+):
+    layout, ranks, steps = Layout(1, 1000, 1), 3, 20
+    ours = torch.zeros(layout.per * BLOCK, device=kernel_device)
+    theirs = torch.zeros(layout.per * BLOCK)
+    sums = {"exact": 0.0, "plain": 0.0, "fed back": 0.0}
+    for step in range(steps):
+        parts = [torch.randn(1000) + 0.05 for _ in range(ranks)]
+        if step == 7:
+            parts[1][5] = torch.inf
+        chunks = torch.cat([reference.pack(x, layout) for x in parts])
+        plain = reference.reduce_pack(chunks, layout, average)
+        expected = reference.reduce_pack(chunks, layout, average, theirs)
+        given = triton.reduce_pack(chunks.to(kernel_device), layout, average, ours)
+        assert_same_chunks(given, expected, layout)
+        assert_same_bits(ours.cpu(), theirs)
+        assert theirs.isfinite().all()
+        assert theirs[:128].eq(0).all() == (step == 7)
+        values, out = [], torch.empty(1000)
+        for chunk in (plain, expected):
+            reference.unpack(chunk[None], out, layout)
+            values.append(out[128:].double())
+        exact = torch.empty(1000)
+        reference.reduce_unpack(chunks, exact, average)
+        for name, value in zip(sums, (exact[128:].double(), *values), strict=True):
+            sums[name] = sums[name] + value
+    errors = {n: (sums[n] - sums["exact"]).norm() for n in ("plain", "fed back")}
+    assert (
+        errors["fed back"] < 0.35 * errors["plain"]
+    )  # of 20 steps: 1 / √20, where RNE's errors are random
 
 
 def test_tensors_that_begin_at_any_byte(kernel_device):

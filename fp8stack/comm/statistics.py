@@ -1,0 +1,109 @@
+"""What collectives send, how long it takes, and what of it is not finite.
+
+Nothing is counted unless a `Statistics` is open, and then without waiting for the device: blocks that are not finite
+(their scale is NaN) are added up on it, time is taken by its events, and both are read by `collect`. Saturation is not
+counted because there is none: a block's scale is made from its own largest magnitude.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sent(NamedTuple):
+    """What one collective did."""
+
+    nbytes: int  # sent by this rank
+    blocks: int  # of the result
+    scales: Tensor | None  # of the result; None if it is not in blocks
+
+
+class Statistics:
+    """Counts the collectives of fp8stack in its context, by name.
+
+        with fp8stack.comm.Statistics() as statistics:
+            for batch in data:
+                train(batch)
+                print(statistics.collect())  # of this step: {"all_reduce": {"calls": 12, "bytes": ...}, ...}
+
+    `DataParallel`'s buckets are called "bucket". The keys are `calls`; `bytes` that this rank sent; `seconds` that its
+    device took, waiting for other ranks included; `blocks` of 128 of the results, and how many of those are
+    `non_finite`.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, Sent, Callable[[], float]]] = []
+        self._bad: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Statistics:
+        _OPEN.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _OPEN.remove(self)
+
+    def collect(self) -> dict[str, dict[str, float]]:
+        """Return what was counted since the last call; waits for the device."""
+        calls, self._calls = self._calls, []
+        bad, self._bad = self._bad, {}
+        result: dict[str, dict[str, float]] = {}
+        for name, sent, seconds in calls:
+            row = result.setdefault(name, dict.fromkeys(_KEYS, 0))
+            row["calls"] += 1
+            row["bytes"] += sent.nbytes
+            row["seconds"] += seconds()
+            row["blocks"] += sent.blocks
+        for name, count in bad.items():
+            result[name]["non_finite"] = int(count)
+        return result
+
+    def _add(self, name: str, sent: Sent, seconds: Callable[[], float]) -> None:
+        self._calls.append((name, sent._replace(scales=None), seconds))
+        if sent.scales is not None:
+            count = sent.scales.isnan().sum()
+            self._bad[name] = count + self._bad[name] if name in self._bad else count
+
+
+_KEYS = ("calls", "bytes", "seconds", "blocks", "non_finite")
+_OPEN: list[Statistics] = []
+
+
+@contextlib.contextmanager
+def observed(name: str, device: torch.device) -> Iterator[Callable[[Sent], None]]:
+    """Run a collective; what is yielded is to be told what it did. Costs nothing while no Statistics is open."""
+    if not _OPEN:
+        yield _ignore
+        return
+    done: list[Sent] = []
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield done.append
+        end.record()
+        seconds = _seconds_between(start, end)
+    else:
+        began = time.perf_counter()
+        yield done.append
+        took = time.perf_counter() - began
+        seconds = lambda: took  # noqa: E731
+    for statistics in list(_OPEN):
+        for sent in done:
+            statistics._add(name, sent, seconds)
+
+
+def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> Callable[[], float]:
+    def seconds() -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    return seconds
+
+
+def _ignore(sent: Sent) -> None:
+    pass
