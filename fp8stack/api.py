@@ -141,7 +141,8 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     on either optimizer goes on driving it.
 
     Raises:
-        ModelError: if the model is not initialized, or `optimizer` belongs to another one. Nothing is changed.
+        ModelError: if the model is not initialized, `optimizer` belongs to another one, or a fused module was sharded
+            since. Nothing is changed.
     """
     session = _SESSIONS.get(model)
     if session is None:
@@ -152,6 +153,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         raise ModelError(
             "this optimizer is not the one that initialize returned for this model. Pass that one."
         )
+    unfuse(model)
     del _SESSIONS[model]
     session.gradients.remove()
     for hook in session.hooks:
@@ -162,7 +164,6 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     for parameter, dtype in session.stored:
         if isinstance(returned, BlockwiseOptimizer):
             change_dtype(parameter, returned.master_weight(parameter).to(dtype))
-    unfuse(model)
     session.conversion.undo()
     if isinstance(returned, BlockwiseOptimizer):
         returned.on_new_parameters = None

@@ -14,7 +14,6 @@ conversion, one multiplication by a power of two. NaN codes are not decoded: a b
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import torch
@@ -128,7 +127,7 @@ def encode_blocks(
     return encode(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, MIN_EXPONENT, MAX), scale
 
 
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))
 
 
 @triton.jit

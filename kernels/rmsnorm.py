@@ -8,7 +8,8 @@ Rows are done from the last to the first: what was written last, L2 still holds,
 Backward adds dy × x̂ up in float32, each program for itself, and a second kernel adds those sums: no atomics, so the
 gradient of the weight has the same bits every time. They take 4 bytes for a column and a program, so fewer programs run
 there. Sums are in another order than the reference's, and the root is the GPU's own: results may be one rounding away.
-Rows of 16384 elements are the longest that fit.
+Rows of 8192 elements are the longest that fit: those of 16384 spill in backward (on sm_90, 103 times in bfloat16 and
+583 times in float32).
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _rmsnorm_sums_kernel(
     tl.store(out_ptr + c, total.to(out_ptr.dtype.element_ty), mask=c < cols)
 
 
-# by the warps of a program: 16 elements a thread, 32 in the longest rows
+# by the warps of a program: 16 elements a thread
 _launch_forward = {n: Launcher(_rmsnorm_kernel, num_warps=n) for n in (8, 16)}
 _launch_backward = {n: Launcher(_rmsnorm_backward_kernel, num_warps=n) for n in (8, 16)}
 _launch_sums = Launcher(_rmsnorm_sums_kernel, num_warps=8)

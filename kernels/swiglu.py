@@ -204,7 +204,7 @@ def _run(
     tiles = -(-gate.numel() // FLAT)
     parts = min(PARTS, triton.next_power_of_2(tiles))
     even = rows % ROWS == 0 and cols % COLS == 0
-    places = [x.data_ptr() % 16 for x in (d, gate, up)]
+    places = [x.data_ptr() % 16 for x in (d, gate, up, h_scale) if x is not None]
     key = (rows, cols, gate.dtype, up.dtype, d.dtype, fmt.dtype, backward, device, *places)
     with on_device(device):
         stream = raw_stream(gate)

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast_delayed import STATES
 
-from .linear import Fp8Linear, check_input, crop, output_dtype, product
-from .mixed import mixed_class, plain_class
-from .norm import fuse_norms, unfuse_norms
+from .linear import Fp8Linear, backward_once, check_input, crop, output_dtype, product
+from .mixed import mixed_class, unmix
+from .norm import FusedRMSNorm, fuse_norms
 from .operands import FORMATS, How, cast_gradient, cast_input, codes_for_backward, in_backward
 
 NAMES = (
@@ -53,10 +52,7 @@ def fuse(model: nn.Module) -> list[str]:
 
 def unfuse(model: nn.Module) -> None:
     """Give the modules of `fuse` their classes back."""
-    unfuse_norms(model)
-    for module in model.modules():
-        if isinstance(module, FusedSwiGLU):
-            module.__class__ = plain_class(module)
+    unmix(model, FusedSwiGLU, FusedRMSNorm)
 
 
 class FusedSwiGLU(nn.Module):
@@ -64,31 +60,35 @@ class FusedSwiGLU(nn.Module):
 
     plain_forward: Any
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return down(silu(gate(x)) × up(x)): [..., features] -> [..., features]."""
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return down(silu(gate(x)) × up(x)) of the one argument x: [..., features] -> [..., features]."""
         layers = _layers_of(self)
-        if layers is None:  # an inner layer was changed since
-            result: Tensor = self.plain_forward(x)
+        if layers is None or named or len(given) != 1:  # None: an inner layer was changed since
+            result: Tensor = self.plain_forward(*given, **named)
             return result
-        return _swiglu(x, *layers)
+        return _swiglu(given[0], *layers)
 
 
 def _layers_of(module: nn.Module) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear] | None:
     """Return gate, up and down, if the module has such layers and they can be joined."""
     for names in NAMES:
         layers = [module._modules.get(name) for name in names]
-        if all(type(layer) is Fp8Linear and _is_plain(layer) for layer in layers):
+        if all(type(layer) is Fp8Linear and _is_plain(layer, layers[0]) for layer in layers):
             return tuple(layers)  # type: ignore[return-value]
     return None
 
 
-def _is_plain(layer: Fp8Linear) -> bool:
+def _is_plain(layer: Fp8Linear, first: Any) -> bool:
+    """Is there nothing to the layer but the product of a weight, made as the first one's is?"""
     hooks = layer._forward_hooks or layer._forward_pre_hooks
     hooks = hooks or layer._backward_hooks or layer._backward_pre_hooks
     products = layer.products
     return (
         layer.bias is None
         and not hooks
+        and layer.training is first.training
+        and products.name == first.products.name
+        and products.fp8_recipe == first.products.fp8_recipe
         and products.fp8_recipe in ("current", "delayed")
         and products.formats.x is E4M3
         and products.chooser is None  # which may leave a layer in bf16
@@ -103,24 +103,21 @@ def _is_swiglu(module: nn.Module, layers: tuple[Fp8Linear, Fp8Linear, Fp8Linear]
 
     Its own forward is run on small layers with random weights in the place of its own, which may be zero.
     """
-    if isinstance(module, FusedSwiGLU):
+    if isinstance(module, FusedSwiGLU) or "forward" in vars(module):  # a wrapper's
         return False
     weights = {id(layer.weight) for layer in layers}
     if {id(p) for p in module.parameters()} != weights or next(module.buffers(), None) is not None:
         return False
-    twin = module.__class__.__new__(module.__class__)
+    twin = object.__new__(type(module))  # FSDP's own makes a module of the class below
     twin.__dict__.update(module.__dict__)
-    twin.training = True
     with torch.random.fork_rng(devices=[]):  # dropout would show, and takes random numbers
         torch.default_generator.manual_seed(0)  # and no GPU's
         small = [nn.Linear(32, 48, False), nn.Linear(32, 48, False), nn.Linear(48, 32, False)]
-        places = {
+        places: dict[int, Any] = {
             id(layer): plain.cpu().float() for layer, plain in zip(layers, small, strict=True)
         }
-        twin._modules = {
-            name: places.get(id(child)) or copy.deepcopy(child).train()  # type: ignore[union-attr]
-            for name, child in module._modules.items()
-        }
+        twin._modules = copy.deepcopy(module._modules, places)
+        nn.Module.train(twin)
         x = torch.randn(2, 16, 32, device="cpu", dtype=torch.float32)
         gate, up, down = small
         expected = down(nn.functional.silu(gate(x)) * up(x))
@@ -143,7 +140,7 @@ def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tenso
         codes, mode = layer.products.weights.codes(layer.weight, train, grad)
         weights += codes[:3]
         hows.append(layer.products.how(mode, train, dtype))
-    again = in_backward()
+    again = train and in_backward()
     state = down.products.x_state
     h_scaling = ([] if state is None else [state.handle], train and not again, again)
     result: Tensor = _SwiGLU.apply(
@@ -195,9 +192,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        differentiate = _backward_once if torch.is_grad_enabled() else _backward
-        result: tuple[Tensor | None, ...] = differentiate(ctx, grad)
-        return result
+        return backward_once(_backward, ctx, grad)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -223,6 +218,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_up:
         dw_up = crop(product(du_t, du_scale, x_codes_t, x_scale, w_up.dtype), w_up.shape)
     return dx, dw_gate, dw_up, dw_down, *(None,) * 16
-
-
-_backward_once = once_differentiable(_backward)

@@ -18,11 +18,11 @@ input, or autocast's where autocast is on.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3
@@ -143,10 +143,34 @@ class _Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The decorator takes 5 µs to refuse second derivatives, which only a recorded backward can ask for.
-        differentiate = _backward_once if torch.is_grad_enabled() else _backward
-        result: tuple[Tensor | None, ...] = differentiate(ctx, grad)
-        return result
+        return backward_once(_backward, ctx, grad)
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def backward_once(
+    backward: Callable[[Any, Tensor], Gradients], ctx: Any, grad: Tensor
+) -> Gradients:
+    """Return `backward(ctx, grad)`, gradients that raise where they are differentiated themselves.
+
+    torch's `once_differentiable` takes 5 µs for that, and lets those of a `grad` that is a constant pass for constants.
+    """
+    if not torch.is_grad_enabled():  # as always without create_graph=True
+        return backward(ctx, grad)
+    with torch.no_grad():
+        gradients = backward(ctx, grad)
+    refuse: Any = torch._C._functions.DelayedError(_TWICE, len(gradients))
+    result: Gradients = refuse(
+        *(g if g is None else g.detach().requires_grad_() for g in gradients)
+    )
+    return result
+
+
+_TWICE = (
+    b"second derivatives through an FP8 layer were asked for (create_graph=True), and casts to FP8 have none. "
+    b"Leave the layer out with initialize(..., skip=[...]), or call fp8stack.restore(model) before."
+)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,7 +197,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _NONE = (None,) * 9
-_backward_once = once_differentiable(_backward)
 _apply: Any = super(torch.autograd.Function, _Fp8Matmul).apply
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from fp8stack.errors import ModelError
+
 _CLASSES: dict[tuple[type[nn.Module], type[nn.Module], str], type[nn.Module]] = {}
 
 
@@ -21,7 +23,8 @@ def mixed_class(mixin: type[nn.Module], cls: type[nn.Module], prefix: str) -> ty
     parents = mixin, cls, prefix
 
     def reduce(self: nn.Module) -> Any:
-        return remake, parents, self.__dict__
+        get = getattr(self, "__getstate__", None)  # which every object has since Python 3.11
+        return remake, parents, get() if get else self.__dict__
 
     if parents not in _CLASSES:
         # Dynamo of torch 2.11 knows no super() here.
@@ -37,6 +40,19 @@ def remake(mixin: type[nn.Module], cls: type[nn.Module], prefix: str) -> nn.Modu
     return module
 
 
-def plain_class(module: nn.Module) -> Any:
-    """Return the class that a module of a mixed class had before."""
-    return type(module).__bases__[1]
+def unmix(model: nn.Module, *mixins: type[nn.Module]) -> None:
+    """Give the modules of classes mixed with any of `mixins` their classes back.
+
+    Raises:
+        ModelError: if one has a class made over the mixed one. Nothing is changed.
+    """
+    mixed = {name: m for name, m in model.named_modules() if isinstance(m, mixins)}
+    for name, module in mixed.items():
+        if type(module) not in _CLASSES.values():
+            raise ModelError(
+                f"{name or 'the model'} is a {type(module).__name__}, a class that fully_shard or a parametrization "
+                "made over the fused one, which cannot be taken from under it: restore before you shard or "
+                "parametrize a fused module, or undo that first."
+            )
+    for module in mixed.values():
+        module.__class__ = type(module).__bases__[1]

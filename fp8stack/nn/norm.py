@@ -6,9 +6,10 @@ of it for the cast (`operands.py`), which then reads its input once instead of t
 bit; the norm itself is computed in float32 and rounded once, where modules that round twice give another last bit.
 
 `fuse_norms` takes a module by what it computes: its own forward, run on a random weight, has to give the numbers of the
-formula, for inputs so small that eps counts too. So a norm that multiplies by 1 + w, subtracts the mean or reads more
-than its input is left as it is. Under torch.compile or autocast, for inputs of another dtype than the weight, and for
-tensors that are not torch's own, a fused norm runs its own class's forward.
+formula, for inputs so small that eps counts too, and results of its input's dtype. So a norm that multiplies by 1 + w,
+subtracts the mean, goes over other dimensions than the last or reads more than its input is left as it is. Under
+torch.compile or autocast, for inputs of another dtype than the weight, and for tensors that are not torch's own, a
+fused norm runs its own class's forward. Second derivatives are torch's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 
-from .mixed import mixed_class, plain_class
+from .mixed import mixed_class, unmix
 from .operands import note_parts
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,9 +43,7 @@ def fuse_norms(model: nn.Module) -> list[str]:
 
 def unfuse_norms(model: nn.Module) -> None:
     """Give the norms of `fuse_norms` their classes back."""
-    for module in model.modules():
-        if isinstance(module, FusedRMSNorm):
-            module.__class__ = plain_class(module)
+    unmix(model, FusedRMSNorm)
 
 
 class FusedRMSNorm(nn.Module):
@@ -54,15 +52,16 @@ class FusedRMSNorm(nn.Module):
     weight: Tensor
     plain_forward: Any
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x / rms(x) × weight: [..., cols] -> [..., cols]."""
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return x / rms(x) × weight of the one argument x: [..., cols] -> [..., cols]."""
         eps = _eps_of(self)
-        if torch.compiler.is_compiling() or eps is None or not _fits(x, self.weight):
-            result: Tensor = self.plain_forward(x)
+        other = torch.compiler.is_compiling() or eps is None or named or len(given) != 1
+        if other or not _fits(given[0], self.weight):
+            result: Tensor = self.plain_forward(*given, **named)
             return result
         # Under the mode of matmuls=True, each torch call in here would go through Python.
         with torch._C.DisableTorchFunction():
-            y, parts = _apply(x, self.weight, eps)
+            y, parts = _apply(given[0], self.weight, eps)
             note_parts(y, parts)
         return y  # type: ignore[no-any-return]
 
@@ -94,34 +93,30 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         y, rstd, parts = ops.rmsnorm(x, weight, eps)
+        ctx.eps = eps
         ctx.set_materialize_grads(False)  # there is none of the parts
         ctx.save_for_backward(x, weight, rstd)
         return y, parts
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
-        # The decorator takes 5 µs to refuse second derivatives, which only a recorded backward can ask for.
-        differentiate = _backward_once if torch.is_grad_enabled() else _backward
-        result: tuple[Tensor | None, ...] = differentiate(ctx, dy)
-        return result
+    def backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None
+        x, weight, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: torch's gradients can be differentiated
+            needed = [t for t, need in zip((x, weight), ctx.needs_input_grad, strict=False) if need]
+            y = nn.functional.rms_norm(x, weight.shape, weight, ctx.eps)
+            found = iter(torch.autograd.grad(y, needed, dy, create_graph=True))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:2]), None
+        return *ops.rmsnorm_backward(dy, x, weight, rstd, ctx.needs_input_grad[1]), None
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, rstd = ctx.saved_tensors
-    return *ops.rmsnorm_backward(dy, x, weight, rstd, ctx.needs_input_grad[1]), None
-
-
-_backward_once = once_differentiable(_backward)
 # What torch does in Python before it calls C++ is for functorch, see `_fits`.
 _apply: Any = super(torch.autograd.Function, _RMSNorm).apply
 
 
-@torch.no_grad()
 def _is_rmsnorm(module: nn.Module) -> bool:
-    """Does the module compute the formula of its input and its one parameter alone?
-
-    Its own forward is run with a random weight in the place of its own, which may be all ones.
-    """
+    """Does the module compute the formula of its input and its one parameter alone?"""
     cls, eps = type(module), _eps_of(module)
     if isinstance(module, FusedRMSNorm) or eps is None:
         return False
@@ -137,22 +132,35 @@ def _is_rmsnorm(module: nn.Module) -> bool:
         return False
     if weight.dim() != 1 or not 0 < len(weight) <= MOST_COLS:
         return False
-    twin = cls.__new__(cls)
+    with torch.random.fork_rng(devices=[]):  # dropout would show, and takes random numbers
+        return _computes_the_formula(module, len(weight), eps)
+
+
+@torch.no_grad()
+def _computes_the_formula(module: nn.Module, cols: int, eps: float) -> bool:
+    """Run the module's own forward with a random weight in the place of its own, which may be all ones."""
+    twin = object.__new__(type(module))  # FSDP's own makes a module of the class below
     twin.__dict__.update(module.__dict__)
     twin.training = True
+
+    def run(x: Tensor, weight: Tensor) -> Tensor | None:
+        """Return the result if it is of the shape and dtype of x."""
+        twin._parameters = module._parameters | {"weight": nn.Parameter(weight)}
+        try:
+            y = type(module).forward(twin, x)
+        except Exception:  # it wants another device or shape
+            return None
+        fits = isinstance(y, Tensor) and y.shape == x.shape and y.dtype is x.dtype
+        return y if fits else None
+
     draw = torch.Generator().manual_seed(0)
-    w, x = torch.randn(2, len(weight), generator=draw, device="cpu", dtype=torch.float32)
-    with torch.random.fork_rng(devices=[]):  # dropout would show, and takes random numbers
-        twin._parameters = module._parameters | {"weight": nn.Parameter(w)}
-        for size in (1.0, 1e-4):  # of the second, eps is not a small part
-            given = size * torch.stack([x, x.flip(0) + 1])
-            try:
-                found = cls.forward(twin, given.clone())
-            except Exception:  # it wants another device or shape
-                return False
-            expected = formula(given, w, eps)[0]
-            if not isinstance(found, Tensor) or found.dtype is not expected.dtype:
-                return False
-            if found.shape != expected.shape or not torch.allclose(found, expected, 1e-5, 0.0):
-                return False
-    return True
+    w = torch.randn(cols, generator=draw, device="cpu", dtype=torch.float32)
+    # of four dimensions: a norm over others than the last shows
+    x = torch.randn(2, 3, 5, cols, generator=draw, device="cpu", dtype=torch.float32)
+    for size in (1.0, eps**0.5) if eps > 0 else (1.0,):  # of the second, eps is no small part
+        expected = formula(size * x, w, eps)[0]
+        found = run(size * x, w)
+        if found is None or not torch.allclose(found, expected, 1e-5, 0.0):
+            return False
+    # The module may be cast to any of these later on.
+    return all(run(x.to(dtype), w.to(dtype)) is not None for dtype in _DTYPES)

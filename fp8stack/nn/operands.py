@@ -100,7 +100,7 @@ _noted: list[tuple[Any, Any, Tensor]] = []
 
 
 def note_parts(x: Tensor, parts: Tensor) -> None:
-    """Note for the cast of `x` the magnitudes of its parts, int32 [a power of two], as its amax; not in a graph."""
+    """Note the magnitudes of the parts of `x`, int32 [a power of two], for its cast; not under torch.compile."""
     if not x.is_inference():  # which has no version
         _noted[:] = [(weakref.ref(x, _forget), _state(x), parts)]
 
@@ -138,7 +138,7 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
     assert products.x_state is not None
-    again = in_backward()
+    again = train and in_backward()  # evaluation took the next cast's scale, and goes on taking it
     codes, turned, scale = ops.cast_delayed(
         x, fmt, products.x_state.handle, train and not again, again
     )

@@ -1,6 +1,7 @@
 """Fused SwiGLU blocks: which are taken, what they compute, and the way back."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -8,12 +9,16 @@ import torch
 from helpers import assert_same_bits, train
 from layers import casts_of, count_casts, native, results
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
+from fp8stack.errors import ModelError
 from fp8stack.nn import Fp8Linear
 from fp8stack.nn.fused import FusedSwiGLU, fuse, unfuse
+from fp8stack.nn.norm import FusedRMSNorm
 
 RECIPES = pytest.mark.parametrize("recipe", ["current", "delayed"])
 NAMES = {"hf": ("gate_proj", "up_proj", "down_proj"), "meta": ("w1", "w3", "w2")}
@@ -77,6 +82,17 @@ class TwoInputs(Block):
         return super().forward(x + y)
 
 
+class Factored(Block):
+    def forward(self, x, factor=1):
+        return factor * super().forward(x)
+
+
+def hooked():
+    block = Block()
+    block.forward = lambda x, inner=block.forward: inner(x)  # as accelerate's hooks do
+    return block
+
+
 REFUSED = {
     "a bias": (lambda: Block(bias=True), {}),
     "GELU": (lambda: Block(act=F.gelu), {}),
@@ -84,6 +100,7 @@ REFUSED = {
     "dropout": (lambda: Block(dropout=nn.Dropout(0.1)), {}),
     "a factor": (Scaled, {}),
     "other arguments": (TwoInputs, {}),
+    "a forward put in its place": (hooked, {}),
     "blockwise scaling": (Block, {"fp8_recipe": "blockwise"}),
     "inputs in E5M2": (Block, {"fp8_format": "e5m2"}),
     "a skipped layer": (Block, {"skip": ["*up_proj"]}),
@@ -119,10 +136,50 @@ def test_hooks_on_an_inner_layer_go_on_being_called(register, device):
         assert len(calls) == 1
 
 
+OPTIONS = [{"fp8_recipe": "delayed"}, {"fp8_format": "e4m3"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["delayed", "e4m3"])
+@pytest.mark.parametrize("other", range(3), ids=NAMES["hf"])
+def test_layers_of_different_recipes_are_not_joined(other, options, device):
+    block = Block()
+    for i, layer in enumerate(block.children()):
+        native(nn.Sequential(layer), device, **(options if i == other else {}))
+    assert fuse(block) == []
+    results(block, torch.randn(16, 32, device=device))
+
+
+def test_a_layer_that_evaluates_while_the_others_train_keeps_its_scales(device):
+    block = native(nn.Sequential(Block()), device, fp8_recipe="delayed")
+    assert fuse(block) == ["0"]
+    x = torch.randn(16, 32, device=device)
+    results(block, x)
+    state = block[0].down_proj.eval().products.x_state
+    before = state.tensor.clone()
+    results(block, 2 * x)
+    assert_same_bits(state.tensor, before)
+
+
 def test_a_model_that_is_not_initialized_has_nothing_to_fuse():
-    model = nn.Sequential(Block())
+    model = nn.Sequential(Block(), nn.RMSNorm(32, 1e-5))
     assert fuse(model) == []
-    assert type(model[0]) is Block
+    assert [type(m) for m in model] == [Block, nn.RMSNorm]
+
+
+def test_a_place_for_a_module_may_be_empty(device):
+    block = Block()
+    block.register_module("adapter", None)
+    assert fuse(native(nn.Sequential(block), device)) == ["0"]
+
+
+def test_other_arguments_go_to_the_block_s_own_forward(device):
+    block = native(nn.Sequential(Factored()), device)[0]
+    x = torch.randn(16, 32, device=device)
+    expected = block(x, 3)
+    assert fuse(block) == [""]
+    assert_same_bits(block(x, 3), expected)
+    assert_same_bits(block(x, factor=3), expected)
+    assert_same_bits(block(x=x, factor=3), expected)
 
 
 # --- what they compute
@@ -201,35 +258,58 @@ def test_recomputation_gives_the_same_bits(reentrant, recipe, device):
     given = []
     for again in (False, True):
         torch.manual_seed(0)
-        block = native(nn.Sequential(Block()), device, fp8_recipe=recipe)
+        options = {"fp8_recipe": recipe} | ({"amax_history_len": 2} if recipe == "delayed" else {})
+        block = native(nn.Sequential(Block()), device, **options)
         fuse(block)
         model = Checkpointed(block, reentrant) if again else block
         given.append([])
-        for factor in (1.0, 1.5, 0.5):
+        for factor in (1.0, 1.5, 0.5, 0.25):
             given[-1] += results(model, factor * torch.randn(16, 32, device=device))
+        given[-1] += [s.tensor for s in states_of(block[0])] if recipe == "delayed" else ()
+        model.eval()
+        given[-1] += results(model, torch.randn(16, 32, device=device))
     for one, other in zip(*given, strict=True):
         assert_same_bits(one, other)
+
+
+def states_of(block):
+    """Return the states of a block's operands: x, the activation, and the gradients of the three layers' outputs."""
+    gate, up, down = (layer.products for layer in block.children())
+    return [gate.x_state, down.x_state, gate.g_state, up.g_state, down.g_state]
 
 
 def test_delayed_scales_come_from_the_calls_before(device):
     """Each of the block's operands has a state, as in the unfused one, and evaluation leaves them as they are."""
     block = native(nn.Sequential(Block()), device, fp8_recipe="delayed", amax_history_len=2)
-    gate, up, down = block[0].children()
     fuse(block)
     x = torch.randn(16, 32, device=device)
     one = results(block, x)[0]
-    states = [p.products.x_state for p in (gate, down)]
-    states += [p.products.g_state for p in (gate, up, down)]
-    scales = torch.stack([s.tensor[0] for s in states])
+    states = states_of(block[0])
+    before = torch.stack([s.tensor for s in states])
+    scales = before[:, 0]
     assert scales.gt(0).all()
-    same = results(block.eval(), x)[0]
-    assert_same_bits(same, one)
-    assert_same_bits(torch.stack([s.tensor[0] for s in states]), scales)
+    results(block.eval(), 3 * x, torch.full_like(x, 3))
+    assert_same_bits(torch.stack([s.tensor for s in states]), before)
+    assert_same_bits(block(x), one)
     results(block.train(), 2 * x, torch.full_like(x, 2))
     after = torch.stack([s.tensor[0] for s in states])
     assert after.gt(scales).all()
     assert after[0] == 2 * scales[0]
     assert after[-1] == 2 * scales[-1]
+
+
+def test_backward_may_outlive_the_block(device):
+    """Whose states it updates, though nothing else knows them any more."""
+    block = native(nn.Sequential(Block()), device, fp8_recipe="delayed")
+    fuse(block)
+    x = torch.randn(16, 32, device=device)
+    _, expected, *_ = results(copy.deepcopy(block), x)
+    x.requires_grad_()
+    y = block(x)
+    del block
+    gc.collect()
+    y.sum().backward()
+    assert_same_bits(x.grad, expected)
 
 
 class Checkpointed(nn.Module):
@@ -293,6 +373,17 @@ def test_backward_after_a_weight_changed_is_torchs_error(device):
         y.sum().backward()
 
 
+def test_second_derivatives_say_no(device):
+    """Also where the gradient of the output is a constant."""
+    block = native(nn.Sequential(Block()), device)
+    fuse(block)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    for loss in (block(x).sum(), block(x).square().sum()):
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivatives through an FP8 layer"):
+            dx.square().sum().backward()
+
+
 # --- copies and the way back
 
 
@@ -310,6 +401,51 @@ def test_copies_and_pickles_are_fused_too(device, monkeypatch):
         assert sorted(seen) == [(16, 32), (16, 48), (32, 48), (48, 32), (48, 32)]
         for one, same in zip(results(other, x), expected, strict=True):
             assert_same_bits(one, same)
+
+
+class Rememberer(Block):
+    """Whose copies do not take everything along."""
+
+    def __getstate__(self):
+        return {**self.__dict__, "seen": None}
+
+
+def test_copies_take_what_the_class_says(device):
+    block = native(nn.Sequential(Rememberer()), device)[0]
+    assert fuse(block) == [""]
+    block.seen = "much"
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert other.seen is None
+    assert block.seen == "much"
+
+
+class Sized(Block):
+    def __init__(self, dim):
+        super().__init__(dim)
+
+
+def test_a_sharded_block_can_be_fused(mesh):
+    model, x = native(nn.Sequential(Sized(32))), torch.randn(16, 32)
+    plain = copy.deepcopy(model)
+    fuse(plain)
+    expected = results(plain, x)
+    fully_shard(model[0], mesh=mesh)
+    sharded = type(model[0])
+    assert fuse(model) == ["0"]
+    for one, same in zip(results(model, x), expected, strict=True):
+        assert_same_bits(one.full_tensor() if isinstance(one, DTensor) else one, same)
+    unfuse(model)
+    assert type(model[0]) is sharded
+
+
+def test_restoring_a_fused_block_that_was_sharded_says_what_to_do(mesh):
+    model = native(nn.Sequential(Block(), nn.RMSNorm(32, 1e-5)))
+    assert fuse(model) == ["0", "1"]
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(ModelError, match=r"^0 is a FSDPFusedBlock.*restore before"):
+        fp8stack.restore(model)
+    assert isinstance(model[1], FusedRMSNorm)  # nothing is changed
+    fp8stack.get_report(model)
 
 
 def test_restore_undoes_fuse(device):

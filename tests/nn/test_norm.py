@@ -10,9 +10,11 @@ from helpers import assert_same_bits, train
 from layers import native, results
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
+from fp8stack.errors import ModelError
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.nn import operands
@@ -176,6 +178,25 @@ class WideRMSNorm(LlamaRMSNorm):
         return super().forward(x).double()
 
 
+class Float32RMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class SampleRMSNorm(LlamaRMSNorm):
+    """Over all but the batch."""
+
+    def forward(self, x):
+        mean = x.pow(2).mean(tuple(range(1, x.dim())), keepdim=True)
+        return self.weight * x * torch.rsqrt(mean + self.variance_epsilon)
+
+
+class ChannelsFirstRMSNorm(LlamaRMSNorm):
+    def forward(self, x):
+        plain = x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.variance_epsilon)
+        return self.weight.view(-1, *(1,) * (x.dim() - 2)) * plain
+
+
 class BiasedRMSNorm(LlamaRMSNorm):
     def __init__(self, dim):
         super().__init__(dim)
@@ -225,6 +246,13 @@ REFUSED = {
     "dropout": lambda: DropoutRMSNorm(32),
     "two results": lambda: PairRMSNorm(32),
     "a result of another dtype": lambda: WideRMSNorm(32),
+    "float32 of bfloat16": lambda: Float32RMSNorm(32).bfloat16(),
+    "float32 of float16": lambda: Float32RMSNorm(32).half(),
+    "float32 of what it may be cast to": lambda: Float32RMSNorm(32),
+    "everything but the batch": lambda: SampleRMSNorm(32),
+    "channels first": lambda: ChannelsFirstRMSNorm(32),
+    "channels first, two of them": lambda: ChannelsFirstRMSNorm(2),
+    "channels first, three of them": lambda: ChannelsFirstRMSNorm(3),
     "a bias": lambda: BiasedRMSNorm(32),
     "a buffer": lambda: BufferedRMSNorm(32),
     "a module inside": lambda: InnerRMSNorm(32),
@@ -430,12 +458,48 @@ def test_changes_after_forward_are_torchs_error(device):
             y.sum().backward()
 
 
-def test_second_derivatives_are_torchs_error(device):
+@NORM
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.square().sum()], ids=["sum", "squares"])
+def test_second_derivatives_are_those_of_the_formula(make, frozen, loss, device):
+    """As a gradient penalty wants them. The gradient of a sum is a constant, which needs none itself."""
+    norm = fused(make(32), device).requires_grad_(not frozen)
+    exact = copy.deepcopy(norm).double()
+    unfuse_norms(exact)
+    x = torch.randn(5, 32, device=device)
+    given = []
+    for module, leaf in ((norm, x.clone()), (exact, x.double())):
+        (dx,) = torch.autograd.grad(loss(module(leaf.requires_grad_())), leaf, create_graph=True)
+        dx.square().sum().backward()
+        given.append([leaf.grad] if frozen else [leaf.grad, module.weight.grad])
+    for value, true in zip(*given, strict=True):
+        assert (value.double() - true).norm() <= 1e-5 * true.norm()
+
+
+class WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+def test_an_output_may_get_no_gradient(device):
     norm = fused(LlamaRMSNorm(32), device)
     x = torch.randn(5, 32, device=device, requires_grad=True)
-    (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    WithoutGradient.apply(norm(x)).sum().backward()
+    assert x.grad is norm.weight.grad is None
+
+
+def test_the_input_may_have_its_name_and_other_arguments_are_refused(device):
+    norm = fused(LlamaRMSNorm(32), device)
+    x = torch.randn(5, 32, device=device)
+    assert torch.allclose(norm(hidden_states=x), norm(x), rtol=1e-5, atol=0)
+    for arguments, named in (((), {}), ((x, x), {}), ((x,), {"gate": x})):
+        with pytest.raises(TypeError, match=r"LlamaRMSNorm.forward\(\)"):
+            norm(*arguments, **named)
 
 
 def test_a_second_backward_gives_the_same(device):
@@ -640,6 +704,18 @@ def test_copies_and_pickles_are_fused_too(device):
             assert_same_bits(one, same)
         unfuse_norms(other)
         assert type(other) is MetaRMSNorm
+
+
+def test_unfusing_a_norm_under_a_class_of_others_says_what_to_do(device):
+    model = nn.Sequential(LlamaRMSNorm(32), LlamaRMSNorm(32)).to(device)
+    fuse_norms(model)
+    parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    with pytest.raises(ModelError, match=r"^1 is a ParametrizedFusedLlamaRMSNorm.*restore before"):
+        unfuse_norms(model)
+    assert isinstance(model[0], FusedRMSNorm)  # nothing is changed
+    parametrize.remove_parametrizations(model[1], "weight")
+    unfuse_norms(model)
+    assert [type(m) for m in model] == [LlamaRMSNorm] * 2
 
 
 @NORM

@@ -172,6 +172,23 @@ def test_recomputation_repeats_every_bit_and_is_not_remembered(recipe, reentrant
         assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
+def test_evaluation_is_recomputed_with_the_scales_that_it_had(reentrant, device):
+    """Which are not those of the last cast in training."""
+    parts = (nn.GELU(), nn.Linear(32, 48), nn.GELU())
+    block = native(nn.Sequential(*parts), device, fp8_recipe="delayed")
+    x = torch.randn(16, 32, device=device)
+    for factor in (1, 3):
+        results(block, factor * x)
+    expected = results(block.eval(), x)
+    again = x.clone().requires_grad_()
+    block.zero_grad()
+    checkpoint(block, again, use_reentrant=reentrant).sum().backward()
+    given = [again.grad, *(p.grad for p in block.parameters())]
+    for one, same in zip(given, expected[1:], strict=True):
+        assert_same_bits(one, same)
+
+
 @MARGINS
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_margin_and_algorithm_set_the_scale(margin, algorithm, device):
