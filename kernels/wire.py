@@ -71,17 +71,20 @@ def _load_values(codes_ptr, scales_ptr, code_at, scale_at, exists):
 
 @triton.jit
 def _reduce_kernel(
-    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, error_ptr, ranks, divisor, per, code_pitch, scale_pitch, numel,
-    AVERAGE: tl.constexpr, PACK: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, error_ptr,
+    ranks, divisor, blocks, per, code_step, scale_step, code_pitch, scale_pitch, numel,
+    DIVIDE: tl.constexpr, PACK: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    exists = block < per
+    exists = block < blocks
+    code_at = (block // per) * code_step + (block % per) * 128
+    scale_at = (block // per) * scale_step + block % per
     total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     for rank in range(ranks):
         codes = codes_ptr + rank * tl.cast(code_pitch, tl.int64)
         scales = scales_ptr + rank * tl.cast(scale_pitch, tl.int64)
-        total += _load_values(codes, scales, block * 128, block, exists)
-    if AVERAGE:
+        total += _load_values(codes, scales, code_at, scale_at, exists)
+    if DIVIDE:
         total = tl.div_rn(total, tl.zeros_like(total) + divisor)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
@@ -89,8 +92,9 @@ def _reduce_kernel(
         if ERROR:
             total += tl.load(error_ptr + at, mask=inside, other=0.0)
         code, scale = _quantize(total, HARDWARE)
-        tl.store(out_ptr + at, code, mask=inside)
-        tl.store(out_scales_ptr + block, scale, mask=exists)
+        place = code_at[:, None] + tl.arange(0, 128)[None, :]
+        tl.store(out_ptr + place, code, mask=inside)
+        tl.store(out_scales_ptr + scale_at, scale, mask=exists)
         if ERROR:  # none of a block that is not finite, whose error would stay for ever
             lost = total - decode(code, 3, -6, True) * scale[:, None]
             lost = tl.where((scale == scale)[:, None] & (at >= 0), lost, 0.0)
@@ -150,26 +154,39 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool) -> Tensor:
 
 
 def reduce_pack(
-    chunks: Tensor, layout: Layout, average: bool, error: Tensor | None = None
+    chunks: Tensor, layout: Layout, divisor: float = 1.0, error: Tensor | None = None
 ) -> Tensor:
-    """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
-    out = chunks.new_empty(layout.pitch)
-    scales = _floats(out)[layout.per * BLOCK // 4 :]
-    _reduce(chunks, _scales(chunks, layout.per), out, scales, layout.per, 0, average, error)
+    """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
+    out = torch.empty_like(chunks[0])
+    if not layout.pitch:
+        return out
+    codes, per = chunks.view(len(chunks), -1, layout.pitch), layout.per
+    _reduce(
+        codes,
+        _scales(codes, per),
+        out,
+        _scales(out.view(-1, layout.pitch), per),
+        per,
+        0,
+        divisor,
+        error,
+    )
     return out
 
 
-def reduce_unpack(chunks: Tensor, out: Tensor, average: bool) -> None:
-    """Add up a stripe in float32, in the order of ranks, and round the sum, or the mean, to the dtype of `out`."""
-    per = Layout(1, out.numel(), 1).per
-    _reduce(chunks, _scales(chunks, per), out, out, per, out.numel(), average, None)
+def reduce_unpack(chunks: Tensor, out: Tensor, divisor: float = 1.0) -> None:
+    """Add up a stripe in float32, in the order of ranks, divide by `divisor`, and round to the dtype of `out`."""
+    per, codes = Layout(1, out.numel(), 1).per, chunks[:, None]
+    _reduce(codes, _scales(codes, per), out, out, per, out.numel(), divisor, None)
 
 
 def reduce_blocks(
-    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor, average: bool, error: Tensor | None = None
+    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor,
+    divisor: float = 1.0, error: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add up blocks of all ranks in float32, in the order of ranks, and quantize the sum, or the mean."""
-    _reduce(codes, scales, out, out_scales, scales.shape[1], 0, average, error)
+    """Add up blocks of all ranks in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
+    per = scales.shape[1]
+    _reduce(codes[:, None], scales[:, None], out, out_scales, per, 0, divisor, error)
 
 
 def _floats(chunks: Tensor) -> Tensor:
@@ -177,26 +194,34 @@ def _floats(chunks: Tensor) -> Tensor:
 
 
 def _scales(chunks: Tensor, per: int) -> Tensor:
-    """Return the scales in chunks, float32 [ranks, per]."""
-    return _floats(chunks).view(len(chunks), -1)[:, per * BLOCK // 4 : per * (BLOCK + 4) // 4]
+    """Return the scales in chunks [..., pitch], float32 [..., per]."""
+    floats = _floats(chunks).view(*chunks.shape[:-1], chunks.shape[-1] // 4)
+    return floats[..., per * BLOCK // 4 :][..., :per]
 
 
 def _reduce(
-    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor,
-    per: int, numel: int, average: bool, error: Tensor | None,
-) -> None:  # fmt: skip
-    """Reduce to `numel` elements of `out`, or to blocks if that is 0."""
-    if not per:
+    codes: Tensor,  # uint8 [ranks, stripes, ≥ per × 128]
+    scales: Tensor,  # float32 [ranks, stripes, per]
+    out: Tensor,
+    out_scales: Tensor,
+    per: int,
+    numel: int,  # of `out`; 0: blocks, as they lie in `codes`
+    divisor: float,
+    error: Tensor | None,
+) -> None:
+    blocks = per * codes.shape[1]
+    if not blocks:
         return
-    pitches = codes.stride(0), scales.stride(0)
+    lies = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
     lost = out_scales if error is None else error
+    divide, own = divisor != 1, error is not None
     places = [t.data_ptr() % 16 for t in (codes, scales, out, out_scales, lost)]
-    key = (len(codes), per, *pitches, numel, out.dtype, out.device, average, error is None, *places)
+    key = (len(codes), blocks, per, *lies, numel, out.dtype, out.device, divide, own, *places)
     with on_device(out.device):
         _launch_reduce(
-            key, _grid(per), raw_stream(out),
-            codes, scales, out, out_scales, lost, len(codes), float(len(codes)), per, *pitches, numel,
-            average, not numel, error is not None, casts_in_hardware(out.device), BLOCKS,
+            key, _grid(blocks), raw_stream(out),
+            codes, scales, out, out_scales, lost, len(codes), float(divisor), blocks, per, *lies, numel,
+            divide, not numel, own, casts_in_hardware(out.device), BLOCKS,
         )  # fmt: skip
 
 

@@ -35,6 +35,12 @@ def enter(rank, world, store, device, timeout=60):
     return torch.device(device, rank) if device == "cuda" else torch.device(device)
 
 
+def leave():
+    """Leave the group when all are done, and end: torch's threads sometimes abort a process that ends in order."""
+    leave_ranks()
+    os._exit(0)
+
+
 def drawn(rank, size, dtype=torch.float32, scale=1.0):
     """Return the same numbers for a rank in every process."""
     return (torch.randn(size, generator=torch.Generator().manual_seed(rank)) * scale).to(dtype)
@@ -66,14 +72,16 @@ def check_collectives(rank, world, store, device):
             check_all_reduce(parts[rank].to(device), exact, world)
             check_reduce_scatter(rank, world, size, dtype, device)
             check_gathers(parts, rank, world, device)
+    check_groups(rank, world, device)
+    check_order(rank, world, device)
     check_special_values(rank, world, device)
     check_shapes(rank, world, device)
     check_blocks(rank, world, device)
     check_refusals(rank, world, device)
     check_overlap(rank, world, device)
-    check_groups(rank, world, device)
     check_statistics(rank, world, device)
-    leave_ranks()
+    check_hierarchy(rank, world, device)
+    leave()
 
 
 def check_all_reduce(mine, exact, world):
@@ -162,6 +170,15 @@ def check_shapes(rank, world, device):
     comm.all_reduce(whole)
     comm.all_reduce(turned.t())  # a view, written through
     assert_same_bits(turned.t().contiguous(), whole)
+    spread, rows = torch.empty(4, 2 * world, device=device).t(), torch.ones(8, device=device)
+    comm.all_gather_into_tensor(spread, rows)
+    assert spread.eq(1).all()
+    part = torch.empty(4, 2, device=device).t()
+    comm.reduce_scatter_tensor(part, torch.ones(8 * world, device=device))
+    assert part.eq(world).all()
+    single = drawn(rank, (7, 1)).to(device)
+    comm.all_reduce(single)
+    assert_equal_everywhere(single)
     odd = drawn(rank, 1003).to(device)
     aligned = odd[3:].clone()
     comm.all_reduce(odd[3:])
@@ -198,6 +215,7 @@ def check_refusals(rank, world, device):
         ("elements", lambda: comm.reduce_scatter_tensor(x, torch.ones(8 * world + 1))),
         ("elements", lambda: comm.all_gather_into_tensor(x, torch.ones(9))),
         ("src", lambda: comm.broadcast(x)),
+        ("contiguous float32", lambda: comm.all_reduce(x, error=torch.zeros(3, device=device))),
         ("dequantize", lambda: comm.reduce_scatter_tensor(x, BlockScaledTensor.quantize(x))),
     ):
         with pytest.raises(ConfigError, match=error):
@@ -226,12 +244,45 @@ def check_overlap(rank, world, device):
         assert_same_bits(t, same)
 
 
+def check_order(rank, world, device):
+    """A call returns before other ranks make theirs, and those of two groups may come in any order."""
+    if world != 2:
+        return
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    x, y, token = (torch.ones(500, device=device) for _ in range(3))
+    if device.type == "cpu":  # NCCL's order is the stream's
+        if rank == 0:
+            work = comm.all_reduce(x, async_op=True, group=groups[0])
+            dist.send(token, 1)
+        else:
+            dist.recv(token, 0)
+            work = comm.all_reduce(x, async_op=True, group=groups[0])
+        work.wait()
+        assert x.eq(2).all()
+        tensors = {0: x, 1: y}
+        works = [
+            comm.all_reduce(tensors[i], async_op=True, group=groups[i])
+            for i in ((0, 1) if rank == 0 else (1, 0))
+        ]
+        for work in works:
+            work.wait()
+        assert x.eq(4).all()
+        assert y.eq(2).all()
+    with torch.inference_mode():
+        made = torch.ones(300, device=device)
+        comm.all_reduce(made, async_op=True).wait()
+        assert made.eq(world).all()
+
+
 def check_groups(rank, world, device):
     """Of a part of the ranks; who is not in it is told so as torch does."""
     if world < 3:
         return
     members = [0, world - 1]
     group = dist.new_group(members)
+    both = torch.ones(9, device=device)  # of all, when some ranks know more groups than others
+    comm.all_reduce(both, async_op=True).wait()
+    assert both.eq(world).all()
     x = torch.full((200,), float(rank + 1), device=device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -247,6 +298,46 @@ def check_groups(rank, world, device):
         assert result is None
         assert x.eq(rank + 1).all()
         assert any("does not belong to the given group" in str(w.message) for w in caught)
+
+
+def check_hierarchy(rank, world, device):
+    """Of two hosts of two ranks: the same bits everywhere, three roundings from the exact sum, and back."""
+    if world != 4:
+        return
+    comm.set_hierarchy(2)
+    for dtype in DTYPES:
+        for size in (1, 130, 1000, 128 * 16 + 1):
+            parts = [drawn(r, size, dtype) for r in range(world)]
+            for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, world)):
+                x, y = parts[rank].clone().to(device), parts[rank].clone().to(device)
+                comm.all_reduce(x, op)
+                assert_equal_everywhere(x)
+                assert_near(x, torch.stack(parts).double().sum(0) / divisor, 20)
+                comm.all_reduce(y, op, async_op=True).wait()
+                assert_same_bits(x, y)
+    x = drawn(rank, 2**16).to(device)
+    comm.all_reduce(x)
+    exact = torch.stack([drawn(r, 2**16) for r in range(world)]).double().sum(0)
+    assert_near(x, exact, 26.5)
+    bad = torch.ones(1000, device=device)
+    if rank == 2:
+        bad[300] = torch.inf
+    comm.all_reduce(bad)
+    assert bad[256:384].isnan().all()
+    assert bad.isnan().sum() == 128
+    error, total = comm.error_like(bad), 0.0
+    for _ in range(8):
+        x = drawn(rank, 1000).to(device)
+        comm.all_reduce(x, error=error)
+        total = total + x.double()
+    assert error.ne(0).any() == (rank < 4 and len(error) > 0)
+    assert_equal_everywhere(total)
+    with pytest.raises(ConfigError, match="must divide the group's 4 ranks, got 3"):
+        comm.set_hierarchy(3)
+    comm.set_hierarchy(4)
+    flat = drawn(rank, 2**16).to(device)
+    comm.all_reduce(flat)
+    assert_near(flat, exact, 28)  # one rounding less again
 
 
 def check_statistics(rank, world, device):
@@ -299,9 +390,12 @@ def check_disagreement(rank, world, store, device):
         lambda: comm.all_reduce(x[:50], dist.ReduceOp.AVG if rank else dist.ReduceOp.SUM),
         lambda: comm.all_reduce(x[:50].to(torch.bfloat16 if rank else torch.float32)),
         lambda: comm.broadcast(x[:50], 0) if rank else comm.all_reduce(x[:50]),
+        lambda: comm.broadcast(x[:50], rank),
     )
     for call, words in zip(
-        calls, ("101 float32", "AVG", "bfloat16", "broadcast of 50"), strict=True
+        calls,
+        ("101 float32", "AVG", "bfloat16", "broadcast from rank 0", "rank 1 of 50"),
+        strict=True,
     ):
         with pytest.raises(CommError, match=words) as caught:
             call()
@@ -309,7 +403,24 @@ def check_disagreement(rank, world, store, device):
     good = torch.ones(9, device=device)
     comm.all_reduce(good)
     assert good.eq(world).all()
-    leave_ranks()
+    leave()
+
+
+def note_failed_backward(rank, world, store, notes):
+    """The last rank dies before a backward of DataParallel; note what the others are told."""
+    enter(rank, world, store, "cpu", timeout=3)
+    parallel = comm.DataParallel(torch.nn.Linear(128, 128))
+    loss = parallel(torch.ones(2, 128)).sum()
+    dist.barrier()
+    if rank == world - 1:
+        os._exit(0)
+    try:
+        loss.backward()
+    except CommError as error:
+        notes[rank] = str(error)
+    with contextlib.suppress(Exception):
+        threading.Event().wait(0.5)
+    os._exit(0)
 
 
 def note_failure(rank, world, store, how, notes):

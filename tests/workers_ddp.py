@@ -7,8 +7,7 @@ from helpers import TinyLM, assert_same_bits, batch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from workers import leave_ranks
-from workers_comm import assert_equal_everywhere, enter
+from workers_comm import assert_equal_everywhere, enter, leave
 
 import fp8stack
 from fp8stack import comm
@@ -64,7 +63,7 @@ def check_hook(rank, world, store, device):
     check_errors_are_fed_back(rank, world, device)
     for level in (None, "O1", "O2"):
         check_training(rank, world, device, level)
-    leave_ranks()
+    leave()
 
 
 def check_gradients(rank, world, device, mode, dtype):
@@ -191,7 +190,7 @@ def check_shards(rank, world, store, device):
     assert torch.allclose(losses[True], losses[False], rtol=0.06)
     with pytest.raises(ConfigError, match="no module sharded by fully_shard in TinyLM"):
         comm.register_fp8_reduce_scatter(TinyLM())
-    leave_ranks()
+    leave()
 
 
 def shard(device, mesh, reduce_dtype, hooked):

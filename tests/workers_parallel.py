@@ -1,5 +1,8 @@
 """What the tests of FP8-resident data parallelism run in processes of their own."""
 
+import copy
+import gc
+import pickle
 import warnings
 from dataclasses import dataclass
 
@@ -10,8 +13,7 @@ from helpers import TinyLM, assert_same_bits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from workers import leave_ranks
-from workers_comm import assert_equal_everywhere, assert_near, enter
+from workers_comm import assert_equal_everywhere, assert_near, enter, leave
 from workers_ddp import WithUnused, inputs
 
 import fp8stack
@@ -64,12 +66,14 @@ def check_parallel(rank, world, store, device):
     check_outputs(rank, world, device)
     check_checkpoints(rank, world, device)
     check_many_parameters(rank, world, device)
+    check_what_counts_as_a_backward(rank, world, device)
+    check_wrappers_come_and_go(rank, world, device)
     check_failures(rank, world, device)
     for level in (None, "O1", "O2"):
         check_training(rank, world, device, level)
     for initial in (True, False):
         check_uneven_inputs(rank, world, device, initial)
-    leave_ranks()
+    leave()
 
 
 def check_gradients(rank, world, device, dtype):
@@ -80,7 +84,7 @@ def check_gradients(rank, world, device, dtype):
         model(*inputs(r, device)).backward()
         exact.append(flat(gradients(model)))
     mean = torch.stack(exact).mean(0)
-    for options in ({}, {"bucket_mb": 0.02}):
+    for options in ({}, {"bucket_cap_mb": 0.02}):
         model = built(TinyLM, device, dtype)
         parallel = DataParallel(model, **options)
         assert (len(parallel.buckets) > 1) == bool(options)
@@ -234,7 +238,7 @@ def check_checkpoints(rank, world, device):
     results = []
     for reentrant in (True, False):
         model = built(lambda: Checkpointed(reentrant), device)  # noqa: B023
-        parallel = DataParallel(model, bucket_mb=0.001)
+        parallel = DataParallel(model, bucket_cap_mb=0.001)
         for _ in range(2):
             model.zero_grad()
             parallel(x.to(device)).square().sum().backward()
@@ -244,6 +248,87 @@ def check_checkpoints(rank, world, device):
     model = built(lambda: Checkpointed(True, True), device)
     with pytest.raises(GradientError, match=r"first.*after its bucket was sent"):
         DataParallel(model)(x.to(device)).square().sum().backward()
+
+
+class Hidden:
+    """An output in which no tensor is found."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
+class Hiding(TinyLM):
+    def forward(self, *args):
+        return Hidden(super().forward(*args))
+
+
+def check_what_counts_as_a_backward(rank, world, device):
+    # outputs that are not found, and an evaluation before the backward
+    model = built(Hiding, device)
+    parallel = DataParallel(model)
+    loss = parallel(*inputs(rank, device)).loss
+    with torch.no_grad():
+        parallel(*inputs(50, device))
+    loss.backward()
+    assert_equal_everywhere(flat(gradients(model)))
+    # a backward of the bare module is no affair of other ranks
+    if rank == 0:
+        model.zero_grad()
+        model(*inputs(rank, device)).loss.backward()
+    dist.barrier()
+    # gradients of other things than parameters, and with them
+    model = built(Odd, device).eval()
+    parallel = DataParallel(model)
+    x = images(rank, device).requires_grad_()
+    y = parallel(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert all(p.grad is None for p in model.parameters())
+    (y.square().mean() + slope.square().sum()).backward()
+    assert_equal_everywhere(flat(gradients(model)))
+    # two forwards, the backward of the first fails, that of the second does not
+    model = built(TinyLM, device)
+    parallel = DataParallel(model, bucket_cap_mb=0.02, find_unused_parameters=True)
+    first, second = (parallel(*inputs(10 * i + rank, device)) for i in range(2))
+
+    def fail(gradient):
+        raise ArithmeticError("midway")
+
+    handle = model.embed.weight.register_hook(fail)
+    with pytest.raises(ArithmeticError, match="midway"):
+        first.backward()
+    handle.remove()
+    model.zero_grad()
+    second.backward()
+    assert_equal_everywhere(flat(gradients(model)))
+
+
+class Leaky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(128, 4)
+
+    def forward(self, x):
+        return self.layer(x), self.layer.weight
+
+
+def check_wrappers_come_and_go(rank, world, device):
+    model = built(Leaky, device)
+    x = torch.ones(2, 128, device=device)
+    parallel = DataParallel(model)
+    for _ in range(3):
+        parallel(x)[0].sum().backward()
+    assert not model.layer.weight._backward_hooks  # an output that is a parameter collects none
+    del parallel
+    gc.collect()
+    assert not model.layer.weight._post_accumulate_grad_hooks
+    model.zero_grad()
+    for copied in (
+        copy.deepcopy(DataParallel(model)),
+        pickle.loads(pickle.dumps(DataParallel(model))),
+    ):
+        copied(x * (1 + rank))[0].sum().backward()
+        assert_equal_everywhere(copied.module.layer.weight.grad + 0)
+        assert model.layer.weight.grad is None
 
 
 class Many(nn.Module):
@@ -293,7 +378,7 @@ def check_failures(rank, world, device):
         sparse(torch.arange(3, device=device)).sum().backward()
     for make, message in (
         (lambda: DataParallel(nn.ReLU()), "no parameter of which is trained"),
-        (lambda: DataParallel(model, bucket_mb=0), "bucket_mb must be above 0, got 0"),
+        (lambda: DataParallel(model, bucket_cap_mb=0), "bucket_cap_mb must be above 0, got 0"),
         (lambda: DataParallel(nn.Linear(2, 2).double()), "weight is torch.float64"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -343,7 +428,7 @@ def check_uneven_inputs(rank, world, device, initial):
     results = {}
     for kind in (DistributedDataParallel, DataParallel):
         model = built(TinyLM, device)
-        parallel = kind(model, bucket_mb=0.02) if kind is DataParallel else kind(model)
+        parallel = kind(model, bucket_cap_mb=0.02) if kind is DataParallel else kind(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with parallel.join(divide_by_initial_world_size=initial):
             for step in range(3 + 2 * rank):

@@ -6,6 +6,10 @@ What needs torch.distributed is imported when it is first asked for: some builds
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import is_available
+
+from fp8stack.errors import CommError
+
 from .gradients import GradientHandle
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     )
     from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
     from .fsdp import Fp8ReduceScatter, register_fp8_reduce_scatter
+    from .hosts import set_hierarchy
     from .parallel import DataParallel
     from .statistics import Statistics
 
@@ -38,6 +43,7 @@ _PLACES = {
     "reduce_scatter_tensor": "collectives",
     "register_fp8_hook": "ddp",
     "register_fp8_reduce_scatter": "fsdp",
+    "set_hierarchy": "hosts",
 }
 
 __all__ = [
@@ -56,10 +62,13 @@ __all__ = [
     "reduce_scatter_tensor",
     "register_fp8_hook",
     "register_fp8_reduce_scatter",
+    "set_hierarchy",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if not is_available():
+        raise CommError(f"this torch is built without torch.distributed, which {name} needs.")
     return getattr(import_module(f".{_PLACES[name]}", __name__), name)

@@ -15,18 +15,16 @@ A matrix whose columns are no multiple of 128 has its rows padded in the bucket,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.formats import BLOCK, E4M3, rows_cols
 from fp8stack.kernels import ops
 from fp8stack.tensor import BlockScaledTensor
 
-from .collectives import all_gather_bytes
 from .statistics import Sent, observed
+from .transport import Transport
 
 
 class Region:
@@ -107,30 +105,27 @@ class Bucket:
         error = 0 if self.error is None else self.error.nbytes
         return self.codes.nbytes + self.scales.nbytes + error
 
-    def average(self, group: Any) -> None:
+    def average(self, way: Transport) -> None:
         """Replace the bucket by its mean over all ranks, in stream order."""
         with observed("bucket", self.codes.device) as tell:
-            self._average(group)
-            others = dist.get_world_size(group) - 1
-            stripes = (self.codes.nbytes + self.scales.nbytes) // (others + 1)
-            tell(Sent(2 * others * stripes, self.scales.numel(), self.scales))
+            for region in self.regions:
+                region.before_exchange()
+            if way.world > 1:
+                self._exchange(way)
+            for region in self.regions:
+                region.after_exchange()
+            stripe = (self.codes.nbytes + self.scales.nbytes) // way.world
+            tell(Sent(2 * (way.world - 1) * stripe, self.scales.numel(), self.scales))
 
-    def _average(self, group: Any) -> None:
-        world, rank = dist.get_world_size(group), dist.get_rank(group)
-        for region in self.regions:
-            region.before_exchange()
-        if world > 1:
-            codes, scales = torch.empty_like(self.codes), torch.empty_like(self.scales)
-            dist.all_to_all_single(codes, self.codes, group=group)
-            dist.all_to_all_single(scales, self.scales, group=group)
-            mine = [t.view(world, -1)[rank] for t in (self.codes, self.scales)]
-            ops.wire_kernels(codes.is_cuda).reduce_blocks(
-                codes.view(world, -1), scales.view(world, -1), *mine, True, self.error
-            )
-            for whole, part in zip((self.codes, self.scales), mine, strict=True):
-                all_gather_bytes(whole, part, group)
-        for region in self.regions:
-            region.after_exchange()
+    def _exchange(self, way: Transport) -> None:
+        codes, scales = torch.empty_like(self.codes), torch.empty_like(self.scales)
+        way.all_to_all(codes, self.codes)
+        way.all_to_all(scales, self.scales)
+        mine = [t.view(way.world, -1)[way.rank] for t in (self.codes, self.scales)]
+        parts = codes.view(way.world, -1), scales.view(way.world, -1)
+        ops.wire_kernels(codes.is_cuda).reduce_blocks(*parts, *mine, way.world, self.error)
+        way.all_gather(self.codes, mine[0])
+        way.all_gather(self.scales, mine[1])
 
 
 def make_buckets(

@@ -9,20 +9,21 @@ or add up what does not belong together.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8stack.errors import CommError, ConfigError, did_you_mean
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATIENCE = 2.0  # seconds that ranks may take to sign in after a failure
-
-_FAILED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def feeds_back(error_feedback: str) -> bool:
@@ -40,17 +41,16 @@ def describe(name: str, tensor: Tensor) -> str:
     return f"{name} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')} elements"
 
 
-def verify(name: str, output: Tensor, input: Tensor, op: Any, group: Any) -> None:
-    """Under FP8STACK_DEBUG=1, compare what the ranks of `group` are about to do.
+def verify(what: str, group: Any) -> None:
+    """Under FP8STACK_DEBUG=1, compare what the ranks of `group` say they are about to do.
 
     Raises:
         CommError: on every rank, if they do different things.
     """
     if os.environ.get("FP8STACK_DEBUG", "0") != "1":
         return
-    mine = f"{describe(name, input)} into {output.numel()}, {op}, {type(input).__name__}"
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group)
+    dist.all_gather_object(said, what, group)
     if len(set(said)) == 1:
         return
     ranks = dist.get_process_group_ranks(group)
@@ -80,32 +80,70 @@ def verify_models(parameters: Sequence[tuple[str, Tensor]], group: Any) -> None:
         )
 
 
-def explain(name: str, tensor: Tensor, group: Any, reason: str) -> str:
+def check_model(
+    module: nn.Module, trained: list[tuple[str, nn.Parameter]], bucket_cap_mb: float
+) -> torch.device:
+    """Return the device of the model, or raise ConfigError."""
+    if not trained:
+        raise ConfigError(
+            f"DataParallel got {type(module).__name__}, no parameter of which is trained."
+        )
+    if bucket_cap_mb <= 0:
+        raise ConfigError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}.")
+    devices = {str(p.device) for p in module.parameters()}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"DataParallel takes a model on one device; this one is on {', '.join(sorted(devices))}."
+        )
+    for name, p in trained:
+        if p.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{name} is {p.dtype}; FP8 gradients are of float32, bfloat16 and float16 parameters."
+            )
+        if hasattr(p, "device_mesh"):
+            raise ConfigError(f"{name} is sharded already; DataParallel is for whole replicas.")
+    return trained[0][1].device
+
+
+def explain(what: str, group: Any, reason: str) -> str:
     """Return the message of a collective that failed, with the ranks that are missing."""
     ranks = dist.get_process_group_ranks(group)
     missing = _find_missing(group, ranks)
-    who = (
-        f"rank {missing[0]} did" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} did"
-    )  # fmt: skip
-    told = f"{who} not take part in it" if missing else "all ranks are alive"
+    if missing is None:
+        told = "which ranks are missing is not known, as the store is gone too"
+    elif missing:
+        one = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {_listed(missing)}"
+        told = f"{one} did not take part in it"
+    else:
+        told = "all ranks are alive"
     return (
-        f"{describe(name, tensor)} over ranks {', '.join(map(str, ranks))} failed on rank {dist.get_rank()}: "
-        f"{told} ({reason}). The tensor's contents are undefined; see the logs of the ranks named."
+        f"{what} over ranks {_listed(ranks)} failed on rank {dist.get_rank()}: {told} ({reason}). "
+        "What it was to change is undefined; see the logs of the ranks named."
     )
 
 
-def _find_missing(group: Any, ranks: list[int]) -> list[int]:
-    """Sign in as a rank whose collective failed, and return those who do not."""
-    count = _FAILED[group] = _FAILED.get(group, 0) + 1
-    try:
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return f"{shown} and {len(ranks) - 16} more" if len(ranks) > 16 else shown
+
+
+def _find_missing(group: Any, ranks: list[int]) -> list[int] | None:
+    """Sign in as a rank whose collective failed, and return those who do not; None if the store does not answer."""
+    answer: list[list[int]] = []
+
+    def ask() -> None:
         store = dist.distributed_c10d._get_default_store()
-        place = f"fp8stack/failed/{group.group_name}/{count}"
-        store.set(f"{place}/{dist.get_rank()}", "1")
-        deadline = time.monotonic() + PATIENCE
-        missing = list(ranks)
-        while missing and time.monotonic() < deadline:
-            missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
-            time.sleep(0.05)
-        return missing
-    except RuntimeError:  # the store was with the rank that died
-        return []
+        place = f"fp8stack/failed/{group.group_name}"
+        with contextlib.suppress(RuntimeError):  # the store was with the rank that died
+            store.set(f"{place}/{dist.get_rank()}", "1")
+            deadline, missing = time.monotonic() + PATIENCE, list(ranks)
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
+                time.sleep(0.05)
+            answer.append(missing)
+
+    # A store whose host is stopped answers neither yes nor no.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * PATIENCE)
+    return answer[0] if answer else None

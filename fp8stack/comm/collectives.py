@@ -26,19 +26,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack.errors import CommError, ConfigError, first_line
+from fp8stack.errors import ConfigError
 from fp8stack.formats import BLOCK, rows_cols
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
-from .checks import explain, verify
+from .checks import describe, verify
+from .hosts import hierarchy_of
 from .statistics import Sent, observed
+from .transport import Transport
 from .work import Body, Done, start
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Their names since torch 2.13, where the old ones warn.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def all_reduce(
@@ -66,8 +66,11 @@ def all_reduce(
         ConfigError: for another operation, dtype or kind of tensor.
         CommError: if ranks fail or stay away.
     """
-    exchange = partial(_reduce_all, error=error)
-    return _run("all_reduce", tensor, tensor, op, group, async_op, exchange)
+    if error is not None:
+        _check_error(error, tensor, group)
+    hosts = hierarchy_of(group)
+    exchange = partial(_reduce_hosts if hosts else _reduce_all, error=error)
+    return _run("all_reduce", tensor, tensor, op, group, async_op, exchange, hosts)
 
 
 def error_like(tensor: Tensor, group: Any = None) -> Tensor:
@@ -121,19 +124,19 @@ def broadcast(
             f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
         )
 
-    def body(output: Tensor, input: Tensor, average: bool, group: Any) -> Sent:
-        layout = _flat(input, 1)
-        source = dist.get_global_rank(group, group_src or 0) if src is None else src
-        if dist.get_rank() == source:
+    def exchange(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
+        source = dist.get_group_rank(way.group, src or 0) if group_src is None else group_src
+        layout, sends = _flat(input, 1), way.rank == source
+        if sends:
             chunk = _pack(input, layout)
         else:
             chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
-        dist.broadcast(chunk, source, group)
+        way.broadcast(chunk, source)
         _unpack(chunk, output, layout)
-        sent = chunk.nbytes if dist.get_rank() == source else 0
-        return Sent(sent, layout.blocks, _scales(chunk, layout))
+        return Sent(sends * chunk.nbytes, layout.blocks, _scales(chunk, layout))
 
-    return _run("broadcast", tensor, tensor, dist.ReduceOp.SUM, group, async_op, body)
+    name = f"broadcast from {'rank' if group_src is None else 'group rank'} {src or group_src or 0}"
+    return _run(name, tensor, tensor, dist.ReduceOp.SUM, group, async_op, exchange)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -143,45 +146,67 @@ all_gather_single = all_gather_into_tensor
 # --- over uint8 collectives
 
 
-def all_gather_bytes(whole: Tensor, mine: Tensor, group: Any) -> None:
-    """Join ordinary tensors of all ranks; `mine` may be this rank's part of `whole`."""
-    if not whole.is_cuda:  # only NCCL promises that they may share memory
-        mine = mine.clone()
-    _all_gather(whole, mine, group=group)
-
-
 def _reduce_all(
-    output: Tensor, input: Tensor, average: bool, group: Any, error: Tensor | None
+    output: Tensor, input: Tensor, average: bool, way: Transport, *, error: Tensor | None
 ) -> Sent:
-    layout = _flat(input, dist.get_world_size(group))
+    layout = _flat(input, way.world)
     sent = _pack(input, layout)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, average, error)
-    _all_gather(sent.view(-1), stripe, group=group)
+    way.all_to_all(received, sent)
+    divisor = way.world if average else 1
+    stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, divisor, error)
+    way.all_gather(sent, stripe)
     _unpack(sent, output, layout)
-    others = layout.world - 1
-    return Sent(2 * others * layout.pitch, layout.blocks, _scales(sent, layout))
+    return Sent(2 * (way.world - 1) * layout.pitch, layout.blocks, _scales(sent, layout))
 
 
-def _reduce_scatter(output: Tensor, input: Tensor, average: bool, group: Any) -> Sent:
-    world = dist.get_world_size(group)
-    layout = Layout(world, input.numel() // world, world)
+def _reduce_hosts(
+    output: Tensor,
+    input: Tensor,
+    average: bool,
+    way: Transport,
+    inside: Transport,
+    across: Transport,
+    *,
+    error: Tensor | None,
+) -> Sent:
+    """All-reduce by way of hosts: add up within each, then across them, and gather the same way back.
+
+    Chunk l × M + m of M hosts belongs to rank l of host m. Within a host, rank l adds up the chunks from l × M on;
+    across hosts, it adds up its own of those. What it quantizes last, everybody decodes.
+    """
+    kernels, layout = ops.wire_kernels(input.is_cuda), _flat(input, way.world)
     sent = _pack(input, layout)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, average)
-    return Sent((world - 1) * layout.pitch, 0, None)
+    inside.all_to_all(received, sent)
+    part = kernels.reduce_pack(received.view(inside.world, across.world, -1), layout)
+    others = torch.empty_like(part)
+    across.all_to_all(others, part)
+    stripe = kernels.reduce_pack(others, layout, way.world if average else 1, error)
+    across.all_gather(part, stripe)
+    inside.all_gather(sent, part)
+    _unpack(sent, output, layout)
+    chunks = 2 * (across.world - 1) + 2 * (inside.world - 1) * across.world
+    return Sent(chunks * layout.pitch, layout.blocks, _scales(sent, layout))
 
 
-def _gather(output: Tensor, input: Tensor, average: bool, group: Any) -> Sent:
-    world = dist.get_world_size(group)
+def _reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
+    layout = Layout(way.world, input.numel() // way.world, way.world)
+    sent = _pack(input, layout)
+    received = torch.empty_like(sent)
+    way.all_to_all(received, sent)
+    divisor = way.world if average else 1
+    ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, divisor)
+    return Sent((way.world - 1) * layout.pitch, 0, None)
+
+
+def _gather(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
     chunk = _pack(input, Layout(1, input.numel(), 1))
-    chunks = chunk.new_empty((world, chunk.shape[1]))
-    _all_gather(chunks.view(-1), chunk.view(-1), group=group)
-    layout = Layout(world, input.numel(), world)
+    chunks = chunk.new_empty((way.world, chunk.shape[1]))
+    way.all_gather(chunks, chunk)
+    layout = Layout(way.world, input.numel(), way.world)
     _unpack(chunks, output, layout)
-    return Sent((world - 1) * layout.pitch, layout.blocks, _scales(chunks, layout))
+    return Sent((way.world - 1) * layout.pitch, layout.blocks, _scales(chunks, layout))
 
 
 def _scales(chunks: Tensor, layout: Layout) -> Tensor:  # float32 [world, blocks of a stripe]
@@ -213,7 +238,7 @@ def _unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
 
 # --- around every collective
 
-Exchange = Callable[[Tensor, Tensor, bool, Any], Sent]  # of output, input, average, group
+Exchange = Callable[..., Sent]  # of output, input, average, groups
 
 
 def _run(
@@ -224,6 +249,7 @@ def _run(
     group: Any,
     async_op: bool,
     exchange: Exchange,
+    more: tuple[Any, ...] = (),  # groups
 ) -> dist.Work | None:
     """Check the arguments and run a collective."""
     group = dist.group.WORLD if group is None else group
@@ -235,34 +261,44 @@ def _run(
         return None
     world = dist.get_world_size(group)
     _check(name, output, input, op, world)
+    what = describe(name, input)
     average = op == dist.ReduceOp.AVG
-    verify(name, output, input, op, group)
+    verify(f"{what} into {output.numel()}, {op}, {type(input).__name__}", group)
     if world == 1 or not input.numel():
         if output is not input:
-            output.detach().view(-1).copy_(input.detach().reshape(-1))
+            output.detach().copy_(input.detach().reshape(output.shape))
         return Done([output]) if async_op else None
+    groups = (group, *more)
 
-    def body(group: Any) -> None:
+    def body(*over: Any) -> None:
         # autograd has nothing to do with it, as in torch.distributed
         given, taken = input.detach().contiguous(), output.detach()
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
-        try:
-            with observed(name, place.device) as tell:
-                tell(exchange(place, given, average, group))
-        except RuntimeError as error:  # torch's DistError is one
-            raise CommError(explain(name, input, group, first_line(error))) from error
+        ways = [Transport(g, what, o) for g, o in zip(groups, over, strict=True)]
+        with observed(name.split()[0], place.device) as tell:
+            tell(exchange(place, given, average, *ways))
         if not dense:
             taken.copy_(place)
 
     work: Body = body
-    return start(work, group, [output, input], async_op)
+    return start(work, groups, [output, input], async_op)
 
 
 def _refuse_blocks(name: str, *tensors: Tensor) -> None:
     if any(isinstance(tensor, BlockScaledTensor) for tensor in tensors):
         raise ConfigError(
             f"{name} takes ordinary tensors; blocks of a BlockScaledTensor would be cut. Use its dequantize()."
+        )
+
+
+def _check_error(error: Tensor, tensor: Tensor, group: Any) -> None:
+    size = _flat(tensor, dist.get_world_size(group)).per * BLOCK
+    fits = error.dtype is torch.float32 and error.is_contiguous() and error.numel() == size
+    if not fits or error.device != tensor.device:
+        raise ConfigError(
+            f"error must be {size} contiguous float32 elements on {tensor.device}, as error_like makes it; got "
+            f"{error.numel()} of {error.dtype} on {error.device}."
         )
 
 
@@ -281,6 +317,10 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
             f"fp8stack.comm.{name} has ReduceOp.SUM and ReduceOp.AVG, got {op}. Use torch.distributed.{name}."
         )
     parts = {"reduce_scatter_tensor": (world, 1), "all_gather_into_tensor": (1, world)}
+    if output.device != input.device:
+        raise ConfigError(
+            f"{name} got an output on {output.device} and an input on {input.device}."
+        )
     of_output, of_input = parts.get(name, (1, 1))
     if output.numel() * of_output != input.numel() * of_input:
         raise ConfigError(

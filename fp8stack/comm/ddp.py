@@ -39,17 +39,17 @@ class Fp8CommState:
 
     def __post_init__(self) -> None:
         self._feeds_back = feeds_back(self.error_feedback)
-        self._errors: dict[int, torch.Tensor] = {}
+        self._errors: dict[tuple[int, int], torch.Tensor] = {}
 
     def error_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor | None:
-        """Return the error of a bucket, which begins anew where the bucket is another than it was."""
+        """Return the error of a bucket, which begins anew where the bucket is of another size than it was."""
         if not self._feeds_back:
             return None
-        error = self._errors.get(index)
-        fresh = error_like(gradients, self.process_group)
-        if error is None or error.shape != fresh.shape:
-            self._errors[index] = error = fresh
-        return error
+        key = index, gradients.numel()
+        if key not in self._errors:
+            self._errors = {k: error for k, error in self._errors.items() if k[0] != index}
+            self._errors[key] = error_like(gradients, self.process_group)
+        return self._errors[key]
 
 
 def fp8_compress_hook(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -25,12 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_leaves
 
-from fp8stack.errors import ConfigError, Fp8StackWarning, GradientError
+from fp8stack.errors import Fp8StackWarning, GradientError
 
 from .buckets import Region, make_buckets
-from .checks import feeds_back, verify_models
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .checks import check_model, feeds_back, verify, verify_models
+from .transport import Transport, blamed
+from .uneven import Shadow
 
 
 class DataParallel(nn.Module, Joinable):
@@ -39,7 +40,7 @@ class DataParallel(nn.Module, Joinable):
     Args:
         module: on one device, dense parameters in float32, bfloat16 or float16; `fp8stack.initialize` it before.
         process_group: the replicas; by default all ranks.
-        bucket_mb: the most MiB of FP8 that are averaged together.
+        bucket_cap_mb: the most MiB of FP8 that are averaged together.
         broadcast_buffers: before each forward that is to be synchronized, give all ranks the buffers of the first.
         init_sync: give all ranks the parameters and buffers of the first now.
         find_unused_parameters: parameters may take no part in a backward. One that no rank used keeps the gradient that
@@ -47,6 +48,7 @@ class DataParallel(nn.Module, Joinable):
         static_graph: the same parameters are unused in every backward, found out in the first.
         error_feedback: "shard" adds to each mean what quantizing the last one cut off, for 4 bytes a parameter divided
             by the number of ranks. With a loss scale, let it be a constant one.
+        check: compare names, shapes and dtypes of parameters over all ranks.
 
     Raises:
         ConfigError: if the model is not as described, or differs between ranks.
@@ -59,24 +61,30 @@ class DataParallel(nn.Module, Joinable):
         module: nn.Module,
         process_group: Any = None,
         *,
-        bucket_mb: float = 32,
+        bucket_cap_mb: float = 32,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         error_feedback: str = "none",
+        check: bool = True,
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
         self.module = module
+        self._options = {
+            "bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers, "static_graph": static_graph,
+            "find_unused_parameters": find_unused_parameters, "error_feedback": error_feedback,
+        }  # fmt: skip
         self.process_group = dist.group.WORLD if process_group is None else process_group
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.device = _check(module, trained, bucket_mb)
+        self.device = check_model(module, trained, bucket_cap_mb)
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.require_backward_grad_sync = True
         self.world = dist.get_world_size(self.process_group)
-        verify_models(trained, self.process_group)
+        if check:
+            verify_models(trained, self.process_group)
         if init_sync and self._broadcast([*module.parameters(), *module.buffers()], 0, True):
             warnings.warn(
                 "the weights of this rank were not those of the first rank, which it has now. If the model was "
@@ -86,37 +94,43 @@ class DataParallel(nn.Module, Joinable):
                 stacklevel=2,
             )
         feedback = feeds_back(error_feedback)
-        self.buckets = make_buckets(trained, self.world, bucket_mb * 2**20, feedback)
+        self.buckets = make_buckets(trained, self.world, bucket_cap_mb * 2**20, feedback)
         self._regions = [region for bucket in self.buckets for region in bucket.regions]
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
         self._fired: set[Region] = set()
         self._sent = 0  # buckets
-        self._sync = True  # whether this backward is synchronized
-        self._running = False  # between the first gradient of a backward and its end
+        self._forwards = 0  # that no backward was seen of
+        self._sync = self._next_sync = (
+            True  # whether this backward is synchronized, and that of the last forward
+        )
+        self._backward: Any = lambda: None  # a weak reference to what lives as long as a backward
         self._unused: set[Region] | None = None  # of a static graph, once known
         self._divide_by_initial = True  # of join()
         self._active: Tensor | None = None  # how many ranks have inputs, where join() divides by it
+        handles = []
+        own = weakref.ref(self)
         for index, bucket in enumerate(self.buckets):
             for region in bucket.regions:
-                take = partial(self._take, index, region)
-                region.parameter.register_post_accumulate_grad_hook(take)
+                p = region.parameter
+                take = partial(_take_weakly, own, index, region)
+                handles.append(p.register_post_accumulate_grad_hook(take))
+        weakref.finalize(self, _remove, handles)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
         grad = torch.is_grad_enabled()
-        if torch._C._current_graph_task_id() == -1:
-            self._running = False  # it still is if the last backward failed
-        self._sync = grad and self.require_backward_grad_sync
-        source = self._enter_joined() if self._join_config.enable else 0
-        if self._sync and self.broadcast_buffers:
+        sync = grad and self.require_backward_grad_sync
+        source = self._enter_joined(sync) if self._join_config.enable else 0
+        if sync and self.broadcast_buffers:
             self._broadcast(list(self.module.buffers()), source)
         output = self.module(*args, **kwargs)
         if grad:
-            sync = self._sync
+            self._next_sync = sync
+            self._forwards += 1
             for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _, sync=sync: self._begin(sync))
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(lambda _: self._begin(sync))
         return output
 
     @contextlib.contextmanager
@@ -128,28 +142,43 @@ class DataParallel(nn.Module, Joinable):
         finally:
             self.require_backward_grad_sync = before
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles are wrappers anew, over all ranks; nothing is exchanged for them."""
+        return _rebuilt, (self.module, self._options)
+
     @property
     def gradient_bytes(self) -> int:
-        """Bytes that gradients take up, whether there are any or not."""
-        own = sum(r.gradient.held_bytes for r in self._regions if r.padded)
-        return own + sum(bucket.nbytes for bucket in self.buckets)
+        """Bytes that gradients take up, whether there are any or not; residuals of micro-batches too."""
+        own = [part for r in self._regions for part in r.gradient.parts()[0 if r.padded else 2 :]]
+        return sum(t.nbytes for t in own) + sum(bucket.nbytes for bucket in self.buckets)
 
     # --- backward
 
     def _begin(self, sync: bool) -> None:
         """Prepare for a backward, once, and ask to be told of its end."""
-        if self._running:
+        if self._backward() is not None:
             return
-        self._running, self._sync, self._sent = True, sync, 0
+        self._wait()  # a backward that failed may have left buckets on their way
+        self._sync, self._sent = sync, 0
         self._fired.clear()
         unused = self._unused or ()
         for bucket in self.buckets:
             bucket.pending = sum(region not in unused for region in bucket.regions)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        # autograd forgets the callback, and with it the mark, when the backward is over, or has failed
+        mark = _Mark()
+        self._backward = weakref.ref(mark)
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(_end_weakly, weakref.ref(self), mark))
 
     def _take(self, index: int, region: Region, p: Tensor) -> None:
         """Move a fresh gradient into its bucket, and send the buckets whose turn it is."""
-        self._begin(self._sync)  # where forward's outputs were not found
+        # where forward's outputs were not found; a backward without a forward of this wrapper is no affair of others
+        self._begin(self._next_sync and self._forwards > 0)
+        if self._sync and region in (self._unused or ()):
+            raise GradientError(
+                f"{region.name} got a gradient, and was unused when static_graph=True found out what is. Leave that "
+                "out, or set find_unused_parameters=True instead."
+            )
         if self._sync and index < self._sent:
             raise GradientError(
                 f"{region.name} got a gradient after its bucket was sent: it is used in more than one part of the "
@@ -173,16 +202,19 @@ class DataParallel(nn.Module, Joinable):
     def _send(self) -> None:
         """Average the next bucket, on the stream for it."""
         bucket = self.buckets[self._sent]
+        what = f"averaging of bucket {self._sent} of {bucket.codes.numel()} gradients"
         self._sent += 1
+        verify(what, self.process_group)
+        way = Transport(self.process_group, what)
         for region in bucket.regions:
             if region not in self._fired and region.parameter.grad is not region.gradient:
                 region.zero()
         if self._stream is None:
-            bucket.average(self.process_group)
+            bucket.average(way)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
-            bucket.average(self.process_group)
+            bucket.average(way)
 
     def _wait(self) -> None:
         if self._stream is not None:
@@ -190,7 +222,9 @@ class DataParallel(nn.Module, Joinable):
 
     def _end(self) -> None:
         """Send what is left, wait for all, and hand the gradients out."""
-        self._running = False
+        if not self._fired:
+            return  # torch.autograd.grad, of other things than parameters
+        self._forwards = max(self._forwards - 1, 0)
         if not self._sync:
             return
         missing = [r for r in self._regions if r not in self._fired]
@@ -227,7 +261,8 @@ class DataParallel(nn.Module, Joinable):
             return set()
         used = torch.tensor([r not in kept for r in self._regions], dtype=torch.uint8)
         used = used.to(self.device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, self.process_group)
+        with blamed("finding out which parameters are unused", self.process_group):
+            dist.all_reduce(used, dist.ReduceOp.MAX, self.process_group)
         unused = {r for r, u in zip(self._regions, used.tolist(), strict=True) if not u}
         if self.static_graph:
             self._unused = unused
@@ -250,7 +285,8 @@ class DataParallel(nn.Module, Joinable):
         for dtype, same in by_dtype.items():
             flat = torch.cat([t.reshape(-1) for t in same])
             before = flat.clone() if compare and dtype is torch.bfloat16 else None
-            dist.broadcast(flat, ranks[source], self.process_group)
+            with blamed(f"broadcast of {len(same)} parameters or buffers", self.process_group):
+                dist.broadcast(flat, ranks[source], self.process_group)
             for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
             if before is not None:
@@ -282,7 +318,7 @@ class DataParallel(nn.Module, Joinable):
             yield
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        return _Shadow(self, kwargs.get("divide_by_initial_world_size", True))
+        return Shadow(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def join_device(self) -> torch.device:
@@ -292,10 +328,10 @@ class DataParallel(nn.Module, Joinable):
     def join_process_group(self) -> Any:
         return self.process_group
 
-    def _enter_joined(self) -> int:
+    def _enter_joined(self, sync: bool) -> int:
         """Tell the ranks without inputs of a forward; return the rank in the group whose buffers are good."""
         work = Join.notify_join_context(self)
-        _, source = self._agree(self._sync, dist.get_rank(self.process_group))
+        _, source = self._agree(sync, dist.get_rank(self.process_group))
         if work is not None and not self._divide_by_initial:
             work.wait()
             self._active = work.get_future().value()[0].float()
@@ -309,38 +345,27 @@ class DataParallel(nn.Module, Joinable):
         return bool(any_sync), last
 
 
-class _Shadow(JoinHook):
-    """What a rank without inputs does while others have some."""
+class _Mark:
+    """Lives as long as a backward."""
 
-    def __init__(self, parallel: DataParallel, divide_by_initial: bool) -> None:
-        self.parallel = parallel
-        parallel._divide_by_initial = divide_by_initial
 
-    def main_hook(self) -> None:
-        """Take part in one step with gradients of zero."""
-        parallel = self.parallel
-        sync, source = parallel._agree(False, -1)
-        if not sync:
-            return
-        if parallel.broadcast_buffers:
-            parallel._broadcast(list(parallel.module.buffers()), source)
-        parallel._fired.clear()
-        for region in parallel._regions:
-            region.zero()
-        parallel._sent = 0
-        while parallel._sent < len(parallel.buckets):
-            parallel._send()
-        parallel._find_unused(set(parallel._regions))
-        parallel._wait()
+def _take_weakly(own: Any, index: int, region: Region, p: Tensor) -> None:
+    if (parallel := own()) is not None:
+        parallel._take(index, region, p)
 
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Take the model of a rank that was the last to have inputs."""
-        parallel = self.parallel
-        rank = dist.get_rank(parallel.process_group)
-        last = torch.tensor([rank if is_last_joiner else -1], device=parallel.device)
-        dist.all_reduce(last, dist.ReduceOp.MAX, parallel.process_group)
-        everything = [*parallel.module.parameters(), *parallel.module.buffers()]
-        parallel._broadcast(everything, int(last.item()))
+
+def _end_weakly(own: Any, mark: _Mark) -> None:
+    if (parallel := own()) is not None:
+        parallel._end()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _rebuilt(module: nn.Module, options: dict[str, Any]) -> DataParallel:
+    return DataParallel(module, init_sync=False, check=False, **options)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -350,28 +375,3 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors([getattr(leaf, f.name) for f in fields(leaf)])
-
-
-def _check(
-    module: nn.Module, trained: list[tuple[str, nn.Parameter]], bucket_mb: float
-) -> torch.device:
-    """Return the device of the model, or raise ConfigError."""
-    if not trained:
-        raise ConfigError(
-            f"DataParallel got {type(module).__name__}, no parameter of which is trained."
-        )
-    if bucket_mb <= 0:
-        raise ConfigError(f"bucket_mb must be above 0, got {bucket_mb}.")
-    devices = {str(p.device) for p in module.parameters()}
-    if len(devices) > 1:
-        raise ConfigError(
-            f"DataParallel takes a model on one device; this one is on {', '.join(sorted(devices))}."
-        )
-    for name, p in trained:
-        if p.dtype not in _DTYPES:
-            raise ConfigError(
-                f"{name} is {p.dtype}; FP8 gradients are of float32, bfloat16 and float16 parameters."
-            )
-        if hasattr(p, "device_mesh"):
-            raise ConfigError(f"{name} is sharded already; DataParallel is for whole replicas.")
-    return trained[0][1].device

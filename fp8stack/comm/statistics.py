@@ -21,7 +21,7 @@ class Sent(NamedTuple):
 
     nbytes: int  # sent by this rank
     blocks: int  # of the result
-    scales: Tensor | None  # of the result; None if it is not in blocks
+    scales: Tensor | None  # of the result; None if it is not in blocks. Then how many are NaN.
 
 
 class Statistics:
@@ -39,7 +39,7 @@ class Statistics:
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, Sent, Callable[[], float]]] = []
-        self._bad: dict[str, Tensor] = {}
+        self._bad: list[tuple[str, Tensor]] = []
 
     def __enter__(self) -> Statistics:
         _OPEN.append(self)
@@ -51,7 +51,7 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, float]]:
         """Return what was counted since the last call; waits for the device."""
         calls, self._calls = self._calls, []
-        bad, self._bad = self._bad, {}
+        bad, self._bad = self._bad, []
         result: dict[str, dict[str, float]] = {}
         for name, sent, seconds in calls:
             row = result.setdefault(name, dict.fromkeys(_KEYS, 0))
@@ -59,15 +59,14 @@ class Statistics:
             row["bytes"] += sent.nbytes
             row["seconds"] += seconds()
             row["blocks"] += sent.blocks
-        for name, count in bad.items():
-            result[name]["non_finite"] = int(count)
+        for name, count in bad:  # each is there once its call's time is
+            result[name]["non_finite"] += int(count)
         return result
 
     def _add(self, name: str, sent: Sent, seconds: Callable[[], float]) -> None:
         self._calls.append((name, sent._replace(scales=None), seconds))
         if sent.scales is not None:
-            count = sent.scales.isnan().sum()
-            self._bad[name] = count + self._bad[name] if name in self._bad else count
+            self._bad.append((name, sent.scales))
 
 
 _KEYS = ("calls", "bytes", "seconds", "blocks", "non_finite")
@@ -81,15 +80,20 @@ def observed(name: str, device: torch.device) -> Iterator[Callable[[Sent], None]
         yield _ignore
         return
     done: list[Sent] = []
+
+    def tell(sent: Sent) -> None:
+        bad = None if sent.scales is None else sent.scales.isnan().sum()
+        done.append(sent._replace(scales=bad))
+
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        yield done.append
+        yield tell
         end.record()
         seconds = _seconds_between(start, end)
     else:
         began = time.perf_counter()
-        yield done.append
+        yield tell
         took = time.perf_counter() - began
         seconds = lambda: took  # noqa: E731
     for statistics in list(_OPEN):

@@ -1,16 +1,13 @@
 """Handles of collectives: what `async_op=True` returns.
 
 On a GPU an asynchronous collective runs on a stream of its own, enqueued in the order of calls by the caller's thread;
-waiting makes the caller's stream wait, not the host. On a CPU it runs in one thread a process, in the order of calls,
-over a private group of the same ranks: collectives that the caller starts meanwhile cannot get between its parts.
+waiting makes the caller's stream wait, not the host. On a CPU it runs in a thread of the group's (`transport.py`).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Result
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -19,7 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Body = Callable[[Any], None]  # runs a collective over a group
+from fp8stack.tensor import BlockScaledTensor
+
+from .transport import worker_of
+
+Body = Callable[..., None]  # runs a collective over groups, or what stands for them
 
 
 class Done(dist.Work):
@@ -52,6 +53,10 @@ class StreamWork(Done):
         """Make the current stream wait; the process group's own timeout is in force, not `timeout`."""
         torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
         return True
+
+    def synchronize(self) -> None:
+        """Wait, as NCCL's handles do."""
+        self.wait()
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
@@ -88,20 +93,23 @@ class ThreadWork(Done):
         return self._future
 
 
-def start(body: Body, group: Any, tensors: Sequence[Tensor], async_op: bool) -> Done | None:
-    """Run a collective over `group`: now, or in the background, returning its handle."""
+def start(
+    body: Body, groups: Sequence[Any], tensors: Sequence[Tensor], async_op: bool
+) -> Done | None:
+    """Run a collective over `groups`, of whose first it is: now, or in the background, returning its handle."""
     device = tensors[0].device
     if not async_op:
-        body(group)
+        body(*groups)
         return None
     if device.type != "cuda":
-        return ThreadWork(tensors, _thread().submit(body, _private(group)))
+        return ThreadWork(tensors, worker_of(groups[0]).submit(body, groups[0], groups))
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        body(group)
+        body(*groups)
     for tensor in tensors:
-        tensor.record_stream(stream)
+        for part in tensor.parts() if isinstance(tensor, BlockScaledTensor) else (tensor,):
+            part.record_stream(stream)
     return StreamWork(tensors, stream)
 
 
@@ -113,25 +121,5 @@ def _settled(tensors: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
 
 
 @cache
-def _thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "fp8stack.comm")
-
-
-@cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
-
-
-_PRIVATE: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By group: another one of the same ranks, for the thread. All ranks make it at their first asynchronous call."""
-
-
-def _private(group: Any) -> Any:
-    if group not in _PRIVATE:
-        _PRIVATE[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            group._get_backend(torch.device("cpu")).options._timeout,
-            "gloo",
-            use_local_synchronization=True,
-        )
-    return _PRIVATE[group]

@@ -47,6 +47,10 @@ class Layout(NamedTuple):
         """Blocks of a stripe."""
         return -(-self.blocks // self.world)
 
+    def stripes(self, count: int) -> Layout:
+        """Return a layout of as many whole stripes."""
+        return Layout(1, count * self.per * BLOCK, count)
+
     @property
     def pitch(self) -> int:
         """Bytes of a chunk."""
@@ -73,14 +77,17 @@ def pack_codes(
 
 
 def reduce_pack(
-    chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank
+    chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank; or [ranks, stripes, pitch]
     layout: Layout,
-    average: bool,
+    divisor: float = 1.0,
     error: Tensor | None = None,  # float32 [per × 128], see reduce_blocks
-) -> Tensor:  # uint8 [pitch]
-    """Add up a stripe in float32, in the order of ranks, and quantize the sum, or the mean."""
-    codes, scale = _quantize_sum(*_parts(chunks, layout.per), average, error)
-    return _chunks(codes, scale, Layout(1, layout.per * BLOCK, 1))[0]
+) -> Tensor:  # uint8 [pitch], or [stripes, pitch]
+    """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
+    ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
+    codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
+    codes, scale = codes.view(ranks, -1, BLOCK), scale.view(ranks, -1)
+    result = _chunks(*_quantize_sum(codes, scale, divisor, error), layout.stripes(stripes))
+    return result.view_as(chunks[0])
 
 
 def reduce_blocks(
@@ -88,15 +95,15 @@ def reduce_blocks(
     scales: Tensor,  # float32 [ranks, blocks]
     out: Tensor,  # uint8 [blocks × 128], written
     out_scales: Tensor,  # float32 [blocks], written
-    average: bool,
+    divisor: float = 1.0,
     error: Tensor | None = None,  # float32 [blocks × 128], written
 ) -> None:
-    """Add up blocks of all ranks in float32, in the order of ranks, and quantize the sum, or the mean.
+    """Add up blocks of all ranks in float32, in the order of ranks, divide by `divisor`, and quantize the result.
 
     `error` is what quantization cut off the last time: it is added first, and what is cut off now replaces it.
     """
     sent = codes.reshape(len(codes), -1, BLOCK).view(E4M3.dtype)
-    result, scale = _quantize_sum(sent, scales, average, error)
+    result, scale = _quantize_sum(sent, scales, divisor, error)
     out.view(-1, BLOCK).copy_(result)
     out_scales.copy_(scale)
 
@@ -104,11 +111,11 @@ def reduce_blocks(
 def reduce_unpack(
     chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank
     out: Tensor,  # float32, bfloat16 or float16, contiguous, written
-    average: bool,
+    divisor: float = 1.0,
 ) -> None:
-    """Add up a stripe in float32, in the order of ranks, and round the sum, or the mean, to the dtype of `out`."""
+    """Add up a stripe in float32, in the order of ranks, divide by `divisor`, and round to the dtype of `out`."""
     layout = Layout(1, out.numel(), 1)
-    total = _sum(*_parts(chunks, layout.per), average)
+    total = _sum(*_parts(chunks, layout.per), divisor)
     out.view(-1).copy_(total.view(-1)[: out.numel()])
 
 
@@ -170,9 +177,9 @@ def _parts(chunks: Tensor, per: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_sum(
-    codes: Tensor, scale: Tensor, average: bool, error: Tensor | None
+    codes: Tensor, scale: Tensor, divisor: float, error: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    total = _sum(codes, scale, average)
+    total = _sum(codes, scale, divisor)
     if error is None:
         return _quantize(total)
     total += error.view_as(total)
@@ -186,10 +193,10 @@ def _quantize_sum(
 def _sum(
     codes: Tensor,  # float8_e4m3fn [ranks, blocks, 128]
     scale: Tensor,  # float32 [ranks, blocks]
-    average: bool,
+    divisor: float,
 ) -> Tensor:  # float32 [blocks, 128]
     total = torch.zeros(codes.shape[1:], dtype=torch.float32, device=codes.device)
     for sent, scales in zip(codes, scale, strict=True):
         total += sent.float() * scales.unsqueeze(-1)
     # by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently
-    return total / torch.full_like(total, len(codes)) if average else total
+    return total if divisor == 1 else total / torch.full_like(total, divisor)

@@ -3,7 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from workers_comm import check_collectives, check_disagreement, note_failure
+from workers_comm import (
+    check_collectives,
+    check_disagreement,
+    note_failed_backward,
+    note_failure,
+)
 
 from fp8stack import comm
 from fp8stack.errors import CommError
@@ -47,6 +52,18 @@ def test_a_rank_that_is_gone_is_named(how, tmp_path):
         )
         assert "rank 2 did not take part" in message
         assert seconds < 10
+
+
+def test_a_rank_that_is_gone_in_backward_is_named(tmp_path):
+    with torch.multiprocessing.Manager() as manager:
+        notes = manager.dict()
+        arguments = (3, str(tmp_path / "store"), notes)
+        torch.multiprocessing.spawn(note_failed_backward, arguments, nprocs=3)
+        notes = dict(notes)
+    assert set(notes) == {0, 1}
+    for message in notes.values():
+        assert "averaging of bucket 0 of" in message
+        assert "rank 2 did not take part" in message
 
 
 def test_without_a_process_group_the_error_is_torchs():

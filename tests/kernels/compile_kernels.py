@@ -79,11 +79,12 @@ MEASURED = {  # a disassembly takes longer than a compilation
 MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
 INTEGERS = dict.fromkeys(
     ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", "block_rows", "stride_r",
-     "stride_c", "programs", "all_blocks", "per", "pitch", "ranks", "code_pitch", "scale_pitch", *MULTIPLES), "i32",
+     "stride_c", "programs", "all_blocks", "per", "pitch", "ranks", "code_pitch", "scale_pitch", "blocks",
+     "code_step", "scale_step", *MULTIPLES), "i32",
 )  # fmt: skip
 ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
-    "scale_pitch",
+    "scale_pitch", "scale_step", "blocks",
 )  # fmt: skip
 TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
@@ -289,7 +290,7 @@ def wire_cases(names):
         places = wire | {"x_ptr": dtype, "out_ptr": dtype}
         places |= {"out_scales_ptr": "fp32", "error_ptr": "fp32"}
         constants = {"CODES": kind == "codes", "PACK": kind == "codes", "ERROR": kind == "codes"}
-        constants |= {"AVERAGE": True, "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
+        constants |= {"DIVIDE": True, "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
         yield kind, places, {n: value for n, value in constants.items() if n in names}
 
 

@@ -70,7 +70,9 @@ def exchange(tensors, layout, average):
     """Return what every rank ends with, as all_reduce does it, and the chunks it is made of."""
     sent = [reference.pack(x, layout) for x in tensors]
     stripes = [torch.stack([s[i] for s in sent]) for i in range(layout.world)]
-    chunks = torch.stack([reference.reduce_pack(s, layout, average) for s in stripes])
+    chunks = torch.stack(
+        [reference.reduce_pack(s, layout, layout.world if average else 1) for s in stripes]
+    )
     out = torch.empty_like(tensors[0])
     reference.unpack(chunks, out, layout)
     return out, stripes
@@ -94,7 +96,7 @@ def test_sums_keep_28_db_and_stripes_31_whatever_the_number_of_ranks(world, corr
     result, stripes = exchange(tensors, layout, False)
     assert noise_ratio(result, exact) >= 28
     first = torch.empty(min(layout.per * BLOCK, 2**14))
-    reference.reduce_unpack(stripes[0], first, False)
+    reference.reduce_unpack(stripes[0], first)
     assert noise_ratio(first, exact[: len(first)]) >= 31
     mean, _ = exchange(tensors, layout, True)
     assert noise_ratio(mean, exact / world) >= 28
@@ -164,7 +166,7 @@ def assert_same_chunks(given, expected, layout):
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])
 @pytest.mark.parametrize(("size", "ranks"), [(1, 1), (129, 2), (2500, 3), (4096, 5)])
 def test_reductions_give_the_references_bits(size, ranks, average, dtype, kernel_device):
-    layout = Layout(1, size, 1)
+    layout, divisor = Layout(1, size, 1), ranks if average else 1
     chunks = torch.cat([reference.pack(draw(layout, spoiled=i == 4), layout) for i in range(ranks)])
     here = chunks.to(kernel_device)
     blocks = layout.per * BLOCK
@@ -176,17 +178,31 @@ def test_reductions_give_the_references_bits(size, ranks, average, dtype, kernel
     for kernels, device in ((triton, kernel_device), (reference, "cpu")):
         out = torch.empty(blocks, dtype=torch.uint8, device=device)
         scales = torch.empty(layout.per, device=device)
-        kernels.reduce_blocks(*(p.to(device) for p in parts), out, scales, average)
+        kernels.reduce_blocks(*(p.to(device) for p in parts), out, scales, divisor)
         results.append((out, scales))
     for given, same in zip(*results, strict=True):
         assert_same_bits(given, same)
-    packed = triton.reduce_pack(here, layout, average)
-    assert_same_chunks(packed, reference.reduce_pack(chunks, layout, average), layout)
+    packed = triton.reduce_pack(here, layout, divisor)
+    assert_same_chunks(packed, reference.reduce_pack(chunks, layout, divisor), layout)
     ours = torch.empty(size, dtype=dtype, device=kernel_device)
     theirs = torch.empty(size, dtype=dtype)
-    triton.reduce_unpack(here, ours, average)
-    reference.reduce_unpack(chunks, theirs, average)
+    triton.reduce_unpack(here, ours, divisor)
+    reference.reduce_unpack(chunks, theirs, divisor)
     assert_same_bits(ours, theirs)
+
+
+def test_several_stripes_are_reduced_as_each_by_itself(kernel_device):
+    """As between hosts, where a rank of each host owns a stripe of every other's."""
+    layout, ranks, stripes = Layout(1, 4000, 6), 2, 3
+    chunks = torch.stack(
+        [reference.pack(torch.randn(4000), layout)[:stripes] for _ in range(ranks)]
+    )
+    each = [reference.reduce_pack(chunks[:, i].contiguous(), layout, 2.0) for i in range(stripes)]
+    for kernels, device in ((reference, "cpu"), (triton, kernel_device)):
+        error = torch.zeros(stripes * layout.per * BLOCK, device=device)
+        together = kernels.reduce_pack(chunks.to(device), layout, 2.0, error)
+        assert_same_chunks(together, torch.stack(each), layout)
+        assert error.view(stripes, -1).ne(0).any(1).all()
 
 
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "mean"])
@@ -194,6 +210,7 @@ def test_errors_that_are_fed_back_are_the_references_and_shrink_the_sum_of_error
     average, kernel_device
 ):
     layout, ranks, steps = Layout(1, 1000, 1), 3, 20
+    divisor = ranks if average else 1
     ours = torch.zeros(layout.per * BLOCK, device=kernel_device)
     theirs = torch.zeros(layout.per * BLOCK)
     sums = {"exact": 0.0, "plain": 0.0, "fed back": 0.0}
@@ -202,9 +219,9 @@ def test_errors_that_are_fed_back_are_the_references_and_shrink_the_sum_of_error
         if step == 7:
             parts[1][5] = torch.inf
         chunks = torch.cat([reference.pack(x, layout) for x in parts])
-        plain = reference.reduce_pack(chunks, layout, average)
-        expected = reference.reduce_pack(chunks, layout, average, theirs)
-        given = triton.reduce_pack(chunks.to(kernel_device), layout, average, ours)
+        plain = reference.reduce_pack(chunks, layout, divisor)
+        expected = reference.reduce_pack(chunks, layout, divisor, theirs)
+        given = triton.reduce_pack(chunks.to(kernel_device), layout, divisor, ours)
         assert_same_chunks(given, expected, layout)
         assert_same_bits(ours.cpu(), theirs)
         assert theirs.isfinite().all()
@@ -214,7 +231,7 @@ def test_errors_that_are_fed_back_are_the_references_and_shrink_the_sum_of_error
             reference.unpack(chunk[None], out, layout)
             values.append(out[128:].double())
         exact = torch.empty(1000)
-        reference.reduce_unpack(chunks, exact, average)
+        reference.reduce_unpack(chunks, exact, divisor)
         for name, value in zip(sums, (exact[128:].double(), *values), strict=True):
             sums[name] = sums[name] + value
     errors = {n: (sums[n] - sums["exact"]).norm() for n in ("plain", "fed back")}
@@ -244,7 +261,7 @@ def test_empty_tensors(kernel_device):
     assert chunks.shape == reference.pack(x.cpu(), layout).shape == (3, 0)
     triton.unpack(chunks, x, layout)
     reference.unpack(chunks.cpu(), x.cpu(), layout)
-    assert triton.reduce_pack(chunks, layout, False).shape == (0,)
+    assert triton.reduce_pack(chunks, layout).shape == (0,)
 
 
 @pytest.mark.gpu
@@ -257,8 +274,8 @@ def test_large_tensors_give_the_references_bits(size, dtype):
     expected = reference.pack(x, layout)
     assert_same_chunks(chunks, expected, layout)
     assert_same_chunks(
-        triton.reduce_pack(chunks, layout, True),
-        reference.reduce_pack(expected, layout, True),
+        triton.reduce_pack(chunks, layout, 4.0),
+        reference.reduce_pack(expected, layout, 4.0),
         layout,
     )
 

@@ -1,0 +1,160 @@
+"""How bytes get from rank to rank: torch.distributed's collectives, and who is to blame when one fails.
+
+On a GPU, and for calls that wait, that is the caller's own process group. What runs in the background on a CPU needs
+another: the caller's later collectives would get between the parts of ours. Each group therefore has a thread, and the
+thread its own connections of the same ranks, made when it is first needed, in the thread: no call waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8stack.errors import CommError, first_line
+
+from .checks import explain
+
+# Their names since torch 2.13, where the old ones warn.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Transport:
+    """Moves bytes between the ranks of a process group.
+
+    Args:
+        group: the process group.
+        what: the collective, in words, for errors.
+        over: connections of the same ranks to use in its place.
+    """
+
+    def __init__(self, group: Any, what: str, over: Any = None) -> None:
+        self.group, self.what = group, what
+        self._over = group if over is None else over
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        """Exchange the i-th of equal parts with rank i."""
+        with blamed(self.what, self.group):
+            dist.all_to_all_single(received, sent, group=self._over)
+
+    def all_gather(self, whole: Tensor, mine: Tensor) -> None:
+        """Join the parts of all ranks; `mine` may be this rank's part of `whole`."""
+        if not whole.is_cuda:  # only NCCL promises that they may share memory
+            mine = mine.clone()
+        with blamed(self.what, self.group):
+            _all_gather(whole.view(-1), mine.view(-1), group=self._over)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Copy from a rank of the group, by its number in it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        with blamed(self.what, self.group):
+            self._over.broadcast([tensor], options).wait()
+
+
+@contextlib.contextmanager
+def blamed(what: str, group: Any) -> Iterator[None]:
+    """Say of an error of torch.distributed which ranks are missing."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+        # What torch logs of an error asks for the group's name, and a group that torch does not know has none.
+        cause = error if isinstance(error, RuntimeError) else error.__context__
+        if not isinstance(cause, RuntimeError):
+            raise
+        raise CommError(explain(what, group, first_line(cause))) from cause
+
+
+class Worker:
+    """A thread that runs the collectives of one group, in the order of calls, over connections of its own."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._over: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # Not a pool, whose threads Python waits for at exit: an unfinished collective would keep it.
+        calls = (self._calls,)
+        self._thread = threading.Thread(target=_serve, args=calls, daemon=True, name=__name__)
+        self._thread.start()
+
+    def __del__(self) -> None:
+        self._calls.put(None)
+
+    def close(self) -> None:
+        """End the thread, if it is idle, and the connections: gloo's must not be left to the end of the process."""
+        self._calls.put(None)
+        self._thread.join(1.0)
+        self._over.clear()
+
+    def submit(self, call: Callable[..., None], group: Any, groups: Any) -> Future[None]:
+        """Run `call` with what stands for each of `groups`; `group` is the one this worker is of."""
+        result: Future[None] = Future()
+        inference = torch.is_inference_mode_enabled()
+        over, name = self._over, group.group_name
+
+        def run() -> None:
+            with torch.inference_mode(inference):
+                for each in groups:
+                    if each not in over:
+                        over[each] = _connect(each, name)
+                call(*(over[each] for each in groups))
+
+        self._calls.put((run, result))
+        return result
+
+
+def _serve(calls: queue.SimpleQueue[Any]) -> None:
+    while (job := calls.get()) is not None:
+        run, result = job
+        try:
+            run()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(None)
+        del job, run, result
+
+
+def _connect(group: Any, name: str) -> Any:
+    """Return gloo connections of the ranks of `group`, for the worker of the group of that name."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(AttributeError, RuntimeError):  # torch 2.6, and stores that cannot
+        store = store.clone()  # type: ignore[attr-defined]  # whose waiting does not keep the caller's thread from the store
+    place = f"fp8stack/{name}/{group.group_name}"
+    # The same store may see another group of this name.
+    place = f"{place}/{store.add(f'{place}/{dist.get_rank()}', 1)}"
+    store = dist.PrefixStore(place, store)  # type: ignore[attr-defined]
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    backend = dist.ProcessGroupGloo(store, rank, world, timeout=timeout)
+    over = dist.ProcessGroup(store, rank, world)
+    over._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return over
+
+
+_WORKERS: weakref.WeakKeyDictionary[Any, Worker] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _close_all() -> None:
+    for worker in list(_WORKERS.values()):
+        worker.close()
+    _WORKERS.clear()
+
+
+def worker_of(group: Any) -> Worker:
+    """Return the worker of a group."""
+    if group not in _WORKERS:
+        _WORKERS[group] = Worker()
+    return _WORKERS[group]
