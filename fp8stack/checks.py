@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, ModelError
+from .formats import FLOATS
 from .levels import Recipe
 from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear, TeLinear
 from .nn.matmuls import runs_matmuls
@@ -96,8 +97,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, recipe: Recipe) -> None
         raise ModelError(
             f"{name} is {parameter.dtype}; parameters must be floating point. Register it as a buffer instead."
         )
-    supported = (torch.float32, torch.bfloat16, torch.float16)
-    if recipe.level != "O0" and parameter.requires_grad and parameter.dtype not in supported:
+    if recipe.level != "O0" and parameter.requires_grad and parameter.dtype not in FLOATS:
         raise ModelError(
             f"{name} is {parameter.dtype}; {recipe.level} takes float32, bfloat16 and float16 parameters. "
             "Convert the model first: model.float()."

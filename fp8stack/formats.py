@@ -99,6 +99,9 @@ UE3M1 = MiniFloat("ue3m1", 1, -2, 24.0, signed=False, squared=True, bits=4, stoc
 # An m in FP4 is at least 1/12 of its block's largest, or zero: a root of v beside it must not sink to 1/192.
 UE3M1_RAISED = replace(UE3M1, name="ue3m1_raised", least=6)
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of tensors that are cast to these formats."""
+
 FORMATS: dict[str, MiniFloat] = {
     f.name: f for f in (E4M3, E5M2, S1E3M4, UE3M5, E4M3_ROOT, S1E2M1, UE3M1, UE3M1_RAISED)
 }

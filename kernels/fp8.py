@@ -116,15 +116,15 @@ def scale_and_inverse(
 @triton.jit
 def encode_blocks(
     x,  # float32 [blocks, 128]
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
+    MANTISSA: tl.constexpr,  # of an OCP format
     MAX: tl.constexpr,
-):  # int32 codes [blocks, 128], float32 scale [blocks]
+    HARDWARE: tl.constexpr,  # see `casts_in_hardware`
+):  # uint8 codes [blocks, 128], float32 scale [blocks]
     """Quantize a tile, one scale for each row of it."""
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scale, inverse = scale_and_inverse(bits, MAX)
     alive = inverse[:, None] > 0
-    return encode(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, MIN_EXPONENT, MAX), scale
+    return encode_ocp(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, HARDWARE), scale
 
 
 _INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))

@@ -38,7 +38,7 @@ def _quantize_blocks_kernel(
     if SQUARED:
         x = root(x, False)
     if STATE == "":
-        code, scale = encode_blocks(x, MANTISSA, MIN_EXPONENT, MAX)
+        code, scale = encode_blocks(x, MANTISSA, MAX, False)
     else:
         code, scale = encode_state(x, 0, STATE, False)
     tl.store(codes_ptr + offset, code.to(tl.uint8), mask=mask)

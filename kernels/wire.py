@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, E4M3
 
-from .fp8 import block_offsets, casts_in_hardware, decode, encode_ocp, round_to, scale_and_inverse
+from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks, round_to
 from .launch import Launcher, on_device, raw_stream
-from .reference.wire import Layout
+from .reference.wire import Layout, scales_of
 
 BLOCKS = 16
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
@@ -34,14 +34,6 @@ def _places(block, per, pitch):
 
 
 @triton.jit
-def _quantize(x, HARDWARE: tl.constexpr):  # uint8 [BLOCKS, 128], float32 [BLOCKS]
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    scale, inverse = scale_and_inverse(bits, _MAX)
-    scaled = tl.where(inverse[:, None] > 0, x * inverse[:, None], 0.0)
-    return encode_ocp(scaled, 3, HARDWARE), scale
-
-
-@triton.jit
 def _pack_kernel(
     x_ptr, scale_ptr, wire_ptr, n_blocks, all_blocks, blocks_per_row, cols, per, pitch,
     CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
@@ -54,7 +46,7 @@ def _pack_kernel(
         code = x
         scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
     else:
-        code, scale = _quantize(x.to(tl.float32), HARDWARE)
+        code, scale = encode_blocks(x.to(tl.float32), 3, _MAX, HARDWARE)
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     tl.store(wire_ptr + at, code, mask=exists[:, None] & (at >= 0))
     tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
@@ -91,7 +83,7 @@ def _reduce_kernel(
         inside = exists[:, None] & (at >= 0)
         if ERROR:
             total += tl.load(error_ptr + at, mask=inside, other=0.0)
-        code, scale = _quantize(total, HARDWARE)
+        code, scale = encode_blocks(total, 3, _MAX, HARDWARE)
         place = code_at[:, None] + tl.arange(0, 128)[None, :]
         tl.store(out_ptr + place, code, mask=inside)
         tl.store(out_scales_ptr + scale_at, scale, mask=exists)
@@ -161,23 +153,15 @@ def reduce_pack(
     if not layout.pitch:
         return out
     codes, per = chunks.view(len(chunks), -1, layout.pitch), layout.per
-    _reduce(
-        codes,
-        _scales(codes, per),
-        out,
-        _scales(out.view(-1, layout.pitch), per),
-        per,
-        0,
-        divisor,
-        error,
-    )
+    scales, out_scales = scales_of(codes, per), scales_of(out.view(-1, layout.pitch), per)
+    _reduce(codes, scales, out, out_scales, per, 0, divisor, error)
     return out
 
 
 def reduce_unpack(chunks: Tensor, out: Tensor, divisor: float = 1.0) -> None:
     """Add up a stripe in float32, in the order of ranks, divide by `divisor`, and round to the dtype of `out`."""
     per, codes = Layout(1, out.numel(), 1).per, chunks[:, None]
-    _reduce(codes, _scales(codes, per), out, out, per, out.numel(), divisor, None)
+    _reduce(codes, scales_of(codes, per), out, out, per, out.numel(), divisor, None)
 
 
 def reduce_blocks(
@@ -187,16 +171,6 @@ def reduce_blocks(
     """Add up blocks of all ranks in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
     per = scales.shape[1]
     _reduce(codes[:, None], scales[:, None], out, out_scales, per, 0, divisor, error)
-
-
-def _floats(chunks: Tensor) -> Tensor:
-    return chunks.view(-1).view(torch.float32)
-
-
-def _scales(chunks: Tensor, per: int) -> Tensor:
-    """Return the scales in chunks [..., pitch], float32 [..., per]."""
-    floats = _floats(chunks).view(*chunks.shape[:-1], chunks.shape[-1] // 4)
-    return floats[..., per * BLOCK // 4 :][..., :per]
 
 
 def _reduce(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack.capability import native_recipe
@@ -66,3 +67,14 @@ class QKV(nn.Module):
 
     def forward(self, x):
         return self.q(x) + self.k(x) * self.v(x)
+
+
+class Checkpointed(nn.Module):
+    """A module that backward runs again."""
+
+    def __init__(self, block, reentrant):
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)

@@ -52,6 +52,18 @@ def inputs(number, device):
     return [t.to(device) for t in batch(number)]
 
 
+def train_part(model, optimizer, rank, world, device):
+    """Take 25 steps on this rank's part of the batches; return the losses."""
+    losses = []
+    for step in range(25):
+        optimizer.zero_grad()
+        loss = model(*inputs(world * step + rank, device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
 def check_hook(rank, world, store, device):
     """Gradients are the mean to 28 dB, of the same bits on all ranks, in every mode of DDP; training stays together."""
     device = enter(rank, world, store, device)
@@ -147,21 +159,13 @@ def check_training(rank, world, device, level):
         model, optimizer = make(device, "plain", level)
         if hooked:
             comm.register_fp8_hook(model)
-        losses[hooked] = []
-        for step in range(25):
-            optimizer.zero_grad()
-            loss = model(*inputs(world * step + rank, device))
-            loss.backward()
-            optimizer.step()
-            losses[hooked].append(loss.detach())
+        losses[hooked] = train_part(model, optimizer, rank, world, device)
         for p in model.parameters():
             assert_equal_everywhere(p.detach())
-    means = {}
-    for hooked, values in losses.items():
-        means[hooked] = torch.stack(values)
-        dist.all_reduce(means[hooked])
-    assert means[True][-1] < 0.5 * means[True][0]
-    assert torch.allclose(means[True], means[False], rtol=0.05)
+    for sums in losses.values():
+        dist.all_reduce(sums)
+    assert losses[True][-1] < 0.5 * losses[True][0]
+    assert torch.allclose(losses[True], losses[False], rtol=0.05)
 
 
 # --- FSDP2
@@ -178,14 +182,7 @@ def check_shards(rank, world, store, device):
     for hooked in (False, True):
         model = shard(device, mesh, None, hooked)
         optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
-        losses[hooked] = []
-        for step in range(25):
-            optimizer.zero_grad()
-            loss = model(*inputs(world * step + rank, device))
-            loss.backward()
-            optimizer.step()
-            losses[hooked].append(loss.detach())
-    losses = {hooked: torch.stack(values) for hooked, values in losses.items()}
+        losses[hooked] = train_part(model, optimizer, rank, world, device)
     assert losses[True][-1] < 0.5 * losses[True][0]
     assert torch.allclose(losses[True], losses[False], rtol=0.06)
     with pytest.raises(ConfigError, match="no module sharded by fully_shard in TinyLM"):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from workers_comm import assert_equal_everywhere, assert_near, enter, leave
-from workers_ddp import WithUnused, inputs
+from workers_ddp import WithUnused, inputs, train_part
 
 import fp8stack
 from fp8stack.comm import DataParallel
@@ -408,17 +408,10 @@ def check_training(rank, world, device, level):
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         if level is not None:
             model, optimizer = fp8stack.initialize(model, optimizer, level, compute="bf16")
-        parallel = kind(model)
-        losses[kind] = []
-        for step in range(25):
-            optimizer.zero_grad()
-            loss = parallel(*inputs(world * step + rank, device))
-            loss.backward()
-            optimizer.step()
-            losses[kind].append(loss.detach())
+        losses[kind] = train_part(kind(model), optimizer, rank, world, device)
         for p in model.parameters():
             assert_equal_everywhere(p.detach())
-    ours, theirs = (torch.stack(losses[k]) for k in (DataParallel, DistributedDataParallel))
+    ours, theirs = losses[DataParallel], losses[DistributedDataParallel]
     assert ours[-1] < 0.5 * ours[0]
     assert torch.allclose(ours, theirs, rtol=0.06)
 

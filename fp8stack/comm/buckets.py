@@ -53,18 +53,11 @@ class Region:
     def write(self, gradient: Tensor) -> None:
         """Quantize a gradient to its place."""
         own = self.gradient
-        own.residual = None
         if isinstance(gradient, BlockScaledTensor):
-            own.codes.view(torch.uint8).copy_(gradient.codes.view(torch.uint8))
-            own.scale.copy_(gradient.scale)
-        else:
+            own.assign_(gradient)
+        else:  # as assign_ does, without a second pass
             ops.quantize_blocks_into(gradient.detach(), E4M3, own.codes, own.scale)
-
-    def zero(self) -> None:
-        """Write a gradient of zero."""
-        self.gradient.codes.view(torch.uint8).zero_()
-        self.gradient.scale.zero_()
-        self.gradient.residual = None
+            own.residual = None
 
     def before_exchange(self) -> None:
         """Put into the bucket what is not in it. A residual of micro-batches is less than rounding leaves, and goes."""

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.errors import CommError, ConfigError, did_you_mean
+from fp8stack.formats import FLOATS
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PATIENCE = 2.0  # seconds that ranks may take to sign in after a failure
 
 
@@ -96,7 +96,7 @@ def check_model(
             f"DataParallel takes a model on one device; this one is on {', '.join(sorted(devices))}."
         )
     for name, p in trained:
-        if p.dtype not in _DTYPES:
+        if p.dtype not in FLOATS:
             raise ConfigError(
                 f"{name} is {p.dtype}; FP8 gradients are of float32, bfloat16 and float16 parameters."
             )

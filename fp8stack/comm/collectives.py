@@ -27,18 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
-from fp8stack.formats import BLOCK, rows_cols
+from fp8stack.formats import BLOCK, FLOATS, rows_cols
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.wire import Layout
+from fp8stack.kernels.reference.wire import Layout, scales_of
 from fp8stack.tensor import BlockScaledTensor
 
 from .checks import describe, verify
 from .hosts import hierarchy_of
 from .statistics import Sent, observed
 from .transport import Transport
-from .work import Body, Done, start
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .work import Done, start
 
 
 def all_reduce(
@@ -75,8 +73,12 @@ def all_reduce(
 
 def error_like(tensor: Tensor, group: Any = None) -> Tensor:
     """Return zeros for the `error` of an all_reduce of `tensor`: float32, an element for each of this rank's part."""
-    layout = _flat(tensor, dist.get_world_size(group))
-    return torch.zeros(layout.per * BLOCK, dtype=torch.float32, device=tensor.device)
+    return torch.zeros(_part_of(tensor, group), dtype=torch.float32, device=tensor.device)
+
+
+def _part_of(tensor: Tensor, group: Any) -> int:
+    """Return the elements of a rank's part, filled up to whole blocks."""
+    return _flat(tensor, dist.get_world_size(group)).per * BLOCK
 
 
 def reduce_scatter_tensor(
@@ -133,10 +135,11 @@ def broadcast(
             chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
         way.broadcast(chunk, source)
         _unpack(chunk, output, layout)
-        return Sent(sends * chunk.nbytes, layout.blocks, _scales(chunk, layout))
+        return Sent(sends * chunk.nbytes, layout.blocks, scales_of(chunk, layout.per))
 
-    name = f"broadcast from {'rank' if group_src is None else 'group rank'} {src or group_src or 0}"
-    return _run(name, tensor, tensor, dist.ReduceOp.SUM, group, async_op, exchange)
+    source = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
+    sum_ = dist.ReduceOp.SUM
+    return _run("broadcast", tensor, tensor, sum_, group, async_op, exchange, detail=source)
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -157,7 +160,7 @@ def _reduce_all(
     stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, divisor, error)
     way.all_gather(sent, stripe)
     _unpack(sent, output, layout)
-    return Sent(2 * (way.world - 1) * layout.pitch, layout.blocks, _scales(sent, layout))
+    return Sent(2 * (way.world - 1) * layout.pitch, layout.blocks, scales_of(sent, layout.per))
 
 
 def _reduce_hosts(
@@ -187,7 +190,7 @@ def _reduce_hosts(
     inside.all_gather(sent, part)
     _unpack(sent, output, layout)
     chunks = 2 * (across.world - 1) + 2 * (inside.world - 1) * across.world
-    return Sent(chunks * layout.pitch, layout.blocks, _scales(sent, layout))
+    return Sent(chunks * layout.pitch, layout.blocks, scales_of(sent, layout.per))
 
 
 def _reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
@@ -206,12 +209,7 @@ def _gather(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sen
     way.all_gather(chunks, chunk)
     layout = Layout(way.world, input.numel(), way.world)
     _unpack(chunks, output, layout)
-    return Sent((way.world - 1) * layout.pitch, layout.blocks, _scales(chunks, layout))
-
-
-def _scales(chunks: Tensor, layout: Layout) -> Tensor:  # float32 [world, blocks of a stripe]
-    floats = chunks.view(-1).view(torch.float32).view(len(chunks), -1)
-    return floats[:, layout.per * BLOCK // 4 :][:, : layout.per]
+    return Sent((way.world - 1) * layout.pitch, layout.blocks, scales_of(chunks, layout.per))
 
 
 def _flat(x: Tensor, world: int) -> Layout:
@@ -250,6 +248,7 @@ def _run(
     async_op: bool,
     exchange: Exchange,
     more: tuple[Any, ...] = (),  # groups
+    detail: str = "",  # that ranks have to agree on
 ) -> dist.Work | None:
     """Check the arguments and run a collective."""
     group = dist.group.WORLD if group is None else group
@@ -261,7 +260,7 @@ def _run(
         return None
     world = dist.get_world_size(group)
     _check(name, output, input, op, world)
-    what = describe(name, input)
+    what = describe(f"{name} {detail}".rstrip(), input)
     average = op == dist.ReduceOp.AVG
     verify(f"{what} into {output.numel()}, {op}, {type(input).__name__}", group)
     if world == 1 or not input.numel():
@@ -276,13 +275,12 @@ def _run(
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
         ways = [Transport(g, what, o) for g, o in zip(groups, over, strict=True)]
-        with observed(name.split()[0], place.device) as tell:
+        with observed(name, place.device) as tell:
             tell(exchange(place, given, average, *ways))
         if not dense:
             taken.copy_(place)
 
-    work: Body = body
-    return start(work, groups, [output, input], async_op)
+    return start(body, groups, [output, input], async_op)
 
 
 def _refuse_blocks(name: str, *tensors: Tensor) -> None:
@@ -293,7 +291,7 @@ def _refuse_blocks(name: str, *tensors: Tensor) -> None:
 
 
 def _check_error(error: Tensor, tensor: Tensor, group: Any) -> None:
-    size = _flat(tensor, dist.get_world_size(group)).per * BLOCK
+    size = _part_of(tensor, group)
     fits = error.dtype is torch.float32 and error.is_contiguous() and error.numel() == size
     if not fits or error.device != tensor.device:
         raise ConfigError(
@@ -306,7 +304,7 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
     for tensor in (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
-        if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
+        if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
             kind = "sparse" if tensor.layout is not torch.strided else tensor.dtype
             raise ConfigError(
                 f"fp8stack.comm.{name} takes dense float32, bfloat16 and float16 tensors, got {kind}. "

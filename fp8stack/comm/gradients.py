@@ -45,6 +45,16 @@ class GradientHandle:
         self._hooks.clear()
 
 
+def refuse_sparse(gradient: Tensor, name: str, other: str = "") -> None:
+    """Raise GradientError for a sparse or complex gradient; `other` is another remedy."""
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise GradientError(
+            f"the gradient of {name} is {kind}; FP8 gradients are dense and real. Use a dense layer "
+            f"(nn.Embedding(sparse=False)){other}."
+        )
+
+
 def quantize_gradient(parameter: Tensor, name: str) -> None:
     """Replace `parameter.grad` by its E4M3 blocks, if it has one that is not yet.
 
@@ -54,11 +64,6 @@ def quantize_gradient(parameter: Tensor, name: str) -> None:
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, BlockScaledTensor):
         return
-    if gradient.is_sparse or gradient.is_complex():
-        kind = "sparse" if gradient.is_sparse else "complex"
-        raise GradientError(
-            f"the gradient of {name} is {kind}; FP8 gradients are dense and real. Use a dense layer "
-            '(nn.Embedding(sparse=False)), or initialize with gradients="keep".'
-        )
+    refuse_sparse(gradient, name, ', or initialize with gradients="keep"')
     quantized = BlockScaledTensor.quantize(gradient.to(parameter.dtype))
     parameter.grad = quantized

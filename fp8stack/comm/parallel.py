@@ -30,6 +30,7 @@ from fp8stack.errors import Fp8StackWarning, GradientError
 
 from .buckets import Region, make_buckets
 from .checks import check_model, feeds_back, verify, verify_models
+from .gradients import refuse_sparse
 from .transport import Transport, blamed
 from .uneven import Shadow
 
@@ -101,9 +102,8 @@ class DataParallel(nn.Module, Joinable):
         self._fired: set[Region] = set()
         self._sent = 0  # buckets
         self._forwards = 0  # that no backward was seen of
-        self._sync = self._next_sync = (
-            True  # whether this backward is synchronized, and that of the last forward
-        )
+        # whether this backward is synchronized, and that of the last forward
+        self._sync = self._next_sync = True
         self._backward: Any = lambda: None  # a weak reference to what lives as long as a backward
         self._unused: set[Region] | None = None  # of a static graph, once known
         self._divide_by_initial = True  # of join()
@@ -186,10 +186,7 @@ class DataParallel(nn.Module, Joinable):
             )
         if p.grad is not region.gradient:
             assert p.grad is not None
-            if p.grad.is_sparse:
-                raise GradientError(
-                    f"the gradient of {region.name} is sparse; FP8 gradients are dense. Use nn.Embedding(sparse=False)."
-                )
+            refuse_sparse(p.grad, region.name)
             region.write(p.grad)
             p.grad = region.gradient
         if region not in self._fired:
@@ -208,7 +205,7 @@ class DataParallel(nn.Module, Joinable):
         way = Transport(self.process_group, what)
         for region in bucket.regions:
             if region not in self._fired and region.parameter.grad is not region.gradient:
-                region.zero()
+                region.gradient.zero_()
         if self._stream is None:
             bucket.average(way)
             return

@@ -21,7 +21,7 @@ class Sent(NamedTuple):
 
     nbytes: int  # sent by this rank
     blocks: int  # of the result
-    scales: Tensor | None  # of the result; None if it is not in blocks. Then how many are NaN.
+    scales: Tensor | None  # of the result; None if it is not in blocks
 
 
 class Statistics:
@@ -38,8 +38,7 @@ class Statistics:
     """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, Sent, Callable[[], float]]] = []
-        self._bad: list[tuple[str, Tensor]] = []
+        self._calls: list[tuple[str, Sent, Tensor | None, Callable[[], float]]] = []
 
     def __enter__(self) -> Statistics:
         _OPEN.append(self)
@@ -51,22 +50,15 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, float]]:
         """Return what was counted since the last call; waits for the device."""
         calls, self._calls = self._calls, []
-        bad, self._bad = self._bad, []
         result: dict[str, dict[str, float]] = {}
-        for name, sent, seconds in calls:
+        for name, sent, bad, seconds in calls:
             row = result.setdefault(name, dict.fromkeys(_KEYS, 0))
             row["calls"] += 1
             row["bytes"] += sent.nbytes
-            row["seconds"] += seconds()
+            row["seconds"] += seconds()  # waits for the call, and so for what it counted
             row["blocks"] += sent.blocks
-        for name, count in bad:  # each is there once its call's time is
-            result[name]["non_finite"] += int(count)
+            row["non_finite"] += 0 if bad is None else int(bad)
         return result
-
-    def _add(self, name: str, sent: Sent, seconds: Callable[[], float]) -> None:
-        self._calls.append((name, sent._replace(scales=None), seconds))
-        if sent.scales is not None:
-            self._bad.append((name, sent.scales))
 
 
 _KEYS = ("calls", "bytes", "seconds", "blocks", "non_finite")
@@ -79,11 +71,11 @@ def observed(name: str, device: torch.device) -> Iterator[Callable[[Sent], None]
     if not _OPEN:
         yield _ignore
         return
-    done: list[Sent] = []
+    done: list[tuple[Sent, Tensor | None]] = []
 
     def tell(sent: Sent) -> None:
         bad = None if sent.scales is None else sent.scales.isnan().sum()
-        done.append(sent._replace(scales=bad))
+        done.append((sent._replace(scales=None), bad))  # which would be kept until `collect`
 
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -97,8 +89,7 @@ def observed(name: str, device: torch.device) -> Iterator[Callable[[Sent], None]
         took = time.perf_counter() - began
         seconds = lambda: took  # noqa: E731
     for statistics in list(_OPEN):
-        for sent in done:
-            statistics._add(name, sent, seconds)
+        statistics._calls += [(name, *each, seconds) for each in done]
 
 
 def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> Callable[[], float]:

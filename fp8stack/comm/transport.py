@@ -12,7 +12,7 @@ import contextlib
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -97,11 +97,11 @@ class Worker:
         self._thread.join(1.0)
         self._over.clear()
 
-    def submit(self, call: Callable[..., None], group: Any, groups: Any) -> Future[None]:
-        """Run `call` with what stands for each of `groups`; `group` is the one this worker is of."""
+    def submit(self, call: Callable[..., None], groups: Sequence[Any]) -> Future[None]:
+        """Run `call` with what stands for each of `groups`; the first is the one this worker is of."""
         result: Future[None] = Future()
         inference = torch.is_inference_mode_enabled()
-        over, name = self._over, group.group_name
+        over, name = self._over, groups[0].group_name
 
         def run() -> None:
             with torch.inference_mode(inference):
@@ -130,8 +130,9 @@ def _connect(group: Any, name: str) -> Any:
     """Return gloo connections of the ranks of `group`, for the worker of the group of that name."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     store = dist.distributed_c10d._get_default_store()
-    with contextlib.suppress(AttributeError, RuntimeError):  # torch 2.6, and stores that cannot
-        store = store.clone()  # type: ignore[attr-defined]  # whose waiting does not keep the caller's thread from the store
+    # While one of a store waits, it keeps other threads from the store. torch 2.6 and some stores cannot copy it.
+    with contextlib.suppress(AttributeError, RuntimeError):
+        store = store.clone()  # type: ignore[attr-defined]
     place = f"fp8stack/{name}/{group.group_name}"
     # The same store may see another group of this name.
     place = f"{place}/{store.add(f'{place}/{dist.get_rank()}', 1)}"

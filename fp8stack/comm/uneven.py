@@ -29,7 +29,7 @@ class Shadow(JoinHook):
             parallel._broadcast(list(parallel.module.buffers()), source)
         parallel._fired.clear()
         for region in parallel._regions:
-            region.zero()
+            region.gradient.zero_()
         parallel._sent = 0
         while parallel._sent < len(parallel.buckets):
             parallel._send()

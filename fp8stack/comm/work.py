@@ -33,6 +33,10 @@ class Done(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
+    def synchronize(self) -> None:
+        """Wait, as NCCL's handles do."""
+        self.wait()
+
     def is_completed(self) -> bool:
         return True
 
@@ -53,10 +57,6 @@ class StreamWork(Done):
         """Make the current stream wait; the process group's own timeout is in force, not `timeout`."""
         torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
         return True
-
-    def synchronize(self) -> None:
-        """Wait, as NCCL's handles do."""
-        self.wait()
 
     def is_completed(self) -> bool:
         return bool(self._event.query())
@@ -102,7 +102,7 @@ def start(
         body(*groups)
         return None
     if device.type != "cuda":
-        return ThreadWork(tensors, worker_of(groups[0]).submit(body, groups[0], groups))
+        return ThreadWork(tensors, worker_of(groups[0]).submit(body, groups))
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

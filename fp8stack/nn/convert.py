@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fp8stack.errors import did_you_mean
+from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 
 from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
@@ -179,7 +180,7 @@ def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
         return (
             "its weight is computed (weight_norm, parametrization); remove that before initialize"
         )
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
     for label, size in (("out_features", weight.shape[0]), ("in_features", weight.shape[1])):
         if size == 0 or (size % alignment and recipe.pad == "skip"):

@@ -200,7 +200,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     hows: tuple[How, How, How] = ctx.hows
     need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
     pairs = zip((w_gate, w_up, w_down), rest[::2], rest[1::2], hows, strict=True)
-    g_codes, u_codes, d_codes = (codes_for_backward(p[3].mode, *p) for p in pairs)
+    g_codes, u_codes, d_codes = (codes_for_backward(*pair) for pair in pairs)
     dx = dw_gate = dw_up = dw_down = None
     d = cast_gradient(grad, hows[2], True, need_down)
     dh = product(d.codes, d.scale, *d_codes, hows[2].dtype)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ModelError
-from fp8stack.formats import E4M3
+from fp8stack.formats import E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.cast_delayed import STATES
@@ -36,7 +36,6 @@ from .storage import stored_linear
 __all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "product"]
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Fp8Linear(nn.Linear):
@@ -183,7 +182,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if how.probe is not None:
             how.probe("g", grad, g.scale, FORMATS[how.formats].g)
     if need_x:
-        w_codes, w_scale = codes_for_backward(how.mode, weight, w_codes, w_scale, how)
+        w_codes, w_scale = codes_for_backward(weight, w_codes, w_scale, how)
         dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=how.squares)
         dx = crop(dx, ctx.x_shape)
     if need_w:
@@ -233,7 +232,7 @@ def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 def check_input(x: Tensor, features: int) -> None:
     """Raise ModelError unless `x` is [..., features] in a dtype that is cast to FP8."""
-    if x.dtype not in _DTYPES:
+    if x.dtype not in FLOATS:
         raise ModelError(
             f"an FP8 layer of {features} features got {x.dtype} input; it takes float32, bfloat16 and float16."
         )

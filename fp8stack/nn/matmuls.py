@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp8stack.formats import FLOATS
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.levels import Recipe
 
@@ -50,7 +51,6 @@ from .operands import Products, WeightCache, in_backward
 
 __all__ = ["BareMatmuls", "apply_matmuls", "runs_matmuls"]
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARIES = ("torch", "fp8stack", "transformer_engine")  # their modules need no mode of their own
 _ONE_PARAMETER = "neither or both operands are parameters"
 _NOT_ONE_PRODUCT = "not one matrix product"
@@ -211,7 +211,7 @@ class _Mode(TorchFunctionMode):
         # O2 stores the weight of an Embedding in bfloat16, and the model goes on in its own dtype.
         alike = weight.dtype in (x.dtype, torch.bfloat16)
         alike = alike or torch.is_autocast_enabled(x.device.type)
-        if not dtypes.issubset(_FLOATS) or weight.dtype is not parameter.dtype or not alike:
+        if not dtypes.issubset(FLOATS) or weight.dtype is not parameter.dtype or not alike:
             return "dtypes"
         if x.device != weight.device or x.device.type not in ("cpu", "cuda"):
             return "devices"

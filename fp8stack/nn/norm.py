@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8stack.formats import FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
@@ -27,7 +28,6 @@ from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 from .mixed import mixed_class, unmix
 from .operands import note_parts
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -78,7 +78,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         type(x) in _PLAIN
         and type(weight) in _PLAIN
         and x.dtype is weight.dtype
-        and x.dtype in _DTYPES
+        and x.dtype in FLOATS
         and x.device == weight.device
         and (x.is_cuda or x.is_cpu)
         and x.shape[-1:] == weight.shape  # [cols]
@@ -128,7 +128,7 @@ def _is_rmsnorm(module: nn.Module) -> bool:
     weight = owned.pop("weight", None)
     if weight is None or owned or module._buffers or module._modules:
         return False
-    if type(weight) not in _PLAIN or weight.dtype not in _DTYPES:
+    if type(weight) not in _PLAIN or weight.dtype not in FLOATS:
         return False
     if weight.dim() != 1 or not 0 < len(weight) <= MOST_COLS:
         return False
@@ -163,4 +163,4 @@ def _computes_the_formula(module: nn.Module, cols: int, eps: float) -> bool:
         if found is None or not torch.allclose(found, expected, 1e-5, 0.0):
             return False
     # The module may be cast to any of these later on.
-    return all(run(x.to(dtype), w.to(dtype)) is not None for dtype in _DTYPES)
+    return all(run(x.to(dtype), w.to(dtype)) is not None for dtype in FLOATS)

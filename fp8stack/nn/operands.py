@@ -307,12 +307,12 @@ class Products:
 
 
 def codes_for_backward(
-    mode: str, weight: Tensor, codes: Tensor, scale: Tensor, how: How
+    weight: Tensor, codes: Tensor, scale: Tensor, how: How
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes [in, out] of a weight and their scale, of what forward saved; `mode` is WeightCache.codes'."""
-    if mode == "fp8":
+    """Return the codes [in, out] of a weight and their scale, of what forward saved."""
+    if how.mode == "fp8":
         return ops.transpose(codes), scale
-    return (codes, scale) if mode == "fp8+t" else _cast_for_backward(weight, how)
+    return (codes, scale) if how.mode == "fp8+t" else _cast_for_backward(weight, how)
 
 
 def _cast_for_backward(weight: Tensor, how: How) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fp8stack.errors import GradientError
+from fp8stack.formats import FLOATS
 from fp8stack.tensor import BlockScaledTensor
 
 from .sharded import is_sharded
@@ -43,7 +43,7 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
                 f"a parameter of shape {shape} is placed {placements[0]} and its gradient {placements[1]}. "
                 "Reduce or redistribute the gradient to the parameter's placements before the step."
             )
-    if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if gradient.dtype not in FLOATS:
         raise GradientError(
             f"the gradient of a parameter of shape {shape} is {gradient.dtype}; fp8stack's optimizers take float32, "
             "bfloat16, float16 and block-scaled FP8 gradients."

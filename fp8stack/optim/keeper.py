@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.formats import FLOATS
 
 from .sharded import assign, check_placements, collect, distribute, is_sharded, local, local_state
 from .state import (
@@ -125,7 +126,7 @@ class StateKeeper(torch.optim.Optimizer):
         )  # fmt: skip
         if "step" not in state:
             self.check_formats_of(parameter)
-            if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            if parameter.dtype not in FLOATS:
                 raise ModelError(
                     f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
                     f"{type(self).__name__} takes float32, bfloat16 and float16 parameters."

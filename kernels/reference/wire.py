@@ -23,8 +23,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, E4M3
 
-from .fp8 import cast_finite
-from .quantize import scale_and_inverse
+from .quantize import as_blocks, from_blocks, quantize_blocks
 
 
 class Layout(NamedTuple):
@@ -62,9 +61,7 @@ def pack(
     layout: Layout,
 ) -> Tensor:  # uint8 [world, pitch]
     """Quantize a tensor into chunks, one scale a block."""
-    blocks = _as_blocks(x.float(), layout)
-    codes, scale = _quantize(blocks)
-    return _chunks(codes, scale, layout)
+    return pack_codes(*quantize_blocks(x.reshape(layout.rows, layout.cols), E4M3), layout)
 
 
 def pack_codes(
@@ -73,7 +70,8 @@ def pack_codes(
     layout: Layout,
 ) -> Tensor:  # uint8 [world, pitch]
     """Lay out in chunks what is in FP8 already."""
-    return _chunks(_as_blocks(codes.view(torch.uint8), layout), scale.reshape(-1), layout)
+    blocks = as_blocks(codes.view(torch.uint8).reshape(layout.rows, layout.cols))
+    return _chunks(blocks.view(-1, BLOCK), scale.reshape(-1), layout)
 
 
 def reduce_pack(
@@ -85,7 +83,7 @@ def reduce_pack(
     """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
     ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
     codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
-    codes, scale = codes.view(ranks, -1, BLOCK), scale.view(ranks, -1)
+    codes, scale = codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1)
     result = _chunks(*_quantize_sum(codes, scale, divisor, error), layout.stripes(stripes))
     return result.view_as(chunks[0])
 
@@ -126,8 +124,8 @@ def unpack(
 ) -> None:
     """Decode a tensor."""
     codes, scale = _parts(chunks, layout.per)
-    values = (codes.float() * scale.unsqueeze(-1)).view(-1, BLOCK)[: layout.blocks]
-    out.view(-1).copy_(_from_blocks(values, layout))
+    values = codes.float() * scale.unsqueeze(-1)
+    out.view(-1).copy_(_in_rows(values.view(-1, BLOCK), layout))
 
 
 def unpack_codes(
@@ -138,26 +136,19 @@ def unpack_codes(
 ) -> None:
     """Take a tensor out of chunks in FP8."""
     sent, scales = _parts(chunks, layout.per)
-    blocks = sent.view(torch.uint8).view(-1, BLOCK)[: layout.blocks]
-    codes.view(torch.uint8).view(-1).copy_(_from_blocks(blocks, layout))
+    codes.view(torch.uint8).view(-1).copy_(_in_rows(sent.view(torch.uint8).view(-1, BLOCK), layout))
     scale.view(-1).copy_(scales.reshape(-1)[: layout.blocks])
 
 
-def _as_blocks(x: Tensor, layout: Layout) -> Tensor:  # [blocks, 128]
-    rows = x.reshape(layout.rows, layout.cols)
-    return pad(rows, (0, -layout.cols % BLOCK)).view(-1, BLOCK)
-
-
-def _from_blocks(blocks: Tensor, layout: Layout) -> Tensor:  # [rows × cols]
-    rows = blocks.reshape(layout.rows, layout.blocks_per_row * BLOCK)
-    return rows[:, : layout.cols].reshape(-1)
+def _in_rows(blocks: Tensor, layout: Layout) -> Tensor:  # [rows × cols]
+    """Return the elements of blocks [≥ layout.blocks, 128]."""
+    whole = blocks[: layout.blocks].reshape(layout.rows, layout.blocks_per_row, BLOCK)
+    return from_blocks(whole, torch.Size((layout.rows, layout.cols))).reshape(-1)
 
 
 def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:  # uint8 [blocks, 128], float32 [blocks]
-    scale, inverse = scale_and_inverse(blocks.abs().amax(-1), E4M3)
-    inverse = inverse.unsqueeze(-1)
-    codes = cast_finite(torch.where(inverse > 0, blocks * inverse, 0.0), E4M3)
-    return codes.view(torch.uint8), scale
+    codes, scale = quantize_blocks(blocks, E4M3)
+    return codes.view(torch.uint8), scale.view(-1)
 
 
 def _chunks(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
@@ -169,11 +160,19 @@ def _chunks(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
     return pad(both, (0, layout.pitch - both.shape[1]))
 
 
+def scales_of(
+    chunks: Tensor,  # uint8 [..., pitch], contiguous
+    per: int,
+) -> Tensor:  # float32 [..., per], looking into them
+    """Return the scales in chunks of `per` blocks."""
+    floats = chunks.view(-1).view(torch.float32).view(*chunks.shape[:-1], chunks.shape[-1] // 4)
+    return floats[..., per * BLOCK // 4 :][..., :per]
+
+
 def _parts(chunks: Tensor, per: int) -> tuple[Tensor, Tensor]:
     """Return codes (float8_e4m3fn [chunks, per, 128]) and scales (float32 [chunks, per])."""
-    codes = chunks[:, : per * BLOCK].reshape(-1).view(E4M3.dtype)
-    scale = chunks[:, per * BLOCK : per * (BLOCK + 4)].reshape(-1).view(torch.float32)
-    return codes.view(len(chunks), per, BLOCK), scale.view(len(chunks), per)
+    codes = chunks[:, : per * BLOCK].contiguous().view(E4M3.dtype)
+    return codes.view(len(chunks), per, BLOCK), scales_of(chunks, per)
 
 
 def _quantize_sum(

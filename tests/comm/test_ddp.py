@@ -8,31 +8,22 @@ from workers_ddp import check_hook, check_shards
 from fp8stack import comm
 from fp8stack.errors import ConfigError
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_hook_over_gloo(world, tmp_path):
-    torch.multiprocessing.spawn(check_hook, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
-
-
-@pytest.mark.gpu
-def test_the_hook_over_nccl(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    torch.multiprocessing.spawn(check_hook, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
+BOTH = pytest.mark.parametrize("check", [check_hook, check_shards], ids=["DDP", "FSDP2"])
 
 
 @pytest.mark.slow
+@BOTH
 @pytest.mark.parametrize("world", [2, 3])
-def test_shards_over_gloo(world, tmp_path):
-    torch.multiprocessing.spawn(check_shards, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+def test_hooks_over_gloo(check, world, tmp_path):
+    torch.multiprocessing.spawn(check, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
 
 
 @pytest.mark.gpu
-def test_shards_over_nccl(tmp_path):
+@BOTH
+def test_hooks_over_nccl(check, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    torch.multiprocessing.spawn(check_shards, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
+    torch.multiprocessing.spawn(check, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
 
 
 def test_other_models_are_refused():

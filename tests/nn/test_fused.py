@@ -7,12 +7,11 @@ import pickle
 import pytest
 import torch
 from helpers import assert_same_bits, train
-from layers import casts_of, count_casts, native, results
+from layers import Checkpointed, casts_of, count_casts, native, results
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack.errors import ModelError
@@ -310,15 +309,6 @@ def test_backward_may_outlive_the_block(device):
     gc.collect()
     y.sum().backward()
     assert_same_bits(x.grad, expected)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, block, reentrant):
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
 def test_saves_nothing_of_the_activation(device, monkeypatch):

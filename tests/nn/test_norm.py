@@ -7,11 +7,10 @@ import pickle
 import pytest
 import torch
 from helpers import assert_same_bits, train
-from layers import native, results
+from layers import Checkpointed, native, results
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack.errors import ModelError
@@ -425,15 +424,6 @@ def test_recomputation_gives_the_same_bits(reentrant, device):
     expected = results(model, x)
     for one, other in zip(results(Checkpointed(model, reentrant), x), expected, strict=True):
         assert_same_bits(one, other)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, block, reentrant):
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
 def test_saves_its_input_and_one_number_a_row(device):
