@@ -152,6 +152,19 @@ def block_offsets(
     """Return the blocks of this program and where their elements lie."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < n_blocks
+    offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN)
+    return block, inside, offset, mask
+
+
+@triton.jit
+def element_offsets(
+    block,  # int64 [BLOCKS]
+    inside,  # bool [BLOCKS]
+    blocks_per_row,
+    cols,
+    EVEN: tl.constexpr,  # cols is a multiple of 128: blocks lie end to end
+):  # int64 offsets and bool mask [BLOCKS, 128]
+    """Return where the elements of blocks lie."""
     lane = tl.arange(0, 128)
     if EVEN:
         offset = block[:, None] * 128 + lane[None, :]
@@ -160,4 +173,4 @@ def block_offsets(
         col = (block % blocks_per_row)[:, None] * 128 + lane[None, :]
         offset = (block // blocks_per_row)[:, None] * cols + col
         mask = inside[:, None] & (col < cols)
-    return block, inside, offset, mask
+    return offset, mask

@@ -7,6 +7,8 @@ reads what all ranks sent of a stripe, 1.03 bytes an element of each; unpacking 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -62,6 +64,23 @@ def _load_values(codes_ptr, scales_ptr, code_at, scale_at, exists):
 
 
 @triton.jit
+def divide(x, by, HOW: tl.constexpr):  # see `division`
+    if HOW == "multiply":
+        x = x * by
+    elif HOW == "divide":
+        x = tl.div_rn(x, tl.zeros_like(x) + by)
+    return x
+
+
+def division(divisor: float) -> tuple[str, float]:
+    """Return how to divide by a number, and by what: to multiply by the inverse of a power of two is as exact."""
+    if divisor == 1:
+        return "", 1.0
+    exact = math.frexp(divisor)[0] == 0.5
+    return ("multiply", 1 / divisor) if exact else ("divide", float(divisor))
+
+
+@triton.jit
 def _reduce_kernel(
     codes_ptr, scales_ptr, out_ptr, out_scales_ptr, error_ptr,
     ranks, divisor, blocks, per, code_step, scale_step, code_pitch, scale_pitch, numel,
@@ -76,8 +95,7 @@ def _reduce_kernel(
         codes = codes_ptr + rank * tl.cast(code_pitch, tl.int64)
         scales = scales_ptr + rank * tl.cast(scale_pitch, tl.int64)
         total += _load_values(codes, scales, code_at, scale_at, exists)
-    if DIVIDE:
-        total = tl.div_rn(total, tl.zeros_like(total) + divisor)
+    total = divide(total, divisor, DIVIDE)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
         inside = exists[:, None] & (at >= 0)
@@ -188,14 +206,14 @@ def _reduce(
         return
     lies = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
     lost = out_scales if error is None else error
-    divide, own = divisor != 1, error is not None
+    (how, by), own = division(divisor), error is not None
     places = [t.data_ptr() % 16 for t in (codes, scales, out, out_scales, lost)]
-    key = (len(codes), blocks, per, *lies, numel, out.dtype, out.device, divide, own, *places)
+    key = (len(codes), blocks, per, *lies, numel, out.dtype, out.device, how, own, *places)
     with on_device(out.device):
         _launch_reduce(
             key, _grid(blocks), raw_stream(out),
-            codes, scales, out, out_scales, lost, len(codes), float(divisor), blocks, per, *lies, numel,
-            divide, not numel, own, casts_in_hardware(out.device), BLOCKS,
+            codes, scales, out, out_scales, lost, len(codes), by, blocks, per, *lies, numel,
+            how, not numel, own, casts_in_hardware(out.device), BLOCKS,
         )  # fmt: skip
 
 

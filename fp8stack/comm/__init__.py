@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
     from .fsdp import Fp8ReduceScatter, register_fp8_reduce_scatter
     from .hosts import set_hierarchy
+    from .nvlink import set_transport
     from .parallel import DataParallel
     from .statistics import Statistics
 
@@ -44,6 +45,7 @@ _PLACES = {
     "register_fp8_hook": "ddp",
     "register_fp8_reduce_scatter": "fsdp",
     "set_hierarchy": "hosts",
+    "set_transport": "nvlink",
 }
 
 __all__ = [
@@ -63,6 +65,7 @@ __all__ = [
     "register_fp8_hook",
     "register_fp8_reduce_scatter",
     "set_hierarchy",
+    "set_transport",
 ]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fp8stack.formats import BLOCK, E4M3, rows_cols
 from fp8stack.kernels import ops
+from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
 from .statistics import Sent, observed
@@ -111,6 +112,10 @@ class Bucket:
             tell(Sent(2 * (way.world - 1) * stripe, self.scales.numel(), self.scales))
 
     def _exchange(self, way: Transport) -> None:
+        if link := way.link(self.codes.device):
+            layout, parts = Layout(1, self.codes.numel(), way.world), (self.codes, self.scales)
+            link.all_reduce(*parts, *parts, layout, way.what, way.world, self.error)
+            return
         codes, scales = torch.empty_like(self.codes), torch.empty_like(self.scales)
         way.all_to_all(codes, self.codes)
         way.all_to_all(scales, self.scales)

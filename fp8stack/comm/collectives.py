@@ -152,11 +152,18 @@ all_gather_single = all_gather_into_tensor
 def _reduce_all(
     output: Tensor, input: Tensor, average: bool, way: Transport, *, error: Tensor | None
 ) -> Sent:
-    layout = _flat(input, way.world)
+    layout, divisor = _flat(input, way.world), way.world if average else 1
+    if link := way.link(input.device):
+        link.all_reduce(*_parts(input), *_parts(output), layout, way.what, divisor, error)
+        if isinstance(output, BlockScaledTensor):
+            told, output.residual = output.scale, None
+        else:  # a block that is not finite is NaN as a whole: one element of each stands for it
+            told = output.view(-1)[::BLOCK]
+        nbytes = 2 * (way.world - 1) * layout.per * (BLOCK + 4)
+        return Sent(nbytes, layout.blocks, told)
     sent = _pack(input, layout)
     received = torch.empty_like(sent)
     way.all_to_all(received, sent)
-    divisor = way.world if average else 1
     stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, divisor, error)
     way.all_gather(sent, stripe)
     _unpack(sent, output, layout)
@@ -195,10 +202,13 @@ def _reduce_hosts(
 
 def _reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
     layout = Layout(way.world, input.numel() // way.world, way.world)
+    divisor = way.world if average else 1
+    if link := way.link(input.device):
+        link.reduce_scatter(input, output, layout, way.what, divisor)
+        return Sent((way.world - 1) * layout.per * (BLOCK + 4), 0, None)
     sent = _pack(input, layout)
     received = torch.empty_like(sent)
     way.all_to_all(received, sent)
-    divisor = way.world if average else 1
     ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, divisor)
     return Sent((way.world - 1) * layout.pitch, 0, None)
 
@@ -223,6 +233,13 @@ def _pack(x: Tensor, layout: Layout) -> Tensor:
     if isinstance(x, BlockScaledTensor):
         return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout)  # type: ignore[no-any-return]
     return kernels.pack(x, layout)  # type: ignore[no-any-return]
+
+
+def _parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return values, or codes and scales."""
+    if isinstance(x, BlockScaledTensor):
+        return x.codes.view(torch.uint8), x.scale
+    return x, None
 
 
 def _unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:

@@ -1,8 +1,9 @@
 """How bytes get from rank to rank: torch.distributed's collectives, and who is to blame when one fails.
 
-On a GPU, and for calls that wait, that is the caller's own process group. What runs in the background on a CPU needs
-another: the caller's later collectives would get between the parts of ours. Each group therefore has a thread, and the
-thread its own connections of the same ranks, made when it is first needed, in the thread: no call waits for it.
+Sums over the GPUs of one host have a way of their own (`nvlink.py`). Everything else goes through the caller's process
+group on a GPU, and for calls that wait. What runs in the background on a CPU needs another: the caller's later
+collectives would get between the parts of ours. Each group therefore has a thread, and the thread its own connections
+of the same ranks, made when it is first needed, in the thread: no call waits for it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from torch import Tensor
 from fp8stack.errors import CommError, first_line
 
 from .checks import explain
+from .nvlink import Link, link_of
 
 # Their names since torch 2.13, where the old ones warn.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Transport:
@@ -42,6 +44,10 @@ class Transport:
         self._over = group if over is None else over
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
+    def link(self, device: torch.device) -> Link | None:
+        """Return what sums up tensors on `device` over NVLink, if something does."""
+        return link_of(self.group, device)
+
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Exchange the i-th of equal parts with rank i."""
         with blamed(self.what, self.group):
@@ -52,7 +58,7 @@ class Transport:
         if not whole.is_cuda:  # only NCCL promises that they may share memory
             mine = mine.clone()
         with blamed(self.what, self.group):
-            _all_gather(whole.view(-1), mine.view(-1), group=self._over)
+            all_gather(whole.view(-1), mine.view(-1), group=self._over)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy from a rank of the group, by its number in it."""

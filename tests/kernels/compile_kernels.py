@@ -80,11 +80,11 @@ MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
 INTEGERS = dict.fromkeys(
     ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", "block_rows", "stride_r",
      "stride_c", "programs", "all_blocks", "per", "pitch", "ranks", "code_pitch", "scale_pitch", "blocks",
-     "code_step", "scale_step", *MULTIPLES), "i32",
+     "code_step", "scale_step", "rank", "call", *MULTIPLES), "i32",
 )  # fmt: skip
 ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
-    "scale_pitch", "scale_step", "blocks",
+    "scale_pitch", "scale_step", "blocks", "rank", "call", "timeout",
 )  # fmt: skip
 TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
@@ -290,8 +290,28 @@ def wire_cases(names):
         places = wire | {"x_ptr": dtype, "out_ptr": dtype}
         places |= {"out_scales_ptr": "fp32", "error_ptr": "fp32"}
         constants = {"CODES": kind == "codes", "PACK": kind == "codes", "ERROR": kind == "codes"}
-        constants |= {"DIVIDE": True, "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
+        constants |= {"DIVIDE": "divide", "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
         yield kind, places, {n: value for n, value in constants.items() if n in names}
+
+
+def two_shot_cases(names):
+    for kind, dtype, other in (
+        ("bf16", "bf16", {}),
+        ("codes", "u8", {"CODES_IN": True, "CODES_OUT": True, "ERROR": True}),
+        ("scatter", "fp32", {"SCATTER": True, "EVEN": False}),
+    ):
+        places = {"x_ptr": dtype, "out_ptr": dtype, "x_scales_ptr": "fp32", "error_ptr": "fp32"}
+        places |= {"out_scales_ptr": "fp32", "peers_ptr": "i64", "rounds_ptr": "i32"}
+        places |= {"missing_ptr": "i32"}
+        constants = dict.fromkeys(("SCATTER", "CODES_IN", "CODES_OUT", "ERROR"), False)
+        constants |= {
+            "WORLD": 4,
+            "DIVIDE": "multiply",
+            "HARDWARE": None,
+            "EVEN": True,
+            "BLOCKS": 32,
+        }
+        yield kind, places, constants | other
 
 
 def count_cases(names):
@@ -331,6 +351,7 @@ CASES = {
     "_pack_kernel": wire_cases,
     "_reduce_kernel": wire_cases,
     "_unpack_kernel": wire_cases,
+    "_two_shot_kernel": two_shot_cases,
     "_rmsnorm_kernel": rmsnorm_cases,
     "_rmsnorm_backward_kernel": rmsnorm_cases,
     "_rmsnorm_sums_kernel": lambda names: [
@@ -384,7 +405,7 @@ def compile_case(kernel, pointers, constants, architecture, options):
         constants = constants | {"HARDWARE": constants.get("EMIT", True) and architecture >= 90}
     types = (
         INTEGERS
-        | {"growth": "fp32", "eps": "fp32", "divisor": "fp32"}
+        | {"growth": "fp32", "eps": "fp32", "divisor": "fp32", "timeout": "i64"}
         | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
     )
     if architecture < 89:  # which has no such type; casts to it never run there

@@ -65,7 +65,7 @@ ON_HOPPER = {  # where the hardware casts, budgets are as tight
 }
 CASTS = {  # kernels that use the hardware's cast where there is one
     "_cast_tiles_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel", "_cast_delayed_kernel", "_swiglu_cast_kernel",
-    "_pack_kernel", "_reduce_kernel",
+    "_pack_kernel", "_reduce_kernel", "_two_shot_kernel",
 }  # fmt: skip
 CAST_NOTHING = {("_pack_kernel", "codes"), ("_reduce_kernel", "values")}
 
