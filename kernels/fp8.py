@@ -163,12 +163,16 @@ def element_offsets(
     blocks_per_row,
     cols,
     EVEN: tl.constexpr,  # cols is a multiple of 128: blocks lie end to end
+    FLAT: tl.constexpr = False,  # there is one row: they do so too
 ):  # int64 offsets and bool mask [BLOCKS, 128]
     """Return where the elements of blocks lie."""
     lane = tl.arange(0, 128)
     if EVEN:
         offset = block[:, None] * 128 + lane[None, :]
         mask = inside[:, None] & (lane[None, :] >= 0)
+    elif FLAT:
+        offset = block[:, None] * 128 + lane[None, :]
+        mask = inside[:, None] & (offset < cols)
     else:
         col = (block % blocks_per_row)[:, None] * 128 + lane[None, :]
         offset = (block // blocks_per_row)[:, None] * cols + col

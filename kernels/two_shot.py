@@ -4,19 +4,18 @@ The bits are those of `wire.py`'s kernels around an all-to-all and an all-gather
 in the order of ranks, and every rank decodes its own part from the codes as all others do.
 
 Rank j owns stripe j of the tensor (`reference/wire.py`). Programs of the same number on all ranks work on the same
-tiles, a round at a time, and wait for none but each other:
+tiles, a round at a time, and wait for none but each other. In step s a program
 
-    1  quantize a tile of every stripe into its owner's inbox, then raise my flag there
-    2  once all flags of my inbox are up: add up, quantize, write into every rank's outbox, raise my flag there
-    3  once all flags of my outbox are up: decode a tile of every stripe (a reduce-scatter ends with step 2)
+    waits    until all ranks have raised their flag of step s - 1
+    adds up  round s - 1 from its inbox, quantizes that, and writes it into every rank's outbox
+    sends    round s: quantizes a tile of every stripe into its owner's inbox
+    decodes  round s - 2 from its outbox: a tile of every stripe (not in a reduce-scatter)
+    raises   its flag on all ranks
 
-A program does step 1 of a round, 2 of the round before, and 3 of the one before that, and several programs share a
-multiprocessor, so links and memory are busy at once. Each rank starts at another owner, so all links are.
-
-Inbox and outbox hold SLOTS rounds, and nothing is waited for to use a slot again. A rank writes round r + 3 after it
-saw the outbox flags of r, so the inbox has been read; an owner writes the outbox of r + 3 after it saw the inbox flags
-of r + 3, which are raised after the outbox of r was read. Rounds are counted in memory over all launches, so a captured
-launch can be replayed.
+Several programs share a multiprocessor, so links and memory are busy at once. Each rank starts at another owner, so all
+links are. Inbox and outbox hold two steps: who is past the wait of step s knows that all have read what was sent before
+step s - 1, of this launch or the last. Steps are counted in memory over all launches, so a captured launch can be
+replayed.
 
 A flag that is not up by the deadline ends the wait: what would be made of it is NaN on all ranks that are left, and
 `missing` names the rank. Bytes over the links, each way, of n elements between N ranks: 2 (N-1)/N n × 1.03.
@@ -25,8 +24,6 @@ Limits: memory that GPUs share, at most 8 ranks; launches of one workspace must 
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -38,183 +35,73 @@ from .fp8 import casts_in_hardware, decode, element_offsets, encode_blocks, roun
 from .launch import Launcher, on_device, raw_stream
 from .reference.wire import Layout
 from .wire import divide, division
+from .workspace import (
+    BLOCKS,
+    Workspace,
+    await_flags,
+    deadline_after,
+    load_tile,
+    raise_flags,
+    store_tile,
+)
 
-MOST_RANKS = 8
-PROGRAMS = 264
-BLOCKS = 32  # of a tile
-SLOTS = 4  # 3 are needed; a power of two keeps its place when the count of rounds overflows
+WARPS = 8
+REGISTERS = 128  # of a thread, so that two programs share a multiprocessor
 
 _MAX = tl.constexpr(E4M3.max)
-_PROGRAMS = tl.constexpr(PROGRAMS)
-_RANKS = tl.constexpr(MOST_RANKS)
-_SLOTS = tl.constexpr(SLOTS)
-_CODES = tl.constexpr(BLOCKS * BLOCK)  # bytes of a tile
-_TILE = tl.constexpr(BLOCKS * (BLOCK + 4))  # bytes with its scales
-_FLAGS = tl.constexpr(2 * PROGRAMS * MOST_RANKS * 4)  # bytes
-_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
-_FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-
-
-class Workspace(NamedTuple):
-    """What a rank of a group writes through.
-
-    Attributes:
-        peers: int64 [world], where each rank's memory of `workspace_bytes`, zeroed at first, is for this one.
-        rounds: int32 [PROGRAMS] of zeros, on the device.
-        missing: int32 [world] of zeros, in memory of the host that the device writes to: the number of the last call
-            that a rank was missing from.
-        rank: of this process in the group.
-        programs: to launch, at most PROGRAMS; the same on all ranks.
-    """
-
-    peers: Tensor
-    rounds: Tensor
-    missing: Tensor
-    rank: int
-    programs: int = PROGRAMS
-
-
-def workspace_bytes(world: int) -> int:
-    """Return the memory that each of `world` ranks gives."""
-    return int(_FLAGS.value + 2 * PROGRAMS * SLOTS * world * _TILE.value)
-
-
-_INTERPRETED = tl.constexpr(not isinstance(decode, triton.JITFunction))
-
-# Spins on a flag until it is at least $2 or the clock is past $3; returns whether it was late. Threads look without
-# acquiring, which would empty the cache of the multiprocessor each time.
-_WAIT = tl.constexpr("""{
-.reg .pred up, early;
-.reg .b32 seen, ahead;
-.reg .b64 now;
-again:
-ld.relaxed.sys.global.b32 seen, [$1];
-sub.s32 ahead, seen, $2;
-setp.ge.s32 up, ahead, 0;
-@up bra done;
-mov.u64 now, %globaltimer;
-setp.lt.u64 early, now, $3;
-@early bra again;
-done:
-ld.acquire.sys.global.b32 seen, [$1];
-sub.s32 ahead, seen, $2;
-shr.u32 $0, ahead, 31;
-}""")
-_CLOCK = tl.constexpr("mov.u64 $0, %globaltimer;")
+_INTERPRETED = not isinstance(await_flags, triton.JITFunction)
 
 
 @triton.jit
-def _deadline(timeout):
-    """Return when to stop waiting: in ns of the GPU's clock, or in looks at a flag in the interpreter."""
-    if _INTERPRETED:
-        return timeout
+def _word_offsets(block, inside):
+    """Return where words of four codes are whose blocks lie end to end: int64 offsets and bool mask [BLOCKS, 32]."""
+    word = tl.arange(0, 32)[None, :]
+    return block[:, None] * 32 + word, inside[:, None] & (word >= 0)
+
+
+@triton.jit
+def _load_stripe(
+    x_ptr, x_scales_ptr, owner, within, n_blocks, per, blocks_per_row, cols,
+    CODES: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of a stripe: values, or codes and their scales."""
+    block = owner * tl.cast(per, tl.int64) + within
+    inside = (within < per) & (block < n_blocks)
+    if CODES:
+        scale = tl.load(x_scales_ptr + block, mask=inside, other=0.0)
     else:
-        now = tl.inline_asm_elementwise(_CLOCK, "=l", [], tl.int64, is_pure=False, pack=1)
-        return now + timeout
-
-
-@triton.jit
-def _flags(memory, phase: tl.constexpr, program, source):
-    """Return the place of a flag in a rank's memory."""
-    return memory.to(_INTS, bitcast=True) + (phase * _PROGRAMS + program) * _RANKS + source
-
-
-@triton.jit
-def _raise_flags(peers_ptr, phase: tl.constexpr, program, rank, value, WORLD: tl.constexpr):
-    """Tell all ranks that what this program wrote is there."""
-    tl.debug_barrier()
-    lane = tl.arange(0, _RANKS)
-    memory = tl.load(peers_ptr + lane, mask=lane < WORLD, other=0)
-    flags = _flags(memory, phase, program, rank)
-    values = tl.zeros((_RANKS,), tl.int32) + value
-    tl.atomic_xchg(flags, values, mask=lane < WORLD, sem="release", scope="sys")
-
-
-@triton.jit
-def _await_flags(
-    mine, phase: tl.constexpr, program, value, deadline, missing_ptr, call, WORLD: tl.constexpr
-):
-    """Wait for all ranks; return 1 if one is late, which is noted."""
-    source = tl.arange(0, _RANKS) % WORLD
-    flags = _flags(mine, phase, program, source)
-    if _INTERPRETED:
-        looks = tl.cast(0, tl.int64)
-        none = tl.zeros((_RANKS,), tl.int32)
-        late = tl.where(tl.atomic_add(flags, none, sem="acquire", scope="sys") - value < 0, 1, 0)
-        while (tl.max(late, axis=0) > 0) & (looks < deadline):
-            late = tl.where(
-                tl.atomic_add(flags, none, sem="acquire", scope="sys") - value < 0, 1, 0
-            )
-            looks += 1
+        scale = 0.0
+    if CODES and EVEN:
+        offset, mask = _word_offsets(block, inside)
+        x = tl.load(x_ptr.to(_INTS, bitcast=True) + offset, mask=mask, other=0)
     else:
-        values = tl.zeros((_RANKS,), tl.int32) + value
-        until = tl.zeros((_RANKS,), tl.int64) + deadline
-        late = tl.inline_asm_elementwise(
-            _WAIT, "=r,l,r,l", [flags, values, until], tl.int32, is_pure=False, pack=1
-        )
-    tl.debug_barrier()
-    tl.store(missing_ptr + source, tl.zeros((_RANKS,), tl.int32) + call, mask=late != 0)
-    return tl.max(late, axis=0)
-
-
-@triton.jit
-def _tile(memory, box: tl.constexpr, program, turn, place, WORLD: tl.constexpr):
-    """Return where codes (uint8) and scales (float32) of a tile are: of rank `place` in the inbox (0) or outbox (1)."""
-    slot = ((box * _PROGRAMS + program) * _SLOTS + (turn & (_SLOTS - 1))) * WORLD + place
-    codes = memory.to(_BYTES, bitcast=True) + _FLAGS + slot * tl.cast(_TILE, tl.int64)
-    scales = tl.multiple_of((codes + _CODES).to(_FLOATS, bitcast=True), 16)
-    return tl.multiple_of(codes, 16), scales
-
-
-@triton.jit
-def _load_tile(
-    memory, box: tl.constexpr, program, turn, place, WORLD: tl.constexpr, BLOCKS: tl.constexpr
-):
-    codes, scales = _tile(memory, box, program, turn, place, WORLD)
-    lane, block = tl.arange(0, 128), tl.arange(0, BLOCKS)
-    at = block[:, None] * 128 + lane[None, :]
-    # Past the first cache, which does not see what other GPUs write.
-    code = tl.load(codes + at, cache_modifier=".cg")
-    return code, tl.load(scales + block, cache_modifier=".cg")
-
-
-@triton.jit
-def _store_tile(
-    memory,
-    box: tl.constexpr,
-    program,
-    turn,
-    place,
-    code,
-    scale,
-    WORLD: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    codes, scales = _tile(memory, box, program, turn, place, WORLD)
-    lane, block = tl.arange(0, 128), tl.arange(0, BLOCKS)
-    tl.store(codes + block[:, None] * 128 + lane[None, :], code)
-    tl.store(scales + block, scale)
+        offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
+        x = tl.load(x_ptr + offset, mask=mask, other=0)
+    return x, scale
 
 
 @triton.jit
 def _send(
-    x_ptr, x_scales_ptr, peers_ptr, program, turn, rank, within, n_blocks, per, blocks_per_row, cols,
-    WORLD: tl.constexpr, CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    x, scale, x_ptr, x_scales_ptr, peers_ptr, program, turn, rank, within, n_blocks, per, blocks_per_row, cols,
+    WORLD: tl.constexpr, CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of every stripe into the inbox of its owner."""
+    """Write a tile of every stripe into the inbox of its owner; the first has been loaded."""
     for i in tl.static_range(WORLD):
-        owner = (rank + 1 + i) % WORLD
-        block = owner * tl.cast(per, tl.int64) + within
-        inside = (within < per) & (block < n_blocks)
-        offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN)
-        x = tl.load(x_ptr + offset, mask=mask, other=0)
+        next_x, next_scale = x, scale
+        if i + 1 < WORLD:  # loaded before this one is stored
+            next_x, next_scale = _load_stripe(
+                x_ptr, x_scales_ptr, (rank + 2 + i) % WORLD, within, n_blocks, per, blocks_per_row, cols,
+                CODES, EVEN, FLAT,
+            )  # fmt: skip
         if CODES:
-            code, scale = x, tl.load(x_scales_ptr + block, mask=inside, other=0.0)
+            code = x
         else:
             code, scale = encode_blocks(x.to(tl.float32), 3, _MAX, HARDWARE)
-        there = tl.load(peers_ptr + owner)
-        _store_tile(there, 0, program, turn, rank, code, scale, WORLD, BLOCKS)
+        there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
+        store_tile(there, 0, program, turn, rank, code, scale, CODES and EVEN, WORLD, BLOCKS)
+        x, scale = next_x, next_scale
 
 
 @triton.jit
@@ -224,7 +111,7 @@ def _add_up(
     """Return the sum (float32 [BLOCKS, 128]) of what all ranks wrote into the inbox, divided."""
     total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     for source in tl.static_range(WORLD):
-        code, scale = _load_tile(mine, 0, program, turn, source, WORLD, BLOCKS)
+        code, scale = load_tile(mine, 0, program, turn, source, False, WORLD, BLOCKS)
         total += decode(code, 3, -6, True) * scale[:, None]
     return divide(total, by, DIVIDE)
 
@@ -245,48 +132,68 @@ def _quantize_sum(total, error_ptr, at, inside, ERROR: tl.constexpr, HARDWARE: t
 @triton.jit
 def _receive(
     out_ptr, out_scales_ptr, mine, late, program, turn, rank, within, n_blocks, per, blocks_per_row, cols,
-    WORLD: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    WORLD: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of every stripe from the outbox; NaN if one is late."""
+    words: tl.constexpr = CODES and EVEN
+    code, scale = load_tile(mine, 1, program, turn, (rank + 1) % WORLD, words, WORLD, BLOCKS)
     for i in tl.static_range(WORLD):
-        owner = (rank + 1 + i) % WORLD
-        block = owner * tl.cast(per, tl.int64) + within
+        next_code, next_scale = code, scale
+        if i + 1 < WORLD:  # loaded before this one is stored
+            owner = (rank + 2 + i) % WORLD
+            next_code, next_scale = load_tile(mine, 1, program, turn, owner, words, WORLD, BLOCKS)
+        block = (rank + 1 + i) % WORLD * tl.cast(per, tl.int64) + within
         inside = (within < per) & (block < n_blocks)
-        offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN)
-        code, scale = _load_tile(mine, 1, program, turn, owner, WORLD, BLOCKS)
         scale = tl.where(late != 0, float("nan"), scale)
         if CODES:
-            tl.store(out_ptr + offset, code, mask=mask)
             tl.store(out_scales_ptr + block, scale, mask=inside)
+        if words:
+            offset, mask = _word_offsets(block, inside)
+            tl.store(out_ptr.to(_INTS, bitcast=True) + offset, code, mask=mask)
         else:
-            value = round_to(decode(code, 3, -6, True) * scale[:, None], out_ptr.dtype.element_ty)
-            tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
+            offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
+            value = code
+            if not CODES:
+                value = decode(code, 3, -6, True) * scale[:, None]
+                value = round_to(value, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + offset, value, mask=mask)
+        code, scale = next_code, next_scale
 
 
-@triton.jit(do_not_specialize=[
-    "rank", "rounds", "call", "divisor", "n_blocks", "per", "blocks_per_row", "cols", "timeout",
-])  # fmt: skip
+@triton.jit(
+    do_not_specialize=[
+        "rank",
+        "rounds",
+        "call",
+        "divisor",
+        "n_blocks",
+        "per",
+        "blocks_per_row",
+        "timeout",
+    ]
+)
 def _two_shot_kernel(
-    x_ptr, x_scales_ptr, out_ptr, out_scales_ptr, error_ptr, peers_ptr, rounds_ptr, missing_ptr,
+    x_ptr, x_scales_ptr, out_ptr, out_scales_ptr, error_ptr, peers_ptr, steps_ptr, missing_ptr,
     rank, rounds, call, divisor, n_blocks, per, blocks_per_row, cols, timeout,
     WORLD: tl.constexpr, SCATTER: tl.constexpr, CODES_IN: tl.constexpr, CODES_OUT: tl.constexpr,
-    DIVIDE: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    DIVIDE: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     program, stride = tl.program_id(0), tl.num_programs(0) * BLOCKS
     mine = tl.load(peers_ptr + rank)
-    first = tl.load(rounds_ptr + program)
-    deadline = _deadline(timeout)
+    first = tl.load(steps_ptr + program)
+    deadline = deadline_after(timeout)
     start = program.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    late = 0
     for step in range(rounds + 2):
         turn = first + step
-        if step < rounds:
-            _send(
-                x_ptr, x_scales_ptr, peers_ptr, program, turn, rank, start + step * stride,
-                n_blocks, per, blocks_per_row, cols, WORLD, CODES_IN, HARDWARE, EVEN, BLOCKS,
-            )  # fmt: skip
-            _raise_flags(peers_ptr, 0, program, rank, turn + 1, WORLD)
+        x, x_scale = _load_stripe(  # nothing beyond the last round
+            x_ptr, x_scales_ptr, (rank + 1) % WORLD, start + step * stride, n_blocks, per, blocks_per_row, cols,
+            CODES_IN, EVEN, FLAT,
+        )  # fmt: skip
+        if step >= 1:
+            late = await_flags(mine, program, turn, deadline, missing_ptr, call, WORLD)
         if (step >= 1) & (step <= rounds):
-            late = _await_flags(mine, 0, program, turn, deadline, missing_ptr, call, WORLD)
             total = _add_up(mine, program, turn - 1, divisor, WORLD, DIVIDE, BLOCKS)
             within = start + (step - 1) * stride
             at = within[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -300,20 +207,24 @@ def _two_shot_kernel(
                 scale = tl.where(late != 0, float("nan"), scale)
                 for i in tl.static_range(WORLD):
                     there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
-                    _store_tile(there, 1, program, turn - 1, rank, code, scale, WORLD, BLOCKS)
-            _raise_flags(peers_ptr, 1, program, rank, turn, WORLD)
-        if step >= 2:
-            late = _await_flags(mine, 1, program, turn - 1, deadline, missing_ptr, call, WORLD)
-            if not SCATTER:
-                _receive(
-                    out_ptr, out_scales_ptr, mine, late, program, turn - 2, rank, start + (step - 2) * stride,
-                    n_blocks, per, blocks_per_row, cols, WORLD, CODES_OUT, EVEN, BLOCKS,
-                )  # fmt: skip
-    tl.store(rounds_ptr + program, first + rounds)
+                    store_tile(there, 1, program, turn - 1, rank, code, scale, False, WORLD, BLOCKS)
+        if step < rounds:
+            _send(
+                x, x_scale, x_ptr, x_scales_ptr, peers_ptr, program, turn, rank, start + step * stride,
+                n_blocks, per, blocks_per_row, cols, WORLD, CODES_IN, HARDWARE, EVEN, FLAT, BLOCKS,
+            )  # fmt: skip
+        if (step >= 2) & (not SCATTER):
+            _receive(
+                out_ptr, out_scales_ptr, mine, late, program, turn - 2, rank, start + (step - 2) * stride,
+                n_blocks, per, blocks_per_row, cols, WORLD, CODES_OUT, EVEN, FLAT, BLOCKS,
+            )  # fmt: skip
+        if step <= rounds:
+            raise_flags(peers_ptr, program, rank, turn + 1, WORLD)
+    tl.store(steps_ptr + program, first + rounds + 2)
 
 
 # Every multiplication rounds on its own: contracting them would give other bits than the reference.
-_launch = Launcher(_two_shot_kernel, num_warps=4, enable_fp_fusion=False)
+_launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False)
 
 
 def all_reduce(
@@ -358,12 +269,13 @@ def _run(
     filled = [x if t is None else t for t in tensors]
     how, by = division(divisor)
     flags = (x_scales is not None, out_scales is not None, how, error is not None)
-    even, large = layout.cols % BLOCK == 0, layout.cols >= 2**31
-    key = (layout.world, scatter, *flags, even, large, x.dtype, out.dtype, x.device, grid, *places)
+    even, flat, cols = layout.cols % BLOCK == 0, layout.rows == 1, layout.cols
+    kind = even, flat, cols % 16 == 0, cols == 1, cols >= 2**31
+    key = (layout.world, scatter, *flags, *kind, x.dtype, out.dtype, x.device, grid, *places)
     with on_device(x.device):
         _launch(
             key, grid, raw_stream(x),
-            *filled, space.peers, space.rounds, space.missing,
-            space.rank, rounds, call, by, layout.blocks, layout.per, layout.blocks_per_row, layout.cols, wait,
-            layout.world, scatter, *flags, casts_in_hardware(x.device), even, BLOCKS,
+            *filled, space.peers, space.steps, space.missing,
+            space.rank, rounds, call, by, layout.blocks, layout.per, layout.blocks_per_row, cols, wait,
+            layout.world, scatter, *flags, casts_in_hardware(x.device), even, flat, BLOCKS,
         )  # fmt: skip

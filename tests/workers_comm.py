@@ -14,6 +14,7 @@ from helpers import assert_same_bits
 from workers import leave_ranks
 
 from fp8stack import comm
+from fp8stack.comm import exchange
 from fp8stack.errors import CommError, ConfigError
 from fp8stack.tensor import BlockScaledTensor
 
@@ -65,6 +66,7 @@ def assert_near(result, exact, decibels):
 def check_collectives(rank, world, store, device):
     """Run every collective with every dtype and odd sizes; all ranks end with the same bits, near the exact ones."""
     device = enter(rank, world, store, device)
+    check_transports(rank, world, device)
     for dtype in DTYPES:
         for size in SIZES:
             parts = [drawn(r, size, dtype) for r in range(world)]
@@ -82,6 +84,56 @@ def check_collectives(rank, world, store, device):
     check_statistics(rank, world, device)
     check_hierarchy(rank, world, device)
     leave()
+
+
+def check_transports(rank, world, device):
+    """Compare the bits of sums over NVLink, and in chunks, with those of the process group's collectives."""
+    with pytest.raises(ConfigError, match="transport must be one of auto, nvlink, collective"):
+        comm.set_transport("nccl")
+    if device.type != "cuda" or world == 1:
+        comm.set_transport("nvlink")
+        if world > 1:
+            with pytest.raises(CommError, match="tensors are on cpu"):
+                comm.all_reduce(torch.ones(3, device=device))
+        comm.set_transport("auto")
+        return
+    for size in (5, 128 * 64 * world, 300_001, 2**20):
+        for dtype in (*DTYPES, "blocks"):
+            found = [
+                summed(rank, world, size, dtype, transport, chunk, device)
+                for transport, chunk in (("collective", 2**26), ("collective", 5000), ("nvlink", 0))
+            ]
+            for other in found[1:]:
+                for a, b in zip(found[0], other, strict=True):
+                    assert_same_bits(a, b)
+    comm.set_transport("auto")
+    graph, x = torch.cuda.CUDAGraph(), drawn(rank, 5000).to(device)
+    kept = x.clone()
+    with torch.cuda.graph(graph):
+        comm.all_reduce(x)
+    for _ in range(3):
+        x.copy_(kept)
+        graph.replay()
+        assert_near(x, sum(drawn(r, 5000) for r in range(world)), 28)
+
+
+def summed(rank, world, size, dtype, transport, chunk, device):
+    """Return the results of sums, and what they feed back."""
+    comm.set_transport(transport)
+    exchange.CHUNK, before = chunk or exchange.CHUNK, exchange.CHUNK
+    x = drawn(rank, size)
+    x = BlockScaledTensor.quantize(x) if dtype == "blocks" else x.to(dtype)
+    x, error = x.to(device), comm.error_like(x.to(device)) + 0.01
+    comm.all_reduce(x, dist.ReduceOp.AVG)
+    comm.all_reduce(x, error=error)
+    results = [*x.parts()] if dtype == "blocks" else [x]
+    if dtype != "blocks":
+        whole = drawn(rank, size * world).to(device, dtype)
+        part = whole[:size].clone()
+        comm.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG)
+        results.append(part)
+    exchange.CHUNK = before
+    return [*results, error]
 
 
 def check_all_reduce(mine, exact, world):

@@ -5,7 +5,7 @@ import os
 import torch
 
 from fp8stack.formats import E4M3
-from fp8stack.kernels import two_shot
+from fp8stack.kernels import two_shot, workspace
 from fp8stack.kernels.reference import wire as reference
 from fp8stack.kernels.reference.quantize import quantize_blocks
 from fp8stack.kernels.reference.wire import Layout
@@ -16,13 +16,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def space_of(memories, device, rank, programs=2):
     """Return the workspace of a rank, given the memory of all as it sees them."""
     peers = torch.tensor([m.data_ptr() for m in memories], dtype=torch.int64, device=device)
-    rounds = torch.zeros(two_shot.PROGRAMS, dtype=torch.int32, device=device)
+    steps = torch.zeros(workspace.PROGRAMS, dtype=torch.int32, device=device)
     missing = torch.zeros(len(memories), dtype=torch.int32, pin_memory=device != "cpu")
-    return two_shot.Workspace(peers, rounds, missing, rank, programs)
+    return workspace.Workspace(peers, steps, missing, rank, programs)
 
 
 def memory_of(world, device):
-    return torch.zeros(two_shot.workspace_bytes(world), dtype=torch.uint8, device=device)
+    return torch.zeros(workspace.bytes_of(world), dtype=torch.uint8, device=device)
 
 
 def drawn(rank, size, dtype, call=0):

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,9 +36,20 @@ def feeds_back(error_feedback: str) -> bool:
     return error_feedback == "shard"
 
 
-def describe(name: str, tensor: Tensor) -> str:
-    """Return a collective in words."""
-    return f"{name} of {tensor.numel()} {str(tensor.dtype).removeprefix('torch.')} elements"
+class Call(NamedTuple):
+    """A collective, which is put into words when something is wrong."""
+
+    name: str
+    numel: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.numel} {str(self.dtype).removeprefix('torch.')} elements"
+
+
+def debugging() -> bool:
+    """Return whether ranks are to compare their collectives."""
+    return os.environ.get("FP8STACK_DEBUG", "0") == "1"
 
 
 def verify(what: str, group: Any) -> None:
@@ -47,7 +58,7 @@ def verify(what: str, group: Any) -> None:
     Raises:
         CommError: on every rank, if they do different things.
     """
-    if os.environ.get("FP8STACK_DEBUG", "0") != "1":
+    if not debugging():
         return
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, what, group)
@@ -105,7 +116,7 @@ def check_model(
     return trained[0][1].device
 
 
-def explain(what: str, group: Any, reason: str) -> str:
+def explain(what: Any, group: Any, reason: str) -> str:
     """Return the message of a collective that failed, with the ranks that are missing."""
     ranks = dist.get_process_group_ranks(group)
     missing = _find_missing(group, ranks)

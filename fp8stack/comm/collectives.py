@@ -9,7 +9,8 @@
 
 Sums are float32 and have the order of ranks; nothing saturates, since sums get scales of their own. A NaN or infinity
 makes its block of 128 NaN on every rank. Every rank ends with the same bits. The bytes are moved by torch.distributed's
-collectives of uint8, so any backend that has them does (NCCL, gloo).
+collectives of uint8, so any backend that has them does (NCCL, gloo); sums over the GPUs of one host are one kernel of
+ours (`nvlink.py`), with the same bits.
 
 With one rank nothing is quantized. SUM and AVG of float32, bfloat16 and float16 tensors, and of `BlockScaledTensor`s,
 whose codes then are neither decoded nor rounded before they are sent; a non-contiguous tensor costs a copy.
@@ -27,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
-from fp8stack.formats import BLOCK, FLOATS, rows_cols
-from fp8stack.kernels import ops
-from fp8stack.kernels.reference.wire import Layout, scales_of
+from fp8stack.formats import BLOCK, FLOATS
+from fp8stack.kernels.reference.wire import scales_of
 from fp8stack.tensor import BlockScaledTensor
 
-from .checks import describe, verify
+from . import exchange
+from .checks import Call, debugging, verify
 from .hosts import hierarchy_of
 from .statistics import Sent, observed
 from .transport import Transport
@@ -67,8 +68,8 @@ def all_reduce(
     if error is not None:
         _check_error(error, tensor, group)
     hosts = hierarchy_of(group)
-    exchange = partial(_reduce_hosts if hosts else _reduce_all, error=error)
-    return _run("all_reduce", tensor, tensor, op, group, async_op, exchange, hosts)
+    body = partial(exchange.reduce_hosts if hosts else exchange.reduce_all, error=error)
+    return _run("all_reduce", tensor, tensor, op, group, async_op, body, hosts)
 
 
 def error_like(tensor: Tensor, group: Any = None) -> Tensor:
@@ -78,7 +79,7 @@ def error_like(tensor: Tensor, group: Any = None) -> Tensor:
 
 def _part_of(tensor: Tensor, group: Any) -> int:
     """Return the elements of a rank's part, filled up to whole blocks."""
-    return _flat(tensor, dist.get_world_size(group)).per * BLOCK
+    return exchange.flat(tensor, dist.get_world_size(group)).per * BLOCK
 
 
 def reduce_scatter_tensor(
@@ -94,7 +95,9 @@ def reduce_scatter_tensor(
     The sum is rounded to the dtype of `output` and not quantized again.
     """
     _refuse_blocks("reduce_scatter_tensor", output, input)
-    return _run("reduce_scatter_tensor", output, input, op, group, async_op, _reduce_scatter)
+    return _run(
+        "reduce_scatter_tensor", output, input, op, group, async_op, exchange.reduce_scatter
+    )
 
 
 def all_gather_into_tensor(
@@ -104,7 +107,13 @@ def all_gather_into_tensor(
     _refuse_blocks("all_gather_into_tensor", output_tensor, input_tensor)
     sum_ = dist.ReduceOp.SUM
     return _run(
-        "all_gather_into_tensor", output_tensor, input_tensor, sum_, group, async_op, _gather
+        "all_gather_into_tensor",
+        output_tensor,
+        input_tensor,
+        sum_,
+        group,
+        async_op,
+        exchange.gather,
     )
 
 
@@ -126,134 +135,29 @@ def broadcast(
             f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
         )
 
-    def exchange(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
+    def body(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
         source = dist.get_group_rank(way.group, src or 0) if group_src is None else group_src
-        layout, sends = _flat(input, 1), way.rank == source
+        layout, sends = exchange.flat(input, 1), way.rank == source
         if sends:
-            chunk = _pack(input, layout)
+            chunk = exchange.pack(input, layout)
         else:
             chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
         way.broadcast(chunk, source)
-        _unpack(chunk, output, layout)
+        exchange.unpack(chunk, output, layout)
         return Sent(sends * chunk.nbytes, layout.blocks, scales_of(chunk, layout.per))
 
     source = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
     sum_ = dist.ReduceOp.SUM
-    return _run("broadcast", tensor, tensor, sum_, group, async_op, exchange, detail=source)
+    return _run("broadcast", tensor, tensor, sum_, group, async_op, body, detail=source)
 
 
 reduce_scatter_single = reduce_scatter_tensor
 all_gather_single = all_gather_into_tensor
 
 
-# --- over uint8 collectives
-
-
-def _reduce_all(
-    output: Tensor, input: Tensor, average: bool, way: Transport, *, error: Tensor | None
-) -> Sent:
-    layout, divisor = _flat(input, way.world), way.world if average else 1
-    if link := way.link(input.device):
-        link.all_reduce(*_parts(input), *_parts(output), layout, way.what, divisor, error)
-        if isinstance(output, BlockScaledTensor):
-            told, output.residual = output.scale, None
-        else:  # a block that is not finite is NaN as a whole: one element of each stands for it
-            told = output.view(-1)[::BLOCK]
-        nbytes = 2 * (way.world - 1) * layout.per * (BLOCK + 4)
-        return Sent(nbytes, layout.blocks, told)
-    sent = _pack(input, layout)
-    received = torch.empty_like(sent)
-    way.all_to_all(received, sent)
-    stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, divisor, error)
-    way.all_gather(sent, stripe)
-    _unpack(sent, output, layout)
-    return Sent(2 * (way.world - 1) * layout.pitch, layout.blocks, scales_of(sent, layout.per))
-
-
-def _reduce_hosts(
-    output: Tensor,
-    input: Tensor,
-    average: bool,
-    way: Transport,
-    inside: Transport,
-    across: Transport,
-    *,
-    error: Tensor | None,
-) -> Sent:
-    """All-reduce by way of hosts: add up within each, then across them, and gather the same way back.
-
-    Chunk l × M + m of M hosts belongs to rank l of host m. Within a host, rank l adds up the chunks from l × M on;
-    across hosts, it adds up its own of those. What it quantizes last, everybody decodes.
-    """
-    kernels, layout = ops.wire_kernels(input.is_cuda), _flat(input, way.world)
-    sent = _pack(input, layout)
-    received = torch.empty_like(sent)
-    inside.all_to_all(received, sent)
-    part = kernels.reduce_pack(received.view(inside.world, across.world, -1), layout)
-    others = torch.empty_like(part)
-    across.all_to_all(others, part)
-    stripe = kernels.reduce_pack(others, layout, way.world if average else 1, error)
-    across.all_gather(part, stripe)
-    inside.all_gather(sent, part)
-    _unpack(sent, output, layout)
-    chunks = 2 * (across.world - 1) + 2 * (inside.world - 1) * across.world
-    return Sent(chunks * layout.pitch, layout.blocks, scales_of(sent, layout.per))
-
-
-def _reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
-    layout = Layout(way.world, input.numel() // way.world, way.world)
-    divisor = way.world if average else 1
-    if link := way.link(input.device):
-        link.reduce_scatter(input, output, layout, way.what, divisor)
-        return Sent((way.world - 1) * layout.per * (BLOCK + 4), 0, None)
-    sent = _pack(input, layout)
-    received = torch.empty_like(sent)
-    way.all_to_all(received, sent)
-    ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, divisor)
-    return Sent((way.world - 1) * layout.pitch, 0, None)
-
-
-def _gather(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
-    chunk = _pack(input, Layout(1, input.numel(), 1))
-    chunks = chunk.new_empty((way.world, chunk.shape[1]))
-    way.all_gather(chunks, chunk)
-    layout = Layout(way.world, input.numel(), way.world)
-    _unpack(chunks, output, layout)
-    return Sent((way.world - 1) * layout.pitch, layout.blocks, scales_of(chunks, layout.per))
-
-
-def _flat(x: Tensor, world: int) -> Layout:
-    """Return the layout of a tensor in one row, or in the rows that its blocks have."""
-    rows, cols = rows_cols(x.shape) if isinstance(x, BlockScaledTensor) else (1, x.numel())
-    return Layout(rows, cols, world)
-
-
-def _pack(x: Tensor, layout: Layout) -> Tensor:
-    kernels = ops.wire_kernels(x.is_cuda)
-    if isinstance(x, BlockScaledTensor):
-        return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout)  # type: ignore[no-any-return]
-    return kernels.pack(x, layout)  # type: ignore[no-any-return]
-
-
-def _parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return values, or codes and scales."""
-    if isinstance(x, BlockScaledTensor):
-        return x.codes.view(torch.uint8), x.scale
-    return x, None
-
-
-def _unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
-    kernels = ops.wire_kernels(out.is_cuda)
-    if isinstance(out, BlockScaledTensor):
-        kernels.unpack_codes(chunks, out.codes, out.scale, layout)
-        out.residual = None
-    else:
-        kernels.unpack(chunks, out, layout)
-
-
 # --- around every collective
 
-Exchange = Callable[..., Sent]  # of output, input, average, groups
+Body = Callable[..., Sent]  # of output, input, average, transports
 
 
 def _run(
@@ -263,7 +167,7 @@ def _run(
     op: Any,
     group: Any,
     async_op: bool,
-    exchange: Exchange,
+    body: Body,
     more: tuple[Any, ...] = (),  # groups
     detail: str = "",  # that ranks have to agree on
 ) -> dist.Work | None:
@@ -277,27 +181,28 @@ def _run(
         return None
     world = dist.get_world_size(group)
     _check(name, output, input, op, world)
-    what = describe(f"{name} {detail}".rstrip(), input)
+    what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
     average = op == dist.ReduceOp.AVG
-    verify(f"{what} into {output.numel()}, {op}, {type(input).__name__}", group)
+    if debugging():
+        verify(f"{what} into {output.numel()}, {op}, {type(input).__name__}", group)
     if world == 1 or not input.numel():
         if output is not input:
             output.detach().copy_(input.detach().reshape(output.shape))
         return Done([output]) if async_op else None
     groups = (group, *more)
 
-    def body(*over: Any) -> None:
+    def run(*over: Any) -> None:
         # autograd has nothing to do with it, as in torch.distributed
         given, taken = input.detach().contiguous(), output.detach()
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
         ways = [Transport(g, what, o) for g, o in zip(groups, over, strict=True)]
         with observed(name, place.device) as tell:
-            tell(exchange(place, given, average, *ways))
+            tell(body(place, given, average, *ways))
         if not dense:
             taken.copy_(place)
 
-    return start(body, groups, [output, input], async_op)
+    return start(run, groups, [output, input], async_op)
 
 
 def _refuse_blocks(name: str, *tensors: Tensor) -> None:

@@ -83,19 +83,19 @@ class Link:
     """
 
     def __init__(self, group: Any, memory: Tensor, addresses: list[int], keep: Any) -> None:
-        from fp8stack.kernels import two_shot
+        from fp8stack.kernels import two_shot, workspace
 
         self._kernels, self._keep = two_shot, (memory, keep)
         self.ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         self.world = len(self.ranks)
         self._timeout = group._get_backend(memory.device).options._timeout.total_seconds()
         peers = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
-        rounds = torch.zeros(two_shot.PROGRAMS, dtype=torch.int32, device=memory.device)
+        steps = torch.zeros(workspace.PROGRAMS, dtype=torch.int32, device=memory.device)
         missing = torch.zeros(self.world, dtype=torch.int32, pin_memory=True)
-        self._space = two_shot.Workspace(peers, rounds, missing, rank)
+        self._space = workspace.Workspace(peers, steps, missing, rank)
         # looked at before each call, without what indexing a tensor takes
         self._missing = (ctypes.c_int32 * self.world).from_address(missing.data_ptr())
-        self._calls: OrderedDict[int, str] = OrderedDict()
+        self._calls: OrderedDict[int, Any] = OrderedDict()
         self._call = 0
 
     def all_reduce(
@@ -105,7 +105,7 @@ class Link:
         out: Tensor,  # as `x`, which it may be
         out_scales: Tensor | None,
         layout: Layout,
-        what: str,  # the call, for errors
+        what: Any,  # the call, whose string stands in errors
         divisor: int,
         error: Tensor | None,  # see kernels/reference/wire.py
     ) -> None:
@@ -115,14 +115,14 @@ class Link:
         )  # fmt: skip
 
     def reduce_scatter(
-        self, x: Tensor, out: Tensor, layout: Layout, what: str, divisor: int
+        self, x: Tensor, out: Tensor, layout: Layout, what: Any, divisor: int
     ) -> None:
         """Add up the own row of `x` over all ranks, and divide; raise CommError if an earlier call failed."""
         self._kernels.reduce_scatter(
             x, out, layout, self._space, self._begin(what), self._timeout, divisor
         )
 
-    def _begin(self, what: str) -> int:
+    def _begin(self, what: Any) -> int:
         """Name a call, unless an earlier one failed."""
         if any(self._missing):
             raise CommError(self._explain())
@@ -172,7 +172,7 @@ def _connect(group: Any, device: torch.device) -> Link | str:
 
 def _obstacle(group: Any, device: torch.device) -> str:
     """Return why this rank cannot, as far as it can tell alone; an empty string if it can."""
-    from fp8stack.kernels.two_shot import MOST_RANKS
+    from fp8stack.kernels.workspace import MOST_RANKS
 
     world = dist.get_world_size(group)
     if device.type != "cuda":
@@ -191,12 +191,12 @@ def _map(group: Any, device: torch.device) -> tuple[Tensor, Any]:
     """Return a workspace of zeros, and torch's handle of all ranks'."""
     import torch.distributed._symmetric_memory as symmetric
 
-    from fp8stack.kernels import two_shot
+    from fp8stack.kernels import workspace
 
     with warnings.catch_warnings(), contextlib.suppress(AttributeError):
         warnings.simplefilter("ignore")
         symmetric.enable_symm_mem_for_group(group.group_name)  # needed before torch 2.11
-    nbytes = two_shot.workspace_bytes(dist.get_world_size(group))
+    nbytes = workspace.bytes_of(dist.get_world_size(group))
     memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(memory, group.group_name)
     memory.zero_()

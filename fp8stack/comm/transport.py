@@ -35,11 +35,11 @@ class Transport:
 
     Args:
         group: the process group.
-        what: the collective, in words, for errors.
+        what: the collective, whose string stands in errors.
         over: connections of the same ranks to use in its place.
     """
 
-    def __init__(self, group: Any, what: str, over: Any = None) -> None:
+    def __init__(self, group: Any, what: Any, over: Any = None) -> None:
         self.group, self.what = group, what
         self._over = group if over is None else over
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -69,7 +69,7 @@ class Transport:
 
 
 @contextlib.contextmanager
-def blamed(what: str, group: Any) -> Iterator[None]:
+def blamed(what: Any, group: Any) -> Iterator[None]:
     """Say of an error of torch.distributed which ranks are missing."""
     try:
         yield

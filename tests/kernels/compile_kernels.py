@@ -35,6 +35,7 @@ from fp8stack.kernels import (
     scalars,
     step,
     swiglu,
+    two_shot,
 )
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 
@@ -301,16 +302,11 @@ def two_shot_cases(names):
         ("scatter", "fp32", {"SCATTER": True, "EVEN": False}),
     ):
         places = {"x_ptr": dtype, "out_ptr": dtype, "x_scales_ptr": "fp32", "error_ptr": "fp32"}
-        places |= {"out_scales_ptr": "fp32", "peers_ptr": "i64", "rounds_ptr": "i32"}
+        places |= {"out_scales_ptr": "fp32", "peers_ptr": "i64", "steps_ptr": "i32"}
         places |= {"missing_ptr": "i32"}
         constants = dict.fromkeys(("SCATTER", "CODES_IN", "CODES_OUT", "ERROR"), False)
-        constants |= {
-            "WORLD": 4,
-            "DIVIDE": "multiply",
-            "HARDWARE": None,
-            "EVEN": True,
-            "BLOCKS": 32,
-        }
+        constants |= {"WORLD": 4, "DIVIDE": "multiply", "HARDWARE": None, "EVEN": True}
+        constants |= {"FLAT": True, "BLOCKS": 64}
         yield kind, places, constants | other
 
 
@@ -385,7 +381,7 @@ LAUNCHES = {
     "_cast_delayed_kernel": cast_delayed._launch_cast.options,
     "_update_kernel": cast_delayed._launch_update.options,
     "_swiglu_parts_kernel": swiglu._launch_parts.options,
-    "_swiglu_cast_kernel": swiglu._launch_cast.options,
+    "_swiglu_cast_kernel": swiglu._launch_cast.options, "_two_shot_kernel": two_shot._launch.options,
     "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1}, "_next_kernel": {"num_warps": 1},
     "_scalars_kernel": {"num_warps": 4, "enable_fp_fusion": False},
 }  # fmt: skip

@@ -1,0 +1,207 @@
+"""What the collectives do: pack, move bytes, add up, unpack.
+
+Over NVLink a sum is one kernel (`nvlink.py`). Else it is an all-to-all and an all-gather of uint8 with kernels before,
+between and after them. A large tensor on a GPU goes in chunks then, and the kernels of one run on a second stream while
+another is on the wire; chunks are large, since each costs two more collectives. The bits do not depend on any of that.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from fp8stack.formats import BLOCK, rows_cols
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.wire import Layout, scales_of
+from fp8stack.tensor import BlockScaledTensor
+
+from .statistics import Sent
+from .transport import Transport
+
+CHUNK = 2**26  # elements
+
+
+def reduce_all(
+    output: Tensor, input: Tensor, average: bool, way: Transport, *, error: Tensor | None
+) -> Sent:
+    """All-reduce."""
+    layout, divisor = flat(input, way.world), way.world if average else 1
+    if link := way.link(input.device):
+        link.all_reduce(*parts(input), *parts(output), layout, way.what, divisor, error)
+        if isinstance(output, BlockScaledTensor):
+            output.residual = None
+    else:
+        chunks = _cut(output, input, error, layout) if input.is_cuda else []
+        if len(chunks) > 1:
+            _reduce_in_chunks(chunks, way, divisor)
+        else:
+            _reduce_whole(output, input, error, layout, way, divisor)
+    stripe = layout.per * (BLOCK + 4) if link else layout.pitch
+    return Sent(2 * (way.world - 1) * stripe, layout.blocks, _scales_told_by(output))
+
+
+def _reduce_whole(
+    output: Tensor, input: Tensor, error: Tensor | None, layout: Layout, way: Transport, divisor: int
+) -> None:  # fmt: skip
+    sent = pack(input, layout)
+    received = torch.empty_like(sent)
+    way.all_to_all(received, sent)
+    stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, divisor, error)
+    way.all_gather(sent, stripe)
+    unpack(sent, output, layout)
+
+
+Chunk = tuple[Tensor, Tensor, Tensor | None]  # output, input, error
+
+
+def _reduce_in_chunks(chunks: list[Chunk], way: Transport, divisor: int) -> None:
+    """Reduce chunks, the kernels of each beside the collectives of the others."""
+    device, world = chunks[0][0].device, way.world
+    kernels, layouts = ops.wire_kernels(True), [flat(input, world) for _, input, _ in chunks]
+    wire, casts = torch.cuda.current_stream(device), _casts(device)
+    casts.wait_stream(wire)
+    with torch.cuda.stream(casts):
+        sent, packed = [], []
+        for (_, input, _), layout in zip(chunks, layouts, strict=True):
+            sent.append(pack(input, layout))
+            packed.append(casts.record_event())
+    received, stripes, reduced = [], [], []
+    for i in range(len(chunks) + 1):
+        if i < len(chunks):
+            wire.wait_event(packed[i])
+            received.append(torch.empty_like(sent[i]))
+            way.all_to_all(received[i], sent[i])
+            casts.wait_stream(wire)
+            with torch.cuda.stream(casts):
+                stripes.append(kernels.reduce_pack(received[i], layouts[i], divisor, chunks[i][2]))
+                reduced.append(casts.record_event())
+        if i:
+            wire.wait_event(reduced[i - 1])
+            way.all_gather(sent[i - 1], stripes[i - 1])
+            casts.wait_stream(wire)
+            with torch.cuda.stream(casts):
+                unpack(sent[i - 1], chunks[i - 1][0], layouts[i - 1])
+    wire.wait_stream(casts)
+    for tensor in sent + stripes:  # which are of the other stream
+        tensor.record_stream(wire)
+
+
+def _cut(output: Tensor, input: Tensor, error: Tensor | None, layout: Layout) -> list[Chunk]:
+    """Return chunks of a tensor whose blocks lie end to end, each of whole blocks for every rank; else none."""
+    numel, unit = input.numel(), BLOCK * layout.world
+    if layout.rows > 1 and layout.cols % BLOCK:
+        return []
+    size = -(-numel // max(numel // CHUNK, 1) // unit) * unit
+    cuts = [(start, min(start + size, numel)) for start in range(0, numel, size)]
+    return [
+        (
+            _slice(output, start, end),
+            _slice(input, start, end),
+            None if error is None else error[start // layout.world :][: size // layout.world],
+        )
+        for start, end in cuts
+    ]
+
+
+def _slice(x: Tensor, start: int, end: int) -> Tensor:
+    if not isinstance(x, BlockScaledTensor):
+        return x.view(-1)[start:end]
+    scale = x.scale.view(1, -1)[:, start // BLOCK : -(-end // BLOCK)]
+    return BlockScaledTensor(x.codes.view(-1)[start:end], scale, x.dtype)
+
+
+@cache
+def _casts(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _scales_told_by(output: Tensor) -> Tensor:
+    """Return what is NaN for each block that is not finite: as a whole, so one element of each stands for it."""
+    return output.scale if isinstance(output, BlockScaledTensor) else output.view(-1)[::BLOCK]
+
+
+def reduce_hosts(
+    output: Tensor,
+    input: Tensor,
+    average: bool,
+    way: Transport,
+    inside: Transport,
+    across: Transport,
+    *,
+    error: Tensor | None,
+) -> Sent:
+    """All-reduce by way of hosts: add up within each, then across them, and gather the same way back.
+
+    Chunk l × M + m of M hosts belongs to rank l of host m. Within a host, rank l adds up the chunks from l × M on;
+    across hosts, it adds up its own of those. What it quantizes last, everybody decodes.
+    """
+    kernels, layout = ops.wire_kernels(input.is_cuda), flat(input, way.world)
+    sent = pack(input, layout)
+    received = torch.empty_like(sent)
+    inside.all_to_all(received, sent)
+    part = kernels.reduce_pack(received.view(inside.world, across.world, -1), layout)
+    others = torch.empty_like(part)
+    across.all_to_all(others, part)
+    stripe = kernels.reduce_pack(others, layout, way.world if average else 1, error)
+    across.all_gather(part, stripe)
+    inside.all_gather(sent, part)
+    unpack(sent, output, layout)
+    chunks = 2 * (across.world - 1) + 2 * (inside.world - 1) * across.world
+    return Sent(chunks * layout.pitch, layout.blocks, scales_of(sent, layout.per))
+
+
+def reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
+    """Reduce-scatter: the sum is not quantized again."""
+    layout = Layout(way.world, input.numel() // way.world, way.world)
+    divisor = way.world if average else 1
+    if link := way.link(input.device):
+        link.reduce_scatter(input, output, layout, way.what, divisor)
+        return Sent((way.world - 1) * layout.per * (BLOCK + 4), 0, None)
+    sent = pack(input, layout)
+    received = torch.empty_like(sent)
+    way.all_to_all(received, sent)
+    ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, divisor)
+    return Sent((way.world - 1) * layout.pitch, 0, None)
+
+
+def gather(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
+    """All-gather."""
+    chunk = pack(input, Layout(1, input.numel(), 1))
+    chunks = chunk.new_empty((way.world, chunk.shape[1]))
+    way.all_gather(chunks, chunk)
+    layout = Layout(way.world, input.numel(), way.world)
+    unpack(chunks, output, layout)
+    return Sent((way.world - 1) * layout.pitch, layout.blocks, scales_of(chunks, layout.per))
+
+
+def flat(x: Tensor, world: int) -> Layout:
+    """Return the layout of a tensor in one row, or in the rows that its blocks have."""
+    rows, cols = rows_cols(x.shape) if isinstance(x, BlockScaledTensor) else (1, x.numel())
+    return Layout(rows, cols, world)
+
+
+def pack(x: Tensor, layout: Layout) -> Tensor:
+    """Return the chunks of a tensor."""
+    kernels = ops.wire_kernels(x.is_cuda)
+    if isinstance(x, BlockScaledTensor):
+        return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout)  # type: ignore[no-any-return]
+    return kernels.pack(x, layout)  # type: ignore[no-any-return]
+
+
+def parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return values, or codes and scales."""
+    if isinstance(x, BlockScaledTensor):
+        return x.codes.view(torch.uint8), x.scale
+    return x, None
+
+
+def unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
+    """Take a tensor out of chunks."""
+    kernels = ops.wire_kernels(out.is_cuda)
+    if isinstance(out, BlockScaledTensor):
+        kernels.unpack_codes(chunks, out.codes, out.scale, layout)
+        out.residual = None
+    else:
+        kernels.unpack(chunks, out, layout)

@@ -1,0 +1,176 @@
+"""Memory that the GPUs of a host write into each other, and the flags that say when.
+
+Every rank gives a workspace: for each program an inbox and an outbox of two steps, with a place for a tile of every
+rank in each, and a flag a rank. A tile is BLOCKS blocks of E4M3 codes, then their scales. A flag is the number of the
+last step that a rank has ended, written with release order over the whole system and awaited with acquire order;
+numbers only grow, modulo 2^32. In Triton's interpreter ranks are processes that share memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8stack.formats import BLOCK
+
+MOST_RANKS = 8
+PROGRAMS = 264
+BLOCKS = 64  # of a tile
+
+_PROGRAMS = tl.constexpr(PROGRAMS)
+_RANKS = tl.constexpr(MOST_RANKS)
+_CODES = tl.constexpr(BLOCKS * BLOCK)  # bytes of a tile
+_TILE = tl.constexpr(BLOCKS * (BLOCK + 4))  # bytes with its scales
+_FLAGS = tl.constexpr(PROGRAMS * MOST_RANKS * 4)  # bytes
+_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
+_INTS = tl.constexpr(tl.pointer_type(tl.int32))
+_FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
+
+
+class Workspace(NamedTuple):
+    """What a rank of a group writes through.
+
+    Attributes:
+        peers: int64 [world], where each rank's memory of `bytes_of`, zeroed at first, is for this one.
+        steps: int32 [PROGRAMS] of zeros, on the device.
+        missing: int32 [world] of zeros, in memory of the host that the device writes to: the number of the last call
+            that a rank was missing from.
+        rank: of this process in the group.
+        programs: to launch, at most PROGRAMS; the same on all ranks.
+    """
+
+    peers: Tensor
+    steps: Tensor
+    missing: Tensor
+    rank: int
+    programs: int = PROGRAMS
+
+
+def bytes_of(world: int) -> int:
+    """Return the memory that each of `world` ranks gives."""
+    return int(_FLAGS.value + 2 * 2 * PROGRAMS * world * _TILE.value)
+
+
+# Spins on a flag until it is at least $2 or the clock is past $3; returns whether it was late. Threads look without
+# acquiring, which would empty the cache of the multiprocessor each time.
+_WAIT = tl.constexpr("""{
+.reg .pred up, early;
+.reg .b32 seen, ahead;
+.reg .b64 now;
+again:
+ld.relaxed.sys.global.b32 seen, [$1];
+sub.s32 ahead, seen, $2;
+setp.ge.s32 up, ahead, 0;
+@up bra done;
+mov.u64 now, %globaltimer;
+setp.lt.u64 early, now, $3;
+@early bra again;
+done:
+ld.acquire.sys.global.b32 seen, [$1];
+sub.s32 ahead, seen, $2;
+shr.u32 $0, ahead, 31;
+}""")
+_CLOCK = tl.constexpr("mov.u64 $0, %globaltimer;")
+
+
+@triton.jit
+def _flags(memory, program, source):
+    """Return the place of a rank's flag in the memory of another."""
+    return memory.to(_INTS, bitcast=True) + program * _RANKS + source
+
+
+_INTERPRETED = tl.constexpr(not isinstance(_flags, triton.JITFunction))
+
+
+@triton.jit
+def deadline_after(timeout):
+    """Return when to stop waiting: in ns of the GPU's clock, or in looks at a flag in the interpreter."""
+    if _INTERPRETED:
+        return timeout
+    else:
+        now = tl.inline_asm_elementwise(_CLOCK, "=l", [], tl.int64, is_pure=False, pack=1)
+        return now + timeout
+
+
+@triton.jit
+def raise_flags(peers_ptr, program, rank, value, WORLD: tl.constexpr):
+    """Tell all ranks that what this program wrote is there."""
+    tl.debug_barrier()
+    lane = tl.arange(0, _RANKS)
+    memory = tl.load(peers_ptr + lane, mask=lane < WORLD, other=0)
+    values = tl.zeros((_RANKS,), tl.int32) + value
+    flags = _flags(memory, program, rank)
+    tl.atomic_xchg(flags, values, mask=lane < WORLD, sem="release", scope="sys")
+
+
+@triton.jit
+def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.constexpr):
+    """Wait for all ranks; return 1 if one is late, which is noted."""
+    source = tl.arange(0, _RANKS) % WORLD
+    flags = _flags(mine, program, source)
+    if _INTERPRETED:
+        looks = tl.cast(0, tl.int64)
+        late = _behind(flags, value)
+        while (tl.max(late, axis=0) > 0) & (looks < deadline):
+            late = _behind(flags, value)
+            looks += 1
+    else:
+        values = tl.zeros((_RANKS,), tl.int32) + value
+        until = tl.zeros((_RANKS,), tl.int64) + deadline
+        late = tl.inline_asm_elementwise(
+            _WAIT, "=r,l,r,l", [flags, values, until], tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+    tl.store(missing_ptr + source, tl.zeros((_RANKS,), tl.int32) + call, mask=late != 0)
+    return tl.max(late, axis=0)
+
+
+@triton.jit
+def _behind(flags, value):
+    """Return 1 where a flag is below a value; for the interpreter."""
+    none = tl.zeros((_RANKS,), tl.int32)
+    seen = tl.atomic_add(flags, none, sem="acquire", scope="sys")
+    return tl.where(seen - value < 0, 1, 0)
+
+
+@triton.jit
+def _tile(memory, box: tl.constexpr, program, turn, place, WORLD: tl.constexpr):
+    """Return where codes (uint8) and scales (float32) of a tile are: of rank `place` in the inbox (0) or outbox (1)."""
+    slot = ((box * _PROGRAMS + program) * 2 + (turn & 1)) * WORLD + place
+    codes = memory.to(_BYTES, bitcast=True) + _FLAGS + slot * tl.cast(_TILE, tl.int64)
+    scales = tl.multiple_of((codes + _CODES).to(_FLOATS, bitcast=True), 16)
+    return tl.multiple_of(codes, 16), scales
+
+
+@triton.jit
+def _code_pointers(codes, WORDS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return where the codes of a tile are: [BLOCKS, 128], or [BLOCKS, 32] words of four that are only moved."""
+    block = tl.arange(0, BLOCKS)[:, None]
+    if WORDS:
+        return codes.to(_INTS, bitcast=True) + block * 32 + tl.arange(0, 32)[None, :]
+    else:
+        return codes + block * 128 + tl.arange(0, 128)[None, :]
+
+
+@triton.jit
+def load_tile(
+    memory, box: tl.constexpr, program, turn, place,
+    WORDS: tl.constexpr, WORLD: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    codes, scales = _tile(memory, box, program, turn, place, WORLD)
+    # Past the first cache, which does not see what other GPUs write.
+    code = tl.load(_code_pointers(codes, WORDS, BLOCKS), cache_modifier=".cg")
+    return code, tl.load(scales + tl.arange(0, BLOCKS), cache_modifier=".cg")
+
+
+@triton.jit
+def store_tile(
+    memory, box: tl.constexpr, program, turn, place, code, scale,
+    WORDS: tl.constexpr, WORLD: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    codes, scales = _tile(memory, box, program, turn, place, WORLD)
+    tl.store(_code_pointers(codes, WORDS, BLOCKS), code)
+    tl.store(scales + tl.arange(0, BLOCKS), scale)
