@@ -25,6 +25,9 @@ Limits: memory that GPUs share, at most 8 ranks; launches of one workspace must 
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -46,7 +49,7 @@ from .workspace import (
 )
 
 WARPS = 8
-REGISTERS = 128  # of a thread, so that two programs share a multiprocessor
+REGISTERS = 64  # of a thread, so that four programs share a multiprocessor
 
 _MAX = tl.constexpr(E4M3.max)
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
@@ -256,26 +259,33 @@ def reduce_scatter(
     _run(x, None, out, None, None, layout, space, call, timeout, divisor, True)
 
 
+@lru_cache(4096)
+def _plan(layout: Layout, programs: int) -> tuple[Any, ...]:
+    """Return what a launch takes of a layout, and what a compiled variant depends on."""
+    tiles, cols = triton.cdiv(layout.per, BLOCKS), layout.cols
+    rounds = triton.cdiv(tiles, programs)
+    grid = (triton.cdiv(tiles, max(rounds, 1)), 1, 1)
+    even, flat = cols % BLOCK == 0, layout.rows == 1
+    sizes = layout.blocks, layout.per, layout.blocks_per_row, cols
+    return rounds, grid, sizes, even, flat, (even, flat, cols % 16 == 0, cols == 1, cols >= 2**31)
+
+
 def _run(
     x: Tensor, x_scales: Tensor | None, out: Tensor, out_scales: Tensor | None, error: Tensor | None,
     layout: Layout, space: Workspace, call: int, timeout: float, divisor: float, scatter: bool,
 ) -> None:  # fmt: skip
-    tiles = triton.cdiv(layout.per, BLOCKS)
-    rounds = triton.cdiv(tiles, space.programs)
-    grid = (triton.cdiv(tiles, max(rounds, 1)), 1, 1)
+    rounds, grid, sizes, even, flat, kind = _plan(layout, space.programs)
     wait = int(timeout * (1e6 if _INTERPRETED else 1e9))
-    tensors = [x, x_scales, out, out_scales, error]
-    places = [0 if t is None else t.data_ptr() % 16 for t in tensors]
+    tensors = (x, x_scales, out, out_scales, error)
     filled = [x if t is None else t for t in tensors]
+    places = [t.data_ptr() % 16 for t in filled]
     how, by = division(divisor)
     flags = (x_scales is not None, out_scales is not None, how, error is not None)
-    even, flat, cols = layout.cols % BLOCK == 0, layout.rows == 1, layout.cols
-    kind = even, flat, cols % 16 == 0, cols == 1, cols >= 2**31
     key = (layout.world, scatter, *flags, *kind, x.dtype, out.dtype, x.device, grid, *places)
     with on_device(x.device):
         _launch(
             key, grid, raw_stream(x),
             *filled, space.peers, space.steps, space.missing,
-            space.rank, rounds, call, by, layout.blocks, layout.per, layout.blocks_per_row, cols, wait,
+            space.rank, rounds, call, by, *sizes, wait,
             layout.world, scatter, *flags, casts_in_hardware(x.device), even, flat, BLOCKS,
         )  # fmt: skip

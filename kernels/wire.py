@@ -139,18 +139,19 @@ _launch_reduce = Launcher(_reduce_kernel, **_ROUNDING)
 _launch_unpack = Launcher(_unpack_kernel, **_ROUNDING)
 
 
-def pack(x: Tensor, layout: Layout) -> Tensor:
+def pack(x: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
     """Quantize a tensor into chunks, one scale a block."""
-    return _pack(x, x, layout, False)
+    return _pack(x, x, layout, False, out)
 
 
-def pack_codes(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
+def pack_codes(codes: Tensor, scale: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
     """Lay out in chunks what is in FP8 already."""
-    return _pack(codes.view(torch.uint8), scale, layout, True)
+    return _pack(codes.view(torch.uint8), scale, layout, True, out)
 
 
-def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool) -> Tensor:
-    out = x.new_empty((layout.world, layout.pitch), dtype=torch.uint8)
+def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool, out: Tensor | None) -> Tensor:
+    if out is None:
+        out = x.new_empty((layout.world, layout.pitch), dtype=torch.uint8)
     blocks = layout.world * layout.per
     if blocks:
         key = (layout, x.dtype, x.device, codes, x.data_ptr() % 16, scale.data_ptr() % 16)
@@ -164,10 +165,12 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool) -> Tensor:
 
 
 def reduce_pack(
-    chunks: Tensor, layout: Layout, divisor: float = 1.0, error: Tensor | None = None
-) -> Tensor:
+    chunks: Tensor, layout: Layout, divisor: float = 1.0,
+    error: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
-    out = torch.empty_like(chunks[0])
+    if out is None:
+        out = torch.empty_like(chunks[0])
     if not layout.pitch:
         return out
     codes, per = chunks.view(len(chunks), -1, layout.pitch), layout.per

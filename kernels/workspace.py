@@ -17,8 +17,8 @@ from torch import Tensor
 from fp8stack.formats import BLOCK
 
 MOST_RANKS = 8
-PROGRAMS = 264
-BLOCKS = 64  # of a tile
+PROGRAMS = 528
+BLOCKS = 32  # of a tile
 
 _PROGRAMS = tl.constexpr(PROGRAMS)
 _RANKS = tl.constexpr(MOST_RANKS)

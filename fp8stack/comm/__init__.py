@@ -74,4 +74,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_available():
         raise CommError(f"this torch is built without torch.distributed, which {name} needs.")
-    return getattr(import_module(f".{_PLACES[name]}", __name__), name)
+    found = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
+    return found

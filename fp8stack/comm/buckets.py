@@ -24,7 +24,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
-from .statistics import Sent, observed
+from .statistics import Sent, observe
 from .transport import Transport
 
 
@@ -101,15 +101,17 @@ class Bucket:
 
     def average(self, way: Transport) -> None:
         """Replace the bucket by its mean over all ranks, in stream order."""
-        with observed("bucket", self.codes.device) as tell:
-            for region in self.regions:
-                region.before_exchange()
-            if way.world > 1:
-                self._exchange(way)
-            for region in self.regions:
-                region.after_exchange()
-            stripe = (self.codes.nbytes + self.scales.nbytes) // way.world
-            tell(Sent(2 * (way.world - 1) * stripe, self.scales.numel(), self.scales))
+        observe("bucket", self.codes.device, lambda: self._average(way))
+
+    def _average(self, way: Transport) -> Sent:
+        for region in self.regions:
+            region.before_exchange()
+        if way.world > 1:
+            self._exchange(way)
+        for region in self.regions:
+            region.after_exchange()
+        stripe = (self.codes.nbytes + self.scales.nbytes) // way.world
+        return Sent(2 * (way.world - 1) * stripe, self.scales.numel(), self.scales)
 
     def _exchange(self, way: Transport) -> None:
         if link := way.link(self.codes.device):

@@ -35,7 +35,7 @@ from fp8stack.tensor import BlockScaledTensor
 from . import exchange
 from .checks import Call, debugging, verify
 from .hosts import hierarchy_of
-from .statistics import Sent, observed
+from .statistics import Sent, observe
 from .transport import Transport
 from .work import Done, start
 
@@ -173,13 +173,14 @@ def _run(
 ) -> dist.Work | None:
     """Check the arguments and run a collective."""
     group = dist.group.WORLD if group is None else group
-    if dist.get_rank(group) < 0:
+    if not isinstance(group, dist.ProcessGroup):
+        dist.get_rank(group)  # raises torch's error where there are no groups
         warnings.warn(
             f"Running {name} on global rank {dist.get_rank()} which does not belong to the given group.",
             stacklevel=3,
         )
         return None
-    world = dist.get_world_size(group)
+    world = group.size()
     _check(name, output, input, op, world)
     what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
     average = op == dist.ReduceOp.AVG
@@ -197,8 +198,7 @@ def _run(
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
         ways = [Transport(g, what, o) for g, o in zip(groups, over, strict=True)]
-        with observed(name, place.device) as tell:
-            tell(body(place, given, average, *ways))
+        observe(name, place.device, lambda: body(place, given, average, *ways))
         if not dense:
             taken.copy_(place)
 

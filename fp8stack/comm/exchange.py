@@ -61,21 +61,25 @@ def _reduce_in_chunks(chunks: list[Chunk], way: Transport, divisor: int) -> None
     device, world = chunks[0][0].device, way.world
     kernels, layouts = ops.wire_kernels(True), [flat(input, world) for _, input, _ in chunks]
     wire, casts = torch.cuda.current_stream(device), _casts(device)
+    # All memory is this stream's, which waits for the other in the end: what is freed then is not in use.
+    some = torch.empty(0, dtype=torch.uint8, device=device)
+    sent = [some.new_empty((world, layout.pitch)) for layout in layouts]
+    received = [torch.empty_like(chunk) for chunk in sent]
+    stripes = [some.new_empty(layout.pitch) for layout in layouts]
     casts.wait_stream(wire)
+    packed, reduced = [], []
     with torch.cuda.stream(casts):
-        sent, packed = [], []
-        for (_, input, _), layout in zip(chunks, layouts, strict=True):
-            sent.append(pack(input, layout))
+        for (_, input, _), layout, out in zip(chunks, layouts, sent, strict=True):
+            pack(input, layout, out)
             packed.append(casts.record_event())
-    received, stripes, reduced = [], [], []
     for i in range(len(chunks) + 1):
         if i < len(chunks):
             wire.wait_event(packed[i])
-            received.append(torch.empty_like(sent[i]))
             way.all_to_all(received[i], sent[i])
             casts.wait_stream(wire)
             with torch.cuda.stream(casts):
-                stripes.append(kernels.reduce_pack(received[i], layouts[i], divisor, chunks[i][2]))
+                error = chunks[i][2]
+                kernels.reduce_pack(received[i], layouts[i], divisor, error, stripes[i])
                 reduced.append(casts.record_event())
         if i:
             wire.wait_event(reduced[i - 1])
@@ -84,8 +88,6 @@ def _reduce_in_chunks(chunks: list[Chunk], way: Transport, divisor: int) -> None
             with torch.cuda.stream(casts):
                 unpack(sent[i - 1], chunks[i - 1][0], layouts[i - 1])
     wire.wait_stream(casts)
-    for tensor in sent + stripes:  # which are of the other stream
-        tensor.record_stream(wire)
 
 
 def _cut(output: Tensor, input: Tensor, error: Tensor | None, layout: Layout) -> list[Chunk]:
@@ -182,12 +184,12 @@ def flat(x: Tensor, world: int) -> Layout:
     return Layout(rows, cols, world)
 
 
-def pack(x: Tensor, layout: Layout) -> Tensor:
+def pack(x: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
     """Return the chunks of a tensor."""
     kernels = ops.wire_kernels(x.is_cuda)
     if isinstance(x, BlockScaledTensor):
-        return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout)  # type: ignore[no-any-return]
-    return kernels.pack(x, layout)  # type: ignore[no-any-return]
+        return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout, out)  # type: ignore[no-any-return]
+    return kernels.pack(x, layout, out)  # type: ignore[no-any-return]
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor | None]:

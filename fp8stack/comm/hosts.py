@@ -50,6 +50,8 @@ def set_hierarchy(gpus_per_host: int, group: Any = None) -> None:
 
 def hierarchy_of(group: Any) -> tuple[Any, ...]:
     """Return the groups within this rank's host and across hosts; nothing if the group has no hierarchy."""
+    if not _HIERARCHIES:
+        return ()
     group = dist.group.WORLD if group is None else group
     # None before there are groups, a number for a rank that is not in it
     return _HIERARCHIES.get(group, ()) if isinstance(group, dist.ProcessGroup) else ()

@@ -7,9 +7,8 @@ counted because there is none: a block's scale is made from its own largest magn
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,31 +64,26 @@ _KEYS = ("calls", "bytes", "seconds", "blocks", "non_finite")
 _OPEN: list[Statistics] = []
 
 
-@contextlib.contextmanager
-def observed(name: str, device: torch.device) -> Iterator[Callable[[Sent], None]]:
-    """Run a collective; what is yielded is to be told what it did. Costs nothing while no Statistics is open."""
+def observe(name: str, device: torch.device, body: Callable[[], Sent]) -> None:
+    """Run a collective, and count it if a Statistics is open."""
     if not _OPEN:
-        yield _ignore
+        body()
         return
-    done: list[tuple[Sent, Tensor | None]] = []
-
-    def tell(sent: Sent) -> None:
-        bad = None if sent.scales is None else sent.scales.isnan().sum()
-        done.append((sent._replace(scales=None), bad))  # which would be kept until `collect`
-
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        yield tell
+        sent = body()
         end.record()
         seconds = _seconds_between(start, end)
     else:
         began = time.perf_counter()
-        yield tell
+        sent = body()
         took = time.perf_counter() - began
         seconds = lambda: took  # noqa: E731
+    bad = None if sent.scales is None else sent.scales.isnan().sum()
+    sent = sent._replace(scales=None)  # which would be kept until `collect`
     for statistics in list(_OPEN):
-        statistics._calls += [(name, *each, seconds) for each in done]
+        statistics._calls.append((name, sent, bad, seconds))
 
 
 def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> Callable[[], float]:
@@ -98,7 +92,3 @@ def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> Callable
         return float(start.elapsed_time(end)) / 1e3
 
     return seconds
-
-
-def _ignore(sent: Sent) -> None:
-    pass

@@ -42,7 +42,7 @@ class Transport:
     def __init__(self, group: Any, what: Any, over: Any = None) -> None:
         self.group, self.what = group, what
         self._over = group if over is None else over
-        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.world, self.rank = group.size(), group.rank()
 
     def link(self, device: torch.device) -> Link | None:
         """Return what sums up tensors on `device` over NVLink, if something does."""

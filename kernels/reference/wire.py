@@ -59,19 +59,22 @@ class Layout(NamedTuple):
 def pack(
     x: Tensor,  # float32, bfloat16 or float16, contiguous, of rows × cols elements
     layout: Layout,
+    out: Tensor | None = None,  # what is returned
 ) -> Tensor:  # uint8 [world, pitch]
     """Quantize a tensor into chunks, one scale a block."""
-    return pack_codes(*quantize_blocks(x.reshape(layout.rows, layout.cols), E4M3), layout)
+    return pack_codes(*quantize_blocks(x.reshape(layout.rows, layout.cols), E4M3), layout, out)
 
 
 def pack_codes(
     codes: Tensor,  # float8_e4m3fn, contiguous, of rows × cols elements
     scale: Tensor,  # float32 [rows, blocks of a row]
     layout: Layout,
+    out: Tensor | None = None,  # what is returned
 ) -> Tensor:  # uint8 [world, pitch]
     """Lay out in chunks what is in FP8 already."""
     blocks = as_blocks(codes.view(torch.uint8).reshape(layout.rows, layout.cols))
-    return _chunks(blocks.view(-1, BLOCK), scale.reshape(-1), layout)
+    chunks = _chunks(blocks.view(-1, BLOCK), scale.reshape(-1), layout)
+    return chunks if out is None else out.copy_(chunks)
 
 
 def reduce_pack(
@@ -79,13 +82,15 @@ def reduce_pack(
     layout: Layout,
     divisor: float = 1.0,
     error: Tensor | None = None,  # float32 [per × 128], see reduce_blocks
+    out: Tensor | None = None,  # what is returned
 ) -> Tensor:  # uint8 [pitch], or [stripes, pitch]
     """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
     ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
     codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
     codes, scale = codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1)
     result = _chunks(*_quantize_sum(codes, scale, divisor, error), layout.stripes(stripes))
-    return result.view_as(chunks[0])
+    result = result.view_as(chunks[0])
+    return result if out is None else out.copy_(result)
 
 
 def reduce_blocks(

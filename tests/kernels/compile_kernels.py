@@ -306,7 +306,7 @@ def two_shot_cases(names):
         places |= {"missing_ptr": "i32"}
         constants = dict.fromkeys(("SCATTER", "CODES_IN", "CODES_OUT", "ERROR"), False)
         constants |= {"WORLD": 4, "DIVIDE": "multiply", "HARDWARE": None, "EVEN": True}
-        constants |= {"FLAT": True, "BLOCKS": 64}
+        constants |= {"FLAT": True, "BLOCKS": 32}
         yield kind, places, constants | other
 
 
