@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, E4M3
 
-from .fp8 import casts_in_hardware, decode, element_offsets, encode_blocks, round_to
+from .fp8 import casts_in_hardware, decode_e4m3, element_offsets, encode_blocks, round_to
 from .launch import Launcher, on_device, raw_stream
 from .reference.wire import Layout
 from .wire import divide, division
@@ -109,13 +109,14 @@ def _send(
 
 @triton.jit
 def _add_up(
-    mine, program, turn, by, WORLD: tl.constexpr, DIVIDE: tl.constexpr, BLOCKS: tl.constexpr
-):
+    mine, program, turn, by,
+    WORLD: tl.constexpr, DIVIDE: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Return the sum (float32 [BLOCKS, 128]) of what all ranks wrote into the inbox, divided."""
     total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     for source in tl.static_range(WORLD):
         code, scale = load_tile(mine, 0, program, turn, source, False, WORLD, BLOCKS)
-        total += decode(code, 3, -6, True) * scale[:, None]
+        total += decode_e4m3(code, HARDWARE) * scale[:, None]
     return divide(total, by, DIVIDE)
 
 
@@ -126,7 +127,7 @@ def _quantize_sum(total, error_ptr, at, inside, ERROR: tl.constexpr, HARDWARE: t
         total += tl.load(error_ptr + at, mask=inside, other=0.0)
     code, scale = encode_blocks(total, 3, _MAX, HARDWARE)
     if ERROR:  # none of a block that is not finite, whose error would stay for ever
-        lost = total - decode(code, 3, -6, True) * scale[:, None]
+        lost = total - decode_e4m3(code, HARDWARE) * scale[:, None]
         kept = (scale == scale)[:, None] & (at >= 0)
         tl.store(error_ptr + at, tl.where(kept, lost, 0.0), mask=inside)
     return code, scale
@@ -135,7 +136,8 @@ def _quantize_sum(total, error_ptr, at, inside, ERROR: tl.constexpr, HARDWARE: t
 @triton.jit
 def _receive(
     out_ptr, out_scales_ptr, mine, late, program, turn, rank, within, n_blocks, per, blocks_per_row, cols,
-    WORLD: tl.constexpr, CODES: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, BLOCKS: tl.constexpr,
+    WORLD: tl.constexpr, CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Decode a tile of every stripe from the outbox; NaN if one is late."""
     words: tl.constexpr = CODES and EVEN
@@ -157,7 +159,7 @@ def _receive(
             offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
             value = code
             if not CODES:
-                value = decode(code, 3, -6, True) * scale[:, None]
+                value = decode_e4m3(code, HARDWARE) * scale[:, None]
                 value = round_to(value, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + offset, value, mask=mask)
         code, scale = next_code, next_scale
@@ -197,7 +199,7 @@ def _two_shot_kernel(
         if step >= 1:
             late = await_flags(mine, program, turn, deadline, missing_ptr, call, WORLD)
         if (step >= 1) & (step <= rounds):
-            total = _add_up(mine, program, turn - 1, divisor, WORLD, DIVIDE, BLOCKS)
+            total = _add_up(mine, program, turn - 1, divisor, WORLD, DIVIDE, HARDWARE, BLOCKS)
             within = start + (step - 1) * stride
             at = within[:, None] * 128 + tl.arange(0, 128)[None, :]
             if SCATTER:
@@ -219,7 +221,7 @@ def _two_shot_kernel(
         if (step >= 2) & (not SCATTER):
             _receive(
                 out_ptr, out_scales_ptr, mine, late, program, turn - 2, rank, start + (step - 2) * stride,
-                n_blocks, per, blocks_per_row, cols, WORLD, CODES_OUT, EVEN, FLAT, BLOCKS,
+                n_blocks, per, blocks_per_row, cols, WORLD, CODES_OUT, HARDWARE, EVEN, FLAT, BLOCKS,
             )  # fmt: skip
         if step <= rounds:
             raise_flags(peers_ptr, program, rank, turn + 1, WORLD)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, E4M3
 
-from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks, round_to
+from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, round_to
 from .launch import Launcher, on_device, raw_stream
 from .reference.wire import Layout, scales_of
 
@@ -55,12 +55,12 @@ def _pack_kernel(
 
 
 @triton.jit
-def _load_values(codes_ptr, scales_ptr, code_at, scale_at, exists):
+def _load_values(codes_ptr, scales_ptr, code_at, scale_at, exists, HARDWARE: tl.constexpr):
     """Decode blocks [BLOCKS, 128]."""
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     code = tl.load(codes_ptr + at, mask=exists[:, None] & (at >= 0), other=0)
     scale = tl.load(scales_ptr + scale_at, mask=exists, other=0.0)
-    return decode(code, 3, -6, True) * scale[:, None]
+    return decode_e4m3(code, HARDWARE) * scale[:, None]
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _reduce_kernel(
     for rank in range(ranks):
         codes = codes_ptr + rank * tl.cast(code_pitch, tl.int64)
         scales = scales_ptr + rank * tl.cast(scale_pitch, tl.int64)
-        total += _load_values(codes, scales, code_at, scale_at, exists)
+        total += _load_values(codes, scales, code_at, scale_at, exists, HARDWARE)
     total = divide(total, divisor, DIVIDE)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
@@ -106,7 +106,7 @@ def _reduce_kernel(
         tl.store(out_ptr + place, code, mask=inside)
         tl.store(out_scales_ptr + scale_at, scale, mask=exists)
         if ERROR:  # none of a block that is not finite, whose error would stay for ever
-            lost = total - decode(code, 3, -6, True) * scale[:, None]
+            lost = total - decode_e4m3(code, HARDWARE) * scale[:, None]
             lost = tl.where((scale == scale)[:, None] & (at >= 0), lost, 0.0)
             tl.store(error_ptr + at, lost, mask=inside)
     else:
@@ -117,7 +117,7 @@ def _reduce_kernel(
 @triton.jit
 def _unpack_kernel(
     wire_ptr, out_ptr, scale_ptr, n_blocks, blocks_per_row, cols, per, pitch,
-    CODES: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    CODES: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
     code_at, scale_at = _places(block, per, pitch)
@@ -129,7 +129,7 @@ def _unpack_kernel(
         tl.store(scale_ptr + block, scale, mask=inside)
     else:
         scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
-        value = _load_values(wire_ptr, scales_ptr, code_at, scale_at, inside)
+        value = _load_values(wire_ptr, scales_ptr, code_at, scale_at, inside, HARDWARE)
         value = round_to(value, out_ptr.dtype.element_ty)
         tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -238,7 +238,7 @@ def _unpack(chunks: Tensor, out: Tensor, scale: Tensor, layout: Layout, codes: b
         _launch_unpack(
             (layout, out.dtype, out.device, codes, *places), _grid(layout.blocks), raw_stream(out),
             chunks, out, scale, layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
-            codes, layout.cols % BLOCK == 0, BLOCKS,
+            codes, casts_in_hardware(out.device), layout.cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ class Bucket:
     def _exchange(self, way: Transport) -> None:
         if link := way.link(self.codes.device):
             layout, parts = Layout(1, self.codes.numel(), way.world), (self.codes, self.scales)
-            link.all_reduce(*parts, *parts, layout, way.what, way.world, self.error)
+            link.all_reduce(*parts, *parts, layout, way, way.world, self.error)
             return
         codes, scales = torch.empty_like(self.codes), torch.empty_like(self.scales)
         way.all_to_all(codes, self.codes)

@@ -197,7 +197,7 @@ def _run(
         given, taken = input.detach().contiguous(), output.detach()
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
-        ways = [Transport(g, what, o) for g, o in zip(groups, over, strict=True)]
+        ways = [Transport(g, what, o, async_op) for g, o in zip(groups, over, strict=True)]
         observe(name, place.device, lambda: body(place, given, average, *ways))
         if not dense:
             taken.copy_(place)

@@ -29,7 +29,7 @@ def reduce_all(
     """All-reduce."""
     layout, divisor = flat(input, way.world), way.world if average else 1
     if link := way.link(input.device):
-        link.all_reduce(*parts(input), *parts(output), layout, way.what, divisor, error)
+        link.all_reduce(*parts(input), *parts(output), layout, way, divisor, error)
         if isinstance(output, BlockScaledTensor):
             output.residual = None
     else:
@@ -159,7 +159,7 @@ def reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport)
     layout = Layout(way.world, input.numel() // way.world, way.world)
     divisor = way.world if average else 1
     if link := way.link(input.device):
-        link.reduce_scatter(input, output, layout, way.what, divisor)
+        link.reduce_scatter(input, output, layout, way, divisor)
         return Sent((way.world - 1) * layout.per * (BLOCK + 4), 0, None)
     sent = pack(input, layout)
     received = torch.empty_like(sent)

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,13 @@ from torch import Tensor
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, did_you_mean, first_line
 from fp8stack.kernels.reference.wire import Layout
 
+if TYPE_CHECKING:
+    from .transport import Transport
+
 _TRANSPORTS = ("auto", "nvlink", "collective")
+BACKGROUND = (
+    96  # programs beside other kernels: four to a multiprocessor where there is little room
+)
 _LINE = 512  # bytes that ranks exchange to agree
 _REMEMBERED = 1024  # calls whose names an error can give
 _CHOICES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -93,6 +99,7 @@ class Link:
         steps = torch.zeros(workspace.PROGRAMS, dtype=torch.int32, device=memory.device)
         missing = torch.zeros(self.world, dtype=torch.int32, pin_memory=True)
         self._space = workspace.Workspace(peers, steps, missing, rank)
+        self._background = self._space._replace(programs=BACKGROUND)
         # looked at before each call, without what indexing a tensor takes
         self._missing = (ctypes.c_int32 * self.world).from_address(missing.data_ptr())
         self._calls: OrderedDict[int, Any] = OrderedDict()
@@ -105,32 +112,32 @@ class Link:
         out: Tensor,  # as `x`, which it may be
         out_scales: Tensor | None,
         layout: Layout,
-        what: Any,  # the call, whose string stands in errors
+        way: Transport,
         divisor: int,
         error: Tensor | None,  # see kernels/reference/wire.py
     ) -> None:
         """Add up `x` over all ranks, and divide by `divisor`; raise CommError if an earlier call failed."""
+        call, space = self._begin(way)
         self._kernels.all_reduce(
-            x, x_scales, out, out_scales, layout, self._space, self._begin(what), self._timeout, divisor, error
-        )  # fmt: skip
-
-    def reduce_scatter(
-        self, x: Tensor, out: Tensor, layout: Layout, what: Any, divisor: int
-    ) -> None:
-        """Add up the own row of `x` over all ranks, and divide; raise CommError if an earlier call failed."""
-        self._kernels.reduce_scatter(
-            x, out, layout, self._space, self._begin(what), self._timeout, divisor
+            x, x_scales, out, out_scales, layout, space, call, self._timeout, divisor, error
         )
 
-    def _begin(self, what: Any) -> int:
-        """Name a call, unless an earlier one failed."""
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int
+    ) -> None:
+        """Add up the own row of `x` over all ranks, and divide; raise CommError if an earlier call failed."""
+        call, space = self._begin(way)
+        self._kernels.reduce_scatter(x, out, layout, space, call, self._timeout, divisor)
+
+    def _begin(self, way: Transport) -> tuple[int, Any]:
+        """Number a call, unless an earlier one failed; return the workspace for it too."""
         if any(self._missing):
             raise CommError(self._explain())
         self._call += 1
-        self._calls[self._call] = what
+        self._calls[self._call] = way.what
         if len(self._calls) > _REMEMBERED:
             self._calls.popitem(last=False)
-        return self._call
+        return self._call, self._background if way.background else self._space
 
     def _explain(self) -> str:
         late = [self.ranks[i] for i, call in enumerate(self._missing) if call]

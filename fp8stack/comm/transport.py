@@ -37,11 +37,13 @@ class Transport:
         group: the process group.
         what: the collective, whose string stands in errors.
         over: connections of the same ranks to use in its place.
+        background: whether other kernels are to run at the same time.
     """
 
-    def __init__(self, group: Any, what: Any, over: Any = None) -> None:
+    def __init__(self, group: Any, what: Any, over: Any = None, background: bool = False) -> None:
         self.group, self.what = group, what
         self._over = group if over is None else over
+        self.background = background
         self.world, self.rank = group.size(), group.rank()
 
     def link(self, device: torch.device) -> Link | None:

@@ -63,11 +63,11 @@ ON_HOPPER = {  # where the hardware casts, budgets are as tight
     ("_swiglu_cast_kernel", "forward, delayed, bf16"): 22.5,
     ("_swiglu_cast_kernel", "backward, delayed, bf16"): 60.5,
 }
-CASTS = {  # kernels that use the hardware's cast where there is one
+CASTS = {  # kernels that use the hardware's casts where there are any
     "_cast_tiles_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel", "_cast_delayed_kernel", "_swiglu_cast_kernel",
-    "_pack_kernel", "_reduce_kernel", "_two_shot_kernel",
+    "_pack_kernel", "_reduce_kernel", "_unpack_kernel", "_two_shot_kernel",
 }  # fmt: skip
-CAST_NOTHING = {("_pack_kernel", "codes"), ("_reduce_kernel", "values")}
+CAST_NOTHING = {("_pack_kernel", "codes"), ("_unpack_kernel", "codes")}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fp8stack.formats import E4M3, E5M2
-from fp8stack.kernels.fp8 import casts_in_hardware, encode_ocp
+from fp8stack.kernels.fp8 import casts_in_hardware, decode_e4m3, encode_ocp
 
 SIZE = 4096
 
@@ -30,3 +30,24 @@ def test_the_hardware_rounds_every_float32_as_we_do(fmt):
     for first in range(0, 2**32, span):
         _differences_kernel[(span // SIZE,)](first, count, fmt.mantissa_bits, SIZE)
     assert int(count) == 0
+
+
+@triton.jit
+def _decode_kernel(codes_ptr, out_ptr, HARDWARE: tl.constexpr):
+    at = tl.arange(0, 256)
+    tl.store(out_ptr + at, decode_e4m3(tl.load(codes_ptr + at), HARDWARE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hardware", [False, True])
+def test_every_code_is_decoded_exactly(hardware):
+    device = torch.device("cuda")
+    if hardware and not casts_in_hardware(device):
+        pytest.skip("no kernel uses the cast of this GPU")
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    found = torch.empty(256, device=device)
+    _decode_kernel[(1,)](codes, found, hardware)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    values = codes % 128 != 127  # the others are NaN, and never made
+    assert torch.equal(found[values], expected[values])
+    assert torch.equal(found[values].signbit(), expected[values].signbit())
