@@ -2,6 +2,7 @@
 
     python benchmarks/comm.py --gpus 4                                          # everything
     python benchmarks/comm.py --gpus 4 --sizes 16M 1G --only 'nccl *' '*fp8'    # some sizes, some variants
+    python benchmarks/comm.py --gpus 4 --graphs --sizes 16K 1M                  # the GPU's time alone
     python benchmarks/comm.py --plot docs/assets/comm.svg                       # draws the latest run only
 
 Sizes are bytes of bfloat16; every variant has that number of elements, in its own dtype. They are what an all_reduce
@@ -9,7 +10,8 @@ or a reduce_scatter is given and what an all_gather returns. `nvlink` and `colle
 bf16 and fp32 are tensors of that dtype, fp8 a BlockScaledTensor that is reduced in place. `nccl e4m3` adds up bare
 codes, which saturates: a speed of light, no rival. Time is the median over iterations of the longest over the ranks,
 between events on the current stream around each call, queued without waiting for the host, so that a call the host is
-too slow to feed costs what the host costs. On a GPU, buffers take turns, of more than the L2 cache together.
+too slow to feed costs what the host costs; under `--graphs` calls are replayed from CUDA graphs of up to ten. On a GPU,
+buffers take turns, of more than the L2 cache together.
 
 | in a record             | of a call                                                                              |
 |-------------------------|----------------------------------------------------------------------------------------|
@@ -42,11 +44,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
+from comm_tables import Numbers, draw, name_size, show
 from common import ROOT, append_records
 from optimizer_step import time_steps
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from fp8stack import comm
@@ -63,7 +63,6 @@ ROTATED = 128e6  # bytes, more than a GPU's L2 cache
 WARM_UP, FEWEST, MOST = 5, 5, 100  # iterations
 Step = Callable[[int], Any]  # of the buffers whose turn it is
 Buffers = list[tuple[Tensor, Tensor]]  # whole, and what of it is one rank's
-Numbers = dict[str, Any]  # of a cell of a table: a record, or a "note" on why there is none
 
 
 class SkippedError(Exception):
@@ -203,7 +202,18 @@ def time_cell(step: Step, seconds: float, device: torch.device) -> tuple[float, 
     return float(times.quantile(0.5)), len(times)
 
 
-def measure(variant: Variant, size: int, seconds: float, device: torch.device) -> Numbers:
+def capture(step: Step, calls: int) -> Step:
+    """Return what replays the first steps."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for turn in range(calls):
+            step(turn)
+    return lambda turn: graph.replay()
+
+
+def measure(
+    variant: Variant, size: int, seconds: float, device: torch.device, graphs: bool
+) -> Numbers:
     """Measure one cell, on all ranks alike."""
     world = dist.get_world_size()
     elements = math.ceil(size / 2 / BLOCK / world) * BLOCK * world  # whole blocks for every rank
@@ -214,10 +224,14 @@ def measure(variant: Variant, size: int, seconds: float, device: torch.device) -
         numbers = compare(variant, first, *buffers[0])
     else:
         first()
+    calls = min(len(buffers), 10) if graphs else 1
+    if graphs:
+        step = together(partial(capture, step, calls))
     ms, count = time_cell(step, seconds, device)
+    ms /= calls
     rate = 2 * elements / ms / 1e6
     sent = (2 if variant.collective == "all_reduce" else 1) * (world - 1) / world
-    params = {"elements": elements, "collective": variant.collective}
+    params = {"elements": elements, "collective": variant.collective, "graphs": graphs}
     numbers |= {"algbw_gb_s": rate, "busbw_gb_s": rate * sent, "iterations": count}
     return {"params": params, "metric": "milliseconds", "value": ms, "unit": "ms", **numbers}
 
@@ -231,7 +245,7 @@ def measure_all(options: argparse.Namespace, device: torch.device) -> Iterator[N
         times: dict[Variant, float] = {}
         for variant in options.variants:
             try:
-                cell = measure(variant, size, options.seconds, device)
+                cell = measure(variant, size, options.seconds, device, options.graphs)
             except SkippedError as skipped:
                 cell = {"note": str(skipped)}
             if device.type == "cuda":
@@ -283,60 +297,6 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     os._exit(0)  # torch's threads sometimes abort a process that ends in order
 
 
-def name_size(size: int) -> str:
-    power = min((size.bit_length() - 1) // 10, 3)
-    return f"{size / 1024**power:g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def tabulate(records: list[Numbers]) -> dict[str, dict[str, dict[int, Numbers]]]:
-    """Return records of collectives by collective, variant and size."""
-    tables: dict[str, dict[str, dict[int, Numbers]]] = {}
-    for r in records:
-        if r.get("unit") == "ms":
-            rows = tables.setdefault(r["params"]["collective"], {})
-            rows.setdefault(r["variant"], {})[r["params"]["size"]] = r
-    return tables
-
-
-def show(cells: list[Numbers], sizes: list[int]) -> None:
-    """Print a table for each collective, the copies and, for everything that was not measured, a reason."""
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for collective, rows in tabulate(cells).items():
-        table = Table(collective, *map(name_size, sizes), box=box.SIMPLE)
-        for name, row in rows.items():
-            texts = {s: f"{r['value']:.3f} ms {r.get('speedup', 0):.2f}x" for s, r in row.items()}
-            table.add_row(name, *(texts.get(s, "-").removesuffix(" 0.00x") for s in sizes))
-        console.print(table)
-    lines = [f"{c['variant']}: {c['note']}" for c in cells if "note" in c]
-    lines += [f"{c['variant']}: {c['value']:.0f} GB/s" for c in cells if c.get("unit") == "GB/s"]
-    console.print(*dict.fromkeys(lines), sep="\n", highlight=False, markup=False)
-
-
-def draw(path: Path, picture: Path) -> None:
-    """Draw the speed-ups over stock bf16 of the latest run in the records, ours as lines, the others dashed."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    records = [r for r in records if r["time"] == records[-1]["time"] and "speedup" in r]
-    if not (tables := tabulate(records)):
-        sys.exit(f"{path} holds no run with stock bf16 in it")
-    matplotlib.rcParams.update({"svg.hashsalt": "fp8stack", "svg.fonttype": "none"})
-    figure = Figure(figsize=(5 * len(tables), 4), layout="tight")
-    for place, (collective, rows) in enumerate(tables.items(), 1):
-        plot = figure.add_subplot(1, len(tables), place)
-        for name, row in rows.items():
-            style = "-" if name.startswith(TRANSPORTS) else "--"
-            speeds = [r["speedup"] for r in row.values()]
-            plot.semilogx(list(row), speeds, style, base=2, marker=".", label=name)
-        sizes = sorted({size for row in rows.values() for size in row})
-        plot.set_xticks(sizes, [name_size(size) for size in sizes], rotation=45, ha="right")
-        plot.set(title=collective, xlabel="bytes of bfloat16", ylabel="× as fast as stock bf16")
-        plot.legend(fontsize="small")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, metadata={"Date": None})
-
-
 def size_of(text: str) -> int:
     """Return the bytes that "65536", "64K", "64KiB" or "1G" stand for."""
     number = text.upper().removesuffix("B").removesuffix("I")
@@ -352,6 +312,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", default=["*"], metavar="NAME", help="globs of variants")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--seconds", type=float, default=0.3, help="about what the iterations of a cell take")
+    add(
+        "--graphs",
+        action="store_true",
+        help="replay CUDA graphs, which the host does not slow down",
+    )
     add("--output", type=Path, default=RESULTS, help="JSON lines that records are added to")
     add("--plot", type=Path, metavar="PATH", help="only draw the latest run in --output")
     options = parser.parse_args(arguments)
@@ -363,6 +328,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.gpus = options.gpus or (most if cuda else 2)
     if not options.variants:
         parser.error(f"--only matches none of: {', '.join(v.name for v in known)}")
+    if options.graphs and not cuda:
+        parser.error("--graphs needs a GPU")
     if not options.plot and not 2 <= options.gpus <= most:
         parser.error(f"--gpus {options.gpus}: must be 2 to {most} here; or use --device cpu")
     return options

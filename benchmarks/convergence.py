@@ -31,6 +31,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -108,45 +109,55 @@ def run_all(options: argparse.Namespace) -> None:
 
 def to_record(record: Record, level: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return one run with its curves, that of training averaged over 25 steps."""
-    losses = record.train_loss
     return {
         "name": "convergence",
         "variant": " ".join([level, *(f"skip={p}" for p in options.skip)]),
-        "params": {
-            **asdict(MODELS[options.model]),
-            "steps": options.steps,
-            "batch": options.batch,
-            "lr": options.lr,
-            "seed": seed,
-            "text": record.conditions["text"],
-        },
+        "params": params_of(seed, options, record.conditions["text"]),
         "metric": "validation_loss",
         "value": record.final_loss,
         "unit": "nats/byte",
         "validation": record.validation,
-        "train_loss_per_25_steps": [
-            round(statistics.mean(losses[i : i + 25]), 4) for i in range(0, len(losses), 25)
-        ],
+        "train_loss_per_25_steps": average(record.train_loss, 25),
         "bytes_per_parameter": record.bytes_per_parameter,
     }
 
 
-def by_variant(path: Path) -> dict[str, dict[int, dict[str, Any]]]:
-    """Read all records: variant, then seed."""
+def params_of(seed: int, options: argparse.Namespace, text: str) -> dict[str, Any]:
+    """Return what makes two runs of a variant comparable, and the seed."""
+    return {
+        **asdict(MODELS[options.model]),
+        "steps": options.steps,
+        "batch": options.batch,
+        "lr": options.lr,
+        "seed": seed,
+        "text": text,
+    }
+
+
+def average(losses: list[float], steps: int) -> list[float]:
+    """Return the means of so many losses each."""
+    parts = (losses[i : i + steps] for i in range(0, len(losses), steps))
+    return [round(statistics.mean(part), 4) for part in parts]
+
+
+def by_variant(
+    path: Path, keep: Callable[[dict[str, Any]], bool] = lambda record: True
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """Read all records that are to be kept: variant, then seed."""
     table: dict[str, dict[int, dict[str, Any]]] = {}
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        table.setdefault(record["variant"], {})[record["params"]["seed"]] = record
+    for record in map(json.loads, path.read_text().splitlines()):
+        if keep(record):
+            table.setdefault(record["variant"], {})[record["params"]["seed"]] = record
     return table
 
 
-def summarize(table: dict[str, dict[int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return, for each variant, its mean loss and the paired differences to the baseline, as fractions of it."""
+def summarize(
+    table: dict[str, dict[int, dict[str, Any]]], base: str = "baseline"
+) -> dict[str, dict[str, Any]]:
+    """Return, for each variant, its mean loss and the paired differences to `base`, as fractions of it."""
     summary = {}
     for variant, runs in table.items():
-        paired = {
-            s: r["value"] / table["baseline"][s]["value"] - 1 for s, r in sorted(runs.items())
-        }
+        paired = {s: r["value"] / table[base][s]["value"] - 1 for s, r in sorted(runs.items())}
         summary[variant] = {
             "mean": statistics.mean(r["value"] for r in runs.values()),
             "difference": statistics.mean(paired.values()),
@@ -185,12 +196,34 @@ def draw(table: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def show(summary: dict[str, dict[str, Any]], width: int = 14) -> None:
+    """Print a line for each variant: its mean, the mean difference and that of each seed."""
+    for variant, row in summary.items():
+        each = ", ".join(f"{d:+.2%}" for d in row["differences"].values())
+        print(f"{variant:>{width}}  {row['mean']:.4f}  {row['difference']:+.3%}   ({each})")
+
+
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """Add what a loss check lets its user choose of the runs."""
     add = parser.add_argument
     add(
         "--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: only sum up what is recorded"
     )
+    add("--model", choices=MODELS, default="19m")
+    add("--steps", type=int, default=1500)
+    add("--batch", type=int, default=64)
+    add("--lr", type=float, default=2e-3)
+    add(
+        "--data", default=Path(torch.__file__).parent, help="text file or folder, or stdlib",
+        type=lambda given: None if given == "stdlib" else Path(given),
+    )  # fmt: skip
+    add("--out", type=Path, default=RESULTS)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_training(parser)
+    add = parser.add_argument
     add("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     add("--formats", nargs="*", default=[], metavar="STATES/MASTER", help="e.g. 8bit/split24")
     add(
@@ -200,17 +233,8 @@ def main() -> int:
         metavar="LIBRARY/RECIPE[/FORMAT]",
         help="e.g. te/delayed",
     )
-    add("--model", choices=MODELS, default="19m")
-    add("--steps", type=int, default=1500)
-    add("--batch", type=int, default=64)
-    add("--lr", type=float, default=2e-3)
     add("--skip", nargs="*", default=[], metavar="PATTERN", help="layers to leave as they are")
     add("--jobs", type=int, default=1, help="runs at a time on the one device")
-    add(
-        "--data", default=Path(torch.__file__).parent, help="text file or folder, or stdlib",
-        type=lambda given: None if given == "stdlib" else Path(given),
-    )  # fmt: skip
-    add("--out", type=Path, default=RESULTS)
     add("--picture", type=Path, default=PICTURE)
     options = parser.parse_args()
     if options.seeds:
@@ -221,9 +245,7 @@ def main() -> int:
     summary = summarize(table)
     if set(LEVELS) <= table.keys():
         draw(table, options.picture)
-    for variant, row in summary.items():
-        each = ", ".join(f"{d:+.2%}" for d in row["differences"].values())
-        print(f"{variant:>14}  {row['mean']:.4f}  {row['difference']:+.3%}   ({each})")
+    show(summary)
     print(json.dumps(summary))
     return int(any(abs(row["difference"]) > tolerance(v) for v, row in summary.items()))
 

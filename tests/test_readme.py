@@ -65,6 +65,9 @@ PRODUCTS = {
     '`"delayed"`': "native/delayed",
     '`"blockwise"`': "native/blockwise",
     '`"current"`, `fp8_format="e5m2"`': "native/current/e5m2",
+    'TransformerEngine, `"current"`': "te/current",
+    'TransformerEngine, `"delayed"`': "te/delayed",
+    'TransformerEngine, `"blockwise"`': "te/blockwise",
 }
 
 
@@ -83,6 +86,50 @@ def test_the_table_of_products_is_the_record_s():
         signed = f"{100 * difference:+.2f}".replace("-", "−")
         assert f"| {name} | {losses[variant][0]:.4f} | {signed} % |" in document
         assert abs(difference) < 0.005
+
+
+SUMS = {
+    "NCCL all-reduce, bfloat16": ("nccl bf16", None),
+    "NCCL all-reduce, float32": ("nccl fp32", None),
+    "`all_reduce`, bfloat16": ("nvlink bf16", "speedup"),
+    "`all_reduce`, float32": ("nvlink fp32", "speedup_fp32"),
+    "`all_reduce`, FP8 gradients": ("nvlink fp8", "speedup"),
+    "the same over NCCL's collectives, bfloat16": ("collective bf16", "speedup"),
+    "NCCL reduce-scatter, bfloat16": ("nccl reduce_scatter bf16", None),
+    "`reduce_scatter_tensor`, bfloat16": ("nvlink reduce_scatter bf16", "speedup"),
+}
+DATA_PARALLEL = {
+    "1.1 B Llama, DistributedDataParallel, bfloat16": ("llama", "ddp bf16"),
+    "GPT-2 124M, DistributedDataParallel, bfloat16": ("gpt2", "ddp bf16"),
+}
+
+
+def test_the_tables_of_collectives_are_the_records():
+    document, found = (ROOT / "docs/comm.md").read_text(), {}
+    for line in (ROOT / "benchmarks/results/comm.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found[record["variant"], record["params"]["size"]] = record
+        assert not record.get("differing_bytes"), "ranks end with the same bits"
+    for name, (variant, faster) in SUMS.items():
+        cells = []
+        for size in (2**26, 2**28, 2**30):
+            record = found[variant, size]
+            times = f" ({record[faster]:.2f} ×)" if faster else ""
+            cells.append(f"{record['value']:.3f}{times}")
+        assert f"| {name} | {' | '.join(cells)} |" in document
+
+
+def test_the_table_of_data_parallel_steps_is_the_record_s():
+    document, found = (ROOT / "docs/comm.md").read_text(), {}
+    for line in (ROOT / "benchmarks/results/ddp_step.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        bytes_each = r["gradient_bytes_per_parameter"]
+        row = f"| {r['value']:.1f} | {r['exposed_ms']:.2f} | {bytes_each:.2f} | {r['wire_mib']:.0f} |"
+        found[r["params"]["model"], r["variant"]] = row
+    for first, (model, variant) in DATA_PARALLEL.items():
+        rows = [f"| {first} {found[model, variant]}", f"| with the hook {found[model, 'hook']}"]
+        rows.append(f"| `DataParallel` {found[model, 'DataParallel']}")
+        assert "\n".join(rows) in document
 
 
 STRESS = {

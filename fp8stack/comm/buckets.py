@@ -111,7 +111,7 @@ class Bucket:
         for region in self.regions:
             region.after_exchange()
         stripe = (self.codes.nbytes + self.scales.nbytes) // way.world
-        return Sent(2 * (way.world - 1) * stripe, self.scales.numel(), self.scales)
+        return Sent(2 * (way.world - 1) * stripe, self.scales.numel(), lambda: self.scales)
 
     def _exchange(self, way: Transport) -> None:
         if link := way.link(self.codes.device):

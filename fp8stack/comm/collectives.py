@@ -144,7 +144,7 @@ def broadcast(
             chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
         way.broadcast(chunk, source)
         exchange.unpack(chunk, output, layout)
-        return Sent(sends * chunk.nbytes, layout.blocks, scales_of(chunk, layout.per))
+        return Sent(sends * chunk.nbytes, layout.blocks, lambda: scales_of(chunk, layout.per))
 
     source = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
     sum_ = dist.ReduceOp.SUM
@@ -223,7 +223,7 @@ def _check_error(error: Tensor, tensor: Tensor, group: Any) -> None:
 
 
 def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> None:
-    for tensor in (output, input):
+    for tensor in (output,) if output is input else (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
@@ -236,12 +236,13 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
         raise ConfigError(
             f"fp8stack.comm.{name} has ReduceOp.SUM and ReduceOp.AVG, got {op}. Use torch.distributed.{name}."
         )
-    parts = {"reduce_scatter_tensor": (world, 1), "all_gather_into_tensor": (1, world)}
+    if output is input:
+        return
     if output.device != input.device:
         raise ConfigError(
             f"{name} got an output on {output.device} and an input on {input.device}."
         )
-    of_output, of_input = parts.get(name, (1, 1))
+    of_output, of_input = (world, 1) if name.startswith("reduce") else (1, world)
     if output.numel() * of_output != input.numel() * of_input:
         raise ConfigError(
             f"{name} over {world} ranks got an output of {output.numel()} elements and an input of {input.numel()}; "

@@ -20,7 +20,7 @@ from fp8stack.tensor import BlockScaledTensor
 from .statistics import Sent
 from .transport import Transport
 
-CHUNK = 2**26  # elements
+CHUNK = 2**27  # elements
 
 
 def reduce_all(
@@ -39,7 +39,7 @@ def reduce_all(
         else:
             _reduce_whole(output, input, error, layout, way, divisor)
     stripe = layout.per * (BLOCK + 4) if link else layout.pitch
-    return Sent(2 * (way.world - 1) * stripe, layout.blocks, _scales_told_by(output))
+    return Sent(2 * (way.world - 1) * stripe, layout.blocks, lambda: _scales_told_by(output))
 
 
 def _reduce_whole(
@@ -151,7 +151,7 @@ def reduce_hosts(
     inside.all_gather(sent, part)
     unpack(sent, output, layout)
     chunks = 2 * (across.world - 1) + 2 * (inside.world - 1) * across.world
-    return Sent(chunks * layout.pitch, layout.blocks, scales_of(sent, layout.per))
+    return Sent(chunks * layout.pitch, layout.blocks, lambda: scales_of(sent, layout.per))
 
 
 def reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
@@ -175,7 +175,9 @@ def gather(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent
     way.all_gather(chunks, chunk)
     layout = Layout(way.world, input.numel(), way.world)
     unpack(chunks, output, layout)
-    return Sent((way.world - 1) * layout.pitch, layout.blocks, scales_of(chunks, layout.per))
+    return Sent(
+        (way.world - 1) * layout.pitch, layout.blocks, lambda: scales_of(chunks, layout.per)
+    )
 
 
 def flat(x: Tensor, world: int) -> Layout:

@@ -16,6 +16,7 @@ import socket
 import warnings
 import weakref
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,15 @@ BACKGROUND = (
 )
 _LINE = 512  # bytes that ranks exchange to agree
 _REMEMBERED = 1024  # calls whose names an error can give
-_CHOICES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_LINKS: weakref.WeakKeyDictionary[Any, Link | str] = weakref.WeakKeyDictionary()
+_GROUPS: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Known:
+    """What is known of a group."""
+
+    transport: str = "auto"
+    link: Link | str | None = None  # a reason why there is none; None if nobody asked yet
 
 
 def set_transport(transport: str, group: Any = None) -> None:
@@ -55,7 +63,8 @@ def set_transport(transport: str, group: Any = None) -> None:
             f"transport must be one of {', '.join(_TRANSPORTS)}; got {transport!r}."
             f"{did_you_mean(transport, _TRANSPORTS)}"
         )
-    _CHOICES[dist.group.WORLD if group is None else group] = transport
+    group = dist.group.WORLD if group is None else group
+    _GROUPS.setdefault(group, _Known()).transport = transport
 
 
 def link_of(group: Any, device: torch.device) -> Link | None:
@@ -64,18 +73,22 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     Raises:
         CommError: if NVLink was asked for and cannot be used.
     """
-    choice = _CHOICES.get(group, "auto")
-    if choice == "collective" or (device.type != "cuda" and choice == "auto"):
+    known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Known())
+    if known.transport == "collective" or (device.type != "cuda" and known.transport == "auto"):
         return None
-    if group not in _LINKS:
+    if known.link is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # the ranks cannot talk now
-        _LINKS[group] = _connect(group, device)
-    link = _LINKS[group]
-    if isinstance(link, Link):
-        return link
-    if choice == "nvlink":
-        raise CommError(f'set_transport("nvlink") cannot be followed: {link}.')
+        known.link = _connect(group, device)
+    if isinstance(known.link, Link) and known.link.device == device:
+        return known.link
+    if known.transport == "nvlink":
+        reason = (
+            known.link
+            if isinstance(known.link, str)
+            else f"its memory is on {known.link.device}, not {device}"
+        )
+        raise CommError(f'set_transport("nvlink") cannot be followed: {reason}.')
     return None
 
 
@@ -93,7 +106,7 @@ class Link:
 
         self._kernels, self._keep = two_shot, (memory, keep)
         self.ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-        self.world = len(self.ranks)
+        self.world, self.device = len(self.ranks), memory.device
         self._timeout = group._get_backend(memory.device).options._timeout.total_seconds()
         peers = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
         steps = torch.zeros(workspace.PROGRAMS, dtype=torch.int32, device=memory.device)

@@ -20,7 +20,7 @@ class Sent(NamedTuple):
 
     nbytes: int  # sent by this rank
     blocks: int  # of the result
-    scales: Tensor | None  # of the result; None if it is not in blocks
+    scales: Callable[[], Tensor] | None  # of the result; None if it is not in blocks
 
 
 class Statistics:
@@ -80,7 +80,7 @@ def observe(name: str, device: torch.device, body: Callable[[], Sent]) -> None:
         sent = body()
         took = time.perf_counter() - began
         seconds = lambda: took  # noqa: E731
-    bad = None if sent.scales is None else sent.scales.isnan().sum()
+    bad = None if sent.scales is None else sent.scales().isnan().sum()
     sent = sent._replace(scales=None)  # which would be kept until `collect`
     for statistics in list(_OPEN):
         statistics._calls.append((name, sent, bad, seconds))
