@@ -107,6 +107,7 @@ def check_transports(rank, world, device):
             assert_same_bits_all(whole, nvlink)
             assert_same_bits_all(whole[:-1], chunks[:-1])  # whose stripes are others
     comm.set_transport("auto")
+    check_streams(rank, world, device)
     graph, x = torch.cuda.CUDAGraph(), drawn(rank, 5000).to(device)
     kept = x.clone()
     with torch.cuda.graph(graph):
@@ -115,6 +116,18 @@ def check_transports(rank, world, device):
         x.copy_(kept)
         graph.replay()
         assert_near(x, sum(drawn(r, 5000) for r in range(world)), 28)
+
+
+def check_streams(rank, world, device):
+    """Sums in the background and at once, none of which is waited for before the next is called."""
+    size = 3_000_000
+    exact = sum(drawn(r, size) for r in range(world)).to(device)
+    tensors = [drawn(rank, size).to(device) * 2.0**i for i in range(8)]
+    works = [comm.all_reduce(x, async_op=i % 2 == 0) for i, x in enumerate(tensors)]
+    for work in filter(None, works):
+        work.wait()
+    for i, x in enumerate(tensors):
+        assert_near(x, exact * 2.0**i, 28)
 
 
 def assert_same_bits_all(some, others):

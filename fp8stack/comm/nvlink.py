@@ -116,6 +116,8 @@ class Link:
         # looked at before each call, without what indexing a tensor takes
         self._missing = (ctypes.c_int32 * self.world).from_address(missing.data_ptr())
         self._calls: OrderedDict[int, Any] = OrderedDict()
+        self._stream: torch.cuda.Stream | None = None  # of the last call
+        self._handle = -1  # of that
         self._call = 0
 
     def all_reduce(
@@ -146,11 +148,25 @@ class Link:
         """Number a call, unless an earlier one failed; return the workspace for it too."""
         if any(self._missing):
             raise CommError(self._explain())
+        if (handle := torch._C._cuda_getCurrentRawStream(self.device.index)) != self._handle:
+            self._change_stream(handle)
         self._call += 1
         self._calls[self._call] = way.what
         if len(self._calls) > _REMEMBERED:
             self._calls.popitem(last=False)
         return self._call, self._background if way.background else self._space
+
+    def _change_stream(self, handle: int) -> None:
+        """Run behind the last launch, which was on another stream: all of them share memory."""
+        before, self._stream = self._stream, torch.cuda.current_stream(self.device)
+        self._handle = handle
+        if before is None:
+            return
+        with torch.cuda.stream(before):
+            captured = torch.cuda.is_current_stream_capturing()
+        # A stream outside a capture cannot be waited for inside it, nor the other way round.
+        if captured == torch.cuda.is_current_stream_capturing():
+            self._stream.wait_stream(before)
 
     def _explain(self) -> str:
         late = [self.ranks[i] for i, call in enumerate(self._missing) if call]
