@@ -124,7 +124,9 @@ def test_the_table_of_data_parallel_steps_is_the_record_s():
     for line in (ROOT / "benchmarks/results/ddp_step.jsonl").read_text().splitlines():
         r = json.loads(line)
         bytes_each = r["gradient_bytes_per_parameter"]
-        row = f"| {r['value']:.1f} | {r['exposed_ms']:.2f} | {bytes_each:.2f} | {r['wire_mib']:.0f} |"
+        row = (
+            f"| {r['value']:.1f} | {r['exposed_ms']:.2f} | {bytes_each:.2f} | {r['wire_mib']:.0f} |"
+        )
         found[r["params"]["model"], r["variant"]] = row
     for first, (model, variant) in DATA_PARALLEL.items():
         rows = [f"| {first} {found[model, variant]}", f"| with the hook {found[model, 'hook']}"]
