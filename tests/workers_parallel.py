@@ -76,6 +76,33 @@ def check_parallel(rank, world, store, device):
     leave()
 
 
+def check_hosts(rank, world, store):
+    """Two hosts of two ranks: the mean to 26 dB, the same bits on all, and what is cut off fed back."""
+    device = enter(rank, world, store, "cpu")
+    fp8stack.comm.set_hierarchy(2)
+    exact = []
+    for r in range(world):
+        model = built(TinyLM, device)
+        model(*inputs(r, device)).backward()
+        exact.append(flat(gradients(model)))
+    mean = torch.stack(exact).mean(0)
+    apart = {}
+    for error_feedback in ("none", "shard"):
+        model = built(TinyLM, device)
+        parallel, total = DataParallel(model, bucket_cap_mb=0.02, error_feedback=error_feedback), 0
+        for _ in range(6):
+            model.zero_grad()
+            parallel(*inputs(rank, device)).backward()
+            found = gradients(model)
+            assert_near(flat(found), mean, 25.5)
+            for g in found:
+                assert_equal_everywhere(g)
+            total = total + flat(found)
+        apart[error_feedback] = float((total / 6 - mean).norm() / mean.norm())
+    assert apart["shard"] < 0.9 * apart["none"], apart
+    leave()
+
+
 def check_gradients(rank, world, device, dtype):
     """The mean over ranks to 28 dB, the same bits on all; only FP8 stays, in the bucket itself."""
     exact = []

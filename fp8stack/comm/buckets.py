@@ -8,6 +8,9 @@ looks into it. Averaging a bucket moves nothing else:
     reduce         my stripe, in float32 in the order of ranks, quantized again, in its place
     all-gather     of codes, and of scales, into the bucket itself
 
+Between the GPUs of one host all of that is one kernel (`nvlink.py`); a group with a hierarchy packs the bucket and adds
+up by way of hosts (`exchange.py`).
+
 1.03 bytes an element stay, and while a bucket is on its way the stripes that were received, as much again of it alone.
 A matrix whose columns are no multiple of 128 has its rows padded in the bucket, and its gradient a memory of its own.
 """
@@ -24,6 +27,8 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
+from .exchange import reduce_hosts
+from .hosts import hierarchy_of
 from .statistics import Sent, observe
 from .transport import Transport
 
@@ -114,6 +119,12 @@ class Bucket:
         return Sent(2 * (way.world - 1) * stripe, self.scales.numel(), lambda: self.scales)
 
     def _exchange(self, way: Transport) -> None:
+        if hosts := hierarchy_of(way.group):
+            codes, scale = self.codes.view(E4M3.dtype), self.scales[None]
+            whole = BlockScaledTensor(codes, scale)
+            ways = [Transport(group, way.what, background=True) for group in hosts]
+            reduce_hosts(whole, whole, True, way, *ways, error=self.error)
+            return
         if link := way.link(self.codes.device):
             layout, parts = Layout(1, self.codes.numel(), way.world), (self.codes, self.scales)
             link.all_reduce(*parts, *parts, layout, way, way.world, self.error)

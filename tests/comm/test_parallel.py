@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from workers_parallel import check_parallel
+from workers_parallel import check_hosts, check_parallel
 
 
 @pytest.mark.slow
@@ -17,3 +17,8 @@ def test_gradients_that_live_in_fp8_over_nccl(world, tmp_path):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     torch.multiprocessing.spawn(check_parallel, (world, str(tmp_path / "s"), "cuda"), nprocs=world)
+
+
+@pytest.mark.slow
+def test_gradients_that_live_in_fp8_by_way_of_hosts(tmp_path):
+    torch.multiprocessing.spawn(check_hosts, (4, str(tmp_path / "s")), nprocs=4)
