@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 from common import ROOT, add_choices, append_records, read_choices
-from optimizer_step import Numbers, attempt
+from optimizer_step import Numbers, attempt, stopping_in_order
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -282,6 +282,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return read_choices(parser, arguments, SHAPES, VARIANTS, lambda given: default)
 
 
+@stopping_in_order()
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     rates = measure_device(options.device)

@@ -20,9 +20,11 @@ fits partly into the L2 cache and can beat the copy. Peers run with their defaul
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -309,10 +311,36 @@ def measure(variant: Variant, model: str, options: argparse.Namespace) -> Number
     return {**numbers, "bytes": sizes, "peak_extra_mib": peak, "tb_s": rate, "steps": count}
 
 
+_stopped: list[int] = []
+
+
+@contextlib.contextmanager
+def stopping_in_order() -> Iterator[None]:
+    """Let Ctrl-C, or a scheduler's SIGTERM, end the measuring but not the program: what is done is recorded."""
+
+    def stop(number: int, _: Any) -> None:
+        _stopped.append(number)
+        raise KeyboardInterrupt
+
+    before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        _stopped.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def attempt(work: Callable[[], Numbers]) -> Numbers:
     """Return what `work` returns, or a note on why it cannot be done; free all that it held."""
+    if _stopped:
+        return {"note": "not begun: the run was stopped"}
     try:
         return work()
+    except KeyboardInterrupt:
+        if not _stopped:
+            raise
+        return {"note": "the run was stopped"}
     except ModuleNotFoundError as error:
         return {"note": f"not installed ({error.name})"}
     except torch.cuda.OutOfMemoryError:
@@ -404,6 +432,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
 
 
+@stopping_in_order()
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.plot:

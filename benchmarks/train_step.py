@@ -37,7 +37,7 @@ from typing import Any
 import models
 import torch
 from common import ROOT, add_choices, append_records, draw_bars, latest_run, read_choices
-from optimizer_step import Numbers, attempt, measure_copy, time_steps
+from optimizer_step import Numbers, attempt, measure_copy, stopping_in_order, time_steps
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -332,6 +332,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
 
 
+@stopping_in_order()
 def main(arguments: list[str] | None = None) -> int:
     options, started = parse(arguments), time.monotonic()
     if options.plot:

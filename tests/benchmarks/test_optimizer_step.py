@@ -1,14 +1,25 @@
 """The optimizer benchmark on a CPU: its lists, its bytes, its records and what it says of what it cannot measure."""
 
 import json
+import os
+import signal
 import sys
+import time
 from math import prod
 from types import SimpleNamespace
 
 import optimizer_step
 import pytest
 import torch
-from optimizer_step import MODELS, VARIANTS, attempt, count_bytes, main, make_parameters
+from optimizer_step import (
+    MODELS,
+    VARIANTS,
+    attempt,
+    count_bytes,
+    main,
+    make_parameters,
+    stopping_in_order,
+)
 from torch import nn
 
 NAMES = [variant.name for variant in VARIANTS]
@@ -86,6 +97,20 @@ def test_failure_of_one_configuration_is_a_note(error, note):
 
     assert attempt(fail)["note"].startswith(note)
     assert "dump" not in attempt(fail)["note"]
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has_measured():
+    def be_stopped():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    with stopping_in_order():
+        assert attempt(lambda: {"step_ms": 1.0}) == {"step_ms": 1.0}
+        assert attempt(be_stopped) == {"note": "the run was stopped"}
+        assert attempt(lambda: {"step_ms": 1.0}) == {"note": "not begun: the run was stopped"}
+    assert attempt(lambda: {"step_ms": 1.0}) == {"step_ms": 1.0}
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_bytes_are_of_the_tensors_inside_and_shared_ones_count_once():
