@@ -23,14 +23,16 @@ if TYPE_CHECKING:
         reduce_scatter_tensor,
     )
     from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
-    from .fsdp import Fp8ReduceScatter, register_fp8_reduce_scatter
+    from .fsdp import Fp8ReduceScatter, register_fp8_all_gather, register_fp8_reduce_scatter
     from .hosts import set_hierarchy
     from .nvlink import set_transport
     from .parallel import DataParallel
     from .statistics import Statistics
+    from .weights import Fp8AllGather
 
 _PLACES = {
     "DataParallel": "parallel",
+    "Fp8AllGather": "weights",
     "Fp8CommState": "ddp",
     "Fp8ReduceScatter": "fsdp",
     "Statistics": "statistics",
@@ -42,6 +44,7 @@ _PLACES = {
     "fp8_compress_hook": "ddp",
     "reduce_scatter_single": "collectives",
     "reduce_scatter_tensor": "collectives",
+    "register_fp8_all_gather": "fsdp",
     "register_fp8_hook": "ddp",
     "register_fp8_reduce_scatter": "fsdp",
     "set_hierarchy": "hosts",
@@ -50,6 +53,7 @@ _PLACES = {
 
 __all__ = [
     "DataParallel",
+    "Fp8AllGather",
     "Fp8CommState",
     "Fp8ReduceScatter",
     "GradientHandle",
@@ -62,6 +66,7 @@ __all__ = [
     "fp8_compress_hook",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "register_fp8_all_gather",
     "register_fp8_hook",
     "register_fp8_reduce_scatter",
     "set_hierarchy",

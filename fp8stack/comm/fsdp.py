@@ -1,21 +1,32 @@
-"""FP8 on the wire of FSDP2: its reduce-scatter of gradients.
+"""FP8 on the wire of FSDP2: its reduce-scatter of gradients, its all-gather of weights, and HSDP's mean over replicas.
 
 Gradients are quantized once, added up in float32, and each rank's part of the sum is rounded to the reduce dtype of the
 mixed-precision policy, not to FP8: the best ratio of bytes to error that there is (1.03 bytes an element where float32
-takes 4). Weights are gathered as FSDP2 does it; a hybrid mesh's all-reduce over replicas is FSDP2's own too.
+takes 4). Weights are gathered as FSDP2 does it, or those of FP8 layers as E4M3 blocks (`weights.py`).
+
+HSDP: FSDP2 averages over the replicas of a 2-D mesh with a plain all-reduce that nothing can replace (its hook comes
+after it). So the model is sharded over the 1-D mesh of its shards, and the hook, which then is all there is, averages
+over the replicas in FP8: two quantizations more.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
-from .collectives import reduce_scatter_tensor
+from .collectives import all_reduce, reduce_scatter_tensor
+from .weights import Fp8AllGather
+
+_FP8_LAYERS = {"Fp8Linear", "TeLinear"}  # by name: `nn` and `comm` do not import each other
 
 
 class Fp8ReduceScatter:
@@ -39,33 +50,188 @@ class Fp8ReduceScatter:
         return reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def register_fp8_reduce_scatter(model: nn.Module) -> list[str]:
+# --- registration
+
+
+def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -> list[str]:
     """Make the FSDP2 modules of a model reduce their gradients with E4M3 blocks on the wire; return their names.
 
     Args:
-        model: after `fully_shard`, before its first backward.
+        model: after `fully_shard`, before its first backward. Of one on a 2-D mesh (HSDP), the all-reduce over replicas
+            stays FSDP2's own, in full precision, and a warning says so.
+        replicate_group: the ranks that hold the same shard as this one, of a model that is sharded over the others
+            only: `fully_shard(..., mesh=mesh["shard"])` and `mesh.get_group("replicate")`. Gradients are averaged over
+            it too, in FP8, at each backward that reduces them, `set_requires_all_reduce` notwithstanding. Replicas
+            have to begin with the same weights; a factor of `set_gradient_divide_factor` is of the shards alone.
 
     Raises:
-        ConfigError: if nothing in it is sharded by FSDP2, or this torch's FSDP2 has no such hook.
+        ConfigError: if nothing in it is sharded by FSDP2, this torch's FSDP2 has no such hook, or `replicate_group` is
+            no group of this rank and others that the model is not sharded over.
     """
-    from torch.distributed.fsdp import FSDPModule
-
-    names = []
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        if not hasattr(module, "set_custom_reduce_scatter"):
-            raise ConfigError(
-                f"FSDP2 of torch {torch.__version__} takes no reduce-scatter of others; update torch."
-            )
-        module.set_custom_reduce_scatter(Fp8ReduceScatter())  # type: ignore[arg-type]
+    needs = ["set_custom_reduce_scatter"] + ["set_all_reduce_hook"] * (replicate_group is not None)
+    other = " For DistributedDataParallel there is register_fp8_hook."
+    units = _units(model, "register_fp8_reduce_scatter", needs, other)
+    if replicate_group is not None:
+        _check_replicas(model, replicate_group)
+    elif _is_hybrid(model):
+        warnings.warn(
+            f"{type(model).__name__} is sharded over a 2-D mesh: its gradients are reduced over shards in FP8, and "
+            "over replicas in full precision, by an all-reduce of FSDP2's that cannot be replaced. For FP8 there too, "
+            'shard it over mesh["shard"] and pass replicate_group=mesh.get_group("replicate").',
+            Fp8StackWarning,
+            stacklevel=2,
+        )
+    for module in units.values():
+        module.set_custom_reduce_scatter(Fp8ReduceScatter())
         # A factor of its own would come as a reduction that multiplies first, which only NCCL has.
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
-        names.append(name)
+        if replicate_group is not None:
+            module.set_all_reduce_hook(partial(_average, group=replicate_group))
+    return list(units)
+
+
+def register_fp8_all_gather(
+    model: nn.Module, skip: Sequence[str] = (), matrices: bool = False
+) -> list[str]:
+    """Make the FSDP2 modules of a model gather the weights of FP8 layers as E4M3 blocks; return the names of those.
+
+    Weights that other layers share (tied embeddings) are sent as they are, and so is everything else.
+
+    Args:
+        model: after `fully_shard`.
+        skip: patterns of names of modules, as in `initialize`, whose weights are sent as they are.
+        matrices: take all two-dimensional parameters but embeddings, for layers that compute in bfloat16.
+
+    Raises:
+        ConfigError: if nothing in it is sharded by FSDP2, this torch's FSDP2 has no such hook, no weight is left to
+            send in FP8, or a pattern matches nothing.
+    """
+    units = _units(model, "register_fp8_all_gather", ["set_custom_all_gather"])
+    for module in units.values():
+        module.reshard()  # so that the model's parameters are the sharded ones
+    weights = _weights(model, [skip] if isinstance(skip, str) else skip, matrices)
+    names = []
+    for name, module in units.items():
+        parameters = [(size, p in weights) for p, size in _parameters_of(module)]
+        if any(in_fp8 for _, in_fp8 in parameters):
+            module.set_custom_all_gather(Fp8AllGather(parameters))
+            names.append(name)
     if not names:
         raise ConfigError(
-            f"register_fp8_reduce_scatter found no module sharded by fully_shard in {type(model).__name__}; "
-            "shard it first. For DistributedDataParallel there is register_fp8_hook."
+            f"register_fp8_all_gather found no weight of an FP8 layer in {type(model).__name__} to send in FP8; "
+            "convert it with fp8stack.initialize before fully_shard, or pass matrices=True to take other layers' too."
         )
     return names
+
+
+def _units(model: nn.Module, caller: str, needs: Sequence[str], other: str = "") -> dict[str, Any]:
+    """Return the FSDP2 modules of a model by name, each of which has the methods `needs`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if not units:
+        raise ConfigError(
+            f"{caller} found no module sharded by fully_shard in {type(model).__name__}; shard it first.{other}"
+        )
+    for method in needs:
+        if not hasattr(FSDPModule, method):
+            raise ConfigError(
+                f"FSDP2 of torch {torch.__version__} has no {method}, which {caller} needs; update torch."
+            )
+    return units
+
+
+def _parameters_of(module: Any) -> list[tuple[nn.Parameter, int]]:
+    """Return the parameters that a module gathers, in its order, with the elements of a rank's padded shard.
+
+    FSDP2 tells this to nobody: all that is read of its insides is read here.
+    """
+    try:
+        state = module._get_fsdp_state()
+        if hasattr(state, "_fsdp_param_groups"):
+            groups = state._fsdp_param_groups
+        else:  # older torch
+            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+        known = [
+            [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in group.fsdp_params]
+            for group in groups
+        ]
+    except AttributeError as error:
+        raise ConfigError(
+            f"fp8stack does not know where FSDP2 of torch {torch.__version__} keeps its parameters ({error}); use "
+            "another version of torch, or leave the all-gather as it is."
+        ) from error
+    if len(known) > 1:
+        raise ConfigError(
+            f"a {type(module).__name__} shards its parameters over several meshes, where FSDP2 takes no all-gather of "
+            "others. Shard its parts on their own."
+        )
+    return known[0] if known else []
+
+
+def _weights(model: nn.Module, skip: Sequence[str], matrices: bool) -> set[nn.Parameter]:
+    """Return the parameters to send in FP8: all owners of each are layers for that, and not skipped."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    left_out: set[nn.Module] = set()
+    for pattern in skip:
+        matching = [name for name in modules if name and fnmatchcase(name, pattern)]
+        if not matching:
+            raise ConfigError(
+                f"skip={pattern!r} matches no module of the model.{did_you_mean(pattern, modules)} Patterns are "
+                "compared with whole names, such as blocks.0.head; *head matches any that end in it."
+            )
+        left_out.update(inner for name in matching for inner in modules[name].modules())
+    taken: dict[nn.Parameter, bool] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            if matrices:
+                fits = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            else:
+                # FSDP2 makes a class of its own of a module's
+                kinds = {c.__name__ for c in type(module).__mro__}
+                fits = name == "weight" and bool(kinds & _FP8_LAYERS)
+            fits = fits and p.ndim == 2 and module not in left_out
+            taken[p] = fits and taken.get(p, True)
+    return {p for p, fits in taken.items() if fits}
+
+
+# --- replicas
+
+
+def _average(shard: Tensor, group: Any) -> None:
+    """Average what a reduce-scatter gave over replicas; FSDP2 calls it on its stream for that."""
+    all_reduce(shard, dist.ReduceOp.AVG, group)
+    if shard.is_cuda:
+        # It is memory of the stream of reduce-scatters, the next of which must not have it before this is done.
+        shard.record_stream(torch.cuda.current_stream(shard.device))
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    """Return the parameters that are DTensors."""
+    from torch.distributed.tensor import DTensor
+
+    return [p for p in model.parameters() if isinstance(p, DTensor)]
+
+
+def _is_hybrid(model: nn.Module) -> bool:
+    """Return whether shards have replicas: FSDP2's dimensions of a mesh come first, tensor parallelism's after."""
+    kinds = ([each.is_replicate() for each in p.placements] for p in _sharded(model))
+    return any(first and not all(others) for first, *others in kinds)
+
+
+def _check_replicas(model: nn.Module, group: Any) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"replicate_group must be a process group that rank {dist.get_rank()} is in, got {type(group).__name__}. "
+            'Of a DeviceMesh it is mesh.get_group("replicate").'
+        )
+    replicas = set(dist.get_process_group_ranks(group))
+    for p in _sharded(model):
+        shards = p.device_mesh.mesh.flatten().tolist()
+        if len(both := sorted(replicas.intersection(shards))) > 1:
+            raise ConfigError(
+                f"replicate_group has the ranks {sorted(replicas)}, and {both} of them share the model's mesh of "
+                f'{shards}. Shard the model over one row of shards (mesh["shard"] of a 2-D mesh) and pass the ranks '
+                'that hold the same shard as this one: mesh.get_group("replicate").'
+            )

@@ -1,8 +1,8 @@
 """Process groups of many hosts: what goes over NVLink first, and what over the network.
 
-A group may be given a hierarchy. Its all_reduce, and DataParallel's buckets, then add up within each host, across hosts what each rank owns, and
-gathers the same way back, so that a rank sends 2 (M - 1) / M of its n / L elements over the network, not nearly 2 n
-(`model.py`). A value is quantized three times then, not twice.
+A group may be given a hierarchy. Its all_reduce, and DataParallel's buckets, then add up within each host, across hosts
+what each rank owns, and gather the same way back, so that a rank sends 2 (M - 1) / M of its n / L elements over the
+network, not nearly 2 n (`model.py`). A value is quantized three times then, not twice.
 """
 
 from __future__ import annotations

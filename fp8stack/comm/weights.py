@@ -1,0 +1,176 @@
+"""The all-gather of weights in FP8 that `fsdp.py` gives FSDP2.
+
+Weights are gathered as E4M3 blocks if they are matrices of FP8 layers, 1.03 bytes an element where bfloat16 takes 2;
+norms, biases and embeddings as they are. A rank sends one message of uint8:
+
+    chunk    E4M3 blocks (`kernels/reference/wire.py`) of its shards of matrices, each from a new block on
+    rest     the bytes of its other shards, up to a multiple of 16
+
+Each rank decodes what it sent itself like the rest, so all compute with the same bits. A decoded weight is off by 2^-4
+of itself at most, 2.6 % rms (by 2^-10 of its block's scale where it is below 2^-6 of that); a NaN or infinity makes its
+block of 128 NaN. That is the error of the copies that forward and backward see: the shards that the optimizer steps are
+not touched, and no error adds up over steps. An FP8 layer casts its copy once more, with scales of its own recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8stack.formats import BLOCK, FLOATS
+from fp8stack.kernels.reference.wire import Layout, scales_of
+
+from .checks import Call, debugging, verify
+from .exchange import pack, unpack
+from .statistics import Sent, observe
+from .transport import all_gather, blamed
+from .work import Done
+
+_NAME = "all_gather_weights"  # in Statistics
+Places = Sequence[tuple[int, int]]  # start and size, of the last dimension
+
+
+class Fp8AllGather:
+    """FSDP2's interface of an all-gather (`torch.distributed.fsdp`'s AllGather), for one module that it shards.
+
+    Gathered as they are: uint8, as which FSDP2 hands over parameters of different dtypes; and what it resharded to a
+    smaller group after forward, which was decoded before.
+
+    Args:
+        parameters: of the module, in FSDP2's order: elements of a rank's padded shard, and whether they go in FP8.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[int, bool]]) -> None:
+        self._matrices: list[tuple[int, int]] = []  # start and size in a rank's part of the input
+        self._rest: list[tuple[int, int]] = []
+        self._numel = 0
+        for size, in_fp8 in parameters:
+            (self._matrices if in_fp8 else self._rest).append((self._numel, size))
+            self._numel += size
+        self._whole = len(parameters) == len(self._matrices) == 1
+        rounded = [-(-size // BLOCK) * BLOCK for _, size in self._matrices]
+        self._staged = self._numel if self._whole else sum(rounded)
+        # where each of them lies in the message
+        sizes = [size for _, size in self._matrices]
+        self._blocks = list(zip(_starts(rounded), sizes, strict=True))
+        sizes = [size for _, size in self._rest]
+        self._bytes = list(zip(_starts(sizes), sizes, strict=True))
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for an input or an output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather weights. The handle of `async_op` decodes when it is waited for, on the stream that waits."""
+        known = input_tensor.numel() == self._numel and input_tensor.dtype in FLOATS
+        if not (known and self._matrices):
+            plain: dist.Work | None = all_gather(
+                output_tensor, input_tensor, group=group, async_op=async_op
+            )
+            return plain
+        what = Call("all-gather of weights", input_tensor.numel(), input_tensor.dtype)
+        if debugging():
+            verify(f"{what}, {self._staged} of them in FP8", group)
+        start = partial(self._start, output_tensor, input_tensor, group, what, async_op)
+        if async_op:
+            return _Decoding(output_tensor, start())
+        observe(_NAME, output_tensor.device, lambda: start()())
+        return None
+
+    def _start(
+        self, output: Tensor, input: Tensor, group: Any, what: Call, async_op: bool
+    ) -> Callable[[], Sent]:
+        """Send; return what finishes it."""
+        message = self._encode(input)  # before anything is written: the input may lie in the output
+        messages = message.new_empty((group.size(), len(message)))
+        with blamed(what, group):
+            work = all_gather(messages.view(-1), message, group=group, async_op=async_op)
+
+        def finish() -> Sent:
+            if work is not None:
+                with blamed(what, group):
+                    work.wait()
+            chunks = self._decode(messages, output)
+            per = self._layout(1).per
+            sent = (len(messages) - 1) * len(message)
+            return Sent(sent, len(messages) * per, lambda: scales_of(chunks, per))
+
+        return finish
+
+    def _layout(self, world: int) -> Layout:
+        return Layout(world, self._staged, world)
+
+    def _encode(self, input: Tensor) -> Tensor:  # uint8 [bytes of a message]
+        matrices, layout = input, self._layout(1)
+        if not self._whole:
+            matrices = input.new_zeros(self._staged)
+            _copy(input, self._matrices, matrices, self._blocks)
+        rest = sum(size for _, size in self._rest)
+        nbytes = layout.pitch + -(-rest * input.element_size() // 16) * 16
+        message = input.new_empty(nbytes, dtype=torch.uint8)
+        pack(matrices, layout, message[: layout.pitch].view(1, -1))
+        if rest:
+            _copy(input, self._rest, message[layout.pitch :].view(input.dtype), self._bytes)
+        return message
+
+    def _decode(self, messages: Tensor, output: Tensor) -> Tensor:
+        """Write the weights of all ranks; return their chunks."""
+        world = len(messages)
+        layout, parts = self._layout(world), output.view(world, -1)
+        chunks = messages[:, : layout.pitch].contiguous()
+        if self._whole:
+            unpack(chunks, output, layout)
+            return chunks
+        matrices = output.new_empty((world, self._staged))
+        unpack(chunks, matrices, layout)
+        _copy(matrices, self._blocks, parts, self._matrices)
+        if self._rest:
+            rest = messages[:, layout.pitch :].view(output.dtype)
+            _copy(rest, self._bytes, parts, self._rest)
+        return chunks
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Return where pieces begin that lie end to end."""
+    return [0, *accumulate(sizes[:-1])] if sizes else []
+
+
+def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> None:
+    """Copy pieces of the last dimension."""
+    torch._foreach_copy_(
+        [target.narrow(-1, *place) for place in places],
+        [source.narrow(-1, *piece) for piece in pieces],
+    )
+
+
+class _Decoding(Done):
+    """An all-gather of weights under way. FSDP2 waits for it on the stream that copies the weights out."""
+
+    def __init__(self, output: Tensor, finish: Callable[[], Sent]) -> None:
+        super().__init__([output])
+        self._finish: Callable[[], Sent] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait and decode; the process group's own timeout is in force, not `timeout`."""
+        if self._finish is not None:
+            observe(_NAME, self._tensors[0].device, self._finish)
+            self._finish = None  # and with it the messages
+        return True
+
+    def is_completed(self) -> bool:
+        return self._finish is None
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self.wait()
+        return super().get_future()
