@@ -17,8 +17,10 @@ links are. Inbox and outbox hold two steps: who is past the wait of step s knows
 step s - 1, of this launch or the last. Steps are counted in memory over all launches, so a captured launch can be
 replayed.
 
-A flag that is not up by the deadline ends the wait: what would be made of it is NaN on all ranks that are left, and
-`missing` names the rank. Bytes over the links, each way, of n elements between N ranks: 2 (N-1)/N n × 1.03.
+A flag that is not up by the deadline ends the wait, and the program gives up, in later launches too: it sends nothing
+and raises no flag any more, so that nobody takes what is not there for what is; its own results are NaN, and so are in
+the end those of whoever waits for it. `missing` names the rank. Bytes over the links, each way, of n elements between N
+ranks: 2 (N-1)/N n × 1.03.
 
 Limits: memory that GPUs share, at most 8 ranks; launches of one workspace must be in the same order on all ranks.
 """
@@ -37,9 +39,11 @@ from fp8stack.formats import BLOCK, E4M3
 from .fp8 import casts_in_hardware, decode_e4m3, element_offsets, encode_blocks, round_to
 from .launch import Launcher, on_device, raw_stream
 from .reference.wire import Layout
-from .wire import divide, division
+from .wire import divide, division, quantize_sum
 from .workspace import (
     BLOCKS,
+    PROGRAMS,
+    WARPS,
     Workspace,
     await_flags,
     deadline_after,
@@ -48,11 +52,11 @@ from .workspace import (
     store_tile,
 )
 
-WARPS = 8
 REGISTERS = 64  # of a thread, so that four programs share a multiprocessor
 
 _MAX = tl.constexpr(E4M3.max)
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
+_PROGRAMS = tl.constexpr(PROGRAMS)
 _INTERPRETED = not isinstance(await_flags, triton.JITFunction)
 
 
@@ -121,16 +125,13 @@ def _add_up(
 
 
 @triton.jit
-def _quantize_sum(total, error_ptr, at, inside, ERROR: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return codes and scales of a sum; what is cut off is kept and added the next time."""
-    if ERROR:
-        total += tl.load(error_ptr + at, mask=inside, other=0.0)
-    code, scale = encode_blocks(total, 3, _MAX, HARDWARE)
-    if ERROR:  # none of a block that is not finite, whose error would stay for ever
-        lost = total - decode_e4m3(code, HARDWARE) * scale[:, None]
-        kept = (scale == scale)[:, None] & (at >= 0)
-        tl.store(error_ptr + at, tl.where(kept, lost, 0.0), mask=inside)
-    return code, scale
+def _store_sum(
+    peers_ptr, program, turn, rank, code, scale, WORLD: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Write a tile of this rank's stripe into every rank's outbox."""
+    for i in tl.static_range(WORLD):
+        there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
+        store_tile(there, 1, program, turn, rank, code, scale, False, WORLD, BLOCKS)
 
 
 @triton.jit
@@ -187,16 +188,16 @@ def _two_shot_kernel(
     program, stride = tl.program_id(0), tl.num_programs(0) * BLOCKS
     mine = tl.load(peers_ptr + rank)
     first = tl.load(steps_ptr + program)
+    late = tl.load(steps_ptr + _PROGRAMS + program)
     deadline = deadline_after(timeout)
     start = program.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    late = 0
     for step in range(rounds + 2):
         turn = first + step
         x, x_scale = _load_stripe(  # nothing beyond the last round
             x_ptr, x_scales_ptr, (rank + 1) % WORLD, start + step * stride, n_blocks, per, blocks_per_row, cols,
             CODES_IN, EVEN, FLAT,
         )  # fmt: skip
-        if step >= 1:
+        if (step >= 1) & (late == 0):
             late = await_flags(mine, program, turn, deadline, missing_ptr, call, WORLD)
         if (step >= 1) & (step <= rounds):
             total = _add_up(mine, program, turn - 1, divisor, WORLD, DIVIDE, HARDWARE, BLOCKS)
@@ -208,12 +209,10 @@ def _two_shot_kernel(
                 tl.store(out_ptr + at, value, mask=at < cols)
             else:
                 inside = (within < per)[:, None] & (at >= 0)
-                code, scale = _quantize_sum(total, error_ptr, at, inside, ERROR, HARDWARE)
-                scale = tl.where(late != 0, float("nan"), scale)
-                for i in tl.static_range(WORLD):
-                    there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
-                    store_tile(there, 1, program, turn - 1, rank, code, scale, False, WORLD, BLOCKS)
-        if step < rounds:
+                code, scale = quantize_sum(total, error_ptr, at, inside, ERROR, HARDWARE)
+                if late == 0:
+                    _store_sum(peers_ptr, program, turn - 1, rank, code, scale, WORLD, BLOCKS)
+        if (step < rounds) & (late == 0):
             _send(
                 x, x_scale, x_ptr, x_scales_ptr, peers_ptr, program, turn, rank, start + step * stride,
                 n_blocks, per, blocks_per_row, cols, WORLD, CODES_IN, HARDWARE, EVEN, FLAT, BLOCKS,
@@ -223,9 +222,10 @@ def _two_shot_kernel(
                 out_ptr, out_scales_ptr, mine, late, program, turn - 2, rank, start + (step - 2) * stride,
                 n_blocks, per, blocks_per_row, cols, WORLD, CODES_OUT, HARDWARE, EVEN, FLAT, BLOCKS,
             )  # fmt: skip
-        if step <= rounds:
+        if (step <= rounds) & (late == 0):
             raise_flags(peers_ptr, program, rank, turn + 1, WORLD)
     tl.store(steps_ptr + program, first + rounds + 2)
+    tl.store(steps_ptr + _PROGRAMS + program, late)
 
 
 # Every multiplication rounds on its own: contracting them would give other bits than the reference.
@@ -277,13 +277,24 @@ def _run(
     layout: Layout, space: Workspace, call: int, timeout: float, divisor: float, scatter: bool,
 ) -> None:  # fmt: skip
     rounds, grid, sizes, even, flat, kind = _plan(layout, space.programs)
-    wait = int(timeout * (1e6 if _INTERPRETED else 1e9))
+    wait = min(int(timeout * (1e6 if _INTERPRETED else 1e9)), 2**62)
     tensors = (x, x_scales, out, out_scales, error)
     filled = [x if t is None else t for t in tensors]
     places = [t.data_ptr() % 16 for t in filled]
     how, by = division(divisor)
     flags = (x_scales is not None, out_scales is not None, how, error is not None)
-    key = (layout.world, scatter, *flags, *kind, x.dtype, out.dtype, x.device, grid, *places)
+    key = (
+        layout.world,
+        scatter,
+        *flags,
+        *kind,
+        wait >= 2**31,
+        x.dtype,
+        out.dtype,
+        x.device,
+        grid,
+        *places,
+    )
     with on_device(x.device):
         _launch(
             key, grid, raw_stream(x),

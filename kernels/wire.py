@@ -81,6 +81,19 @@ def division(divisor: float) -> tuple[str, float]:
 
 
 @triton.jit
+def quantize_sum(total, error_ptr, at, inside, ERROR: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return codes and scales of a sum; what is cut off is kept and added the next time."""
+    if ERROR:
+        total += tl.load(error_ptr + at, mask=inside, other=0.0)
+    code, scale = encode_blocks(total, 3, _MAX, HARDWARE)
+    if ERROR:  # none of a block that is not finite, whose error would stay for ever
+        lost = total - decode_e4m3(code, HARDWARE) * scale[:, None]
+        kept = (scale == scale)[:, None] & (at >= 0)
+        tl.store(error_ptr + at, tl.where(kept, lost, 0.0), mask=inside)
+    return code, scale
+
+
+@triton.jit
 def _reduce_kernel(
     codes_ptr, scales_ptr, out_ptr, out_scales_ptr, error_ptr,
     ranks, divisor, blocks, per, code_step, scale_step, code_pitch, scale_pitch, numel,
@@ -99,16 +112,10 @@ def _reduce_kernel(
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
         inside = exists[:, None] & (at >= 0)
-        if ERROR:
-            total += tl.load(error_ptr + at, mask=inside, other=0.0)
-        code, scale = encode_blocks(total, 3, _MAX, HARDWARE)
+        code, scale = quantize_sum(total, error_ptr, at, inside, ERROR, HARDWARE)
         place = code_at[:, None] + tl.arange(0, 128)[None, :]
         tl.store(out_ptr + place, code, mask=inside)
         tl.store(out_scales_ptr + scale_at, scale, mask=exists)
-        if ERROR:  # none of a block that is not finite, whose error would stay for ever
-            lost = total - decode_e4m3(code, HARDWARE) * scale[:, None]
-            lost = tl.where((scale == scale)[:, None] & (at >= 0), lost, 0.0)
-            tl.store(error_ptr + at, lost, mask=inside)
     else:
         value = round_to(total, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, value, mask=at < numel)

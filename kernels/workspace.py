@@ -1,8 +1,8 @@
 """Memory that the GPUs of a host write into each other, and the flags that say when.
 
 Every rank gives a workspace: for each program an inbox and an outbox of two steps, with a place for a tile of every
-rank in each, and a flag a rank. A tile is BLOCKS blocks of E4M3 codes, then their scales. A flag is the number of the
-last step that a rank has ended, written with release order over the whole system and awaited with acquire order;
+rank in each, and a flag a rank. A tile is BLOCKS blocks of E4M3 codes, then their scales. A flag is the number of
+steps that a rank has ended, written with release order over the whole system and awaited with acquire order;
 numbers only grow, modulo 2^32. In Triton's interpreter ranks are processes that share memory.
 """
 
@@ -19,9 +19,11 @@ from fp8stack.formats import BLOCK
 MOST_RANKS = 8
 PROGRAMS = 528
 BLOCKS = 32  # of a tile
+WARPS = 8
 
 _PROGRAMS = tl.constexpr(PROGRAMS)
 _RANKS = tl.constexpr(MOST_RANKS)
+_THREADS = tl.constexpr(32 * WARPS)  # a flag for each, so that all find out by way of shared memory
 _CODES = tl.constexpr(BLOCKS * BLOCK)  # bytes of a tile
 _TILE = tl.constexpr(BLOCKS * (BLOCK + 4))  # bytes with its scales
 _FLAGS = tl.constexpr(PROGRAMS * MOST_RANKS * 4)  # bytes
@@ -35,9 +37,9 @@ class Workspace(NamedTuple):
 
     Attributes:
         peers: int64 [world], where each rank's memory of `bytes_of`, zeroed at first, is for this one.
-        steps: int32 [PROGRAMS] of zeros, on the device.
-        missing: int32 [world] of zeros, in memory of the host that the device writes to: the number of the last call
-            that a rank was missing from.
+        steps: int32 [2, PROGRAMS] of zeros, on the device: steps that each program has ended, and whether it gave up.
+        missing: int32 [world] of zeros, in memory of the host that the device writes to: the number of the call
+            that a rank was missing from first.
         rank: of this process in the group.
         programs: to launch, at most PROGRAMS; the same on all ranks.
     """
@@ -54,8 +56,8 @@ def bytes_of(world: int) -> int:
     return int(_FLAGS.value + 2 * 2 * PROGRAMS * world * _TILE.value)
 
 
-# Spins on a flag until it is at least $2 or the clock is past $3; returns whether it was late. Threads look without
-# acquiring, which would empty the cache of the multiprocessor each time.
+# A thread spins on the flag $1 until it is at least $2 or the clock is past $3; returns whether it was late. It looks
+# without acquiring, which would empty the cache of the multiprocessor each time.
 _WAIT = tl.constexpr("""{
 .reg .pred up, early;
 .reg .b32 seen, ahead;
@@ -72,6 +74,13 @@ done:
 ld.acquire.sys.global.b32 seen, [$1];
 sub.s32 ahead, seen, $2;
 shr.u32 $0, ahead, 31;
+}""")
+# A flag has one writer, so a store does; an atomic would not reach the memory of other GPUs over every bus.
+_RAISE = tl.constexpr("""{
+.reg .pred mine;
+setp.ne.s32 mine, $3, 0;
+@mine st.release.sys.global.b32 [$1], $2;
+mov.b32 $0, $2;
 }""")
 _CLOCK = tl.constexpr("mov.u64 $0, %globaltimer;")
 
@@ -99,17 +108,23 @@ def deadline_after(timeout):
 def raise_flags(peers_ptr, program, rank, value, WORLD: tl.constexpr):
     """Tell all ranks that what this program wrote is there."""
     tl.debug_barrier()
-    lane = tl.arange(0, _RANKS)
+    lane = tl.arange(0, _THREADS)
     memory = tl.load(peers_ptr + lane, mask=lane < WORLD, other=0)
-    values = tl.zeros((_RANKS,), tl.int32) + value
+    values = tl.zeros((_THREADS,), tl.int32) + value
     flags = _flags(memory, program, rank)
-    tl.atomic_xchg(flags, values, mask=lane < WORLD, sem="release", scope="sys")
+    if _INTERPRETED:
+        tl.atomic_xchg(flags, values, mask=lane < WORLD, sem="release", scope="sys")
+    else:
+        mine = tl.where(lane < WORLD, 1, 0)
+        tl.inline_asm_elementwise(
+            _RAISE, "=r,l,r,r", [flags, values, mine], tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.constexpr):
-    """Wait for all ranks; return 1 if one is late, which is noted."""
-    source = tl.arange(0, _RANKS) % WORLD
+    """Wait for all ranks; return 1 if one is late, which is noted, the same to all threads."""
+    source = tl.arange(0, _THREADS) % WORLD
     flags = _flags(mine, program, source)
     if _INTERPRETED:
         looks = tl.cast(0, tl.int64)
@@ -118,20 +133,20 @@ def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.con
             late = _behind(flags, value)
             looks += 1
     else:
-        values = tl.zeros((_RANKS,), tl.int32) + value
-        until = tl.zeros((_RANKS,), tl.int64) + deadline
+        values = tl.zeros((_THREADS,), tl.int32) + value
+        until = tl.zeros((_THREADS,), tl.int64) + deadline
         late = tl.inline_asm_elementwise(
             _WAIT, "=r,l,r,l", [flags, values, until], tl.int32, is_pure=False, pack=1
         )
     tl.debug_barrier()
-    tl.store(missing_ptr + source, tl.zeros((_RANKS,), tl.int32) + call, mask=late != 0)
+    tl.store(missing_ptr + source, tl.zeros((_THREADS,), tl.int32) + call, mask=late != 0)
     return tl.max(late, axis=0)
 
 
 @triton.jit
 def _behind(flags, value):
     """Return 1 where a flag is below a value; for the interpreter."""
-    none = tl.zeros((_RANKS,), tl.int32)
+    none = tl.zeros((_THREADS,), tl.int32)
     seen = tl.atomic_add(flags, none, sem="acquire", scope="sys")
     return tl.where(seen - value < 0, 1, 0)
 

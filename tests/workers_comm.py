@@ -14,7 +14,7 @@ from helpers import assert_same_bits
 from workers import leave_ranks
 
 from fp8stack import comm
-from fp8stack.comm import exchange
+from fp8stack.comm import exchange, nvlink
 from fp8stack.errors import CommError, ConfigError
 from fp8stack.tensor import BlockScaledTensor
 
@@ -83,6 +83,31 @@ def check_collectives(rank, world, store, device):
     check_overlap(rank, world, device)
     check_statistics(rank, world, device)
     check_hierarchy(rank, world, device)
+    leave()
+
+
+def check_agreement(rank, world, store):
+    """Where one rank cannot, all hear why, and none is left waiting."""
+    device = enter(rank, world, store, "cpu", timeout=20)
+
+    def fail(group, device, made):
+        raise RuntimeError(f"no luck on {rank}\nand a long dump")
+
+    def succeed(group, device, made):
+        return made
+
+    steps = ("_look", "_allocate", "_map")
+    for place, failing in enumerate(steps):
+        for step in steps:
+            setattr(nvlink, step, fail if step == failing and rank == place else succeed)
+        link, mine = nvlink._connect(dist.group.WORLD, device)
+        assert link == f"rank {place} says: no luck on {place}"
+        assert mine == (f"no luck on {place}" if rank == place else "")
+    nvlink._look = succeed
+    nvlink._mapped = rank
+    assert "different numbers of groups" in nvlink._connect(dist.group.WORLD, device)[1]
+    nvlink._host = lambda: f"host{rank // 2}"
+    assert nvlink._connect(dist.group.WORLD, device) == ("its ranks are on several hosts", "")
     leave()
 
 

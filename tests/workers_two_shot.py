@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def space_of(memories, device, rank, programs=2):
     """Return the workspace of a rank, given the memory of all as it sees them."""
     peers = torch.tensor([m.data_ptr() for m in memories], dtype=torch.int64, device=device)
-    steps = torch.zeros(workspace.PROGRAMS, dtype=torch.int32, device=device)
+    steps = torch.zeros((2, workspace.PROGRAMS), dtype=torch.int32, device=device)
     missing = torch.zeros(len(memories), dtype=torch.int32, pin_memory=device != "cpu")
     return workspace.Workspace(peers, steps, missing, rank, programs)
 

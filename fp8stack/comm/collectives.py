@@ -54,7 +54,7 @@ def all_reduce(
         tensor: of the same shape and dtype on every rank.
         op: `ReduceOp.SUM` or `ReduceOp.AVG`.
         group: the process group; by default all ranks.
-        async_op: return a handle; the tensor is to be left alone until its `wait()`.
+        async_op: return a handle; the tensor is to be left alone until its `wait()`. The same on all ranks.
         error: of `error_like(tensor)`; what quantizing this rank's part of the sum cut off the last time. It is added
             to the sum, and replaced ("error feedback" of the second quantization alone).
 
@@ -98,6 +98,15 @@ def reduce_scatter_tensor(
     return _run(
         "reduce_scatter_tensor", output, input, op, group, async_op, exchange.reduce_scatter
     )
+
+
+def reduce_scatter_beside(
+    output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool
+) -> dist.Work | None:
+    """As `reduce_scatter_tensor`, on a stream beside whose kernels others are to run."""
+    _refuse_blocks("reduce_scatter_tensor", output, input)
+    body = exchange.reduce_scatter
+    return _run("reduce_scatter_tensor", output, input, op, group, async_op, body, background=True)
 
 
 def all_gather_into_tensor(
@@ -170,6 +179,7 @@ def _run(
     body: Body,
     more: tuple[Any, ...] = (),  # groups
     detail: str = "",  # that ranks have to agree on
+    background: bool = False,  # which `async_op` implies
 ) -> dist.Work | None:
     """Check the arguments and run a collective."""
     group = dist.group.WORLD if group is None else group
@@ -185,7 +195,8 @@ def _run(
     what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
     average = op == dist.ReduceOp.AVG
     if debugging():
-        verify(f"{what} into {output.numel()}, {op}, {type(input).__name__}", group)
+        way = "in the background" if async_op else "waiting"
+        verify(f"{what} into {output.numel()}, {op}, {type(input).__name__}, {way}", group)
     if world == 1 or not input.numel():
         if output is not input:
             output.detach().copy_(input.detach().reshape(output.shape))
@@ -197,7 +208,8 @@ def _run(
         given, taken = input.detach().contiguous(), output.detach()
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
-        ways = [Transport(g, what, o, async_op) for g, o in zip(groups, over, strict=True)]
+        beside = background or async_op
+        ways = [Transport(g, what, o, beside) for g, o in zip(groups, over, strict=True)]
         observe(name, place.device, lambda: body(place, given, average, *ways))
         if not dense:
             taken.copy_(place)

@@ -2,7 +2,8 @@
 
 Over NVLink a sum is one kernel (`nvlink.py`). Else it is an all-to-all and an all-gather of uint8 with kernels before,
 between and after them. A large tensor on a GPU goes in chunks then, and the kernels of one run on a second stream while
-another is on the wire; chunks are large, since each costs two more collectives. The bits do not depend on any of that.
+another is on the wire; chunks are large, since each costs two more collectives. The bits of a sum do not depend on any
+of that; which rank keeps which part of its error does on chunks.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def reduce_all(
     layout, divisor = flat(input, way.world), way.world if average else 1
     if link := way.link(input.device):
         link.all_reduce(*parts(input), *parts(output), layout, way, divisor, error)
-        if isinstance(output, BlockScaledTensor):
-            output.residual = None
     else:
         chunks = _cut(output, input, error, layout) if input.is_cuda else []
         if len(chunks) > 1:
             _reduce_in_chunks(chunks, way, divisor)
         else:
             _reduce_whole(output, input, error, layout, way, divisor)
+    if isinstance(output, BlockScaledTensor):
+        output.residual = None
     stripe = layout.per * (BLOCK + 4) if link else layout.pitch
     return Sent(2 * (way.world - 1) * stripe, layout.blocks, lambda: _scales_told_by(output))
 
@@ -59,7 +60,7 @@ Chunk = tuple[Tensor, Tensor, Tensor | None]  # output, input, error
 def _reduce_in_chunks(chunks: list[Chunk], way: Transport, divisor: int) -> None:
     """Reduce chunks, the kernels of each beside the collectives of the others."""
     device, world = chunks[0][0].device, way.world
-    kernels, layouts = ops.wire_kernels(True), [flat(input, world) for _, input, _ in chunks]
+    layouts = [flat(input, world) for _, input, _ in chunks]
     wire, casts = torch.cuda.current_stream(device), _casts(device)
     # All memory is this stream's, which waits for the other in the end: what is freed then is not in use.
     some = torch.empty(0, dtype=torch.uint8, device=device)
@@ -67,6 +68,19 @@ def _reduce_in_chunks(chunks: list[Chunk], way: Transport, divisor: int) -> None
     received = [torch.empty_like(chunk) for chunk in sent]
     stripes = [some.new_empty(layout.pitch) for layout in layouts]
     casts.wait_stream(wire)
+    try:
+        _pipeline(chunks, layouts, sent, received, stripes, way, divisor)
+    finally:
+        wire.wait_stream(casts)
+
+
+def _pipeline(
+    chunks: list[Chunk], layouts: list[Layout], sent: list[Tensor], received: list[Tensor], stripes: list[Tensor],
+    way: Transport, divisor: int,
+) -> None:  # fmt: skip
+    """Queue kernels on one stream and collectives on the current one, a chunk ahead of each other."""
+    device, kernels = sent[0].device, ops.wire_kernels(True)
+    wire, casts = torch.cuda.current_stream(device), _casts(device)
     packed, reduced = [], []
     with torch.cuda.stream(casts):
         for (_, input, _), layout, out in zip(chunks, layouts, sent, strict=True):
@@ -87,7 +101,6 @@ def _reduce_in_chunks(chunks: list[Chunk], way: Transport, divisor: int) -> None
             casts.wait_stream(wire)
             with torch.cuda.stream(casts):
                 unpack(sent[i - 1], chunks[i - 1][0], layouts[i - 1])
-    wire.wait_stream(casts)
 
 
 def _cut(output: Tensor, input: Tensor, error: Tensor | None, layout: Layout) -> list[Chunk]:

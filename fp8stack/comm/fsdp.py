@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
-from .collectives import all_reduce, reduce_scatter_tensor
+from .collectives import all_reduce, reduce_scatter_beside
 from .weights import Fp8AllGather
 
 _FP8_LAYERS = {"Fp8Linear", "TeLinear"}  # by name: `nn` and `comm` do not import each other
@@ -47,7 +47,7 @@ class Fp8ReduceScatter:
         async_op: bool = False,
     ) -> Any:
         """Reduce and scatter; see `fp8stack.comm.reduce_scatter_tensor`."""
-        return reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return reduce_scatter_beside(output_tensor, input_tensor, op, group, async_op)
 
 
 # --- registration

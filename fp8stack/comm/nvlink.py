@@ -48,11 +48,11 @@ class _Known:
 
 
 def set_transport(transport: str, group: Any = None) -> None:
-    """Choose how the collectives of a group move bytes between GPUs; all of its ranks must choose alike.
+    """Choose how sums over a group move bytes between GPUs; all of its ranks must choose alike.
 
     Args:
-        transport: "auto", "nvlink" (one kernel that writes into the other GPUs' memory; the group's next collective
-            raises if that cannot be), or "collective" (the process group's all-to-all and all-gather).
+        transport: "auto", "nvlink" (one kernel that writes into the other GPUs' memory; the group's next all_reduce or
+            reduce_scatter raises if that cannot be), or "collective" (the process group's own collectives).
         group: a process group; by default torch's own.
 
     Raises:
@@ -64,6 +64,9 @@ def set_transport(transport: str, group: Any = None) -> None:
             f"{did_you_mean(transport, _TRANSPORTS)}"
         )
     group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        dist.get_rank(group)  # raises torch's error where there are no groups
+        return  # this rank is not in it
     _GROUPS.setdefault(group, _Known()).transport = transport
 
 
@@ -71,24 +74,41 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     """Return the workspaces that the ranks of `group` share; None where its own collectives are to be used.
 
     Raises:
-        CommError: if NVLink was asked for and cannot be used.
+        CommError: if NVLink was asked for and cannot be used, or the group's ranks use it on another device.
     """
     known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Known())
-    if known.transport == "collective" or (device.type != "cuda" and known.transport == "auto"):
+    if known.transport == "collective":
         return None
+    if device.type != "cuda":
+        return _refuse(known, f"the tensors are on {device.type}")
     if known.link is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None  # the ranks cannot talk now
-        known.link = _connect(group, device)
-    if isinstance(known.link, Link) and known.link.device == device:
-        return known.link
-    if known.transport == "nvlink":
-        reason = (
-            known.link
-            if isinstance(known.link, str)
-            else f"its memory is on {known.link.device}, not {device}"
+        if torch.cuda.is_current_stream_capturing():
+            return _refuse(
+                known, "the ranks have to talk first, and cannot while a CUDA graph is captured"
+            )
+        known.link, mine = _connect(group, device)
+        if mine:
+            warnings.warn(
+                f"fp8stack.comm uses the process group's own collectives, not NVLink: {mine}.",
+                Fp8StackWarning,
+                stacklevel=2,
+            )
+    if isinstance(known.link, str):
+        return _refuse(known, known.link)
+    if known.link.device != device:
+        raise CommError(
+            f"a tensor is on {device}, and the workspace of its group on {known.link.device}. Use one device a rank, "
+            'or set_transport("collective", group) on all ranks.'
         )
-        raise CommError(f'set_transport("nvlink") cannot be followed: {reason}.')
+    return known.link
+
+
+def _refuse(known: _Known, reason: str) -> Link | None:
+    """Return None, unless there has to be a link."""
+    if known.transport == "nvlink":
+        raise CommError(
+            f'set_transport("nvlink") cannot be followed: {reason}. Use "auto" or "collective".'
+        )
     return None
 
 
@@ -109,15 +129,13 @@ class Link:
         self.world, self.device = len(self.ranks), memory.device
         self._timeout = group._get_backend(memory.device).options._timeout.total_seconds()
         peers = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
-        steps = torch.zeros(workspace.PROGRAMS, dtype=torch.int32, device=memory.device)
+        steps = torch.zeros((2, workspace.PROGRAMS), dtype=torch.int32, device=memory.device)
         missing = torch.zeros(self.world, dtype=torch.int32, pin_memory=True)
         self._space = workspace.Workspace(peers, steps, missing, rank)
         self._background = self._space._replace(programs=BACKGROUND)
         # looked at before each call, without what indexing a tensor takes
         self._missing = (ctypes.c_int32 * self.world).from_address(missing.data_ptr())
         self._calls: OrderedDict[int, Any] = OrderedDict()
-        self._stream: torch.cuda.Stream | None = None  # of the last call
-        self._handle = -1  # of that
         self._call = 0
 
     def all_reduce(
@@ -148,25 +166,12 @@ class Link:
         """Number a call, unless an earlier one failed; return the workspace for it too."""
         if any(self._missing):
             raise CommError(self._explain())
-        if (handle := torch._C._cuda_getCurrentRawStream(self.device.index)) != self._handle:
-            self._change_stream(handle)
+        _follow(self.device)
         self._call += 1
         self._calls[self._call] = way.what
         if len(self._calls) > _REMEMBERED:
             self._calls.popitem(last=False)
         return self._call, self._background if way.background else self._space
-
-    def _change_stream(self, handle: int) -> None:
-        """Run behind the last launch, which was on another stream: all of them share memory."""
-        before, self._stream = self._stream, torch.cuda.current_stream(self.device)
-        self._handle = handle
-        if before is None:
-            return
-        with torch.cuda.stream(before):
-            captured = torch.cuda.is_current_stream_capturing()
-        # A stream outside a capture cannot be waited for inside it, nor the other way round.
-        if captured == torch.cuda.is_current_stream_capturing():
-            self._stream.wait_stream(before)
 
     def _explain(self) -> str:
         late = [self.ranks[i] for i, call in enumerate(self._missing) if call]
@@ -179,72 +184,108 @@ class Link:
         )
 
 
-def _connect(group: Any, device: torch.device) -> Link | str:
-    """Make a link, or return why there is none; all ranks of `group` together."""
-    mine = _obstacle(group, device)
-    said = _exchange(f"{_host()}|{mine}", group, device)
-    hosts, obstacles = zip(*(line.split("|", 1) for line in said), strict=True)
-    if len(set(hosts)) > 1:
-        return "its ranks are on several hosts"
+_last: dict[
+    torch.device, tuple[int, torch.cuda.Stream]
+] = {}  # the stream of each GPU's last call, and its handle
+
+
+def _follow(device: torch.device) -> None:
+    """Run behind the last launch on a GPU if that was on another stream: launches share memory, and fill the GPU."""
+    handle = torch._C._cuda_getCurrentRawStream(device.index)
+    known = _last.get(device)
+    if known is not None and known[0] == handle:
+        return
+    stream = torch.cuda.current_stream(device)
+    _last[device] = handle, stream
+    if known is None:
+        return
+    captured = []
+    for each in (known[1], stream):
+        with torch.cuda.stream(each):
+            captured.append(torch.cuda.is_current_stream_capturing())
+    # A stream outside a capture cannot be waited for inside it, nor the other way round.
+    if captured[0] == captured[1]:
+        stream.wait_stream(known[1])
+
+
+def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
+    """Make a link, or return why there is none and what this rank has to do with that; all ranks together.
+
+    In three steps, after each of which the ranks tell each other whether it went well, so that none goes on alone.
+    """
     made: Any = None
-    if not any(obstacles):
+    mine, ranks = "", dist.get_process_group_ranks(group)
+    here = f"{_host()} {_mapped}"
+    for step in (_look, _allocate, _map):
         try:
-            made = _map(group, device)
-        except (RuntimeError, ImportError, AttributeError, ValueError) as error:
-            mine = f"symmetric memory failed: {first_line(error)}"
-        obstacles = tuple(_exchange(mine, group, device))  # and all have zeroed their memory
-    if not any(obstacles):
-        memory, handle = made
-        return Link(group, memory, list(handle.buffer_ptrs), handle)
-    if mine and device.type == "cuda":
-        warnings.warn(
-            f"fp8stack.comm uses the process group's own collectives, not NVLink: {mine}.",
-            Fp8StackWarning,
-            stacklevel=2,
-        )
-    who = next(i for i, obstacle in enumerate(obstacles) if obstacle)
-    return f"rank {dist.get_process_group_ranks(group)[who]} says: {obstacles[who]}"
+            made = step(group, device, made)
+        except Exception as error:  # whatever it is, the others must hear of it
+            mine = first_line(error) or type(error).__name__
+        said = [line.split("|", 1) for line in _exchange(f"{here}|{mine}", group, device)]
+        if len({there.split()[0] for there, _ in said}) > 1:
+            return "its ranks are on several hosts", ""
+        for rank, (_, obstacle) in zip(ranks, said, strict=True):
+            if obstacle:
+                return f"rank {rank} says: {obstacle}", mine
+        if len({there for there, _ in said}) > 1:
+            reason = "its ranks have mapped memory of different numbers of groups before"
+            return reason, reason
+    assert isinstance(made, Link)
+    return made, ""
 
 
-def _obstacle(group: Any, device: torch.device) -> str:
-    """Return why this rank cannot, as far as it can tell alone; an empty string if it can."""
+_mapped = 0  # groups whose memory this process mapped: torch's rendezvous must count the same on all ranks
+
+
+def _look(group: Any, device: torch.device, _: Any) -> None:
+    """Raise CommError if this rank cannot, as far as it can tell alone."""
     from fp8stack.kernels.workspace import MOST_RANKS
 
-    world = dist.get_world_size(group)
-    if device.type != "cuda":
-        return f"the tensors are on {device.type}"
+    world, devices = dist.get_world_size(group), torch.cuda.device_count()
     if world > MOST_RANKS:
-        return f"{world} ranks are more than {MOST_RANKS}"
-    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
-    if torch.cuda.device_count() >= world and not all(
-        torch.cuda.can_device_access_peer(device, i) for i in others
-    ):
-        return f"{device} cannot reach the memory of other GPUs"
-    return ""
+        raise CommError(f"{world} ranks are more than {MOST_RANKS}")
+    others = [i for i in range(devices) if i != device.index]
+    reached = [torch.cuda.can_device_access_peer(device, i) for i in others]
+    if devices >= world and sum(reached) < world - 1:
+        raise CommError(f"{device} reaches the memory of {sum(reached)} of the other GPUs")
 
 
-def _map(group: Any, device: torch.device) -> tuple[Tensor, Any]:
-    """Return a workspace of zeros, and torch's handle of all ranks'."""
+def _allocate(group: Any, device: torch.device, _: Any) -> Tensor:
+    """Return a workspace."""
     import torch.distributed._symmetric_memory as symmetric
 
     from fp8stack.kernels import workspace
 
     with warnings.catch_warnings(), contextlib.suppress(AttributeError):
         warnings.simplefilter("ignore")
-        symmetric.enable_symm_mem_for_group(group.group_name)  # needed before torch 2.11
+        symmetric.enable_symm_mem_for_group(
+            group.group_name
+        )  # older torch needs it, newer deprecates it
     nbytes = workspace.bytes_of(dist.get_world_size(group))
-    memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    return symmetric.empty(nbytes, dtype=torch.uint8, device=device).zero_()
+
+
+def _map(group: Any, device: torch.device, memory: Tensor) -> Link:
+    """Return a link, given this rank's workspace of zeros."""
+    global _mapped
+    import torch.distributed._symmetric_memory as symmetric
+
+    _mapped += 1
     handle = symmetric.rendezvous(memory, group.group_name)
-    memory.zero_()
-    return memory, handle
+    addresses = list(handle.buffer_ptrs)
+    if addresses[dist.get_rank(group)] != memory.data_ptr():
+        raise CommError("symmetric memory is not where torch says it is")
+    return Link(group, memory, addresses, handle)
 
 
 def _exchange(line: str, group: Any, device: torch.device) -> list[str]:
     """Return what every rank says; all must say something."""
-    gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # see transport
+    from .transport import all_gather, blamed
+
     mine = torch.tensor(list(line.encode()[:_LINE].ljust(_LINE)), dtype=torch.uint8, device=device)
     whole = mine.new_empty((dist.get_world_size(group), _LINE))
-    gather(whole.view(-1), mine, group=group)
+    with blamed("agreement on a transport", group):
+        all_gather(whole.view(-1), mine, group=group)
     return [bytes(row).decode(errors="replace").rstrip() for row in whole.tolist()]
 
 

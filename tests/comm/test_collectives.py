@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from workers_comm import (
+    check_agreement,
     check_collectives,
     check_disagreement,
     note_failed_backward,
@@ -29,6 +30,10 @@ def test_collectives_over_nccl(world, tmp_path):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     spawn(check_collectives, world, tmp_path / "store", "cuda")
+
+
+def test_ranks_agree_on_a_transport_whatever_happens_to_one(tmp_path):
+    spawn(check_agreement, 3, tmp_path / "store")
 
 
 def test_debug_mode_tells_ranks_that_disagree(tmp_path):

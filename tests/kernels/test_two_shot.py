@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from workers_two_shot import check_rank, compare, memory_of, prepare, space_of
+from workers_two_shot import check_rank, compare, drawn, memory_of, prepare, space_of
 
 from fp8stack.kernels import two_shot
 from fp8stack.kernels.reference.wire import Layout
@@ -50,3 +50,35 @@ def test_a_rank_that_stays_away_is_noted_and_the_result_is_nan(kernel_device):
     out = torch.ones(10_000, device=kernel_device)
     two_shot.reduce_scatter(x, out, Layout(2, 10_000, 2), space, 8, 1e-4)
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("launches", [1, 3])
+@pytest.mark.parametrize("size", [100, 4096 * 6])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_rank_that_comes_too_late_gets_what_is_right_or_nan(
+    scatter, size, launches, kernel_device
+):
+    """The other one has given up on some launches: it must not have gone on writing as if nothing was."""
+    memories = [memory_of(2, kernel_device) for _ in range(2)]
+    spaces = [space_of(memories, kernel_device, rank, 1) for rank in range(2)]
+    wholes = [drawn(rank, 2 * size, torch.float32) for rank in range(2)]
+    found = []
+    for rank, space in enumerate(spaces):
+        for call in range(launches if rank == 0 else 1):
+            x = wholes[rank].to(kernel_device) + call
+            out = torch.empty(size, device=kernel_device) if scatter else x
+            if scatter:
+                two_shot.reduce_scatter(x, out, Layout(2, size, 2), space, call + 1, 1e-5)
+            else:
+                two_shot.all_reduce(x, None, x, None, Layout(1, 2 * size, 2), space, call + 1, 1e-5)
+            if kernel_device == "cuda":
+                torch.cuda.synchronize()
+            if call == 0:
+                found.append(out.cpu())
+    assert spaces[0].missing.tolist() == [0, 1], "the first call that a rank was missing from"
+    assert found[0].isnan().all()
+    exact = wholes[0].double() + wholes[1]
+    late, exact = found[1].double(), exact[size:] if scatter else exact
+    finite = late.isfinite() & exact.isfinite()
+    assert ((late - exact).abs()[finite] <= 0.1 * exact.abs().amax()).all()
+    assert late.isnan().any() or (scatter and size < 4096)
