@@ -119,6 +119,7 @@ def to_record(record: Record, level: str, seed: int, options: argparse.Namespace
         "validation": record.validation,
         "train_loss_per_25_steps": average(record.train_loss, 25),
         "bytes_per_parameter": record.bytes_per_parameter,
+        "skipped_steps": record.skipped_steps,
     }
 
 
@@ -247,7 +248,19 @@ def main() -> int:
         draw(table, options.picture)
     show(summary)
     print(json.dumps(summary))
-    return int(any(abs(row["difference"]) > tolerance(v) for v, row in summary.items()))
+    off = any(abs(row["difference"]) > tolerance(v) for v, row in summary.items())
+    return int(off | any_skipped(table))
+
+
+def any_skipped(table: dict[str, dict[int, dict[str, Any]]]) -> bool:
+    """Say which runs had gradients that were not finite: their steps are skipped, and losses look fine all the same."""
+    found = False
+    for variant, runs in table.items():
+        for seed, record in sorted(runs.items()):
+            if skipped := record.get("skipped_steps"):
+                print(f"{variant} seed {seed}: {skipped} steps were skipped")
+                found = True
+    return found
 
 
 def tolerance(variant: str) -> float:

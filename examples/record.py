@@ -21,6 +21,7 @@ class Record:
     peak_bytes: int | None  # None where it cannot be measured
     conditions: dict[str, str]  # model, training, text, device, versions
     sample: str = ""
+    skipped_steps: int = 0  # whose gradients were not finite
 
     @property
     def final_loss(self) -> float:

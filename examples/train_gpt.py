@@ -149,6 +149,7 @@ def train(
         bytes_per_parameter=bytes_per_parameter,
         peak_bytes=peak.read(),
         conditions=describe(settings, text, model),
+        skipped_steps=int(getattr(optimizer, "skipped_steps", 0)),
     )
 
 
