@@ -35,7 +35,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from comm_tables import Numbers, draw, name_size, show
-from common import ROOT, append_records
+from common import ROOT, append_records, joined
 from optimizer_step import time_steps
 from torch import Tensor
 
@@ -277,24 +276,19 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # two-shot takes none
     cuda, backend = options.device == "cuda", "gloo"
     if cuda:
-        torch.cuda.set_device(rank)
         version = ".".join(map(str, torch.cuda.nccl.version()))
         backend = f"nccl {version}, NCCL_NVLS_ENABLE={os.environ.get('NCCL_NVLS_ENABLE', '')}"
-    else:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.gpus))
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    ranks = {"rank": rank, "world_size": options.gpus, "timeout": timedelta(seconds=120)}
-    dist.init_process_group(STOCK[not cuda], init_method=f"file://{folder}/store", **ranks)
     torch.manual_seed(rank)
-    for cell in measure_all(options, device):
-        if rank == 0:
-            with Path(folder, "cells").open("a") as file:
-                print(json.dumps({**cell, "backend": backend}), file=file)
-            said = name_size(cell["params"]["size"]), cell["variant"], cell.get("value", "-")
-            print(*said, file=sys.stderr)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)  # torch's threads sometimes abort a process that ends in order
+    with joined(rank, options.gpus, device, folder):
+        if not cuda:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.gpus))
+        for cell in measure_all(options, device):
+            if rank == 0:
+                with Path(folder, "cells").open("a") as file:
+                    print(json.dumps({**cell, "backend": backend}), file=file)
+                said = name_size(cell["params"]["size"]), cell["variant"], cell.get("value", "-")
+                print(*said, file=sys.stderr)
 
 
 def size_of(text: str) -> int:

@@ -7,18 +7,20 @@ torch, triton, fp8stack, git, command, time. `docs` quote no number that has no 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fp8stack
 
@@ -50,6 +52,25 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
     with path.open("a") as file:
         for record in records:
             file.write(json.dumps({**record, **shared}) + "\n")
+
+
+@contextlib.contextmanager
+def joined(rank: int, world: int, device: torch.device, folder: str) -> Iterator[None]:
+    """Be one of `world` ranks, over NCCL or gloo, that meet in a folder of their own; then end the process."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)  # ranks share the cores
+    store = {"init_method": f"file://{folder}/store", "world_size": world, "rank": rank}
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=120), **store
+    )
+    yield
+    dist.barrier()  # none leaves before the others are done
+    dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # threads of torch's sometimes abort a process that ends in order
 
 
 def add_choices(parser: argparse.ArgumentParser, known: Collection[str], results: Path) -> None:

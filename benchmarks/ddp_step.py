@@ -26,22 +26,21 @@ import argparse
 import gc
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import models
 import torch
 import torch.distributed as dist
-from common import ROOT, add_choices, append_records, read_choices
+from common import ROOT, add_choices, append_records, joined, read_choices
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -62,7 +61,6 @@ MODELS = {
 BASE = "ddp bf16"  # what all others are compared with
 WARM_UP = 5  # steps: DDP builds its buckets anew, kernels are compiled
 HOST_STEPS = 10  # at most, with an idle device
-TIMEOUT = timedelta(seconds=120)  # for ranks that stay away
 COLUMNS = {"step ms": "step_ms", f"× {BASE}": "speedup", "f+b ms": "forward_backward_ms"}
 COLUMNS |= {"no sync ms": "no_sync_ms", "exposed ms": "exposed_ms", "CPU ms": "cpu_ms"}
 COLUMNS |= {"B/param": "gradient_bytes_per_parameter", "GiB": "peak_gib", "MiB sent": "wire_mib"}
@@ -92,17 +90,10 @@ VARIANTS = [
 
 def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Measure all variants of all models as one of `options.gpus` ranks; the first one writes lines of JSON."""
-    cuda = options.device == "cuda"
-    if cuda:
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)  # ranks share the cores
-    store = {"init_method": f"file://{folder}/store", "world_size": options.gpus, "rank": rank}
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, **store)
-    for model in options.model:
-        config = resize(MODELS[model], options)
-        for variant in options.variants:
-            numbers = measure(variant, config, options)
+    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
+    with joined(rank, options.gpus, device, folder):
+        for model, variant in product(options.model, options.variants):
+            numbers = measure(variant, resize(MODELS[model], options), options)
             gc.collect()
             torch.cuda.empty_cache()  # does nothing without CUDA
             if rank == 0:
@@ -110,10 +101,6 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
                 with results_in(folder).open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 print(f"{model}, {variant.name}: {numbers['step_ms']:.2f} ms", file=sys.stderr)
-    slowest([0.0], options.device)  # none leaves before the others are done
-    dist.destroy_process_group()
-    sys.stderr.flush()
-    os._exit(0)  # threads of torch's sometimes abort a process that ends in order
 
 
 def wrap(variant: Variant, model: nn.Module) -> nn.Module:

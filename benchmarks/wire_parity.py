@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import queue
 import sys
 import tempfile
@@ -40,7 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import ROOT, append_records
+from common import ROOT, append_records, joined
 from convergence import (
     MODELS,
     TOLERANCE,
@@ -52,7 +51,7 @@ from convergence import (
     show,
     summarize,
 )
-from ddp_step import BASE, TIMEOUT, Variant, same_everywhere
+from ddp_step import BASE, Variant, same_everywhere
 from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -90,19 +89,10 @@ def run_rank(
     """Train as one of the ranks, on the GPU `first + rank`; the first one writes down the numbers."""
     cuda = options.device == "cuda"
     device = torch.device("cuda", first + rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)  # ranks share the cores
-    store = {"init_method": f"file://{folder}/store", "world_size": options.ranks, "rank": rank}
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT, **store)
-    numbers = train(variant, seed, options, device)
-    if rank == 0:
-        numbers_in(folder).write_text(json.dumps(numbers))
-    dist.barrier()  # none leaves before the others are done
-    dist.destroy_process_group()
-    sys.stderr.flush()
-    os._exit(0)  # threads of torch's sometimes abort a process that ends in order
+    with joined(rank, options.ranks, device, folder):
+        numbers = train(variant, seed, options, device)
+        if rank == 0:
+            numbers_in(folder).write_text(json.dumps(numbers))
 
 
 def numbers_in(folder: str) -> Path:

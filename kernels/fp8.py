@@ -155,13 +155,13 @@ def encode_blocks(
     return encode_ocp(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, HARDWARE), scale
 
 
-_INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))
+INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))
 
 
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):  # float32
     """Round float32 to the nearest `DTYPE`. To bfloat16 by hand in Triton's interpreter, which truncates there."""
-    if tl.bfloat16 == DTYPE and _INTERPRETED:
+    if tl.bfloat16 == DTYPE and INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)

@@ -36,19 +36,27 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, E4M3
 
-from .fp8 import casts_in_hardware, decode_e4m3, element_offsets, encode_blocks, round_to
+from .fp8 import (
+    INTERPRETED,
+    casts_in_hardware,
+    decode_e4m3,
+    element_offsets,
+    encode_blocks,
+    round_to,
+)
 from .launch import Launcher, on_device, raw_stream
 from .reference.wire import Layout
 from .wire import divide, division, quantize_sum
 from .workspace import (
     BLOCKS,
-    PROGRAMS,
     WARPS,
     Workspace,
     await_flags,
     deadline_after,
+    load_progress,
     load_tile,
     raise_flags,
+    store_progress,
     store_tile,
 )
 
@@ -56,8 +64,6 @@ REGISTERS = 64  # of a thread, so that four programs share a multiprocessor
 
 _MAX = tl.constexpr(E4M3.max)
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
-_PROGRAMS = tl.constexpr(PROGRAMS)
-_INTERPRETED = not isinstance(await_flags, triton.JITFunction)
 
 
 @triton.jit
@@ -187,8 +193,7 @@ def _two_shot_kernel(
 ):  # fmt: skip
     program, stride = tl.program_id(0), tl.num_programs(0) * BLOCKS
     mine = tl.load(peers_ptr + rank)
-    first = tl.load(steps_ptr + program)
-    late = tl.load(steps_ptr + _PROGRAMS + program)
+    first, late = load_progress(steps_ptr, program)
     deadline = deadline_after(timeout)
     start = program.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     for step in range(rounds + 2):
@@ -224,8 +229,7 @@ def _two_shot_kernel(
             )  # fmt: skip
         if (step <= rounds) & (late == 0):
             raise_flags(peers_ptr, program, rank, turn + 1, WORLD)
-    tl.store(steps_ptr + program, first + rounds + 2)
-    tl.store(steps_ptr + _PROGRAMS + program, late)
+    store_progress(steps_ptr, program, first + rounds + 2, late)
 
 
 # Every multiplication rounds on its own: contracting them would give other bits than the reference.
@@ -277,7 +281,7 @@ def _run(
     layout: Layout, space: Workspace, call: int, timeout: float, divisor: float, scatter: bool,
 ) -> None:  # fmt: skip
     rounds, grid, sizes, even, flat, kind = _plan(layout, space.programs)
-    wait = min(int(timeout * (1e6 if _INTERPRETED else 1e9)), 2**62)
+    wait = min(int(timeout * (1e6 if INTERPRETED.value else 1e9)), 2**62)
     tensors = (x, x_scales, out, out_scales, error)
     filled = [x if t is None else t for t in tensors]
     places = [t.data_ptr() % 16 for t in filled]

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK
 
+from .fp8 import INTERPRETED
+
 MOST_RANKS = 8
 PROGRAMS = 528
 BLOCKS = 32  # of a tile
@@ -91,13 +93,22 @@ def _flags(memory, program, source):
     return memory.to(_INTS, bitcast=True) + program * _RANKS + source
 
 
-_INTERPRETED = tl.constexpr(not isinstance(_flags, triton.JITFunction))
+@triton.jit
+def load_progress(steps_ptr, program):
+    """Return how many steps a program has ended, and whether it gave up."""
+    return tl.load(steps_ptr + program), tl.load(steps_ptr + _PROGRAMS + program)
+
+
+@triton.jit
+def store_progress(steps_ptr, program, ended, gave_up):
+    tl.store(steps_ptr + program, ended)
+    tl.store(steps_ptr + _PROGRAMS + program, gave_up)
 
 
 @triton.jit
 def deadline_after(timeout):
     """Return when to stop waiting: in ns of the GPU's clock, or in looks at a flag in the interpreter."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return timeout
     else:
         now = tl.inline_asm_elementwise(_CLOCK, "=l", [], tl.int64, is_pure=False, pack=1)
@@ -112,7 +123,7 @@ def raise_flags(peers_ptr, program, rank, value, WORLD: tl.constexpr):
     memory = tl.load(peers_ptr + lane, mask=lane < WORLD, other=0)
     values = tl.zeros((_THREADS,), tl.int32) + value
     flags = _flags(memory, program, rank)
-    if _INTERPRETED:
+    if INTERPRETED:
         tl.atomic_xchg(flags, values, mask=lane < WORLD, sem="release", scope="sys")
     else:
         mine = tl.where(lane < WORLD, 1, 0)
@@ -126,7 +137,7 @@ def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.con
     """Wait for all ranks; return 1 if one is late, which is noted, the same to all threads."""
     source = tl.arange(0, _THREADS) % WORLD
     flags = _flags(mine, program, source)
-    if _INTERPRETED:
+    if INTERPRETED:
         looks = tl.cast(0, tl.int64)
         late = _behind(flags, value)
         while (tl.max(late, axis=0) > 0) & (looks < deadline):

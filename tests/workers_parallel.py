@@ -76,16 +76,21 @@ def check_parallel(rank, world, store, device):
     leave()
 
 
+def mean_gradient(world, device, dtype=torch.float32):
+    """Return the mean over ranks that one model gives alone."""
+    exact = []
+    for r in range(world):
+        model = built(TinyLM, device, dtype)
+        model(*inputs(r, device)).backward()
+        exact.append(flat(gradients(model)))
+    return torch.stack(exact).mean(0)
+
+
 def check_hosts(rank, world, store):
     """Two hosts of two ranks: the mean to 26 dB, the same bits on all, and what is cut off fed back."""
     device = enter(rank, world, store, "cpu")
     fp8stack.comm.set_hierarchy(2)
-    exact = []
-    for r in range(world):
-        model = built(TinyLM, device)
-        model(*inputs(r, device)).backward()
-        exact.append(flat(gradients(model)))
-    mean = torch.stack(exact).mean(0)
+    mean = mean_gradient(world, device)
     apart = {}
     for error_feedback in ("none", "shard"):
         model = built(TinyLM, device)
@@ -105,12 +110,7 @@ def check_hosts(rank, world, store):
 
 def check_gradients(rank, world, device, dtype):
     """The mean over ranks to 28 dB, the same bits on all; only FP8 stays, in the bucket itself."""
-    exact = []
-    for r in range(world):
-        model = built(TinyLM, device, dtype)
-        model(*inputs(r, device)).backward()
-        exact.append(flat(gradients(model)))
-    mean = torch.stack(exact).mean(0)
+    mean = mean_gradient(world, device, dtype)
     for options in ({}, {"bucket_cap_mb": 0.02}):
         model = built(TinyLM, device, dtype)
         parallel = DataParallel(model, **options)

@@ -29,6 +29,7 @@ from fp8stack.tensor import BlockScaledTensor
 
 from .exchange import reduce_hosts
 from .hosts import hierarchy_of
+from .nvlink import link_of
 from .statistics import Sent, observe
 from .transport import Transport
 
@@ -125,7 +126,7 @@ class Bucket:
             ways = [Transport(group, way.what, background=True) for group in hosts]
             reduce_hosts(whole, whole, True, way, *ways, error=self.error)
             return
-        if link := way.link(self.codes.device):
+        if link := link_of(way.group, self.codes.device):
             layout, parts = Layout(1, self.codes.numel(), way.world), (self.codes, self.scales)
             link.all_reduce(*parts, *parts, layout, way, way.world, self.error)
             return

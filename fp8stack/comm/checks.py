@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,21 +47,16 @@ class Call(NamedTuple):
         return f"{self.name} of {self.numel} {str(self.dtype).removeprefix('torch.')} elements"
 
 
-def debugging() -> bool:
-    """Return whether ranks are to compare their collectives."""
-    return os.environ.get("FP8STACK_DEBUG", "0") == "1"
-
-
-def verify(what: str, group: Any) -> None:
+def verify(what: Callable[[], str], group: Any) -> None:
     """Under FP8STACK_DEBUG=1, compare what the ranks of `group` say they are about to do.
 
     Raises:
         CommError: on every rank, if they do different things.
     """
-    if not debugging():
+    if os.environ.get("FP8STACK_DEBUG", "0") != "1":
         return
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, what, group)
+    dist.all_gather_object(said, what(), group)
     if len(set(said)) == 1:
         return
     ranks = dist.get_process_group_ranks(group)

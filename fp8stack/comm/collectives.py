@@ -33,7 +33,7 @@ from fp8stack.kernels.reference.wire import scales_of
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
-from .checks import Call, debugging, verify
+from .checks import Call, verify
 from .hosts import hierarchy_of
 from .statistics import Sent, observe
 from .transport import Transport
@@ -94,19 +94,18 @@ def reduce_scatter_tensor(
     Arguments, results and errors are those of `all_reduce`; `input` has as many elements as the outputs of all ranks.
     The sum is rounded to the dtype of `output` and not quantized again.
     """
-    _refuse_blocks("reduce_scatter_tensor", output, input)
-    return _run(
-        "reduce_scatter_tensor", output, input, op, group, async_op, exchange.reduce_scatter
-    )
+    return reduce_scatter_beside(output, input, op, group, async_op, background=async_op)
 
 
 def reduce_scatter_beside(
-    output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool
+    output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool, background: bool = True
 ) -> dist.Work | None:
     """As `reduce_scatter_tensor`, on a stream beside whose kernels others are to run."""
     _refuse_blocks("reduce_scatter_tensor", output, input)
     body = exchange.reduce_scatter
-    return _run("reduce_scatter_tensor", output, input, op, group, async_op, body, background=True)
+    return _run(
+        "reduce_scatter_tensor", output, input, op, group, async_op, body, background=background
+    )
 
 
 def all_gather_into_tensor(
@@ -194,9 +193,8 @@ def _run(
     _check(name, output, input, op, world)
     what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
     average = op == dist.ReduceOp.AVG
-    if debugging():
-        way = "in the background" if async_op else "waiting"
-        verify(f"{what} into {output.numel()}, {op}, {type(input).__name__}, {way}", group)
+    when = "in the background" if async_op else "waiting"
+    verify(lambda: f"{what} into {output.numel()}, {op}, {type(input).__name__}, {when}", group)
     if world == 1 or not input.numel():
         if output is not input:
             output.detach().copy_(input.detach().reshape(output.shape))

@@ -18,6 +18,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout, scales_of
 from fp8stack.tensor import BlockScaledTensor
 
+from .nvlink import link_of
 from .statistics import Sent
 from .transport import Transport
 
@@ -29,7 +30,7 @@ def reduce_all(
 ) -> Sent:
     """All-reduce."""
     layout, divisor = flat(input, way.world), way.world if average else 1
-    if link := way.link(input.device):
+    if link := link_of(way.group, input.device):
         link.all_reduce(*parts(input), *parts(output), layout, way, divisor, error)
     else:
         chunks = _cut(output, input, error, layout) if input.is_cuda else []
@@ -171,7 +172,7 @@ def reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport)
     """Reduce-scatter: the sum is not quantized again."""
     layout = Layout(way.world, input.numel() // way.world, way.world)
     divisor = way.world if average else 1
-    if link := way.link(input.device):
+    if link := link_of(way.group, input.device):
         link.reduce_scatter(input, output, layout, way, divisor)
         return Sent((way.world - 1) * layout.per * (BLOCK + 4), 0, None)
     sent = pack(input, layout)

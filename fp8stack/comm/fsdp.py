@@ -24,19 +24,13 @@ from torch import Tensor, nn
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
 from .collectives import all_reduce, reduce_scatter_beside
-from .weights import Fp8AllGather
+from .weights import Allocates, Fp8AllGather
 
 _FP8_LAYERS = {"Fp8Linear", "TeLinear"}  # by name: `nn` and `comm` do not import each other
 
 
-class Fp8ReduceScatter:
+class Fp8ReduceScatter(Allocates):
     """FSDP2's interface of a reduce-scatter (`torch.distributed.fsdp`'s ReduceScatter)."""
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return memory for an input or an output."""
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ from torch import Tensor
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, did_you_mean, first_line
 from fp8stack.kernels.reference.wire import Layout
 
-if TYPE_CHECKING:
-    from .transport import Transport
+from .transport import Transport, all_gather, blamed
 
 _TRANSPORTS = ("auto", "nvlink", "collective")
 BACKGROUND = (
@@ -280,8 +279,6 @@ def _map(group: Any, device: torch.device, memory: Tensor) -> Link:
 
 def _exchange(line: str, group: Any, device: torch.device) -> list[str]:
     """Return what every rank says; all must say something."""
-    from .transport import all_gather, blamed
-
     mine = torch.tensor(list(line.encode()[:_LINE].ljust(_LINE)), dtype=torch.uint8, device=device)
     whole = mine.new_empty((dist.get_world_size(group), _LINE))
     with blamed("agreement on a transport", group):

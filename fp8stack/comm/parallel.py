@@ -201,7 +201,7 @@ class DataParallel(nn.Module, Joinable):
         bucket = self.buckets[self._sent]
         what = f"averaging of bucket {self._sent} of {bucket.codes.numel()} gradients"
         self._sent += 1
-        verify(what, self.process_group)
+        verify(lambda: what, self.process_group)
         way = Transport(self.process_group, what, background=True)
         for region in bucket.regions:
             if region not in self._fired and region.parameter.grad is not region.gradient:

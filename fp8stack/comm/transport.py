@@ -24,7 +24,6 @@ from torch import Tensor
 from fp8stack.errors import CommError, first_line
 
 from .checks import explain
-from .nvlink import Link, link_of
 
 # Their names since torch 2.13, where the old ones warn.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -45,10 +44,6 @@ class Transport:
         self._over = group if over is None else over
         self.background = background
         self.world, self.rank = group.size(), group.rank()
-
-    def link(self, device: torch.device) -> Link | None:
-        """Return what sums up tensors on `device` over NVLink, if something does."""
-        return link_of(self.group, device)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Exchange the i-th of equal parts with rank i."""

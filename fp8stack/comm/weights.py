@@ -27,7 +27,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, FLOATS
 from fp8stack.kernels.reference.wire import Layout, scales_of
 
-from .checks import Call, debugging, verify
+from .checks import Call, verify
 from .exchange import pack, unpack
 from .statistics import Sent, observe
 from .transport import all_gather, blamed
@@ -37,7 +37,17 @@ _NAME = "all_gather_weights"  # in Statistics
 Places = Sequence[tuple[int, int]]  # start and size, of the last dimension
 
 
-class Fp8AllGather:
+class Allocates:
+    """What FSDP2's interfaces of collectives have in common."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory for an input or an output."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class Fp8AllGather(Allocates):
     """FSDP2's interface of an all-gather (`torch.distributed.fsdp`'s AllGather), for one module that it shards.
 
     Gathered as they are: uint8, as which FSDP2 hands over parameters of different dtypes; and what it resharded to a
@@ -63,12 +73,6 @@ class Fp8AllGather:
         sizes = [size for _, size in self._rest]
         self._bytes = list(zip(_starts(sizes), sizes, strict=True))
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return memory for an input or an output."""
-        return torch.empty(size, dtype=dtype, device=device)
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
@@ -80,8 +84,7 @@ class Fp8AllGather:
             )
             return plain
         what = Call("all-gather of weights", input_tensor.numel(), input_tensor.dtype)
-        if debugging():
-            verify(f"{what}, {self._staged} of them in FP8", group)
+        verify(lambda: f"{what}, {self._staged} of them in FP8", group)
         start = partial(self._start, output_tensor, input_tensor, group, what, async_op)
         if async_op:
             return _Decoding(output_tensor, start())
