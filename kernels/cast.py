@@ -7,6 +7,10 @@ zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an
 walks from the end of the matrix to its start and the second from start to end: each begins with what was used last,
 which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`), the second kernel is the
 whole cast.
+
+`recast` reads a matrix once: its first kernel casts with a scale from before, and each program leaves the largest
+magnitude of its tile in a place of its own. The second kernel, of few programs, compares those with the scale: it
+returns if that fits, else it casts every tile anew. All programs decide alike, by what none of them writes.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ from fp8stack.formats import E4M3, E5M2, MiniFloat
 
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
-from .reference.cast import aligned
+from .reference.cast import LEAST, MOST, aligned
 
 _BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
 PARTS = 512
 FLAT = 8192
 TILE = 128
+SLOTS = 4096  # magnitudes of tiles that a program reads at once
+PROGRAMS = 256  # of the kernel that has nothing to do most of the time
+_LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
 # Every multiplication rounds on its own: contracting them would give other bits than the reference.
 _ROUNDING = {"enable_fp_fusion": False}
 
@@ -50,12 +57,12 @@ def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl
 
 @triton.jit
 def load_tile(
-    x_ptr, rows, cols, across,
+    x_ptr, tile, rows, cols, across,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Return this program's tile in float32, zeros beyond the matrix, and the rows and columns of its elements."""
-    r = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
-    c = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)
+    """Return a tile in float32, zeros beyond the matrix, and the rows and columns of its elements."""
+    r = (tile // across) * ROWS + tl.arange(0, ROWS)
+    c = (tile % across) * COLS + tl.arange(0, COLS)
     at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
     if EVEN:
         x = tl.load(at).to(tl.float32)
@@ -87,18 +94,74 @@ def store_both(
 
 
 @triton.jit
+def _cast_tile(
+    x_ptr, codes_ptr, codes_t_ptr, tile, inverse, rows, cols, rows16, cols16,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile with the reciprocal of a scale, and return it in float32."""
+    x, r, c = load_tile(x_ptr, tile, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
+    code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
+    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, CODES, TRANSPOSED, EVEN)
+    return x
+
+
+@triton.jit
 def _cast_tiles_kernel(
     x_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
-    PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    MAX: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
-    x, r, c = load_tile(x_ptr, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
-    code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
-    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, CODES, TRANSPOSED, EVEN)
+    _cast_tile(
+        x_ptr, codes_ptr, codes_t_ptr, tl.program_id(0), inverse, rows, cols, rows16, cols16,
+        MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
+    )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
+
+
+@triton.jit
+def _recast_tiles_kernel(
+    x_ptr, previous_ptr, slots_ptr, codes_ptr, codes_t_ptr, rows, cols, rows16, cols16,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    previous = tl.load(previous_ptr)
+    inverse = tl.where(previous > 0, tl.div_rn(1.0, previous), 0.0)
+    x = _cast_tile(
+        x_ptr, codes_ptr, codes_t_ptr, tl.program_id(0), inverse, rows, cols, rows16, cols16,
+        MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
+    )  # fmt: skip
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.store(slots_ptr + tl.program_id(0), tl.max(tl.max(bits, axis=1), axis=0))
+
+
+@triton.jit
+def _refit_kernel(
+    x_ptr, previous_ptr, slots_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    MAX: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(rows16, ROWS) * tl.cdiv(cols16, COLS)
+    most = tl.zeros((SLOTS,), dtype=tl.int32)
+    for first in range(0, tiles, SLOTS):
+        slot = first + tl.arange(0, SLOTS)
+        most = tl.maximum(most, tl.load(slots_ptr + slot, mask=slot < tiles, other=0))
+    own, inverse = scale_and_inverse(tl.max(most, axis=0), MAX)
+    previous = tl.load(previous_ptr)
+    fits = (own > previous * _LEAST) & (own <= previous * _MOST)
+    if tl.program_id(0) == 0:
+        tl.store(scale_ptr, tl.where(fits, previous, own))
+    if fits == 0:
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            _cast_tile(
+                x_ptr, codes_ptr, codes_t_ptr, tile, inverse, rows, cols, rows16, cols16,
+                MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -119,6 +182,8 @@ def _transpose_kernel(
 
 _launch_parts = Launcher(_parts_kernel, num_warps=8, **_ROUNDING)
 _launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **_ROUNDING)
+_launch_recast = Launcher(_recast_tiles_kernel, num_warps=8, **_ROUNDING)
+_launch_refit = Launcher(_refit_kernel, num_warps=8, **_ROUNDING)
 _launch_transpose = Launcher(_transpose_kernel, num_warps=8)
 
 
@@ -127,20 +192,20 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         # where the parts' magnitudes lie between the two launches
-        self.parts: dict[tuple[int, int], Tensor] = {}
-        self.scales: dict[tuple[int, int], Iterator[Tensor]] = {}
+        self.parts: dict[tuple[int, int, int], Tensor] = {}
+        self.scales: dict[tuple[int, int, int], Iterator[Tensor]] = {}
 
-    def take(self, x: Tensor, stream: int) -> tuple[Tensor, Tensor]:
-        """Return (int32 [PARTS], float32 0-d): memory for this cast, and memory of its own for its scale."""
+    def take(self, x: Tensor, stream: int, parts: int = PARTS) -> tuple[Tensor, Tensor]:
+        """Return (int32 [parts], float32 0-d): memory for this cast, and memory of its own for its scale."""
         # Replays of a captured graph use it when they like; autograd saves nothing made in inference mode.
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or torch.is_inference_mode_enabled():
-            return fresh(x)
-        key = x.get_device(), stream
+            return fresh(x, parts)
+        key = x.get_device(), stream, parts
         try:
             return self.parts[key], next(self.scales[key])
         except (KeyError, StopIteration):
-            self.parts[key] = x.new_empty(PARTS, dtype=torch.int32)
+            self.parts[key] = x.new_empty(parts, dtype=torch.int32)
             # 16 bytes apart: cuBLAS takes no scale that is not aligned to that
             self.scales[key] = iter(x.new_empty(64, 4, dtype=torch.float32)[:, 0].unbind())
             return self.parts[key], next(self.scales[key])
@@ -149,9 +214,9 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def fresh(x: Tensor) -> tuple[Tensor, Tensor]:
+def fresh(x: Tensor, parts: int = PARTS) -> tuple[Tensor, Tensor]:
     """Return what `_Scratch.take` does, in memory of its own."""
-    return x.new_empty(PARTS, dtype=torch.int32), x.new_empty((), dtype=torch.float32)
+    return x.new_empty(parts, dtype=torch.int32), x.new_empty((), dtype=torch.float32)
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, which is what a key should cost
@@ -164,6 +229,7 @@ class _Geometry:
     parts_args: tuple[int, ...]
     grid: tuple[int, int, int]
     args: tuple[Any, ...]
+    slots: int  # for a magnitude of each tile; a power of two
 
 
 @lru_cache(maxsize=4096)
@@ -181,16 +247,18 @@ def _geometry(
     tiles = max(-(-rows * cols // FLAT), 1)
     parts = known or min(PARTS, triton.next_power_of_2(tiles))
     even = rows % TILE == 0 and cols % TILE == 0
+    programs = -(-rows16 // TILE) * -(-cols16 // TILE)
     return _Geometry(
         (rows16, cols16) if codes else (0, 0),
         (cols16, rows16) if transposed else (0, 0),
         (parts, 1, 1),
         (rows * cols, -(-tiles // parts), parts, FLAT),
-        (-(-rows16 // TILE) * -(-cols16 // TILE), 1, 1),
+        (programs, 1, 1),
         (
             rows, cols, rows16, cols16,
-            parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(device), codes, transposed, even, TILE, TILE,
+            fmt.mantissa_bits, casts_in_hardware(device), codes, transposed, even, TILE, TILE,
         ),
+        triton.next_power_of_2(max(programs, 1)),
     )  # fmt: skip
 
 
@@ -206,17 +274,10 @@ def cast(
 
     `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
     """
-    if not x.is_contiguous():
-        x = x.detach().contiguous()
-    x = without_single_column(x)
-    numel, cols, device, dtype = x.numel(), x.shape[-1], x.device, fmt.dtype
-    known = 0 if amax is None else amax.numel()
-    g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, known, device)
-    out = x.new_empty(g.shape, dtype=dtype)
-    out_t = x.new_empty(g.shape_t, dtype=dtype)
-    if numel == 0:
+    x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0 if amax is None else amax.numel())
+    if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
-    with on_device(device):
+    with on_device(x.device):
         stream = raw_stream(x)
         key: tuple[Hashable, ...] = (g, x.dtype, x.data_ptr() % 16)
         if amax is None:
@@ -225,8 +286,45 @@ def cast(
         else:
             bits = amax if amax.dtype is torch.int32 else amax.float().view(torch.int32)
             scale, key = x.new_empty((), dtype=torch.float32), (*key, bits.data_ptr() % 16)
-        _launch_cast(key, g.grid, stream, x, bits, out, out_t, scale, *g.args)
+        _launch_cast(
+            key, g.grid, stream, x, bits, out, out_t, scale, *g.args, fmt.max, g.parts_grid[0]
+        )
     return out, out_t, scale
+
+
+def recast(
+    x: Tensor,  # as `cast` takes it
+    fmt: MiniFloat,
+    previous: Tensor,  # float32 0-d: the scale that `cast` or `recast` returned for this matrix last
+    codes: bool = True,
+    transposed: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
+    """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
+    x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0)
+    if not x.numel():
+        return out, out_t, x.new_zeros((), dtype=torch.float32)
+    with on_device(x.device):
+        stream = raw_stream(x)
+        key = (g, x.dtype, x.data_ptr() % 16, previous.data_ptr() % 16)
+        slots, scale = _scratch.take(x, stream, g.slots)
+        _launch_recast(key, g.grid, stream, x, previous, slots, out, out_t, *g.args)
+        _launch_refit(
+            key, (min(g.grid[0], PROGRAMS), 1, 1), stream,
+            x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS),
+        )  # fmt: skip
+    return out, out_t, scale
+
+
+def _prepare(
+    x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, known: int
+) -> tuple[Tensor, _Geometry, Tensor, Tensor]:
+    """Return x as kernels read it, what follows from the arguments, and memory for codes and their transpose."""
+    if not x.is_contiguous():
+        x = x.detach().contiguous()
+    x = without_single_column(x)
+    numel, cols, dtype = x.numel(), x.shape[-1], fmt.dtype
+    g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, known, x.device)
+    return x, g, x.new_empty(g.shape, dtype=dtype), x.new_empty(g.shape_t, dtype=dtype)
 
 
 def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]

@@ -26,7 +26,7 @@ def _cast_1x128_kernel(
 ):  # fmt: skip
     across = cols_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    x, r, c = load_tile(x_ptr, rows, cols, across, EVEN, 128, 128)
+    x, r, c = load_tile(x_ptr, tl.program_id(0), rows, cols, across, EVEN, 128, 128)
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     scale, inverse = scale_and_inverse(tl.max(bits, axis=1), MAX)
     code = encode_ocp(tl.where(inverse[:, None] > 0, x * inverse[:, None], 0.0), MANTISSA, HARDWARE)
@@ -45,7 +45,7 @@ def _cast_128x128_kernel(
 ):  # fmt: skip
     across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    x, r, c = load_tile(x_ptr, rows, cols, across, EVEN, 128, 128)
+    x, r, c = load_tile(x_ptr, tl.program_id(0), rows, cols, across, EVEN, 128, 128)
     bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
     code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)

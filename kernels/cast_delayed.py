@@ -79,7 +79,9 @@ def _cast_delayed_kernel(
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     scale = state_scale(state_ptr, seed_ptr, growth, SEED, AGAIN, MAX)
-    x, r, c = load_tile(x_ptr, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
+    x, r, c = load_tile(
+        x_ptr, tl.program_id(0), rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS
+    )
     code = encode_saturating(x, scale, MANTISSA, MAX, HARDWARE)
     store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, True, True, EVEN)
     if tl.program_id(0) == 0:

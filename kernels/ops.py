@@ -2,8 +2,8 @@
 
 Each operator has a schema, a shape function for FakeTensor and torch.compile, and one implementation per device: the
 pure-torch reference on CPU, the Triton kernel on CUDA. Operators that have no Triton kernel yet run the reference on
-both. `FP8STACK_KERNELS=reference` runs the reference on CUDA too (read at every call, by casts of eager mode at their
-first); it also runs there, with one warning, when Triton cannot be imported.
+both. `FP8STACK_KERNELS=reference` runs the reference on CUDA too (read at every call, or in
+eager mode at the first); it also runs there, with one warning, when Triton cannot be imported.
 
 The functions below are the typed way in. They check nothing twice: the callers in `optim`, `nn` and `tensor` hand them
 contiguous tensors of the right dtype.
@@ -53,6 +53,8 @@ _TRITON_MODULE = {
 
 def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return codes and scale (float32 [rows, ceil(cols / 128)]), to nearest; see `reference/quantize.py`."""
+    if _is_eager(x):
+        return _module("quantize", x.is_cuda).quantize_blocks(x, fmt)  # type: ignore[no-any-return]
     return cast_("tuple[Tensor, Tensor]", torch.ops.fp8stack.quantize_blocks(x, fmt.name))
 
 
@@ -70,6 +72,9 @@ def dequantize_blocks(
 ) -> Tensor:
     """Return code × scale in `dtype`, of `shape` or that of the codes; see `reference/quantize.py`."""
     shape = torch.Size(fmt.values_shape(codes.shape)) if shape is None else shape
+    if _is_eager(codes):
+        kernels = _module("quantize", codes.is_cuda)
+        return kernels.dequantize_blocks(codes, scale, fmt, dtype, shape)  # type: ignore[no-any-return]
     return cast_(Tensor, torch.ops.fp8stack.dequantize_blocks(codes, scale, fmt.name, dtype, shape))
 
 
@@ -93,6 +98,13 @@ def cast(
         result = torch.ops.fp8stack.cast(x, fmt.name, codes, transposed, amax)
         return cast_("tuple[Tensor, Tensor, Tensor]", result)
     return _module("cast", x.is_cuda).cast(x, fmt, codes, transposed, amax, True)  # type: ignore[no-any-return]
+
+
+def recast(
+    x: Tensor, fmt: MiniFloat, previous: Tensor, codes: bool = True, transposed: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `cast` does, with the scale `previous` of x's last cast while that fits; not under torch.compile."""
+    return _module("cast", x.is_cuda).recast(x, fmt, previous, codes, transposed)  # type: ignore[no-any-return]
 
 
 def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:
@@ -227,6 +239,11 @@ def triton_runs_on(device: torch.device) -> bool:
 
 
 # --- registration
+
+
+def _is_eager(x: Tensor) -> bool:
+    """Can a kernel be called without the dispatcher, which takes 10 µs? Not by those who trace or fake tensors."""
+    return type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 @cache

@@ -8,7 +8,7 @@ which reads it on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import triton
@@ -17,7 +17,15 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shape
 
-from .fp8 import block_offsets, decode, encode, encode_blocks, scale_and_inverse
+from .fp8 import (
+    block_offsets,
+    casts_in_hardware,
+    decode,
+    encode,
+    encode_blocks,
+    scale_and_inverse,
+)
+from .launch import Launcher, on_device, raw_stream
 from .reference import quantize as reference
 from .states import encode_state, root
 
@@ -31,14 +39,14 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 def _quantize_blocks_kernel(
     x_ptr, codes_ptr, scale_ptr, n_blocks, blocks_per_row, cols,
     MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr,
-    SQUARED: tl.constexpr, STATE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    SQUARED: tl.constexpr, STATE: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if SQUARED:
         x = root(x, False)
     if STATE == "":
-        code, scale = encode_blocks(x, MANTISSA, MAX, False)
+        code, scale = encode_blocks(x, MANTISSA, MAX, HARDWARE)
     else:
         code, scale = encode_state(x, 0, STATE, False)
     tl.store(codes_ptr + offset, code.to(tl.uint8), mask=mask)
@@ -82,6 +90,10 @@ def _cast_kernel(
         tl.store(scale_ptr, scale)
 
 
+_launch_quantize = Launcher(_quantize_blocks_kernel, **LAUNCH)
+_launch_dequantize = Launcher(_dequantize_blocks_kernel, **LAUNCH)
+
+
 def quantize_blocks(
     x: Tensor,  # float32, bfloat16 or float16, any shape
     fmt: MiniFloat,
@@ -106,11 +118,13 @@ def quantize_blocks_into(
         x, codes = x.contiguous(), codes.view(torch.uint8)
         geometry = block_geometry(x.shape)
         state = "" if fmt in (E4M3, E5M2) else fmt.name
-        _quantize_blocks_kernel[block_grid(scale)](
-            x, codes, scale, scale.numel(), *geometry[:2],
-            fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.squared, state, geometry[2], BLOCKS,
-            **LAUNCH,
-        )  # fmt: skip
+        with on_device(x.device):
+            _launch_quantize(
+                _key(x.dtype, geometry, fmt, x, codes, scale), _grid(scale), raw_stream(x),
+                x, codes, scale, scale.numel(), *geometry[:2],
+                fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.squared, state, casts_in_hardware(x.device),
+                geometry[2], BLOCKS,
+            )  # fmt: skip
 
 
 def dequantize_blocks(
@@ -126,11 +140,13 @@ def dequantize_blocks(
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if scale.numel():
         geometry = block_geometry(codes.shape)
-        _dequantize_blocks_kernel[block_grid(scale)](
-            codes.contiguous().view(torch.uint8), scale.contiguous(), out, scale.numel(), *geometry[:2],
-            fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, geometry[2], BLOCKS,
-            **LAUNCH,
-        )  # fmt: skip
+        codes, scale = codes.contiguous().view(torch.uint8), scale.contiguous()
+        with on_device(codes.device):
+            _launch_dequantize(
+                _key(dtype, geometry, fmt, out, codes, scale), _grid(scale), raw_stream(codes),
+                codes, scale, out, scale.numel(), *geometry[:2],
+                fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, geometry[2], BLOCKS,
+            )  # fmt: skip
     return out
 
 
@@ -159,5 +175,13 @@ def block_geometry(shape: torch.Size) -> tuple[int, int, bool]:
     return -(-cols // BLOCK), cols, cols % BLOCK == 0
 
 
-def block_grid(scale: Tensor) -> tuple[int]:
-    return (triton.cdiv(scale.numel(), BLOCKS),)
+def _grid(scale: Tensor) -> tuple[int, int, int]:
+    return triton.cdiv(scale.numel(), BLOCKS), 1, 1
+
+
+def _key(
+    dtype: torch.dtype, geometry: tuple[int, int, bool], fmt: MiniFloat, *tensors: Tensor
+) -> Hashable:
+    """Return what `Launcher` knows a launch by; the last of `tensors` are the scales."""
+    scale, places = tensors[-1], [t.data_ptr() % 16 for t in tensors]
+    return scale.numel(), *geometry, dtype, fmt.name, scale.device, *places

@@ -125,10 +125,10 @@ def _swiglu_cast_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(cols16, COLS)
-    g, r, c = load_tile(g_ptr, rows, cols, across, EVEN, ROWS, COLS)
-    u, r, c = load_tile(u_ptr, rows, cols, across, EVEN, ROWS, COLS)
+    g, r, c = load_tile(g_ptr, tl.program_id(0), rows, cols, across, EVEN, ROWS, COLS)
+    u, r, c = load_tile(u_ptr, tl.program_id(0), rows, cols, across, EVEN, ROWS, COLS)
     if BACKWARD:
-        d, r, c = load_tile(d_ptr, rows, cols, across, EVEN, ROWS, COLS)
+        d, r, c = load_tile(d_ptr, tl.program_id(0), rows, cols, across, EVEN, ROWS, COLS)
         dg, du, h = _backward(d, g, u, HARDWARE)
         _cast_one(
             dg, parts_ptr, a_state_ptr, a_notes_ptr, growth, a_ptr, a_t_ptr, a_scale_ptr, r, c, rows16, cols16,

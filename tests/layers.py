@@ -10,7 +10,7 @@ from fp8stack.capability import native_recipe
 from fp8stack.kernels import ops
 
 RECIPES = ("current", "delayed", "blockwise")
-CASTS = ("cast", "cast_1x128", "cast_128x128", "cast_delayed", "swiglu_cast")
+CASTS = ("cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "swiglu_cast")
 
 
 def native(model, device="cpu", **overrides):

@@ -88,16 +88,24 @@ def test_the_table_of_products_is_the_record_s():
         assert abs(difference) < 0.005
 
 
-SUMS = {
-    "NCCL all-reduce, bfloat16": ("nccl bf16", None),
-    "NCCL all-reduce, float32": ("nccl fp32", None),
-    "`all_reduce`, bfloat16": ("nvlink bf16", "speedup"),
-    "`all_reduce`, float32": ("nvlink fp32", "speedup_fp32"),
-    "`all_reduce`, FP8 gradients": ("nvlink fp8", "speedup"),
-    "the same over NCCL's collectives, bfloat16": ("collective bf16", "speedup"),
-    "NCCL reduce-scatter, bfloat16": ("nccl reduce_scatter bf16", None),
-    "`reduce_scatter_tensor`, bfloat16": ("nvlink reduce_scatter bf16", "speedup"),
+_BF16 = {"NCCL all-reduce, bfloat16": "nccl bf16", "`all_reduce`, bfloat16": "nvlink bf16"}
+_SCATTER = {
+    "NCCL reduce-scatter, bfloat16": "nccl reduce_scatter bf16",
+    "`reduce_scatter_tensor`, bfloat16": "nvlink reduce_scatter bf16",
 }
+_FP8 = {"`all_reduce`, FP8 gradients": "nvlink fp8"}
+_OTHERS = {
+    "NCCL all-reduce, float32": "nccl fp32",
+    "`all_reduce`, float32": "nvlink fp32",
+    "over NCCL's collectives: bfloat16": "collective bf16",
+    "over NCCL's collectives: FP8 gradients": "collective fp8",
+    "over NCCL's collectives: reduce-scatter": "collective reduce_scatter bf16",
+}
+SUMS = (  # GPUs, whether in CUDA graphs, powers of two of bytes, rows
+    (4, False, (24, 26, 28, 30), {**_BF16, **_FP8, **_SCATTER, **_OTHERS}),
+    (2, False, (24, 26, 28, 30), {**_BF16, **_FP8, **_SCATTER}),
+    (4, True, (14, 18, 20, 22, 24), {**_BF16, **_FP8}),
+)
 DATA_PARALLEL = {
     "1.1 B Llama, DistributedDataParallel, bfloat16": ("llama", "ddp bf16"),
     "GPT-2 124M, DistributedDataParallel, bfloat16": ("gpt2", "ddp bf16"),
@@ -108,15 +116,20 @@ def test_the_tables_of_collectives_are_the_records():
     document, found = (ROOT / "docs/comm.md").read_text(), {}
     for line in (ROOT / "benchmarks/results/comm.jsonl").read_text().splitlines():
         record = json.loads(line)
-        found[record["variant"], record["params"]["size"]] = record
+        params = record["params"]
+        key = record["variant"], params["size"], params.get("ranks"), params.get("graphs")
+        found[key] = record
         assert not record.get("differing_bytes"), "ranks end with the same bits"
-    for name, (variant, faster) in SUMS.items():
-        cells = []
-        for size in (2**26, 2**28, 2**30):
-            record = found[variant, size]
-            times = f" ({record[faster]:.2f} ×)" if faster else ""
-            cells.append(f"{record['value']:.3f}{times}")
-        assert f"| {name} | {' | '.join(cells)} |" in document
+    for ranks, graphs, powers, names in SUMS:
+        for name, variant in names.items():
+            faster = None if variant.startswith("nccl") else "speedup"
+            faster = "speedup_fp32" if variant == "nvlink fp32" else faster
+            cells = []
+            for power in powers:
+                record = found[variant, 2**power, ranks, graphs]
+                times = f" ({record[faster]:.2f} ×)" if faster else ""
+                cells.append(f"{record['value']:.3f}{times}")
+            assert f"| {name} | {' | '.join(cells)} |" in document
 
 
 def test_the_table_of_data_parallel_steps_is_the_record_s():

@@ -66,6 +66,7 @@ def assert_near(result, exact, decibels):
 def check_collectives(rank, world, store, device):
     """Run every collective with every dtype and odd sizes; all ranks end with the same bits, near the exact ones."""
     device = enter(rank, world, store, device)
+    check_crossover(rank, world, device)
     check_transports(rank, world, device)
     for dtype in DTYPES:
         for size in SIZES:
@@ -109,6 +110,66 @@ def check_agreement(rank, world, store):
     nvlink._host = lambda: f"host{rank // 2}"
     assert nvlink._connect(dist.group.WORLD, device) == ("its ranks are on several hosts", "")
     leave()
+
+
+def check_crossover(rank, world, device):
+    """Below the crossover sums and gathers are bfloat16's, from it on FP8's; FP8 tensors stay FP8. Leaves it at 0."""
+    with pytest.raises(ConfigError, match="0 or more; got -1"):
+        comm.set_crossover(-1)
+    comm.set_transport("collective")
+    size = 128 * world
+    for dtype in DTYPES:
+        parts = [drawn(r, size, dtype).bfloat16().to(device, dtype) for r in range(world)]
+        exact = torch.stack(parts).double().sum(0)
+        for least, decibels, most in ((2 * size + 1, 44, 99), (2 * size, 24, 40), (0, 24, 40)):
+            comm.set_crossover(least)
+            whole, mine = parts[rank].clone(), torch.empty(128, dtype=dtype, device=device)
+            comm.all_reduce(whole, async_op=True).wait()
+            comm.reduce_scatter_tensor(mine, parts[rank], dist.ReduceOp.AVG)
+            joined = torch.empty(size, dtype=dtype, device=device)
+            comm.all_gather_into_tensor(joined, parts[rank][:128])
+            assert_equal_everywhere(whole)
+            assert_equal_everywhere(joined)
+            for result, expected in (
+                (whole, exact),
+                (mine, exact.view(world, -1)[rank] / world),
+                (joined, torch.cat([part[:128] for part in parts])),
+            ):
+                assert_near(result, expected, decibels)
+                if world > 1 and decibels < most < 99:
+                    noise = (result.double() - expected.double()).square().sum()
+                    assert noise > expected.double().square().sum() * 10 ** (-most / 10)
+    check_small(rank, world, device)
+    comm.set_crossover(0)
+
+
+def check_small(rank, world, device):
+    """What is different in bfloat16, and what stays FP8 below the crossover."""
+    comm.set_crossover(2**20)
+    x = torch.ones(20, 30, device=device).t()  # not contiguous
+    if rank == 0:
+        x[17, 3], x[2, 4] = torch.inf, torch.nan
+    with comm.Statistics() as statistics:
+        comm.all_reduce(x, dist.ReduceOp.AVG)
+        row = statistics.collect().get("all_reduce", {})
+    assert x[17, 3] == torch.inf
+    assert x.isfinite().sum() == 598
+    assert x[x.isfinite()].eq(1).all()
+    if world > 1:
+        assert (row["bytes"], row["blocks"]) == (2 * (world - 1) * 1200 // world, 5)
+        assert row["non_finite"] == 2
+    blocks = [BlockScaledTensor.quantize(drawn(rank, 300).to(device)) for _ in range(2)]
+    comm.all_reduce(blocks[0])
+    fed, errors = drawn(rank, 1024).to(device), []
+    for _ in range(2):
+        y = fed.clone()
+        errors.append(comm.error_like(y))
+        comm.all_reduce(y, error=errors[-1])
+        comm.set_crossover(0)
+    assert_same_bits(*errors)
+    assert errors[0].any() or world == 1
+    comm.all_reduce(blocks[1])
+    assert_same_bits_all(blocks[0].parts(), blocks[1].parts())
 
 
 def check_transports(rank, world, device):
@@ -456,7 +517,9 @@ def check_statistics(rank, world, device):
     if world == 1:
         assert first == {}  # nothing was sent
         return
-    chunk, others = 1328, world - 1  # 10 × 132 bytes, to a multiple of 16
+    others = world - 1
+    # 10 × 132 bytes; of collectives, to a multiple of 16
+    chunk = 1320 if nvlink.link_of(dist.group.WORLD, device) else 1328
     expected = {
         "all_reduce": (2, 4 * others * chunk, 20 * world, 4),
         "all_gather_into_tensor": (1, others * 1320 * world, 10 * world * world, 2 * world),
@@ -541,3 +604,47 @@ def note_failure(rank, world, store, how, notes):
     with contextlib.suppress(Exception):
         threading.Event().wait(0.5)
     os._exit(0)
+
+
+def note_failure_on_gpus(rank, world, store, how, transport, notes):
+    """As `note_failure`, over a transport between GPUs; note the error of a later call, as a kernel raises none."""
+    device = enter(rank, world, store, "cuda", timeout=5)
+    comm.set_transport(transport)
+    comm.set_crossover(0)
+    x = torch.ones(1000, device=device)
+    comm.all_reduce(x)
+    dist.barrier(device_ids=[rank])
+    torch.cuda.synchronize()
+    if rank == world - 1:
+        if how == "stalls":
+            time.sleep(14)
+        os._exit(0)
+    time.sleep(1)
+    start, finite = time.monotonic(), True
+    try:
+        comm.all_reduce(x)
+        torch.cuda.synchronize()
+        finite = bool(x.isfinite().any())
+        comm.all_reduce(x)
+    except CommError as error:
+        notes[rank] = (str(error), time.monotonic() - start, finite)
+    os._exit(0)
+
+
+def check_large(rank, world, store):
+    """More than 2^31 elements, over both transports."""
+    device = enter(rank, world, store, "cuda")
+    size = 2**31 + 1000
+    whole = torch.empty(size, dtype=torch.bfloat16, device=device)
+    part = torch.empty(size // world, dtype=torch.bfloat16, device=device)
+    for transport in ("nvlink", "collective"):
+        comm.set_transport(transport)
+        whole.fill_(rank + 1)
+        whole[-300:] *= 3
+        comm.reduce_scatter_tensor(part, whole)
+        assert part[: -300 if rank == world - 1 else None].eq(3).all()
+        assert part[-300:].eq(9 if rank == world - 1 else 3).all()
+        comm.all_reduce(whole)
+        assert whole[:-300].eq(3).all()
+        assert whole[-300:].eq(9).all()
+    leave()

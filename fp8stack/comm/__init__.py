@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         reduce_scatter_single,
         reduce_scatter_tensor,
     )
+    from .crossover import set_crossover
     from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
     from .fsdp import Fp8ReduceScatter, register_fp8_all_gather, register_fp8_reduce_scatter
     from .hosts import set_hierarchy
@@ -47,6 +48,7 @@ _PLACES = {
     "register_fp8_all_gather": "fsdp",
     "register_fp8_hook": "ddp",
     "register_fp8_reduce_scatter": "fsdp",
+    "set_crossover": "crossover",
     "set_hierarchy": "hosts",
     "set_transport": "nvlink",
 }
@@ -69,6 +71,7 @@ __all__ = [
     "register_fp8_all_gather",
     "register_fp8_hook",
     "register_fp8_reduce_scatter",
+    "set_crossover",
     "set_hierarchy",
     "set_transport",
 ]

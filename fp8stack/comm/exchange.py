@@ -1,9 +1,10 @@
 """What the collectives do: pack, move bytes, add up, unpack.
 
 Over NVLink a sum is one kernel (`nvlink.py`). Else it is an all-to-all and an all-gather of uint8 with kernels before,
-between and after them. A large tensor on a GPU goes in chunks then, and the kernels of one run on a second stream while
-another is on the wire; chunks are large, since each costs two more collectives. The bits of a sum do not depend on any
-of that; which rank keeps which part of its error does on chunks.
+between and after them; or what bfloat16 takes, if the tensor is small (`crossover.py`). A large tensor on a GPU goes in
+chunks, and the kernels of one run on a second stream while another is on the wire; chunks are large, since each costs
+two more collectives. The bits of a sum in FP8 do not depend on any of that; which rank keeps which part of its error
+does on chunks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout, scales_of
 from fp8stack.tensor import BlockScaledTensor
 
+from . import crossover
 from .nvlink import link_of
 from .statistics import Sent
 from .transport import Transport
@@ -32,6 +34,8 @@ def reduce_all(
     layout, divisor = flat(input, way.world), way.world if average else 1
     if link := link_of(way.group, input.device):
         link.all_reduce(*parts(input), *parts(output), layout, way, divisor, error)
+    elif error is None and crossover.is_small(input, way):
+        return crossover.reduce_all(output, input, way, divisor)
     else:
         chunks = _cut(output, input, error, layout) if input.is_cuda else []
         if len(chunks) > 1:
@@ -175,6 +179,8 @@ def reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport)
     if link := link_of(way.group, input.device):
         link.reduce_scatter(input, output, layout, way, divisor)
         return Sent((way.world - 1) * layout.per * (BLOCK + 4), 0, None)
+    if crossover.is_small(input, way):
+        return crossover.reduce_scatter(output, input, way, divisor)
     sent = pack(input, layout)
     received = torch.empty_like(sent)
     way.all_to_all(received, sent)
@@ -184,6 +190,8 @@ def reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport)
 
 def gather(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
     """All-gather."""
+    if crossover.is_small(output, way):
+        return crossover.gather(output, input, way)
     chunk = pack(input, Layout(1, input.numel(), 1))
     chunks = chunk.new_empty((way.world, chunk.shape[1]))
     way.all_gather(chunks, chunk)

@@ -27,6 +27,7 @@ from .checks import explain
 
 # Their names since torch 2.13, where the old ones warn.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Transport:
@@ -56,6 +57,16 @@ class Transport:
             mine = mine.clone()
         with blamed(self.what, self.group):
             all_gather(whole.view(-1), mine.view(-1), group=self._over)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Add up in the tensor's own dtype."""
+        with blamed(self.what, self.group):
+            dist.all_reduce(tensor, group=self._over)
+
+    def reduce_scatter(self, mine: Tensor, whole: Tensor) -> None:
+        """Add up this rank's part in the tensors' own dtype."""
+        with blamed(self.what, self.group):
+            _reduce_scatter(mine.view(-1), whole.view(-1), group=self._over)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy from a rank of the group, by its number in it."""

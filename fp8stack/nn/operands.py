@@ -3,10 +3,11 @@
 An activation is cast once for all layers that read it: the last one cast is remembered, so that q, k and v (or gate and
 up) share its codes. A norm that found out how large its output is leaves a note of it, which spares the cast behind it
 a pass over the same values. A weight is cast once for all micro-batches between two changes of it, and for
-recomputation: its `WeightCache` knows the codes by the weight's version counter. In evaluation a weight is always cast
-anew, since weights swapped in through `.data`, as moving averages are, leave no trace in that counter; nor is anything
-remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are part of the
-graph, where Inductor joins the search for the largest magnitude to whatever made the tensor.
+recomputation: its `WeightCache` knows the codes by the weight's version counter. With delayed scaling it also knows the
+scale, which the next cast takes while it fits, and so reads the weight once (`ops.recast`). In evaluation a weight is
+always cast anew, since weights swapped in through `.data`, as moving averages are, leave no trace in that counter; nor
+is anything remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are
+part of the graph, where Inductor joins the search for the largest magnitude to whatever made the tensor.
 """
 
 from __future__ import annotations
@@ -183,27 +184,35 @@ class WeightCache:
     """The codes of one weight, for the layers that share it."""
 
     def __init__(
-        self, weight: Tensor | None, keep: str, turned: bool = False, squares: bool = False
+        self,
+        weight: Tensor | None,
+        keep: str,
+        turned: bool = False,
+        squares: bool = False,
+        follows: bool = False,
     ) -> None:
         self._weight: Any = (lambda: None) if weight is None else weakref.ref(weight)
         self.keep = keep  # a choice of Recipe.weight_cache
         self.turned = turned  # the weight is [in, out]
         self.squares = squares  # a scale for each 128×128
+        self.follows = follows  # a cast takes the scale of the last one while that fits
         self._of: tuple[int, ...] = ()
         self._codes: WeightCodes | None = None
+        self._scale: Tensor | None = None  # of the last codes that were kept
         self.casts = 0  # how often this weight was cast
 
     @classmethod
     def of(cls, weight: Tensor | None, recipe: Recipe, turned: bool = False) -> WeightCache:
         """Return an empty cache as `recipe` wants it."""
-        return cls(weight, recipe.weight_cache, turned, recipe.fp8_recipe == "blockwise")
+        squares, follows = (recipe.fp8_recipe == name for name in ("blockwise", "delayed"))
+        return cls(weight, recipe.weight_cache, turned, squares, follows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
         # the copy's weight is another
-        return WeightCache(None, self.keep, self.turned, self.squares)
+        return WeightCache(None, self.keep, self.turned, self.squares, self.follows)
 
     def __reduce__(self) -> Any:
-        return WeightCache, (None, self.keep, self.turned, self.squares)
+        return WeightCache, (None, self.keep, self.turned, self.squares, self.follows)
 
     def codes(self, weight: Tensor, train: bool, backward: bool) -> tuple[WeightCodes, str]:
         """Return the codes of `weight` and how backward gets its own: "fp8+t", as they are, else as in Recipe.
@@ -218,31 +227,36 @@ class WeightCache:
                 # FSDP's whole weights come and go in memory that no counter tells about.
                 return self._cast(weight, False), "off"
             # loaded by assignment, or a copy's
-            self._weight, self._codes = weakref.ref(weight), None
+            self._weight, self._codes, self._scale = weakref.ref(weight), None, None
         if not train or keep == "off" or _capturing(weight) or _in_inference(weight):
             return self._cast(weight, backward and keep == "fp8+t"), keep
         # Some optimizers' kernels change weights and no version.
-        of = weight.data_ptr(), weight._version, count_steps()[0], _stream(weight)
+        stream, device = _stream(weight), weight.get_device()
+        of = weight.data_ptr(), weight._version, count_steps()[0], stream, device
         codes = self._codes
         if codes is None or self._of != of:
             self._codes = codes = None  # frees them before the next are allocated
-            self._codes = codes = self._cast(weight, keep == "fp8+t")
-            self._of = of
+            # Another stream has not waited for the scale.
+            previous = self._scale if self._of[3:] == (stream, device) else None
+            self._codes = codes = self._cast(weight, keep == "fp8+t", previous)
+            self._of, self._scale = of, codes.scale if self.follows else None
         return codes, keep
 
-    def _cast(self, weight: Tensor, backward: bool) -> WeightCodes:
+    def _cast(self, weight: Tensor, backward: bool, previous: Tensor | None = None) -> WeightCodes:
         if not torch.compiler.is_compiling():
             self.casts += 1
         if self.squares:
             blocks = ops.cast_128x128(weight.detach(), E4M3)
             codes = WeightCodes(*blocks[2:], *blocks[:2]) if self.turned else WeightCodes(*blocks)
             return codes if backward else codes._replace(backward=codes.backward.new_empty((0, 0)))
-        both = cast_matrix(
-            weight.detach(), E4M3, None, not self.turned or backward, self.turned or backward
-        )
+        layouts = not self.turned or backward, self.turned or backward
+        if previous is None:
+            plain, scale, turned, _ = cast_matrix(weight.detach(), E4M3, None, *layouts)
+        else:
+            plain, turned, scale = ops.recast(weight.detach(), E4M3, previous, *layouts)
         if self.turned:
-            return WeightCodes(both.codes_t, both.scale, both.codes, both.scale)
-        return WeightCodes(both.codes, both.scale, both.codes_t, both.scale)
+            plain, turned = turned, plain
+        return WeightCodes(plain, scale, turned, scale)
 
     @property
     def weight(self) -> Tensor | None:
@@ -251,7 +265,7 @@ class WeightCache:
 
     def forget(self) -> None:
         """Free the codes."""
-        self._codes = None
+        self._codes = None  # the scale still serves: a cast looks whether it does
 
 
 class How(NamedTuple):

@@ -5,6 +5,11 @@
 
 rows16 and cols16 are the sizes rounded up to a multiple of 16; the codes there are zero. Scale and rounding are
 `quantize.py`'s ("current scaling": from the amax of this very tensor).
+
+`recast` is for a matrix that was cast before and has changed a little since, as a weight has after a step. It keeps the
+scale of then while the tensor's own is in (1/2, 1 + 1/32] times that; else it gives what `cast` gives. So kernels can
+cast before they know the amax, no more than a factor of 2 of the range goes unused, and nothing saturates that would
+not be rounded to the largest code anyway: 448 × 33/32 = 462, and E4M3 would go on with 480.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ from .quantize import scale_and_inverse
 
 ALIGNMENT = 16
 """FP8 GEMMs need every dimension to be a multiple of this."""
+
+LEAST, MOST = 1 / 2, 1 + 1 / 32
+"""A scale is kept while the tensor's own is more than the first and no more than the second times it."""
 
 
 def aligned(size: int) -> int:
@@ -39,12 +47,37 @@ def cast(
 
     `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
     """
-    x = x.detach().reshape(-1, x.shape[-1]).float()
     if amax is None:
-        amax = x.abs().amax() if x.numel() else x.new_zeros(())
+        amax = _amax(x)
     elif amax.dtype is torch.int32:
         amax = amax.amax().view(torch.float32)
-    scale, inverse = scale_and_inverse(amax.float(), fmt)
+    scale, _ = scale_and_inverse(amax.float(), fmt)
+    return _cast_with(scale, x, fmt, codes, transposed)
+
+
+def recast(
+    x: Tensor,  # as `cast` takes it
+    fmt: MiniFloat,
+    previous: Tensor,  # float32 0-d: the scale that `cast` or `recast` returned for this matrix last
+    codes: bool = True,
+    transposed: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
+    """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
+    own, _ = scale_and_inverse(_amax(x), fmt)
+    # a scale that is zero or not finite fits nothing, and nothing fits such a one
+    fits = (own > previous * LEAST) & (own <= previous * MOST)
+    return _cast_with(torch.where(fits, previous, own), x, fmt, codes, transposed)
+
+
+def _amax(x: Tensor) -> Tensor:  # float32, 0-d
+    return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+
+
+def _cast_with(
+    scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.detach().reshape(-1, x.shape[-1]).float()
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     padded = pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))
     result = cast_finite(torch.where(inverse > 0, padded * inverse, 0.0), fmt)
     nothing = torch.empty((0, 0), dtype=fmt.dtype, device=x.device)

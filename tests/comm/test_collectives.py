@@ -7,8 +7,10 @@ from workers_comm import (
     check_agreement,
     check_collectives,
     check_disagreement,
+    check_large,
     note_failed_backward,
     note_failure,
+    note_failure_on_gpus,
 )
 
 from fp8stack import comm
@@ -57,6 +59,34 @@ def test_a_rank_that_is_gone_is_named(how, tmp_path):
         )
         assert "rank 2 did not take part" in message
         assert seconds < 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["nvlink", "collective"])
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_a_gpu_that_is_gone_is_named(how, transport, tmp_path, monkeypatch):
+    """Within the timeout of 5 s, and some. NCCL raises errors, and does not end the process, if it may block."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    with torch.multiprocessing.Manager() as manager:
+        notes = manager.dict()
+        arguments = (2, str(tmp_path / "store"), how, transport, notes)
+        torch.multiprocessing.spawn(note_failure_on_gpus, arguments, nprocs=2)
+        notes = dict(notes)
+    assert set(notes) == {0}
+    message, seconds, finite = notes[0]
+    assert "all_reduce of 1000 float32 elements over ranks 0, 1 failed on rank 0" in message
+    assert "rank 1 did not take part" in message
+    assert seconds < 12
+    assert finite == (transport == "collective")  # who raises at once has written nothing
+
+
+@pytest.mark.gpu
+def test_tensors_of_more_elements_than_an_int32_counts(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    spawn(check_large, 2, tmp_path / "store")
 
 
 def test_a_rank_that_is_gone_in_backward_is_named(tmp_path):

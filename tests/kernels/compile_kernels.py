@@ -62,6 +62,10 @@ MEASURED = {  # a disassembly takes longer than a compilation
     ("_parts_kernel", "bf16"),
     ("_cast_tiles_kernel", "e4m3, bf16"),
     ("_cast_tiles_kernel", "e5m2, fp32, any size"),
+    ("_recast_tiles_kernel", "e4m3, bf16"),
+    ("_recast_tiles_kernel", "e5m2, fp32, any size"),
+    ("_refit_kernel", "e4m3, bf16"),
+    ("_refit_kernel", "e5m2, fp32, any size"),
     ("_transpose_kernel", "even"),
     ("_cast_1x128_kernel", "e4m3, bf16"),
     ("_cast_128x128_kernel", "e4m3, bf16"),
@@ -91,6 +95,7 @@ TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
     "factor_ptr": "fp32", "group_ptr": "fp64", "group_of_ptr": "i32", "index_ptr": "i32", "steps_ptr": "fp32",
     "verdict_ptr": "fp32", "skipped_ptr": "fp32", "parts_ptr": "i32", "state_ptr": "fp32", "seed_ptr": "i32",
+    "slots_ptr": "i32", "previous_ptr": "fp32",
 }  # fmt: skip
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
@@ -206,7 +211,7 @@ def quantize_cases(names):
         label = f"{name}, {dtype}" + ("" if even else ", odd rows")
         constants = format_constants(FORMATS[name], names) | {"EVEN": even}
         if "STATE" in names:
-            constants["STATE"] = "" if name in ("e4m3", "e5m2") else name
+            constants |= {"STATE": "" if name in ("e4m3", "e5m2") else name, "HARDWARE": None}
         yield label, pointers, constants
 
 
@@ -336,6 +341,8 @@ CASES = {
     "_count_kernel": count_cases,
     "_parts_kernel": parts_cases,
     "_cast_tiles_kernel": matrix_cases,
+    "_recast_tiles_kernel": matrix_cases,
+    "_refit_kernel": matrix_cases,
     "_transpose_kernel": transpose_cases,
     "_cast_1x128_kernel": matrix_cases,
     "_cast_128x128_kernel": matrix_cases,
@@ -360,9 +367,12 @@ CASES = {
 }
 SIZES = {
     "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": scalars.SIZE, "PARTS": cast.PARTS,
+    "SLOTS": cast.SLOTS,
 }  # fmt: skip
 TILES = {  # [rows, columns] of one program
     "_cast_tiles_kernel": (cast.TILE, cast.TILE),
+    "_recast_tiles_kernel": (cast.TILE, cast.TILE),
+    "_refit_kernel": (cast.TILE, cast.TILE),
     "_transpose_kernel": (cast.TILE, cast.TILE),
     "_cast_1x128_kernel": (128, 128),
     "_cast_128x128_kernel": (128, 128),
@@ -374,6 +384,8 @@ TILES = {  # [rows, columns] of one program
 LAUNCHES = {
     "_parts_kernel": cast._launch_parts.options,
     "_cast_tiles_kernel": cast._launch_cast.options,
+    "_recast_tiles_kernel": cast._launch_recast.options,
+    "_refit_kernel": cast._launch_refit.options,
     "_transpose_kernel": cast._launch_transpose.options,
     "_cast_1x128_kernel": cast_blocks._launch_1x128.options,
     "_cast_128x128_kernel": cast_blocks._launch_128x128.options,

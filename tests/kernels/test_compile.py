@@ -37,6 +37,10 @@ BUDGETS = {  # (kernel, case): instructions an element
     ("_parts_kernel", "bf16"): 8.1,
     ("_cast_tiles_kernel", "e4m3, bf16"): 21.5,
     ("_cast_tiles_kernel", "e5m2, fp32, any size"): 23.5,
+    ("_recast_tiles_kernel", "e4m3, bf16"): 23.5,
+    ("_recast_tiles_kernel", "e5m2, fp32, any size"): 25.5,
+    ("_refit_kernel", "e4m3, bf16"): 24.5,
+    ("_refit_kernel", "e5m2, fp32, any size"): 27,
     ("_transpose_kernel", "even"): 5.6,
     ("_cast_1x128_kernel", "e4m3, bf16"): 54,
     ("_cast_128x128_kernel", "e4m3, bf16"): 24.5,
@@ -53,8 +57,13 @@ BUDGETS = {  # (kernel, case): instructions an element
     ("_rmsnorm_backward_kernel", "fp32, longest rows"): 21.3,
 }
 ON_HOPPER = {  # where the hardware casts, budgets are as tight
+    ("_quantize_blocks_kernel", "e4m3, bf16"): 14,
     ("_cast_tiles_kernel", "e4m3, bf16"): 11.7,
     ("_cast_tiles_kernel", "e5m2, fp32, any size"): 13.3,
+    ("_recast_tiles_kernel", "e4m3, bf16"): 13.3,
+    ("_recast_tiles_kernel", "e5m2, fp32, any size"): 14.9,
+    ("_refit_kernel", "e4m3, bf16"): 14.2,
+    ("_refit_kernel", "e5m2, fp32, any size"): 16.3,
     ("_cast_1x128_kernel", "e4m3, bf16"): 33.5,
     ("_cast_128x128_kernel", "e4m3, bf16"): 14,
     ("_cast_delayed_kernel", "e4m3, bf16"): 17,
@@ -64,10 +73,14 @@ ON_HOPPER = {  # where the hardware casts, budgets are as tight
     ("_swiglu_cast_kernel", "backward, delayed, bf16"): 60.5,
 }
 CASTS = {  # kernels that use the hardware's casts where there are any
-    "_cast_tiles_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel", "_cast_delayed_kernel", "_swiglu_cast_kernel",
-    "_pack_kernel", "_reduce_kernel", "_unpack_kernel", "_two_shot_kernel",
+    "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel",
+    "_cast_delayed_kernel", "_swiglu_cast_kernel", "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
+    "_two_shot_kernel", "_quantize_blocks_kernel",
 }  # fmt: skip
-CAST_NOTHING = {("_pack_kernel", "codes"), ("_unpack_kernel", "codes")}
+CAST_NOTHING = {
+    ("_pack_kernel", "codes"), ("_unpack_kernel", "codes"), ("_quantize_blocks_kernel", "e4m3_root, fp32"),
+    ("_quantize_blocks_kernel", "ue3m5, fp32"), ("_quantize_blocks_kernel", "s1e3m4, fp32, odd rows"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
 """Native layers under torch.compile and in CUDA graphs: the bits of eager mode."""
 
+import copy
+
 import pytest
 import torch
 from helpers import assert_same_bits
 from layers import QKV, RECIPES, linear, native, results
 from torch import nn
 
+from fp8stack.kernels import ops
 from fp8stack.nn.fused import fuse
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -101,6 +104,25 @@ def test_a_fused_block_whose_input_has_its_name(device):
     assert_same_bits(compiled(x=x), model(x=x.clone()))
 
 
+def test_compiled_weights_have_their_own_scales(device, monkeypatch):
+    """And what eager mode knew of them is there again after it."""
+    torch._dynamo.reset()
+    layer = linear(32, 48, device=device, fp8_recipe="delayed")
+    x = torch.randn(20, 32, device=device)
+    results(layer, x)
+    before = float(layer.products.weights._codes.scale)
+    with torch.no_grad():
+        layer.weight.mul_(0.9)
+    expected = results(copy.deepcopy(layer), x)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "recast", None)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        for one, same in zip(results(compiled, x), expected, strict=True):
+            assert_same_bits(one, same)
+    results(layer, x)
+    assert float(layer.products.weights._codes.scale) == before
+
+
 def test_dynamic_shapes_do_not_compile_for_each(device):
     torch._dynamo.reset()
     model = linear(32, 48, device=device)
@@ -140,12 +162,13 @@ def test_inductor_gives_results_within_its_own_rounding(recipe):
 @RECIPE
 @pytest.mark.parametrize("keep", ["fp8+t", "fp8", "off"])
 def test_a_captured_step_reads_the_weights_and_inputs_of_each_replay(recipe, keep):
-    def make():
+    def make(keep):
         torch.manual_seed(4)
         parts = (nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
         return native(nn.Sequential(*parts), "cuda", fp8_recipe=recipe, weight_cache=keep)
 
-    captured, eager = make(), make()
+    # In a graph weights have their own scales, as they have without a cache.
+    captured, eager = make(keep), make("off" if recipe == "delayed" else keep)
     x = torch.zeros(32, 64, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -1,6 +1,7 @@
 """What is cast and when: weights once for each change of them, inputs once for all layers that read them."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -9,6 +10,10 @@ from helpers import assert_same_bits
 from layers import QKV, RECIPES, casts_of, count_casts, linear, native, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from fp8stack.formats import E4M3
+from fp8stack.kernels import ops
+from fp8stack.nn.operands import WeightCache
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 KEEPS = pytest.mark.parametrize("keep", ["fp8+t", "fp8"])
@@ -202,6 +207,203 @@ def test_copies_compute_the_same_and_live_their_own_life(recipe, device):
         assert not torch.equal(results(other, x)[0], expected[0])
     if recipe != "delayed":
         assert_same_bits(results(model, x)[0], expected[0])
+
+
+# --- weights of delayed scaling, whose scales are kept while they fit
+
+
+def delayed(device, **options):
+    return linear(device=device, fp8_recipe="delayed", **options)
+
+
+def scale_of(layer):
+    """Return the scale of the codes that are kept of the weight."""
+    return float(layer.products.weights._codes.scale)
+
+
+def own_scale(layer):
+    return float(ops.cast(layer.weight.detach(), E4M3)[2])
+
+
+def scaled(layer, factor):
+    with torch.no_grad():
+        layer.weight.mul_(factor)
+
+
+@KEEPS
+def test_a_weight_keeps_its_scale_until_it_misfits(keep, device):
+    layer = delayed(device, weight_cache=keep)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    scale = own_scale(layer)
+    assert scale_of(layer) == scale
+    for factor, kept in ((1.02, True), (1.02, False), (0.7, True), (0.75, True), (0.9, False)):
+        scaled(layer, factor)
+        y = results(layer, x)[0]
+        scale = scale if kept else own_scale(layer)
+        assert scale_of(layer) == scale
+        codes, codes_t, _ = ops.recast(
+            layer.weight.detach(), E4M3, torch.tensor(scale, device=device)
+        )
+        kept_codes = layer.products.weights._codes
+        assert_same_bits(kept_codes.forward, codes)
+        assert_same_bits(kept_codes.backward, codes_t if keep == "fp8+t" else codes[:0, :0])
+        exact = nn.functional.linear(x, layer.weight, layer.bias)
+        assert (y - exact).norm() < 0.041 * exact.norm()  # as in test_recipes.py
+    assert casts_of(layer) == 6
+
+
+def test_a_weight_whose_codes_are_laid_out_for_x_times_w_keeps_its_scale(device):
+    weight = nn.Parameter(torch.randn(48, 32, device=device))
+    cache = WeightCache(weight, "fp8+t", turned=True, follows=True)
+    first, _ = cache.codes(weight, True, True)
+    with torch.no_grad():
+        weight.mul_(0.8)
+    for codes, _ in (cache.codes(weight, True, True), cache.codes(weight, True, False)):
+        expected = ops.recast(weight.detach(), E4M3, first.scale)
+        assert_same_bits(codes.forward, expected[1])
+        assert_same_bits(codes.backward, expected[0])
+        assert_same_bits(codes.scale, first.scale)
+    assert cache.casts == 2
+
+
+@pytest.mark.parametrize("factor", [1e-3, 0.3, 1.05, 100.0])
+def test_weights_of_another_size_are_loaded(factor, device):
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    layer.load_state_dict({k: factor * v for k, v in layer.state_dict().items()})
+    assert_fresh(layer, x)
+    assert scale_of(layer) == own_scale(layer)
+    with torch.no_grad():
+        layer.weight[3, 5] = torch.nan
+    assert results(layer, x)[0].isnan().all()
+    layer.load_state_dict({k: v.nan_to_num() for k, v in layer.state_dict().items()})
+    assert_fresh(layer, x)
+
+
+@pytest.mark.parametrize("change", ["parameter", "assign", "deepcopy", "pickle", "save"])
+def test_another_weight_begins_with_its_own_scale(change, device):
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    before = scale_of(layer)
+    other = layer
+    if change == "parameter":
+        layer.weight = nn.Parameter(layer.weight.detach() * 0.9)
+    elif change == "assign":
+        layer.load_state_dict({k: 0.9 * v for k, v in layer.state_dict().items()}, assign=True)
+    else:
+        scaled(layer, 0.9)
+        results(layer, x)
+        assert scale_of(layer) == before
+        if change == "deepcopy":
+            other = copy.deepcopy(layer)
+        elif change == "pickle":
+            other = pickle.loads(pickle.dumps(layer))
+        else:
+            file = io.BytesIO()
+            torch.save(layer, file)
+            file.seek(0)
+            other = torch.load(file, weights_only=False)
+    results(other, x)
+    assert scale_of(other) == own_scale(other) < before
+    scaled(other, 0.9)
+    results(other, x)
+    assert scale_of(other) > own_scale(other)  # and keeps it
+
+
+def test_evaluation_and_inference_take_the_weight_s_own_scale_and_leave_no_trace(device):
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    scaled(layer, 0.8)
+    trained = results(layer, x)
+    layer.eval()
+    expected = copy.deepcopy(layer)(x)
+    before = layer.products.weights._codes
+    assert_same_bits(layer(x), expected)
+    assert not torch.equal(expected, trained[0])
+    layer.train()
+    with torch.inference_mode():
+        assert_same_bits(layer(x), expected)
+    assert layer.products.weights._codes is before
+    assert_same_bits(layer(x), trained[0])
+    scaled(layer, 0.8)
+    results(layer, x)
+    assert scale_of(layer) == float(before.scale)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weight_cache": "off"}, {"fp8_recipe": "current"}, {"fp8_recipe": "blockwise"}],
+    ids=["off", "current", "blockwise"],
+)
+def test_other_weights_always_have_their_own_scales(options, device, monkeypatch):
+    layer = linear(device=device, **{"fp8_recipe": "delayed", **options})
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    monkeypatch.setattr(ops, "recast", None)
+    scaled(layer, 0.9)
+    assert_fresh(layer, x)
+
+
+def test_forgotten_codes_come_again(device):
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    for factor in (1.0, 0.8):
+        scaled(layer, factor)
+        before = results(layer, x)
+    layer.products.weights.forget()
+    for given, same in zip(results(layer, x), before, strict=True):
+        assert_same_bits(given, same)
+    assert casts_of(layer) == 3
+
+
+@KEEPS
+@REENTRANT
+def test_recomputation_repeats_the_codes_of_a_weight_whose_scale_is_kept(keep, reentrant, device):
+    given = {}
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        layer = delayed(device, weight_cache=keep)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
+        found, kept = [], 0
+        for _ in range(6):
+            x = torch.randn(16, 32, device=device, requires_grad=True)
+            y = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+            y.square().sum().backward()
+            found += [y.detach(), x.grad, layer.weight.grad.clone()]
+            kept += scale_of(layer) != own_scale(layer)
+            optimizer.step()
+            optimizer.zero_grad()
+        given[recompute] = found
+        assert kept > 2
+        assert casts_of(layer) == 6
+    for one, other in zip(given[True], given[False], strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.gpu
+def test_a_weight_on_another_gpu_or_stream_begins_with_its_own_scale():
+    layer = delayed("cpu")
+    x = torch.randn(16, 32)
+    results(layer, x)
+    for to in (lambda: layer.cuda(), lambda: layer.cpu()):
+        to()
+        scaled(layer, 0.9)
+        results(layer, x.to(layer.weight.device))
+        assert scale_of(layer) == own_scale(layer)
+    layer.cuda()
+    x = x.cuda()
+    for stream in (torch.cuda.Stream(), torch.cuda.current_stream()):
+        for first in (True, False):
+            scaled(layer, 0.9)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                results(layer, x)
+            torch.cuda.synchronize()
+            assert (scale_of(layer) == own_scale(layer)) is first
 
 
 # --- inputs

@@ -1,0 +1,337 @@
+"""Casts with the scale of the cast before: when it is kept, what it costs, and Triton against the reference."""
+
+import math
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+from fp8stack.formats import E4M3, E5M2
+from fp8stack.kernels import cast as triton_cast
+from fp8stack.kernels import ops
+from fp8stack.kernels.launch import Launcher
+from fp8stack.kernels.reference import cast as reference_cast
+from fp8stack.kernels.reference.cast import aligned
+from fp8stack.kernels.reference.cast_delayed import encode_saturating
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+
+NAN, INF = math.nan, math.inf
+OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+SHAPES = [(1, 1), (1, 130), (130, 1), (17, 33), (128, 128), (129, 257), (2, 3, 40), (70,)]
+EDGE = 1 + 1 / 32
+KEPT = [1.0, 1.99, 0.98, 32 / 33 + 1e-6]  # previous scale / own scale
+LEFT = [2.0, 2.01, 0.96, 32 / 33 - 1e-6, 1e20, 1e-20, 0.0, -1.0, NAN, INF, -INF]
+
+
+def scalar(value, device="cpu"):
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def own_scale(x, fmt):
+    return reference_cast.cast(x.cpu(), fmt, False, False)[2]
+
+
+def assert_same(results, expected, what=""):
+    for i, (given, same) in enumerate(zip(results, expected, strict=True)):
+        assert_same_bits(given, same, f"{what}, result {i}")
+
+
+def assert_cast_with(scale, results, x, fmt):
+    """Compare with the codes of each element by itself."""
+    codes = encode_saturating(x.cpu().float().reshape(-1, x.shape[-1]), scale, fmt)
+    whole = torch.zeros([aligned(n) for n in codes.shape], dtype=torch.uint8)
+    whole[: codes.shape[0], : codes.shape[1]] = codes.view(torch.uint8)
+    assert_same_bits(results[2], scale)
+    assert_same_bits(results[0].view(torch.uint8), whole)
+    assert_same_bits(results[1].view(torch.uint8), whole.t().contiguous())
+
+
+# --- when a scale is kept
+
+
+@OCP
+@INPUTS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_scale_that_fits_is_kept_and_another_gives_a_cast(fmt, dtype, shape, device):
+    x = torch.randn(shape).to(dtype)
+    own = own_scale(x, fmt)
+    for factor in KEPT:
+        previous = own * factor
+        results = ops.recast(x.to(device), fmt, previous.to(device))
+        assert_cast_with(previous, results, x, fmt)
+    for factor in LEFT:
+        results = ops.recast(x.to(device), fmt, (own * factor).to(device))
+        assert_same(results, reference_cast.cast(x, fmt), f"factor {factor}")
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 1.0, 2.0**90], ids=["small", "one", "large"])
+def test_the_bounds_are_exact(size, kernel_device):
+    """A scale is kept where own / previous is in (1/2, 1 + 1/32]."""
+    below = torch.nextafter(scalar(1), scalar(0)).item()
+    for own, previous, kept in (
+        (1, 2, False),
+        (1, 2 * below, True),
+        (EDGE, 1, True),
+        (EDGE, below, False),
+        (1 + 1 / 16, 1, False),
+    ):
+        x = torch.tensor([[size * own * E4M3.max, 0.0]])
+        for kernels, device in ((reference_cast, "cpu"), (triton_cast, kernel_device)):
+            scale = kernels.recast(x.to(device), E4M3, scalar(size * previous, device))[2]
+            assert_same_bits(scale, scalar(size * (previous if kept else own)))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF, 0.0, 2.0**-149, 2.0**-120], ids=str)
+@pytest.mark.parametrize("previous", [1.0, 2.0**-126, 2.0**-130, 0.0, NAN, INF], ids=str)
+def test_what_is_not_finite_or_has_no_scale_is_as_in_a_cast(bad, previous, device):
+    """Anywhere in the matrix; and the next cast is a clean one."""
+    x = torch.zeros(140, 300) if abs(bad) < 1 else torch.randn(140, 300)
+    x[139, 299] = bad
+    results = ops.recast(x.to(device), E4M3, scalar(previous, device))
+    assert_same(results, reference_cast.cast(x, E4M3))
+    assert results[2].isnan() if not math.isfinite(bad) else results[2].eq(0)
+    assert results[0].view(torch.uint8).eq(0).all()
+    x = torch.randn(140, 300)
+    assert_same(ops.recast(x.to(device), E4M3, results[2]), reference_cast.cast(x, E4M3))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 40)], ids=str)
+def test_nothing_is_cast_as_ever(shape, device):
+    x = torch.empty(shape)
+    results = ops.recast(x.to(device), E4M3, scalar(1.0, device))
+    assert_same(results, reference_cast.cast(x, E4M3))
+
+
+@OCP
+def test_a_layout_that_was_not_asked_for_is_empty(fmt, device):
+    x = torch.randn(20, 140, device=device)
+    for factor in (1.01, 4.0):
+        previous = own_scale(x, fmt).to(device) * factor
+        codes, codes_t, scale = ops.recast(x, fmt, previous)
+        for wanted in ((True, False), (False, True), (False, False)):
+            results = ops.recast(x, fmt, previous, *wanted)
+            assert_same_bits(results[0], codes if wanted[0] else codes[:0, :0])
+            assert_same_bits(results[1], codes_t if wanted[1] else codes_t[:0, :0])
+            assert_same_bits(results[2], scale)
+
+
+@OCP
+@INPUTS
+def test_a_cast_with_the_scale_that_the_last_one_gave_is_the_same(fmt, dtype, device):
+    x = torch.randn(140, 300).to(dtype)
+    for factor in (*KEPT, *LEFT):
+        previous = (own_scale(x, fmt) * factor).to(device)
+        first = ops.recast(x.to(device), fmt, previous)
+        again = ops.recast(x.to(device), fmt, first[2])
+        assert_same(again, first, f"factor {factor}")
+        assert again[2].data_ptr() != first[2].data_ptr()  # which backward may still read
+
+
+def test_a_scale_follows_a_weight_in_steps(device):
+    """A model in Python, of a magnitude that drifts and jumps."""
+    x = torch.randn(40, 60)
+    scale, kept = ops.cast(x.to(device), E4M3)[2], 0
+    for i in range(200):
+        x = x * (1 + 0.02 * math.sin(i / 9) + (i % 50 == 49) * (3 if i % 100 == 49 else -0.9))
+        own, previous = float(own_scale(x, E4M3)), float(scale)
+        scale = ops.recast(x.to(device), E4M3, scale)[2]
+        fits = 0.5 < own / previous <= EDGE
+        kept += fits
+        assert float(scale) == (previous if fits else own)
+    assert 100 < kept < 197
+
+
+# --- what it costs
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "outliers"])
+@pytest.mark.parametrize("growth", [-0.499, -0.2, 0.0, 0.01, 0.03, 1 / 32 - 1e-6])
+def test_no_value_errs_by_more_than_rounding_may(kind, growth, device):
+    """Against float64: by 2^-4 of itself, or half a step of the subnormal codes; beyond the largest by half of its."""
+    if kind == "heavy":
+        x = torch.distributions.StudentT(2.0).sample((384, 512))
+    else:
+        x = torch.randn(384, 512)
+    if kind == "outliers":
+        x[:, 5] *= 1e4
+    previous = own_scale(x, E4M3)
+    x = x * (1 + growth)
+    codes, _, scale = (t.cpu() for t in ops.recast(x.to(device), E4M3, previous.to(device)))
+    assert_same_bits(scale, previous)
+    error = (codes.double() * scale.double() - x.double()).abs()
+    step = E4M3.min_positive * scale.double()
+    assert (error <= (x.double().abs() / 16).clamp(min=step / 2) * (1 + 1e-6)).all()
+    beyond = x.double().abs() > E4M3.max * scale.double()
+    assert beyond.any() or growth <= 0
+    assert (error[beyond] < 16 * scale.double()).all()
+    own = ops.cast(x.to(device), E4M3)
+    own_error = (own[0].cpu().double() * float(own[2]) - x.double()).norm()
+    if kind == "gaussian":  # of the others, one element may be all of it
+        assert error.norm() < 1.05 * own_error
+
+
+# --- Triton against the reference
+
+
+def assert_casts_as_reference(x, fmt, previous, device, *layouts):
+    """Compare all results. `x` may be a view, which is rebuilt on the device."""
+    base = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+    view = base.as_strided(x.shape, x.stride(), x.storage_offset())
+    before = previous.to(device)
+    results = triton_cast.recast(view, fmt, before, *layouts)
+    expected = reference_cast.recast(x, fmt, previous, *layouts)
+    assert_same(results, expected)
+    assert_same_bits(before, previous)
+    return expected
+
+
+@OCP
+@INPUTS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matrices_cast_as_in_the_reference(fmt, dtype, shape, kernel_device, rough):
+    """Ordinary values; values of all exponents; and those with NaN and infinity among them."""
+    limit = 6e4 if dtype is torch.float16 else 1e30
+    values = rough(shape, dtype, limit)
+    for x in (
+        torch.randn(shape).to(dtype),
+        values,
+        values.nan_to_num(limit, -limit / 3, limit / 7),
+    ):
+        for factor in (0.98, 1.7, 3.0, 0.5, 0.0):
+            previous = own_scale(x, fmt).nan_to_num(1.0) * factor
+            assert_casts_as_reference(x, fmt, previous, kernel_device)
+
+
+@OCP
+def test_special_values_cast_as_in_the_reference(fmt, kernel_device, special_values):
+    """Every code, midpoint and neighbour of one, and what lies beyond the largest."""
+    special = special_values(fmt)
+    x = special[special.abs() <= fmt.max * EDGE].repeat(2)[:-1]
+    results = assert_casts_as_reference(x.reshape(1, -1), fmt, scalar(1.0), kernel_device)
+    assert results[2] == 1
+    assert x.abs().max() > fmt.max
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_views_cast_as_in_the_reference(dtype, kernel_device):
+    """Strided ones, and contiguous ones that begin at any byte, as a scale may, which the next call may not have."""
+    base, scales = torch.randn(40 * 130 + 8).to(dtype), torch.full((4,), 0.008)
+    for _ in range(2):
+        for offset in (0, 1, 4):
+            x = base[offset : offset + 40 * 130].view(40, 130)
+            assert_casts_as_reference(x, E4M3, scalar(0.008), kernel_device)
+            given = triton_cast.recast(x.to(kernel_device), E4M3, scales.to(kernel_device)[1])
+            assert_same(given, reference_cast.recast(x, E4M3, scales[1]))
+    x = base[: 40 * 130].view(40, 130)
+    for view in (x.t(), x[::2], x[:, 1:], x[5:6].expand(20, 130)):
+        for factor in (0.99, 5.0):
+            previous = own_scale(view, E5M2) * factor
+            assert_casts_as_reference(view, E5M2, previous, kernel_device)
+
+
+def test_a_program_looks_after_many_tiles(kernel_device, monkeypatch):
+    """Of each tile in turn the largest value is what makes the scale misfit."""
+    monkeypatch.setattr(triton_cast, "SLOTS", 2)
+    monkeypatch.setattr(triton_cast, "PROGRAMS", 2)
+    again = Launcher(triton_cast._refit_kernel, **triton_cast._launch_refit.options)
+    monkeypatch.setattr(triton_cast, "_launch_refit", again)
+    x = torch.randn(300, 300)
+    previous = own_scale(x, E4M3)
+    assert_casts_as_reference(x, E4M3, previous, kernel_device)
+    for row in (0, 150, 299):
+        for col in (0, 150, 299):
+            y = x.clone()
+            y[row, col] = -9.0
+            scale = assert_casts_as_reference(y, E4M3, previous, kernel_device)[2]
+            assert float(scale) == pytest.approx(9 / 448)
+
+
+def test_casts_do_not_share_their_results(kernel_device):
+    """Matrices of many tiles and of one, and casts between them, use the same pieces of memory."""
+    shapes = [(270, 240), (1, 1), (16, 256), (20, 20)]
+    inputs = [torch.randn(shapes[i % 4]) * 2.0 ** (i % 7) for i in range(80)]
+    results = []
+    for i, x in enumerate(inputs):
+        previous = own_scale(x, E4M3) * (1.5 if i % 3 else 3)
+        results.append(
+            (x, previous, triton_cast.recast(x.to(kernel_device), E4M3, previous.to(kernel_device)))
+        )
+        triton_cast.cast(x.to(kernel_device), E4M3, eager=True)
+    for x, previous, result in results:
+        assert_same(result, reference_cast.recast(x, E4M3, previous))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("fmt", "dtype"),
+    [(E4M3, torch.bfloat16), (E5M2, torch.float32), (E4M3, torch.float16)],
+    ids=["e4m3-bf16", "e5m2-fp32", "e4m3-fp16"],
+)
+@pytest.mark.parametrize(
+    "shape", [(4096, 4100), (4096, 4096), (70001, 129), (3, 2**17), (8192, 8320)], ids=str
+)
+def test_large_matrices_cast_as_in_the_reference(fmt, dtype, shape):
+    """The last shape has more tiles than a program reads magnitudes at once."""
+    x = torch.randn(shape).to(dtype)
+    x[-1, -1] = 300  # what makes the scale lies in the last tile
+    for factor in (0.99, 1.9, 2.1):
+        assert_casts_as_reference(x, fmt, own_scale(x, fmt) * factor, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cols", [2**14, 2**14 + 1], ids=["even", "odd"])
+def test_elements_beyond_two_to_the_31_cast_like_the_first_ones(cols, rows_beyond_int32):
+    x = torch.randn(128, cols, device="cuda").bfloat16()
+    x[0, 0] = 100
+    full = x.repeat(rows_beyond_int32 // 128 + 1, 1)[:rows_beyond_int32]
+    first = rows_beyond_int32 // 128 * 128
+    rest = rows_beyond_int32 - first
+    for factor in (0.98, 3.0):
+        previous = own_scale(x, E4M3) * factor
+        results = triton_cast.recast(full, E4M3, previous.cuda())
+        expected = reference_cast.recast(x.cpu(), E4M3, previous)
+        assert_same_bits(results[2], expected[2])
+        assert_same_bits(results[0][first : first + rest], expected[0][:rest])
+        last = results[1][:, first : first + rest].contiguous()
+        assert_same_bits(last, expected[1][:, :rest].contiguous())
+        del results
+
+
+@pytest.mark.gpu
+def test_a_captured_cast_reads_what_its_inputs_are_at_each_replay():
+    x, previous = torch.randn(300, 400, device="cuda"), scalar(1.0, "cuda")
+    triton_cast.recast(x, E4M3, previous)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = triton_cast.recast(x, E4M3, previous)
+    for factor in (0.98, 1.5, 4.0, 0.98, 0.1):
+        x.copy_(torch.randn(300, 400))
+        previous.copy_(own_scale(x, E4M3) * factor)
+        triton_cast.recast(torch.randn(500, 500, device="cuda"), E4M3, previous)  # of eager mode
+        graph.replay()
+        expected = reference_cast.recast(x.cpu(), E4M3, previous.cpu())
+        assert_same(results, expected, f"factor {factor}")
+
+
+@pytest.mark.gpu
+def test_casts_on_two_streams_keep_apart():
+    inputs = [torch.randn(2048, 2048, device="cuda") * 2.0**i for i in range(8)]
+    scales = [own_scale(x, E4M3) * (1.5 if i % 3 else 3) for i, x in enumerate(inputs)]
+    on_gpu = [s.cuda() for s in scales]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(5):
+        for i, x in enumerate(inputs):
+            with torch.cuda.stream(streams[i % 2]):
+                results.append((i, triton_cast.recast(x, E4M3, on_gpu[i])))
+    torch.cuda.synchronize()
+    expected = [
+        reference_cast.recast(x.cpu(), E4M3, s) for x, s in zip(inputs, scales, strict=True)
+    ]
+    for i, result in results:
+        assert_same(result, expected[i])
