@@ -161,7 +161,8 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool, out: Tensor | N
         out = x.new_empty((layout.world, layout.pitch), dtype=torch.uint8)
     blocks = layout.world * layout.per
     if blocks:
-        key = (layout, x.dtype, x.device, codes, x.data_ptr() % 16, scale.data_ptr() % 16)
+        places = [t.data_ptr() % 16 for t in (x, scale, out)]
+        key = (layout, x.dtype, x.device, codes, *places)
         with on_device(x.device):
             _launch_pack(
                 key, _grid(blocks), raw_stream(x),

@@ -14,7 +14,7 @@ from helpers import assert_same_bits
 from workers import leave_ranks
 
 from fp8stack import comm
-from fp8stack.comm import exchange, nvlink
+from fp8stack.comm import crossover, exchange, nvlink
 from fp8stack.errors import CommError, ConfigError
 from fp8stack.tensor import BlockScaledTensor
 
@@ -140,6 +140,21 @@ def check_crossover(rank, world, device):
                     noise = (result.double() - expected.double()).square().sum()
                     assert noise > expected.double().square().sum() * 10 ** (-most / 10)
     check_small(rank, world, device)
+    comm.set_crossover(2**20)
+    large = torch.full((300 * world,), 60000.0, dtype=torch.float16, device=device)
+    part = large[:300].clone()
+    comm.reduce_scatter_tensor(part, large, dist.ReduceOp.AVG)
+    comm.all_reduce(large, dist.ReduceOp.AVG)  # the sum is no float16
+    assert_near(part, torch.full_like(part, 60000.0), 40)
+    assert_near(large, torch.full_like(large, 60000.0), 40)
+    group, known = dist.group.WORLD, nvlink._Known("auto", "its GPUs are strangers")
+    del crossover._CROSSOVERS[group]
+    for transport, reason, least in (
+        ("auto", known.link, 2**24), ("auto", nvlink._FAR, 0), ("collective", known.link, 0),
+    ):  # fmt: skip
+        nvlink._GROUPS[group] = nvlink._Known(transport, reason)
+        assert crossover.crossover_of(group) == least
+    del nvlink._GROUPS[group]
     comm.set_crossover(0)
 
 
@@ -363,6 +378,8 @@ def check_blocks(rank, world, device):
 
 def check_refusals(rank, world, device):
     x = torch.ones(8, device=device)
+    codes = torch.zeros(128, 256, dtype=torch.float8_e4m3fn, device=device).t()
+    turned = BlockScaledTensor(codes, torch.ones(256, 1, device=device))
     for error, call in (
         ("ReduceOp.SUM and ReduceOp.AVG", lambda: comm.all_reduce(x, dist.ReduceOp.MAX)),
         ("torch.int64", lambda: comm.all_reduce(torch.ones(8, dtype=torch.int64, device=device))),
@@ -372,6 +389,7 @@ def check_refusals(rank, world, device):
         ("elements", lambda: comm.all_gather_into_tensor(x, x.new_ones(9))),
         ("src", lambda: comm.broadcast(x)),
         ("contiguous float32", lambda: comm.all_reduce(x, error=torch.zeros(3, device=device))),
+        ("not contiguous", lambda: comm.all_reduce(turned)),
         ("dequantize", lambda: comm.reduce_scatter_tensor(x, BlockScaledTensor.quantize(x))),
     ):
         with pytest.raises(ConfigError, match=error):
@@ -450,7 +468,15 @@ def check_groups(rank, world, device):
         assert_same_bits(x, y)
         comm.broadcast(y, src=world - 1, group=group)
         comm.broadcast(y, group_src=1, group=group)
+        for given in ({"src": 1}, {"group_src": 2}, {"src": -1}):
+            with pytest.raises(ValueError, match="no rank of the group"):
+                comm.broadcast(y, group=group, **given)
     else:
+        assert comm.broadcast(x, 0, group) is None
+        error = comm.error_like(x, group)
+        assert comm.all_reduce(x, group=group, error=error) is None
+        with pytest.raises(ConfigError, match=f"rank {rank} does not belong to the given"):
+            comm.DataParallel(torch.nn.Linear(2, 2), group)
         assert result is None
         assert x.eq(rank + 1).all()
         assert any("does not belong to the given group" in str(w.message) for w in caught)
@@ -523,7 +549,7 @@ def check_statistics(rank, world, device):
     expected = {
         "all_reduce": (2, 4 * others * chunk, 20 * world, 4),
         "all_gather_into_tensor": (1, others * 1320 * world, 10 * world * world, 2 * world),
-        "reduce_scatter_tensor": (1, others * 144, 0, 0),
+        "reduce_scatter_tensor": (1, others * 144, 1, 0),
         "broadcast": (1, 132 * 10 * world * (rank == 0), 10 * world, 2),
     }
     assert set(first) == set(expected)
@@ -549,10 +575,31 @@ def check_disagreement(rank, world, store, device):
         lambda: comm.all_reduce(x[:50].to(torch.bfloat16 if rank else torch.float32)),
         lambda: comm.broadcast(x[:50], 0) if rank else comm.all_reduce(x[:50]),
         lambda: comm.broadcast(x[:50], rank),
+        lambda: comm.all_reduce(x[:50], error=None if rank else comm.error_like(x[:50])),
+        lambda: set_first(comm.set_crossover, 9, 0),
+        lambda: set_first(comm.set_transport, "collective", "auto"),
     )
+
+    def set_first(choose, value, usual):
+        """Choose on one rank what all have to choose."""
+        choose(usual if rank else value)
+        try:
+            comm.all_reduce(x[:50])
+        finally:
+            choose(usual)
+
     for call, words in zip(
         calls,
-        ("101 float32", "AVG", "bfloat16", "broadcast from rank 0", "rank 1 of 50"),
+        (
+            "101 float32",
+            "AVG",
+            "bfloat16",
+            "broadcast from rank 0",
+            "rank 1 of 50",
+            "with error feedback",
+            "crossover 9",
+            "transport collective",
+        ),
         strict=True,
     ):
         with pytest.raises(CommError, match=words) as caught:
@@ -593,13 +640,16 @@ def note_failure(rank, world, store, how, notes):
             os._exit(0)
         time.sleep(8)
         os._exit(0)
-    start = time.monotonic()
+    start, work = time.monotonic(), None
     try:
         work = comm.all_reduce(x, async_op=how == "stalls")
         if work is not None:
             work.wait()
     except CommError as error:
         notes[rank] = (str(error), time.monotonic() - start)
+    if work is not None:
+        assert isinstance(work.exception(), CommError)
+        assert not work.is_success()
     # the group is broken: nothing can be left in order
     with contextlib.suppress(Exception):
         threading.Event().wait(0.5)

@@ -69,6 +69,8 @@ def check_parallel(rank, world, store, device):
     check_what_counts_as_a_backward(rank, world, device)
     check_wrappers_come_and_go(rank, world, device)
     check_failures(rank, world, device)
+    check_a_rank_that_fails_alone(rank, world, device)
+    check_what_torch_s_wrapper_allows(rank, world, device)
     for level in (None, "O1", "O2"):
         check_training(rank, world, device, level)
     for initial in (True, False):
@@ -373,6 +375,72 @@ def check_many_parameters(rank, world, device):
     DataParallel(model)(torch.full((count,), 1.0 + rank, device=device)).backward()
     found = torch.stack([p.grad.dequantize() for p in model.parameters()])
     assert found.eq((1 + world) / 2).all()
+
+
+def check_a_rank_that_fails_alone(rank, world, device):
+    """In the middle of a backward, and goes on: the others get NaN, and the next backwards are right."""
+
+    def build():
+        return nn.Sequential(*[nn.Linear(128, 128 + 64 * (i % 2), bias=False) for i in (0, 2, 4)])
+
+    def fail(gradient):
+        raise ArithmeticError("on one rank")
+
+    for options in ({}, {"find_unused_parameters": True}):
+        model = built(build, device)
+        parallel = DataParallel(model, bucket_cap_mb=0.01, **options)
+        alone = built(build, device)
+        x = torch.ones(2, 128, device=device)
+        handle = model[1].weight.register_hook(fail) if rank == 0 else None
+        if handle is None:
+            parallel(x).sum().backward()
+            assert model[0].weight.grad.isnan().any() or world == 1
+        else:
+            with pytest.raises(ArithmeticError, match="on one rank"):
+                parallel(x).sum().backward()
+            handle.remove()
+        for factor in (2, 3):
+            for each in (model, alone):
+                each.zero_grad()
+            parallel(x * factor).sum().backward()
+            alone(x * factor).sum().backward()
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                assert_near(p.grad, q.grad, 25)
+
+
+def check_what_torch_s_wrapper_allows(rank, world, device):
+    """Two forwards before a backward with BatchNorm; an error that is kept; a step that is compiled whole."""
+    model = built(Odd, device)
+    parallel = DataParallel(model)
+    (parallel(images(rank, device)).sum() + parallel(images(rank, device)).mean()).backward()
+    assert_equal_everywhere(flat(gradients(model)))
+    model = built(lambda: Sometimes(), device)
+    parallel = DataParallel(model)
+    kept = []
+    for _ in range(2):
+        with pytest.raises(GradientError, match="no gradient reached") as caught:
+            parallel(torch.ones(2, 128, device=device)).sum().backward()
+        kept.append(caught.value)
+        model.zero_grad()
+    model = built(lambda: nn.Linear(128, 128), device)
+    parallel = DataParallel(model)
+
+    def step(x):
+        loss = parallel(x).square().mean()
+        loss.backward()
+        return loss
+
+    torch.compile(step, backend="eager")(torch.ones(2, 128, device=device))
+    assert_equal_everywhere(flat(gradients(model)))
+
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.extra = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x):
+        return self.used(x)
 
 
 def check_failures(rank, world, device):

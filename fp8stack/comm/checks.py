@@ -86,6 +86,13 @@ def verify_models(parameters: Sequence[tuple[str, Tensor]], group: Any) -> None:
         )
 
 
+def check_member(group: Any) -> None:
+    """Raise ConfigError if this rank is not in the group."""
+    if not isinstance(group, dist.ProcessGroup):
+        rank = dist.get_rank()  # raises torch's error where there are no groups
+        raise ConfigError(f"rank {rank} does not belong to the given process group.")
+
+
 def check_model(
     module: nn.Module, trained: list[tuple[str, nn.Parameter]], bucket_cap_mb: float
 ) -> torch.device:
@@ -134,8 +141,12 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _find_missing(group: Any, ranks: list[int]) -> list[int] | None:
-    """Sign in as a rank whose collective failed, and return those who do not; None if the store does not answer."""
+    """Sign in as a rank whose collective failed, and return those who do not; None if the store does not answer.
+
+    Ranks sign out later, or the next failure would find them alive.
+    """
     answer: list[list[int]] = []
+    answered = threading.Event()
 
     def ask() -> None:
         store = dist.distributed_c10d._get_default_store()
@@ -147,9 +158,12 @@ def _find_missing(group: Any, ranks: list[int]) -> list[int] | None:
                 missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
                 time.sleep(0.05)
             answer.append(missing)
+            answered.set()
+            time.sleep(4 * PATIENCE)
+            store.delete_key(f"{place}/{dist.get_rank()}")
 
     # A store whose host is stopped answers neither yes nor no.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(2 * PATIENCE)
+    answered.wait(2 * PATIENCE)
     return answer[0] if answer else None

@@ -12,6 +12,9 @@ makes its block of 128 NaN on every rank. Every rank ends with the same bits. Th
 collectives of uint8, so any backend that has them does (NCCL, gloo); sums over the GPUs of one host are one kernel of
 ours (`nvlink.py`), with the same bits.
 
+Between GPUs of one host that cannot use NVLink, small tensors go in bfloat16, with the backend's own sums
+(`crossover.py`).
+
 With one rank nothing is quantized. SUM and AVG of float32, bfloat16 and float16 tensors, and of `BlockScaledTensor`s,
 whose codes then are neither decoded nor rounded before they are sent; a non-contiguous tensor costs a copy.
 """
@@ -34,7 +37,9 @@ from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
 from .checks import Call, verify
+from .crossover import crossover_of
 from .hosts import hierarchy_of
+from .nvlink import transport_of
 from .statistics import Sent, observe
 from .transport import Transport
 from .work import Done, start
@@ -65,11 +70,12 @@ def all_reduce(
         ConfigError: for another operation, dtype or kind of tensor.
         CommError: if ranks fail or stay away.
     """
-    if error is not None:
+    hosts, detail = hierarchy_of(group), ""
+    if error is not None and dist.get_world_size(group) > 0:  # else this rank is not in the group
         _check_error(error, tensor, group)
-    hosts = hierarchy_of(group)
+        detail = "with error feedback"
     body = partial(exchange.reduce_hosts if hosts else exchange.reduce_all, error=error)
-    return _run("all_reduce", tensor, tensor, op, group, async_op, body, hosts)
+    return _run("all_reduce", tensor, tensor, op, group, async_op, body, hosts, detail, error=error)
 
 
 def error_like(tensor: Tensor, group: Any = None) -> Tensor:
@@ -79,7 +85,8 @@ def error_like(tensor: Tensor, group: Any = None) -> Tensor:
 
 def _part_of(tensor: Tensor, group: Any) -> int:
     """Return the elements of a rank's part, filled up to whole blocks."""
-    return exchange.flat(tensor, dist.get_world_size(group)).per * BLOCK
+    world = dist.get_world_size(group)
+    return exchange.flat(tensor, world).per * BLOCK if world > 0 else 0
 
 
 def reduce_scatter_tensor(
@@ -138,13 +145,9 @@ def broadcast(
 
     Arguments, results and errors are those of `all_reduce`.
     """
-    if (src is None) == (group_src is None):
-        raise ConfigError(
-            f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
-        )
+    source = _source_of(src, group_src, group)
 
     def body(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
-        source = dist.get_group_rank(way.group, src or 0) if group_src is None else group_src
         layout, sends = exchange.flat(input, 1), way.rank == source
         if sends:
             chunk = exchange.pack(input, layout)
@@ -154,9 +157,26 @@ def broadcast(
         exchange.unpack(chunk, output, layout)
         return Sent(sends * chunk.nbytes, layout.blocks, lambda: scales_of(chunk, layout.per))
 
-    source = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
+    told = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
     sum_ = dist.ReduceOp.SUM
-    return _run("broadcast", tensor, tensor, sum_, group, async_op, body, detail=source)
+    return _run("broadcast", tensor, tensor, sum_, group, async_op, body, detail=told)
+
+
+def _source_of(src: int | None, group_src: int | None, group: Any) -> int:
+    """Return the number of a source in the group; 0 on a rank that is not in it."""
+    if (src is None) == (group_src is None):
+        raise ConfigError(
+            f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
+        )
+    if dist.get_world_size(group) < 1:
+        return 0
+    ranks = dist.get_process_group_ranks(group)
+    if src in ranks:
+        return ranks.index(src)
+    if group_src is None or not 0 <= group_src < len(ranks):
+        given = f"src={src}" if group_src is None else f"group_src={group_src}"
+        raise ValueError(f"broadcast got {given}, which is no rank of the group {ranks}.")
+    return group_src
 
 
 reduce_scatter_single = reduce_scatter_tensor
@@ -179,6 +199,7 @@ def _run(
     more: tuple[Any, ...] = (),  # groups
     detail: str = "",  # that ranks have to agree on
     background: bool = False,  # which `async_op` implies
+    error: Tensor | None = None,  # that `body` uses
 ) -> dist.Work | None:
     """Check the arguments and run a collective."""
     group = dist.group.WORLD if group is None else group
@@ -193,8 +214,14 @@ def _run(
     _check(name, output, input, op, world)
     what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
     average = op == dist.ReduceOp.AVG
-    when = "in the background" if async_op else "waiting"
-    verify(lambda: f"{what} into {output.numel()}, {op}, {type(input).__name__}, {when}", group)
+
+    def tell() -> str:
+        how = "in the background" if async_op else "waiting"
+        how += f", by way of hosts of {more[0].size()}" if more else ""
+        way = f"transport {transport_of(group)}, crossover {crossover_of(group)}"
+        return f"{what} into {output.numel()}, {op}, {type(input).__name__}, {how}, {way}"
+
+    verify(tell, group)
     if world == 1 or not input.numel():
         if output is not input:
             output.detach().copy_(input.detach().reshape(output.shape))
@@ -212,7 +239,8 @@ def _run(
         if not dense:
             taken.copy_(place)
 
-    return start(run, groups, [output, input], async_op)
+    tensors = [output, input] if error is None else [output, input, error]
+    return start(run, groups, tensors, async_op)
 
 
 def _refuse_blocks(name: str, *tensors: Tensor) -> None:
@@ -232,10 +260,18 @@ def _check_error(error: Tensor, tensor: Tensor, group: Any) -> None:
         )
 
 
+def _lies_dense(tensor: BlockScaledTensor) -> bool:
+    return tensor.codes.is_contiguous() and tensor.scale.is_contiguous()
+
+
 def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> None:
     for tensor in (output,) if output is input else (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
+        if isinstance(tensor, BlockScaledTensor) and not _lies_dense(tensor):
+            raise ConfigError(
+                f"{name} got a BlockScaledTensor whose codes or scales are not contiguous; quantize it anew."
+            )
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
             kind = "sparse" if tensor.layout is not torch.strided else tensor.dtype
             raise ConfigError(

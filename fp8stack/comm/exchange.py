@@ -178,14 +178,15 @@ def reduce_scatter(output: Tensor, input: Tensor, average: bool, way: Transport)
     divisor = way.world if average else 1
     if link := link_of(way.group, input.device):
         link.reduce_scatter(input, output, layout, way, divisor)
-        return Sent((way.world - 1) * layout.per * (BLOCK + 4), 0, None)
+        sent = (way.world - 1) * layout.per * (BLOCK + 4)
+        return Sent(sent, layout.per, lambda: _scales_told_by(output))
     if crossover.is_small(input, way):
         return crossover.reduce_scatter(output, input, way, divisor)
     sent = pack(input, layout)
     received = torch.empty_like(sent)
     way.all_to_all(received, sent)
     ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, divisor)
-    return Sent((way.world - 1) * layout.pitch, 0, None)
+    return Sent((way.world - 1) * layout.pitch, layout.per, lambda: _scales_told_by(output))
 
 
 def gather(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:

@@ -33,6 +33,7 @@ _TRANSPORTS = ("auto", "nvlink", "collective")
 BACKGROUND = (
     96  # programs beside other kernels: four to a multiprocessor where there is little room
 )
+_FAR = "its ranks are on several hosts"
 _LINE = 512  # bytes that ranks exchange to agree
 _REMEMBERED = 1024  # calls whose names an error can give
 _GROUPS: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
@@ -100,6 +101,17 @@ def link_of(group: Any, device: torch.device) -> Link | None:
             'or set_transport("collective", group) on all ranks.'
         )
     return known.link
+
+
+def is_without_link(group: Any) -> bool:
+    """Did the ranks of a group find that they are on one host, and cannot use NVLink?"""
+    known = _GROUPS.get(group) or _Known()
+    return known.transport == "auto" and isinstance(known.link, str) and known.link != _FAR
+
+
+def transport_of(group: Any) -> str:
+    """Return what `set_transport` chose."""
+    return (_GROUPS.get(group) or _Known()).transport
 
 
 def _refuse(known: _Known, reason: str) -> Link | None:
@@ -222,7 +234,7 @@ def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
             mine = first_line(error) or type(error).__name__
         said = [line.split("|", 1) for line in _exchange(f"{here}|{mine}", group, device)]
         if len({there.split()[0] for there, _ in said}) > 1:
-            return "its ranks are on several hosts", ""
+            return _FAR, ""
         for rank, (_, obstacle) in zip(ranks, said, strict=True):
             if obstacle:
                 return f"rank {rank} says: {obstacle}", mine

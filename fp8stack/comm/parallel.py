@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from fp8stack.errors import Fp8StackWarning, GradientError
 
 from .buckets import Region, make_buckets
-from .checks import check_model, feeds_back, verify, verify_models
+from .checks import check_member, check_model, feeds_back, verify, verify_models
 from .gradients import refuse_sparse
 from .transport import Transport, blamed
 from .uneven import Shadow
@@ -78,6 +78,7 @@ class DataParallel(nn.Module, Joinable):
             "find_unused_parameters": find_unused_parameters, "error_feedback": error_feedback,
         }  # fmt: skip
         self.process_group = dist.group.WORLD if process_group is None else process_group
+        check_member(self.process_group)
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.device = check_model(module, trained, bucket_cap_mb)
         self.broadcast_buffers = broadcast_buffers
@@ -102,6 +103,9 @@ class DataParallel(nn.Module, Joinable):
         self._fired: set[Region] = set()
         self._sent = 0  # buckets
         self._forwards = 0  # that no backward was seen of
+        self._unfinished = (
+            False  # a backward that other ranks take part in has begun, and not ended
+        )
         # whether this backward is synchronized, and that of the last forward
         self._sync = self._next_sync = True
         self._backward: Any = lambda: None  # a weak reference to what lives as long as a backward
@@ -121,6 +125,8 @@ class DataParallel(nn.Module, Joinable):
         """Call the module."""
         grad = torch.is_grad_enabled()
         sync = grad and self.require_backward_grad_sync
+        if grad:
+            self._finish_failed()
         source = self._enter_joined(sync) if self._join_config.enable else 0
         if sync and self.broadcast_buffers:
             self._broadcast(list(self.module.buffers()), source)
@@ -158,8 +164,8 @@ class DataParallel(nn.Module, Joinable):
         """Prepare for a backward, once, and ask to be told of its end."""
         if self._backward() is not None:
             return
-        self._wait()  # a backward that failed may have left buckets on their way
-        self._sync, self._sent = sync, 0
+        self._finish_failed()
+        self._sync, self._unfinished, self._sent = sync, sync, 0
         self._fired.clear()
         unused = self._unused or ()
         for bucket in self.buckets:
@@ -169,6 +175,19 @@ class DataParallel(nn.Module, Joinable):
         self._backward = weakref.ref(mark)
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(_end_weakly, weakref.ref(self), mark))
+
+    def _finish_failed(self) -> None:
+        """Where a backward failed, send NaN for what it did not: other ranks wait for that, and skip their step."""
+        if self._unfinished and self._backward() is None:
+            self._unfinished = False
+            while self._sent < len(self.buckets):
+                regions = self.buckets[self._sent].regions
+                self._fired.update(regions)
+                for region in regions:
+                    region.gradient.scale.fill_(torch.nan)
+                self._send()
+            self._find_unused(set())
+            self._wait()
 
     def _take(self, index: int, region: Region, p: Tensor) -> None:
         """Move a fresh gradient into its bucket, and send the buckets whose turn it is."""
@@ -220,6 +239,7 @@ class DataParallel(nn.Module, Joinable):
     def _end(self) -> None:
         """Send what is left, wait for all, and hand the gradients out."""
         if not self._fired:
+            self._unfinished = False
             return  # torch.autograd.grad, of other things than parameters
         self._forwards = max(self._forwards - 1, 0)
         if not self._sync:
@@ -229,6 +249,7 @@ class DataParallel(nn.Module, Joinable):
         while self._sent < len(self.buckets):
             self._send()
         unused = self._find_unused(kept)
+        self._unfinished = False
         self._wait()
         if self._active is not None:
             factor = self.world / self._active
@@ -278,14 +299,15 @@ class DataParallel(nn.Module, Joinable):
         ranks = dist.get_process_group_ranks(self.process_group)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for dtype, same in by_dtype.items():
-            flat = torch.cat([t.reshape(-1) for t in same])
+            flat = torch.cat([t.detach().reshape(-1) for t in same])
             before = flat.clone() if compare and dtype is torch.bfloat16 else None
             with blamed(f"broadcast of {len(same)} parameters or buffers", self.process_group):
                 dist.broadcast(flat, ranks[source], self.process_group)
             for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+                # as DDP does: autograd may need what it saved, which has not changed in value
+                tensor.data.copy_(part.view(tensor.shape))
             if before is not None:
                 changed = not torch.equal(before, flat)
         return changed
@@ -346,13 +368,16 @@ class _Mark:
     """Lives as long as a backward."""
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _take_weakly(own: Any, index: int, region: Region, p: Tensor) -> None:
     if (parallel := own()) is not None:
         parallel._take(index, region, p)
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _end_weakly(own: Any, mark: _Mark) -> None:
     if (parallel := own()) is not None:
+        parallel._backward = lambda: None  # whoever keeps an error keeps the mark
         parallel._end()
 
 

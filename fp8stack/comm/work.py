@@ -89,6 +89,13 @@ class ThreadWork(Done):
     def is_completed(self) -> bool:
         return self._result.done()
 
+    def is_success(self) -> bool:
+        return self._result.done() and self._result.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """Return what the collective raised, if it is done."""
+        return self._result.exception() if self._result.done() else None
+
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         return self._future
 

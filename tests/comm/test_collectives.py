@@ -1,5 +1,7 @@
 """Collectives between real processes: gloo on CPUs, NCCL where there are as many GPUs."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from workers_comm import (
 )
 
 from fp8stack import comm
+from fp8stack.comm import checks
 from fp8stack.errors import CommError
 
 
@@ -59,6 +62,19 @@ def test_a_rank_that_is_gone_is_named(how, tmp_path):
         )
         assert "rank 2 did not take part" in message
         assert seconds < 10
+
+
+def test_ranks_sign_out_after_a_failure(mesh, monkeypatch):
+    """Or the next failure would find them alive."""
+    monkeypatch.setattr(checks, "PATIENCE", 0.05)
+    store = dist.distributed_c10d._get_default_store()
+    key = f"fp8stack/failed/{dist.group.WORLD.group_name}/0"
+    assert "all ranks are alive" in checks.explain("a sum", dist.group.WORLD, "no luck")
+    assert store.check([key])
+    deadline = time.monotonic() + 20
+    while store.check([key]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not store.check([key])
 
 
 @pytest.mark.gpu
