@@ -83,7 +83,7 @@ class BlockwiseOptimizer(StateKeeper):
         self._captured: list[Plan] = []
         self._plans: dict[Tensor | None, dict[tuple[torch.device, str], Plan]] = {}
         self.release: GradientRelease | None = None
-        self._group_formats: dict[Tensor, tuple[str, str]] | None = None
+        self._group_formats = {}
         super().__init__(params, defaults)
         self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
 
@@ -148,7 +148,8 @@ class BlockwiseOptimizer(StateKeeper):
         for group in self.param_groups:  # joined, not listed one by one: there may be thousands
             flat += group["params"]
         if any(p.grad is not None for p in flat):
-            self._step(flat)
+            # ZeRO steps its partitions one by one: each keeps a plan
+            self._step(flat, flat[0] if len(flat) == 1 else None)
         else:  # another rank may have gradients, and waits for this one's word
             reduce_nothing(self.param_groups, self.max_grad_norm is not None)
         return loss
@@ -303,7 +304,7 @@ class BlockwiseOptimizer(StateKeeper):
             param_group.get("states", self.states), param_group.get("master", self.master)
         )
         super().add_param_group(param_group)
-        self._group_formats = None
+        self._group_formats.clear()
         if self.release is not None:
             self.release.attach(self.param_groups[-1]["params"])
         if self.on_new_parameters is not None:
@@ -343,7 +344,7 @@ class BlockwiseOptimizer(StateKeeper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self._group_formats, self._kernels, self._captured = {}, None, [], []
+        self._plans, self._group_formats, self._kernels, self._captured = {}, {}, [], []
         self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
         self.state.update(state["state"])
 

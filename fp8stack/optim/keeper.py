@@ -2,8 +2,10 @@
 
 A matrix of at least `min_numel` elements (and rows of 8 or more) keeps its moments in the optimizer's format; vectors
 and small matrices keep float32, decided on the whole tensor's shape, so that it is the same on every rank. Formats
-can be set for a parameter group (keys "states" and "master") or a single parameter (`override`). A bfloat16 or
-float16 parameter gets a master: by default the 24-bit split for a bfloat16 matrix, a float32 copy for the few others.
+can be set for a parameter group (keys "states" and "master") or a single parameter (`override`). Vectors of a group
+with "flat" set are many parameters end to end, as DeepSpeed's ZeRO hands them to an optimizer, and count as matrices.
+A bfloat16 or float16 parameter gets a master: by default the 24-bit split for a bfloat16 matrix, a float32 copy for
+the few others.
 
 State lies with its parameter, sharded like it, or in pinned host memory (`offload="cpu"`).
 """
@@ -39,7 +41,7 @@ class StateKeeper(torch.optim.Optimizer):
     min_numel: int
     offload: str
     overrides: dict[Tensor, tuple[str, str]]
-    _group_formats: dict[Tensor, tuple[str, str]] | None
+    _group_formats: dict[Tensor, tuple[str, str, bool]]
 
     # --- formats
 
@@ -65,19 +67,28 @@ class StateKeeper(torch.optim.Optimizer):
         """Return (states, master) as asked for this parameter: its own, its group's or the optimizer's."""
         if parameter in self.overrides:
             return self.overrides[parameter]
-        if self._group_formats is None:
-            self._group_formats = {}
+        return self._of_group(parameter)[:2]
+
+    def _of_group(self, parameter: Tensor) -> tuple[str, str, bool]:
+        """Return states and master as the parameter's group has them, and whether it is flat."""
+        if parameter not in self._group_formats:  # ZeRO puts parameters into groups when it likes
             for group in self.param_groups:
                 formats = group.get("states", self.states), group.get("master", self.master)
                 check_formats(*formats)
-                if formats != (self.states, self.master):
-                    self._group_formats.update(dict.fromkeys(group["params"], formats))
-        return self._group_formats.get(parameter, (self.states, self.master))
+                all_of_it = (*formats, bool(group.get("flat", False)))
+                self._group_formats.update(dict.fromkeys(group["params"], all_of_it))
+        return self._group_formats.get(parameter, (self.states, self.master, False))
+
+    def _is_large(self, parameter: Tensor) -> bool:
+        """Is this a matrix worth quantizing, or several of them end to end?"""
+        if parameter.ndim == 1 and self._of_group(parameter)[2]:
+            return parameter.numel() >= self.min_numel
+        return is_large_matrix(parameter, self.min_numel)
 
     def quantizes(self, parameter: Tensor) -> bool:
         """Return whether this parameter's moments are kept in a low-precision format."""
         low = self.formats_of(parameter)[0] not in ("keep", "fp32")
-        return low and is_large_matrix(parameter, self.min_numel)
+        return low and self._is_large(parameter)
 
     def moment_format(self, parameter: Tensor) -> str:
         """Return how the moments of `parameter` are kept."""
@@ -89,7 +100,7 @@ class StateKeeper(torch.optim.Optimizer):
         master = self.formats_of(parameter)[1]
         if master == "keep" or parameter.dtype is torch.float32:
             return None
-        if parameter.dtype is torch.bfloat16 and is_large_matrix(parameter, self.min_numel):
+        if parameter.dtype is torch.bfloat16 and self._is_large(parameter):
             return master
         return "fp32"
 

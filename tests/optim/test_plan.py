@@ -458,3 +458,33 @@ def test_parameters_without_a_gradient_are_not_marked_as_changed(kernel_device, 
     optimizer.step()
     assert p._version > versions[0]
     assert q._version == versions[1]
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["reference", "kernels"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_flat_partitions_are_stepped_as_matrices_of_one_row(
+    dtype, kernels, device, through_kernels
+):
+    """As ZeRO does it: a group at a time, in a list of its own, with the others out of sight."""
+    through_kernels(kernels or device == "cuda")
+    sizes = (1000, 128 * 9, 300, 200)
+    flat = make_parameters(device, dtype, [(n,) for n in sizes])
+    rows = make_parameters(device, dtype, [(1, n) for n in sizes])
+    ours = AdamW([{"params": [p], "flat": True} for p in flat], lr=1e-2, **SMALL)
+    theirs = AdamW(rows, lr=1e-2, **SMALL)
+    groups = ours.param_groups
+    for step in range(4):
+        set_gradients(rows, step, fp8=False)
+        for group, p, row in zip(groups, flat, rows, strict=True):
+            p.grad = row.grad[0].clone()
+            ours.param_groups = [group]
+            ours.step()
+        ours.param_groups = groups
+        theirs.step()
+    for p, row in zip(flat, rows, strict=True):
+        a, b = ours.state[p], theirs.state[row]
+        assert a.keys() == b.keys()
+        assert ("exp_avg_code" in a) == (p.numel() >= 256)
+        assert torch.equal(p.detach(), row.detach()[0])
+        for key in a:
+            assert torch.equal(a[key].flatten(), b[key].flatten()), key
