@@ -18,7 +18,8 @@
 Bytes of a cast, an element: read once (2, twice with current scaling, which needs the maximum first) and written in
 both layouts (2); of the input, the output's gradient and the weight. A user who runs such layers in eager mode waits
 for the larger of ms and CPU µs. Every iteration bumps the version of the input and of the gradient, as new tensors
-would: no codes of theirs are found again.
+would: no codes of theirs are found again. Where codes of weights are kept, forwards find gradients that wait for a
+step, as a further micro-batch does; nothing is added to these.
 
 Limits: floors ignore the L2 cache, which small shapes fit into, and what products write. Kernels are profiled later,
 in another process: a profiler slows all launches that follow it.
@@ -48,7 +49,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from train_step import Variant, convert, make_gemm, measure_device, undisturbed
+from train_step import (
+    Variant,
+    convert,
+    make_gemm,
+    make_waiting,
+    measure_device,
+    set_gradients,
+    undisturbed,
+)
 
 RESULTS = ROOT / "benchmarks" / "results" / "linear.jsonl"
 Shape = tuple[int, int, int]  # tokens, in features, out features
@@ -90,16 +99,17 @@ def make_step(
     x = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(tokens, outer, device=device, dtype=torch.bfloat16)
     bump, weights = torch.autograd.graph.increment_version, list(model.parameters())
-    activations = [x, gradient]
+    activations, waiting, none = [x, gradient], make_waiting(weights), [None] * layers
 
     def step(cached: bool) -> None:
         x.grad = None
-        for weight in weights:
-            weight.grad = None
+        set_gradients(weights, waiting if cached else none)
         bump(activations)
         if not cached:
             bump(weights)
-        layer(x).backward(gradient)
+        y = layer(x)
+        set_gradients(weights, none)
+        y.backward(gradient)
 
     return step
 

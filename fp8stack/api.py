@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from .backends import choose_compute, choose_stepper
-from .checks import check_model, check_optimizer
+from .backends import choose_compute, choose_stepper, other_scaling
+from .checks import COPIED, check_model, check_optimizer, find_converted
 from .errors import (
     ConfigError,
     Fp8StackWarning,
@@ -88,11 +88,12 @@ def initialize(
     if not enabled:
         return model, optimizer
     recipe = recipe_for(opt_level, preset, **overrides)
-    device = check_model(model, recipe)
+    device = check_model(model, recipe, model in _SESSIONS)
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
     recipe, told = choose_stepper(recipe, optimizer, device)
     fallbacks += told
+    fallbacks += other_scaling(recipe) if compute != "bf16" else []
     if recipe.offload == "cpu" and device.type == "cpu":
         fallbacks.append('offload="cpu" changes nothing: the model is on the CPU')
     skipped, idle = skipped_modules(model, recipe)
@@ -141,18 +142,20 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     on either optimizer goes on driving it.
 
     Raises:
-        ModelError: if the model is not initialized, `optimizer` belongs to another one, or a fused module was sharded
-            since. Nothing is changed.
+        ModelError: if the model is not initialized, `optimizer` belongs to another one, or a converted module was
+            sharded or parametrized since. Nothing is changed.
     """
     session = _SESSIONS.get(model)
     if session is None:
         raise ModelError(
             "this model is not initialized by fp8stack (or was restored already): nothing to undo."
+            + (f" Pass the one that was given to it. {COPIED}" if find_converted(model) else "")
         )
     if optimizer is not None and optimizer not in (session.returned, session.source):
         raise ModelError(
             "this optimizer is not the one that initialize returned for this model. Pass that one."
         )
+    session.conversion.check(model)
     unfuse(model)
     del _SESSIONS[model]
     session.gradients.remove()

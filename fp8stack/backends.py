@@ -13,6 +13,7 @@ from .checks import counterpart_of, recipe_on_bitsandbytes
 from .errors import ConfigError, Fp8StackError, ModelError, UnsupportedDeviceError
 from .kernels.ops import kernel_backend
 from .levels import LEVELS, Recipe
+from .nn.matmuls import RECIPES
 from .nn.te import check_recipe
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer
@@ -76,6 +77,16 @@ def _idle(recipe: Recipe, names: tuple[str, ...]) -> list[str]:
     defaults = LEVELS[recipe.level]
     given = [n for n in names if getattr(recipe, n) != getattr(defaults, n)]
     return [f"{n}={getattr(recipe, n)!r} has no effect on these GEMMs" for n in given]
+
+
+def other_scaling(recipe: Recipe) -> list[str]:
+    """Return what is said where bare parameters are multiplied with other scales than layers."""
+    if not recipe.matmuls or recipe.fp8_recipe in RECIPES:
+        return []
+    return [
+        f'products by bare parameters (matmuls=True) use "current" scaling; fp8_recipe={recipe.fp8_recipe!r} is '
+        "for Linear layers only"
+    ]
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:

@@ -4,6 +4,8 @@
 renamed, so that an interrupted save leaves the old one; read with `weights_only=True`; checked before anything is
 changed. `torch.save(optimizer.state_dict())` works as well: the state is made of plain tensors.
 
+None stands for the optimizer where there is none. (At O2 it holds bits of the weights: give it.)
+
 `master_state_dict` gives float32 weights (the 24-bit masters), `load_master_state_dict` takes them back, and
 `torch_state_dict` gives the optimizer state as torch's own optimizer would hold it.
 """
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError, first_line
+from .errors import CheckpointError, ModelError, first_line
 from .optim import BlockwiseOptimizer
 from .optim.state import MASTER_KEYS
 from .optim.state_dict import check_groups, check_layout, prepare, to_torch
@@ -71,21 +73,35 @@ def load_master_state_dict(
                 optimizer.set_master(parameter, value)
 
 
-def torch_state_dict(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
-    """Return the optimizer state as torch's optimizer of the same kind holds it: float32 moments and steps."""
-    return to_torch(optimizer)
+def torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer state as torch's optimizer of the same kind holds it: float32 moments and steps.
+
+    That of torch's own, which O0 leaves as it is, is its `state_dict()`.
+
+    Raises:
+        ModelError: if there is no optimizer.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"torch_state_dict takes the optimizer that initialize returned, got {type(optimizer).__name__}. "
+            "Without one there is no state to return."
+        )
+    return (
+        to_torch(optimizer) if isinstance(optimizer, BlockwiseOptimizer) else optimizer.state_dict()
+    )
 
 
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     **extra: Any,
 ) -> None:
     """Write model, optimizer and `extra` (numbers, strings, tensors, and lists and dicts of them) to `path`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    contents = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
+    states = None if optimizer is None else optimizer.state_dict()
+    contents = {"model": model.state_dict(), "optimizer": states, "extra": extra}
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -104,9 +120,11 @@ def save(
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
 ) -> dict[str, Any]:
     """Load what `save` wrote into `model` and `optimizer` and return its `extra`.
+
+    Without an optimizer the weights alone are loaded, as the model had them: at O2 in bfloat16.
 
     Raises:
         CheckpointError: if the file is missing, truncated, not from `save`, or of another model, optimizer or format
@@ -127,13 +145,19 @@ def load(
         )
     _check_keys(model.state_dict(), contents["model"])
     packed = contents["optimizer"]
+    if optimizer is not None and packed is None:
+        raise CheckpointError(
+            f"{path} was saved without an optimizer, so there is no state for {type(optimizer).__name__}. "
+            "Load it with None for the optimizer."
+        )
     if isinstance(optimizer, BlockwiseOptimizer):
         prepare(optimizer, packed)  # raises what there is to raise
-    else:
+    elif optimizer is not None:
         _check_for_torch(optimizer, packed)
     # The model first: a master that is converted starts from the weight.
     model.load_state_dict(contents["model"])
-    optimizer.load_state_dict(packed)
+    if optimizer is not None:
+        optimizer.load_state_dict(packed)
     if isinstance(optimizer, BlockwiseOptimizer):
         _set_missing_masters(model, optimizer, contents)
     extra: dict[str, Any] = contents["extra"]

@@ -39,8 +39,17 @@ _WRAPPERS = (
 )
 
 
-def check_model(model: nn.Module, recipe: Recipe) -> torch.device:
-    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on."""
+COPIED = (
+    "A copy of an initialized model (deepcopy, pickle) cannot be restored: load its "
+    "fp8stack.checkpoint.master_state_dict into a fresh model."
+)
+
+
+def check_model(model: nn.Module, recipe: Recipe, initialized: bool = True) -> torch.device:
+    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
+
+    `initialized` says whether `restore` would know it.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     wrapper = next((c.__name__ for c in type(model).__mro__ if c.__name__ in _WRAPPERS), None)
@@ -48,15 +57,14 @@ def check_model(model: nn.Module, recipe: Recipe) -> torch.device:
         raise ModelError(
             f"the model is wrapped in {wrapper}; initialize the bare model, then wrap it."
         )
-    ours = (Fp8Linear, TeLinear, Bf16Linear, StoredLinear, StoredEmbedding)
-    done = next(
-        (name for name, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m)), None
-    )
-    if done is not None:
-        raise ModelError(
-            f"{done or 'the model'} is already converted by fp8stack, or copied from a model that is. "
-            "Call fp8stack.restore(model, optimizer) first to change the level."
-        )
+    done = find_converted(model)
+    if done:
+        remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
+        if not initialized:
+            remedy = (
+                f"Restore the model that it was initialized in, if it is a part of one. {COPIED}"
+            )
+        raise ModelError(f"{done} is already converted by fp8stack. {remedy}")
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ModelError("the model has no parameters, so there is nothing to convert.")
@@ -78,6 +86,13 @@ def check_model(model: nn.Module, recipe: Recipe) -> torch.device:
                     f'Use sparse=False, or initialize with gradients="keep".'
                 )
     return next(iter(devices))
+
+
+def find_converted(model: nn.Module) -> str:
+    """Return the name of a module that `initialize` converted, or an empty string."""
+    ours = (Fp8Linear, TeLinear, Bf16Linear, StoredLinear, StoredEmbedding)
+    found = (n for n, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m))
+    return next((name or "the model" for name in found), "")
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:

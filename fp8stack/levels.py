@@ -53,7 +53,8 @@ class Recipe:
     fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
     amax_history_len, amax_compute_algo: of "delayed": how many steps count, and whether by their "max" or
         "most_recent".
-    pad: sizes that are no multiple of 16. "auto": pad inside the layer. "skip": leave such layers out.
+    pad: sizes that are no multiple of 16 ("blockwise": of 128). "auto": pad inside the layer. "skip": leave such layers
+        out.
     select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
     weight_cache: what native layers keep of a weight from step to step: "fp8+t" its codes for both GEMMs (2 bytes an
         element), "fp8" those of the forward pass (1 byte; backward transposes them), "off" nothing: cast every time.

@@ -49,7 +49,8 @@ class Report:
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
     bytes_per_parameter: float = 0.0  # of matrices: weight, master, gradient and optimizer state
     multiplied: set[str] = field(default_factory=set)  # bare parameters multiplied in FP8 so far
-    left_alone: Counter[str] = field(default_factory=Counter)  # other products of theirs, by reason
+    # other products of theirs, by reason, and modules that were left out
+    left_alone: Counter[str] = field(default_factory=Counter)
     fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
     selected: dict[str, str] = field(default_factory=dict)  # select="auto": layer, choice and times
 
@@ -82,6 +83,9 @@ class Report:
             for name, choice in self.selected.items():
                 by_choice.setdefault(choice, []).append(name)
             lines += [f"{len(names)} × {choice}: {names[0]}" for choice, names in by_choice.items()]
+        if self.left_alone:
+            left = [f"{n} × {reason}" for reason, n in self.left_alone.most_common(4)]
+            lines.append("products by bare parameters left to torch: " + "; ".join(left))
         lines.append("fallbacks: " + ("; ".join(self.fallbacks) if self.fallbacks else "none"))
         first, *rest = (
             "\n".join(textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    "))

@@ -1,5 +1,8 @@
 """Bad input: each kind has a specific error that names the culprit and the remedy, and leaves everything untouched."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from helpers import TinyLM, batch, train
@@ -192,6 +195,22 @@ def test_an_initialized_model(model, optimizer):
     refused(
         model, returned, ModelError, r"embed|up is already converted by fp8stack.*restore", "O2"
     )
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_an_initialized_model(model, optimizer, level, how):
+    """Which restore does not know: the message says what does help."""
+    fp8stack.initialize(model, optimizer, level)
+    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    remedy = r"copy of an initialized model .* cannot be restored: load its .*master_state_dict"
+    said = rf"already converted by fp8stack\. Restore the model .* in, if .*{remedy}"
+    refused(other, torch.optim.AdamW(other.parameters()), ModelError, said, level)
+    with pytest.raises(ModelError, match=f"nothing to undo.*{remedy}"):
+        fp8stack.restore(other)
+    fresh = TinyLM()
+    fresh.load_state_dict(fp8stack.checkpoint.master_state_dict(other))
+    fp8stack.initialize(fresh, torch.optim.AdamW(fresh.parameters()), level)
 
 
 def test_stepping_the_optimizer_that_was_handed_over(model, optimizer):

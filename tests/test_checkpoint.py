@@ -7,7 +7,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack import checkpoint
-from fp8stack.errors import CheckpointError
+from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.optim import SGD, Adam, AdamW
 
 MAKERS = {
@@ -328,3 +328,40 @@ def test_states_of_another_kind_of_optimizer_are_refused(source, target):
         optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.param_groups[0]["lr"] == rate
     assert all(torch.equal(v, before[k]) for k, v in optimizer.state[p].items())
+
+
+def test_a_model_without_an_optimizer_is_saved_and_loaded(tmp_path):
+    model, none = fp8stack.initialize(TinyLM(), None, "O0", compute="native")
+    checkpoint.save(tmp_path / "run.pt", model, none, step=3)
+    other = TinyLM()
+    assert checkpoint.load(tmp_path / "run.pt", other, None) == {"step": 3}
+    for given, expected in zip(other.parameters(), model.parameters(), strict=True):
+        assert_same_bits(given, expected)
+    fresh = TinyLM()
+    checkpoint.load_master_state_dict(fresh, None, checkpoint.master_state_dict(model, None))
+    assert_same_bits(fresh.up.weight, model.up.weight)
+    with pytest.raises(ModelError, match=r"got NoneType\. Without one there is no state"):
+        checkpoint.torch_state_dict(None)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_checkpoint_without_an_optimizer_is_none_of_one(level, tmp_path):
+    model, optimizer = build(level)
+    checkpoint.save(tmp_path / "run.pt", model, None)
+    before = model.up.weight.detach().clone()
+    other, optimizer = build(level)
+    with torch.no_grad():
+        other.up.weight.zero_()
+    with pytest.raises(CheckpointError, match=r"saved without an optimizer.*AdamW.*Load it with"):
+        checkpoint.load(tmp_path / "run.pt", other, optimizer)
+    assert (other.up.weight == 0).all()
+    checkpoint.save(tmp_path / "both.pt", model, optimizer)
+    checkpoint.load(tmp_path / "both.pt", other, None)  # the weights alone
+    assert_same_bits(other.up.weight, before)
+
+
+def test_the_state_of_torch_s_own_optimizer_is_torch_s():
+    model, optimizer = build("O0")
+    train(model, optimizer, 1)
+    given = checkpoint.torch_state_dict(optimizer)
+    assert_same_bits(given["state"][0]["exp_avg"], optimizer.state[model.embed.weight]["exp_avg"])

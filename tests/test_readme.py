@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from bounds import BOUNDS, KINDS, bounds
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -86,6 +87,35 @@ def test_the_table_of_products_is_the_record_s():
         signed = f"{100 * difference:+.2f}".replace("-", "−")
         assert f"| {name} | {losses[variant][0]:.4f} | {signed} % |" in document
         assert abs(difference) < 0.005
+
+
+def percents(values):
+    return ", ".join(f"{100 * value:.1f}" for value in values)
+
+
+def test_the_table_of_errors_is_what_is_tested():
+    document = (ROOT / "docs/compute.md").read_text()
+    for recipe, fmt in BOUNDS:
+        plain, heavy, outliers = (percents(bounds(recipe, fmt, kind)) for kind in KINDS)
+        assert heavy == outliers
+        name = f'`"{recipe}"`' + (f', `"{fmt}"`' if recipe != "blockwise" else "")
+        assert f"| {name} | {plain} % | {heavy} % |" in document
+
+
+def test_the_host_times_of_layers_are_the_records():
+    times, launches = {}, {}
+    for line in (ROOT / "benchmarks/results/linear.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        extra = record["extra"]
+        if [record["params"][size] for size in ("tokens", "in", "out")] == [512, 1024, 1024]:
+            times[record["variant"]] = f"{extra['cpu_us']:,.0f}"
+            launches[record["variant"]] = extra["launches"], extra["cast_launches"]
+    variants = ("native current", "bf16", "te current", "torchao tensorwise")
+    said = "{} µs against {} for forward and backward in a chain of layers (TransformerEngine's {}, torchao's {};"
+    document = " ".join((ROOT / "docs/limitations.md").read_text().split())
+    assert said.format(*(times[variant] for variant in variants)) in document
+    # "seven launches", "two more"; "five launches, or eight"
+    assert [launches[f"native {r}"] for r in ("current", "blockwise")] == [(7, 9), (5, 8)]
 
 
 _BF16 = {"NCCL all-reduce, bfloat16": "nccl bf16", "`all_reduce`, bfloat16": "nvlink bf16"}

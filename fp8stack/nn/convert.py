@@ -13,19 +13,23 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fp8stack.errors import did_you_mean
+from fp8stack.errors import ModelError, did_you_mean
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 
-from .linear import ALIGNMENT, Bf16Linear, Fp8Linear
+from .linear import Bf16Linear, Fp8Linear, alignment_of
+from .mixed import class_below
 from .operands import Products, WeightCache
 from .select import Chooser
 from .storage import StoredEmbedding, StoredLinear
 from .te import ALIGNMENTS, Engine, Settings, TeLinear
+
+OWN_FORWARD = "its forward was set on the instance, which hides the class's; initialize before whatever does that"
 
 
 @dataclass
@@ -48,25 +52,44 @@ class Conversion:
     """The changes made to a model, and how to undo them."""
 
     def __init__(self) -> None:
-        # Weak, so that a record of changes does not keep a model alive.
-        self._changed: list[tuple[weakref.ref[nn.Module], type[nn.Module], tuple[str, ...]]] = []
+        self._changed: list[_Change] = []
 
     def change(self, module: nn.Module, cls: type[nn.Module], **attributes: object) -> None:
         """Give `module` the class `cls` and the attributes it needs."""
-        self._changed.append((weakref.ref(module), type(module), tuple(attributes)))
+        self._changed.append(_Change(weakref.ref(module), type(module), cls, tuple(attributes)))
         module.__class__ = cls
         for name, value in attributes.items():
             setattr(module, name, value)
 
+    def check(self, model: nn.Module) -> None:
+        """Raise ModelError if a module of `model` got another class since, which undoing would destroy."""
+        names = {module: name for name, module in model.named_modules()}
+        for change in self._changed:
+            module = change.module()
+            if module is not None and class_below(module) not in (change.cls, change.before):
+                raise ModelError(
+                    f"{names.get(module) or 'the model'} is a {type(module).__name__}, a class that fully_shard or a "
+                    f"parametrization made over {change.cls.__name__}, which cannot be taken from under it. Remove the "
+                    "parametrization first (torch.nn.utils.parametrize.remove_parametrizations), or restore before "
+                    "fully_shard."
+                )
+
     def undo(self) -> None:
         """Give every module its class back."""
-        for reference, cls, attributes in reversed(self._changed):
-            module = reference()
+        for change in reversed(self._changed):
+            module = change.module()
             if module is not None:
-                module.__class__ = cls
-                for name in attributes:
+                module.__class__ = change.before
+                for name in change.attributes:
                     delattr(module, name)
         self._changed.clear()
+
+
+class _Change(NamedTuple):
+    module: weakref.ref[nn.Module]  # weak, so that a record of changes does not keep a model alive
+    before: type[nn.Module]
+    cls: type[nn.Module]
+    attributes: tuple[str, ...]
 
 
 def plan_layers(
@@ -82,7 +105,8 @@ def plan_layers(
     """
     plan = LayerPlan()
     excluded = {**_fast_paths(model), **skipped}
-    alignment = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}.get(compute, ALIGNMENT)
+    alignments = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}
+    alignment = alignments.get(compute, alignment_of(recipe.fp8_recipe))
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -105,16 +129,17 @@ def apply_gemms(
 ) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     caches: dict[torch.Tensor, WeightCache] = {}  # one for all layers that share a weight
-    for _, module in plan.gemm:
+    for name, module in plan.gemm:
         if compute == "te":
-            conversion.change(module, TeLinear, te=Engine(Settings.of(recipe), module.weight))
+            engine = Engine(Settings.of(recipe), module.weight, name)
+            conversion.change(module, TeLinear, te=engine)
         elif compute == "native":
             cache = WeightCache.of(module.weight, recipe)
-            products = Products(caches.setdefault(module.weight, cache), recipe)
+            products = Products(caches.setdefault(module.weight, cache), recipe, name)
             products.chooser = chooser
             conversion.change(module, Fp8Linear, products=products)
         else:
-            conversion.change(module, Bf16Linear)
+            conversion.change(module, Bf16Linear, layer_name=name)
 
 
 def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> None:
@@ -131,14 +156,16 @@ def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> 
 
 
 def forget_weights(model: nn.Module) -> None:
-    """Let every native FP8 layer cast its weight anew: after a change that leaves no trace.
+    """Let native FP8 products cast every weight anew: after a change that leaves no trace.
 
-    Replays of a CUDA graph that holds an optimizer's step are one, writes through `.data` between two training
-    forwards another.
+    Replays of a CUDA graph that holds an optimizer's step are one, writes through `.data` with no backward since the
+    last forward another.
     """
     for module in model.modules():
         if isinstance(module, Fp8Linear):
             module.products.weights.forget()
+        if bare := vars(module).get("_bare_matmuls"):
+            bare.entries.clear()
 
 
 def skipped_modules(model: nn.Module, recipe: Recipe) -> tuple[dict[nn.Module, str], list[str]]:
@@ -182,12 +209,15 @@ def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
         )
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
+    if "forward" in vars(module):
+        return OWN_FORWARD
     for label, size in (("out_features", weight.shape[0]), ("in_features", weight.shape[1])):
-        if size == 0 or (size % alignment and recipe.pad == "skip"):
-            fit = max(alignment, -(-size // alignment) * alignment)
+        if size == 0:
+            return f"it has 0 {label}: there is nothing to multiply"
+        if size % alignment and recipe.pad == "skip":
             return (
                 f"{label} {size} is not a multiple of {alignment}, as FP8 GEMMs need; "
-                f'make it {fit}, or use pad="auto"'
+                f'make it {-(-size // alignment) * alignment}, or use pad="auto"'
             )
     return ""
 
@@ -235,6 +265,8 @@ def _storage_obstacle(owners: list[tuple[nn.Module, str]], excluded: dict[nn.Mod
             return excluded[module]
         if type(module) not in (nn.Linear, nn.Embedding) or name != "weight":
             return f"{type(module).__name__} uses it directly"
+        if "forward" in vars(module):
+            return OWN_FORWARD
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             return "Embedding with max_norm rewrites its weight in the forward pass"
     return ""

@@ -129,7 +129,7 @@ def _is_swiglu(module: nn.Module, layers: tuple[Fp8Linear, Fp8Linear, Fp8Linear]
 
 
 def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tensor:
-    check_input(x, gate.weight.shape[1])
+    check_input(x, gate.weight.shape[1], gate.products.layer)
     train = gate.training
     grad = torch.is_grad_enabled()
     dtype = output_dtype(x)

@@ -7,8 +7,8 @@
 Each operand is quantized with one scale (or one a block), and the products are accumulated in float32. FP8 GEMMs want
 every dimension in multiples of 16, and on Ada and Hopper both operands laid out along the inner dimension: one kernel
 writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that a layer takes seven launches with
-current scaling, two for the input, two for the gradient and three products. What is saved for backward is the
-transposed FP8 input, one byte an element where a bf16 layer saves two.
+current scaling, two for the input, two for the gradient and three products; nine where its weight is cast too. What is
+saved for backward is the transposed FP8 input, one byte an element where a bf16 layer saves two.
 
 The layer is an `nn.Linear` whose class was changed: its parameters, hooks, name and state_dict are untouched, and
 changing the class back undoes it. A weight stored in bfloat16 (O2) is read as it is; the output has the dtype of the
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ModelError
-from fp8stack.formats import E4M3, FLOATS
+from fp8stack.formats import BLOCK, E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.cast_delayed import STATES
@@ -46,9 +46,11 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
         chooser = self.products.chooser
-        if chooser is not None and not chooser(input, self.weight, self.bias):
-            with torch._C.DisableTorchFunction():  # matmuls=True would make FP8 of it
-                return stored_linear(input, self.weight, self.bias)
+        if chooser is not None:
+            check_input(input, self.weight.shape[1], self.products.layer)
+            if not chooser(input, self.weight, self.bias):
+                with torch._C.DisableTorchFunction():  # matmuls=True would make FP8 of it
+                    return stored_linear(input, self.weight, self.bias)
         if torch.compiler.is_compiling():
             return fp8_matmul(input, self.weight, self.bias, self.products, self.training)
         # Under the mode of matmuls=True, each torch call in here would go through Python.
@@ -62,8 +64,11 @@ class Fp8Linear(nn.Linear):
 class Bf16Linear(nn.Linear):
     """An `nn.Linear` that multiplies in bfloat16: what a level uses on a device without FP8 GEMMs."""
 
+    layer_name = ""  # in the model
+
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
+        check_values(input, self.weight.shape[1], self.layer_name)
         dtype = output_dtype(input)
         with torch.autocast(input.device.type, enabled=False):
             output = nn.functional.linear(input.bfloat16(), self.weight.bfloat16()).to(dtype)
@@ -78,7 +83,7 @@ def fp8_matmul(
     train: bool,  # whether the weight's codes may be kept and found again
 ) -> Tensor:  # [..., out], in the dtype of x or autocast's
     """Return x @ weight.T + bias (x @ weight + bias for a weight [in, out]), multiplied in FP8."""
-    check_input(x, weight.shape[0 if products.weights.turned else 1])
+    check_input(x, weight.shape[0 if products.weights.turned else 1], products.layer)
     dtype = output_dtype(x)
     grad = torch.is_grad_enabled()
     x8 = cast_input(x, products, train, grad and weight.requires_grad)
@@ -230,16 +235,44 @@ def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     return x if len(shape) == 2 else x.view(shape)
 
 
-def check_input(x: Tensor, features: int) -> None:
-    """Raise ModelError unless `x` is [..., features] in a dtype that is cast to FP8."""
+def check_input(x: Tensor, features: int, layer: str = "") -> None:
+    """Raise ModelError unless `x` is a plain tensor [..., features] in a dtype that is cast to FP8."""
+    sharded = type(x).__name__ == "DTensor"  # whose import would take a while
+    if sharded or x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else "sparse"
+        remedy = f"Make it dense first, or leave the layer out with {_skip(layer)}."
+        if sharded:
+            kind = "sharded (DTensor)"
+            remedy = f"Under tensor parallelism leave the layer out with {_skip(layer)}."
+        raise ModelError(f"{title(layer)} got {kind} input; FP8 takes plain tensors. {remedy}")
+    check_values(x, features, layer)
+
+
+def check_values(x: Tensor, features: int, layer: str = "") -> None:
+    """Raise ModelError unless `x` is [..., features] in a dtype that is cast to FP8 or bfloat16."""
     if x.dtype not in FLOATS:
         raise ModelError(
-            f"an FP8 layer of {features} features got {x.dtype} input; it takes float32, bfloat16 and float16."
+            f"{title(layer)} of {features} features got {x.dtype} input; it takes float32, bfloat16 and float16. "
+            f"Cast it first, or leave the layer out with {_skip(layer)}."
         )
-    if not x.dim() or x.shape[-1] != features:
+    if not x.dim() or x.size(-1) != features:
         raise ModelError(
-            f"an FP8 layer got input of shape {tuple(x.shape)}; its last dimension must be {features}."
+            f"{title(layer)} got input of shape {tuple(x.shape)}; its last dimension must be {features}."
         )
+
+
+def title(layer: str) -> str:
+    """Return what messages call a layer of that name."""
+    return f"Linear layer {layer}" if layer else "a Linear layer"
+
+
+def _skip(layer: str) -> str:
+    return f'skip=["{layer}"]' if layer else "skip=[...]"
+
+
+def alignment_of(fp8_recipe: str) -> int:
+    """Return what every size of a native layer's products is a multiple of, or padded to."""
+    return BLOCK if fp8_recipe == "blockwise" else ALIGNMENT
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

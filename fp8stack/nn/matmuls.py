@@ -42,15 +42,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8stack.formats import FLOATS
-from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.levels import Recipe
 
 from .convert import Conversion
-from .linear import fp8_matmul
+from .linear import alignment_of, fp8_matmul
 from .operands import Products, WeightCache, in_backward
 
-__all__ = ["BareMatmuls", "apply_matmuls", "runs_matmuls"]
-
+RECIPES = ("current", "blockwise")  # others become "current"
 _LIBRARIES = ("torch", "fp8stack", "transformer_engine")  # their modules need no mode of their own
 _ONE_PARAMETER = "neither or both operands are parameters"
 _NOT_ONE_PRODUCT = "not one matrix product"
@@ -67,10 +65,13 @@ def apply_matmuls(
     bare = BareMatmuls(recipe, skipped)
     for name, parameter in model.named_parameters():
         bare.names[parameter] = name
-    for module in model.modules():
+    for name, module in model.named_modules():
         library = type(module).__module__.partition(".")[0] in _LIBRARIES
         if not library and module not in bare.skipped:
-            conversion.change(module, _class_of(type(module)), _bare_matmuls=bare)
+            if "forward" in vars(module):  # which torch runs, and not the class's
+                bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
+            else:
+                conversion.change(module, _class_of(type(module)), _bare_matmuls=bare)
     return bare
 
 
@@ -83,14 +84,14 @@ class BareMatmuls:
     """The products by bare parameters of one model: their settings, what is kept for them, and what became of them."""
 
     def __init__(self, recipe: Recipe, skipped: Iterable[nn.Module] = ()) -> None:
-        usable = recipe.fp8_recipe in ("current", "blockwise")
+        usable = recipe.fp8_recipe in RECIPES
         self.recipe = recipe if usable else replace(recipe, fp8_recipe="current")
         self.skipped = list(skipped)
         self.names: Any = WeakTensorKeyDictionary()  # of the parameters that the model had then
         self.used: set[str] = set()  # names of parameters that were multiplied in FP8
         self.left: Counter[str] = Counter()  # products that were left to torch, by reason
         self.modes = (_Mode(self, train=False), _Mode(self, train=True))
-        self._entries: Any = WeakTensorKeyDictionary()
+        self.entries: Any = WeakTensorKeyDictionary()  # by parameter
         # Codes are not kept inside a graph, nor of parts of a parameter: one Products for all.
         self._transient = [self._products(WeightCache, None, turned) for turned in (False, True)]
 
@@ -122,13 +123,13 @@ class BareMatmuls:
         return Products(cache.of(weight, self.recipe, turned), self.recipe)
 
     def _entry(self, parameter: Tensor) -> _Entry:
-        if parameter not in self._entries:
-            self._entries[parameter] = _Entry(self.names.get(parameter, ""), {})
-        return self._entries[parameter]  # type: ignore[no-any-return]
+        if parameter not in self.entries:
+            self.entries[parameter] = _Entry(self.names.get(parameter, ""), {})
+        return self.entries[parameter]  # type: ignore[no-any-return]
 
     def skips(self, parameter: Tensor) -> bool:
         """Return whether a module that is to be left alone owns `parameter`."""
-        if not torch.compiler.is_compiling() and parameter in self._entries:
+        if not torch.compiler.is_compiling() and parameter in self.entries:
             return False
         return any(parameter is own for m in self.skipped for own in m._parameters.values())
 
@@ -228,8 +229,9 @@ class _Mode(TorchFunctionMode):
             return "empty"
         if rows * cols < recipe.min_numel:
             return "smaller than min_numel"
-        if recipe.pad == "skip" and (rows % ALIGNMENT or cols % ALIGNMENT):
-            return f"sizes that are no multiples of {ALIGNMENT}"
+        step = alignment_of(recipe.fp8_recipe)
+        if recipe.pad == "skip" and (rows % step or cols % step):
+            return f"sizes that are no multiples of {step}"
         return "skip" if bare.skips(parameter) else ""
 
 

@@ -40,6 +40,12 @@ def remake(mixin: type[nn.Module], cls: type[nn.Module], prefix: str) -> nn.Modu
     return module
 
 
+def class_below(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, without the mix-in if it has one."""
+    cls = type(module)
+    return cls.__bases__[1] if cls in _CLASSES.values() else cls
+
+
 def unmix(model: nn.Module, *mixins: type[nn.Module]) -> None:
     """Give the modules of classes mixed with any of `mixins` their classes back.
 
@@ -55,4 +61,4 @@ def unmix(model: nn.Module, *mixins: type[nn.Module]) -> None:
                 "parametrize a fused module, or undo that first."
             )
     for module in mixed.values():
-        module.__class__ = type(module).__bases__[1]
+        module.__class__ = class_below(module)

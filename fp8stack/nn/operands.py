@@ -3,10 +3,11 @@
 An activation is cast once for all layers that read it: the last one cast is remembered, so that q, k and v (or gate and
 up) share its codes. A norm that found out how large its output is leaves a note of it, which spares the cast behind it
 a pass over the same values. A weight is cast once for all micro-batches between two changes of it, and for
-recomputation: its `WeightCache` knows the codes by the weight's version counter. With delayed scaling it also knows the
-scale, which the next cast takes while it fits, and so reads the weight once (`ops.recast`). In evaluation a weight is
-always cast anew, since weights swapped in through `.data`, as moving averages are, leave no trace in that counter; nor
-is anything remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are
+recomputation: its `WeightCache` knows the codes by the weight's version counter. Writes through `.data` leave no trace
+there, so a training step by hand shows in something else: a backward ran, and no gradient waits for a step any more.
+With delayed scaling the cache also knows the scale, which the next cast takes while it fits, and so reads the weight
+once (`ops.recast`). In evaluation a weight is always cast anew, since moving averages are swapped in through `.data`;
+nor is anything remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are
 part of the graph, where Inductor joins the search for the largest magnitude to whatever made the tensor.
 """
 
@@ -157,6 +158,7 @@ def cast_gradient(grad: Tensor, how: How, need_x: bool, need_w: bool) -> Operand
     """Return the operand of a layer's incoming gradient [..., cols]."""
     if not torch.compiler.is_compiling():
         forget_input()
+        _backward[0] = torch._C._current_graph_task_id()
     fmt = FORMATS[how.formats].g
     if how.fp8_recipe == "current":
         return cast_matrix(grad, fmt, None, need_x, need_w)
@@ -164,6 +166,10 @@ def cast_gradient(grad: Tensor, how: How, need_x: bool, need_w: bool) -> Operand
         return Operand(*ops.cast_1x128(grad, fmt))
     codes, turned, scale = ops.cast_delayed(grad, fmt, how.g_state, how.train, False)
     return Operand(codes, scale, turned, scale)
+
+
+_backward = [-1]
+"""Autograd's number of the backward that went through a layer last. Any thread may replace it."""
 
 
 def in_backward() -> bool:
@@ -197,6 +203,7 @@ class WeightCache:
         self.squares = squares  # a scale for each 128×128
         self.follows = follows  # a cast takes the scale of the last one while that fits
         self._of: tuple[int, ...] = ()
+        self._since = -1  # the backward that was the last one when the codes were made
         self._codes: WeightCodes | None = None
         self._scale: Tensor | None = None  # of the last codes that were kept
         self.casts = 0  # how often this weight was cast
@@ -234,13 +241,25 @@ class WeightCache:
         stream, device = _stream(weight), weight.get_device()
         of = weight.data_ptr(), weight._version, count_steps()[0], stream, device
         codes = self._codes
-        if codes is None or self._of != of:
+        if codes is None or self._of != of or self._stepped_by_hand(weight):
             self._codes = codes = None  # frees them before the next are allocated
             # Another stream has not waited for the scale.
             previous = self._scale if self._of[3:] == (stream, device) else None
-            self._codes = codes = self._cast(weight, keep == "fp8+t", previous)
-            self._of, self._scale = of, codes.scale if self.follows else None
+            codes = self._cast(weight, keep == "fp8+t", previous)
+            if type(codes.forward) is Tensor:  # not a fake one's
+                self._codes, self._since = codes, -2 if in_backward() else _backward[0]
+                self._of, self._scale = of, codes.scale if self.follows else None
         return codes, keep
+
+    def _stepped_by_hand(self, weight: Tensor) -> bool:
+        """May the weight have been stepped through `.data`, which neither its version nor an optimizer tells?
+
+        So it may if a backward ran since the codes were made, and the gradient that it left is gone.
+        """
+        if self._since == _backward[0]:
+            return False
+        leaf = weight if weight._base is None else weight._base  # of a view, the parameter
+        return leaf.requires_grad and leaf.grad is None and not in_backward()
 
     def _cast(self, weight: Tensor, backward: bool, previous: Tensor | None = None) -> WeightCodes:
         if not torch.compiler.is_compiling():
@@ -292,8 +311,9 @@ class Products:
     chooser: Any = None  # of select="auto": nn/select.py
     probe: Any = None  # a monitor's, while it samples: monitor.py
 
-    def __init__(self, weights: WeightCache, recipe: Recipe) -> None:
+    def __init__(self, weights: WeightCache, recipe: Recipe, layer: str = "") -> None:
         self.weights = weights
+        self.layer = layer  # its name in the model
         self.fp8_recipe = recipe.fp8_recipe
         # Blocks of 128 have no use for the range of E5M2.
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format

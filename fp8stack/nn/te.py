@@ -48,7 +48,7 @@ from fp8stack import capability_te
 from fp8stack.errors import ConfigError, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
-from .linear import check_input, output_dtype
+from .linear import check_input, output_dtype, title
 from .operands import count_steps, in_backward
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
@@ -104,13 +104,14 @@ def check_recipe(recipe: Recipe, device: torch.device) -> None:
 
 
 class Engine:
-    """What computes one layer: a `te.Linear` without parameters of its own. Copies and pickles have the settings only.
+    """What computes one layer: a `te.Linear` without parameters of its own. Copies have settings and name only.
 
     casts: how often the weight was cast in forward passes.
     """
 
-    def __init__(self, settings: Settings, weight: Tensor | None = None) -> None:
+    def __init__(self, settings: Settings, weight: Tensor | None = None, layer: str = "") -> None:
         self.settings = settings
+        self.layer = layer  # its name in the model
         self.casts = 0
         self.outside_graph = _outside_graph()
         self._home = None if weight is None else weakref.ref(weight)
@@ -120,10 +121,10 @@ class Engine:
         self._seeded = [False, False]  # delayed scaling: the first scales of forward, backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        return Engine(self.settings)
+        return Engine(self.settings, None, self.layer)
 
     def __reduce__(self) -> Any:
-        return Engine, (self.settings,)
+        return Engine, (self.settings, None, self.layer)
 
     def multiply(self, layer: nn.Linear, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows @ weight.T + bias: [tokens, in] -> [tokens, out] in `dtype`."""
@@ -268,12 +269,12 @@ def te_recipe(settings: Settings) -> Any:
 
 
 def _forward(layer: TeLinear, input: Tensor) -> Tensor:
-    what = f"Linear({layer.in_features}, {layer.out_features})"
-    check_input(input, layer.in_features)
+    name = layer.te.layer
+    check_input(input, layer.in_features, name)
     if not input.is_cuda:
         raise UnsupportedDeviceError(
-            f"{what} got input on {input.device}; TransformerEngine runs on cuda devices. Move the input there, or "
-            "fp8stack.restore the model to use it elsewhere."
+            f"{title(name)} got input on {input.device}; TransformerEngine runs on cuda devices. Move the input there, "
+            "or fp8stack.restore the model to use it elsewhere."
         )
     dtype = output_dtype(input)
     if not input.numel():  # TransformerEngine fails on it

@@ -83,9 +83,14 @@ def _cast_with(
     nothing = torch.empty((0, 0), dtype=fmt.dtype, device=x.device)
     return (
         result if codes else nothing,
-        result.t().contiguous() if transposed else nothing.clone(),
+        turned(result) if transposed else nothing.clone(),
         scale,
     )
+
+
+def turned(codes: Tensor) -> Tensor:
+    """Return the transpose, laid out as rows, in memory of its own: of no rows at all, contiguous() is a view."""
+    return codes.t().clone(memory_format=torch.contiguous_format)
 
 
 def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]

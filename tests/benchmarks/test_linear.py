@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import linear
 import pytest
 import torch
+from layers import count_casts
 from linear import NATIVE, SHAPES, VARIANTS, find_floor, main, make_step, summarize
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
@@ -55,6 +56,17 @@ def test_codes_are_kept_of_the_weight_alone_and_when_asked(monkeypatch):
         assert [len(b) for b in bumped] == [2]  # the input and the gradient
         step(False)
     assert [b.shape for b in bumped[-1]] == [(48, 64)]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_weight_is_cast_once_while_its_codes_are_kept(layers, monkeypatch):
+    seen = count_casts(monkeypatch)
+    with ExitStack() as scopes:
+        step = make_step(BY_NAME[NATIVE], (32, 64, 64), "cpu", scopes, layers)
+        for cached, casts in ((True, 1), (True, 0), (True, 0), (False, 1), (True, 0), (False, 1)):
+            seen.clear()
+            step(cached)
+            assert seen.count((64, 64)) == casts * layers
 
 
 def test_profile_is_divided_into_products_and_the_rest():

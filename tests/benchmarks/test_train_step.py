@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 import train_step
+from layers import count_casts
 from models import MODELS, make_model
 from torch import nn
 from train_step import VARIANTS, main
@@ -88,6 +89,18 @@ def test_weights_are_cast_in_every_step_unless_the_name_says_otherwise(monkeypat
         bumped.clear()
         train_step.measure(VARIANTS[NAMES.index(name)], MODELS["tiny"], options)
         assert bool(bumped) == times
+
+
+def test_kept_weights_are_cast_in_the_first_step_only(monkeypatch):
+    model, _ = make_model(MODELS["tiny"], "cpu")
+    layers = sum(isinstance(m, nn.Linear) for m in model.blocks.modules())
+    options, casts = SimpleNamespace(device="cpu", steps=1), []
+    for name in ("native current", "native current, weights cached"):
+        with monkeypatch.context() as patch:
+            seen = count_casts(patch)
+            train_step.measure(VARIANTS[NAMES.index(name)], MODELS["tiny"], options)
+        casts.append(len(seen))
+    assert casts[0] - casts[1] == layers * train_step.WARM_UP  # and one timed step
 
 
 def test_picture_shows_the_latest_run_only(records, tmp_path):

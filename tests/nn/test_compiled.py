@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch._dynamo.testing
 from helpers import assert_same_bits
 from layers import QKV, RECIPES, linear, native, results
 from torch import nn
@@ -132,6 +133,19 @@ def test_dynamic_shapes_do_not_compile_for_each(device):
         x = torch.randn(tokens, 32, device=device)
         assert_same_bits(compiled(x), model(x.clone()))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("compute", ["native", "bf16"])
+def test_blocks_compiled_one_by_one_share_a_graph(compute, device):
+    """Whatever their names are."""
+    torch._dynamo.reset()
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(6)))
+    model = native(layers, device, compute=compute)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    for block in model:
+        block.compile(fullgraph=True, backend=counter)
+    model(torch.randn(16, 32, device=device, requires_grad=True)).sum().backward()
+    assert counter.frame_count == 1
 
 
 def test_evaluation_and_no_grad_compile(device):

@@ -43,7 +43,7 @@ def fp8(model, **overrides):
 
 def casts(bare):
     """Return how often weights were cast whose codes are kept."""
-    return sum(p.weights.casts for e in bare._entries.values() for p in e.products.values())
+    return sum(p.weights.casts for e in bare.entries.values() for p in e.products.values())
 
 
 def rounded(x, fmt, axis=None):
