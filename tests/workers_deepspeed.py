@@ -147,3 +147,24 @@ def check_groups_and_accumulation(rank, world, store):
         assert all("exp_avg_code" in entry for entry in large)
         assert all(entry["step"] == 30 for entry in inner.state.values())
     leave()
+
+
+def check_bad_gradients(rank, world, store):
+    """A NaN on one rank: no rank's partition is stepped, and the next step is as good as ever."""
+    deepspeed = enter(rank, world, store)
+    for stage in (1, 2, 3):
+        for dtype in ("fp32", "bf16"):
+            engine = start(deepspeed, configure(stage, dtype), make_ours)
+            train(engine, 3, rank)
+            inner = inner_of(engine)
+            before = [p.detach().clone() for p in inner.state]
+            x = torch.randn(8, WIDTH).to(next(engine.module.parameters()).dtype)
+            loss = engine(x).float().square().mean() * (torch.nan if rank == 0 else 1.0)
+            engine.backward(loss)
+            engine.step()
+            for p, old in zip(inner.state, before, strict=True):
+                assert_same_bits(p.detach(), old)
+            assert train(engine, 3, rank).isfinite().all()
+            changed = [not torch.equal(p, old) for p, old in zip(inner.state, before, strict=True)]
+            assert all(changed)
+    leave()

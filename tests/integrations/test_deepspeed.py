@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from workers_deepspeed import check_groups_and_accumulation, check_zero
+from workers_deepspeed import check_bad_gradients, check_groups_and_accumulation, check_zero
 
 pytest.importorskip("deepspeed")
 
@@ -19,3 +19,7 @@ def test_states_stay_in_eight_bits_and_training_resumes(stage, world, tmp_path):
 
 def test_groups_that_come_and_go(tmp_path):
     spawn(check_groups_and_accumulation, 2, tmp_path / "store")
+
+
+def test_a_bad_gradient_on_one_rank_steps_none(tmp_path):
+    spawn(check_bad_gradients, 2, tmp_path / "store")
