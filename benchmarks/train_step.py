@@ -92,9 +92,8 @@ def list_variants() -> list[Variant]:
         rest.append(Variant(f"native current, cache {keep}", ours, "current", options=options))
     rest.append(replace(rest[-1], name="native fused, cache off", fused=True))
     rest.append(Variant("native O1", ours, "current", level="O1", options=compute))
-    rest += [Variant(f"fp8stack te {r}", ours, r, options={"compute": "te"}) for r in RECIPES]
-    plain = rest[-len(RECIPES)]
-    rest.append(replace(plain, name=f"{plain.name} compile", compiled=True))
+    on_te = [Variant(f"fp8stack te {r}", ours, r, options={"compute": "te"}) for r in RECIPES]
+    rest += [*on_te, replace(on_te[0], name=f"{on_te[0].name} compile", compiled=True)]
     rest += [Variant(f"te {r}", te, r) for r in RECIPES]
     rest += [Variant(f"te {r}, fused LN", te, r, fused=True) for r in RECIPES]
     torchao = [Variant(f"torchao {r}", ao, r) for r in ("tensorwise", "rowwise")]

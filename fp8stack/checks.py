@@ -22,6 +22,7 @@ from .optim.bitsandbytes import (
     missing_option,
 )
 from .optim.release import check_no_clipping, check_single_process
+from .tensor import is_sharded
 
 CONVERTED: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     torch.optim.Adam: Adam,
@@ -104,7 +105,7 @@ def _check_parameter(name: str, parameter: nn.Parameter, recipe: Recipe) -> None
         raise ModelError(
             f"{name} is on the meta device; materialize the model first: model.to_empty(device=...), then load weights."
         )
-    if type(parameter.data).__name__ == "DTensor":
+    if is_sharded(parameter.data):
         raise ModelError(
             f"{name} is sharded (DTensor); call fp8stack.initialize on the whole model, before fully_shard."
         )

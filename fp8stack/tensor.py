@@ -317,3 +317,8 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_list_,
 }
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Return whether `x` is a DTensor. (Importing DTensor to ask would triple the time of `import fp8stack`.)"""
+    return type(x) is not Tensor and hasattr(x, "device_mesh")

@@ -4,6 +4,7 @@ import io
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +15,12 @@ from fp8stack.kernels.reference.master import split
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 from fp8stack.kernels.reference.scaled import decode_tensor, encode_tensor
 from fp8stack.kernels.reference.step import HYPER, StepKind, StepTensors, load_master
+
+
+def need_gpus(count: int) -> None:
+    """Skip a test where there are fewer GPUs."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"needs {count} GPUs")
 
 
 def bits(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import CommError, ConfigError, did_you_mean
 from fp8stack.formats import FLOATS
+from fp8stack.tensor import is_sharded
 
 PATIENCE = 2.0  # seconds that ranks may take to sign in after a failure
 
@@ -86,11 +87,21 @@ def verify_models(parameters: Sequence[tuple[str, Tensor]], group: Any) -> None:
         )
 
 
-def check_member(group: Any) -> None:
-    """Raise ConfigError if this rank is not in the group."""
-    if not isinstance(group, dist.ProcessGroup):
-        rank = dist.get_rank()  # raises torch's error where there are no groups
-        raise ConfigError(f"rank {rank} does not belong to the given process group.")
+def group_of(given: Any) -> Any:
+    """Return the process group that an argument means, by default torch's own; None if this rank is not in it."""
+    group = dist.group.WORLD if given is None else given
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    dist.get_rank(group)  # raises torch's error where there are no groups
+    return None
+
+
+def member_group(given: Any) -> Any:
+    """Return the process group that an argument means, or raise ConfigError if this rank is not in it."""
+    group = group_of(given)
+    if group is None:
+        raise ConfigError(f"rank {dist.get_rank()} does not belong to the given process group.")
+    return group
 
 
 def check_model(
@@ -113,7 +124,7 @@ def check_model(
             raise ConfigError(
                 f"{name} is {p.dtype}; FP8 gradients are of float32, bfloat16 and float16 parameters."
             )
-        if hasattr(p, "device_mesh"):
+        if is_sharded(p):
             raise ConfigError(f"{name} is sharded already; DataParallel is for whole replicas.")
     return trained[0][1].device
 

@@ -36,7 +36,7 @@ from fp8stack.kernels.reference.wire import scales_of
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
-from .checks import Call, verify
+from .checks import Call, group_of, verify
 from .crossover import crossover_of
 from .hosts import hierarchy_of
 from .nvlink import transport_of
@@ -202,9 +202,8 @@ def _run(
     error: Tensor | None = None,  # that `body` uses
 ) -> dist.Work | None:
     """Check the arguments and run a collective."""
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        dist.get_rank(group)  # raises torch's error where there are no groups
+    group = group_of(group)
+    if group is None:
         warnings.warn(
             f"Running {name} on global rank {dist.get_rank()} which does not belong to the given group.",
             stacklevel=3,

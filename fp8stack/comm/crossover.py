@@ -17,7 +17,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
@@ -25,6 +24,7 @@ from fp8stack.formats import BLOCK
 from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
+from .checks import group_of
 from .nvlink import is_without_link
 from .statistics import Sent
 from .transport import Transport
@@ -47,13 +47,9 @@ def set_crossover(nbytes: int, group: Any = None) -> None:
     """
     if nbytes < 0:
         raise ConfigError(f"a crossover is a number of bytes, 0 or more; got {nbytes}.")
-    group = dist.group.WORLD if group is None else group
-    if isinstance(group, dist.ProcessGroup):
+    group = group_of(group)
+    if group is not None:
         _CROSSOVERS[group] = nbytes
-        return
-    dist.get_rank(
-        group
-    )  # raises torch's error where there are no groups; else this rank is not in it
 
 
 def crossover_of(group: Any) -> int:

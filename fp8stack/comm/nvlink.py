@@ -27,12 +27,12 @@ from torch import Tensor
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, did_you_mean, first_line
 from fp8stack.kernels.reference.wire import Layout
 
+from .checks import group_of
 from .transport import Transport, all_gather, blamed
 
 _TRANSPORTS = ("auto", "nvlink", "collective")
-BACKGROUND = (
-    96  # programs beside other kernels: four to a multiprocessor where there is little room
-)
+# programs beside other kernels: four to a multiprocessor where there is little room
+BACKGROUND = 96
 _FAR = "its ranks are on several hosts"
 _LINE = 512  # bytes that ranks exchange to agree
 _REMEMBERED = 1024  # calls whose names an error can give
@@ -63,11 +63,9 @@ def set_transport(transport: str, group: Any = None) -> None:
             f"transport must be one of {', '.join(_TRANSPORTS)}; got {transport!r}."
             f"{did_you_mean(transport, _TRANSPORTS)}"
         )
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        dist.get_rank(group)  # raises torch's error where there are no groups
-        return  # this rank is not in it
-    _GROUPS.setdefault(group, _Known()).transport = transport
+    group = group_of(group)
+    if group is not None:
+        _known(group).transport = transport
 
 
 def link_of(group: Any, device: torch.device) -> Link | None:
@@ -76,7 +74,7 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     Raises:
         CommError: if NVLink was asked for and cannot be used, or the group's ranks use it on another device.
     """
-    known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Known())
+    known = _known(group)
     if known.transport == "collective":
         return None
     if device.type != "cuda":
@@ -105,13 +103,17 @@ def link_of(group: Any, device: torch.device) -> Link | None:
 
 def is_without_link(group: Any) -> bool:
     """Did the ranks of a group find that they are on one host, and cannot use NVLink?"""
-    known = _GROUPS.get(group) or _Known()
+    known = _known(group)
     return known.transport == "auto" and isinstance(known.link, str) and known.link != _FAR
 
 
 def transport_of(group: Any) -> str:
     """Return what `set_transport` chose."""
-    return (_GROUPS.get(group) or _Known()).transport
+    return _known(group).transport
+
+
+def _known(group: Any) -> _Known:
+    return _GROUPS.get(group) or _GROUPS.setdefault(group, _Known())
 
 
 def _refuse(known: _Known, reason: str) -> Link | None:
@@ -269,9 +271,8 @@ def _allocate(group: Any, device: torch.device, _: Any) -> Tensor:
 
     with warnings.catch_warnings(), contextlib.suppress(AttributeError):
         warnings.simplefilter("ignore")
-        symmetric.enable_symm_mem_for_group(
-            group.group_name
-        )  # older torch needs it, newer deprecates it
+        # older torch needs it, newer deprecates it
+        symmetric.enable_symm_mem_for_group(group.group_name)
     nbytes = workspace.bytes_of(dist.get_world_size(group))
     return symmetric.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from fp8stack.errors import Fp8StackWarning, GradientError
 
 from .buckets import Region, make_buckets
-from .checks import check_member, check_model, feeds_back, verify, verify_models
+from .checks import check_model, feeds_back, member_group, verify, verify_models
 from .gradients import refuse_sparse
 from .transport import Transport, blamed
 from .uneven import Shadow
@@ -77,8 +77,7 @@ class DataParallel(nn.Module, Joinable):
             "bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers, "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters, "error_feedback": error_feedback,
         }  # fmt: skip
-        self.process_group = dist.group.WORLD if process_group is None else process_group
-        check_member(self.process_group)
+        self.process_group = member_group(process_group)
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.device = check_model(module, trained, bucket_cap_mb)
         self.broadcast_buffers = broadcast_buffers
@@ -103,9 +102,8 @@ class DataParallel(nn.Module, Joinable):
         self._fired: set[Region] = set()
         self._sent = 0  # buckets
         self._forwards = 0  # that no backward was seen of
-        self._unfinished = (
-            False  # a backward that other ranks take part in has begun, and not ended
-        )
+        # whether a backward that other ranks take part in has begun, and not ended
+        self._unfinished = False
         # whether this backward is synchronized, and that of the last forward
         self._sync = self._next_sync = True
         self._backward: Any = lambda: None  # a weak reference to what lives as long as a backward

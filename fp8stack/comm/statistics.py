@@ -20,7 +20,7 @@ class Sent(NamedTuple):
 
     nbytes: int  # sent by this rank
     blocks: int  # of the result
-    scales: Callable[[], Tensor] | None  # of the result; None if it is not in blocks
+    scales: Callable[[], Tensor]  # of the result, or what else is NaN where a block is not finite
 
 
 class Statistics:
@@ -37,7 +37,7 @@ class Statistics:
     """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, Sent, Tensor | None, Callable[[], float]]] = []
+        self._calls: list[tuple[str, int, int, Tensor, Callable[[], float]]] = []
 
     def __enter__(self) -> Statistics:
         _OPEN.append(self)
@@ -50,13 +50,13 @@ class Statistics:
         """Return what was counted since the last call; waits for the device."""
         calls, self._calls = self._calls, []
         result: dict[str, dict[str, float]] = {}
-        for name, sent, bad, seconds in calls:
+        for name, nbytes, blocks, bad, seconds in calls:
             row = result.setdefault(name, dict.fromkeys(_KEYS, 0))
             row["calls"] += 1
-            row["bytes"] += sent.nbytes
+            row["bytes"] += nbytes
             row["seconds"] += seconds()  # waits for the call, and so for what it counted
-            row["blocks"] += sent.blocks
-            row["non_finite"] += 0 if bad is None else int(bad)
+            row["blocks"] += blocks
+            row["non_finite"] += int(bad)
         return result
 
 
@@ -80,10 +80,9 @@ def observe(name: str, device: torch.device, body: Callable[[], Sent]) -> None:
         sent = body()
         took = time.perf_counter() - began
         seconds = lambda: took  # noqa: E731
-    bad = None if sent.scales is None else sent.scales().isnan().sum()
-    sent = sent._replace(scales=None)  # which would be kept until `collect`
+    bad = sent.scales().isnan().sum()  # not the scales, which would be kept until `collect`
     for statistics in list(_OPEN):
-        statistics._calls.append((name, sent, bad, seconds))
+        statistics._calls.append((name, sent.nbytes, sent.blocks, bad, seconds))
 
 
 def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> Callable[[], float]:

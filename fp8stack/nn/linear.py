@@ -29,6 +29,7 @@ from fp8stack.formats import BLOCK, E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.cast_delayed import STATES
+from fp8stack.tensor import is_sharded
 
 from .operands import FORMATS, How, Products, cast_gradient, cast_input, codes_for_backward
 from .storage import stored_linear
@@ -237,7 +238,7 @@ def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 def check_input(x: Tensor, features: int, layer: str = "") -> None:
     """Raise ModelError unless `x` is a plain tensor [..., features] in a dtype that is cast to FP8."""
-    sharded = type(x).__name__ == "DTensor"  # whose import would take a while
+    sharded = is_sharded(x)
     if sharded or x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else "sparse"
         remedy = f"Make it dense first, or leave the layer out with {_skip(layer)}."

@@ -20,6 +20,7 @@ from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.kernels.reference.step import step as reference_kernel
 from fp8stack.levels import CHOICES
+from fp8stack.tensor import is_sharded
 
 from . import state_dict as checkpoint_format
 from .checks import rates_on_gpu
@@ -27,7 +28,7 @@ from .emitted import Emitted
 from .keeper import StateKeeper, check_formats
 from .reference import reference_step
 from .release import GradientRelease
-from .sharded import is_sharded, reduce_largest, reduce_nothing, reduce_squares
+from .sharded import reduce_largest, reduce_nothing, reduce_squares
 from .state import step_kind
 from .tracked import TrackedStates
 

@@ -35,12 +35,12 @@ from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import dynamic
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
+from fp8stack.tensor import is_sharded
 
 from . import adam, lion, sgd
 from .base import BlockwiseOptimizer, ParamsT
 from .passes import apply_hyper, apply_tensors, split_kind
 from .reference import STEP_COUNT
-from .sharded import is_sharded
 from .state import BITSANDBYTES, State
 
 if TYPE_CHECKING:

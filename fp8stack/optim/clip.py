@@ -17,10 +17,9 @@ from torch import Tensor
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.reference import norm as reference
-from fp8stack.tensor import BlockScaledTensor
+from fp8stack.tensor import BlockScaledTensor, is_sharded
 
 from .gradients import gradient_parts
-from .sharded import is_sharded
 
 
 @torch.no_grad()

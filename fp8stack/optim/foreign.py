@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fp8stack.errors import CheckpointError
 from fp8stack.kernels.reference import dynamic
+from fp8stack.tensor import is_sharded
 
-from .sharded import is_sharded, local
+from .sharded import local
 from .state import State, is_second
 
 _WRAPPED = "__bnb_optimizer_quant_state__"

@@ -6,9 +6,7 @@ from torch import Tensor
 
 from fp8stack.errors import GradientError
 from fp8stack.formats import FLOATS
-from fp8stack.tensor import BlockScaledTensor
-
-from .sharded import is_sharded
+from fp8stack.tensor import BlockScaledTensor, is_sharded
 
 
 def gradient_parts(gradient: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.formats import FLOATS
+from fp8stack.tensor import is_sharded
 
-from .sharded import assign, check_placements, collect, distribute, is_sharded, local, local_state
+from .sharded import assign, check_placements, collect, distribute, local, local_state
 from .state import (
     MASTER_KEYS,
     MASTERS,

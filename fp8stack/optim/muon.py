@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.kernels.reference.step import StepKind, StepTensors
+from fp8stack.tensor import is_sharded
 
 from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_positive, check_range
 from .passes import apply_hyper, apply_tensors, direction_tensors, split_kind
-from .sharded import is_sharded
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

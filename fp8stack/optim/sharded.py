@@ -21,16 +21,12 @@ from torch import Tensor
 
 from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.formats import BLOCK
+from fp8stack.tensor import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .state import State
-
-
-def is_sharded(x: Tensor) -> bool:
-    """Return whether `x` is a DTensor. (Importing DTensor to ask would triple the time of `import fp8stack`.)"""
-    return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
 def local(x: Tensor) -> Tensor:

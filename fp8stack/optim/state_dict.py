@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.formats import S1E2M1, S1E3M4
+from fp8stack.tensor import is_sharded
 
 from .foreign import translate
-from .sharded import assign, collect, distribute, is_sharded, local, local_state
+from .sharded import assign, collect, distribute, local, local_state
 from .state import (
     MASTER_KEYS,
     State,

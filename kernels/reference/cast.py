@@ -83,16 +83,11 @@ def _cast_with(
     nothing = torch.empty((0, 0), dtype=fmt.dtype, device=x.device)
     return (
         result if codes else nothing,
-        turned(result) if transposed else nothing.clone(),
+        transpose(result) if transposed else nothing.clone(),
         scale,
     )
 
 
-def turned(codes: Tensor) -> Tensor:
+def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]
     """Return the transpose, laid out as rows, in memory of its own: of no rows at all, contiguous() is a view."""
     return codes.t().clone(memory_format=torch.contiguous_format)
-
-
-def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]
-    """Return the transpose, laid out as rows."""
-    return codes.t().contiguous()

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, MiniFloat
 
-from .cast import turned
+from .cast import transpose
 from .fp8 import cast_finite
 from .quantize import scale_and_inverse
 
@@ -69,7 +69,7 @@ def cast_128x128(
     codes = cast_finite(torch.where(inverse > 0, squares * inverse, 0.0), fmt).reshape(x.shape)
     forward = pad(scale, (0, in_fours(cols) - cols)).contiguous().t()
     backward = pad(scale.t(), (0, in_fours(rows) - rows)).contiguous().t()
-    return codes, forward, turned(codes), backward
+    return codes, forward, transpose(codes), backward
 
 
 def _padded(x: Tensor) -> Tensor:

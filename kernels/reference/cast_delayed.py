@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import MiniFloat
 
-from .cast import ALIGNMENT, turned
+from .cast import ALIGNMENT, transpose
 from .fp8 import cast_finite
 from .quantize import scale_and_inverse
 
@@ -96,7 +96,7 @@ def cast_delayed(
     )
     if update and x.numel():
         _update(state, amax, scale, fmt, of)
-    return codes, turned(codes), scale
+    return codes, transpose(codes), scale
 
 
 def encode_saturating(

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import need_gpus
 from workers_comm import (
     check_agreement,
     check_collectives,
@@ -32,8 +33,7 @@ def test_collectives_over_gloo(world, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_collectives_over_nccl(world, tmp_path):
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
+    need_gpus(world)
     spawn(check_collectives, world, tmp_path / "store", "cuda")
 
 
@@ -82,8 +82,7 @@ def test_ranks_sign_out_after_a_failure(mesh, monkeypatch):
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_gpu_that_is_gone_is_named(how, transport, tmp_path, monkeypatch):
     """Within the timeout of 5 s, and some. NCCL raises errors, and does not end the process, if it may block."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
+    need_gpus(2)
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     with torch.multiprocessing.Manager() as manager:
         notes = manager.dict()
@@ -100,8 +99,7 @@ def test_a_gpu_that_is_gone_is_named(how, transport, tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_tensors_of_more_elements_than_an_int32_counts(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
+    need_gpus(2)
     spawn(check_large, 2, tmp_path / "store")
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import need_gpus
 from torch import nn
 from workers_ddp import check_hook, check_shards
 
@@ -21,8 +22,7 @@ def test_hooks_over_gloo(check, world, tmp_path):
 @pytest.mark.gpu
 @BOTH
 def test_hooks_over_nccl(check, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    need_gpus(2)
     torch.multiprocessing.spawn(check, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
 
 

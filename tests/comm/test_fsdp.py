@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import need_gpus
 from workers_fsdp import check_replicas, check_weights
 
 from fp8stack.comm import fsdp
@@ -24,8 +25,7 @@ def test_replicas_over_gloo(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("check", "world"), [(check_weights, 2), (check_replicas, 4)])
 def test_weights_and_replicas_over_nccl(check, world, tmp_path):
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
+    need_gpus(world)
     torch.multiprocessing.spawn(check, (world, str(tmp_path / "s"), "cuda"), nprocs=world)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import need_gpus
 from workers_parallel import check_hosts, check_parallel
 
 
@@ -14,8 +15,7 @@ def test_gradients_that_live_in_fp8_over_gloo(world, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_that_live_in_fp8_over_nccl(world, tmp_path):
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
+    need_gpus(world)
     torch.multiprocessing.spawn(check_parallel, (world, str(tmp_path / "s"), "cuda"), nprocs=world)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import need_gpus
 from layers import RECIPES
 from workers_nn import run
 
@@ -13,8 +14,7 @@ from fp8stack.capability import native_recipe
 def test_two_ranks_train_as_one(work, device, tmp_path):
     recipes = RECIPES
     if device == "cuda":
-        if torch.cuda.device_count() < 2:
-            pytest.skip("needs two GPUs")
+        need_gpus(2)
         recipes = [r for r in RECIPES if native_recipe(r, device)]
     store = str(tmp_path / "store")
     torch.multiprocessing.spawn(run, (2, store, device, work, recipes), nprocs=2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import need_gpus
 from torch import nn
 from workers import load_resharded, shard_and_save
 
@@ -19,8 +20,8 @@ def spawn(function, ranks, *arguments):
     [("8bit", 2, 3), ("fp8", 2, 1), ("4bit", 1, 2)],  # 4bit: noise depends on the place in the part
 )
 def test_shards_step_as_the_whole_and_reshard_bit_for_bit(states, before, after, device, tmp_path):
-    if device == "cuda" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+    if device == "cuda":
+        need_gpus(2)
     after = min(after, 2) if device == "cuda" else after
     spawn(shard_and_save, before, str(tmp_path), states, device)
     spawn(load_resharded, after, str(tmp_path), states, device)
