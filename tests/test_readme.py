@@ -177,6 +177,36 @@ def test_the_table_of_data_parallel_steps_is_the_record_s():
         assert "\n".join(rows) in document
 
 
+WIRE = {
+    "the hook": "hook",
+    "the hook, error feedback": "hook, error feedback",
+    "`DataParallel`": "DataParallel",
+    "`DataParallel`, error feedback": "DataParallel, error feedback",
+}
+
+
+def test_the_table_of_losses_over_ranks_is_the_record_s():
+    document, losses = (ROOT / "docs/comm.md").read_text(), {}
+    for line in (ROOT / "benchmarks/results/wire_parity.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        losses.setdefault(record["variant"], {})[record["params"]["seed"]] = record["value"]
+    plain = losses.pop("ddp bf16")
+    assert set(losses) == set(WIRE.values())
+    assert sorted(plain) == [0, 1, 2]
+    assert (
+        f"| DistributedDataParallel, bfloat16 | {statistics.mean(plain.values()):.4f} |" in document
+    )
+    for name, variant in WIRE.items():
+        runs = losses[variant]
+        paired = [runs[seed] / plain[seed] - 1 for seed in sorted(plain)]
+        mean, *each = (
+            f"{100 * d:+.2f}".replace("-", "−") for d in [statistics.mean(paired), *paired]
+        )
+        row = f"| {name} | {statistics.mean(runs.values()):.4f} | {mean} % | {', '.join(each)} % |"
+        assert row in document
+        assert abs(statistics.mean(paired)) < 0.003, "of three seeds, to 0.3 %"
+
+
 STRESS = {
     "fp8stack, default": "fp8stack 8bit",
     'fp8stack, `states="4bit"`': "fp8stack 4bit",

@@ -417,18 +417,19 @@ def test_a_tiny_model_is_not_slower_than_without_fp8(monkeypatch):
         layers = [nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
         return nn.Sequential(*layers)
 
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+
     def measure(model):
-        x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
-        best = 1e9
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(5):
-                model(x).sum().backward()
-            torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - start)
-        return best
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(5):
+            model(x).sum().backward()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     model, given = make_one(), make_one()
     fp8stack.initialize(model, None, "O0", compute="native", select="auto")
-    assert measure(model) <= 1.1 * measure(given)  # 1.03 seen: a look-up a layer
+    # in turn, so that both find the host equally busy
+    times = [(measure(model), measure(given)) for _ in range(100)]
+    ours, theirs = (min(each) for each in zip(*times, strict=True))
+    assert ours <= 1.1 * theirs  # 1.03 seen: a look-up a layer
