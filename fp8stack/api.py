@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -51,6 +53,7 @@ from .session import (
     return_state,
     store_weights,
 )
+from .tensor import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -87,8 +90,48 @@ def initialize(
     """
     if not enabled:
         return model, optimizer
-    recipe = recipe_for(opt_level, preset, **overrides)
-    device = check_model(model, recipe, model in _SESSIONS)
+    session = apply_recipe(model, optimizer, recipe_for(opt_level, preset, **overrides), strict)
+    emit(session.report)
+    return model, session.returned
+
+
+def apply_recipe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    recipe: Recipe,
+    strict: bool = False,
+    stacklevel: int = 3,
+) -> Session:
+    """Do what `initialize` does, but do not show the card: adapters to other libraries have more to say on it."""
+    decisions = decide(model, optimizer, recipe, strict)
+    return carry_out(model, optimizer, decisions, stacklevel=stacklevel + 1)
+
+
+class Decisions(NamedTuple):
+    """What is to be done to a model and its optimizer: all of it checked, nothing changed."""
+
+    recipe: Recipe
+    compute: str
+    skipped: dict[nn.Module, str]
+    quantized: set[nn.Parameter]
+    formats: dict[nn.Parameter, tuple[str, str]]
+    plan: LayerPlan
+    report: Report
+
+
+def decide(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    recipe: Recipe,
+    strict: bool = False,
+    sharded: bool = False,
+    notes: Sequence[str] = (),
+) -> Decisions:
+    """Check everything and decide what becomes of layers and states; raise as `initialize` does.
+
+    Weights that are `sharded` are stored by the adapter that allows for them; `notes` are fallbacks that it knows of.
+    """
+    device = check_model(model, recipe, model in _SESSIONS, sharded)
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
     recipe, told = choose_stepper(recipe, optimizer, device)
@@ -101,21 +144,37 @@ def initialize(
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     quantized = _quantized_parameters(model, optimizer, recipe, left_alone)
     formats = _formats_by_parameter(model, recipe, left_alone)
-    plan = plan_layers(model, recipe, skipped, quantized, compute)
+    stored = replace(recipe, master="keep") if sharded else recipe
+    plan = plan_layers(model, stored, skipped, quantized, compute)
     if missing:
         fallbacks.append(
             f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
         )
+    fallbacks += notes
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
-    for fallback in fallbacks:  # before anything changes: a caller may turn warnings into errors
-        warnings.warn(f"fp8stack {recipe.level}: {fallback}", Fp8StackWarning, stacklevel=2)
+    report = _report(recipe, plan, compute, reason, device, fallbacks)
+    return Decisions(recipe, compute, skipped, quantized, formats, plan, report)
 
-    session = Session(
-        recipe, _report(recipe, plan, compute, reason, device, fallbacks), optimizer, optimizer
-    )
+
+def carry_out(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    decisions: Decisions,
+    store: Callable[[Session], None] | None = None,
+    stacklevel: int = 3,
+) -> Session:
+    """Change what was decided; `store` is what an adapter does to weights, before layers change their classes."""
+    recipe, compute, plan = decisions.recipe, decisions.compute, decisions.plan
+    for fallback in decisions.report.fallbacks:  # first: a caller may turn warnings into errors
+        warnings.warn(
+            f"fp8stack {recipe.level}: {fallback}", Fp8StackWarning, stacklevel=stacklevel
+        )
+    session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # first, since it may yet find something wrong
-        session.returned = convert_optimizer(optimizer, recipe, session, formats)
+        session.returned = convert_optimizer(optimizer, recipe, session, decisions.formats)
+    if store is not None:
+        store(session)
     chooser = None
     if recipe.select == "auto" and compute == "native":
         chooser = Chooser(recipe, plan.gemm, say)
@@ -123,16 +182,15 @@ def initialize(
         session.hooks.append(chooser.watch(model))
     apply_gemms(plan, session.conversion, compute, recipe, chooser)
     if recipe.matmuls and compute != "bf16":
-        alone = {model.get_submodule(name) for name, _ in plan.skipped} | skipped.keys()
+        alone = {model.get_submodule(name) for name, _ in plan.skipped} | decisions.skipped.keys()
         bare = apply_matmuls(model, recipe, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     if optimizer is not None:
         store_weights(model, plan, session)
-        quantize_gradients(model, quantized, session)
-        session.report.bytes_per_parameter = _planned_bytes(quantized, session)
+        quantize_gradients(model, decisions.quantized, session)
+        session.report.bytes_per_parameter = _planned_bytes(decisions.quantized, session)
     _SESSIONS[model] = session
-    emit(session.report)
-    return model, session.returned
+    return session
 
 
 def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, Any]:
@@ -142,8 +200,8 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     on either optimizer goes on driving it.
 
     Raises:
-        ModelError: if the model is not initialized, `optimizer` belongs to another one, or a converted module was
-            sharded or parametrized since. Nothing is changed.
+        ModelError: if the model is not initialized or was sharded already, `optimizer` belongs to another one, or a
+            converted module was sharded or parametrized since. Nothing is changed.
     """
     session = _SESSIONS.get(model)
     if session is None:
@@ -151,6 +209,8 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
             "this model is not initialized by fp8stack (or was restored already): nothing to undo."
             + (f" Pass the one that was given to it. {COPIED}" if find_converted(model) else "")
         )
+    if session.lasting:
+        raise ModelError(session.lasting)
     if optimizer is not None and optimizer not in (session.returned, session.source):
         raise ModelError(
             "this optimizer is not the one that initialize returned for this model. Pass that one."
@@ -323,10 +383,10 @@ def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
         for group in optimizer.param_groups:
             moments.update(dict.fromkeys(group["params"], optimizer.moments_of(group)))
     for parameter in quantized:
-        meta = torch.empty_like(parameter, device="meta", requires_grad=False)
-        rows, blocks = scale_shape(parameter.shape)
+        meta = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
+        rows, blocks = scale_shape(meta.shape)
         fp8 = session.recipe.gradients == "fp8"
-        gradient = parameter.numel() + 4 * rows * blocks if fp8 else meta.nbytes
+        gradient = meta.numel() + 4 * rows * blocks if fp8 else meta.nbytes
         total += meta.nbytes + (0 if session.recipe.step_in_backward else gradient)
         if isinstance(optimizer, BlockwiseOptimizer) and optimizer.offloads(parameter):
             pass  # on the GPU, nothing
@@ -338,5 +398,5 @@ def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
             total += sum(t.nbytes for t in master.values())
         else:
             total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
-        elements += parameter.numel()
+        elements += meta.numel()
     return total / max(elements, 1)

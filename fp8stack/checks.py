@@ -46,10 +46,12 @@ COPIED = (
 )
 
 
-def check_model(model: nn.Module, recipe: Recipe, initialized: bool = True) -> torch.device:
-    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
+def check_model(
+    model: nn.Module, recipe: Recipe, initialized: bool = True, sharded: bool = False
+) -> torch.device:
+    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it computes on.
 
-    `initialized` says whether `restore` would know it.
+    `initialized` says whether `restore` would know it, `sharded` whether its parameters may be DTensors.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -70,10 +72,10 @@ def check_model(model: nn.Module, recipe: Recipe, initialized: bool = True) -> t
     if not parameters:
         raise ModelError("the model has no parameters, so there is nothing to convert.")
     for name, parameter in parameters.items():
-        _check_parameter(name, parameter, recipe)
+        _check_parameter(name, parameter, recipe, sharded)
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
-        devices.setdefault(parameter.device, name)
+        devices.setdefault(_device_of(parameter), name)
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ModelError(
@@ -96,7 +98,17 @@ def find_converted(model: nn.Module) -> str:
     return next((name or "the model" for name in found), "")
 
 
-def _check_parameter(name: str, parameter: nn.Parameter, recipe: Recipe) -> None:
+def _device_of(parameter: nn.Parameter) -> torch.device:
+    """Return where a parameter is multiplied: a sharded one may lie in host memory, and is gathered on its mesh."""
+    kind = parameter.device_mesh.device_type if is_sharded(parameter.data) else "cpu"
+    if kind == "cuda" and parameter.device.type == "cpu":
+        return torch.device(kind, torch.cuda.current_device())
+    return parameter.device
+
+
+def _check_parameter(
+    name: str, parameter: nn.Parameter, recipe: Recipe, sharded: bool = False
+) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ModelError(
             f"{name} is a lazy parameter without a shape; run one batch through the model first."
@@ -105,9 +117,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, recipe: Recipe) -> None
         raise ModelError(
             f"{name} is on the meta device; materialize the model first: model.to_empty(device=...), then load weights."
         )
-    if is_sharded(parameter.data):
+    if is_sharded(parameter.data) and not sharded:
         raise ModelError(
-            f"{name} is sharded (DTensor); call fp8stack.initialize on the whole model, before fully_shard."
+            f"{name} is sharded (DTensor); use fp8stack.integrations.fsdp.attach, or call fp8stack.initialize at O0 on "
+            "the whole model, before fully_shard."
         )
     if not parameter.is_floating_point():
         raise ModelError(

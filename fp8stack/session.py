@@ -39,6 +39,7 @@ class Session:
     # group options that were changed, with what they were
     flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
+    lasting: str = ""  # why `restore` cannot undo it, and what else to do
 
 
 def convert_optimizer(

@@ -322,3 +322,9 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
 def is_sharded(x: Tensor) -> bool:
     """Return whether `x` is a DTensor. (Importing DTensor to ask would triple the time of `import fp8stack`.)"""
     return type(x) is not Tensor and hasattr(x, "device_mesh")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter; of one that DeepSpeed's ZeRO-3 has taken apart, as it is when gathered."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape

@@ -21,6 +21,7 @@ from torch import nn
 from fp8stack.errors import ModelError, did_you_mean
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
+from fp8stack.tensor import whole_shape
 
 from .linear import Bf16Linear, Fp8Linear, alignment_of
 from .mixed import class_below
@@ -211,7 +212,7 @@ def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
         return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
     if "forward" in vars(module):
         return OWN_FORWARD
-    for label, size in (("out_features", weight.shape[0]), ("in_features", weight.shape[1])):
+    for label, size in zip(("out_features", "in_features"), whole_shape(weight), strict=True):
         if size == 0:
             return f"it has 0 {label}: there is nothing to multiply"
         if size % alignment and recipe.pad == "skip":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.formats import FLOATS
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor import is_sharded, whole_shape
 
 from .sharded import assign, check_placements, collect, distribute, local, local_state
 from .state import (
@@ -29,6 +29,7 @@ from .state import (
     State,
     decode_master,
     encode_master,
+    encode_moment,
     zero_moment,
 )
 
@@ -145,7 +146,11 @@ class StateKeeper(torch.optim.Optimizer):
                 )
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments_of(group):
-            if name not in state and f"{name}_code" not in state:
+            if name in state and states not in ("fp32", "bf16", "keep"):
+                # put there by somebody else: DeepSpeed's universal checkpoints
+                given = local_state({name: state.pop(name)})[name]
+                state.update(self.house(encode_moment(name, given, weight, states), parameter))
+            elif name not in state and f"{name}_code" not in state:
                 home = torch.device("cpu") if self.offloads(parameter) else weight.device
                 state.update(self.house(zero_moment(name, weight, states, home), parameter))
         if not state.keys() & set(MASTER_KEYS):
@@ -227,6 +232,6 @@ def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
 
     Rows shorter than 8 would spend more on scales than they save.
     """
-    if parameter.ndim < 2 or parameter.numel() < min_numel:
-        return False
-    return parameter.numel() >= 8 * parameter.shape[0]
+    shape = whole_shape(parameter)
+    numel = shape.numel()
+    return len(shape) > 1 and numel >= max(min_numel, 8 * shape[0])

@@ -90,7 +90,8 @@ def reference_step(
         hyper[:, STEP_COUNT] = steps
         for (g, _, p, state, parts), count, row in zip(here, steps, hyper, strict=True):
             group = optimizer.param_groups[g]
-            state["step"].copy_(count)
+            # in a tensor of its own (DeepSpeed loads one for several), past the dict that would forget all plans
+            dict.__setitem__(state, "step", count.clone())
             if parts[0].numel():
                 update_parameter(optimizer, group, p, state, parts, row)
         counted = torch.zeros((), device=device)  # a skip counts once

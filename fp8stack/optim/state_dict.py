@@ -155,10 +155,13 @@ def _taken_over(
         ) from error
 
 
-def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
-    """Return the state as torch's optimizer of the same kind would hold it: float32 moments, no masters.
+def to_torch(
+    optimizer: BlockwiseOptimizer, device: str | None = None, masters: bool = False
+) -> dict[str, Any]:
+    """Return the state as torch's optimizer of the same kind would hold it: float32 moments, on `device` or in place.
 
-    The weights' masters are not part of it: export those with `fp8stack.checkpoint.master_state_dict`.
+    The weights' masters are not part of it unless asked for, as they are kept: export them with
+    `fp8stack.checkpoint.master_state_dict`.
     """
     optimizer.wait_for_offloaded()
     packed = torch.optim.Optimizer.state_dict(optimizer)
@@ -171,11 +174,16 @@ def to_torch(optimizer: BlockwiseOptimizer) -> dict[str, Any]:
             mine, shape = local_state(entry), local(p).shape
             moments = {name: decode_moment(name, mine, shape) for name in optimizer.moments}
             given = {
-                name: m.to(p.device, copy=True) for name, m in moments.items() if m is not None
+                name: m.to(device or p.device, copy=True)
+                for name, m in moments.items()
+                if m is not None
             }
             state[key] = distribute(given, p)
             if families[key] not in ("sgd", "muon"):  # torch's do not count steps
                 state[key]["step"] = entry["step"].clone()
+        if masters:
+            kept = {name: value for name, value in entry.items() if name in MASTER_KEYS}
+            state.setdefault(key, {}).update(kept)
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
