@@ -4,6 +4,11 @@
 
 prints what the cost model (`comm/model.py`) says of averaging the gradients of a model, in bfloat16 and in FP8. It
 needs neither a GPU nor torch.distributed.
+
+    python -m fp8stack doctor --deepspeed ds_config.json --model train.py:build_model
+
+prints what is known not to work with a DeepSpeed configuration and a model (`integrations/known/`), with exit status 1
+if that is more than a warning.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fp8stack.comm.model import Cluster, Estimate, estimate
+from fp8stack.errors import Fp8StackError
 
 _HEADER = ("hosts", "GPUs", "bf16 ms", "FP8 ms", "faster", "longest in FP8", "bf16 MB", "FP8 MB")
 
@@ -21,7 +27,7 @@ _HEADER = ("hosts", "GPUs", "bf16 ms", "FP8 ms", "faster", "longest in FP8", "bf
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status. What is wrong with arguments is said on stderr, with status 2."""
     parser = argparse.ArgumentParser(prog="python -m fp8stack", allow_abbrev=False)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     reduce = commands.add_parser(
         "all-reduce",
         help="how long gradients take over many hosts, in bf16 and FP8, by a cost model",
@@ -34,11 +40,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--parameters", type=_count, default=7 * 10**9, metavar="N", help="such as 7e9")
     add("--nvlink", type=_rate, default=default.nvlink, help="GB/s of a GPU, one direction")
     add("--network", type=_rate, default=default.network, help="likewise, its share of the network")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is known not to work with a DeepSpeed configuration and a model",
+        allow_abbrev=False,
+    )
+    add = doctor.add_argument
+    add("--deepspeed", required=True, metavar="ds_config.json")
+    add("--model", metavar="file.py:function", help="returns a model, or (model, optimizer)")
+    add("--opt-level", metavar="O2", help="where the configuration names none; O2 by default")
     options = parser.parse_args(arguments)
+    if options.command == "doctor":
+        return _doctor(options, doctor)
     if 1 in options.hosts and options.gpus == 1:
         reduce.error("one host of one GPU has nothing to reduce; give --hosts or --gpus above 1")
     sys.stdout.write(_all_reduce(options))
     return 0
+
+
+def _doctor(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from fp8stack.integrations.known.command import diagnose
+
+    try:
+        text, failed = diagnose(options.deepspeed, options.model, options.opt_level)
+    except Fp8StackError as error:
+        parser.error(str(error))
+    sys.stdout.write(text)
+    return int(failed)
 
 
 def _all_reduce(options: argparse.Namespace) -> str:

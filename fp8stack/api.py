@@ -23,21 +23,10 @@ from torch import nn
 
 from .backends import choose_compute, choose_stepper, other_scaling
 from .checks import COPIED, check_model, check_optimizer, find_converted
-from .errors import (
-    ConfigError,
-    Fp8StackWarning,
-    ModelError,
-    UnsupportedDeviceError,
-    did_you_mean,
-)
+from .errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError, did_you_mean
 from .formats import scale_shape
 from .levels import Recipe, recipe_for
-from .nn.convert import (
-    LayerPlan,
-    apply_gemms,
-    plan_layers,
-    skipped_modules,
-)
+from .nn.convert import LayerPlan, apply_gemms, plan_layers, skipped_modules
 from .nn.fused import unfuse
 from .nn.matmuls import apply_matmuls
 from .nn.select import Chooser
@@ -56,7 +45,6 @@ from .session import (
 from .tensor import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
-
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 
@@ -104,7 +92,7 @@ def apply_recipe(
 ) -> Session:
     """Do what `initialize` does, but do not show the card: adapters to other libraries have more to say on it."""
     decisions = decide(model, optimizer, recipe, strict)
-    return carry_out(model, optimizer, decisions, stacklevel=stacklevel + 1)
+    return carry_out(model, optimizer, decisions, None, stacklevel + 1)
 
 
 class Decisions(NamedTuple):
@@ -124,14 +112,15 @@ def decide(
     optimizer: torch.optim.Optimizer | None,
     recipe: Recipe,
     strict: bool = False,
-    sharded: bool = False,
+    gathered_on: torch.device | None = None,
     notes: Sequence[str] = (),
 ) -> Decisions:
     """Check everything and decide what becomes of layers and states; raise as `initialize` does.
 
-    Weights that are `sharded` are stored by the adapter that allows for them; `notes` are fallbacks that it knows of.
+    Weights that are sharded, and gathered on a device, are the caller's to store; `notes` are fallbacks it knows of.
     """
-    device = check_model(model, recipe, model in _SESSIONS, sharded)
+    home = check_model(model, recipe, model in _SESSIONS, gathered_on is not None)
+    device = gathered_on or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
     recipe, told = choose_stepper(recipe, optimizer, device)
@@ -144,7 +133,7 @@ def decide(
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     quantized = _quantized_parameters(model, optimizer, recipe, left_alone)
     formats = _formats_by_parameter(model, recipe, left_alone)
-    stored = replace(recipe, master="keep") if sharded else recipe
+    stored = replace(recipe, master="keep") if gathered_on else recipe
     plan = plan_layers(model, stored, skipped, quantized, compute)
     if missing:
         fallbacks.append(
@@ -167,9 +156,8 @@ def carry_out(
     """Change what was decided; `store` is what an adapter does to weights, before layers change their classes."""
     recipe, compute, plan = decisions.recipe, decisions.compute, decisions.plan
     for fallback in decisions.report.fallbacks:  # first: a caller may turn warnings into errors
-        warnings.warn(
-            f"fp8stack {recipe.level}: {fallback}", Fp8StackWarning, stacklevel=stacklevel
-        )
+        text = f"fp8stack {recipe.level}: {fallback}"
+        warnings.warn(text, Fp8StackWarning, stacklevel=stacklevel)
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # first, since it may yet find something wrong
         session.returned = convert_optimizer(optimizer, recipe, session, decisions.formats)
@@ -248,11 +236,16 @@ def get_report(model: nn.Module) -> Report:
     Raises:
         ModelError: if the model is not initialized.
     """
+    return session_of(model).report
+
+
+def session_of(model: nn.Module) -> Session:
+    """Return the record of the call that initialized `model`; raise ModelError if there was none."""
     if model not in _SESSIONS:
         raise ModelError(
             "this model was not initialized by fp8stack; call fp8stack.initialize first."
         )
-    return _SESSIONS[model].report
+    return _SESSIONS[model]
 
 
 # --- decisions

@@ -34,6 +34,7 @@ def master_state_dict(
 
     Keys and shapes are the model's. Buffers and integer tensors are copied as they are.
     """
+    own = model.state_dict()  # first: FSDP2 then puts back the shards that a forward has replaced
     masters: dict[int, Tensor] = {}
     for parameter in model.parameters():
         if not parameter.is_floating_point():
@@ -44,7 +45,7 @@ def master_state_dict(
             masters[id(parameter)] = parameter.detach().float().clone()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     result = {}
-    for key, value in model.state_dict().items():
+    for key, value in own.items():
         master = masters.get(id(parameters[key])) if key in parameters else None
         # a buffer is copied; a module's extra state may be anything
         if master is None and isinstance(value, Tensor):

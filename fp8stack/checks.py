@@ -49,7 +49,7 @@ COPIED = (
 def check_model(
     model: nn.Module, recipe: Recipe, initialized: bool = True, sharded: bool = False
 ) -> torch.device:
-    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it computes on.
+    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
 
     `initialized` says whether `restore` would know it, `sharded` whether its parameters may be DTensors.
     """
@@ -75,7 +75,7 @@ def check_model(
         _check_parameter(name, parameter, recipe, sharded)
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
-        devices.setdefault(_device_of(parameter), name)
+        devices.setdefault(parameter.device, name)
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ModelError(
@@ -96,14 +96,6 @@ def find_converted(model: nn.Module) -> str:
     ours = (Fp8Linear, TeLinear, Bf16Linear, StoredLinear, StoredEmbedding)
     found = (n for n, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m))
     return next((name or "the model" for name in found), "")
-
-
-def _device_of(parameter: nn.Parameter) -> torch.device:
-    """Return where a parameter is multiplied: a sharded one may lie in host memory, and is gathered on its mesh."""
-    kind = parameter.device_mesh.device_type if is_sharded(parameter.data) else "cpu"
-    if kind == "cuda" and parameter.device.type == "cpu":
-        return torch.device(kind, torch.cuda.current_device())
-    return parameter.device
 
 
 def _check_parameter(

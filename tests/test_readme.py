@@ -13,7 +13,14 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/optimizers.md", "docs/compute.md", "docs/comm.md"]
+    "document",
+    [
+        "README.md",
+        "docs/optimizers.md",
+        "docs/compute.md",
+        "docs/comm.md",
+        "docs/integrations.md",
+    ],
 )
 def test_python_blocks_run(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -246,6 +253,7 @@ def test_the_stress_table_is_the_record_s():
         "docs/optimizers.md",
         "docs/compute.md",
         "docs/comm.md",
+        "docs/integrations.md",
         "CHANGELOG.md",
     ],
 )

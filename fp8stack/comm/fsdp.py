@@ -12,7 +12,8 @@ over the replicas in FP8: two quantizations more.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -64,10 +65,10 @@ def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -
     """
     needs = ["set_custom_reduce_scatter"] + ["set_all_reduce_hook"] * (replicate_group is not None)
     other = " For DistributedDataParallel there is register_fp8_hook."
-    units = _units(model, "register_fp8_reduce_scatter", needs, other)
+    units = units_of(model, "register_fp8_reduce_scatter", needs, other)
     if replicate_group is not None:
         _check_replicas(model, replicate_group)
-    elif _is_hybrid(model):
+    elif is_hybrid(model):
         warnings.warn(
             f"{type(model).__name__} is sharded over a 2-D mesh: its gradients are reduced over shards in FP8, and "
             "over replicas in full precision, by an all-reduce of FSDP2's that cannot be replaced. For FP8 there too, "
@@ -101,7 +102,7 @@ def register_fp8_all_gather(
         ConfigError: if nothing in it is sharded by FSDP2, this torch's FSDP2 has no such hook, no weight is left to
             send in FP8, or a pattern matches nothing.
     """
-    units = _units(model, "register_fp8_all_gather", ["set_custom_all_gather"])
+    units = units_of(model, "register_fp8_all_gather", ["set_custom_all_gather"])
     for module in units.values():
         module.reshard()  # so that the model's parameters are the sharded ones
     weights = _weights(model, [skip] if isinstance(skip, str) else skip, matrices)
@@ -119,7 +120,9 @@ def register_fp8_all_gather(
     return names
 
 
-def _units(model: nn.Module, caller: str, needs: Sequence[str], other: str = "") -> dict[str, Any]:
+def units_of(
+    model: nn.Module, caller: str, needs: Sequence[str] = (), other: str = ""
+) -> dict[str, Any]:
     """Return the FSDP2 modules of a model by name, each of which has the methods `needs`."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -137,31 +140,55 @@ def _units(model: nn.Module, caller: str, needs: Sequence[str], other: str = "")
 
 
 def _parameters_of(module: Any) -> list[tuple[nn.Parameter, int]]:
-    """Return the parameters that a module gathers, in its order, with the elements of a rank's padded shard.
-
-    FSDP2 tells this to nobody: all that is read of its insides is read here.
-    """
-    try:
-        state = module._get_fsdp_state()
-        if hasattr(state, "_fsdp_param_groups"):
-            groups = state._fsdp_param_groups
-        else:  # older torch
-            groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    """Return the parameters that a module gathers, in its order, with the elements of a rank's padded shard."""
+    with _inside("its parameters"):
         known = [
             [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in group.fsdp_params]
-            for group in groups
+            for group in _groups_of(module)
         ]
-    except AttributeError as error:
-        raise ConfigError(
-            f"fp8stack does not know where FSDP2 of torch {torch.__version__} keeps its parameters ({error}); use "
-            "another version of torch, or leave the all-gather as it is."
-        ) from error
     if len(known) > 1:
         raise ConfigError(
             f"a {type(module).__name__} shards its parameters over several meshes, where FSDP2 takes no all-gather of "
             "others. Shard its parts on their own."
         )
     return known[0] if known else []
+
+
+def compute_dtype_of(module: Any) -> tuple[torch.dtype | None, bool]:
+    """Return the param_dtype of a module's policy, and whether its parameters' dtypes can still change.
+
+    FSDP2 notes the dtypes of its parameters in the first forward.
+    """
+    with _inside("its policy"):
+        state = module._get_fsdp_state()
+        return state._mp_policy.param_dtype, state._is_root is None
+
+
+def reduces_in_fp8(module: Any) -> bool:
+    """Return whether a module reduces its gradients as `register_fp8_reduce_scatter` has it."""
+    with _inside("its reduce-scatter"):
+        groups = _groups_of(module)
+        return all(isinstance(g._reduce_scatter_comm, Fp8ReduceScatter) for g in groups)
+
+
+def _groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # older torch
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+@contextmanager
+def _inside(what: str) -> Iterator[None]:
+    """Say so where FSDP2 is not as it is known. It tells this to nobody: what is read of its insides is read here."""
+    try:
+        yield
+    except AttributeError as error:
+        raise ConfigError(
+            f"fp8stack does not know where FSDP2 of torch {torch.__version__} keeps {what} ({error}); use "
+            "another version of torch."
+        ) from error
 
 
 def _weights(model: nn.Module, skip: Sequence[str], matrices: bool) -> set[nn.Parameter]:
@@ -208,7 +235,7 @@ def _sharded(model: nn.Module) -> list[Any]:
     return [p for p in model.parameters() if isinstance(p, DTensor)]
 
 
-def _is_hybrid(model: nn.Module) -> bool:
+def is_hybrid(model: nn.Module) -> bool:
     """Return whether shards have replicas: FSDP2's dimensions of a mesh come first, tensor parallelism's after."""
     kinds = ([each.is_replicate() for each in p.placements] for p in _sharded(model))
     return any(first and not all(others) for first, *others in kinds)

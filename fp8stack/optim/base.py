@@ -321,7 +321,9 @@ class BlockwiseOptimizer(StateKeeper):
         """
         self.wait_for_offloaded()
         if self.portable:
-            return checkpoint_format.tag(self, checkpoint_format.to_torch(self, "cpu", masters=True))
+            return checkpoint_format.tag(
+                self, checkpoint_format.to_torch(self, "cpu", masters=True)
+            )
         return checkpoint_format.tag(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

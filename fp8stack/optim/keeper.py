@@ -12,6 +12,7 @@ State lies with its parameter, sharded like it, or in pinned host memory (`offlo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .state import (
     decode_master,
     encode_master,
     encode_moment,
+    is_dense,
     zero_moment,
 )
 
@@ -71,14 +73,18 @@ class StateKeeper(torch.optim.Optimizer):
             return self.overrides[parameter]
         return self._of_group(parameter)[:2]
 
+    def note_formats(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
+        """Keep these parameters in the formats of `group`, whatever becomes of it: ZeRO empties and rewrites groups."""
+        formats = group.get("states", self.states), group.get("master", self.master)
+        check_formats(*formats)
+        all_of_it = (*formats, bool(group.get("flat", False)))
+        self._group_formats.update(dict.fromkeys(parameters, all_of_it))
+
     def _of_group(self, parameter: Tensor) -> tuple[str, str, bool]:
         """Return states and master as the parameter's group has them, and whether it is flat."""
         if parameter not in self._group_formats:  # ZeRO puts parameters into groups when it likes
             for group in self.param_groups:
-                formats = group.get("states", self.states), group.get("master", self.master)
-                check_formats(*formats)
-                all_of_it = (*formats, bool(group.get("flat", False)))
-                self._group_formats.update(dict.fromkeys(group["params"], all_of_it))
+                self.note_formats(group, group["params"])
         return self._group_formats.get(parameter, (self.states, self.master, False))
 
     def _is_large(self, parameter: Tensor) -> bool:
@@ -146,7 +152,7 @@ class StateKeeper(torch.optim.Optimizer):
                 )
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments_of(group):
-            if name in state and states not in ("fp32", "bf16", "keep"):
+            if name in state and not is_dense(state[name], weight, states):
                 # put there by somebody else: DeepSpeed's universal checkpoints
                 given = local_state({name: state.pop(name)})[name]
                 state.update(self.house(encode_moment(name, given, weight, states), parameter))

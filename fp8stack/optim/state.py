@@ -92,6 +92,12 @@ def float_dtype(parameter: Tensor, states: str) -> torch.dtype:
     return {"keep": parameter.dtype, "bf16": torch.bfloat16}.get(states, torch.float32)
 
 
+def is_dense(value: Tensor, parameter: Tensor, states: str) -> bool:
+    """Return whether `value` is how `states` keeps a moment: as plain numbers, of this dtype."""
+    coded = states in _BLOCK_FORMATS or states in ("fp8-lm", BITSANDBYTES)
+    return not coded and value.dtype is float_dtype(parameter, states)
+
+
 def zero_moment(
     name: str, parameter: Tensor, states: str, device: torch.device | None = None
 ) -> State:

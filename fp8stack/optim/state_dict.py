@@ -48,7 +48,7 @@ def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]
     packed["state"] = {key: dict(entry) for key, entry in packed["state"].items()}
     packed["fp8stack"] = {
         "format": FORMAT,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": _kind(optimizer),
         "states": optimizer.states,
         "master": optimizer.master,
         "entries": len(packed["state"]),
@@ -201,6 +201,14 @@ def check_layout(packed: Any) -> None:
         )
 
 
+def _kind(optimizer: BlockwiseOptimizer) -> str:
+    """Return the name of the class of fp8stack.optim that an optimizer is of; a subclass has the same state."""
+    own = (
+        c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("fp8stack.optim.")
+    )
+    return next(own)
+
+
 def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
     header = packed.get("fp8stack")
     if header is None:
@@ -211,9 +219,9 @@ def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None
             f"this optimizer state has format {found!r}; this version of fp8stack reads {FORMAT}. "
             "Load it with the version that wrote it and export it with fp8stack.checkpoint.torch_state_dict."
         )
-    if header.get("optimizer") != type(optimizer).__name__:
+    if header.get("optimizer") != _kind(optimizer):
         raise CheckpointError(
-            f"this state is of {header.get('optimizer')}, the optimizer is {type(optimizer).__name__}. "
+            f"this state is of {header.get('optimizer')}, the optimizer is {_kind(optimizer)}. "
             "Make the optimizer that the checkpoint was saved from."
         )
     if header.get("entries") != len(packed["state"]):

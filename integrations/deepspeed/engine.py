@@ -1,0 +1,247 @@
+"""Make DeepSpeed's engine for a model at a level: check, convert, hand over, attach, verify.
+
+Everything that can be known to be wrong is found before the model is touched. If DeepSpeed then refuses, the model and
+the optimizer are restored.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import fp8stack
+from fp8stack.api import carry_out, decide
+from fp8stack.errors import ConfigError, ModelError
+from fp8stack.integrations.known import Situation, check, raise_or_warn
+from fp8stack.levels import Recipe
+from fp8stack.optim import BlockwiseOptimizer
+from fp8stack.report import emit
+from fp8stack.session import Session
+
+from .optimizer import (
+    OURS,
+    build,
+    has_scheduler,
+    partitions_of,
+    prepare_groups,
+    type_of,
+    with_formats_of,
+)
+from .reduction import Fp8Reduction
+from .section import Section, find_config, find_section, fit_to_zero
+from .verification import Applied, verify
+
+OLDEST = (0, 16)
+Started = tuple[Any, Any, Any, Any]  # engine, optimizer, loader, scheduler
+
+
+def initialize(*args: Any, opt_level: str | None = None, **kwargs: Any) -> Started:
+    """`deepspeed.initialize` at a level: takes its arguments and returns its (engine, optimizer, loader, scheduler).
+
+    The level and its options are the config's section "fp8stack"; `opt_level` may stand for it, and is "O2" where both
+    are missing. At O2 the optimizer may be torch's Adam, AdamW, SGD or Muon, one of `fp8stack.optim`, a function that
+    makes one, or the JSON's, whose type may also be "FP8AdamW". The caller's config is not changed.
+
+    Raises:
+        ConfigError: for a section with unknown keys or values, a DeepSpeed that is too old, or a combination that is
+            known not to work (docs/incompatibilities.md; the section's "allow" lists those to be warned of only).
+        ModelError: for a model or optimizer that the level cannot be applied to. Nothing has been changed then.
+        UnsupportedDeviceError: for a fallback under `"strict": true`.
+    """
+    original = _original()
+    arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+    return _run(original, arguments, opt_level, "O2")
+
+
+def install() -> Handle:
+    """Let `deepspeed.initialize` apply a config's section "fp8stack" (or its optimizer "FP8AdamW") from now on.
+
+    Without either it does what it did. Returns a handle whose `remove()` takes this back; it is also a context manager.
+    Installing twice is installing once.
+    """
+    import deepspeed
+
+    original = _original()
+    if original is deepspeed.initialize:
+
+        @functools.wraps(original)
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+            return _run(original, arguments, None, None)
+
+        initialize.fp8stack_original = original  # type: ignore[attr-defined]
+        deepspeed.initialize = initialize
+    return Handle()
+
+
+class Handle:
+    """What `install` returned."""
+
+    def remove(self) -> None:
+        """Give DeepSpeed its own `initialize` back."""
+        import deepspeed
+
+        deepspeed.initialize = _original()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _original() -> Callable[..., Any]:
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"DeepSpeed cannot be imported ({error}). Install it: pip install 'fp8stack[deepspeed]'."
+        ) from error
+    if tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) < OLDEST:
+        raise ConfigError(
+            f"DeepSpeed {deepspeed.__version__} is older than 0.16, the oldest that fp8stack works with. Update it."
+        )
+    original: Callable[..., Any] = getattr(
+        deepspeed.initialize, "fp8stack_original", deepspeed.initialize
+    )
+    return original
+
+
+def _run(
+    original: Callable[..., Any],
+    arguments: dict[str, Any],
+    opt_level: str | None,
+    default: str | None,
+) -> Started:
+    """Start an engine with `original`'s arguments; as `original` does where neither section nor level asks for more."""
+    config = find_config(arguments)
+    if config is None:
+        return original(**arguments)  # type: ignore[no-any-return]  # which says what is missing
+    section = find_section(config, opt_level if "fp8stack" in config else opt_level or default)
+    if section is None and type_of(config) not in OURS:
+        return original(**arguments)  # type: ignore[no-any-return]
+    model: Any = arguments.get("model")
+    _check_model(model)
+    given, recipe = arguments.get("optimizer"), None
+    if section is not None:
+        section = with_formats_of(given, section)
+        recipe = fit_to_zero(section, config)
+        findings = check(Situation(config=config, model=model, optimizer=given, recipe=recipe))
+        raise_or_warn(findings, allow=section.allow)
+    optimizer = _optimizer_of(arguments, config, recipe)
+    session = None
+    if section is not None and recipe is not None:
+        session = _convert(model, optimizer, recipe, section)
+        optimizer = session.returned if session.returned is not None else optimizer
+    groups = None
+    if isinstance(optimizer, BlockwiseOptimizer):
+        config["zero_allow_untested_optimizer"] = True
+        optimizer.portable = section is not None and section.checkpoint_format == "portable"
+        if (config.get("zero_optimization") or {}).get("stage", 0):
+            split = not (_drives(arguments.get("lr_scheduler")) or has_scheduler(given))
+            groups = prepare_groups(optimizer, model, split)
+    arguments.update(optimizer=optimizer, config=config, config_params=None)
+    if getattr(arguments.get("args"), "deepspeed_config", None) is not None:
+        arguments["args"] = copy.copy(arguments["args"])
+        arguments["args"].deepspeed_config = None  # else DeepSpeed finds two
+    try:
+        started: Started = original(**arguments)
+    except BaseException:
+        if groups is not None:
+            optimizer.param_groups[:] = groups
+        if session is not None:
+            fp8stack.restore(model)
+        raise
+    if isinstance(optimizer, BlockwiseOptimizer):
+        _take_back_first_step(started[0].optimizer, optimizer)
+        for group, partition in partitions_of(started[0].optimizer):
+            optimizer.note_formats(optimizer.param_groups[group], [partition])
+    if section is not None and recipe is not None and session is not None:
+        _attach(started[0], section, recipe, session)
+    return started
+
+
+def _check_model(model: Any) -> None:
+    import deepspeed
+
+    if isinstance(model, deepspeed.DeepSpeedEngine):
+        raise ModelError(
+            "model is a DeepSpeedEngine already. Pass the module that it was made from, before any engine is made."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def _drives(scheduler: Any) -> bool:
+    """Is this a scheduler that was made for an optimizer already? (DeepSpeed takes functions, too, that make one.)"""
+    return scheduler is not None and hasattr(scheduler, "step")
+
+
+def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Recipe | None) -> Any:
+    """Return the optimizer to convert; what was given where DeepSpeed can do with that."""
+    given = arguments.get("optimizer")
+    needed = type_of(config) in OURS or (recipe is not None and recipe.states != "keep")
+    if not needed or isinstance(given, torch.optim.Optimizer):
+        return given
+    parameters = arguments.get("model_parameters")
+    if parameters is None:
+        parameters = (p for p in arguments["model"].parameters() if p.requires_grad)
+    arguments["model_parameters"] = parameters = list(parameters)  # a generator ends
+    if given is not None:
+        return given(parameters)
+    if type_of(config):
+        return build(config, parameters, recipe)
+    return None
+
+
+def _convert(model: Any, optimizer: Any, recipe: Recipe, section: Section) -> Session:
+    """Convert layers and optimizer; gradients and weights themselves are ZeRO's."""
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().device_name()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(name) if name == "cpu" else torch.device(name, local_rank)
+    ours = replace(recipe, gradients="keep")
+    if recipe.states == "keep":
+        ours, optimizer = replace(ours, level="O0"), None
+    elif isinstance(
+        optimizer, BlockwiseOptimizer
+    ):  # float32 partitions are their own masters, whatever it says
+        ours = replace(ours, master=optimizer.master)
+    return carry_out(model, optimizer, decide(model, optimizer, ours, section.strict, device))
+
+
+def _take_back_first_step(wrapper: Any, inner: BlockwiseOptimizer) -> None:
+    """Undo the step that DeepSpeed's 16-bit optimizer of stage 0 takes when it is made, which decays weights."""
+    if wrapper is inner or not hasattr(wrapper, "fp32_groups") or not inner.state:
+        return
+    inner.state.clear()
+    for ours, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        for weight, copy_of_it in zip(ours, masters, strict=True):
+            copy_of_it.data.copy_(weight.data)
+
+
+def _attach(engine: Any, section: Section, recipe: Recipe, session: Session) -> None:
+    """Replace the reduction of gradients, show the card and make sure that it is true."""
+    report, stage = session.report, engine.zero_optimization_stage()
+    applied = engine.fp8stack = Applied(section, recipe, report)
+    report.level, report.bytes_per_parameter = recipe.level, 0.0
+    report.gradients = "DeepSpeed's"
+    if recipe.gradients == "fp8":
+        applied.reduction = Fp8Reduction(engine)
+        report.gradients += ", fp8 e4m3 block 128 on the wire"
+    if recipe.states != "keep":
+        report.states += f" in ZeRO-{stage} partitions" if stage else ""
+        report.master = (
+            "8 bits beside ZeRO's bfloat16" if recipe.master == "split24" else "DeepSpeed's"
+        )
+    emit(report)
+    verify(engine)

@@ -1,0 +1,136 @@
+"""The optimizer that DeepSpeed is given: built from the JSON where it is described there, its groups ready for ZeRO.
+
+ZeRO makes one flat tensor of each parameter group. So matrices, embeddings and small parameters get groups of their
+own, as do those with formats of their own (`skip`, `states_for`), before it does: vectors keep float32 states, and no
+block mixes an embedding's rows with other weights. Groups are split in place, in the list that schedulers share. A
+scheduler made before keeps one learning rate for each group it saw, so then groups stay as they are, and vectors are
+quantized with the matrices of their group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack import optim
+from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.levels import Recipe
+from fp8stack.optim import BlockwiseOptimizer
+from fp8stack.optim.keeper import is_large_matrix
+
+from .section import Section
+
+OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"FP8AdamW": optim.AdamW}
+"""Names that a JSON may give as an optimizer's type, for fp8stack's own."""
+_TORCH_S: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "lion": optim.Lion,
+}
+_FORMATS = ("states", "master", "min_numel", "offload")
+# How DeepSpeed is to compute the same step, or torch; nothing is left to choose here.
+_IMPLEMENTATION = ("torch_adam", "fused", "foreach", "adam_w_mode", "bias_correction")
+
+
+def type_of(config: Mapping[str, Any]) -> str:
+    """Return the type of the optimizer that the JSON describes, or an empty string."""
+    return str((config.get("optimizer") or {}).get("type") or "")
+
+
+def with_formats_of(given: Any, section: Section) -> Section:
+    """Return the section with the formats of an optimizer of fp8stack's, except for those that the user set there."""
+    if not isinstance(given, BlockwiseOptimizer) or section.recipe.states == "keep":
+        return section
+    own = {name: getattr(given, name) for name in _FORMATS if name not in section.given}
+    return replace(section, recipe=replace(section.recipe, **own))
+
+
+def build(
+    config: Mapping[str, Any], parameters: Iterable[Any], recipe: Recipe | None
+) -> torch.optim.Optimizer:
+    """Make the optimizer that the JSON describes; one of fp8stack's in the recipe's formats.
+
+    DeepSpeed's "Adam" is AdamW unless `"adam_w_mode": false`.
+
+    Raises:
+        ConfigError: for a type or option that has no low-precision counterpart.
+    """
+    name, level = type_of(config), "O2" if recipe is None else recipe.level
+    options = dict(config["optimizer"].get("params") or {})
+    kind = OURS.get(name) or _TORCH_S.get(name.lower())
+    if kind is None:
+        known = [*OURS, "AdamW", "Adam", "SGD", "Lion"]
+        raise ConfigError(
+            f'"optimizer": {{"type": {name!r}}} in the DeepSpeed config has no low-precision counterpart, which '
+            f"{level} needs.{did_you_mean(name, known)} Use one of {', '.join(known)}, or opt_level O1."
+        )
+    if name.lower() == "adam" and options.get("adam_w_mode", True):
+        kind = torch.optim.AdamW
+    if not options.get("bias_correction", True):
+        raise ConfigError(
+            f'"optimizer": {{"params": {{"bias_correction": false}}}} in the DeepSpeed config: {name} at {level} '
+            "corrects its bias, as torch's does. Leave it out."
+        )
+    if name in OURS and recipe is not None and recipe.states != "keep":
+        options = {**{key: getattr(recipe, key) for key in _FORMATS}, **options}
+    for option in _IMPLEMENTATION:
+        options.pop(option, None)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}  # betas
+    try:
+        return kind(parameters, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f'"optimizer": {{"params": {config["optimizer"].get("params")!r}}} in the DeepSpeed config does not fit '
+            f"{name} at {level}: {error}."
+        ) from error
+
+
+def has_scheduler(optimizer: Any) -> bool:
+    """Has a scheduler of torch's been made for this optimizer?"""
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
+
+
+def prepare_groups(
+    optimizer: BlockwiseOptimizer, model: nn.Module, split: bool
+) -> list[dict[str, Any]]:
+    """Mark groups as flat for ZeRO, and split them by kind and formats if that is allowed; return what they were."""
+    before = [dict(group) for group in optimizer.param_groups]
+    embeddings = {
+        m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+    }
+
+    def kind(p: Tensor) -> tuple[str, str, str]:
+        if not is_large_matrix(p, optimizer.min_numel):
+            return "small", *optimizer.formats_of(p)
+        return "embedding" if p in embeddings else "matrix", *optimizer.formats_of(p)
+
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        if not split:
+            groups.append({**group, "flat": True})
+            continue
+        parts: dict[tuple[str, str, str], list[Tensor]] = {}
+        for p in group["params"]:
+            parts.setdefault(kind(p), []).append(p)
+        for (what, states, master), part in sorted(
+            parts.items(), key=lambda item: item[0][0] == "small"
+        ):
+            own = {"flat": what != "small", "states": states, "master": master}
+            groups.append({**group, **own, "params": part})
+    optimizer.param_groups[:] = groups
+    return before
+
+
+def partitions_of(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
+    """Yield ZeRO's flat tensors, which the optimizer steps, with the numbers of their groups."""
+    if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # stage 3 cuts groups
+        groups = wrapper.sub_group_to_group_id
+        yield from ((groups[i], t) for i, t in enumerate(wrapper.fp32_partitioned_groups_flat))
+        return
+    for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        yield from enumerate(getattr(wrapper, name, ()))

@@ -1,0 +1,138 @@
+"""O1 under DeepSpeed: gradients are reduced by `fp8stack.comm`, in FP8 with float32 sums, in every stage of ZeRO.
+
+Each stage reduces in one or two methods, which are replaced on the one engine that asked for it; DeepSpeed is not
+patched. Their duties, by stage:
+
+    0, and ZeRO-1 with float32 accumulation   engine.allreduce_bucket: the average of a list of gradients, flat
+    1, 2                                      optimizer.allreduce_bucket: likewise, divided or not; with
+                                              reduce_scatter=false optimizer.gradient_reduction_w_predivide
+    3                                         optimizer.__avg_scatter_grads: this rank's part of each gradient's
+                                              average; with reduce_scatter=false __avg_scatter_contiguous_grads
+
+Sums are float32 inside the collectives, so DeepSpeed's predivision and communication_data_type have no say here. In
+stage 3 parts are padded to whole blocks: no scale is shared by two parameters. Limits: gradients are in DeepSpeed's own
+buffers, in its dtype; what is FP8 is the wire. ZeRO-1 and 2 average whole buckets, as DeepSpeed does by default.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8stack import comm
+from fp8stack.errors import ConfigError
+from fp8stack.formats import BLOCK
+
+_STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter"
+
+
+class Fp8Reduction:
+    """Replaces the methods that reduce on one engine, and counts what it reduced."""
+
+    def __init__(self, engine: Any) -> None:
+        self.calls = 0
+        self.names: list[str] = []  # of the methods replaced
+        self._owners: list[Any] = []
+        self._engine = engine
+        zero = engine.optimizer
+        stage = engine.zero_optimization_stage()
+        if stage == 3:
+            self._replace(zero, f"{_STAGE3}_grads", 2, self._scatter_average)
+            self._replace(zero, f"{_STAGE3}_contiguous_grads", 2, self._scatter_bucket)
+        elif stage and hasattr(zero, "gradient_reduction_w_predivide"):
+            self._replace(zero, "allreduce_bucket", 6, self._average_partitioned)
+            self._replace(zero, "gradient_reduction_w_predivide", 2, self._average_flat)
+        else:
+            self._replace(engine, "allreduce_bucket", 3, self._average_bucket)
+
+    def _replace(self, owner: Any, name: str, count: int, method: Callable[..., Any]) -> None:
+        """Replace a method of `count` parameters."""
+        import deepspeed
+
+        there = getattr(owner, name, None)
+        if there is None or len(inspect.signature(there).parameters) != count:
+            raise ConfigError(
+                f"DeepSpeed {deepspeed.__version__} reduces gradients otherwise than the versions that fp8stack knows "
+                f"(0.16 to 0.19): {type(owner).__name__}.{name} is {'missing' if there is None else 'another'}. Use "
+                '"fp8stack": {"gradients": "keep"} for its own reduction, or one of these versions.'
+            )
+        setattr(owner, name, method)
+        self.names.append(name)
+        self._owners.append(owner)
+
+    def attached(self) -> bool:
+        """Are the methods still the engine's?"""
+        current = (
+            vars(owner).get(name) for owner, name in zip(self._owners, self.names, strict=True)
+        )
+        return all(getattr(method, "__self__", None) is self for method in current)
+
+    def _reduce(self, tensor: Tensor, average: bool, group: Any) -> Tensor:
+        self.calls += 1
+        comm.all_reduce(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
+        return tensor
+
+    # --- stage 0
+
+    def _average_bucket(
+        self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None
+    ) -> Tensor:
+        engine = self._engine
+        return self._reduce(engine.flatten(bucket), engine.gradient_average, dp_group)
+
+    # --- stages 1 and 2
+
+    def _average_partitioned(
+        self,
+        bucket: list[Tensor],
+        communication_data_type: torch.dtype,
+        rank: int | None = None,
+        log: Any = None,
+        divide: bool = True,
+        process_group: Any = None,
+    ) -> Tensor:
+        zero = self._engine.optimizer
+        group = zero.dp_process_group if process_group is None else process_group
+        return self._reduce(zero.flatten(bucket), divide and zero.gradient_average, group)
+
+    def _average_flat(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
+        zero = self._engine.optimizer
+        return self._reduce(tensor, zero.gradient_average, zero.dp_process_group)
+
+    # --- stage 3
+
+    def _scatter_average(self, parameters: list[Any], dtype: torch.dtype) -> list[Tensor]:
+        """Return this rank's part of the average of each gradient, in order."""
+        self.calls += 1
+        zero = self._engine.optimizer
+        group = getattr(parameters[0], "ds_process_group", zero.dp_process_group)
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        parts = [-(-p.grad.numel() // world) for p in parameters]  # as DeepSpeed partitions
+        padded = [-(-part // BLOCK) * BLOCK for part in parts]
+        first = parameters[0].grad
+        table = first.new_zeros(world, sum(padded))
+        offset = 0
+        for p, part, size in zip(parameters, parts, padded, strict=True):
+            flat = p.grad.reshape(-1)
+            whole = flat.numel() // part if part else 0  # ranks that have a full part
+            table[:whole, offset : offset + part] = flat[: whole * part].view(whole, part)
+            rest = flat.numel() - whole * part
+            if rest:
+                table[whole, offset : offset + rest] = flat[whole * part :]
+            offset += size
+        own = first.new_empty(sum(padded), dtype=zero.gradient_accumulation_dtype)
+        comm.reduce_scatter_tensor(own, table.view(-1), dist.ReduceOp.AVG, group)
+        lengths = [
+            max(0, min(part, p.grad.numel() - rank * part))
+            for p, part in zip(parameters, parts, strict=True)
+        ]
+        return [each[:length] for each, length in zip(own.split(padded), lengths, strict=True)]
+
+    def _scatter_bucket(self, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Likewise for a bucket whose gradients lie in one buffer."""
+        return self._scatter_average(self._engine.optimizer.ipg_buckets[dtype].params, dtype)

@@ -1,0 +1,212 @@
+"""The "fp8stack" section of a DeepSpeed config: found, validated, and turned into a recipe.
+
+    "fp8stack": {"opt_level": "O2", "skip": ["*head"], "checkpoint_format": "portable"}
+
+DeepSpeed ignores top-level keys that it does not know, so a typo in here would be silent: every key and value is
+checked. Keys are the fields of `fp8stack.Recipe` and those of `Section`.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.levels import Recipe, recipe_for
+
+OWN = ("enabled", "opt_level", "preset", "strict", "allow", "checkpoint_format")
+CHECKPOINT_FORMATS = ("native", "portable")
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the user asked for."""
+
+    recipe: Recipe
+    given: frozenset[str] = frozenset()  # the fields of the recipe that the user set
+    strict: bool = False
+    allow: tuple[str, ...] = ()  # rows of the table of incompatibilities that are to be warnings
+    checkpoint_format: str = "native"
+
+
+def find_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a copy of the config among the arguments of `deepspeed.initialize`; None if there is none.
+
+    Raises:
+        ConfigError: for a file or text that holds no JSON object.
+    """
+    given = arguments.get("config")
+    if given is None:
+        given = arguments.get("config_params")
+    if given is None:
+        given = getattr(arguments.get("args"), "deepspeed_config", None)
+    if given is None or isinstance(given, dict):
+        return copy.deepcopy(given)
+    return _read(given)
+
+
+def _read(given: Any) -> dict[str, Any]:
+    """Read a file, or JSON in base 64, as DeepSpeed does."""
+    import hjson  # what DeepSpeed reads configs with: JSON with comments
+
+    try:
+        is_file = Path(given).is_file()
+    except (OSError, TypeError):  # longer than a name may be
+        is_file = False
+    try:
+        text = (
+            Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode("utf-8")
+        )
+        config = hjson.loads(text)
+    except (ValueError, TypeError, OSError) as error:
+        what = "is not JSON" if is_file else "is neither a file nor JSON in base 64"
+        raise ConfigError(f"DeepSpeed config {str(given)[:200]!r} {what}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"DeepSpeed config {str(given)[:200]!r} is not a JSON object.")
+    plain: dict[str, Any] = json.loads(json.dumps(config))  # no ordered ones
+    return plain
+
+
+def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Section | None:
+    """Return the validated section of a config, or None if it is absent or not enabled.
+
+    `opt_level` is one that was given as an argument, which stands for a section where there is none.
+
+    Raises:
+        ConfigError: for a key or value that is not known, or two levels that differ.
+    """
+    raw = config.get("fp8stack")
+    if raw is None and opt_level is not None:
+        raw = {}
+    if raw is None:
+        return None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(
+            f'"fp8stack": {raw!r} in the DeepSpeed config must be an object, such as {{"opt_level": "O2"}}.'
+        )
+    settable = [f.name for f in fields(Recipe) if f.name not in ("level", "brief")]
+    for key, value in raw.items():
+        if key not in (*OWN, *settable):
+            known = [*OWN, *settable]
+            raise ConfigError(
+                f'"fp8stack" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, known)} '
+                f"Keys: {', '.join(known)}."
+            )
+        if value == "auto" and key != "select":
+            raise ConfigError(
+                f'"fp8stack": {{"{key}": "auto"}} in the DeepSpeed config: nobody fills in "auto" here. Give a value, '
+                "or leave the key out for the default."
+            )
+    _check_own(raw)
+    level = raw.get("opt_level", opt_level)
+    if opt_level is not None and level != opt_level:
+        raise ConfigError(
+            f'opt_level={opt_level!r} was passed, and the DeepSpeed config says "fp8stack": {{"opt_level": '
+            f"{level!r}}}. Give it in one place."
+        )
+    if not raw.get("enabled", True):
+        return None
+    overrides = {key: _as_python(value) for key, value in raw.items() if key in settable}
+    recipe = recipe_for("O2" if level is None else level, raw.get("preset"), **overrides)
+    return Section(
+        recipe,
+        frozenset(overrides),
+        raw.get("strict", False),
+        tuple(raw.get("allow", ())),
+        raw.get("checkpoint_format", "native"),
+    )
+
+
+def _check_own(raw: Mapping[str, Any]) -> None:
+    for key in ("enabled", "strict"):
+        if not isinstance(raw.get(key, False), bool):
+            raise ConfigError(f'"fp8stack": {{"{key}": {raw[key]!r}}} must be true or false.')
+    allow = raw.get("allow", [])
+    if not isinstance(allow, list) or not all(isinstance(name, str) for name in allow):
+        raise ConfigError(
+            f'"fp8stack": {{"allow": {allow!r}}} must be a list of names of known incompatibilities.'
+        )
+    kept = raw.get("checkpoint_format", "native")
+    if kept not in CHECKPOINT_FORMATS:
+        raise ConfigError(
+            f'"fp8stack": {{"checkpoint_format": {kept!r}}} must be one of {CHECKPOINT_FORMATS}.'
+            f"{did_you_mean(str(kept), CHECKPOINT_FORMATS)}"
+        )
+
+
+def _as_python(value: Any) -> Any:
+    """JSON has lists where recipes have tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def fit_to_zero(section: Section, config: dict[str, Any]) -> Recipe:
+    """Return the recipe as ZeRO can have it, and put into `config` what it needs to be told.
+
+    ZeRO hands the optimizer flat partitions, so formats with one scale a tensor cannot be used. The master is what
+    ZeRO keeps: float32, or, with `bf16_master_weights_and_grads`, bfloat16 beside which our optimizer keeps 8 bits.
+
+    Raises:
+        ConfigError: for formats that were asked for and cannot be had.
+    """
+    recipe = section.recipe
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    if stage and (recipe.states == "fp8-lm" or recipe.master == "fp16"):
+        raise ConfigError(
+            f'"fp8stack": states={recipe.states!r}, master={recipe.master!r} have one scale a tensor, and ZeRO stage '
+            f"{stage} makes one tensor of all parameters of a group: those of small gradients would become zero. Use "
+            'block scales: states="8bit", master="split24".'
+        )
+    if recipe.step_in_backward:
+        raise ConfigError(
+            '"fp8stack": {"step_in_backward": true} has no place in DeepSpeed, whose engine steps. Leave it out.'
+        )
+    if recipe.optimizer_backend.startswith("bitsandbytes"):
+        raise ConfigError(
+            f'"fp8stack": {{"optimizer_backend": {recipe.optimizer_backend!r}}}: in DeepSpeed fp8stack\'s own '
+            "optimizers step, whose states its checkpoints can hold. Leave it out."
+        )
+    if recipe.states != "keep":
+        config["zero_allow_untested_optimizer"] = True
+        if offloads(zero):
+            config["zero_force_ds_cpu_optimizer"] = False
+    master = recipe.master
+    if master not in ("keep", "fp32") and not _keeps_bf16(config, stage, zero):
+        if "master" in section.given:
+            raise ConfigError(
+                f'"fp8stack": {{"master": {master!r}}} needs bfloat16 partitions: "bf16": {{"enabled": true}}, ZeRO '
+                "stage 1 or more, no offload_optimizer, and a DeepSpeed that has bf16_master_weights_and_grads. Leave "
+                "it out for DeepSpeed's float32 masters."
+            )
+        master = "keep"
+    cache = recipe.weight_cache
+    if stage == 3 and "weight_cache" not in section.given:
+        cache = "off"  # codes that stay would undo the partitioning of weights
+    backend = recipe.optimizer_backend if recipe.states == "keep" else "fp8stack"
+    return replace(recipe, master=master, weight_cache=cache, optimizer_backend=backend)
+
+
+def offloads(zero: Mapping[str, Any]) -> bool:
+    """Does ZeRO keep the optimizer's partition in host memory?"""
+    device = (zero.get("offload_optimizer") or {}).get("device", "none")
+    return bool(zero.get("cpu_offload") or device not in (None, "none"))
+
+
+def _keeps_bf16(config: dict[str, Any], stage: int, zero: Mapping[str, Any]) -> bool:
+    """Let ZeRO keep bfloat16 partitions, if it can; return whether it does."""
+    from deepspeed.runtime import precision_config
+
+    bf16 = config.get("bf16") or {}
+    known = getattr(precision_config.DeepSpeedBF16Config, "model_fields", {})
+    accumulates = (config.get("data_types") or {}).get("grad_accum_dtype")
+    can = "bf16_optimizer_states" in known and stage > 0 and not offloads(zero)
+    if not can or not bf16.get("enabled") or accumulates not in (None, "bf16"):
+        return False
+    for flag in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        bf16.setdefault(flag, True)
+    return bool(bf16["bf16_master_weights_and_grads"] and bf16["bf16_optimizer_states"])

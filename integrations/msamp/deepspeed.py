@@ -1,0 +1,116 @@
+"""`from msamp import deepspeed`: DeepSpeed with a config section "msamp", and all else of DeepSpeed.
+
+    "msamp": {"enabled": true, "opt_level": "O1" | "O2" | "O3", "use_te": false}
+
+becomes fp8stack's section, "fp8stack": {"opt_level": "O1" or, for O2 and O3, "O2"}, and goes to
+`fp8stack.integrations.deepspeed.initialize`. Without the section, or with "enabled": false, DeepSpeed runs as it is;
+called by accelerate, which leaves the section out if the level came with `MSAMPRecipeKwargs`, the level is that one.
+An `LBAdam` or `LBAdamW` given at O2 is taken for its hyper-parameters, as torch's would be: the level has the formats.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
+from fp8stack.integrations import deepspeed as adapter
+from fp8stack.integrations.deepspeed.section import find_config
+
+from .api import O3_IS_O2, calling_accelerator, opt_levels
+from .optimizers import LBAdam, LBAdamW
+
+KEYS = ("enabled", "opt_level", "use_te")
+
+
+def initialize(*args: Any, **kwargs: Any) -> Any:
+    """As `deepspeed.initialize`: the same arguments, and (engine, optimizer, loader, scheduler).
+
+    Raises:
+        ConfigError: for a section "msamp" that is not valid, or contradicts one of "fp8stack".
+    """
+    accelerator = calling_accelerator()
+    original = _deepspeed().initialize
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    config = find_config(given)
+    if config is None:
+        return original(**given)  # which says what is missing
+    level = translate(config)
+    if level is None and accelerator is not None and "fp8stack" not in config:
+        recipe = accelerator.msamp_recipe_handler or accelerator.fp8_recipe_handler
+        level = recipe.opt_level if recipe is not None else None
+    optimizer = given.get("optimizer")
+    if isinstance(optimizer, LBAdam | LBAdamW):
+        config["zero_allow_untested_optimizer"] = True
+        if level in ("O2", "O3"):
+            given["optimizer"] = as_torch(optimizer)
+    given = {**given, "config": config, "config_params": None}
+    if level is None and "fp8stack" not in config:
+        return original(**given)
+    if level is not None:
+        level = "O1" if level == "O1" else "O2"
+        section = config.setdefault("fp8stack", {})
+        if section.setdefault("opt_level", level) != level:
+            raise ConfigError(
+                f'the DeepSpeed config says "fp8stack": {section} and, by "msamp", {level}. Leave "msamp" out.'
+            )
+    return adapter.initialize(**given)
+
+
+def as_torch(optimizer: LBAdam | LBAdamW) -> torch.optim.Optimizer:
+    """Return torch's optimizer of the same parameter groups, the very list, so that schedulers go on driving it."""
+    kind = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam
+    made = kind(optimizer.param_groups)
+    made.param_groups = optimizer.param_groups
+    return made
+
+
+def translate(config: dict[str, Any]) -> str | None:
+    """Take the section "msamp" out of a DeepSpeed config; return its level, None if it is off or missing.
+
+    Raises:
+        ConfigError: for an unknown key or value.
+    """
+    section = config.pop("msamp", None)
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise ConfigError(
+            f'"msamp": {section!r} in the DeepSpeed config must be an object, such as '
+            '{"enabled": true, "opt_level": "O2"}.'
+        )
+    for key in section:
+        if key not in KEYS:
+            raise ConfigError(
+                f'"msamp" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, KEYS)} '
+                f"Keys: {', '.join(KEYS)}."
+            )
+    enabled, level = section.get("enabled", False), section.get("opt_level", "O1")
+    if not isinstance(enabled, bool):
+        raise ConfigError(f'"msamp": {{"enabled": {enabled!r}}} must be true or false.')
+    if level not in opt_levels:
+        raise ConfigError(
+            f'"msamp": {{"opt_level": {level!r}}} must be one of {", ".join(opt_levels)}.'
+        )
+    if enabled and level == "O3":
+        warnings.warn(f"msamp: {O3_IS_O2}", Fp8StackWarning, stacklevel=3)
+    return str(level) if enabled else None
+
+
+def _deepspeed() -> Any:
+    try:
+        return import_module("deepspeed")
+    except ImportError as error:
+        raise ConfigError(
+            f"DeepSpeed cannot be imported ({error}). Install it: pip install 'fp8stack[deepspeed]'."
+        ) from error
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(_deepspeed(), name)

@@ -1,0 +1,157 @@
+"""`python -m fp8stack doctor`: findings as a table, and what is wrong with arguments and files."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from workers_known import deepspeed_config
+
+from fp8stack.__main__ import main
+
+MODELS = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sizes import WIDTH
+
+
+@dataclass
+class Options:
+    width: int = WIDTH
+
+
+def build():
+    model = nn.Linear(Options().width, 16)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def build_float8():
+    from sizes import WIDTH  # while it runs, too
+
+    model = nn.Linear(WIDTH, 16)
+    model.code = nn.Parameter(torch.zeros(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+    return model
+
+
+def need(width):
+    return nn.Linear(width, 16)
+
+
+def list_models():
+    return [build()]
+
+
+def broken():
+    raise KeyError("width")
+"""
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder to be in, with a clean configuration and functions that make models."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clean.json").write_text(json.dumps(deepspeed_config()))
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "sizes.py").write_text("WIDTH = 32\n")
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    return tmp_path
+
+
+def diagnose(capsys, config, *options):
+    """Return (exit status, what was printed) for a configuration, a dict or the text of a file."""
+    text = config if isinstance(config, str) else json.dumps(config)
+    with open("ds_config.json", "w") as file:
+        file.write(text)
+    status = main(["doctor", "--deepspeed", "ds_config.json", *options])
+    return status, capsys.readouterr().out
+
+
+def test_a_clean_configuration(files, capsys):
+    status, text = diagnose(capsys, deepspeed_config(), "--model", "models.py:build")
+    assert status == 0
+    assert "ds_config.json · O2" in text
+    assert "torch " in text
+    assert "Nothing known stands against it." in text
+    assert str(files) not in sys.path
+
+
+def test_findings_are_a_table_with_remedies(files, capsys):
+    config = deepspeed_config(
+        3, amp={"enabled": True}, gradient_clipping=1.0, fp16={"enabled": True}
+    )
+    status, text = diagnose(capsys, config, "--model", "models.py:build_float8")
+    assert status == 1
+    lines = [line.split(maxsplit=3) for line in text.splitlines()]
+    start = lines.index(["severity", "#", "name", "found"])
+    assert lines[start + 1 : start + 5] == [
+        ["error", "51", "removed-sections", 'amp: {"enabled": true}'],
+        ["warning", "5", "float8-parameters-zero3", "code: torch.float8_e4m3fn"],
+        ["warning", "32", "fp16-loss-scaling", "fp16.enabled: true"],
+        ["info", "52", "gradient-clipping", "gradient_clipping: 1.0"],
+    ]
+    assert "5. Partitioning fails" in text
+    assert 'Use "bf16": {"enabled": true}.' in text
+    assert text.endswith("1 error, 2 warnings, 1 note\n")
+
+
+def test_the_section_decides(files, capsys):
+    elastic = {"zero_optimization": {"elastic_checkpoint": True}}
+    allowed = {"opt_level": "O1", "allow": ["elastic-checkpoint"]}
+    status, text = diagnose(capsys, deepspeed_config(fp8stack=allowed, **elastic))
+    assert (status, "· O1" in text, "1 warning" in text) == (0, True, True)
+    status, text = diagnose(capsys, deepspeed_config(fp8stack=allowed), "--opt-level", "O1")
+    assert (status, "· O1" in text) == (0, True)
+    off = deepspeed_config(fp8stack={"enabled": False}, fp16={"enabled": True})
+    status, text = diagnose(capsys, off)
+    assert (status, "fp8stack not enabled" in text, "Nothing" in text) == (0, True, True)
+    status, text = diagnose(capsys, deepspeed_config(), "--opt-level", "O0")
+    assert "· O0" in text
+
+
+def test_comments_are_read_as_deepspeed_reads_them(files, capsys):
+    pytest.importorskip("hjson")
+    commented = '{\n  # stage 2\n  "zero_optimization": {"stage": 2, "elastic_checkpoint": true}\n}'
+    status, text = diagnose(capsys, commented)
+    assert (status, "elastic-checkpoint" in text) == (1, True)
+
+
+CLASH = json.dumps({"fp8stack": {"opt_level": "O1"}})
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ('{"bf16": {"enabled": true},\n "zero": }', [], "is not JSON: line 2, column 10"),
+        ("[1]", [], "holds a list; a DeepSpeed configuration is a JSON object"),
+        (CLASH, ["--opt-level", "O2"], "opt_level='O2' was passed"),
+        ("{}", ["--opt-level", "02"], "opt_level must be one of"),
+        ("{}", ["--model", "models.py"], "must be a file and a function"),
+        ("{}", ["--model", "model.py:build"], "there is no Python file 'model.py'"),
+        ("{}", ["--model", "models.py:biuld"], "no function 'biuld'. Did you mean \"build\"?"),
+        ("{}", ["--model", "models.py:need"], "raised TypeError: need() missing 1 required"),
+        ("{}", ["--model", "models.py:broken"], "raised KeyError: 'width'"),
+        ("{}", ["--model", "models.py:list_models"], "returned list; it must return"),
+        ("{}", ["--model", "broken.py:build"], "No module named 'nothing_of_that_name'"),
+        (None, [], "No such file or directory: 'none.json'"),
+        (None, ["--deepspeed", "."], "Is a directory"),
+    ],
+)
+def test_what_is_wrong_is_said_with_status_2(files, config, options, message, capsys):
+    path = "none.json" if config is None else "ds_config.json"
+    if config is not None:
+        (files / path).write_text(config)
+    with pytest.raises(SystemExit) as raised:
+        main(["doctor", "--deepspeed", path, *options])
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_other_library_is_imported(files):
+    code = "import sys; from fp8stack.__main__ import main; main(['doctor', '--deepspeed', 'clean.json'])"
+    code += "; print({'deepspeed', 'accelerate', 'transformers', 'triton'} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "set()"

@@ -1,0 +1,501 @@
+"""MS-AMP's names over fp8stack: how they are found, what scripts do with them, and what MS-AMP got wrong."""
+
+import copy
+import importlib.metadata
+import importlib.util
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from helpers import assert_same_bits, nearest
+from torch import nn
+from workers_msamp import build, check_accelerate, check_deepspeed, check_ranks, inputs, train
+
+import fp8stack
+from fp8stack import BlockScaledTensor, optim
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.formats import E4M3, E5M2
+from fp8stack.integrations.msamp import enable
+from fp8stack.nn import Fp8Linear
+
+
+@pytest.fixture
+def msamp():
+    with enable():
+        import msamp
+
+        yield msamp
+
+
+def is_found():
+    try:
+        importlib.metadata.version("ms-amp")
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.util.find_spec("msamp") is not None
+    return True
+
+
+# --- how it is found
+
+
+def test_nothing_is_found_unless_asked_for():
+    assert not is_found()
+    first, second = enable(), enable()
+    import msamp.nn.distributed
+    from msamp import LBAdamW, clip_grad_norm_, nn, optim
+    from msamp.common.tensor import ScalingTensor
+
+    assert is_found()
+    assert msamp.nn is nn
+    assert optim.LBAdamW is LBAdamW
+    assert clip_grad_norm_ is fp8stack.optim.clip_grad_norm_
+    assert ScalingTensor.__module__ == "fp8stack.integrations.msamp.tensors"
+    assert importlib.metadata.metadata("MS_AMP")["Name"] == "ms-amp"
+    assert msamp.__version__ == importlib.metadata.version("ms-amp") == "0.4.0"
+    assert any(d.name == "ms-amp" for d in importlib.metadata.distributions())
+    assert importlib.metadata.packages_distributions()["msamp"] == ["ms-amp"]
+    first.remove()
+    first.remove()
+    assert is_found()
+    second.remove()
+    assert not is_found()
+    assert not any(name.split(".")[0] == "msamp" for name in sys.modules)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'msamp'"):
+        importlib.import_module("msamp")
+
+
+def test_importing_it_enables_nothing_and_loads_no_framework():
+    code = (
+        "import sys, fp8stack.integrations.msamp as m; assert not any(f is m.finder._FINDER for f in sys.meta_path)\n"
+        "m.enable(); import msamp, msamp.nn, msamp.optim, msamp.te; from msamp import deepspeed; msamp.LBAdamW\n"
+        "print(*sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    loaded = set(result.stdout.split())
+    assert not loaded & {"deepspeed", "accelerate", "transformers", "triton"}
+
+
+def test_names_that_it_does_not_have(msamp):
+    with pytest.raises(ModuleNotFoundError, match=r"no module 'msamp.megatron'; it has msamp, "):
+        importlib.import_module("msamp.megatron")
+    with pytest.raises(AttributeError, match=r"no 'initialise'\. Did you mean"):
+        msamp.initialise  # noqa: B018
+    with pytest.raises(ImportError):
+        from msamp.nn import model_state  # noqa: F401
+
+
+def test_another_msamp_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "msamp").mkdir()
+    (tmp_path / "msamp" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"is here already \({tmp_path}.*pip uninstall ms-amp"):
+        enable()
+    assert not any("msamp" in type(f).__module__ for f in sys.meta_path)
+
+
+def test_tensor_methods_only_if_asked_for(msamp):
+    x = torch.randn(3, 4)
+    assert not hasattr(x, "cast")
+    with enable(tensor_methods=True):
+        assert x.qtype == msamp.common.dtype.Dtypes.kfloat32
+        scaled = x.cast(msamp.common.dtype.Dtypes.kfloat8_e5m2)
+        assert scaled.qtype == msamp.common.dtype.Dtypes.kfloat8_e5m2
+        with pytest.raises(ConfigError, match=r"torch\.Tensor\.cast, and there is one already"):
+            enable(tensor_methods=True)
+    assert not hasattr(x, "cast")
+    assert not hasattr(x, "qtype")
+
+
+# --- initialize
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_training_loop_of_ms_amp_s_examples(msamp, level):
+    """As in its patch of DeiT: two groups, a layer left out, scaler, reduction, unscaling, clipping, a scheduler."""
+    model = build()
+    model[3].use_fp32_linear = True
+    model[0].weight.tag = "mine"
+    before = list(model.parameters())
+    vectors = [p for p in before if p.ndim < 2]
+    matrices = [p for p in before if p.ndim > 1]
+    optimizer = torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, gamma=0.5)
+    optimizer.param_groups[1]["lr"] = 3e-3
+    if level == "O3":
+        with pytest.warns(Fp8StackWarning, match="O3 is O2 here"):
+            model, optimizer = msamp.initialize(model, optimizer, level)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Fp8StackWarning)
+            model, optimizer = msamp.initialize(model, optimizer, level)
+    assert isinstance(optimizer, msamp.LBAdamW)
+    assert isinstance(model[0], Fp8Linear)
+    assert type(model[3]) is nn.Linear
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    assert model[0].weight.tag == "mine"
+
+    scaler = torch.amp.GradScaler("cpu")
+    losses = []
+    for step in range(40):
+        x = inputs(step)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        loss = (y - x).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if hasattr(optimizer, "all_reduce_grads"):
+            optimizer.all_reduce_grads(model)
+        scaler.unscale_(optimizer)
+        assert msamp.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(loss.item())
+    assert isinstance(model[0].weight.grad, BlockScaledTensor)
+    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    assert optimizer.param_groups[1]["lr"] == 1.5e-3
+    quantized = "exp_avg_code" in optimizer.state[model[0].weight]
+    assert quantized is (level != "O1")
+    assert "exp_avg_code" not in optimizer.state[model[3].weight]
+
+
+def test_its_checkpoints_go_on_under_fp8stack_s_own_names(msamp):
+    """The same bits as `fp8stack.initialize`, and states that its optimizer loads."""
+    runs = {}
+    for initialize in (msamp.initialize, fp8stack.initialize):
+        model = build()
+        model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+        runs[initialize] = train(model, optimizer, 5), model, optimizer
+    (theirs, model, optimizer), (ours, other, successor) = runs.values()
+    assert_same_bits(theirs, ours)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    train(other, successor, 3)
+    other.load_state_dict(weights)
+    successor.load_state_dict(state)
+    assert type(successor) is optim.AdamW
+    assert_same_bits(train(other, successor, 3), train(model, optimizer, 3))
+    assert type(fp8stack.restore(model, optimizer)[1]) is torch.optim.AdamW
+
+
+def test_what_initialize_refuses(msamp):
+    model = build()
+    adam = torch.optim.Adam(model.parameters())
+    for error, match, arguments in (
+        (ConfigError, "O1, O2, O3, got opt_level='O0'", (model, adam, "O0")),
+        (ModelError, "got list", ([model], adam)),
+        (ModelError, "takes torch.optim.Adam and AdamW, got SGD",
+         (model, torch.optim.SGD(model.parameters()))),
+    ):  # fmt: skip
+        with pytest.raises(error, match=match) as caught:
+            msamp.initialize(*arguments)
+        assert isinstance(caught.value, ValueError)  # as MS-AMP's
+    assert type(model[0]) is nn.Linear
+    model, optimizer = msamp.initialize(model)
+    assert isinstance(optimizer, msamp.LBAdamW)
+
+
+def test_options_without_effect_are_told_once(msamp):
+    model = build()
+    adam = torch.optim.Adam(model.parameters(), amsgrad=True)
+    with pytest.warns(Fp8StackWarning) as caught:
+        _, optimizer = msamp.initialize(model, adam, "O2", use_te=True)
+    (message,) = {str(w.message) for w in caught if str(w.message).startswith("msamp:")}
+    assert "amsgrad=True has no effect" in message
+    assert "no module of the model is TransformerEngine's" in message
+    assert isinstance(optimizer, msamp.LBAdam)
+
+
+@pytest.mark.gpu
+def test_a_model_is_moved_to_the_gpu_and_states_follow(msamp):
+    model = build()
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+    x = inputs(0).cuda()
+    (model(x) - x).square().mean().backward()
+    optimizer.step()
+    assert optimizer.state[model[0].weight]["exp_avg_code"].is_cuda
+
+
+# --- what MS-AMP got wrong
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.uint8, torch.float16)])
+def test_l2_decay_is_in_the_moments(msamp, dtypes):
+    """MS-AMP's low-bit Adam stepped with the decay and kept moments without it."""
+    torch.manual_seed(1)
+    start = torch.randn(64, 128)
+    p, q = nn.Parameter(start.clone()), nn.Parameter(start.double())
+    low = msamp.LBAdam(
+        [p], lr=1e-2, weight_decay=0.1, exp_avg_dtype=dtypes[0], exp_avg_sq_dtype=dtypes[1]
+    )
+    exact = torch.optim.Adam([q], lr=1e-2, weight_decay=0.1)
+    for _ in range(200):
+        gradient = torch.randn(64, 128) * 0.1
+        p.grad, q.grad = gradient, gradient.double()
+        low.step()
+        exact.step()
+    error = (p.double() - q).norm() / q.norm()
+    assert error < (1e-5 if dtypes[0] is torch.float32 else 0.05)
+
+
+def test_tied_weights_stay_tied_and_frozen_layers_frozen(msamp):
+    """MS-AMP replaced parameters: a tied head was never trained, later groups got others' parameters, all thawed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(128, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 128, bias=False)
+    )
+    model[3].weight = model[0].weight
+    model[1].weight.requires_grad_(False)
+    frozen = model[1].weight.detach().clone()
+    groups = [{"params": [p]} for p in model.parameters() if p.requires_grad]
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(groups, lr=1e-2), "O2")
+    assert model[3].weight is model[0].weight
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is b["params"][0] for a, b in zip(owned, groups, strict=True))
+    tokens = torch.arange(128)
+    losses = []
+    for _ in range(15):
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert model[1].weight.grad is None
+    assert not model[1].weight.requires_grad
+    assert_same_bits(model[1].weight.detach(), frozen)
+
+
+# --- optimizers and layers on their own
+
+U8, I8, F16, F32 = torch.uint8, torch.int8, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "states", "exact"),
+    [
+        (U8, F16, "fp8-lm", True), (U8, U8, "fp8", True), (F32, F32, "fp32", True),
+        (I8, F16, "fp8-lm", False), (I8, U8, "fp8", False), (U8, I8, "fp8", False),
+        (F16, F16, "bf16", False), (F16, U8, "bf16", False), (F32, F16, "fp32", False),
+        (U8, F32, "fp32", False),
+    ],
+)  # fmt: skip
+def test_dtypes_of_moments(msamp, first, second, states, exact):
+    p = nn.Parameter(torch.randn(64, 128))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", Fp8StackWarning)
+        optimizer = msamp.LBAdamW([p], exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    assert optimizer.states == states
+    assert len(caught) == (not exact)
+    if not exact:
+        assert f"{first} and {second}" in str(caught[0].message)
+    p.grad = torch.randn(64, 128)
+    optimizer.step()
+    assert p.isfinite().all()
+
+
+def test_arguments_of_optimizers(msamp):
+    p = nn.Parameter(torch.randn(8, 8))
+    with pytest.raises(
+        ConfigError, match=r"exp_avg_sq_dtype=torch\.int32 is no format of a moment"
+    ):
+        msamp.LBAdam([p], exp_avg_sq_dtype=torch.int32)
+    with pytest.warns(
+        Fp8StackWarning, match=r"bias_correction=False .*; amsgrad=True .*; tensor_s"
+    ):
+        msamp.LBAdamW([p], 1e-3, False, amsgrad=True, tensor_scale=False)
+    optimizer = msamp.LBAdamW([p], 2e-3, True, (0.8, 0.95), 1e-6, 0.3, False, maximize=True)
+    group = optimizer.param_groups[0]
+    assert [group[k] for k in ("lr", "betas", "eps", "weight_decay", "maximize")] == [
+        2e-3, (0.8, 0.95), 1e-6, 0.3, True
+    ]  # fmt: skip
+    assert msamp.LBAdam([p], 2e-3, (0.8, 0.95), 1e-6, 0.3).param_groups[0]["weight_decay"] == 0.3
+    assert msamp.LBAdam([p]).param_groups[0]["weight_decay"] == 0
+
+    class LBAdamW(msamp.LBAdamW):  # as in its patch of fairseq
+        supports_flat_params = True
+
+    assert LBAdamW([p]).state_dict()["fp8stack"]["optimizer"] == "AdamW"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_dsadam_decays_as_it_is_told(msamp, decoupled):
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    p = nn.Parameter(torch.randn(16, 16))
+    q = nn.Parameter(p.detach().clone())
+    ours = msamp.DSAdam([p], lr=1e-2, adam_w_mode=decoupled, weight_decay=0.1, set_grad_none=True)
+    theirs = kind([q], lr=1e-2, weight_decay=0.1)
+    for _ in range(5):
+        p.grad = torch.randn(16, 16)
+        q.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+    assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_without_initialize(msamp):
+    """As in its patch of fairseq: the replacer, then the optimizer."""
+    model = build()
+    model[3].use_fp32_linear = True
+    model = msamp.nn.LinearReplacer.replace(model)
+    assert isinstance(model[0], Fp8Linear)
+    assert type(model[3]) is nn.Linear
+    optimizer = msamp.LBAdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    kinds = []
+    losses = train(
+        model,
+        optimizer,
+        40,
+        after=lambda: kinds.append([type(model[i].weight.grad) for i in (0, 3)]),
+    )
+    assert kinds[-1] == [BlockScaledTensor, torch.Tensor]
+    assert losses[-5:].mean() < 0.5 * losses[:5].mean()
+    with pytest.raises(ModelError, match="already converted"):
+        msamp.nn.LinearReplacer.replace(model)
+    with pytest.warns(Fp8StackWarning, match="weight_qtype=kFloat8E4M3 has no effect"):
+        msamp.LinearReplacer.replace(build(), msamp.common.dtype.Dtypes.kfloat8_e4m3)
+
+
+def test_deepspeed_s_section(msamp):
+    pytest.importorskip("deepspeed")
+    from fp8stack.integrations.msamp.deepspeed import translate
+
+    for section, level in (
+        ({"enabled": True}, "O1"),
+        ({"enabled": True, "opt_level": "O2", "use_te": False}, "O2"),
+        ({"enabled": False, "opt_level": "O2"}, None),
+    ):
+        config = {"msamp": section, "bf16": {}}
+        assert translate(config) == level
+        assert config == {"bf16": {}}
+    with pytest.warns(Fp8StackWarning, match="O3 is O2"):
+        assert translate({"msamp": {"enabled": True, "opt_level": "O3"}}) == "O3"
+    for section, match in (
+        ({"enable": True}, "no key 'enable'. Did you mean \"enabled\""),
+        ({"enabled": "yes"}, "must be true or false"),
+        ({"enabled": True, "opt_level": "O0"}, "\"opt_level\": 'O0'} must be one of O1, O2, O3"),
+        (True, "must be an object"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            translate({"msamp": section})
+    from msamp import deepspeed
+
+    config = {"msamp": {"enabled": True, "opt_level": "O1"}, "fp8stack": {"opt_level": "O2"}}
+    with pytest.raises(ConfigError, match=r'by "msamp", O1\. Leave "msamp" out'):
+        deepspeed.initialize(model=build(), config=config)
+
+
+# --- scaled tensors
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+def test_codes_are_the_nearest_at_a_power_of_two(msamp, fmt):
+    from msamp.common.tensor import TypeCast, cast
+
+    qtype = getattr(msamp.common.dtype.Dtypes, f"kfloat8_{fmt.name}")
+    x = torch.randn(33, 50) * 3e-5
+    scaled = cast(x, qtype)
+    scale = float(scaled.meta.scale)
+    assert torch.frexp(scaled.meta.scale)[0] == 0.5
+    assert fmt.max / 2 < float(x.abs().max()) * scale <= fmt.max
+    expected = nearest(x * scale, fmt) / scale
+    assert_same_bits(scaled.float(), expected.float())
+    assert scaled.value.dtype is scaled.dtype is torch.uint8
+    assert scaled.meta.amax[0] == x.abs().max()
+    assert float(scaled.meta.scale_inv) == 1 / scale
+    meta = msamp.common.tensor.ScalingMeta(qtype)
+    assert torch.equal(TypeCast.cast_to_fp8(x, meta), scaled.value)
+    half = TypeCast.cast_from_fp8(scaled.value, meta, msamp.common.dtype.Dtypes.kfloat16)
+    assert_same_bits(half, scaled.half())
+
+
+def test_scaled_tensors_between_formats(msamp):
+    from msamp.common.tensor import ScalingTensor, cast
+
+    kinds = msamp.common.dtype.Dtypes
+    tolerance = {
+        kinds.kfloat8_e4m3: 2**-4, kinds.kfloat8_e5m2: 2**-3, kinds.kbfloat16: 2**-8,
+        kinds.kfloat16: 2**-11, kinds.kfloat32: 2**-23,
+    }  # fmt: skip
+    x = torch.rand(4, 6) + 1
+    for first, error in tolerance.items():
+        scaled = cast(x, first)
+        assert scaled.dtype is kinds.get_dtype_from_qtype(first)
+        for second, other in tolerance.items():
+            again = scaled.cast(second)
+            assert again.qtype == second
+            assert ((again.float() - x).abs() <= (error + other) * 1.1 * x).all()
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            assert scaled.to(dtype).dtype is dtype
+        flipped = scaled.t().contiguous()
+        assert_same_bits(flipped.float(), scaled.float().t().contiguous())
+        assert scaled.flatten().shape == (24,)
+        assert (scaled.size(), len(scaled), scaled.numel()) == (x.shape, 4, 24)
+    with pytest.raises(ConfigError, match=r"codes of kFloat16 are torch.float16, got torch.uint8"):
+        ScalingTensor(torch.zeros(3, dtype=torch.uint8), cast(x, kinds.kfloat16).meta)
+    with pytest.raises(AttributeError, match="ScalingTensor has no 'matmul'; float"):
+        cast(x, kinds.kfloat16).matmul(x)
+
+
+def test_scaled_tensors_in_place(msamp):
+    from msamp.common.tensor import ScalingMeta, cast
+
+    kinds = msamp.common.dtype.Dtypes
+    x = torch.randn(5, 7)
+    for qtype in (kinds.kfloat8_e4m3, kinds.kfloat16):
+        scaled = cast(x, qtype)
+        before = scaled.float()
+        copies = scaled.clone(), copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled))
+        scaled.mul_(4.0).mul_(torch.tensor([0.5])).div_(8)
+        assert_same_bits(scaled.float(), before / 4)
+        assert scaled.meta.scale * scaled.meta.scale_inv == 1
+        for other in copies:
+            assert_same_bits(other.float(), before)
+        assert_same_bits(copies[0].copy_(scaled).float(), scaled.float())
+        assert_same_bits(scaled.abs().float(), scaled.float().abs())
+        assert (scaled.max(), scaled.min()) == (scaled.float().max(), scaled.float().min())
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            y = x.clone()
+            y[1, 2] = bad
+            assert cast(y, qtype).has_inf_or_nan()
+            assert not cast(y, qtype).meta.amax[0].isfinite()
+        assert not scaled.has_inf_or_nan()
+        assert not scaled.zero_().float().any()
+        with pytest.raises(ConfigError, match="takes no kFloat8E5M2 codes"):
+            scaled.copy_(cast(x, kinds.kfloat8_e5m2))
+        with pytest.raises(ConfigError, match=r"by one number, got a tensor of shape \(2,\)"):
+            scaled.mul_(torch.ones(2))
+    with pytest.raises(ConfigError, match="window_size=16"):
+        ScalingMeta(kinds.kfloat8_e4m3, window_size=16)
+    with pytest.raises(ConfigError, match=r"kInt32.* has no scale"):
+        cast(x, kinds.kint32)
+
+
+# --- between processes
+
+
+def spawn(work, world, store, *arguments):
+    torch.multiprocessing.spawn(work, (world, str(store), *arguments), nprocs=world)
+
+
+def test_two_ranks(tmp_path):
+    spawn(check_ranks, 2, tmp_path / "store")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_accelerate_s_backend(world, tmp_path):
+    pytest.importorskip("accelerate")
+    spawn(check_accelerate, world, tmp_path / "store")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_deepspeed(world, tmp_path):
+    pytest.importorskip("deepspeed")
+    spawn(check_deepspeed, world, tmp_path / "store", str(tmp_path))

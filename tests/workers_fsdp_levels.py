@@ -1,0 +1,466 @@
+"""What the tests of `fp8stack.integrations.fsdp` run in processes of their own: levels on sharded models."""
+
+import warnings
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import assert_same_bits, batch, bits
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from workers import gather, whole
+from workers_comm import assert_equal_everywhere, enter, leave
+from workers_ddp import inputs, train_part
+
+import fp8stack
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
+from fp8stack.integrations.fsdp import attach, fully_shard_fp8, verify
+
+LR = 5e-4
+HERE = SimpleNamespace()  # this process's rank, world, device, and the mesh of all ranks
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 192), nn.Linear(192, dim)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Two blocks whose parts ranks share unevenly, with a head that is sharded on its own, or the embedding's."""
+
+    def __init__(self, tied=False, recomputes=False):
+        super().__init__()
+        self.embed = nn.Embedding(321, 128)
+        self.blocks = nn.ModuleList(Block(128) for _ in range(2))
+        self.head = nn.Linear(128, 321, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.recomputes = recomputes
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
+def start(rank, world, store, device):
+    HERE.rank, HERE.world, HERE.device = rank, world, enter(rank, world, store, device)
+    HERE.mesh = init_device_mesh(device, (world,))
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return Blocks(**options).to(HERE.device)
+
+
+def shard(model, policy=POLICY, **options):
+    for module in [*model.blocks, model.head, model]:
+        fully_shard(module, **{"mesh": HERE.mesh, "mp_policy": policy, **options})
+    return model
+
+
+def shard_fp8(model, optimizer, **options):
+    return fully_shard_fp8(model, optimizer, "O2", **{"mesh": HERE.mesh, **options})
+
+
+def train(model, optimizer):
+    return train_part(model, optimizer, HERE.rank, HERE.world, HERE.device)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def attached(level="O2", policy=POLICY, options=None, **overrides):
+    model = shard(make(), policy, **(options or {}))
+    return attach(model, adamw(model), level, compute="native", **overrides)
+
+
+def check_levels(rank, world, store, device):
+    """Every level trains like FSDP2 alone, and does what it says."""
+    start(rank, world, store, device)
+    model = shard(make())
+    losses = {"plain": train(model, adamw(model))}
+    for name in ("O0", "O1", "O1 gathered", "O2"):
+        level, gathered = name[:2], name.endswith("gathered")
+        model, optimizer = attached(level, fp8_all_gather=gathered)
+        assert type(optimizer) is (fp8stack.optim.AdamW if level == "O2" else torch.optim.AdamW)
+        with fp8stack.comm.Statistics() as statistics:
+            losses[name] = train(model, optimizer)
+        report, sent = verify(model, optimizer), statistics.collect()
+        assert report.level == level
+        assert len(report.converted) == 5
+        assert ("reduce_scatter_tensor" in sent) == (level != "O0" and world > 1)
+        assert ("all_gather_weights" in sent) == (gathered and world > 1)
+    check_contract(model, optimizer)
+    model = make(recomputes=True)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.999)
+    model, optimizer = shard_fp8(model, optimizer, compute="native")
+    losses["one call"] = train(model, optimizer)
+    verify(model, optimizer)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * 0.999)
+    for each in losses.values():
+        dist.all_reduce(each)
+    for name, each in losses.items():
+        assert each[-1] < 0.8 * each[0], name
+        rounded = name == "O1 gathered"  # weights to E4M3
+        assert torch.allclose(each, losses["plain"], rtol=0.06 if rounded else 0.02), name
+    check_micro_batches()
+    check_states_go_over()
+    check_frozen_parameters()
+    check_warnings_and_reports()
+    check_verify()
+    check_bad_input()
+    if world == 2:
+        check_replicas()
+        check_offload()
+    leave()
+
+
+def check_contract(model, optimizer):
+    """bfloat16 shards and gradients, 8 more bits, 8-bit states: 7.06 bytes a parameter over all ranks."""
+    rows = model.blocks[0].up.weight.shape[0]
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        assert p.dtype is torch.bfloat16, name
+        assert p.grad.dtype is torch.bfloat16
+        assert all(v.placements == p.placements for v in state.values() if v.ndim), name
+        assert ("remainder" in state) == (p.ndim > 1)
+        assert p.ndim > 1 or state["master"].dtype is torch.float32
+    report = fp8stack.get_report(model)
+    assert len(report.stored) == 6
+    assert report.bytes_per_parameter == pytest.approx(7.06, abs=0.02)
+    p = model.blocks[0].up.weight
+    local = [v.to_local() for v in (p, p.grad, *optimizer.state[p].values()) if v.ndim]
+    share = -(-rows // dist.get_world_size()) / rows
+    assert sum(v.nbytes for v in local) <= p.numel() * share * 7.1
+    assert isinstance(model.head, FSDPModule)
+    assert isinstance(model.head, fp8stack.nn.Fp8Linear)
+    with pytest.raises(ModelError, match=r"sharded by FSDP2 before.*master_state_dict"):
+        fp8stack.restore(model, optimizer)
+
+
+def check_micro_batches():
+    """Gradients accumulate before they are reduced as afterwards, are clipped by torch, and survive recomputation."""
+    norms, gradients = [], []
+    for synced, recomputes in ((True, False), (False, False), (False, True)):
+        model = shard(make(recomputes=recomputes))
+        model, optimizer = attach(model, adamw(model), "O2", compute="native")
+        for step in range(3):
+            model.set_requires_gradient_sync(synced or step == 2)
+            model(*inputs(HERE.world * step + HERE.rank, HERE.device)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor())
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
+        assert gradients[-1].float().norm() == pytest.approx(0.01, rel=1e-2)
+        optimizer.step()
+        assert optimizer.skipped_steps == 0
+    assert torch.allclose(norms[0], norms[1], rtol=1e-2)
+    assert nn.functional.cosine_similarity(gradients[0].float(), gradients[1].float(), 0) > 0.998
+    if HERE.device.type == "cpu":  # on a GPU, embeddings add up their gradients in any order
+        assert_same_bits(gradients[1], gradients[2])
+
+
+def check_states_go_over():
+    """An optimizer that has stepped the whole model goes on from its moments, and float32 weights keep 24 bits."""
+    model = make(tied=True)
+    optimizer = adamw(model)
+    model(*inputs(0, HERE.device)).backward()
+    optimizer.step()
+    weight, moment = model.embed.weight.detach().clone(), optimizer.state[model.embed.weight]
+    moment, group = moment["exp_avg"].clone(), optimizer.param_groups[0]
+    model, new = shard_fp8(model, optimizer, compute="native", blocks=[model.blocks[1]])
+    assert new.param_groups[0] is group
+    assert model.head.weight is model.embed.weight
+    p = model.embed.weight
+    assert float(new.state[p]["step"]) == 1
+    master = fp8stack.checkpoint.master_state_dict(model, new)["embed.weight"].full_tensor()
+    assert ((master - weight).abs() <= weight.abs() * 2**-16).all()
+    exported = fp8stack.checkpoint.torch_state_dict(new)["state"]
+    found = exported[group["params"].index(p)]["exp_avg"].full_tensor()
+    assert torch.allclose(found, moment, rtol=0.04, atol=float(moment.abs().max()) / 500)
+    assert not isinstance(model.blocks[0], FSDPModule)
+    model = make()
+    own = fp8stack.optim.AdamW(model.parameters(), max_grad_norm=1.0)
+    own.override(model.head.weight, states="fp32")
+    model, same = shard_fp8(model, own, compute="bf16")
+    assert same is own
+    assert "exp_avg" in own.state[model.head.weight]
+    verify(model, own)
+
+
+def check_frozen_parameters():
+    """What is frozen keeps its dtype, beside bfloat16 parameters of the same module."""
+    model = make()
+    model.embed.weight.requires_grad_(False)
+    shard(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = attach(model, torch.optim.AdamW(trainable, lr=LR), compute="native")
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    assert model.embed.weight.dtype is torch.float32
+    assert model.head.weight.dtype is torch.bfloat16
+    verify(model, optimizer)
+
+
+def check_warnings_and_reports():
+    """What falls back says so once; `strict` refuses before anything is changed."""
+    with pytest.warns(Fp8StackWarning, match=r"own masters: the root has no compute dtype") as told:
+        model, optimizer = attached(policy=MixedPrecisionPolicy())
+    assert len([w for w in told if w.category is Fp8StackWarning]) == 1
+    assert told[0].filename == __file__
+    assert model.head.weight.dtype is torch.float32
+    assert len(verify(model, optimizer).kept) == 6
+    model(*inputs(0, HERE.device)).backward()
+    optimizer.step()
+    model = shard(make())
+    optimizer = adamw(model)
+    with torch.no_grad():
+        model(*inputs(0, HERE.device))
+    before = type(model.head)
+    with pytest.raises(
+        UnsupportedDeviceError, match=r"has run, when FSDP2 takes note.*strict=True"
+    ):
+        attach(model, optimizer, "O2", strict=True)
+    assert type(model.head) is before
+    with pytest.warns(Fp8StackWarning, match="has run"):
+        attach(model, optimizer, "O2")
+    model = shard(make())
+    reference = weakref.ref(model.head.weight)
+    with pytest.warns(Fp8StackWarning, match=r"own masters: head\.weight has weak references"):
+        attach(model, adamw(model), "O2")
+    assert reference().dtype is torch.float32
+    model = shard(make())
+    with pytest.warns(Fp8StackWarning, match=r"trainable parameters are not in the optimizer"):
+        attach(model, torch.optim.AdamW(model.blocks.parameters()), "O2")
+    assert model.head.weight.dtype is torch.float32
+
+
+def check_verify():
+    model, optimizer = attached()
+    verify(model)
+    p = model.embed.weight
+    state = optimizer.state[p]
+    state["exp_avg_scale"] = state["exp_avg_scale"].to_local()
+    optimizer.state[model.head.weight].clear()
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    model.blocks[0].set_custom_reduce_scatter(DefaultReduceScatter())
+    model.blocks[1].up = nn.Linear(128, 192).to(HERE.device)
+    with pytest.raises(ModelError) as error:
+        verify(model, optimizer)
+    for part in (
+        "blocks.1.up is no fp8 layer any more",
+        "blocks.0 does not reduce its gradients in FP8",
+        "exp_avg_scale of embed.weight is a plain tensor",
+        "head.weight has no 8bit states",
+        "(192, 128) in the optimizer is not the model's",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ModelError, match="not the optimizer that was returned"):
+        verify(model, adamw(model))
+    with pytest.raises(ModelError, match="not initialized"):
+        verify(shard(make()))
+
+
+@contextmanager
+def refused(kind, match, model):
+    """Expect an error, and the model as it was."""
+    before = [(type(m), [p.dtype for p in m.parameters()]) for m in model.modules()]
+    with pytest.raises(kind, match=match):
+        yield
+    assert [(type(m), [p.dtype for p in m.parameters()]) for m in model.modules()] == before
+
+
+def check_bad_input():
+    whole_model, model = make(), shard(make())
+    optimizer = adamw(model)
+    with refused(ConfigError, r"attach found no module sharded.*fully_shard_fp8", whole_model):
+        attach(whole_model, adamw(whole_model))
+    for name, value, reason in (
+        ("step_in_backward", True, "steps each gradient"),
+        ("offload", "cpu", "CPUOffloadPolicy"),
+        ("matmuls", True, "by their parameters"),
+        ("master", "fp16", "one scale for a whole tensor"),
+        ("optimizer_backend", "bitsandbytes", "no sharded states"),
+    ):
+        with refused(ConfigError, f"{name}={value!r} is not for sharded.*{reason}", model):
+            attach(model, optimizer, **{name: value})
+    with refused(ConfigError, "states='fp8-lm' is not for sharded", whole_model):
+        shard_fp8(whole_model, adamw(whole_model), preset="fp8-lm")
+    with refused(ConfigError, r"Did you mean \"skip\"", model):
+        attach(model, optimizer, skipp=["head"])
+    with refused(ConfigError, r"fp8_all_gather=True .*compute is bf16", model):
+        attach(model, optimizer, compute="bf16", fp8_all_gather=True)
+    with refused(ConfigError, "states_for: master='fp16' is not for sharded", model):
+        attach(model, optimizer, states_for={"head": {"master": "fp16"}})
+    with refused(ModelError, "O2 converts gradients for an optimizer", model):
+        attach(model)
+    late = make()
+    early = adamw(late)
+    with refused(
+        ModelError,
+        r"14 of the 14 .*fully_shard replaced them.*Build it after",
+        shard(late),
+    ):
+        attach(late, early)
+    with refused(ModelError, "O2 converts torch.optim.Adam.*not torch.optim.*RMSprop", whole_model):
+        shard_fp8(whole_model, torch.optim.RMSprop(whole_model.parameters()))
+    with refused(ModelError, "Muon's direction depends", model):
+        attach(model, fp8stack.optim.Muon(model.parameters()))
+    with refused(ModelError, "is sharded already.*attach", model):
+        shard_fp8(model, optimizer)
+    with refused(ModelError, "blocks has a Linear that is no module inside", whole_model):
+        shard_fp8(whole_model, adamw(whole_model), blocks=[nn.Linear(2, 2)])
+    mixed = make()
+    mixed.head.half()
+    with refused(ModelError, r"several dtypes \(.*float16.*param_dtype", mixed):
+        shard_fp8(mixed, adamw(mixed))
+    with torch.device("meta"):
+        meta = Blocks()
+    with refused(ModelError, "on the meta device; materialize", meta):
+        shard_fp8(meta, adamw(meta))
+    with refused(ModelError, "on the meta device; materialize", shard(meta)):
+        attach(meta, adamw(meta))
+    wrapped = DistributedDataParallel(make())
+    with pytest.raises(ModelError, match="DistributedDataParallel: it keeps whole parameters"):
+        attach(wrapped, adamw(wrapped))
+    one = FullyShardedDataParallel(make(), device_id=HERE.device)
+    for call in (attach, shard_fp8):
+        with pytest.raises(ModelError, match=r"FSDP1 joins the parameters.*fully_shard \(FSDP2\)"):
+            call(one, adamw(one))
+    with pytest.raises(ModelError, match=r"OptimizedModule.*model.compile\(\)"):
+        attach(torch.compile(model), optimizer)
+    with pytest.raises(ModelError, match="got int"):
+        attach(3, optimizer)
+    model, optimizer = attach(model, optimizer)
+    with refused(ModelError, "already converted by fp8stack", model):
+        attach(model, optimizer)
+
+
+def replicated(*shape):
+    mesh = init_device_mesh(HERE.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    model = make()
+    return shard_fp8(model, adamw(model), mesh=mesh, mp_policy=POLICY, compute="native")
+
+
+def check_replicas():
+    """HSDP as two replicas of one shard, and one replica of two: trains, and replicas keep the same bits."""
+    losses = []
+    for shape in ((2, 1), (1, 2)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Fp8StackWarning)
+            model, optimizer = replicated(*shape)
+        losses.append(train(model, optimizer))
+        verify(model, optimizer)
+        for p in model.parameters():
+            assert_equal_everywhere(p.full_tensor())
+            assert_equal_everywhere(gather(optimizer.master_weight(p)))
+    assert all(each[-1] < 0.8 * each[0] for each in losses)
+    assert torch.allclose(*losses, rtol=0.02)
+    mesh = init_device_mesh(HERE.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = shard(make(), mesh=mesh)
+    with refused(UnsupportedDeviceError, "over the replicas of a 2-D mesh", hybrid):
+        attach(hybrid, adamw(hybrid), strict=True)
+    with pytest.warns(Fp8StackWarning, match="over replicas in full precision"):
+        attach(hybrid, adamw(hybrid))
+
+
+def check_offload():
+    """FSDP2's own offload: parameters, gradients and states in host memory."""
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=HERE.device.type == "cuda")}
+    model, optimizer = attached(options=policy)
+    losses = train(model, optimizer)
+    assert losses[-1] < 0.8 * losses[0]
+    assert optimizer.state[model.head.weight]["exp_avg_code"].device.type == "cpu"
+    assert fp8stack.get_report(model).compute == "native"
+
+
+# --- checkpoints
+
+
+def save(path, model, optimizer):
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=path)
+
+
+def load(path, made=None):
+    """Return a model and an optimizer made anew, from other weights, filled from a checkpoint."""
+    model, optimizer = made or attached()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+    )
+    return model, optimizer
+
+
+def steps(model, optimizer, first):
+    for step in range(first, first + 3):
+        optimizer.zero_grad()
+        model(*batch(HERE.world * step + HERE.rank)).backward()
+        optimizer.step()
+
+
+def expect(found, wanted, what):
+    assert found.keys() == wanted.keys(), what
+    for key, value in wanted.items():
+        assert torch.equal(bits(found[key]), bits(value)), (what, key)
+
+
+def check_replicas_change(folder):
+    """Two replicas of one shard load what one of two saved, and the other way round."""
+    for shape in ((1, 2), (2, 1)):
+        saved = replicated(*shape)
+        steps(*saved, 0)
+        save(f"{folder}/replicas{shape[0]}", *saved)
+        loaded = load(f"{folder}/replicas{shape[0]}", replicated(*reversed(shape)))
+        expect(whole(*loaded), whole(*saved), shape)
+
+
+def check_checkpoints(rank, world, store, folder, theirs):
+    """Load what `theirs` ranks saved, if any, bit for bit; save, and resume on this mesh bit for bit."""
+    start(rank, world, store, "cpu")
+    if theirs:
+        model, optimizer = load(f"{folder}/{theirs}")
+        saved = torch.load(f"{folder}/{theirs}.pt", weights_only=True)
+        expect(whole(model, optimizer), saved, f"{theirs} ranks to {world}")
+        verify(model, optimizer)
+    else:
+        model, optimizer = attached()
+        check_replicas_change(folder)
+    steps(model, optimizer, 3)
+    save(f"{folder}/{world}", model, optimizer)
+    expected = whole(model, optimizer)
+    if rank == 0:
+        torch.save(expected, f"{folder}/{world}.pt")
+    steps(model, optimizer, 6)
+    resumed = load(f"{folder}/{world}")
+    expect(whole(*resumed), expected, "loaded")
+    steps(*resumed, 6)
+    expect(whole(*resumed), whole(model, optimizer), "resumed")
+    leave()
