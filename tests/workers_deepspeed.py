@@ -14,10 +14,13 @@ WIDTH = 64
 NUMEL = 2 * (WIDTH * 256) + 3 * 256 + WIDTH  # of the model below
 
 
-def enter(rank, world, store):
+def enter(rank, world, store, device="cpu"):
     """Join a group of `world` ranks and return DeepSpeed, which then compiles nothing."""
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    os.environ.update(DS_ACCELERATOR=device, LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     logging.disable(logging.WARNING)
     import deepspeed
     import deepspeed.ops

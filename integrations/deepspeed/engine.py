@@ -65,12 +65,13 @@ def install() -> Handle:
     """Let `deepspeed.initialize` apply a config's section "fp8stack" (or its optimizer "FP8AdamW") from now on.
 
     Without either it does what it did. Returns a handle whose `remove()` takes this back; it is also a context manager.
-    Installing twice is installing once.
+    Installing twice is installing once, and the first handle removes it.
     """
     import deepspeed
 
     original = _original()
-    if original is deepspeed.initialize:
+    fresh = original is deepspeed.initialize
+    if fresh:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -79,17 +80,21 @@ def install() -> Handle:
 
         initialize.fp8stack_original = original  # type: ignore[attr-defined]
         deepspeed.initialize = initialize
-    return Handle()
+    return Handle(fresh)
 
 
 class Handle:
     """What `install` returned."""
 
+    def __init__(self, owns: bool) -> None:
+        self._owns = owns
+
     def remove(self) -> None:
-        """Give DeepSpeed its own `initialize` back."""
+        """Give DeepSpeed its own `initialize` back, unless it was wrapped before this handle was made."""
         import deepspeed
 
-        deepspeed.initialize = _original()
+        if self._owns:
+            deepspeed.initialize = _original()
 
     def __enter__(self) -> Handle:
         return self

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
+from helpers import need_gpus
 from workers_deepspeed_levels import (
+    check_gpus,
     check_matrix,
     check_portable_checkpoints,
     check_refusals,
@@ -46,3 +48,13 @@ def test_universal_checkpoints_change_the_number_of_ranks(tmp_path):
         folders += ["--output_folder", f"{tmp_path}/{stage}/universal", "--inject_missing_state"]
         subprocess.run([*convert, *folders], check=True, capture_output=True)
     spawn(check_portable_checkpoints, 1, tmp_path / "second", str(tmp_path), False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("compute", ["native", "te"])
+def test_levels_on_gpus(compute, world, tmp_path):
+    need_gpus(world)
+    if compute == "te":
+        pytest.importorskip("transformer_engine")
+    spawn(check_gpus, world, tmp_path / "store", compute)

@@ -1,0 +1,252 @@
+"""Accelerate: a level for what an Accelerator trains, on one process, under DDP, FSDP2 or DeepSpeed.
+
+    from fp8stack.integrations.accelerate import prepare
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    model, optimizer, loader = prepare(accelerator, model, optimizer, loader, opt_level="O2")
+
+`prepare` is `accelerator.prepare` with the level put in where it belongs: before it on one process and under DDP
+(layers, gradients and states are per process, then DDP's hook goes FP8), after it under FSDP2 (states are DTensors of
+the sharded parameters), and in DeepSpeed's configuration under ZeRO. `attach` does the last part alone, for a model
+that was initialized by hand. Accelerate is neither patched nor subclassed, and its own FP8 has to be off: two owners
+of the same layers undo each other.
+
+Limits: FSDP1, Megatron-LM and XLA are refused. Gradients that DDP holds are in full precision; what is FP8 is the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8stack
+from fp8stack.api import session_of
+from fp8stack.comm import register_fp8_hook
+from fp8stack.errors import ConfigError, ModelError
+from fp8stack.integrations import deepspeed, fsdp
+from fp8stack.integrations.deepspeed.section import find_section
+from fp8stack.integrations.known import Situation, check, raise_or_warn
+from fp8stack.integrations.known.situation import comes_from
+from fp8stack.levels import Recipe, recipe_for
+from fp8stack.nn import Bf16Linear, Fp8Linear, TeLinear
+from fp8stack.report import Report
+
+_OTHERS = {
+    "FSDP": "FSDP1 joins parameters to flat vectors, which have no rows to make blocks of. Use "
+    "FullyShardedDataParallelPlugin(fsdp_version=2)",
+    "MEGATRON_LM": "Megatron-LM has layers and an optimizer of its own. Use DDP, FSDP2 or DeepSpeed",
+    "XLA": "fp8stack has no kernels for XLA devices. Use CUDA GPUs",
+}
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What an Accelerator's model trains with."""
+
+    level: str
+    wrapper: str  # "no wrapper", "DistributedDataParallel", "FSDP2" or "DeepSpeed ZeRO-2"
+    layers: int  # Linear layers that multiply in FP8 (in bf16 where FP8 is missing)
+    fp8_reduction: bool  # are gradients sent between processes in FP8?
+
+    def __str__(self) -> str:
+        wire = "in FP8" if self.fp8_reduction else "in full precision, if at all"
+        return f"fp8stack {self.level}: {self.wrapper}, {self.layers} converted layers, gradients sent {wire}"
+
+
+def prepare(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    *others: Any,
+    opt_level: str | None = None,
+    strict: bool = False,
+    preset: str | None = None,
+    **overrides: Any,
+) -> tuple[Any, ...]:
+    """Bring a model and its optimizer to a level and prepare them; return what `accelerator.prepare` returns.
+
+    Args:
+        accelerator: an `accelerate.Accelerator` without FP8 of its own.
+        model, optimizer: bare, the optimizer built from the model's parameters. The model is moved to the accelerator's
+            device first, as `accelerator.prepare` would. Under DeepSpeed the optimizer may be a `DummyOptim`.
+        others: loaders and schedulers; a scheduler may have been made from the optimizer before.
+        opt_level, strict, preset, overrides: as in `fp8stack.initialize`; "O2" if not given. Under DeepSpeed they are
+            the section "fp8stack" of its configuration, and may be left out where it has one.
+
+    Raises:
+        ConfigError: an unknown level, option or value, FP8 of Accelerate's own, or a combination that is known to fail.
+        ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then.
+        UnsupportedDeviceError: a fallback under `strict`.
+    """
+    options = {"strict": strict, "preset": preset, **overrides}
+    options = {name: value for name, value in options.items() if value not in (False, None)}
+    if getattr(model, "_is_accelerate_prepared", False):
+        raise ModelError(
+            "this model was prepared already. Pass the bare model to prepare, once; for one that was initialized "
+            "before accelerator.prepare, call attach(accelerator, model)."
+        )
+    given = model, optimizer, *others
+    kind = _kind(accelerator)
+    if kind == "DEEPSPEED":
+        with sectioned(accelerator, opt_level, options) as recipe:
+            check_driver(accelerator, model, optimizer, recipe)
+            prepared = accelerator.prepare(*given)
+    else:
+        level = "O2" if opt_level is None else opt_level
+        recipe = recipe_for(level, preset, **overrides)
+        check_driver(accelerator, model, optimizer, recipe)
+        if kind == "FSDP":
+            prepared = accelerator.prepare(*given)
+            wrapped = prepared[1]
+            _, ours = fsdp.attach(prepared[0], wrapped.optimizer, level, **options)
+            wrapped.__setstate__({"optimizer": ours})  # which renews its bound methods, too
+        else:
+            if accelerator.device_placement and not hasattr(model, "hf_device_map"):
+                model.to(accelerator.device)  # where FP8 can be multiplied is decided by the device
+            _, ours = fp8stack.initialize(model, optimizer, level, **options)
+            try:
+                prepared = accelerator.prepare(model, ours, *others)
+            except BaseException:
+                fp8stack.restore(model)
+                raise
+    attach(accelerator, prepared[0])
+    return tuple(prepared)
+
+
+def attach(accelerator: Any, model: Any) -> Attached:
+    """Finish a model that was initialized before `accelerator.prepare`; return what it trains with.
+
+    Registers the hook that averages DDP's gradients in FP8 (from O1 on), before the first backward; verifies a
+    DeepSpeed engine and an FSDP2 model, whose level is put in otherwise (`prepare`); has nothing to add on one process.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+        model: what its `prepare` returned. Move a model to `accelerator.device` before `fp8stack.initialize`.
+
+    Raises:
+        ConfigError: as `prepare`.
+        ModelError: if the model was not prepared or not initialized, has a communication hook already, or is no longer
+            what was initialized.
+    """
+    kind = _kind(accelerator)
+    if not getattr(model, "_is_accelerate_prepared", False):
+        raise ModelError(
+            f"this {type(model).__name__} was not prepared. Call attach(accelerator, model) with the model that "
+            "accelerator.prepare returned."
+        )
+    if kind == "DEEPSPEED":
+        found = deepspeed.verify(model)
+        name = f"DeepSpeed ZeRO-{found.stage}"
+        return Attached(found.level, name, found.layers, bool(found.reduction))
+    wrapped = getattr(model, "_orig_mod", model)  # compiled
+    bare = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    session = session_of(getattr(bare, "_orig_mod", bare))
+    recipe, modules = session.recipe, dict(bare.named_modules())
+    check_driver(accelerator, bare, session.returned, recipe)
+    layers = [m for m in modules.values() if isinstance(m, (Fp8Linear, TeLinear, Bf16Linear))]
+    _check_moved(bare, session.report, len(layers))
+    reduces = recipe.gradients == "fp8"
+    if isinstance(bare, FSDPModule):
+        if recipe.level != "O0" and not session.lasting:
+            raise ModelError(
+                f"this model was brought to {recipe.level} before FSDP2 replaced its parameters. Leave fp8stack.initialize "
+                "out and call fp8stack.integrations.accelerate.prepare(accelerator, model, optimizer, ...)."
+            )
+        fsdp.verify(bare)
+        return Attached(recipe.level, "FSDP2", len(layers), reduces)
+    if bare is wrapped:
+        return Attached(recipe.level, "no wrapper", len(layers), False)
+    if reduces:
+        try:
+            register_fp8_hook(wrapped)
+        except RuntimeError as error:
+            raise ModelError(
+                f"gradients of this model cannot be reduced in FP8: {error}. DistributedDataParallel takes one "
+                "communication hook, before its first backward: call attach once, and leave comm_hook out of "
+                "DistributedDataParallelKwargs."
+            ) from error
+    return Attached(recipe.level, "DistributedDataParallel", len(layers), reduces)
+
+
+def check_driver(accelerator: Any, model: Any, optimizer: Any, recipe: Recipe | None) -> None:
+    """Raise or warn for what is known not to work with an Accelerator, or a Trainer's; see docs/incompatibilities.md.
+
+    Raises:
+        ConfigError: for FP8 of Accelerate's own, or a combination that is known to fail.
+    """
+    situation = Situation(model=model, optimizer=optimizer, recipe=recipe, driver=accelerator)
+    # what concerns DeepSpeed alone is looked for when its engine is made
+    ours = ("Accelerate", "Transformers")
+    raise_or_warn(
+        f for f in check(situation)
+        if not situation.config or f.row.where in ours or f.row.id == "offload-replaces-optimizer"
+    )  # fmt: skip
+    backend, _ = situation.accelerate_fp8
+    if backend or accelerator.mixed_precision == "fp8":
+        raise ConfigError(
+            f'Accelerator(mixed_precision="fp8") has {backend or "a backend"} convert the same layers, and FP8 cannot '
+            'have two owners. Use mixed_precision="bf16" with fp8stack.'
+        )
+
+
+@contextmanager
+def sectioned(
+    accelerator: Any, opt_level: str | None, options: Mapping[str, Any]
+) -> Iterator[Recipe | None]:
+    """Have DeepSpeed engines that are made meanwhile read a section "fp8stack" with these options; yield its recipe.
+
+    Raises:
+        ConfigError: for an unknown option or value, or options both here and in the configuration.
+    """
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    if "fp8stack" in config and options:
+        raise ConfigError(
+            f'options {sorted(options)} were passed, and the DeepSpeed config has a section "fp8stack": '
+            f"{config['fp8stack']!r}. Give them in one place."
+        )
+    fresh = "fp8stack" not in config
+    asked = {"opt_level": opt_level or "O2", **options} if fresh else config["fp8stack"]
+    section = find_section({"fp8stack": asked}, opt_level)
+    if section is not None and section.recipe.states != "keep":
+        # else Accelerate takes an optimizer of its own under offload, before DeepSpeed is asked
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    config["fp8stack"] = asked
+    try:
+        with deepspeed.install():
+            yield None if section is None else section.recipe
+    finally:
+        if fresh:
+            del config["fp8stack"]
+
+
+def _kind(accelerator: Any) -> str:
+    """Return Accelerate's name of the way that processes share the work; raise for those that cannot be had."""
+    if not comes_from(accelerator, "accelerate"):
+        raise ConfigError(
+            f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}. Accelerate is installed "
+            "by pip install 'fp8stack[accelerate]'."
+        )
+    kind = str(accelerator.distributed_type.value)
+    if kind in _OTHERS and not (kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)):
+        raise ConfigError(f"this Accelerator runs {kind}: {_OTHERS[kind]}.")
+    return kind
+
+
+def _check_moved(model: nn.Module, report: Report, layers: int) -> None:
+    """Raise ModelError if the model is otherwise than `initialize` left it."""
+    if layers != len(report.converted):
+        raise ModelError(
+            f"{len(report.converted)} layers were converted, and {layers} are there: something replaced modules between "
+            "fp8stack.initialize and here."
+        )
+    if report.device.startswith("CPU") and next(model.parameters()).is_cuda:
+        raise ModelError(
+            "this model was initialized on the CPU, for which its layers were chosen, and is on a GPU now. Call "
+            "model.to(accelerator.device) before fp8stack.initialize, or use prepare, which does."
+        )
