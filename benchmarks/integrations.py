@@ -8,7 +8,7 @@ Each variant is a run of its own, of a process a GPU, on random tokens that diff
 framework's users have: DeepSpeed with bfloat16 weights and float32 masters, FSDP2 with float32 parameters that are
 gathered in bfloat16, DistributedDataParallel through Accelerate with float32 weights under bf16 autocast, each with
 torch's fused AdamW. "O2" is the same script with fp8stack's one line, its products by TransformerEngine ("te") or
-fp8stack ("native"). Embedding and head multiply in bfloat16.
+fp8stack ("native"), the head's included.
 
 `step` is the median of the slowest rank's, by device events around steps queued one behind the other: forward,
 backward, reduction of gradients and optimizer. `GiB` is the peak of allocated memory on the first rank, without NCCL's
@@ -49,7 +49,6 @@ import fp8stack
 RESULTS = ROOT / "benchmarks" / "results" / "integrations.jsonl"
 WARM_UP = 10
 LR = 1e-4
-SKIP = ["*head"]
 Numbers = dict[str, Any]
 Step = Callable[[Tensor, Tensor], Tensor]  # a whole training step; returns the loss
 States = Callable[[], Iterator[Tensor]]  # what the optimizer keeps on this rank
@@ -95,7 +94,7 @@ def start_zero(model: nn.Module, compute: str, options: argparse.Namespace, stag
     }
     arguments = {"model": model, "optimizer": make_adamw(model), "config": config}
     if compute:
-        config["fp8stack"] = {"opt_level": "O2", "compute": compute, "skip": SKIP}
+        config["fp8stack"] = {"opt_level": "O2", "compute": compute}
         engine = fp8_deepspeed.initialize(**arguments)[0]
     else:
         engine = deepspeed.initialize(**arguments)[0]
@@ -127,7 +126,7 @@ def start_fsdp(model: nn.Module, compute: str, options: argparse.Namespace) -> M
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = make_adamw(model)
     if compute:
-        model, optimizer = fsdp.attach(model, optimizer, "O2", compute=compute, skip=SKIP)
+        model, optimizer = fsdp.attach(model, optimizer, "O2", compute=compute)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         return take(model, optimizer, tokens, targets, torch.Tensor.backward)
@@ -147,7 +146,7 @@ def start_accelerate(model: nn.Module, compute: str, options: argparse.Namespace
 
     optimizer = make_adamw(model)
     if compute:
-        model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute=compute, skip=SKIP)
+        model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute=compute)
     accelerator = Accelerator(mixed_precision="bf16", cpu=options.device == "cpu")
     model, optimizer = accelerator.prepare(model, optimizer)
     if compute:

@@ -173,7 +173,8 @@ def rotate(
     """Turn each pair (x[i], x[i + head_dim / 2]) by its angle; scores then see distances only."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
 
 
 @torch.no_grad()

@@ -43,14 +43,16 @@ _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class Monitor:
     """Samples the FP8 layers of a model (a bare one, as given to `initialize`) every `every` steps, from the first.
 
-    Remove it before the whole model is pickled; copies of the model are not watched.
+    A step begins with a forward of the model; where that is not called itself (Lightning calls `training_step`), say
+    `by_hand=True` and call `begin_step` at each. Remove the monitor before the whole model is pickled; copies of the
+    model are not watched.
 
     Raises:
         ConfigError: if `every` is not a positive integer.
         ModelError: if the model is watched already.
     """
 
-    def __init__(self, model: nn.Module, every: int = 100) -> None:
+    def __init__(self, model: nn.Module, every: int = 100, by_hand: bool = False) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(f"every={every!r} must be a number of steps, 1 or more.")
         if model in _watched:
@@ -68,7 +70,7 @@ class Monitor:
         self._copy: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # on its way
         self._last: list[list[list[int]]] = []
         _watched.add(model)
-        self._handle = model.register_forward_pre_hook(self._before_forward)
+        self._handle = None if by_hand else model.register_forward_pre_hook(self._before_forward)
 
     def __enter__(self) -> Monitor:
         return self
@@ -82,7 +84,8 @@ class Monitor:
     def remove(self) -> None:
         """Stop sampling. What was sampled can still be read."""
         self._end_sample()
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
         _watched.discard(self._model())  # type: ignore[arg-type]
 
     def read(self, wait: bool = False) -> Numbers:
@@ -139,8 +142,11 @@ class Monitor:
 
             comptime(_warn_unseen)  # when traced; nothing of this is in the graph
             return
-        if module is not self._model() or not module.training:
-            return
+        if module is self._model() and module.training:
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """End the step before, and sample the one that begins if it is its turn."""
         self._end_sample()
         if self._steps % self.every == 0:
             self._begin_sample()

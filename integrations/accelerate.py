@@ -91,31 +91,28 @@ def prepare(
             "this model was prepared already. Pass the bare model to prepare, once; for one that was initialized "
             "before accelerator.prepare, call attach(accelerator, model)."
         )
-    given = model, optimizer, *others
-    kind = _kind(accelerator)
+    given, kind = (model, optimizer, *others), _kind(accelerator)
     if kind == "DEEPSPEED":
         with sectioned(accelerator, opt_level, options) as recipe:
             check_driver(accelerator, model, optimizer, recipe)
-            prepared = accelerator.prepare(*given)
-    else:
-        level = "O2" if opt_level is None else opt_level
-        recipe = recipe_for(level, preset, **overrides)
-        check_driver(accelerator, model, optimizer, recipe)
-        if kind == "FSDP":
-            prepared = accelerator.prepare(*given)
-            wrapped = prepared[1]
-            _, ours = fsdp.attach(prepared[0], wrapped.optimizer, level, **options)
-            wrapped.__setstate__({"optimizer": ours})  # which renews its bound methods, too
-        else:
-            if accelerator.device_placement and not hasattr(model, "hf_device_map"):
-                model.to(accelerator.device)  # where FP8 can be multiplied is decided by the device
-            _, ours = fp8stack.initialize(model, optimizer, level, **options)
-            try:
-                prepared = accelerator.prepare(model, ours, *others)
-            except BaseException:
-                fp8stack.restore(model)
-                raise
-    attach(accelerator, prepared[0])
+            return tuple(accelerator.prepare(*given))
+    level = "O2" if opt_level is None else opt_level
+    check_driver(accelerator, model, optimizer, recipe_for(level, preset, **overrides))
+    if kind == "FSDP":
+        prepared = accelerator.prepare(*given)
+        wrapped = prepared[1]
+        _, ours = fsdp.attach(prepared[0], wrapped.optimizer, level, **options)
+        wrapped.__setstate__({"optimizer": ours})  # which renews its bound methods, too
+        return tuple(prepared)
+    if accelerator.device_placement and not hasattr(model, "hf_device_map"):
+        model.to(accelerator.device)  # where FP8 can be multiplied is decided by the device
+    _, ours = fp8stack.initialize(model, optimizer, level, **options)
+    try:
+        prepared = accelerator.prepare(model, ours, *others)
+        attach(accelerator, prepared[0])
+    except BaseException:
+        fp8stack.restore(model)
+        raise
     return tuple(prepared)
 
 

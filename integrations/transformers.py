@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fp8stack import initialize
-from fp8stack.errors import ConfigError, ModelError
+from fp8stack.errors import ConfigError
 from fp8stack.integrations.accelerate import attach, check_driver, sectioned
 from fp8stack.integrations.known.situation import comes_from
 from fp8stack.levels import recipe_for
@@ -64,8 +64,9 @@ class Fp8TrainerMixin:
         self._initialized: Any = None  # the model that is at the level
         self._attached: Any = None  # that model as the Trainer wrapped it
         self._monitor: Monitor | None = None
-        self._trainer: Any = super()
-        self._trainer.__init__(*args, **kwargs)
+        self._begun = False
+        parent: Any = super()
+        parent.__init__(*args, **kwargs)
         trainer: Any = self
         self._given = trainer.optimizer, trainer.lr_scheduler  # which DeepSpeed's set-up drops
         if trainer.args.parallel_mode.value not in ("not_parallel", "distributed"):
@@ -85,24 +86,27 @@ class Fp8TrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, at the level."""
         trainer: Any = self
+        parent: Any = super()
+        self._begun = False
         try:
             if not trainer.is_deepspeed_enabled:
-                return self._trainer.train(*args, **kwargs)
+                return parent.train(*args, **kwargs)
             accelerator = trainer.accelerator
             with sectioned(accelerator, self._opt_level, self._fp8_options) as recipe:
-                check_driver(accelerator, trainer.model, None, recipe)
-                return self._trainer.train(*args, **kwargs)
+                check_driver(accelerator, trainer.model, self._given[0], recipe)
+                return parent.train(*args, **kwargs)
         finally:
             if self._monitor is not None:
                 self._monitor.remove()
                 self._monitor = None
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the Trainer's optimizer and bring it and the model to the level; DeepSpeed's adapter does that itself."""
+        """Make the Trainer's optimizer and bring it and the model to the level, unless DeepSpeed's adapter is to."""
         trainer: Any = self
+        parent: Any = super()
         if trainer.optimizer is None and trainer.is_deepspeed_enabled:
             trainer.optimizer = self._given[0]
-        self._trainer.create_optimizer(model)
+        parent.create_optimizer(model)
         if not trainer.is_deepspeed_enabled and self._initialized is not trainer.model:
             level, options = self._opt_level or "O2", self._fp8_options
             _, trainer.optimizer = initialize(trainer.model, trainer.optimizer, level, **options)
@@ -112,25 +116,33 @@ class Fp8TrainerMixin:
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Make the Trainer's scheduler, unless one was given."""
         trainer: Any = self
+        parent: Any = super()
         if trainer.lr_scheduler is None and trainer.is_deepspeed_enabled:
             trainer.lr_scheduler = self._given[1]
-        return self._trainer.create_scheduler(*args, **kwargs)
+        return parent.create_scheduler(*args, **kwargs)
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take a step; before the first one of a wrapped model, attach what is the wrapper's, verify, and monitor."""
-        if model is not self._attached:
-            self._attach(model)
-        return self._trainer.training_step(model, *args, **kwargs)
-
-    def _attach(self, model: Any) -> None:
-        trainer: Any = self
-        attach(trainer.accelerator, model)
-        self._attached = model
-        ...
+        """Take a step; before the first one attach what is the wrapper's, verify, and begin to monitor."""
+        parent: Any = super()
+        if not self._begun or model is not self._attached:
+            self._begin(model)
+        return parent.training_step(model, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what the Trainer does, and with the training loss the model's FP8 numbers ("fp8/amax", ...)."""
+        parent: Any = super()
         if self._monitor is not None and "loss" in logs:
             numbers = self._monitor.metrics()
             logs |= {name: value for name, value in numbers.items() if name.count("/") == 1}
-        self._trainer.log(logs, *args, **kwargs)
+        parent.log(logs, *args, **kwargs)
+
+    def _begin(self, model: Any) -> None:
+        trainer: Any = self
+        if model is not self._attached:
+            attach(trainer.accelerator, model)
+            self._attached = model
+        layers = any(isinstance(module, Fp8Linear) for module in trainer.model.modules())
+        if layers and self._monitor is None and not trainer.args.torch_compile:
+            every = trainer.state.logging_steps * trainer.args.gradient_accumulation_steps
+            self._monitor = Monitor(trainer.model, every)
+        self._begun = True

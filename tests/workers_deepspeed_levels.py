@@ -333,10 +333,10 @@ def check_gpus(rank, world, store, compute):
             check_states(inner_of(engine), low_master=bool(stage) and dtype == "bf16")
             if stage < 3:
                 same_on_all_ranks(engine)
-        # stage 0 adds up in another order, and rounds to 16 bits at other places
+        # stage 0 adds up in another order and rounds to 16 bits at other places, which flips codes of FP8
         for other in alone[1:]:
             torch.testing.assert_close(other, alone[1], rtol=1e-3, atol=0)
-        torch.testing.assert_close(alone[0], alone[1], rtol=1e-2, atol=0)
+        torch.testing.assert_close(alone[0], alone[1], rtol=2e-2, atol=0)
     if compute == "native":
         check_overflow(rank)
     leave()

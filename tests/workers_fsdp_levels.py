@@ -173,7 +173,7 @@ def check_micro_batches():
             model(*inputs(HERE.world * step + HERE.rank, HERE.device)).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor())
         gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
-        assert gradients[-1].float().norm() == pytest.approx(0.01, rel=1e-2)
+        assert gradients[-1].float().norm().item() == pytest.approx(0.01, rel=1e-2)
         optimizer.step()
         assert optimizer.skipped_steps == 0
     assert torch.allclose(norms[0], norms[1], rtol=1e-2)

@@ -2,7 +2,7 @@
 
 The Trainer makes things in this order: the module is moved to its device, wrapped in DDP, and asked for its optimizers;
 then `connect` gets all of them, and may give others back. That is where the level is applied. DDP has sorted gradients
-into buckets by dtype by then, and O2 changes dtypes: the wrapper is taken off and put on again.
+into buckets by dtype by then, and O2 changes dtypes: the strategy is asked for a new wrapper.
 
 What Lightning does to dtypes (32-true, bf16-mixed, bf16-true) is left to its own plugins, which this one asks.
 """
@@ -10,7 +10,7 @@ What Lightning does to dtypes (32-true, bf16-mixed, bf16-true) is left to its ow
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -18,15 +18,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8stack
+from fp8stack.api import session_of
 from fp8stack.comm import register_fp8_hook
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.integrations import fsdp
 from fp8stack.levels import recipe_for
+from fp8stack.session import Session
 from fp8stack.tensor import is_sharded
 
-from .package import find_lightning
+from .package import check_strategy, find_lightning
 
-plugins = find_lightning().plugins
+plugins: Any = find_lightning().plugins
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 # options that say nothing of a forward, and so nothing to a module without an optimizer
@@ -34,10 +36,11 @@ _OF_TRAINING = {
     "gradients", "states", "master", "min_numel", "states_for", "step_in_backward", "offload", "optimizer_backend",
 }  # fmt: skip
 
-_converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by plugins of this and earlier Trainers
+# by plugins of this and earlier Trainers
+_converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class Fp8Precision(plugins.Precision):  # type: ignore[misc, name-defined]  # Lightning may be missing
+class Fp8Precision(plugins.Precision):  # type: ignore[misc]  # of a package that mypy does not look into
     """`Trainer(plugins=[Fp8Precision("O2", precision="bf16-mixed")])`.
 
     In `fit` the module and its optimizers come to the level, and stay there: a second `fit` restores and converts anew,
@@ -73,13 +76,11 @@ class Fp8Precision(plugins.Precision):  # type: ignore[misc, name-defined]  # Li
         self.precision = precision
         self.options = {"preset": preset, "strict": strict, **overrides}
         if precision == "bf16-mixed":
-            self.inner = plugins.MixedPrecision(precision, "cuda")  # or another, once `connect` knows
+            self.inner = plugins.MixedPrecision(precision, "cuda")  # or where `connect` says
+        elif precision == "bf16-true":
+            self.inner = plugins.HalfPrecision(precision)
         else:
-            self.inner = (
-                plugins.HalfPrecision(precision)
-                if precision == "bf16-true"
-                else plugins.Precision()
-            )
+            self.inner = plugins.Precision()
 
     # --- what the inner plugin does
 
@@ -111,10 +112,10 @@ class Fp8Precision(plugins.Precision):  # type: ignore[misc, name-defined]  # Li
                 "Fp8Precision is a plugin for the Trainer: Fabric does not show plugins the optimizers. Use "
                 "fp8stack.integrations.lightning.setup(fabric, model, optimizer, opt_level=...) instead."
             )
+        check_strategy(trainer.strategy, "Fp8Precision")
         if trainer.state.fn == "fit":
-            for part in [m for m in module.modules() if m in _converted]:
+            for part in _converted & sessions_in(module).keys():
                 fp8stack.restore(part)
-                _converted.discard(part)
         converted: nn.Module = self.inner.convert_module(module)
         return converted
 
@@ -127,18 +128,17 @@ class Fp8Precision(plugins.Precision):  # type: ignore[misc, name-defined]  # Li
         if self.precision == "bf16-mixed":
             self.inner.device = strategy.root_device.type
         if module.trainer.state.fn != "fit":
-            if not any(m in _converted for m in module.modules()):
+            if not sessions_in(module):
                 self._initialize(module, None)
             return model, optimizers, lr_schedulers
         on_wire = self.recipe.gradients == "fp8"
-        if model is module:
+        if not isinstance(model, DistributedDataParallel):
             return model, self._convert(module, optimizers), lr_schedulers
         if on_wire and getattr(strategy, "_ddp_comm_hook", None) is not None:
             raise ConfigError(
                 f"{type(strategy).__name__} has a ddp_comm_hook, and {self.recipe.level} registers its own, which "
                 'reduces in FP8. Leave one of them out: ddp_comm_hook=None, or gradients="keep" in Fp8Precision.'
             )
-        _unwrap(model)
         optimizers = self._convert(module, optimizers)
         strategy.model = module
         strategy.configure_ddp()
@@ -170,9 +170,13 @@ class Fp8Precision(plugins.Precision):  # type: ignore[misc, name-defined]  # Li
         return returned
 
 
-def _unwrap(model: DistributedDataParallel) -> None:
-    """Take DDP's hooks off the parameters: while they are there, gradients keep the dtype they had."""
-    del model.reducer, model.logger
+def sessions_in(model: nn.Module) -> dict[nn.Module, Session]:
+    """Return the parts of a model that are initialized, or the model itself, each with its record."""
+    found = {}
+    for part in model.modules():
+        with suppress(ModelError):
+            found[part] = session_of(part)
+    return found
 
 
 def _home_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> nn.Module:
@@ -183,7 +187,7 @@ def _home_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> nn.Module:
             return part
     names = [name for name, p in module.named_parameters() if p in owned]
     raise ModelError(
-        f"configure_optimizers returned several optimizers, and no submodule of {type(module).__name__} has exactly the "
-        f"{len(owned)} trainable parameters of one {type(optimizer).__name__} ({', '.join(names[:3])}, ...). Gather "
-        'what an optimizer steps in one submodule, or use opt_level="O0".'
+        f"configure_optimizers returned several optimizers, and no part of {type(module).__name__} has exactly the "
+        f"trainable parameters of one {type(optimizer).__name__}: {len(owned)}, {', '.join(names[:3])} among them. "
+        'Gather what an optimizer steps in one submodule, or use opt_level="O0".'
     )
