@@ -217,9 +217,8 @@ def _convert(model: Any, optimizer: Any, recipe: Recipe, section: Section) -> Se
     ours = replace(recipe, gradients="keep")
     if recipe.states == "keep":
         ours, optimizer = replace(ours, level="O0"), None
-    elif isinstance(
-        optimizer, BlockwiseOptimizer
-    ):  # float32 partitions are their own masters, whatever it says
+    elif isinstance(optimizer, BlockwiseOptimizer):
+        # float32 partitions are their own masters, whatever it says
         ours = replace(ours, master=optimizer.master)
     return carry_out(model, optimizer, decide(model, optimizer, ours, section.strict, device))
 
