@@ -62,9 +62,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=1e-6)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
-        cos, sin = rotary_table(config.seq_len, config.head_dim, config.rope_base)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        for name in ("cos", "sin"):
+            self.register_buffer(
+                name, torch.empty(config.seq_len, config.head_dim // 2), persistent=False
+            )
         self.initialize_weights()
 
     @torch.no_grad()
@@ -73,7 +74,12 @@ class GPT(nn.Module):
 
         The two that write to the residual stream share one unit of variance among all blocks.
         (Starting them at zero, or all of them as GPT-2 does, learned slower at the demo's size.)
+        A model made on the meta device gets everything here that it has no values for.
         """
+        config = self.config
+        table = rotary_table(config.seq_len, config.head_dim, config.rope_base)
+        for buffer, values in zip((self.cos, self.sin), table, strict=True):
+            buffer.copy_(values)
         writers = 2 * self.config.layers
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
@@ -81,6 +87,8 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Linear):
                 shared_by = writers if name.endswith((".output", ".down")) else 1
                 nn.init.normal_(module.weight, std=(module.in_features * shared_by) ** -0.5)
+            elif isinstance(module, nn.RMSNorm):
+                module.reset_parameters()
 
     def forward(
         self,

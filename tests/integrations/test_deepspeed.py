@@ -1,4 +1,4 @@
-"""fp8stack's optimizers handed to DeepSpeed as they are, on CPUs, as real processes; test_deepspeed_levels has the rest."""
+"""fp8stack's optimizers handed to DeepSpeed as they are: the real engine, on CPUs, as real processes."""
 
 import pytest
 import torch
