@@ -181,6 +181,13 @@ def _check_release(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
         check_no_clipping(optimizer)
 
 
+def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether steps of `optimizer` depend on all of a matrix, which no rank has where it is sharded."""
+    return issubclass(CONVERTED.get(type(optimizer), type(optimizer)), Muon) and any(
+        group.get("algorithm", "muon") == "muon" for group in optimizer.param_groups
+    )
+
+
 def _check_convertible(optimizer: torch.optim.Optimizer, recipe: Recipe) -> None:
     """Raise unless O2 can take over `optimizer`."""
     if isinstance(optimizer, BlockwiseOptimizer):

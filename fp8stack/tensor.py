@@ -32,7 +32,11 @@ aten = torch.ops.aten
 
 
 class BlockScaledTensor(torch.Tensor):
-    """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`."""
+    """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`.
+
+    It has no `__tensor_flatten__`: gradients are no inputs of a compiled forward, and Dynamo, which looks at them while
+    it traces their parameters again, refuses those that have (torch 2.13).
+    """
 
     codes: Tensor  # float8_e4m3fn, the shape of the tensor
     scale: Tensor  # float32 [rows, ceil(cols / 128)]
@@ -152,15 +156,6 @@ class BlockScaledTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return BlockScaledTensor, (self.codes, self.scale, self.dtype, self.residual)
-
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype]]:
-        return ["codes", "scale"], (self.dtype,)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[torch.dtype], outer_size: Any, outer_stride: Any
-    ) -> BlockScaledTensor:
-        return BlockScaledTensor(inner["codes"], inner["scale"], context[0])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

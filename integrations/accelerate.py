@@ -81,17 +81,17 @@ def prepare(
 
     Raises:
         ConfigError: an unknown level, option or value, FP8 of Accelerate's own, or a combination that is known to fail.
-        ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then.
+        ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then, except that
+            FSDP2 has sharded the model.
         UnsupportedDeviceError: a fallback under `strict`.
     """
-    options = {"strict": strict, "preset": preset, **overrides}
-    options = {name: value for name, value in options.items() if value not in (False, None)}
+    options = options_given(strict, preset, overrides)
     if getattr(model, "_is_accelerate_prepared", False):
         raise ModelError(
             "this model was prepared already. Pass the bare model to prepare, once; for one that was initialized "
             "before accelerator.prepare, call attach(accelerator, model)."
         )
-    given, kind = (model, optimizer, *others), _kind(accelerator)
+    given, kind = (model, optimizer, *others), kind_of(accelerator)
     if kind == "DEEPSPEED":
         with sectioned(accelerator, opt_level, options) as recipe:
             check_driver(accelerator, model, optimizer, recipe)
@@ -100,16 +100,14 @@ def prepare(
     check_driver(accelerator, model, optimizer, recipe_for(level, preset, **overrides))
     if kind == "FSDP":
         prepared = accelerator.prepare(*given)
-        wrapped = prepared[1]
-        _, ours = fsdp.attach(prepared[0], wrapped.optimizer, level, **options)
-        wrapped.__setstate__({"optimizer": ours})  # which renews its bound methods, too
+        initialize_sharded(prepared[0], prepared[1], level, options)
         return tuple(prepared)
     if accelerator.device_placement and not hasattr(model, "hf_device_map"):
         model.to(accelerator.device)  # where FP8 can be multiplied is decided by the device
     _, ours = fp8stack.initialize(model, optimizer, level, **options)
     try:
         prepared = accelerator.prepare(model, ours, *others)
-        attach(accelerator, prepared[0])
+        finish(accelerator, prepared[0])
     except BaseException:
         fp8stack.restore(model)
         raise
@@ -131,7 +129,14 @@ def attach(accelerator: Any, model: Any) -> Attached:
         ModelError: if the model was not prepared or not initialized, has a communication hook already, or is no longer
             what was initialized.
     """
-    kind = _kind(accelerator)
+    kind_of(accelerator)
+    check_driver(accelerator, model, None, None)
+    return finish(accelerator, model)
+
+
+def finish(accelerator: Any, model: Any) -> Attached:
+    """Do what `attach` does, but do not look for known incompatibilities."""
+    kind = kind_of(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ModelError(
             f"this {type(model).__name__} was not prepared. Call attach(accelerator, model) with the model that "
@@ -145,15 +150,14 @@ def attach(accelerator: Any, model: Any) -> Attached:
     bare = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     session = session_of(getattr(bare, "_orig_mod", bare))
     recipe, modules = session.recipe, dict(bare.named_modules())
-    check_driver(accelerator, bare, session.returned, recipe)
     layers = [m for m in modules.values() if isinstance(m, (Fp8Linear, TeLinear, Bf16Linear))]
     _check_moved(bare, session.report, len(layers))
-    reduces = recipe.gradients == "fp8"
-    if isinstance(bare, FSDPModule):
+    reduces, shards = recipe.gradients == "fp8", isinstance(bare, FSDPModule)
+    if shards:
         if recipe.level != "O0" and not session.lasting:
             raise ModelError(
-                f"this model was brought to {recipe.level} before FSDP2 replaced its parameters. Leave fp8stack.initialize "
-                "out and call fp8stack.integrations.accelerate.prepare(accelerator, model, optimizer, ...)."
+                f"this model was brought to {recipe.level} before FSDP2 replaced its parameters. Leave "
+                "fp8stack.initialize out, and accelerator.prepare to fp8stack.integrations.accelerate.prepare."
             )
         fsdp.verify(bare)
         return Attached(recipe.level, "FSDP2", len(layers), reduces)
@@ -169,6 +173,31 @@ def attach(accelerator: Any, model: Any) -> Attached:
                 "DistributedDataParallelKwargs."
             ) from error
     return Attached(recipe.level, "DistributedDataParallel", len(layers), reduces)
+
+
+def kind_of(accelerator: Any) -> str:
+    """Return Accelerate's name of the way that processes share the work, such as "MULTI_GPU" or "FSDP" (FSDP2).
+
+    Raises:
+        ConfigError: for a way that cannot be had, or what is no Accelerator.
+    """
+    if not comes_from(accelerator, "accelerate"):
+        raise ConfigError(
+            f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}. Accelerate is installed "
+            "by pip install 'fp8stack[accelerate]'."
+        )
+    kind = str(accelerator.distributed_type.value)
+    if kind in _OTHERS and not (kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)):
+        raise ConfigError(f"this Accelerator runs {kind}: {_OTHERS[kind]}.")
+    return kind
+
+
+def initialize_sharded(
+    model: nn.Module, optimizer: Any, opt_level: str, options: Mapping[str, Any]
+) -> None:
+    """Bring a model that Accelerate has sharded by FSDP2 to a level, inside the AcceleratedOptimizer that it made."""
+    _, ours = fsdp.attach(model, optimizer.optimizer, opt_level, **options)
+    optimizer.__setstate__({"optimizer": ours})  # which renews what it keeps of its methods, too
 
 
 def check_driver(accelerator: Any, model: Any, optimizer: Any, recipe: Recipe | None) -> None:
@@ -190,6 +219,12 @@ def check_driver(accelerator: Any, model: Any, optimizer: Any, recipe: Recipe | 
             f'Accelerator(mixed_precision="fp8") has {backend or "a backend"} convert the same layers, and FP8 cannot '
             'have two owners. Use mixed_precision="bf16" with fp8stack.'
         )
+
+
+def options_given(strict: bool, preset: str | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `initialize`'s options that differ from their defaults."""
+    own = {"strict": strict or None, "preset": preset}
+    return {**{name: value for name, value in own.items() if value is not None}, **overrides}
 
 
 @contextmanager
@@ -222,25 +257,12 @@ def sectioned(
             del config["fp8stack"]
 
 
-def _kind(accelerator: Any) -> str:
-    """Return Accelerate's name of the way that processes share the work; raise for those that cannot be had."""
-    if not comes_from(accelerator, "accelerate"):
-        raise ConfigError(
-            f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}. Accelerate is installed "
-            "by pip install 'fp8stack[accelerate]'."
-        )
-    kind = str(accelerator.distributed_type.value)
-    if kind in _OTHERS and not (kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)):
-        raise ConfigError(f"this Accelerator runs {kind}: {_OTHERS[kind]}.")
-    return kind
-
-
 def _check_moved(model: nn.Module, report: Report, layers: int) -> None:
     """Raise ModelError if the model is otherwise than `initialize` left it."""
     if layers != len(report.converted):
         raise ModelError(
-            f"{len(report.converted)} layers were converted, and {layers} are there: something replaced modules between "
-            "fp8stack.initialize and here."
+            f"{len(report.converted)} layers were converted, and {layers} are there: something replaced modules "
+            "between fp8stack.initialize and here."
         )
     if report.device.startswith("CPU") and next(model.parameters()).is_cuda:
         raise ModelError(

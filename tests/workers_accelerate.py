@@ -11,11 +11,11 @@ from workers_comm import assert_equal_everywhere
 
 import fp8stack
 from fp8stack import comm, optim
-from fp8stack.errors import ConfigError, ModelError
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 from fp8stack.integrations.accelerate import attach, prepare
 
 PRECISIONS = ("no", "bf16")
-STEPS = 30
+STEPS = 20
 
 
 def enter(rank, world, store):
@@ -51,7 +51,7 @@ def build(**options):
     torch.manual_seed(0)
     model = TinyLM(**options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
 
 
 def started(accelerator, level, **overrides):
@@ -153,6 +153,9 @@ def check_scaler(plain):
         before = [p.detach().clone() for p in model.parameters()]
         accelerator.backward(model(*batch(0)) * torch.inf)
         optimizer.step()
+        assert (
+            not optimizer.step_was_skipped
+        )  # it was decided on the device, as by torch's fused ones
         for p, old in zip(model.parameters(), before, strict=True):
             assert_same_bits(p.detach(), old)
         assert accelerator.scaler.get_scale() == 128.0
@@ -203,7 +206,7 @@ def check_refusals():
     accelerator = driver()
     with pytest.raises(ModelError, match="TinyLM was not prepared"):
         attach(accelerator, build()[0])
-    model, optimizer, scheduler = started(accelerator, None)
+    model, optimizer, _ = started(accelerator, None)
     with pytest.raises(ModelError, match="was not initialized"):
         attach(accelerator, model)
     with pytest.raises(ModelError, match=r"prepared already.*bare model"):
@@ -266,7 +269,8 @@ def check_fsdp2(folder):
             min_num_params=1,
             state_dict_type="SHARDED_STATE_DICT",
         )
-        plugin.set_mixed_precision(precision)
+        if precision != "no":
+            plugin.set_mixed_precision(precision)
         sharded(accelerator, plugin)
         return accelerator, *started(accelerator, level)
 
@@ -279,6 +283,8 @@ def check_fsdp2(folder):
         assert isinstance(own[1].optimizer, optim.AdamW) == (level == "O2")
         assert_as_good(train(accelerator, *own), plain)
     check_resume(f"{folder}/fsdp", lambda: make("O2"))
+    with pytest.warns(Fp8StackWarning, match="no compute dtype"):
+        make("O2", "no")
 
 
 def check_deepspeed(folder):
@@ -317,9 +323,33 @@ def check_deepspeed(folder):
         make(2, "O1", section={"opt_level": "O2"})
     with pytest.raises(ConfigError, match=r"\['skip'\] were passed.*one place"):
         make(2, section={"opt_level": "O2"}, skip=["*head"])
-    with pytest.raises(ConfigError, match="no key 'stats'.*states"):
+    with pytest.raises(ConfigError, match=r"no key 'stats'.*states"):
         make(2, "O2", stats="8bit")
     assert deepspeed.initialize is original
     accelerator, model, *_ = make(2)
     with pytest.raises(ModelError, match="was not made by fp8stack"):
         attach(accelerator, model)
+
+
+def check_gpu(rank):
+    """On a GPU: `prepare` moves the model before it chooses layers; by hand that is said where it was forgotten."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    own = prepare(accelerator, *build(), opt_level="O2")
+    assert not fp8stack.get_report(own[0]).device.startswith("CPU")
+    assert all(p.is_cuda for p in own[0].parameters())
+    losses = []
+    for step in range(STEPS):
+        loss = own[0](*(t.cuda() for t in batch(step)))
+        accelerator.backward(loss)
+        own[1].step()
+        own[1].zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    model, optimizer, _ = build()
+    model, optimizer = fp8stack.initialize(model, optimizer, "O0")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(ModelError, match=r"initialized on the CPU.*model.to\(accelerator.device\)"):
+        attach(accelerator, model)
+    os._exit(0)

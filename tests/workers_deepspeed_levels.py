@@ -387,6 +387,7 @@ def evaluate(engine):
 def check_refusals(rank, world, store):
     """What cannot be: an error that names key, value and remedy, before the model is touched."""
     deepspeed = enter(rank, world, store)
+    from deepspeed.pipe import PipelineModule
 
     def refused(match, config, error=ConfigError, model=None, optimizer=make_adamw, **more):
         model = build() if model is None else model
@@ -408,6 +409,7 @@ def check_refusals(rank, world, store):
     refused("opt_level must be one of .*'O7'", section(opt_level="O7"))
     refused('"compute": "auto".*nobody fills in', section(compute="auto"))
     refused("must be an object", {"fp8stack": "O2"})
+    refused("must be an object", {"fp8stack": None})
     refused("must be true or false", section(enabled="yes"))
     refused("allow.*must be a list", section(allow="all"))
     refused("no known incompatibility is called", section(allow=["everything"]))
@@ -430,6 +432,10 @@ def check_refusals(rank, world, store):
     )
     refused("amp", {"amp": {"enabled": True}})
 
+    version, deepspeed.__version__ = deepspeed.__version__, "0.15.4"
+    refused("0.15.4 is older than 0.16", {})
+    deepspeed.__version__ = version
+
     class Other(torch.optim.AdamW):
         pass
 
@@ -438,9 +444,16 @@ def check_refusals(rank, world, store):
     # what only DeepSpeed finds leaves a model as it was
     refused("accumulation steps", {"train_batch_size": 7}, error=AssertionError)
 
+    twice = f"{store}.json"
+    with open(twice, "w") as file:
+        file.write('{"fp8stack": {"opt_level": "O1"}, "fp8stack": {"opt_level": "O2"}}')
+    with pytest.raises(ConfigError, match=r"Duplicate keys.*fp8stack"):
+        fp8_deepspeed.initialize(model=build(), config=twice)
     with pytest.raises(ConfigError, match="is neither a file nor JSON"):
         fp8_deepspeed.initialize(model=build(), config="nowhere.json")
     engine = start(configure(1, "bf16", "O2"))
+    stages = PipelineModule([nn.Linear(64, 64)], num_stages=1)
+    refused("PipelineModule.*pipeline", section(opt_level="O1"), model=stages)
     with pytest.raises(ModelError, match="is a DeepSpeedEngine already"):
         fp8_deepspeed.initialize(model=engine, config=configure(1, "bf16", "O2"))
     with pytest.raises(ModelError, match="already converted by fp8stack"):
@@ -457,6 +470,10 @@ def check_verification(deepspeed, engine):
     with pytest.raises(ModelError, match="3 layers were converted, and 2 are there"):
         fp8_deepspeed.verify(engine)
     engine.module.up = up
+    engine.micro_steps = 1
+    with pytest.raises(ModelError, match="1 batches have passed, and no gradient was reduced"):
+        fp8_deepspeed.verify(engine)
+    engine.micro_steps = 0
     del engine.optimizer.allreduce_bucket
     with pytest.raises(ModelError, match="somebody replaced the methods"):
         fp8_deepspeed.verify(engine)

@@ -134,7 +134,7 @@ def of_models(deepspeed):
         yield "pipeline", severity, "model", "PipelineModule", situation
     experts = nn.Sequential(MoE(16, nn.Linear(16, 16), num_experts=2))
     situation = Situation(deepspeed_config(), experts, recipe=levels["O1"])
-    yield "expert-groups", "warning", "0", "MoE", situation
+    yield "expert-groups", "info", "0", "MoE", situation
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     situation = Situation(deepspeed_config(), wrapped)
     yield "ddp-in-engine", "error", "model", "DistributedDataParallel", situation

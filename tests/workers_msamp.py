@@ -284,7 +284,9 @@ def check_deepspeed(rank, world, store, folder):
         check_states(ds.inner_of(engine), quantized, engine, ds, rank)
         assert args.deepspeed_config == path
 
-    engine = start(deepspeed, ds, config={**config, "msamp": {"enabled": False}})
+    with open(path, "w") as file:
+        json.dump({**config, "msamp": {"enabled": False}}, file)
+    engine = start(deepspeed, ds, args=args)
     assert type(engine.module[0]) is nn.Linear
     check_states(ds.inner_of(engine), False, engine, ds, rank)
 
@@ -295,6 +297,12 @@ def check_deepspeed(rank, world, store, folder):
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=on)[0]
     check_states(ds.inner_of(engine), True, engine, ds, rank)
     assert ds.inner_of(engine).param_groups[0]["lr"] == 3e-3
+    model = ds.build()
+    optimizer = msamp.LBAdamW(model.parameters(), lr=3e-3)  # one scale a tensor
+    on["msamp"]["opt_level"] = "O1"
+    with pytest.warns(Fp8StackWarning, match="a scale for each 128"):
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=on)[0]
+    check_states(ds.inner_of(engine), True, engine, ds, rank)
     if world == 1:  # on CPUs, accelerate has no DeepSpeed of several ranks
         check_accelerate_with_deepspeed(ds)
     leave()

@@ -30,7 +30,7 @@ def main() -> None:
     seq_len = model.config.seq_len
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler)
+    model, optimizer, scheduler = prepare(accelerator, model, optimizer, scheduler, opt_level="O2")
     if args.checkpoint and args.checkpoint.exists():
         accelerator.load_state(str(args.checkpoint))
 

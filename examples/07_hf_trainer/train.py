@@ -11,13 +11,9 @@ import corpus
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from fp8stack.integrations.transformers import Fp8TrainerMixin
+from fp8stack.integrations.transformers import fp8_trainer
 
 SEQ_LEN = 256
-
-
-class Fp8Trainer(Fp8TrainerMixin, Trainer):
-    """A Trainer that takes an opt_level."""
 
 
 class Windows(torch.utils.data.Dataset):
@@ -64,7 +60,7 @@ def main() -> None:
         deepspeed=args.deepspeed,
     )
     data = Windows(corpus.load(args.data, SEQ_LEN).train)
-    trainer = Fp8Trainer(model=build(), args=training, train_dataset=data, opt_level="O2")
+    trainer = fp8_trainer(Trainer, "O2")(model=build(), args=training, train_dataset=data)
     trainer.train(resume_from_checkpoint=args.resume)
 
 

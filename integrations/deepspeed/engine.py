@@ -6,7 +6,6 @@ the optimizer are restored.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -15,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fp8stack
@@ -29,15 +29,23 @@ from fp8stack.session import Session
 from .optimizer import (
     OURS,
     build,
-    has_scheduler,
+    check_optimizer,
     partitions_of,
     prepare_groups,
     type_of,
     with_formats_of,
 )
 from .reduction import Fp8Reduction
-from .section import Section, find_config, find_section, fit_to_zero
-from .verification import Applied, verify
+from .section import (
+    Section,
+    allow_ours,
+    find_config,
+    find_section,
+    fit_to_zero,
+    stage_of,
+    with_config,
+)
+from .verification import Applied, not_stepped, verify
 
 OLDEST = (0, 16)
 Started = tuple[Any, Any, Any, Any]  # engine, optimizer, loader, scheduler
@@ -47,8 +55,8 @@ def initialize(*args: Any, opt_level: str | None = None, **kwargs: Any) -> Start
     """`deepspeed.initialize` at a level: takes its arguments and returns its (engine, optimizer, loader, scheduler).
 
     The level and its options are the config's section "fp8stack"; `opt_level` may stand for it, and is "O2" where both
-    are missing. At O2 the optimizer may be torch's Adam, AdamW, SGD or Muon, one of `fp8stack.optim`, a function that
-    makes one, or the JSON's, whose type may also be "FP8AdamW". The caller's config is not changed.
+    are missing. At O2 the optimizer may be torch's Adam, AdamW, SGD or (in stage 0) Muon, one of `fp8stack.optim`, a
+    function that makes one, or the JSON's, whose type may also be "FP8AdamW". The caller's config is not changed.
 
     Raises:
         ConfigError: for a section with unknown keys or values, a DeepSpeed that is too old, or a combination that is
@@ -139,38 +147,40 @@ def _run(
     if section is not None:
         section = with_formats_of(given, section)
         recipe = fit_to_zero(section, config)
-        findings = check(Situation(config=config, model=model, optimizer=given, recipe=recipe))
-        raise_or_warn(findings, allow=section.allow)
+        situation = Situation(config, model, given, recipe, hosts=_hosts())
+        raise_or_warn(check(situation), allow=section.allow)
     optimizer = _optimizer_of(arguments, config, recipe)
+    check_optimizer(optimizer, config, recipe)
     session = None
     if section is not None and recipe is not None:
         session = _convert(model, optimizer, recipe, section)
         optimizer = session.returned if session.returned is not None else optimizer
-    groups = None
+    left_out: list[str] = []
+    groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
     if isinstance(optimizer, BlockwiseOptimizer):
-        config["zero_allow_untested_optimizer"] = True
+        left_out = not_stepped(model, (g["params"] for g in optimizer.param_groups))
+        groups = [(group, dict(group)) for group in optimizer.param_groups]
+        allow_ours(config)
         optimizer.portable = section is not None and section.checkpoint_format == "portable"
-        if (config.get("zero_optimization") or {}).get("stage", 0):
-            split = not (_drives(arguments.get("lr_scheduler")) or has_scheduler(given))
-            groups = prepare_groups(optimizer, model, split)
-    arguments.update(optimizer=optimizer, config=config, config_params=None)
-    if getattr(arguments.get("args"), "deepspeed_config", None) is not None:
-        arguments["args"] = copy.copy(arguments["args"])
-        arguments["args"].deepspeed_config = None  # else DeepSpeed finds two
+        if stage_of(config):
+            prepare_groups(optimizer, model, _drives(arguments.get("lr_scheduler")))
     try:
-        started: Started = original(**arguments)
+        started: Started = original(**with_config({**arguments, "optimizer": optimizer}, config))
     except BaseException:
-        if groups is not None:
-            optimizer.param_groups[:] = groups
+        for group, before in groups:
+            group.clear()
+            group.update(before)
+        if groups:
+            optimizer.param_groups[:] = [group for group, _ in groups]
         if session is not None:
             fp8stack.restore(model)
         raise
     if isinstance(optimizer, BlockwiseOptimizer):
         _take_back_first_step(started[0].optimizer, optimizer)
-        for group, partition in partitions_of(started[0].optimizer):
-            optimizer.note_formats(optimizer.param_groups[group], [partition])
+        for number, partition in partitions_of(started[0].optimizer):
+            optimizer.note_formats(optimizer.param_groups[number], [partition])
     if section is not None and recipe is not None and session is not None:
-        _attach(started[0], section, recipe, session)
+        _attach(started[0], section, recipe, session, left_out)
     return started
 
 
@@ -183,6 +193,17 @@ def _check_model(model: Any) -> None:
         )
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def _hosts() -> int:
+    """Return how many machines train, as DeepSpeed counts them."""
+    from deepspeed.accelerator import get_accelerator
+
+    ranks: int = (
+        dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    )
+    each: int = get_accelerator().device_count()
+    return max(1, ranks // max(1, each))
 
 
 def _drives(scheduler: Any) -> bool:
@@ -233,15 +254,19 @@ def _take_back_first_step(wrapper: Any, inner: BlockwiseOptimizer) -> None:
             copy_of_it.data.copy_(weight.data)
 
 
-def _attach(engine: Any, section: Section, recipe: Recipe, session: Session) -> None:
+def _attach(
+    engine: Any, section: Section, recipe: Recipe, session: Session, left_out: list[str]
+) -> None:
     """Replace the reduction of gradients, show the card and make sure that it is true."""
     report, stage = session.report, engine.zero_optimization_stage()
-    applied = engine.fp8stack = Applied(section, recipe, report)
+    applied = engine.fp8stack = Applied(section, recipe, report, left_out)
     report.level, report.bytes_per_parameter = recipe.level, 0.0
     report.gradients = "DeepSpeed's"
     if recipe.gradients == "fp8":
         applied.reduction = Fp8Reduction(engine)
         report.gradients += ", fp8 e4m3 block 128 on the wire"
+    # the engine's from here on: `restore` has only layers to undo, and a model keeps no partitions alive
+    session.source = session.returned = None
     if recipe.states != "keep":
         report.states += f" in ZeRO-{stage} partitions" if stage else ""
         report.master = (

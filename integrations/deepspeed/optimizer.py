@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack import optim
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.checks import needs_whole_matrices
+from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.keeper import is_large_matrix
 
-from .section import Section
+from .section import Section, check_scales, stage_of
 
 OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"FP8AdamW": optim.AdamW}
 """Names that a JSON may give as an optimizer's type, for fp8stack's own."""
@@ -90,16 +91,47 @@ def build(
         ) from error
 
 
-def has_scheduler(optimizer: Any) -> bool:
-    """Has a scheduler of torch's been made for this optimizer?"""
-    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
+def check_optimizer(optimizer: Any, config: Mapping[str, Any], recipe: Recipe | None) -> None:
+    """Raise for what flat partitions cannot have: states made before, whole matrices, one scale a tensor.
+
+    Raises:
+        ConfigError: for such a format of the optimizer or a group.
+        ModelError: for Muon, or an optimizer that has states.
+    """
+    stage = stage_of(config)
+    changes = recipe is not None and recipe.states != "keep"
+    if not isinstance(optimizer, torch.optim.Optimizer) or not (
+        changes or isinstance(optimizer, BlockwiseOptimizer)
+    ):
+        return
+    low = any((config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16", "fp16"))
+    if optimizer.state and (stage or low):
+        raise ModelError(
+            f"{type(optimizer).__name__} has states of {len(optimizer.state)} parameters, and DeepSpeed steps others: "
+            "ZeRO's partitions, or float32 copies. They would be lost. Pass an optimizer that has not stepped; "
+            "engine.load_checkpoint brings states."
+        )
+    if stage and needs_whole_matrices(optimizer):
+        raise ModelError(
+            f"Muon's direction depends on all of a matrix, and ZeRO stage {stage} makes one flat tensor of many. Use "
+            "AdamW, or ZeRO stage 0."
+        )
+    own = [(group.get("states"), group.get("master")) for group in optimizer.param_groups]
+    if isinstance(optimizer, BlockwiseOptimizer):
+        own += [(optimizer.states, optimizer.master), *optimizer.overrides.values()]
+    for states, master in own:
+        check_scales(str(states), str(master), stage)
 
 
-def prepare_groups(
-    optimizer: BlockwiseOptimizer, model: nn.Module, split: bool
-) -> list[dict[str, Any]]:
-    """Mark groups as flat for ZeRO, and split them by kind and formats if that is allowed; return what they were."""
-    before = [dict(group) for group in optimizer.param_groups]
+def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: bool) -> None:
+    """Mark groups as flat for ZeRO, and split them by kind and formats unless there is a scheduler, which knows them.
+
+    What is frozen has no part in it: ZeRO takes no group without a trainable parameter.
+    """
+    if scheduled or any("initial_lr" in group for group in optimizer.param_groups):
+        for group in optimizer.param_groups:
+            group["flat"] = True
+        return
     embeddings = {
         m.weight for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
     }
@@ -111,19 +143,16 @@ def prepare_groups(
 
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        if not split:
-            groups.append({**group, "flat": True})
-            continue
         parts: dict[tuple[str, str, str], list[Tensor]] = {}
-        for p in group["params"]:
-            parts.setdefault(kind(p), []).append(p)
+        for p in sorted(group["params"], key=lambda p: not p.requires_grad):
+            of = kind(p) if p.requires_grad or not parts else next(iter(parts))
+            parts.setdefault(of, []).append(p)
         for (what, states, master), part in sorted(
             parts.items(), key=lambda item: item[0][0] == "small"
         ):
             own = {"flat": what != "small", "states": states, "master": master}
             groups.append({**group, **own, "params": part})
     optimizer.param_groups[:] = groups
-    return before
 
 
 def partitions_of(wrapper: Any) -> Iterator[tuple[int, Tensor]]:

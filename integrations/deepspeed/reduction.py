@@ -72,18 +72,28 @@ class Fp8Reduction:
         )
         return all(getattr(method, "__self__", None) is self for method in current)
 
-    def _reduce(self, tensor: Tensor, average: bool, group: Any) -> Tensor:
+    def _reduce(
+        self, tensor: Tensor, average: bool, group: Any, ranks: float | None = None
+    ) -> Tensor:
+        """Add up over a group, in place; divide by `ranks`, by default as many as share no sequence.
+
+        That is not always the group's size: experts are divided by all of data parallelism.
+        """
         self.calls += 1
         comm.all_reduce(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
+        size = dist.get_world_size(group)
+        ranks = ranks or size / self._engine.sequence_parallel_size
+        if average and ranks != size:
+            tensor.mul_(size / ranks)
         return tensor
 
     # --- stage 0
 
     def _average_bucket(
-        self, bucket: list[Tensor], dp_group: Any, dp_world_size: int | None = None
+        self, bucket: list[Tensor], dp_group: Any, dp_world_size: float | None = None
     ) -> Tensor:
-        engine = self._engine
-        return self._reduce(engine.flatten(bucket), engine.gradient_average, dp_group)
+        engine, ranks = self._engine, dp_world_size or dist.get_world_size(dp_group)
+        return self._reduce(engine.flatten(bucket), engine.gradient_average, dp_group, ranks)
 
     # --- stages 1 and 2
 
@@ -134,5 +144,7 @@ class Fp8Reduction:
         return [each[:length] for each, length in zip(own.split(padded), lengths, strict=True)]
 
     def _scatter_bucket(self, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Likewise for a bucket whose gradients lie in one buffer."""
-        return self._scatter_average(self._engine.optimizer.ipg_buckets[dtype].params, dtype)
+        """Likewise for a bucket whose gradients lie in one buffer; ranks that share a sequence are one, here alone."""
+        parts = self._scatter_average(self._engine.optimizer.ipg_buckets[dtype].params, dtype)
+        shared = self._engine.sequence_parallel_size
+        return [part.mul_(shared) for part in parts] if shared > 1 else parts

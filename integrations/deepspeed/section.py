@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -50,9 +49,19 @@ def find_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     return _read(given)
 
 
+def with_config(arguments: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `deepspeed.initialize` with another config in the place of theirs."""
+    changed = {**arguments, "config": config, "config_params": None}
+    if arguments.get("config") is None and arguments.get("config_params") is None:
+        changed["args"] = copy.copy(arguments["args"])
+        changed["args"].deepspeed_config = None  # else DeepSpeed finds two
+    return changed
+
+
 def _read(given: Any) -> dict[str, Any]:
     """Read a file, or JSON in base 64, as DeepSpeed does."""
     import hjson  # what DeepSpeed reads configs with: JSON with comments
+    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
     try:
         is_file = Path(given).is_file()
@@ -62,14 +71,13 @@ def _read(given: Any) -> dict[str, Any]:
         text = (
             Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode("utf-8")
         )
-        config = hjson.loads(text)
+        config = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except (ValueError, TypeError, OSError) as error:
         what = "is not JSON" if is_file else "is neither a file nor JSON in base 64"
         raise ConfigError(f"DeepSpeed config {str(given)[:200]!r} {what}: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"DeepSpeed config {str(given)[:200]!r} is not a JSON object.")
-    plain: dict[str, Any] = json.loads(json.dumps(config))  # no ordered ones
-    return plain
+    return config
 
 
 def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Section | None:
@@ -80,11 +88,9 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
     Raises:
         ConfigError: for a key or value that is not known, or two levels that differ.
     """
-    raw = config.get("fp8stack")
-    if raw is None and opt_level is not None:
-        raw = {}
-    if raw is None:
+    if "fp8stack" not in config and opt_level is None:
         return None
+    raw = config.get("fp8stack", {})
     if not isinstance(raw, Mapping):
         raise ConfigError(
             f'"fp8stack": {raw!r} in the DeepSpeed config must be an object, such as {{"opt_level": "O2"}}.'
@@ -153,28 +159,9 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> Recipe:
     Raises:
         ConfigError: for formats that were asked for and cannot be had.
     """
-    recipe = section.recipe
+    recipe, stage = section.recipe, stage_of(config)
+    check_recipe(recipe, stage)
     zero = config.get("zero_optimization") or {}
-    stage = zero.get("stage", 0)
-    if stage and (recipe.states == "fp8-lm" or recipe.master == "fp16"):
-        raise ConfigError(
-            f'"fp8stack": states={recipe.states!r}, master={recipe.master!r} have one scale a tensor, and ZeRO stage '
-            f"{stage} makes one tensor of all parameters of a group: those of small gradients would become zero. Use "
-            'block scales: states="8bit", master="split24".'
-        )
-    if recipe.step_in_backward:
-        raise ConfigError(
-            '"fp8stack": {"step_in_backward": true} has no place in DeepSpeed, whose engine steps. Leave it out.'
-        )
-    if recipe.optimizer_backend.startswith("bitsandbytes"):
-        raise ConfigError(
-            f'"fp8stack": {{"optimizer_backend": {recipe.optimizer_backend!r}}}: in DeepSpeed fp8stack\'s own '
-            "optimizers step, whose states its checkpoints can hold. Leave it out."
-        )
-    if recipe.states != "keep":
-        config["zero_allow_untested_optimizer"] = True
-        if offloads(zero):
-            config["zero_force_ds_cpu_optimizer"] = False
     master = recipe.master
     if master not in ("keep", "fp32") and not _keeps_bf16(config, stage, zero):
         if "master" in section.given:
@@ -189,6 +176,44 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> Recipe:
         cache = "off"  # codes that stay would undo the partitioning of weights
     backend = recipe.optimizer_backend if recipe.states == "keep" else "fp8stack"
     return replace(recipe, master=master, weight_cache=cache, optimizer_backend=backend)
+
+
+def check_recipe(recipe: Recipe, stage: int) -> None:
+    """Raise ConfigError for options that have no place in DeepSpeed, at any stage or at this one."""
+    for states, master in ((recipe.states, recipe.master), *(own[1:] for own in recipe.states_for)):
+        check_scales(states, master, stage)
+    if recipe.step_in_backward:
+        raise ConfigError(
+            '"fp8stack": {"step_in_backward": true} has no place in DeepSpeed, whose engine steps. Leave it out.'
+        )
+    if recipe.optimizer_backend.startswith("bitsandbytes"):
+        raise ConfigError(
+            f'"fp8stack": {{"optimizer_backend": {recipe.optimizer_backend!r}}}: in DeepSpeed fp8stack\'s own '
+            "optimizers step, whose states its checkpoints can hold. Leave it out."
+        )
+
+
+def check_scales(states: str, master: str, stage: int) -> None:
+    """Raise ConfigError for formats with one scale a tensor where ZeRO makes tensors of many parameters."""
+    if stage and (states == "fp8-lm" or master == "fp16"):
+        which = f"states={states!r} has" if states == "fp8-lm" else f"master={master!r} has"
+        raise ConfigError(
+            f"{which} one scale a tensor, and ZeRO stage {stage} makes one tensor of all parameters of a group: those "
+            'of small gradients would become zero. Use block scales: states="8bit", master="split24".'
+        )
+
+
+def allow_ours(config: dict[str, Any]) -> None:
+    """Let DeepSpeed take an optimizer of fp8stack's, also with `offload_optimizer`."""
+    config["zero_allow_untested_optimizer"] = True
+    if offloads(config.get("zero_optimization") or {}):
+        config["zero_force_ds_cpu_optimizer"] = False
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return ZeRO's stage."""
+    stage: int = (config.get("zero_optimization") or {}).get("stage", 0)
+    return stage
 
 
 def offloads(zero: Mapping[str, Any]) -> bool:

@@ -6,10 +6,12 @@ in the engine's module, the stage and optimizer of the engine, the methods that 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from fp8stack.errors import ModelError
 from fp8stack.levels import Recipe
@@ -28,6 +30,7 @@ class Applied:
     section: Section
     recipe: Recipe  # as ZeRO can have it
     report: Report
+    left_out: list[str]  # trainable parameters that were not in the optimizer
     reduction: Fp8Reduction | None = None
 
 
@@ -102,6 +105,10 @@ def _problems(engine: Any, applied: Applied, inner: Any, found: Verification) ->
     reduction = applied.reduction
     if reduction is not None and not reduction.attached():
         problems.append("somebody replaced the methods that reduce gradients in FP8")
+    elif reduction is not None and not reduction.calls:
+        passed = engine.micro_steps
+        if passed >= engine.gradient_accumulation_steps():
+            problems.append(f"{passed} batches have passed, and no gradient was reduced in FP8")
     if applied.recipe.states == "keep":
         return problems
     if not isinstance(inner, BlockwiseOptimizer):
@@ -110,17 +117,24 @@ def _problems(engine: Any, applied: Applied, inner: Any, found: Verification) ->
             "do under DeepSpeed; pass optimizer_cls_and_kwargs, or describe it in the JSON)"
         )
         return problems
-    owned = {p for group in _groups_of(engine) for p in group}
-    missing = [n for n, p in engine.module.named_parameters() if p.requires_grad and p not in owned]
+    missing = not_stepped(engine.module, _groups_of(engine))
+    missing = [name for name in missing if name not in applied.left_out]
     if missing:
         problems.append(
             f"{len(missing)} trainable parameters are not stepped, such as {missing[0]}"
         )
     for parameter, entry in inner.state.items():
         coded = any(key.endswith("_code") for key in entry)
-        if entry and inner.quantizes(parameter) != coded:
+        plain = any(key in inner.moments for key in entry)
+        if (coded or plain) and inner.quantizes(parameter) != coded:
             problems.append(f"states of {parameter.numel()} elements are not in {inner.states}")
     return problems
+
+
+def not_stepped(model: nn.Module, groups: Iterable[Iterable[Any]]) -> list[str]:
+    """Return the names of trainable parameters that are in none of the groups."""
+    owned = {p for group in groups for p in group}
+    return [n for n, p in model.named_parameters() if p.requires_grad and p not in owned]
 
 
 def _groups_of(engine: Any) -> list[list[Any]]:

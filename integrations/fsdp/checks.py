@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8stack.api import Decisions
-from fp8stack.checks import CONVERTED
+from fp8stack.checks import needs_whole_matrices
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.levels import Recipe, recipe_for
-from fp8stack.optim import Muon
 from fp8stack.optim.sharded import check_placements
 from fp8stack.tensor import is_sharded
 
@@ -59,13 +58,10 @@ def check_kinds(model: Any, optimizer: Any, recipe: Recipe) -> None:
                 raise ModelError(
                     f"{which} is wrapped in {kind.__name__}: {_OTHERS[kind.__name__]}."
                 )
-    becomes: Any = CONVERTED.get(type(optimizer), type(optimizer))
-    if recipe.states != "keep" and issubclass(becomes, Muon):
-        groups = optimizer.param_groups
-        if any(group.get("algorithm", "muon") == "muon" for group in groups):
-            raise ModelError(
-                "Muon's direction depends on all of a matrix, which no rank has under FSDP2. Use AdamW, or O1."
-            )
+    if recipe.states != "keep" and needs_whole_matrices(optimizer):
+        raise ModelError(
+            "Muon's direction depends on all of a matrix, which no rank has under FSDP2. Use AdamW, or O1."
+        )
 
 
 def check_owned(model: nn.Module, optimizer: Any) -> None:

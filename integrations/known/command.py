@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
-from fp8stack.integrations.deepspeed.section import find_section
+from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of
 
 from .situation import Finding, Situation
 from .table import check, with_allowed
@@ -36,7 +36,7 @@ def diagnose(path: str, model: str | None = None, opt_level: str | None = None) 
     opt_level: where the configuration names none.
 
     Raises:
-        ConfigError: for a file that cannot be read, or a section or level that is not valid.
+        ConfigError: for a file that cannot be read, or a section or level that is not valid or not for DeepSpeed.
         ModelError: for a function that cannot be called, or returns something else.
     """
     config = read_config(Path(path))
@@ -44,6 +44,8 @@ def diagnose(path: str, model: str | None = None, opt_level: str | None = None) 
     section = find_section(config, opt_level or default)
     built, optimizer = (None, None) if model is None else _build(model)
     recipe = None if section is None else section.recipe
+    if recipe is not None:
+        check_recipe(recipe, stage_of(config))
     situation = Situation(config, built, optimizer, recipe)
     findings = with_allowed(check(situation), section.allow if section else ())
     versions = ", ".join(f"{name} {version}" for name, version in situation.versions.items())

@@ -138,6 +138,6 @@ ROWS = (
     Row(46, "lightning-te", "Lightning", "warning",
         "DeepSpeedStrategy or FSDPStrategy, and TransformerEnginePrecision",
         "Lightning raises ValueError: these strategies have precisions of their own.",
-        'Use precision="bf16-true" and fp8stack for FP8: fp8stack.initialize in configure_model.',
+        'Use precision="bf16-true", with fp8stack.integrations.deepspeed.install() and its section of the config.',
         "Lightning#18679, #18820", undetected="Lightning raises when the Trainer is made"),
 )  # fmt: skip

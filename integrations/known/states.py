@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.tensor import is_sharded
 
 from .situation import Found, Row, Situation, class_of, comes_from, flag
@@ -18,7 +19,8 @@ def _replaced(s: Situation) -> Iterator[Found]:
     if s.at(key) is not None:
         yield s.found(key)
     else:  # fp8stack.integrations.deepspeed sets it, but Accelerate replaces the optimizer before
-        ours = s.driver is None and s.recipe is not None and s.recipe.states != "keep"
+        given = isinstance(s.optimizer, BlockwiseOptimizer)
+        ours = s.driver is None and s.recipe is not None and (given or s.recipe.states != "keep")
         yield Found(key, "true by default", "info" if ours else None)
 
 

@@ -65,6 +65,9 @@ class Fp8Callback(Callback):  # type: ignore[misc]  # of a package that mypy doe
             self.monitor.remove()
             self.monitor = None
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # which the Trainer leaves out then
+
 
 def _verify(model: nn.Module, optimizers: list[Any]) -> None:
     """Raise ModelError unless a module is what `initialize` or `attach` made of it or of its parts."""
@@ -75,14 +78,13 @@ def _verify(model: nn.Module, optimizers: list[Any]) -> None:
             + ("all were left out." if sessions else "nobody has initialized it.")
             + " Give the Trainer plugins=[Fp8Precision(...)], and look at its card for the layers that are skipped."
         )
-    stepped = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
     for part, session in sessions.items():
         plain = [n for n in session.report.converted if not find_converted(part.get_submodule(n))]
         if plain:
             raise ModelError(f"{plain[0]} was converted and is an ordinary layer again.")
-        if session.returned is not None and session.returned not in stepped:
+        if session.returned is not None and session.returned not in optimizers:
             raise ModelError(
-                f"the Trainer steps {', '.join(type(o).__name__ for o in stepped)}, and not the optimizer that "
+                f"the Trainer steps {', '.join(type(o).__name__ for o in optimizers)}, and not the optimizer that "
                 "fp8stack returned."
             )
         if any(is_sharded(p) for p in part.parameters()):

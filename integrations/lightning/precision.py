@@ -36,6 +36,14 @@ _OF_TRAINING = {
     "gradients", "states", "master", "min_numel", "states_for", "step_in_backward", "offload", "optimizer_backend",
 }  # fmt: skip
 
+_REFUSED = {
+    "offload": ("cpu", "the Trainer moves the states of optimizers to the device of the module"),
+    "step_in_backward": (
+        True,
+        "the Trainer clips and accumulates gradients between backward and step",
+    ),
+}
+
 # by plugins of this and earlier Trainers
 _converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -68,6 +76,9 @@ class Fp8Precision(plugins.Precision):  # type: ignore[misc]  # of a package tha
         **overrides: Any,
     ) -> None:
         self.recipe = recipe_for(opt_level, preset, **overrides)
+        for name, (value, reason) in _REFUSED.items():
+            if getattr(self.recipe, name) == value:
+                raise ConfigError(f"{name}={value!r} is not for Lightning: {reason}. Leave it out.")
         if precision not in PRECISIONS:
             raise ConfigError(
                 f"precision={precision!r} is none of {', '.join(PRECISIONS)}, which Fp8Precision can be combined with."

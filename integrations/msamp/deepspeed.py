@@ -6,6 +6,7 @@ becomes fp8stack's section, "fp8stack": {"opt_level": "O1" or, for O2 and O3, "O
 `fp8stack.integrations.deepspeed.initialize`. Without the section, or with "enabled": false, DeepSpeed runs as it is;
 called by accelerate, which leaves the section out if the level came with `MSAMPRecipeKwargs`, the level is that one.
 An `LBAdam` or `LBAdamW` given at O2 is taken for its hyper-parameters, as torch's would be: the level has the formats.
+Otherwise ZeRO's flat partitions get scales for 128 elements each, with a warning, where it has one for a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 from fp8stack.integrations import deepspeed as adapter
-from fp8stack.integrations.deepspeed.section import find_config
+from fp8stack.integrations.deepspeed.section import find_config, stage_of, with_config
 
 from .api import O3_IS_O2, calling_accelerator, opt_levels
 from .optimizers import LBAdam, LBAdamW
@@ -48,7 +49,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         config["zero_allow_untested_optimizer"] = True
         if level in ("O2", "O3"):
             given["optimizer"] = as_torch(optimizer)
-    given = {**given, "config": config, "config_params": None}
+        elif optimizer.states == "fp8-lm" and stage_of(config):
+            told = 'ZeRO joins parameters to flat tensors, so states are states="8bit": fp8 with a scale for each 128'
+            warnings.warn(f"msamp: {told}", Fp8StackWarning, stacklevel=2)
+            optimizer.states = "8bit"
+    given = with_config(given, config)
     if level is None and "fp8stack" not in config:
         return original(**given)
     if level is not None:

@@ -1,10 +1,32 @@
 """fp8stack.integrations.accelerate: the real Accelerator on CPUs, as real processes."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from workers_accelerate import check_one_process, check_two_processes
+from workers_accelerate import check_gpu, check_one_process, check_two_processes
 
 pytest.importorskip("accelerate")
+
+ALONE = """
+import sys
+sys.modules |= dict.fromkeys(("accelerate", "transformers", "deepspeed"))
+from fp8stack.integrations.accelerate import attach
+from fp8stack.integrations.transformers import fp8_trainer
+for call in (lambda: attach(None, None), lambda: fp8_trainer(None, "O2")):
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_neither_library_is_needed_to_import_and_errors_say_how_to_install_them():
+    command = [sys.executable, "-c", ALONE]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "'fp8stack[accelerate]'" in result.stdout
+    assert "'fp8stack[transformers]'" in result.stdout
 
 
 @pytest.mark.slow
@@ -16,3 +38,8 @@ def test_one_process(tmp_path):
 def test_two_processes(tmp_path):
     arguments = 2, str(tmp_path / "store"), str(tmp_path)
     torch.multiprocessing.spawn(check_two_processes, arguments, nprocs=2)
+
+
+@pytest.mark.gpu
+def test_models_are_moved_first():
+    torch.multiprocessing.spawn(check_gpu, nprocs=1)

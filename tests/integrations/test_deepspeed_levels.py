@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from helpers import need_gpus
+from workers_deepspeed_groups import check_groups, check_reductions
 from workers_deepspeed_levels import (
     check_gpus,
     check_matrix,
@@ -34,6 +35,14 @@ def test_every_way_in_gives_the_same_engine(tmp_path):
 
 def test_what_else_zero_does(tmp_path):
     spawn(check_zero_variants, 2, tmp_path / "store")
+
+
+def test_reduces_what_deepspeed_reduces(tmp_path):
+    spawn(check_reductions, 2, tmp_path / "store")
+
+
+def test_groups_of_parameters(tmp_path):
+    spawn(check_groups, 1, tmp_path / "store")
 
 
 def test_refusals_and_verification(tmp_path):

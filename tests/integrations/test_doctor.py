@@ -128,6 +128,7 @@ CLASH = json.dumps({"fp8stack": {"opt_level": "O1"}})
         ("[1]", [], "holds a list; a DeepSpeed configuration is a JSON object"),
         (CLASH, ["--opt-level", "O2"], "opt_level='O2' was passed"),
         ("{}", ["--opt-level", "02"], "opt_level must be one of"),
+        ('{"fp8stack": {"step_in_backward": true}}', [], "has no place in DeepSpeed"),
         ("{}", ["--model", "models.py"], "must be a file and a function"),
         ("{}", ["--model", "model.py:build"], "there is no Python file 'model.py'"),
         ("{}", ["--model", "models.py:biuld"], "no function 'biuld'. Did you mean \"build\"?"),

@@ -90,7 +90,7 @@ CASES = [  # id, severity, where, value, how to make the situation
      lambda: Situation(offloaded("cpu", zero_force_ds_cpu_optimizer=True), optimizer=ADAM)),
     ("offload-replaces-optimizer", "error", "zero_force_ds_cpu_optimizer", "true by default",
      lambda: Situation(UNSET, optimizer=ADAM)),
-    ("offload-replaces-optimizer", "error", "zero_force_ds_cpu_optimizer", "true by default",
+    ("offload-replaces-optimizer", "info", "zero_force_ds_cpu_optimizer", "true by default",
      lambda: Situation(UNSET, optimizer=ADAM, recipe=O0)),
     ("offload-replaces-optimizer", "error", "zero_force_ds_cpu_optimizer", "true",
      lambda: Situation({**zero(cpu_offload=True), "zero_force_ds_cpu_optimizer": True}, optimizer=ADAM)),

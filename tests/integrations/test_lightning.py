@@ -1,5 +1,6 @@
 """Lightning's Trainer and Fabric with fp8stack: the real library on CPUs, and real processes where there are two."""
 
+import csv
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import torch
 from helpers import TinyLM, assert_same_bits
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -22,10 +24,9 @@ from fp8stack.integrations import lightning  # noqa: E402
 from fp8stack.integrations.lightning import Fp8Callback, Fp8Precision  # noqa: E402
 
 
-
 def fit(module, *arguments, epochs=1, steps=4, callbacks=(), path=None, **more):
     run = trainer(*arguments, max_epochs=epochs, callbacks=[Fp8Callback(), *callbacks], **more)
-    run.fit(module, loader(steps), ckpt_path=path, weights_only=path and True)
+    run.fit(module, loader(steps), ckpt_path=path, weights_only=True if path else None)
     return run
 
 
@@ -179,10 +180,15 @@ def test_metrics_are_logged(tmp_path):
     module, logger = Plain(), CSVLogger(tmp_path)
     run = trainer(callbacks=[Fp8Callback(every=2)], logger=logger, log_every_n_steps=1)
     run.fit(module, loader(5))
-    rows = [row for row in logger.experiment.metrics if "fp8/amax" in row]
-    assert [row["step"] for row in rows] == [1, 3, 5]
-    assert all(row["fp8/model.up/g_amax"] > 0 and row["fp8/nonfinite"] == 0 for row in rows)
-    fp8stack.monitor.Monitor(module).remove()  # the callback's is gone
+    with open(f"{logger.log_dir}/metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["fp8/amax"]]
+    assert [int(row["step"]) for row in rows] == [1, 3, 5]
+    assert all(float(row["fp8/model.up/g_amax"]) > 0 for row in rows)
+    with pytest.raises(TypeError, match="targets"):
+        trainer(callbacks=[Fp8Callback()], logger=logger).fit(
+            module, DataLoader([[1]], batch_size=None)
+        )
+    fp8stack.monitor.Monitor(module).remove()  # the callback's are gone
 
 
 def test_fp8_that_is_off_raises():
@@ -246,6 +252,8 @@ def test_a_plugin_for_the_trainer_is_refused_by_fabric():
         ({"precision": "16-mixed"}, r"precision='16-mixed' is none of 32-true.*Did you mean"),
         ({"state": "8bit"}, r'no option \'state\'. Did you mean "states"'),
         ({"enabled": False}, "no option 'enabled'"),
+        ({"offload": "cpu"}, "offload='cpu' is not for Lightning: the Trainer moves the states"),
+        ({"step_in_backward": True}, "step_in_backward=True is not for Lightning"),
     ],
 )
 def test_bad_options_are_refused_when_the_plugin_is_made(options, message):
@@ -282,15 +290,15 @@ del sys.modules["lightning"], sys.modules["pytorch_lightning"]
 
 import pytorch_lightning as pl
 import torch
-from helpers import TinyLM, batch
+
 
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.model = TinyLM()
+        self.layer = torch.nn.Linear(128, 128)
 
-    def training_step(self, parts, index):
-        return self.model(*parts)
+    def training_step(self, x, index):
+        return self.layer(x).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -299,7 +307,7 @@ trainer = pl.Trainer(
     accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
     plugins=[adapter.Fp8Precision("O2")], callbacks=[adapter.Fp8Callback()],
 )
-trainer.fit(Module(), torch.utils.data.DataLoader([batch(0)], batch_size=None))
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(16, 128), batch_size=16))
 print(type(trainer.optimizers[0]).__module__)
 """
 

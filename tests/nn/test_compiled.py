@@ -9,6 +9,7 @@ from helpers import assert_same_bits
 from layers import QKV, RECIPES, linear, native, results
 from torch import nn
 
+import fp8stack
 from fp8stack.kernels import ops
 from fp8stack.nn.fused import fuse
 
@@ -241,3 +242,15 @@ def test_graphed_callables():
         with torch.no_grad():
             for p in other.parameters():
                 p.mul_(0.5)
+
+
+def test_a_model_is_compiled_again_while_it_has_fp8_gradients():
+    """Micro-batches of other sizes."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2")
+    compiled = torch.compile(model, backend="aot_eager")
+    for rows in (32, 48):
+        compiled(torch.randn(rows, 128)).square().mean().backward()
+    assert isinstance(model[0].weight.grad, fp8stack.BlockScaledTensor)
+    optimizer.step()
