@@ -258,6 +258,8 @@ def check_warnings_and_reports():
 
 
 def check_verify():
+    model = shard(make())
+    verify(*attach(model, torch.optim.SGD(model.parameters(), lr=0.1)))  # without momentum
     model, optimizer = attached()
     verify(model)
     p = model.embed.weight

@@ -39,13 +39,16 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         names = {p: name for name, p in model.named_parameters()}
         for group in session.returned.param_groups:
             for p in group["params"]:
-                wrong += _wrong_states(session.returned, p, names.get(p, ""))
+                moments = session.returned.moments_of(group)  # SGD may have none
+                wrong += _wrong_states(session.returned, p, names.get(p, ""), bool(moments))
     if wrong:
         raise ModelError(f"not as {recipe.level} says: {'; '.join(wrong)}.")
     return report
 
 
-def _wrong_states(optimizer: BlockwiseOptimizer, parameter: nn.Parameter, name: str) -> list[str]:
+def _wrong_states(
+    optimizer: BlockwiseOptimizer, parameter: nn.Parameter, name: str, has_moments: bool
+) -> list[str]:
     if not name:
         return [
             f"a parameter of shape {tuple(parameter.shape)} in the optimizer is not the model's"
@@ -56,6 +59,7 @@ def _wrong_states(optimizer: BlockwiseOptimizer, parameter: nn.Parameter, name: 
     tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.ndim}
     wrong = [f"{k} of {name} is a plain tensor" for k, v in tensors.items()
              if is_sharded(parameter) and not is_sharded(v)]  # fmt: skip
-    if optimizer.quantizes(parameter) and not any(k.endswith("_code") for k in tensors):
+    coded = any(k.endswith("_code") for k in tensors)
+    if has_moments and optimizer.quantizes(parameter) and not coded:
         wrong.append(f"{name} has no {optimizer.formats_of(parameter)[0]} states")
     return wrong

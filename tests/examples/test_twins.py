@@ -21,21 +21,21 @@ ACCELERATE += ["--mixed_precision=bf16", "--dynamo_backend=no", "--main_process_
 
 class Twin(NamedTuple):
     launch: list[str]
-    options: list[str]  # beside --steps, --batch, --data and `saves`
+    options: list[str]  # beside --steps, --data and `saves`
     saves: str = "--checkpoint"
     needs: str = "torch"
 
 
 TWINS = {
-    "03_gpt_ddp.py": Twin(TORCHRUN, []),
-    "04_gpt_fsdp2.py": Twin(TORCHRUN, []),
+    "03_gpt_ddp.py": Twin(TORCHRUN, ["--batch=1"]),
+    "04_gpt_fsdp2.py": Twin(TORCHRUN, ["--batch=1"]),
     "04_gpt_titan.py": Twin(TORCHRUN, []),
     "05_deepspeed/train.py": Twin(
         [*TORCHRUN, str(DEEPSPEED)], ["--deepspeed_config=zero2.json"], needs="deepspeed"
     ),
-    "06_accelerate/train.py": Twin(ACCELERATE, ["--accumulate=2"], needs="accelerate"),
-    "07_hf_trainer/train.py": Twin([], [], "--output", "transformers"),
-    "08_lightning/train.py": Twin([], ["--devices=1"], needs="lightning.pytorch"),
+    "06_accelerate/train.py": Twin(ACCELERATE, ["--batch=1", "--accumulate=2"], needs="accelerate"),
+    "07_hf_trainer/train.py": Twin([], ["--batch=1"], "--output", "transformers"),
+    "08_lightning/train.py": Twin([], ["--batch=1", "--devices=1"], needs="lightning.pytorch"),
 }
 
 
