@@ -1,8 +1,8 @@
 """What a step costs inside the frameworks that people train with: time and memory in bf16, and at O2.
 
-    python benchmarks/integrations.py --gpus 2                                  # a Llama of 1.1 B parameters
-    python benchmarks/integrations.py --gpus 2 --only 'zero2*'
-    python benchmarks/integrations.py --device cpu --gpus 2 --model tiny --steps 3
+    python benchmarks/frameworks.py --gpus 2                                  # a Llama of 1.1 B parameters
+    python benchmarks/frameworks.py --gpus 2 --only 'zero2*'
+    python benchmarks/frameworks.py --device cpu --gpus 2 --model tiny --steps 3
 
 Each variant is a run of its own, of a process a GPU, on random tokens that differ between ranks. "bf16" is what the
 framework's users have: DeepSpeed with bfloat16 weights and float32 masters, FSDP2 with float32 parameters that are
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 import fp8stack
 
-RESULTS = ROOT / "benchmarks" / "results" / "integrations.jsonl"
+RESULTS = ROOT / "benchmarks" / "results" / "frameworks.jsonl"
 WARM_UP = 10
 LR = 1e-4
 Numbers = dict[str, Any]
@@ -273,7 +273,7 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
         )
         table.add_row(variant, *("-" if n.get(k) is None else f"{n[k]:,.2f}" for k in keys))
         rest = {k: v for k, v in n.items() if k != "step_ms"}
-        record = {"name": "integrations", "variant": variant, "params": params}
+        record = {"name": "frameworks", "variant": variant, "params": params}
         records.append({**record, "metric": "step", "value": n["step_ms"], "unit": "ms", **rest})
     append_records(options.output, records)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
