@@ -248,7 +248,9 @@ def measure_bus() -> float:
 def plain_tensors(value: Any) -> Iterator[Tensor]:
     """Yield `value`, or the tensors that a tensor subclass or an object of the optimizer's own consists of."""
     inner: Any = value if isinstance(value, (list, tuple)) else ()
-    if hasattr(value, "__tensor_flatten__"):
+    if isinstance(value, fp8stack.BlockScaledTensor):
+        inner = value.parts()
+    elif hasattr(value, "__tensor_flatten__"):
         inner = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
     elif isinstance(value, Tensor):
         yield value

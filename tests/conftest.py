@@ -8,9 +8,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(
-        1
-    )  # small tensors and a worker per core: waiting for a second thread costs more than the work
+    # Small tensors and a worker per core: waiting for a second thread costs more than the work. Processes that tests
+    # start look at the variable, and give the same bits then, however busy the machine is.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 os.environ.setdefault("FP8STACK_QUIET", "1")
 
 
