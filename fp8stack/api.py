@@ -78,21 +78,10 @@ def initialize(
     """
     if not enabled:
         return model, optimizer
-    session = apply_recipe(model, optimizer, recipe_for(opt_level, preset, **overrides), strict)
+    recipe = recipe_for(opt_level, preset, **overrides)
+    session = carry_out(model, optimizer, decide(model, optimizer, recipe, strict))
     emit(session.report)
     return model, session.returned
-
-
-def apply_recipe(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    recipe: Recipe,
-    strict: bool = False,
-    stacklevel: int = 3,
-) -> Session:
-    """Do what `initialize` does, but do not show the card: adapters to other libraries have more to say on it."""
-    decisions = decide(model, optimizer, recipe, strict)
-    return carry_out(model, optimizer, decisions, None, stacklevel + 1)
 
 
 class Decisions(NamedTuple):

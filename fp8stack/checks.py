@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .errors import ConfigError, ModelError
 from .formats import FLOATS
 from .levels import Recipe
-from .nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear, TeLinear
+from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
 from .nn.matmuls import runs_matmuls
 from .optim import SGD, Adam, AdamW, BlockwiseOptimizer, Muon
 from .optim.bitsandbytes import (
@@ -93,7 +93,7 @@ def check_model(
 
 def find_converted(model: nn.Module) -> str:
     """Return the name of a module that `initialize` converted, or an empty string."""
-    ours = (Fp8Linear, TeLinear, Bf16Linear, StoredLinear, StoredEmbedding)
+    ours = (*GEMM_LAYERS, StoredLinear, StoredEmbedding)
     found = (n for n, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m))
     return next((name or "the model" for name in found), "")
 

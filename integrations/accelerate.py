@@ -34,7 +34,7 @@ from fp8stack.integrations.deepspeed.section import find_section
 from fp8stack.integrations.known import Situation, check, raise_or_warn
 from fp8stack.integrations.known.situation import comes_from
 from fp8stack.levels import Recipe, recipe_for
-from fp8stack.nn import Bf16Linear, Fp8Linear, TeLinear
+from fp8stack.nn import GEMM_LAYERS
 from fp8stack.report import Report
 
 _OTHERS = {
@@ -150,7 +150,7 @@ def finish(accelerator: Any, model: Any) -> Attached:
     bare = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     session = session_of(getattr(bare, "_orig_mod", bare))
     recipe, modules = session.recipe, dict(bare.named_modules())
-    layers = [m for m in modules.values() if isinstance(m, (Fp8Linear, TeLinear, Bf16Linear))]
+    layers = [m for m in modules.values() if isinstance(m, GEMM_LAYERS)]
     _check_moved(bare, session.report, len(layers))
     reduces, shards = recipe.gradients == "fp8", isinstance(bare, FSDPModule)
     if shards:

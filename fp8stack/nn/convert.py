@@ -30,6 +30,8 @@ from .select import Chooser
 from .storage import StoredEmbedding, StoredLinear
 from .te import ALIGNMENTS, Engine, Settings, TeLinear
 
+GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
+"""What `apply_gemms` makes of Linear layers."""
 OWN_FORWARD = "its forward was set on the instance, which hides the class's; initialize before whatever does that"
 
 

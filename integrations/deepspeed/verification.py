@@ -7,7 +7,7 @@ in the engine's module, the stage and optimizer of the engine, the methods that 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ from torch import nn
 
 from fp8stack.errors import ModelError
 from fp8stack.levels import Recipe
-from fp8stack.nn import Bf16Linear, Fp8Linear, TeLinear
+from fp8stack.nn import GEMM_LAYERS
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report
 
 from .reduction import Fp8Reduction
-from .section import Section
+from .section import Section, stage_of
 
 
 @dataclass
@@ -46,7 +46,6 @@ class Verification:
     optimizer: str = ""
     state_bytes: int = 0  # of optimizer states on this rank; 0 before the first step
     parameters: int = 0  # trainable ones that this rank steps, ZeRO's padding included
-    problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         states = f"{self.state_bytes / self.parameters:.2f} B" if self.state_bytes else "no"
@@ -73,21 +72,20 @@ def verify(engine: Any) -> Verification:
             "fp8stack.integrations.deepspeed.install() before deepspeed.initialize, Accelerate or Trainer."
         )
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    wrapped = (Fp8Linear, TeLinear, Bf16Linear)
     found = Verification(
         level=applied.recipe.level,
         stage=engine.zero_optimization_stage(),
-        layers=sum(isinstance(module, wrapped) for module in engine.module.modules()),
+        layers=sum(isinstance(module, GEMM_LAYERS) for module in engine.module.modules()),
         reduction=tuple(applied.reduction.names) if applied.reduction else (),
         reduced=applied.reduction.calls if applied.reduction else 0,
         optimizer=type(inner).__name__,
         state_bytes=_state_bytes(inner),
         parameters=sum(p.numel() for p in getattr(inner, "state", {})),
     )
-    found.problems.extend(_problems(engine, applied, inner, found))
-    if found.problems:
+    problems = _problems(engine, applied, inner, found)
+    if problems:
         raise ModelError(
-            f"fp8stack {found.level} was asked for, and this engine is otherwise: {'; '.join(found.problems)}."
+            f"fp8stack {found.level} was asked for, and this engine is otherwise: {'; '.join(problems)}."
         )
     return found
 
@@ -99,7 +97,7 @@ def _problems(engine: Any, applied: Applied, inner: Any, found: Verification) ->
             f"{len(applied.report.converted)} layers were converted, and {found.layers} are there: something replaced "
             "modules since"
         )
-    stage = (engine.config.get("zero_optimization") or {}).get("stage", 0)
+    stage = stage_of(engine.config)
     if found.stage != stage:
         problems.append(f"the config has ZeRO stage {stage}, the engine {found.stage}")
     reduction = applied.reduction

@@ -8,7 +8,7 @@ from torch import nn
 from fp8stack.api import session_of
 from fp8stack.comm.fsdp import reduces_in_fp8, units_of
 from fp8stack.errors import ModelError
-from fp8stack.nn import Bf16Linear, Fp8Linear, TeLinear
+from fp8stack.nn import GEMM_LAYERS
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report
 from fp8stack.tensor import is_sharded
@@ -27,9 +27,8 @@ def verify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     for unit in units.values():
         unit.reshard()
     recipe, report, modules = session.recipe, session.report, dict(model.named_modules())
-    ours = (Fp8Linear, TeLinear, Bf16Linear)
     wrong = [f"{n} is no {report.gemm.split()[0]} layer any more" for n in report.converted
-             if not isinstance(modules.get(n), ours)]  # fmt: skip
+             if not isinstance(modules.get(n), GEMM_LAYERS)]  # fmt: skip
     if on_wire(recipe):
         wrong += [f"{name or 'the root'} does not reduce its gradients in FP8"
                   for name, unit in units.items() if not reduces_in_fp8(unit)]  # fmt: skip
