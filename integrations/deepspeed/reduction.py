@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack import comm
+from fp8stack.comm.collectives import reduce_scatter_beside
 from fp8stack.errors import ConfigError
 from fp8stack.formats import BLOCK
 
@@ -122,24 +123,24 @@ class Fp8Reduction:
         zero = self._engine.optimizer
         group = getattr(parameters[0], "ds_process_group", zero.dp_process_group)
         world, rank = dist.get_world_size(group), dist.get_rank(group)
-        parts = [-(-p.grad.numel() // world) for p in parameters]  # as DeepSpeed partitions
+        flat = [p.grad.reshape(-1) for p in parameters]
+        parts = [-(-each.numel() // world) for each in flat]  # as DeepSpeed partitions
         padded = [-(-part // BLOCK) * BLOCK for part in parts]
-        first = parameters[0].grad
-        table = first.new_zeros(world, sum(padded))
-        offset = 0
-        for p, part, size in zip(parameters, parts, padded, strict=True):
-            flat = p.grad.reshape(-1)
-            whole = flat.numel() // part if part else 0  # ranks that have a full part
-            table[:whole, offset : offset + part] = flat[: whole * part].view(whole, part)
-            rest = flat.numel() - whole * part
-            if rest:
-                table[whole, offset : offset + rest] = flat[whole * part :]
-            offset += size
-        own = first.new_empty(sum(padded), dtype=zero.gradient_accumulation_dtype)
-        comm.reduce_scatter_tensor(own, table.view(-1), dist.ReduceOp.AVG, group)
+        own = flat[0].new_empty(sum(padded), dtype=zero.gradient_accumulation_dtype)
+        if len(flat) == 1 and flat[0].numel() == world * padded[0]:
+            table = flat[0]
+        else:
+            table = _by_rank(flat, parts, padded, world)
+        beside = bool(self._engine.zero_overlap_comm())
+        reduce_scatter_beside(own, table, dist.ReduceOp.AVG, group, False, background=beside)
+        if hasattr(zero, "_gradient_averaging_world_size"):
+            # experts have a smaller group, and are divided by all of data parallelism
+            ranks = zero._gradient_averaging_world_size(parameters, world)
+            if ranks != world:
+                own.mul_(world / ranks)
         lengths = [
-            max(0, min(part, p.grad.numel() - rank * part))
-            for p, part in zip(parameters, parts, strict=True)
+            max(0, min(part, each.numel() - rank * part))
+            for each, part in zip(flat, parts, strict=True)
         ]
         return [each[:length] for each, length in zip(own.split(padded), lengths, strict=True)]
 
@@ -148,3 +149,14 @@ class Fp8Reduction:
         parts = self._scatter_average(self._engine.optimizer.ipg_buckets[dtype].params, dtype)
         shared = self._engine.sequence_parallel_size
         return [part.mul_(shared) for part in parts] if shared > 1 else parts
+
+
+def _by_rank(flat: list[Tensor], parts: list[int], padded: list[int], world: int) -> Tensor:
+    """Join tensors so that each rank's parts of all of them lie together, each filled up with zeros to whole blocks."""
+    blank = flat[0].new_zeros(world + BLOCK)  # the last part of a tensor lacks less than `world`
+    pieces: list[list[Tensor]] = [[] for _ in range(world)]
+    for tensor, part, size in zip(flat, parts, padded, strict=True):
+        parts_of_ranks = [*tensor.split(part), *[blank[:0]] * world]  # the last ranks may have none
+        for row, piece in zip(pieces, parts_of_ranks, strict=False):
+            row += [piece, blank[: size - piece.numel()]]
+    return torch.cat([piece for row in pieces for piece in row])

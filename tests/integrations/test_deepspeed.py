@@ -16,6 +16,22 @@ def test_states_stay_in_eight_bits_and_training_resumes(stage, tmp_path):
     spawn(check_zero, 2, tmp_path / "store", stage, str(tmp_path))
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 40])
+def test_parts_of_a_rank_lie_together_in_whole_blocks(world):
+    from fp8stack.integrations.deepspeed.reduction import BLOCK, _by_rank
+
+    lengths = [0, 1, 127, 128, 129, 1000, 128 * world, world * (world - 1) + 1, 39 * 39]
+    tensors = [torch.randn(length) for length in lengths]
+    parts = [-(-length // world) for length in lengths]
+    sizes = [-(-part // BLOCK) * BLOCK for part in parts]
+    together = _by_rank(tensors, parts, sizes, world).view(world, -1)
+    for tensor, part, got in zip(tensors, parts, together.split(sizes, dim=1), strict=True):
+        padded = torch.zeros(world, part)
+        padded.view(-1)[: tensor.numel()] = tensor
+        torch.testing.assert_close(got[:, :part], padded, rtol=0, atol=0)
+        assert not got[:, part:].any()
+
+
 def test_groups_that_come_and_go(tmp_path):
     spawn(check_groups_and_accumulation, 2, tmp_path / "store")
 
