@@ -13,7 +13,7 @@ fp8stack ("native"), the head's included.
 `step` is the median of the slowest rank's, by device events around steps queued one behind the other: forward,
 backward, reduction of gradients and optimizer. `GiB` is the peak of allocated memory on the first rank, without NCCL's
 own. `B/param` are the bytes of optimizer states (of DeepSpeed, without its masters), of all ranks together, over the
-model's parameters. Losses are those of the first rank. A variant that fails is named at the end and has no record, and
+model's parameters. A variant that fails is named at the end and has no record, and
 the exit status is 1; the others go on.
 """
 
@@ -256,7 +256,7 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
     params = {"model": name, "ranks": options.gpus, "batch": config.batch, "seq": config.sequence}
     records = []
     table = Table("variant", title=f"{name}, ranks: {options.gpus}", box=box.SIMPLE)
-    for column in ("step ms", "× bf16", "GiB", "of bf16", "B/param", "loss"):
+    for column in ("step ms", "× bf16", "GiB", "of bf16", "B/param"):
         table.add_column(column, justify="right", no_wrap=True)
     for variant, n in results.items():
         base = results.get(f"{variant.split(' O2')[0].removesuffix(' bf16')} bf16")
@@ -269,7 +269,6 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
             "peak_gib",
             "memory_ratio",
             "state_bytes_per_parameter",
-            "loss",
         )
         table.add_row(variant, *("-" if n.get(k) is None else f"{n[k]:,.2f}" for k in keys))
         rest = {k: v for k, v in n.items() if k != "step_ms"}

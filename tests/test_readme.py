@@ -184,6 +184,32 @@ def test_the_table_of_data_parallel_steps_is_the_record_s():
         assert "\n".join(rows) in document
 
 
+FRAMEWORKS = {
+    "DeepSpeed, ZeRO-2": "zero2",
+    "DeepSpeed, ZeRO-3": "zero3",
+    "FSDP2": "fsdp2",
+    "Accelerate, DDP": "accelerate ddp",
+}
+
+
+def test_the_table_of_frameworks_is_the_record_s():
+    document, found = (ROOT / "docs/integrations.md").read_text(), {}
+    for line in (ROOT / "benchmarks/results/frameworks.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found[record["variant"]] = record
+    for name, variant in FRAMEWORKS.items():
+        base = found[f"{variant} bf16"]
+        row = f"| {name} | {base['value']:.1f} ms, {base['peak_gib']:.1f} GiB |"
+        for compute in ("te", "native"):
+            r = found[f"{variant} O2 {compute}"]
+            times, part = base["value"] / r["value"], r["peak_gib"] / base["peak_gib"]
+            row += f" {r['value']:.1f} ms ({times:.2f} ×), {r['peak_gib']:.1f} GiB ({part:.2f} ×) |"
+            # the bound is a rank's share of a remainder and two moments, times the ranks
+            ranks = r["params"]["ranks"] if variant.startswith("accelerate") else 1
+            assert r["state_bytes_per_parameter"] / ranks <= 3.1
+        assert row in document
+
+
 WIRE = {
     "the hook": "hook",
     "the hook, error feedback": "hook, error feedback",
