@@ -156,6 +156,23 @@ def check_one_process(rank, folder):
     os._exit(0)
 
 
+def check_gpu(rank, folder):
+    """On a GPU: with FP8 products and under fp16's GradScaler too, whose steps are all taken or skipped as the Trainer's."""
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    for mode in ({}, {"bf16": True}, {"fp16": True}):
+        _, plain = trained(folder, None, use_cpu=False, **mode)
+        for level in ("O0", "O1", "O2"):
+            trainer, losses = trained(folder, level, use_cpu=False, **mode)
+            assert_as_good(losses, plain)
+            report = fp8stack.get_report(trainer.model)
+            assert report.level == level
+            assert not report.device.startswith("CPU")
+            check_groups(trainer)
+    check_resume(f"{folder}/resumed", "O2", use_cpu=False, fp16=True)
+    os._exit(0)
+
+
 def check_groups(trainer):
     """Matrices decay, norms do not, and the scheduler has driven both groups to nothing."""
     decayed, others = trainer.optimizer.param_groups

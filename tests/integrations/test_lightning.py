@@ -22,6 +22,7 @@ from fp8stack import BlockScaledTensor  # noqa: E402
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError  # noqa: E402
 from fp8stack.integrations import lightning  # noqa: E402
 from fp8stack.integrations.lightning import Fp8Callback, Fp8Precision  # noqa: E402
+from fp8stack.integrations.lightning.precision import sessions_in  # noqa: E402
 
 
 def fit(module, *arguments, epochs=1, steps=4, callbacks=(), path=None, **more):
@@ -45,6 +46,20 @@ def test_the_trainer_does_what_a_loop_does(level, precision):
     assert module.losses == by_hand(level, 4, autocast=precision == "bf16-mixed")
     assert isinstance(run.optimizers[0], fp8stack.optim.AdamW) == (level != "O0")
     assert (module.model.up.weight.dtype is torch.bfloat16) == (level == "O2")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_every_level_on_a_gpu(precision):
+    plain = Module()
+    trainer(None, precision=precision, accelerator="gpu").fit(plain, loader(20))
+    for level in ("O0", "O1", "O2"):
+        module = Module()
+        fit(module, level, precision, steps=20, accelerator="gpu")
+        (session,) = sessions_in(module).values()
+        assert not session.report.device.startswith("CPU")
+        assert module.losses[-1] < 0.9 * module.losses[0]
+        assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=0.05)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from workers_transformers import check_one_process, check_two_processes
+from workers_transformers import check_gpu, check_one_process, check_two_processes
 
 pytest.importorskip("accelerate")
 
@@ -16,3 +16,8 @@ def test_one_process(tmp_path):
 def test_two_processes(tmp_path):
     arguments = 2, str(tmp_path / "store"), str(tmp_path)
     torch.multiprocessing.spawn(check_two_processes, arguments, nprocs=2)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    torch.multiprocessing.spawn(check_gpu, (str(tmp_path),), nprocs=1)
