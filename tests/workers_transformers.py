@@ -157,7 +157,7 @@ def check_one_process(rank, folder):
 
 
 def check_gpu(rank, folder):
-    """On a GPU: with FP8 products and under fp16's GradScaler too, whose steps are all taken or skipped as the Trainer's."""
+    """On a GPU: FP8 products, and fp16 with its GradScaler."""
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     for mode in ({}, {"bf16": True}, {"fp16": True}):
