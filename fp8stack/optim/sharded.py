@@ -187,5 +187,9 @@ def reduce_nothing(groups: Iterable[dict[str, Any]], want_norm: bool) -> None:
 
 
 def _all_reduce(value: Tensor, mesh: DeviceMesh, operation: Any) -> None:
+    """Reduce on the mesh's kind of device: where FSDP2 offloads to the CPU its groups may know NCCL alone."""
+    there = value.to(mesh.device_type)
     for dim in range(mesh.ndim):
-        torch.distributed.all_reduce(value, operation, group=mesh.get_group(dim))
+        torch.distributed.all_reduce(there, operation, group=mesh.get_group(dim))
+    if there is not value:
+        value.copy_(there)

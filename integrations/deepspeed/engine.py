@@ -144,16 +144,17 @@ def _run(
     model: Any = arguments.get("model")
     _check_model(model)
     given, recipe = arguments.get("optimizer"), None
+    lacking: list[str] = []  # in this DeepSpeed
     if section is not None:
         section = with_formats_of(given, section)
-        recipe = fit_to_zero(section, config)
+        recipe, lacking = fit_to_zero(section, config)
         situation = Situation(config, model, given, recipe, hosts=_hosts())
         raise_or_warn(check(situation), allow=section.allow)
     optimizer = _optimizer_of(arguments, config, recipe)
     check_optimizer(optimizer, config, recipe)
     session = None
     if section is not None and recipe is not None:
-        session = _convert(model, optimizer, recipe, section)
+        session = _convert(model, optimizer, recipe, section, lacking)
         optimizer = session.returned if session.returned is not None else optimizer
     left_out: list[str] = []
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
@@ -228,7 +229,9 @@ def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Rec
     return None
 
 
-def _convert(model: Any, optimizer: Any, recipe: Recipe, section: Section) -> Session:
+def _convert(
+    model: Any, optimizer: Any, recipe: Recipe, section: Section, lacking: list[str]
+) -> Session:
     """Convert layers and optimizer; gradients and weights themselves are ZeRO's."""
     from deepspeed.accelerator import get_accelerator
 
@@ -241,7 +244,8 @@ def _convert(model: Any, optimizer: Any, recipe: Recipe, section: Section) -> Se
     elif isinstance(optimizer, BlockwiseOptimizer):
         # float32 partitions are their own masters, whatever it says
         ours = replace(ours, master=optimizer.master)
-    return carry_out(model, optimizer, decide(model, optimizer, ours, section.strict, device))
+    decisions = decide(model, optimizer, ours, section.strict, device, lacking)
+    return carry_out(model, optimizer, decisions)
 
 
 def _take_back_first_step(wrapper: Any, inner: BlockwiseOptimizer) -> None:

@@ -12,6 +12,7 @@ import base64
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,8 @@ def _as_python(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def fit_to_zero(section: Section, config: dict[str, Any]) -> Recipe:
-    """Return the recipe as ZeRO can have it, and put into `config` what it needs to be told.
+def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
+    """Return the recipe as ZeRO can have it and what this DeepSpeed lacks; put into `config` what it is to be told.
 
     ZeRO hands the optimizer flat partitions, so formats with one scale a tensor cannot be used. The master is what
     ZeRO keeps: float32, or, with `bf16_master_weights_and_grads`, bfloat16 beside which our optimizer keeps 8 bits.
@@ -161,21 +162,21 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> Recipe:
     """
     recipe, stage = section.recipe, stage_of(config)
     check_recipe(recipe, stage)
-    zero = config.get("zero_optimization") or {}
+    lacking: list[str] = []
     master = recipe.master
-    if master not in ("keep", "fp32") and not _keeps_bf16(config, stage, zero):
+    if master not in ("keep", "fp32") and not _keeps_bf16(config, stage, lacking):
         if "master" in section.given:
             raise ConfigError(
                 f'"fp8stack": {{"master": {master!r}}} needs bfloat16 partitions: "bf16": {{"enabled": true}}, ZeRO '
-                "stage 1 or more, no offload_optimizer, and a DeepSpeed that has bf16_master_weights_and_grads. Leave "
-                "it out for DeepSpeed's float32 masters."
+                "stage 1 or more, no offload_optimizer, and DeepSpeed 0.18.3 or later, which has "
+                "bf16_master_weights_and_grads. Leave it out for DeepSpeed's float32 masters."
             )
         master = "keep"
     cache = recipe.weight_cache
     if stage == 3 and "weight_cache" not in section.given:
         cache = "off"  # codes that stay would undo the partitioning of weights
     backend = recipe.optimizer_backend if recipe.states == "keep" else "fp8stack"
-    return replace(recipe, master=master, weight_cache=cache, optimizer_backend=backend)
+    return replace(recipe, master=master, weight_cache=cache, optimizer_backend=backend), lacking
 
 
 def check_recipe(recipe: Recipe, stage: int) -> None:
@@ -222,16 +223,26 @@ def offloads(zero: Mapping[str, Any]) -> bool:
     return bool(zero.get("cpu_offload") or device not in (None, "none"))
 
 
-def _keeps_bf16(config: dict[str, Any], stage: int, zero: Mapping[str, Any]) -> bool:
-    """Let ZeRO keep bfloat16 partitions, if it can; return whether it does."""
-    from deepspeed.runtime import precision_config
-
-    bf16 = config.get("bf16") or {}
-    known = getattr(precision_config.DeepSpeedBF16Config, "model_fields", {})
+def _keeps_bf16(config: dict[str, Any], stage: int, lacking: list[str]) -> bool:
+    """Let ZeRO keep bfloat16 partitions, if it can; return whether it does. Where DeepSpeed cannot, say so."""
+    bf16, zero = config.get("bf16") or {}, config.get("zero_optimization") or {}
     accumulates = (config.get("data_types") or {}).get("grad_accum_dtype")
-    can = "bf16_optimizer_states" in known and stage > 0 and not offloads(zero)
-    if not can or not bf16.get("enabled") or accumulates not in (None, "bf16"):
+    if not stage or offloads(zero) or not bf16.get("enabled") or accumulates not in (None, "bf16"):
+        return False
+    if not _has_bf16_partitions():
+        lacking.append(
+            f"masters stay float32: DeepSpeed {metadata.version('deepspeed')} has no bf16_master_weights_and_grads, "
+            "which 0.18.3 and later have"
+        )
         return False
     for flag in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         bf16.setdefault(flag, True)
     return bool(bf16["bf16_master_weights_and_grads"] and bf16["bf16_optimizer_states"])
+
+
+def _has_bf16_partitions() -> bool:
+    try:
+        from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    except ImportError:  # before 0.17.1
+        return False
+    return "bf16_optimizer_states" in DeepSpeedBF16Config.model_fields
