@@ -4,6 +4,8 @@ import pytest
 import torch
 from helpers import TinyLM, assert_same_bits, through_file, train
 from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import fp8stack
 from fp8stack import checkpoint
@@ -61,6 +63,22 @@ def test_resume_equals_continue(level, make, options):
     train(*resumed, 2)  # it has a life of its own that loading must replace
     resumed[0].load_state_dict(saved["model"])
     resumed[1].load_state_dict(saved["optimizer"])
+    assert_same_training(original, resumed)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("level", "make", "options"), [case for case in CASES if "nadam" not in case]
+)
+def test_torch_s_dcp_loads_into_a_run_that_has_not_stepped(level, make, options, tmp_path):
+    original = build(level, make, **options)
+    train(*original, 5)
+    names = "model", "optimizer"
+    dcp.save(dict(zip(names, get_state_dict(*original), strict=True)), checkpoint_id=tmp_path)
+    resumed = build(level, make, **options)
+    states = dict(zip(names, get_state_dict(*resumed), strict=True))
+    dcp.load(states, checkpoint_id=tmp_path)
+    set_state_dict(*resumed, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     assert_same_training(original, resumed)
 
 

@@ -317,9 +317,15 @@ class BlockwiseOptimizer(StateKeeper):
 
         Everything is stored as it is in memory (codes, scales, masters): loading it continues bit for bit. Where
         `portable` is set, moments are float32 and on the CPU, for tools that cut and join them by element, such as
-        DeepSpeed's universal checkpoints: 8 bytes a parameter.
+        DeepSpeed's universal checkpoints: 8 bytes a parameter. Before the first step, masters are not all that is
+        returned: moments are made, zeros, since torch.distributed.checkpoint loads only what it finds.
         """
         self.wait_for_offloaded()
+        if self.state and not any("step" in entry for entry in self.state.values()):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.requires_grad:
+                        self.ensure_state(group, p)
         if self.portable:
             return checkpoint_format.tag(
                 self, checkpoint_format.to_torch(self, "cpu", masters=True)
