@@ -1,0 +1,49 @@
+"""benchmarks/memory.py: the search finds what fits in few tries, and every method that is installed trains."""
+
+import json
+
+import memory
+import pytest
+
+
+@pytest.mark.parametrize("base", [0.0, 30.0, 99.5])
+@pytest.mark.parametrize("slope", [0.3, 1.7, 40.0, 200.0])
+def test_the_search_finds_the_last_that_fits(base, slope):
+    tried = []
+
+    def fits(count):
+        tried.append(count)
+        peak = base + slope * count
+        return {"peak_gib": peak} if peak <= 100 * (0.98 if count > 20 else 1) else None
+
+    count, numbers, failed = memory.find_most(fits, 100, most=400)
+    best = max((n for n in range(1, 401) if fits(n)), default=0)
+    assert (count, failed) == (best, best + 1)
+    assert numbers == (fits(best) if best else {})
+    assert tried[0] == 1
+    assert tried.index(failed) < 14
+
+
+def test_nothing_more_is_tried_than_was_asked_for():
+    assert memory.find_most(lambda n: {"peak_gib": None}, None, most=5)[::2] == (5, None)
+
+
+def test_methods_train_on_a_cpu(tmp_path, capsys):
+    names = ["fp32 AdamW", "bf16, torchao 8bit", "fp8stack O2, 4bit"]
+    output = tmp_path / "records.jsonl"
+    arguments = ["--device", "cpu", "--model", "tiny", "--most", "1", "--output", str(output)]
+    assert memory.main([*arguments, "--only", *names]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [r["variant"] for r in records] == names
+    assert all(r["metric"] == "micro-batch" and r["value"] == 1 for r in records)
+    assert "1 × 16" in capsys.readouterr().out
+
+
+def test_a_missing_peer_is_named_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    missing = memory.Method("a peer", optimizer=("no_such_library", "AdamW"))
+    monkeypatch.setattr(memory, "METHODS", [missing, memory.METHODS[0]])
+    arguments = ["--device", "cpu", "--model", "tiny", "--most", "1"]
+    assert memory.main([*arguments, "--output", str(tmp_path / "records.jsonl")]) == 1
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1]) == {"failed": ["a peer, tiny"]}
+    assert "fp32 AdamW" in out
