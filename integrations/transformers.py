@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fp8stack import initialize
 from fp8stack.errors import ConfigError
 from fp8stack.integrations.accelerate import (
@@ -159,5 +161,7 @@ class _AtLevel:
         layers = any(isinstance(module, Fp8Linear) for module in trainer.model.modules())
         if layers and self._monitor is None and not trainer.args.torch_compile:
             every = trainer.state.logging_steps * trainer.args.gradient_accumulation_steps
-            self._monitor = Monitor(trainer.model, every)
+            own = getattr(trainer.optimizer, "optimizer", None)  # under Accelerate's
+            own = own if isinstance(own, torch.optim.Optimizer) else None  # not DeepSpeed's
+            self._monitor = Monitor(trainer.model, own, every)
         self._begun = True

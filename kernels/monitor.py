@@ -1,15 +1,21 @@
-"""Statistics of a cast to FP8; the twin of `reference/monitor.py`, which says what they are, integer for integer."""
+"""Statistics of a cast to FP8; the twin of `reference/monitor.py`, which says what they are.
+
+Integers are the reference's. Signal and noise are sums of the same float64 terms in another order: their last bits
+differ, and from call to call too.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
+from .fp8 import decode, encode_ocp
 from .launch import on_device
-from .reference.monitor import FIELDS, thresholds
+from .reference.monitor import FIELDS, SUMS, thresholds
 
 FLAT = 2048
 _PROGRAMS = 1024  # each adds to the same numbers once
@@ -19,14 +25,18 @@ LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 
 @triton.jit
 def _count_kernel(
-    x_ptr, scale_ptr, out_ptr, numel, cols, block_rows, stride_r, stride_c, rounds,
-    ZERO: tl.constexpr, CLIPPED: tl.constexpr, BLOCKS: tl.constexpr, FLAT: tl.constexpr,
+    x_ptr, scale_ptr, out_ptr, sums_ptr, numel, cols, block_rows, stride_r, stride_c, rounds,
+    ZERO: tl.constexpr, CLIPPED: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
+    BLOCKS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     largest = tl.zeros((FLAT,), dtype=tl.int32)
     scales = tl.zeros((FLAT,), dtype=tl.int32)
     under = tl.zeros((FLAT,), dtype=tl.int32)
     over = tl.zeros((FLAT,), dtype=tl.int32)
     bad = tl.zeros((FLAT,), dtype=tl.int32)
+    dead = tl.zeros((FLAT // 128,), dtype=tl.int32)
+    signal = tl.zeros((FLAT,), dtype=tl.float64)
+    noise = tl.zeros((FLAT,), dtype=tl.float64)
     for i in range(rounds):
         tile = tl.program_id(0) + i * tl.num_programs(0)
         offset = tile.to(tl.int64) * FLAT + tl.arange(0, FLAT)
@@ -41,27 +51,43 @@ def _count_kernel(
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         finite = bits < 0x7F800000
         inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
-        scaled = tl.where(finite, tl.abs(x), 0.0) * inverse
+        magnitude = tl.where(finite, tl.abs(x), 0.0)
+        scaled = magnitude * inverse
         told = finite & (scale == scale)
         largest = tl.maximum(largest, tl.where(finite, bits, 0))
         scales = tl.maximum(scales, scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        under += (told & (bits > 0) & (scaled <= ZERO)).to(tl.int32)
+        small = told & (scaled <= ZERO)  # so is what lies outside
+        lost = (small & (bits > 0)).to(tl.int32)
+        under += lost
         over += (told & (scaled >= CLIPPED)).to(tl.int32)
         bad += (bits >= 0x7F800000).to(tl.int32)
+        silent = tl.min(tl.reshape(small.to(tl.int32), (FLAT // 128, 128)), 1)
+        dead += silent * tl.max(tl.reshape(lost, (FLAT // 128, 128)), 1)
+        code = encode_ocp(scaled, MANTISSA, False)
+        value = decode(code, MANTISSA, MIN_EXPONENT, True).to(tl.float64) * scale.to(tl.float64)
+        exact = tl.where(told, magnitude, 0.0).to(tl.float64)
+        error = tl.where(told, exact - value, 0.0)
+        signal += exact * exact
+        noise += error * error
     tl.atomic_max(out_ptr, tl.max(largest, 0).to(tl.int64))
     tl.atomic_max(out_ptr + 1, tl.max(scales, 0).to(tl.int64))
     tl.atomic_add(out_ptr + 2, tl.sum(under, 0).to(tl.int64))
     tl.atomic_add(out_ptr + 3, tl.sum(over, 0).to(tl.int64))
     tl.atomic_add(out_ptr + 4, tl.sum(bad, 0).to(tl.int64))
+    tl.atomic_add(out_ptr + 5, tl.sum(dead, 0).to(tl.int64))
+    tl.atomic_add(sums_ptr, tl.sum(signal, 0))
+    tl.atomic_add(sums_ptr + 1, tl.sum(noise, 0))
     if tl.program_id(0) == 0:
-        tl.atomic_add(out_ptr + _ELEMENTS, tl.full((), numel, tl.int64))
+        size = tl.full((), numel, tl.int64)
+        tl.atomic_add(out_ptr + 6, (size + 127) // 128)
+        tl.atomic_add(out_ptr + _ELEMENTS, size)
 
 
 def count(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     scale: Tensor,  # float32: 0-d, [rows or more, cols / 128 or more], or [cols / 128 or more, rows / 128] of squares
     fmt: MiniFloat,
-    out: Tensor,  # int64 [6], written
+    out: Tensor,  # int64 [10], written
     squares: bool = False,  # a scale for each 128×128
 ) -> None:
     """Add the statistics of a cast to `out`."""
@@ -73,6 +99,7 @@ def count(
     programs = min(tiles, _PROGRAMS)
     with on_device(x.device):
         _count_kernel[(programs,)](
-            x, scale, out, numel, x.shape[-1], 128 if squares else 1, *strides, -(-tiles // programs),
-            *thresholds(fmt), scale.ndim > 0, FLAT, **LAUNCH,
+            x, scale, out, out[SUMS].view(torch.float64), numel, x.shape[-1], 128 if squares else 1, *strides,
+            -(-tiles // programs), *thresholds(fmt), fmt.mantissa_bits, fmt.min_exponent, scale.ndim > 0, FLAT,
+            **LAUNCH,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from fp8stack.kernels.reference import monitor as reference
 from fp8stack.kernels.reference.cast_blocks import cast_1x128, cast_128x128
 from fp8stack.kernels.reference.fp8 import count_saturated
 from fp8stack.kernels.reference.quantize import quantize_tensor
-from fp8stack.monitor import Monitor
+from fp8stack.monitor import LEAST_SNR_DB, UNDERFLOW, Monitor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -27,10 +27,20 @@ FMT = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def counted(x, scale, fmt, squares=False, count=reference.count):
-    out = torch.zeros(6, dtype=torch.int64, device=x.device)
+    out = torch.zeros(len(reference.FIELDS), dtype=torch.int64, device=x.device)
     count(x, scale, fmt, out, squares)
-    values = out[:2].cpu().int().view(torch.float32).tolist() + out[2:].tolist()
+    out = out.cpu()
+    sums = out[reference.SUMS].view(torch.float64).tolist()
+    values = (
+        out[:2].int().view(torch.float32).tolist() + out[2:7].tolist() + sums + out[9:].tolist()
+    )
     return dict(zip(reference.FIELDS, values, strict=True))
+
+
+def decibels(x, codes, scale):
+    """The ratio of signal to error, from the codes."""
+    value = codes.double() * scale.double()
+    return 10 * (x.double().square().sum() / (x.double() - value).square().sum()).log10().item()
 
 
 def make(device="cpu", **options):
@@ -50,12 +60,15 @@ def test_counts_of_a_tensor_with_known_ones():
         [[0.0, -0.0, 2.0**-10, -(2.0**-10) * 1.001, 1.0, 448.0, 463.9, -464.0, 1e4, NAN, -INF]]
     )
     assert counted(x, torch.tensor(1.0), E4M3) == {
-        "amax": 1e4, "scale": 1.0, "underflow": 1, "overflow": 2, "nonfinite": 2, "elements": 11,
+        "amax": 1e4, "scale": 1.0, "underflow": 1, "overflow": 2, "nonfinite": 2, "dead": 0, "blocks": 1,
+        "signal": pytest.approx(2.0**-20 * 2.002001 + 1 + 448**2 + 463.9**2 + 464**2 + 1e8, rel=1e-6),
+        "noise": pytest.approx(15.9**2 + 16**2 + (1e4 - 448) ** 2, rel=1e-6), "elements": 11,
     }  # fmt: skip
     assert counted(2 * x, torch.tensor(2.0), E4M3)["underflow"] == 1
     assert counted(x, torch.tensor(0.0), E4M3)["underflow"] == 7  # all that are finite and not zero
     of_nan = counted(x, torch.tensor(NAN), E4M3)
     assert (of_nan["underflow"], of_nan["overflow"], of_nan["nonfinite"]) == (0, 0, 2)
+    assert of_nan["dead"] == of_nan["signal"] == of_nan["noise"] == 0
     assert math.isnan(of_nan["scale"])
 
 
@@ -67,6 +80,8 @@ def test_underflow_is_what_the_cast_loses_and_overflow_what_it_clips(fmt):
     assert numbers["underflow"] == ((codes.float() == 0) & (x != 0)).sum() > 0
     assert numbers["overflow"] == 0  # current scaling clips nothing
     assert numbers["amax"] == x.abs().max()
+    snr = 10 * math.log10(numbers["signal"] / numbers["noise"])
+    assert snr == pytest.approx(decibels(x, codes, scale), rel=1e-6)
     small = scale / 16
     assert counted(x, small, fmt)["overflow"] == count_saturated(x * (1 / small), fmt) > 0
 
@@ -84,12 +99,39 @@ def test_scales_of_blocks(fmt):
     assert numbers["scale"] == scale.max()
 
 
+@FMT
+def test_dead_blocks_have_no_code_left_of_something(fmt):
+    x = torch.randn(7, 300)
+    x.view(-1)[128:256] *= 1e-12  # dies
+    x.view(-1)[384:512] = 0  # was nothing
+    x.view(-1)[640:768] *= 1e-12
+    x.view(-1)[700] = NAN  # is not silent
+    x.view(-1)[15 * 128 :] *= 1e-12  # the last two, one of them short
+    scale = torch.tensor(0.01)
+    numbers = counted(x, scale, fmt)
+    assert (numbers["dead"], numbers["blocks"]) == (3, 17)
+    assert counted(x, torch.tensor(0.0), fmt)["dead"] == 15
+    assert counted(torch.zeros(0, 4), scale, fmt)["blocks"] == 0
+
+
+@pytest.mark.parametrize(("fmt", "expected"), [(E4M3, 31.6), (E5M2, 25.6)], ids=["e4m3", "e5m2"])
+def test_healthy_tensors_are_far_from_the_thresholds(fmt, expected):
+    x = torch.randn(512, 1024)
+    numbers = counted(x, quantize_tensor(x, fmt)[1], fmt)
+    snr = 10 * math.log10(numbers["signal"] / numbers["noise"])
+    assert snr == pytest.approx(expected, abs=0.1)
+    assert snr > LEAST_SNR_DB + 5
+    assert numbers["underflow"] / numbers["elements"] < 2e-5 < UNDERFLOW / 1000
+    assert numbers["dead"] == numbers["overflow"] == 0
+
+
 def test_calls_of_a_step_add_up():
-    out = torch.zeros(6, dtype=torch.int64)
+    out = torch.zeros(len(reference.FIELDS), dtype=torch.int64)
     for factor in (1.0, 3.0, 2.0):
         reference.count(torch.full((2, 5), factor), torch.tensor(factor / 448), E4M3, out)
     assert out[:2].int().view(torch.float32)[0] == 3
-    assert out[5] == 30
+    assert out[-1] == 30
+    assert out[reference.SUMS].view(torch.float64)[0] == 10 * (1 + 9 + 4)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (40, 200), (2, 70, 129), (0, 4), (17,)], ids=str)
@@ -99,6 +141,7 @@ def test_the_kernel_counts_as_its_reference(kernel_device, shape, blocks, dtype)
     x = torch.randn(shape) * 2.0 ** torch.randint(-20, 1, shape)
     for i, value in enumerate((0.0, NAN, INF, -INF)):
         x.view(-1)[20 * i + 5 :: 97] = value
+    x.view(-1)[256:640] = 1e-8  # of which blocks die
     x, fmt = x.to(dtype), FORMATS["e4m3"]
     if blocks == "tensor" or not x.numel():
         scale = torch.tensor(0.001)
@@ -107,6 +150,8 @@ def test_the_kernel_counts_as_its_reference(kernel_device, shape, blocks, dtype)
         scale = (cast_1x128 if blocks == "1x128" else cast_128x128)(finite, fmt)[1]
     args = fmt, blocks == "128x128"
     expected = counted(x, scale, *args)
+    for name in ("signal", "noise"):  # whose terms are the same, and their order is not
+        expected[name] = pytest.approx(expected[name], rel=1e-12)
     assert (
         counted(x.to(kernel_device), scale.to(kernel_device), *args, triton_monitor.count)
         == expected
@@ -118,7 +163,10 @@ def test_the_kernel_counts_large_tensors():
     x = torch.randn(8192, 14336, device="cuda", dtype=torch.bfloat16)
     x[5, 7], x[-1, -1] = NAN, INF
     for scale in (torch.tensor(0.003, device="cuda"), torch.tensor(0.1, device="cuda")):
-        assert counted(x, scale, E4M3, count=triton_monitor.count) == counted(x, scale, E4M3)
+        expected = counted(x, scale, E4M3)
+        for name in ("signal", "noise"):
+            expected[name] = pytest.approx(expected[name], rel=1e-12)
+        assert counted(x, scale, E4M3, count=triton_monitor.count) == expected
 
 
 # --- in a model
@@ -147,7 +195,8 @@ def test_reads_each_operand_of_each_layer(device):
         lost = ((codes.float() == 0) & (tensor.detach().cpu() != 0)).float().mean()
         assert first[kind] == {
             "amax": tensor.abs().max().item(), "scale": scale.item(), "underflow": pytest.approx(lost.item()),
-            "overflow": 0.0, "nonfinite": 0.0,
+            "overflow": 0.0, "nonfinite": 0.0, "dead_blocks": 0.0,
+            "snr_db": pytest.approx(decibels(tensor.detach().cpu(), codes, scale), rel=1e-6),
         }  # fmt: skip
 
 
@@ -195,7 +244,9 @@ def test_metrics_are_flat_and_those_of_the_model():
     lost = sum(numbers[n][k]["underflow"] * sizes[k][i] for i, n in enumerate("02") for k in "xwg")
     assert metrics["fp8/underflow"] == pytest.approx(lost / sum(map(sum, sizes.values())))
     assert metrics["fp8/overflow"] == metrics["fp8/nonfinite"] == 0
-    assert len(metrics) == 6 + 2 * 3 * 5
+    assert metrics["fp8/dead_blocks"] == 0
+    assert metrics["fp8/grad_snr_db"] == min(numbers[n]["g"]["snr_db"] for n in "02")
+    assert len(metrics) == 8 + 2 * 3 * 7
     assert all(isinstance(value, float) for value in metrics.values())
 
 

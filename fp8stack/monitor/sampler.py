@@ -1,25 +1,25 @@
-"""What FP8 does to the tensors of a model: amax, scale, underflow, overflow and NaN of each layer's operands.
+"""The monitor: samples what casts to FP8 do to each layer's operands, and what a step does to its weight.
 
-    with fp8stack.monitor.Monitor(model, every=100) as monitor:
-        for step, batch in enumerate(loader):
-            ...                                             # forward, backward, optimizer step
-            if step % 100 == 0:
-                log(monitor.metrics(), monitor.step)        # {"fp8/underflow": 0.0003, "fp8/amax": 11.4, ...}
+    monitor = Monitor(model, optimizer, every=100)
+    ...
+    log(monitor.metrics(), monitor.step)        # {"fp8/underflow": 0.0003, "fp8/amax": 11.4, ...}
 
 Every `every`-th step, which is a forward of the model in training mode, each FP8 layer counts over its input x, its
-weight w and its incoming gradient g (`kernels/reference/monitor.py`): one kernel each, which adds integers to a tensor
-on the device. The host never waits: the numbers are copied to pinned memory when the next step begins or when they are
-asked for, and `read` returns the last copy that has arrived, as a rule that of the sample before. Between samples a
-layer pays for a look at one attribute.
+weight w and its incoming gradient g (`kernels/reference/monitor.py`): one kernel each, which adds to a tensor on the
+device. The host never waits: the numbers are copied to pinned memory when the next step begins or when they are asked
+for, and `read` returns the last copy that has arrived, as a rule that of the sample before. Between samples a layer
+pays for a look at one attribute.
 
 Activation checkpointing recomputes x and w and counts them twice, which leaves all fractions as they are. Numbers are
-those of this rank, and of fp8stack's own layers: TransformerEngine's are not watched, nor is what torch.compile has
-compiled, where the hooks are left out of the graph, with one warning.
+those of this rank: of its batch, and under FSDP2 of its part of the weights' updates. Of TransformerEngine's layers,
+which keep their casts to themselves, there are updates only; of what torch.compile has compiled, where the hooks are
+left out of the graph, there is nothing. One warning says so.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
 import weakref
 from typing import Any
@@ -27,15 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import ConfigError, Fp8StackWarning, ModelError
-from .formats import MiniFloat
-from .kernels.ops import triton_runs_on
-from .kernels.reference import monitor as reference
-from .kernels.reference.monitor import FIELDS
-from .nn.linear import Fp8Linear
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.formats import MiniFloat
+from fp8stack.kernels.ops import triton_runs_on
+from fp8stack.kernels.reference import monitor as reference
+from fp8stack.kernels.reference.monitor import FIELDS, SUMS
+from fp8stack.nn.linear import Fp8Linear
+from fp8stack.nn.te import TeLinear
+
+from .advice import Layer, Numbers, advise
+from .outputs import check_writer, write
+from .transfer import Transfer
+from .updates import Updates
 
 KINDS = ("x", "w", "g")
-Numbers = dict[str, dict[str, dict[str, float]]]
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -47,28 +52,53 @@ class Monitor:
     `by_hand=True` and call `begin_step` at each. Remove the monitor before the whole model is pickled; copies of the
     model are not watched.
 
+    Args:
+        model: as given to `initialize`.
+        optimizer: as returned by it; with it, update/weight ratios are measured.
+        every: steps from sample to sample. With gradient accumulation a micro-batch is a step.
+        by_hand: `begin_step` is called by hand.
+        to: where each sample is written when it has arrived: the path of a JSONL file, a TensorBoard writer, a W&B
+            run, or a list of them. On several ranks give it on one.
+
     Raises:
-        ConfigError: if `every` is not a positive integer.
+        ConfigError: if `every` is not a positive integer, `optimizer` no optimizer of torch's, or something in `to`
+            cannot be written to.
         ModelError: if the model is watched already.
     """
 
-    def __init__(self, model: nn.Module, every: int = 100, by_hand: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        every: int = 100,
+        by_hand: bool = False,
+        to: Any = (),
+    ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(f"every={every!r} must be a number of steps, 1 or more.")
+        self.to = list(to) if isinstance(to, list | tuple) else [to]
+        for writer in self.to:
+            check_writer(writer)
         if model in _watched:
             raise ModelError("this model has a Monitor; remove() that first.")
-        named = [(name, m) for name, m in model.named_modules() if isinstance(m, Fp8Linear)]
-        if not named:
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear | TeLinear)}
+        named = [(n, m) for n, m in layers.items() if isinstance(m, Fp8Linear)]
+        if foreign := len(layers) - len(named):
+            _warn(f"{foreign} layers are TransformerEngine's, whose casts the Monitor does not see")
+        elif not named:
             _warn("the model has no FP8 layers of fp8stack's own: there is nothing to monitor")
         self.every, self.layers = every, [name for name, _ in named]
         self.step: int | None = None  # of the numbers that `read` returned last
         self._modules = [module for _, module in named]
+        self._recipes = {n: Layer(m.products.fp8_recipe, m.products.name) for n, m in named}
+        self._updates = None if optimizer is None else Updates(layers, optimizer)
         self._model = weakref.ref(model)
         self._steps, self._open = 0, -1  # forwards; the step being sampled
         self._new = self._seen = False  # counts that were not copied; any, in this sample
         self._counts: Tensor | None = None  # int64 [layers, kinds, fields], on the device
-        self._copy: tuple[int, Tensor, torch.cuda.Event | None] | None = None  # on its way
+        self._copy: tuple[int, Transfer] | None = None  # on its way
         self._last: list[list[list[int]]] = []
+        self._due, self._written = False, -1  # a sample to write; the step that was written last
         _watched.add(model)
         self._handle = None if by_hand else model.register_forward_pre_hook(self._before_forward)
 
@@ -82,8 +112,11 @@ class Monitor:
         return self  # whose hook ignores the copy
 
     def remove(self) -> None:
-        """Stop sampling. What was sampled can still be read."""
+        """Stop sampling, and write what is left to write. What was sampled can still be read."""
         self._end_sample()
+        self._write(last=True, wait=True)
+        if self._updates is not None:
+            self._updates.remove()
         if self._handle is not None:
             self._handle.remove()
         _watched.discard(self._model())  # type: ignore[arg-type]
@@ -92,47 +125,80 @@ class Monitor:
         """Return the last sample that has arrived: {layer: {"x" | "w" | "g": {"amax": ..., ...}}}.
 
         With `wait`, wait for the one under way. Call it between steps: before backward there are no gradients. Operands
-        that were not cast are left out. "underflow", "overflow": fractions of all elements; "nonfinite": how many.
+        that were not cast are left out. "underflow", "overflow": fractions of all elements; "dead_blocks": of blocks;
+        "nonfinite": how many elements; "snr_db": left out where signal or error is zero; "update_ratio": of w, in the
+        step after the sample.
         """
         self._start_copy()
         self._arrive(wait)
-        return {
-            layer: numbers
+        numbers = {
+            layer: {k: _numbers(r) for k, r in zip(KINDS, rows, strict=True) if r[-1]}
             for layer, rows in zip(self.layers, self._last, strict=False)
-            if (numbers := {k: _numbers(r) for k, r in zip(KINDS, rows, strict=True) if r[-1]})
         }
+        if self._updates is not None and self._updates.step == self.step:
+            for layer, ratio in self._updates.ratios.items():
+                numbers.setdefault(layer, {}).setdefault("w", {})["update_ratio"] = ratio
+        return {layer: kinds for layer, kinds in numbers.items() if kinds}
 
     def metrics(self, wait: bool = False) -> dict[str, float]:
         """Return the numbers of `read` under flat names, for a logger: each layer's, and those of the model.
 
         fp8/fwd_scale and fp8/bwd_scale are the largest scales of inputs and gradients, fp8/amax is the largest input;
-        fp8/underflow and fp8/overflow are fractions of the elements of all operands, fp8/nonfinite is their number.
+        fp8/underflow, fp8/overflow and fp8/dead_blocks are fractions of the elements (blocks) of all operands,
+        fp8/nonfinite is their number; fp8/grad_snr_db is the lowest of all gradients, fp8/update_ratio the median of
+        all layers. The last two are left out where there are none.
         """
         layers = self.read(wait)
-        if not layers:
-            return {}
         flat = {
             f"fp8/{layer}/{kind}_{field}": value
             for layer, kinds in layers.items()
             for kind, numbers in kinds.items()
             for field, value in numbers.items()
         }
-        rows = [row for layer in self._last for row in layer]
-        under, over, bad, elements = (sum(row[i] for row in rows) for i in range(2, 6))
+
+        def all_of(kind: str, field: str) -> list[float]:
+            values = (kinds.get(kind, {}).get(field) for kinds in layers.values())
+            return [value for value in values if value is not None]
 
         def largest(kind: str, field: str) -> float:
-            values = [kinds[kind][field] for kinds in layers.values() if kind in kinds]
-            return max(values, key=lambda v: math.inf if math.isnan(v) else v, default=0.0)
+            return max(
+                all_of(kind, field), key=lambda v: math.inf if math.isnan(v) else v, default=0.0
+            )
 
-        return {
-            "fp8/fwd_scale": largest("x", "scale"),
-            "fp8/bwd_scale": largest("g", "scale"),
-            "fp8/amax": largest("x", "amax"),
-            "fp8/underflow": under / elements,
-            "fp8/overflow": over / elements,
-            "fp8/nonfinite": float(bad),
-            **flat,
-        }
+        def total(field: str) -> float:
+            return sum(row[FIELDS.index(field)] for rows in self._last for row in rows)
+
+        model: dict[str, float] = {}
+        if total("elements"):
+            model = {
+                "fp8/fwd_scale": largest("x", "scale"),
+                "fp8/bwd_scale": largest("g", "scale"),
+                "fp8/amax": largest("x", "amax"),
+                "fp8/underflow": total("underflow") / total("elements"),
+                "fp8/overflow": total("overflow") / total("elements"),
+                "fp8/nonfinite": float(total("nonfinite")),
+                "fp8/dead_blocks": total("dead") / total("blocks"),
+            }
+        if snr := all_of("g", "snr_db"):
+            model["fp8/grad_snr_db"] = min(snr)
+        if ratios := all_of("w", "update_ratio"):
+            model["fp8/update_ratio"] = statistics.median(ratios)
+        return model | flat
+
+    def advice(self, wait: bool = False) -> list[str]:
+        """Return what is out of bounds in the numbers of `read`: layer, number, threshold, remedy; see `advice.py`."""
+        return advise(self.read(wait), self._recipes)
+
+    def log(self, writer: Any) -> None:
+        """Write the metrics that have arrived, if any, to a JSONL file, a TensorBoard writer or a W&B run.
+
+        Raises:
+            ConfigError: if `writer` is none of these.
+        """
+        check_writer(writer)
+        metrics = self.metrics()
+        if metrics:
+            write(writer, metrics, self.step or 0)
 
     # --- sampling
 
@@ -148,11 +214,18 @@ class Monitor:
     def begin_step(self) -> None:
         """End the step before, and sample the one that begins if it is its turn."""
         self._end_sample()
-        if self._steps % self.every == 0:
+        if self._updates is not None:
+            self._updates.settle()
+        turn = self._steps % self.every == 0
+        self._write(last=turn)
+        if turn:
             self._begin_sample()
         self._steps += 1
 
     def _begin_sample(self) -> None:
+        self._due = bool(self.to)
+        if self._updates is not None:
+            self._updates.arm(self._steps)
         modules = [m for m in self._modules if isinstance(m, Fp8Linear)]  # restored ones are not
         if not modules:
             return
@@ -180,26 +253,34 @@ class Monitor:
     def _start_copy(self) -> None:
         """Send the counts of the open sample to the host, if there are new ones."""
         self._arrive(False)
-        if not self._new or self._counts is None:
-            return
-        self._new, event = False, None
-        host = torch.empty(self._counts.shape, dtype=torch.int64, pin_memory=self._counts.is_cuda)
-        host.copy_(self._counts, non_blocking=True)
-        if self._counts.is_cuda:
-            with torch.cuda.device(self._counts.device):
-                event = torch.cuda.Event()
-                event.record()
-        self._copy = self._open, host, event
+        if self._new and self._counts is not None:
+            self._new, self._copy = False, (self._open, Transfer(self._counts))
 
     def _arrive(self, wait: bool) -> None:
-        """Take the numbers of a copy that has arrived, or wait for it."""
-        if self._copy is None:
+        """Take the numbers of copies that have arrived, or wait for them."""
+        if self._copy is not None:
+            step, transfer = self._copy
+            numbers: Any = transfer.take(wait)
+            if numbers is not None:
+                self.step, self._last, self._copy = step, numbers, None
+        if self._updates is not None:
+            self._updates.arrive(wait)
+            if not self.layers:
+                self.step = self._updates.step
+
+    def _write(self, last: bool, wait: bool = False) -> None:
+        """Write a sample that has arrived as a whole, or what of it has if it is the `last` time."""
+        if not self._due:
             return
-        step, host, event = self._copy
-        if event is not None and wait:
-            event.synchronize()
-        if event is None or event.query():
-            self.step, self._last, self._copy = step, host.tolist(), None
+        self._arrive(wait)
+        busy = self._copy is not None or (self._updates is not None and self._updates.busy)
+        if busy and not last:
+            return
+        if self.step is not None and self.step != self._written:
+            self._written, metrics = self.step, self.metrics()
+            for writer in self.to:
+                write(writer, metrics, self.step)
+        self._due = False
 
     def count(self, index: int, kind: str, x: Tensor, scale: Tensor, fmt: MiniFloat) -> None:
         """Add an operand of layer `index` to the open sample."""
@@ -212,7 +293,7 @@ class Monitor:
         out = counts[index, KINDS.index(kind)]
         squares = kind == "w" and scale.ndim > 0
         if triton_runs_on(x.device):
-            from .kernels import monitor as triton
+            from fp8stack.kernels import monitor as triton
 
             triton.count(x, scale, fmt, out, squares)
         else:
@@ -241,9 +322,19 @@ def _nothing() -> None:
 
 def _numbers(row: list[int]) -> dict[str, float]:
     amax, scale = torch.tensor(row[:2], dtype=torch.int32).view(torch.float32).tolist()
-    under, over, bad, elements = row[2:]
-    shares = {"underflow": under / elements, "overflow": over / elements}
-    return {"amax": amax, "scale": scale, **shares, "nonfinite": float(bad)}
+    signal, noise = torch.tensor(row[SUMS]).view(torch.float64).tolist()
+    counts = dict(zip(FIELDS, row, strict=True))
+    numbers = {
+        "amax": amax,
+        "scale": scale,
+        "underflow": counts["underflow"] / counts["elements"],
+        "overflow": counts["overflow"] / counts["elements"],
+        "nonfinite": float(counts["nonfinite"]),
+        "dead_blocks": counts["dead"] / counts["blocks"],
+    }
+    if signal and noise:
+        numbers["snr_db"] = 10 * math.log10(signal / noise)
+    return numbers
 
 
 def _warn_unseen(_: Any = None) -> None:

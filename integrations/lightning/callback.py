@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp8stack.checks import find_converted
@@ -22,7 +23,8 @@ class Fp8Callback(Callback):  # type: ignore[misc]  # of a package that mypy doe
     """`Trainer(callbacks=[Fp8Callback()])`: look before the first batch, then log metrics named fp8/...
 
     It changes nothing. Metrics are those of `fp8stack.monitor.Monitor`, of this rank, under the optimizer step at which
-    they were read; on a GPU that is a sample after they were counted.
+    they were read; on a GPU that is a sample after they were counted. With several optimizers there are no
+    update/weight ratios.
 
     Args:
         every: sample one batch in so many. None: the Trainer's `log_every_n_steps`.
@@ -45,7 +47,9 @@ class Fp8Callback(Callback):  # type: ignore[misc]  # of a package that mypy doe
         self._batches = 0
         if trainer.loggers:
             every = trainer.log_every_n_steps if self.every is None else self.every
-            self.monitor = Monitor(pl_module, every, by_hand=True)
+            stepped = [o for o in trainer.optimizers if isinstance(o, torch.optim.Optimizer)]
+            optimizer = stepped[0] if len(stepped) == 1 else None
+            self.monitor = Monitor(pl_module, optimizer, every, by_hand=True)
 
     def on_train_batch_start(self, *_: Any) -> None:
         if self.monitor is not None:

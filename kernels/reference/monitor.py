@@ -1,16 +1,21 @@
 """What became of a matrix when it was cast to FP8, told from the matrix and its scale; its codes are not read.
 
-`out`, int64 [6], is added to (the first two are maximized), so that all calls of a step can share it:
+`out`, int64 [10], is added to (the first two are maximized), so that all calls of a step can share it:
 
     amax         bits (float32) of the largest finite magnitude
     scale        bits of the largest scale, NaN above all
     underflow    elements that are not zero, but whose codes are
     overflow     finite elements that `encode` clips: above the largest code by half a step or more
     nonfinite    NaN and infinity
+    dead         blocks whose codes are all zero, though not all of their elements are
+    blocks       all of them: 128 elements each, as they lie in memory, the last one shorter
+    signal       bits (float64) of the sum of the squares of the elements
+    noise        bits of that of the squares of what rounding and clipping changed
     elements     all of them
 
-Integers, so that neither the order nor the device of the sums shows. Elements under a scale that is NaN are not finite
-as a whole: none of them underflows or overflows.
+Integers, so that neither the order nor the device of the sums shows; signal and noise are sums of exact terms in
+float64, whose last bits depend on it. Elements under a scale that is NaN are not finite as a whole: none of them
+underflows, overflows or counts as signal or noise, nor do elements that are not finite themselves.
 """
 
 from __future__ import annotations
@@ -19,10 +24,16 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, MiniFloat
 
-FIELDS = ("amax", "scale", "underflow", "overflow", "nonfinite", "elements")
+from .fp8 import decode, encode
+
+FIELDS = (
+    "amax", "scale", "underflow", "overflow", "nonfinite", "dead", "blocks", "signal", "noise", "elements",
+)  # fmt: skip
+SUMS = slice(FIELDS.index("signal"), FIELDS.index("elements"))  # the float64 ones
 
 
 def thresholds(fmt: MiniFloat) -> tuple[float, float]:
@@ -35,7 +46,7 @@ def count(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     scale: Tensor,  # float32: 0-d, [rows or more, cols / 128 or more], or [cols / 128 or more, rows / 128] of squares
     fmt: MiniFloat,
-    out: Tensor,  # int64 [6], written
+    out: Tensor,  # int64 [10], written
     squares: bool = False,  # a scale for each 128×128
 ) -> None:
     """Add the statistics of a cast to `out`."""
@@ -56,13 +67,27 @@ def count(
     magnitude, finite = x.abs(), x.isfinite()
     scaled = magnitude * inverse
     told = finite & ~each.isnan()
+    small = told & (scaled <= zero)
+    under = small & (magnitude > 0)
+    size = x.shape.numel()
+    blocks = -(-size // BLOCK)
+    fill = blocks * BLOCK - size
+    silent = pad(small.flatten(), (0, fill), value=True).view(blocks, BLOCK).all(1)
     counts = (
-        told & (magnitude > 0) & (scaled <= zero),
-        told & (scaled >= clipped),
-        ~finite,
-        torch.ones_like(finite),
+        under.sum(),
+        (told & (scaled >= clipped)).sum(),
+        (~finite).sum(),
+        (silent & pad(under.flatten(), (0, fill)).view(blocks, BLOCK).any(1)).sum(),
     )
     largest = torch.where(finite, magnitude, 0.0).amax()
     bits = [m.contiguous().view(torch.int32).amax().long() for m in (largest, each.abs())]
     out[:2] = torch.maximum(out[:2], torch.stack(bits))
-    out[2:] += torch.stack([c.sum() for c in counts])
+    out[2:6] += torch.stack(counts)
+    codes = decode(encode(torch.where(finite, scaled, 0.0), fmt), fmt)
+    exact = magnitude.double()
+    for sums, value in zip(
+        out[SUMS].view(torch.float64), (exact, exact - codes.double() * each), strict=True
+    ):
+        sums += torch.where(told, value, 0.0).square().sum()
+    out[FIELDS.index("blocks")] += blocks
+    out[FIELDS.index("elements")] += size

@@ -317,8 +317,9 @@ def two_shot_cases(names):
 
 def count_cases(names):
     for dtype, blocks in (("bf16", False), ("fp32", True)):
-        pointers = {"x_ptr": dtype, "scale_ptr": "fp32", "out_ptr": "i64"}
+        pointers = {"x_ptr": dtype, "scale_ptr": "fp32", "out_ptr": "i64", "sums_ptr": "fp64"}
         constants = {"ZERO": 2.0**-10, "CLIPPED": 464.0, "BLOCKS": blocks}
+        constants |= {"MANTISSA": 3, "MIN_EXPONENT": -6}
         yield f"{dtype}, blocks" if blocks else dtype, pointers, constants
 
 
