@@ -9,6 +9,7 @@ from workers_deepspeed_levels import (
     Bigrams,
     batches,
     build,
+    check_states,
     configure,
     make_adamw,
     start,
@@ -17,7 +18,7 @@ from workers_deepspeed_levels import (
 
 import fp8stack
 from fp8stack import optim
-from fp8stack.errors import ConfigError, ModelError
+from fp8stack.errors import ConfigError, ModelError, UnsupportedDeviceError
 from fp8stack.integrations import deepspeed as fp8_deepspeed
 
 
@@ -123,7 +124,28 @@ def check_groups(rank, world, store):
     engine = start(offload | {"fp8stack": {"opt_level": "O1"}}, model, optimizer=given)
     train(engine, 2, rank)
     check_refused_optimizers()
+    check_float32_masters(rank)
     leave()
+
+
+def check_float32_masters(rank):
+    """Where DeepSpeed has no bfloat16 partitions, as before 0.18.3: float32 masters and one warning."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+
+    lacking = r"masters stay float32.*0\.18\.3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(DeepSpeedBF16Config.model_fields, "bf16_optimizer_states")
+        with pytest.raises(UnsupportedDeviceError, match=lacking):
+            start(configure(2, "bf16", "O2", section={"strict": True}))
+        with pytest.raises(ConfigError, match=r"needs bfloat16 partitions.*0\.18\.3"):
+            start(configure(2, "bf16", "O2", section={"master": "split24"}))
+        with pytest.warns(fp8stack.errors.Fp8StackWarning, match=lacking) as warned:
+            engine = start(configure(2, "bf16", "O2"))
+    assert sum("masters" in str(warning.message) for warning in warned) == 1
+    train(engine, 3, rank)
+    assert {p.dtype for p in inner_of(engine).state} == {torch.float32}
+    check_states(inner_of(engine), low_master=False)
+    assert engine.fp8stack.report.master == "DeepSpeed's"
 
 
 def check_refused_optimizers():

@@ -432,8 +432,8 @@ def check_refusals(rank, world, store):
     )
     refused("amp", {"amp": {"enabled": True}})
 
-    version, deepspeed.__version__ = deepspeed.__version__, "0.15.4"
-    refused("0.15.4 is older than 0.16", {})
+    version, deepspeed.__version__ = deepspeed.__version__, "0.17.6"
+    refused("0.17.6 is older than 0.18", {})
     deepspeed.__version__ = version
 
     class Other(torch.optim.AdamW):

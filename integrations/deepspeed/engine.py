@@ -47,7 +47,7 @@ from .section import (
 )
 from .verification import Applied, not_stepped, verify
 
-OLDEST = (0, 16)
+OLDEST = (0, 18)
 Started = tuple[Any, Any, Any, Any]  # engine, optimizer, loader, scheduler
 
 
@@ -120,7 +120,7 @@ def _original() -> Callable[..., Any]:
         ) from error
     if tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) < OLDEST:
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} is older than 0.16, the oldest that fp8stack works with. Update it."
+            f"DeepSpeed {deepspeed.__version__} is older than 0.18, the oldest that fp8stack works with. Update it."
         )
     original: Callable[..., Any] = getattr(
         deepspeed.initialize, "fp8stack_original", deepspeed.initialize

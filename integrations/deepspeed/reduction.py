@@ -43,25 +43,23 @@ class Fp8Reduction:
         zero = engine.optimizer
         stage = engine.zero_optimization_stage()
         if stage == 3:
-            self._replace(zero, f"{_STAGE3}_grads", self._scatter_average)
-            self._replace(zero, f"{_STAGE3}_contiguous_grads", self._scatter_bucket)
+            self._replace(zero, f"{_STAGE3}_grads", 2, self._scatter_average)
+            self._replace(zero, f"{_STAGE3}_contiguous_grads", 2, self._scatter_bucket)
         elif stage and hasattr(zero, "gradient_reduction_w_predivide"):
-            self._replace(zero, "allreduce_bucket", self._average_partitioned)
-            self._replace(zero, "gradient_reduction_w_predivide", self._average_flat)
+            self._replace(zero, "allreduce_bucket", 6, self._average_partitioned)
+            self._replace(zero, "gradient_reduction_w_predivide", 2, self._average_flat)
         else:
-            self._replace(engine, "allreduce_bucket", self._average_bucket)
+            self._replace(engine, "allreduce_bucket", 3, self._average_bucket)
 
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a method by one of the same parameters; DeepSpeed before 0.17.2 has no `communication_data_type`."""
+    def _replace(self, owner: Any, name: str, count: int, method: Callable[..., Any]) -> None:
+        """Replace a method of `count` parameters."""
         import deepspeed
 
         there = getattr(owner, name, None)
-        ours = list(inspect.signature(method).parameters)
-        older = [parameter for parameter in ours if parameter != "communication_data_type"]
-        if there is None or list(inspect.signature(there).parameters) not in (ours, older):
+        if there is None or len(inspect.signature(there).parameters) != count:
             raise ConfigError(
                 f"DeepSpeed {deepspeed.__version__} reduces gradients otherwise than the versions that fp8stack knows "
-                f"(0.16 to 0.19): {type(owner).__name__}.{name} is {'missing' if there is None else 'another'}. Use "
+                f"(0.18 and 0.19): {type(owner).__name__}.{name} is {'missing' if there is None else 'another'}. Use "
                 '"fp8stack": {"gradients": "keep"} for its own reduction, or one of these versions.'
             )
         setattr(owner, name, method)
@@ -103,7 +101,7 @@ class Fp8Reduction:
     def _average_partitioned(
         self,
         bucket: list[Tensor],
-        communication_data_type: torch.dtype | None = None,
+        communication_data_type: torch.dtype,
         rank: int | None = None,
         log: Any = None,
         divide: bool = True,
@@ -113,26 +111,22 @@ class Fp8Reduction:
         group = zero.dp_process_group if process_group is None else process_group
         return self._reduce(zero.flatten(bucket), divide and self._averages(), group)
 
-    def _average_flat(
-        self, tensor: Tensor, communication_data_type: torch.dtype | None = None
-    ) -> Tensor:
+    def _average_flat(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
         return self._reduce(tensor, self._averages(), self._engine.optimizer.dp_process_group)
 
     def _averages(self) -> bool:
-        """Does ZeRO 1 and 2 divide by the number of ranks? DeepSpeed before 0.19 always does."""
+        """Do stages 1 and 2 divide by the number of ranks? A DeepSpeed without the attribute always does."""
         return bool(getattr(self._engine.optimizer, "gradient_average", True))
 
     # --- stage 3
 
-    def _scatter_average(
-        self, params_to_reduce: list[Any], communication_data_type: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def _scatter_average(self, parameters: list[Any], dtype: torch.dtype) -> list[Tensor]:
         """Return this rank's part of the average of each gradient, in order."""
         self.calls += 1
         zero = self._engine.optimizer
-        group = getattr(params_to_reduce[0], "ds_process_group", zero.dp_process_group)
+        group = getattr(parameters[0], "ds_process_group", zero.dp_process_group)
         world, rank = dist.get_world_size(group), dist.get_rank(group)
-        flat = [p.grad.reshape(-1) for p in params_to_reduce]
+        flat = [p.grad.reshape(-1) for p in parameters]
         parts = [-(-each.numel() // world) for each in flat]  # as DeepSpeed partitions
         padded = [-(-part // BLOCK) * BLOCK for part in parts]
         own = flat[0].new_empty(sum(padded), dtype=zero.gradient_accumulation_dtype)
@@ -144,7 +138,7 @@ class Fp8Reduction:
         reduce_scatter_beside(own, table, dist.ReduceOp.AVG, group, False, background=beside)
         if hasattr(zero, "_gradient_averaging_world_size"):
             # experts have a smaller group, and are divided by all of data parallelism
-            ranks = zero._gradient_averaging_world_size(params_to_reduce, world)
+            ranks = zero._gradient_averaging_world_size(parameters, world)
             if ranks != world:
                 own.mul_(world / ranks)
         lengths = [
@@ -153,15 +147,9 @@ class Fp8Reduction:
         ]
         return [each[:length] for each, length in zip(own.split(padded), lengths, strict=True)]
 
-    def _scatter_bucket(
-        self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype | None = None
-    ) -> list[Tensor]:
+    def _scatter_bucket(self, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Likewise for a bucket whose gradients lie in one buffer; ranks that share a sequence are one, here alone."""
-        zero = self._engine.optimizer
-        if communication_data_type is None:
-            parts = self._scatter_average(zero.params_in_ipg_bucket)
-        else:
-            parts = self._scatter_average(zero.ipg_buckets[communication_data_type].params)
+        parts = self._scatter_average(self._engine.optimizer.ipg_buckets[dtype].params, dtype)
         shared = self._engine.sequence_parallel_size
         return [part.mul_(shared) for part in parts] if shared > 1 else parts
 

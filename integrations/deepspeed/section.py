@@ -225,11 +225,13 @@ def offloads(zero: Mapping[str, Any]) -> bool:
 
 def _keeps_bf16(config: dict[str, Any], stage: int, lacking: list[str]) -> bool:
     """Let ZeRO keep bfloat16 partitions, if it can; return whether it does. Where DeepSpeed cannot, say so."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+
     bf16, zero = config.get("bf16") or {}, config.get("zero_optimization") or {}
     accumulates = (config.get("data_types") or {}).get("grad_accum_dtype")
     if not stage or offloads(zero) or not bf16.get("enabled") or accumulates not in (None, "bf16"):
         return False
-    if not _has_bf16_partitions():
+    if "bf16_optimizer_states" not in DeepSpeedBF16Config.model_fields:
         lacking.append(
             f"masters stay float32: DeepSpeed {metadata.version('deepspeed')} has no bf16_master_weights_and_grads, "
             "which 0.18.3 and later have"
@@ -238,11 +240,3 @@ def _keeps_bf16(config: dict[str, Any], stage: int, lacking: list[str]) -> bool:
     for flag in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         bf16.setdefault(flag, True)
     return bool(bf16["bf16_master_weights_and_grads"] and bf16["bf16_optimizer_states"])
-
-
-def _has_bf16_partitions() -> bool:
-    try:
-        from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-    except ImportError:  # before 0.17.1
-        return False
-    return "bf16_optimizer_states" in DeepSpeedBF16Config.model_fields
