@@ -11,7 +11,7 @@
 
 Other formats are in `state.py`. Caveats: sqrt(v) is kept to 1/64 of itself and never below 1/4032 of the largest in
 its block of 128, so an element whose gradients are thousands of times smaller than its neighbours' moves less than
-Adam would move it, never more. The 24-bit master loses updates below 2^-17 of the weight (lr 1e-5 on a weight of 1;
+Adam would move it, never more. The 24-bit master loses updates below 2^-16 of the weight (lr 1e-5 on a weight of 1;
 typical weights are 0.02). amsgrad and differentiable are not offered.
 """
 

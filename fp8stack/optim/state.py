@@ -15,12 +15,12 @@ What it costs is the largest relative error of one rounding (half a step for nea
 
 | `master`            | weight and master of a bfloat16 matrix       | bytes | relative error                  |
 |---------------------|----------------------------------------------|-------|---------------------------------|
-| "split24" (default) | bfloat16 and the next 8 bits                 | 3     | 2^-17                           |
+| "split24" (default) | bfloat16 and the next 8 bits                 | 3     | 2^-16                           |
 | "split32"           | bfloat16 and the next 16 bits                | 4     | none: it is the float32         |
 | "fp32"              | bfloat16 and a float32 copy                  | 6     | none                            |
-| "fp16"              | bfloat16 and float16 with one scale (FP8-LM) | 4     | 2^-12                           |
-| "none"              | bfloat16, rounded stochastically             | 2     | 2^-8 a step, right on average   |
-| "keep"              | the parameter alone, rounded to nearest      | 2     | 2^-9: updates below it are lost |
+| "fp16"              | bfloat16 and float16 with one scale (FP8-LM) | 4     | 2^-11                           |
+| "none"              | bfloat16, rounded stochastically             | 2     | 2^-7 a step, right on average   |
+| "keep"              | the parameter alone, rounded to nearest      | 2     | 2^-8: updates below it are lost |
 
 A moment called `name` (torch's names: exp_avg, exp_avg_sq, momentum_buffer) is stored as one of
 
