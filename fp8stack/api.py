@@ -103,13 +103,16 @@ def decide(
     strict: bool = False,
     gathered_on: torch.device | None = None,
     notes: Sequence[str] = (),
+    planned_for: torch.device | None = None,
 ) -> Decisions:
     """Check everything and decide what becomes of layers and states; raise as `initialize` does.
 
     Weights that are sharded, and gathered on a device, are the caller's to store; `notes` are fallbacks it knows of.
+    A model on the meta device is decided as it would be on the one it is `planned_for`.
     """
-    home = check_model(model, recipe, model in _SESSIONS, gathered_on is not None)
-    device = gathered_on or home
+    known, sharded = model in _SESSIONS, gathered_on is not None
+    home = check_model(model, recipe, known, sharded, planned_for is not None)
+    device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
     recipe, told = choose_stepper(recipe, optimizer, device)

@@ -87,8 +87,8 @@ def load() -> Library:
         Exception
     ) as error:  # AssertionError, OSError, RuntimeError, FileNotFoundError: whatever broke last
         why = f"TransformerEngine cannot be imported ({first_line(error)})"
-        raise UnsupportedDeviceError(f"{why}: {_cudnn_remedy() or _install()}") from error
-    remedy = _cudnn_remedy()
+        raise UnsupportedDeviceError(f"{why}: {cudnn_remedy() or _install()}") from error
+    remedy = cudnn_remedy()
     if remedy:
         raise UnsupportedDeviceError(f"TransformerEngine was loaded, but {remedy}")
     try:
@@ -186,7 +186,8 @@ def _import() -> None:
             del os.environ["CUDNN_HOME"]
 
 
-def _cudnn_remedy() -> str:
+def cudnn_remedy() -> str:
+    """Return what to do about two cuDNNs in this process, or an empty string."""
     folders = cudnn_folders()
     if len(folders) < 2:
         return ""

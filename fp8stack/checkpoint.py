@@ -15,6 +15,8 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,23 +101,59 @@ def save(
     **extra: Any,
 ) -> None:
     """Write model, optimizer and `extra` (numbers, strings, tensors, and lists and dicts of them) to `path`."""
+    states = None if optimizer is None else optimizer.state_dict()
+    names = {p: name for name, p in model.named_parameters()}
+    stepped = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
+    contents = {
+        "model": model.state_dict(),
+        "optimizer": states,
+        "names": [names.get(p, "") for p in stepped],  # of what the optimizer knows by number
+        "extra": extra,
+    }
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        torch.save(contents, file)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the path of a file to write, which becomes `path` at the end; after an exception `path` is as it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    states = None if optimizer is None else optimizer.state_dict()
-    contents = {"model": model.state_dict(), "optimizer": states, "extra": extra}
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(contents, file)
-            file.flush()
+        os.close(descriptor)
+        yield temporary
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # as any new file; mkstemp's is private
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def read_file(path: str | os.PathLike[str]) -> Any:
+    """Return what torch.save wrote, on the CPU; plain types and tensors only.
+
+    Raises:
+        CheckpointError: if the file is missing, truncated, or holds other types.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.") from None
+    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
+        ) from error
+
+
+def is_saved(contents: Any) -> bool:
+    """Is this what `save` wrote: "model", "optimizer", "extra", and "names" of the optimizer's parameters?"""
+    return isinstance(contents, dict) and {"model", "optimizer", "extra"} <= contents.keys()
 
 
 def load(
@@ -131,15 +169,8 @@ def load(
         CheckpointError: if the file is missing, truncated, not from `save`, or of another model, optimizer or format
             version. Neither model nor optimizer is changed then.
     """
-    try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.") from None
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
-        ) from error
-    if not isinstance(contents, dict) or not {"model", "optimizer", "extra"} <= contents.keys():
+    contents = read_file(path)
+    if not is_saved(contents):
         raise CheckpointError(
             f"{path} was not written by fp8stack.checkpoint.save. Load its parts with torch.load(weights_only=True) "
             "and the load_state_dict of model and optimizer."

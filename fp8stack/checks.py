@@ -47,11 +47,16 @@ COPIED = (
 
 
 def check_model(
-    model: nn.Module, recipe: Recipe, initialized: bool = True, sharded: bool = False
+    model: nn.Module,
+    recipe: Recipe,
+    initialized: bool = True,
+    sharded: bool = False,
+    planned: bool = False,
 ) -> torch.device:
     """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
 
-    `initialized` says whether `restore` would know it, `sharded` whether its parameters may be DTensors.
+    `initialized` says whether `restore` would know it, `sharded` whether its parameters may be DTensors, `planned`
+    whether they may be on the meta device.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
@@ -72,7 +77,7 @@ def check_model(
     if not parameters:
         raise ModelError("the model has no parameters, so there is nothing to convert.")
     for name, parameter in parameters.items():
-        _check_parameter(name, parameter, recipe, sharded)
+        _check_parameter(name, parameter, recipe, sharded, planned)
     devices: dict[torch.device, str] = {}
     for name, parameter in parameters.items():
         devices.setdefault(parameter.device, name)
@@ -99,13 +104,13 @@ def find_converted(model: nn.Module) -> str:
 
 
 def _check_parameter(
-    name: str, parameter: nn.Parameter, recipe: Recipe, sharded: bool = False
+    name: str, parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned: bool
 ) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise ModelError(
             f"{name} is a lazy parameter without a shape; run one batch through the model first."
         )
-    if parameter.is_meta:
+    if parameter.is_meta and not planned:
         raise ModelError(
             f"{name} is on the meta device; materialize the model first: model.to_empty(device=...), then load weights."
         )

@@ -171,8 +171,8 @@ def test_two_cudnns_are_found_in_the_memory_map(tmp_path):
         (tmp_path / folder).mkdir()
         shutil.copy(sample, tmp_path / folder / name)
         code += f"ctypes.CDLL({str(tmp_path / folder / name)!r})\n"
-    before = ask(tmp_path, "print(capability_te._cudnn_remedy() or 'one')")
-    after = ask(tmp_path, code + "print(capability_te._cudnn_remedy())")
+    before = ask(tmp_path, "print(capability_te.cudnn_remedy() or 'one')")
+    after = ask(tmp_path, code + "print(capability_te.cudnn_remedy())")
     assert before == "one"
     assert "two cuDNNs are in this process" in after
     assert str(tmp_path / "a") in after

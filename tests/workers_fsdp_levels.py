@@ -29,6 +29,7 @@ from workers_ddp import inputs, train_part
 import fp8stack
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.integrations.fsdp import attach, fully_shard_fp8, verify
+from fp8stack.monitor import Monitor
 
 LR = 5e-4
 HERE = SimpleNamespace()  # this process's rank, world, device, and the mesh of all ranks
@@ -131,6 +132,7 @@ def check_levels(rank, world, store, device):
     check_states_go_over()
     check_frozen_parameters()
     check_warnings_and_reports()
+    check_monitor()
     check_verify()
     check_bad_input()
     if world == 2:
@@ -255,6 +257,33 @@ def check_warnings_and_reports():
     with pytest.warns(Fp8StackWarning, match=r"trainable parameters are not in the optimizer"):
         attach(model, torch.optim.AdamW(model.blocks.parameters()), "O2")
     assert model.head.weight.dtype is torch.float32
+
+
+def check_monitor():
+    """A monitor's numbers are this rank's: of its batch, and of its part of the weights."""
+    model, optimizer = attached()
+    tokens = (torch.arange(66).view(2, 33) * (HERE.rank + 2) % 321).to(HERE.device)
+    seen = []
+    model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0].abs().max().item()))
+
+    def parts():
+        named = {n: m.weight for n, m in model.named_modules() if n in monitor.layers}
+        return {n: optimizer.master_weight(w).to_local() for n, w in named.items()}
+
+    with Monitor(model, optimizer) as monitor:
+        before = parts()
+        model(tokens, tokens).backward()
+        optimizer.step()
+        numbers, after = monitor.read(wait=True), parts()
+    assert len(before) == 5
+    assert numbers["head"]["x"]["amax"] == seen[0]
+    everywhere = [None] * HERE.world
+    dist.all_gather_object(everywhere, seen[0])
+    assert len(set(everywhere)) == HERE.world
+    for name, old in before.items():
+        ratio = ((after[name] - old).norm() / old.norm()).item()
+        assert ratio > 0, name
+        assert numbers[name]["w"]["update_ratio"] == pytest.approx(ratio, rel=0.03), name
 
 
 def check_verify():

@@ -24,10 +24,13 @@ STEPS = 8
 FP8 = (
     "fp8/amax",
     "fp8/bwd_scale",
+    "fp8/dead_blocks",
     "fp8/fwd_scale",
+    "fp8/grad_snr_db",
     "fp8/nonfinite",
     "fp8/overflow",
     "fp8/underflow",
+    "fp8/update_ratio",
 )
 
 

@@ -240,7 +240,7 @@ def _plan_storage(
             if parameter is not None:
                 owners.setdefault(parameter, []).append((module, name))
                 names.setdefault(parameter, f"{module_name}.{name}".lstrip("."))
-    storages = Counter(p.untyped_storage().data_ptr() for p in names)
+    storages = Counter(_storage_of(p) for p in names)
     for parameter, name in names.items():
         if parameter not in quantized:
             continue
@@ -249,7 +249,7 @@ def _plan_storage(
             if parameter.dtype is torch.bfloat16
             else _storage_obstacle(owners[parameter], excluded)
         )
-        if not reason and storages[parameter.untyped_storage().data_ptr()] > 1:
+        if not reason and storages[_storage_of(parameter)] > 1:
             same = parameter.dtype is torch.bfloat16  # its storage stays as it is
             reason = (
                 ""
@@ -260,6 +260,12 @@ def _plan_storage(
             plan.kept.append((name, reason))
         else:
             plan.stored.append((name, parameter))
+
+
+def _storage_of(parameter: nn.Parameter) -> int:
+    """Return where the storage of `parameter` is; one on the meta device has no address."""
+    storage = parameter.untyped_storage()
+    return storage.data_ptr() or int(storage._cdata)
 
 
 def _storage_obstacle(owners: list[tuple[nn.Module, str]], excluded: dict[nn.Module, str]) -> str:

@@ -2,7 +2,7 @@
 
 One table, `ROWS`: what meets what, what happens then, what to do, and, where it can be known before training starts, a
 detector over a `Situation`. `check` returns what was found, `raise_or_warn` acts on it, `markdown` is
-docs/incompatibilities.md, and `python -m fp8stack doctor` prints the findings for a DeepSpeed configuration. None of
+docs/incompatibilities.md, and `fp8stack doctor --deepspeed` prints the findings for a DeepSpeed configuration. None of
 the libraries is imported.
 
     findings = check(Situation(config=ds_config, model=model, optimizer=optimizer, recipe=recipe_for("O2")))

@@ -109,7 +109,7 @@ Combinations of FP8 with other libraries that fail, or do something else than th
 looks for them before it changes anything: an error raises, a warning warns, what is merely worth knowing is logged.
 `"fp8stack": {"allow": ["name"]}` in the DeepSpeed config turns an error into a warning. The same is printed by
 
-    python -m fp8stack doctor --deepspeed ds_config.json --model train.py:build_model
+    fp8stack doctor --deepspeed ds_config.json --model train.py:build_model
 
 Of other projects' faults, the versions are DeepSpeed 0.19.8, Accelerate 1.15, Transformers 5.23, Lightning 2.6, torchao
 0.18 and bitsandbytes 0.50. This file is generated from `integrations/known/`.

@@ -8,7 +8,7 @@
     model, optimizer = msamp.initialize(model, optimizer, opt_level="O2")
 
 `finder.py` has the one table of which of MS-AMP's modules and names there are and where they come from. What they do is
-fp8stack's: blocks of 128 instead of one scale a tensor, ordinary parameters, sums in float32. docs/integrations.md says
+fp8stack's: blocks of 128 instead of one scale a tensor, ordinary parameters, sums in float32. docs/migrating.md says
 which name of fp8stack replaces which of MS-AMP, and what differs in numbers. Megatron-LM's patches are not covered.
 """
 

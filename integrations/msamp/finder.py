@@ -142,7 +142,7 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
         if fullname.startswith("msamp."):
             raise ModuleNotFoundError(
                 f"fp8stack's msamp has no module {fullname!r}; it has {', '.join(LAYOUT)}. "
-                "docs/integrations.md says what to use instead.",
+                "docs/migrating.md says what to use instead.",
                 name=fullname,
             )
         return None

@@ -199,6 +199,7 @@ def test_metrics_are_logged(tmp_path):
         rows = [row for row in csv.DictReader(file) if row["fp8/amax"]]
     assert [int(row["step"]) for row in rows] == [1, 3, 5]
     assert all(float(row["fp8/model.up/g_amax"]) > 0 for row in rows)
+    assert all(float(row["fp8/update_ratio"]) > 0 for row in rows)
     with pytest.raises(TypeError, match="targets"):
         trainer(callbacks=[Fp8Callback()], logger=logger).fit(
             module, DataLoader([[1]], batch_size=None)

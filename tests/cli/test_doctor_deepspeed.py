@@ -1,4 +1,4 @@
-"""`python -m fp8stack doctor`: findings as a table, and what is wrong with arguments and files."""
+"""`fp8stack doctor --deepspeed`: findings as a table, and what is wrong with arguments and files."""
 
 import json
 import subprocess
@@ -46,6 +46,10 @@ def list_models():
 
 def broken():
     raise KeyError("width")
+
+
+def leaves():
+    raise SystemExit(0)
 """
 
 
@@ -84,17 +88,43 @@ def test_findings_are_a_table_with_remedies(files, capsys):
     )
     status, text = diagnose(capsys, config, "--model", "models.py:build_float8")
     assert status == 1
-    lines = [line.split(maxsplit=3) for line in text.splitlines()]
-    start = lines.index(["severity", "#", "name", "found"])
-    assert lines[start + 1 : start + 5] == [
-        ["error", "51", "removed-sections", 'amp: {"enabled": true}'],
-        ["warning", "5", "float8-parameters-zero3", "code: torch.float8_e4m3fn"],
-        ["warning", "32", "fp16-loss-scaling", "fp16.enabled: true"],
-        ["info", "52", "gradient-clipping", "gradient_clipping: 1.0"],
+    lines = [tuple(line.strip().split(maxsplit=3)) for line in text.splitlines()]
+    start = lines.index(("severity", "#", "name", "found")) + 2
+    assert lines[start : start + 4] == [
+        ("error", "51", "removed-sections", 'amp: {"enabled": true}'),
+        ("warning", "5", "float8-parameters-zero3", "code: torch.float8_e4m3fn"),
+        ("warning", "32", "fp16-loss-scaling", "fp16.enabled: true"),
+        ("info", "52", "gradient-clipping", "gradient_clipping: 1.0"),
     ]
     assert "5. Partitioning fails" in text
     assert 'Use "bf16": {"enabled": true}.' in text
     assert text.endswith("1 error, 2 warnings, 1 note\n")
+
+
+def test_json_has_the_same_findings(files, capsys):
+    status, text = diagnose(capsys, deepspeed_config(amp={"enabled": True}), "--json")
+    data = json.loads(text)
+    assert (status, data["level"], data["config"]) == (1, "O2", "ds_config.json")
+    found = data["findings"][0]
+    assert (found["severity"], found["name"]) == ("error", "removed-sections")
+    assert found["remedy"]
+    assert data["versions"]["torch"]
+
+
+def test_the_optimizer_of_the_json_is_one_that_can_be_made(files, capsys):
+    """As at initialize: where fp8stack makes it, which it does not of one that comes with the model."""
+    lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
+    (files / "ds_config.json").write_text(json.dumps(deepspeed_config(**lamb)))
+    with pytest.raises(SystemExit) as raised:
+        main(["doctor", "--deepspeed", "ds_config.json"])
+    assert raised.value.code == 2
+    assert (
+        "{\"type\": 'Lamb'} in the DeepSpeed config has no low-precision" in capsys.readouterr().err
+    )
+    status, _ = diagnose(capsys, deepspeed_config(**lamb), "--model", "models.py:build")
+    assert status == 0
+    status, _ = diagnose(capsys, deepspeed_config(fp8stack={"opt_level": "O1"}, **lamb))
+    assert status == 0
 
 
 def test_the_section_decides(files, capsys):
@@ -134,6 +164,7 @@ CLASH = json.dumps({"fp8stack": {"opt_level": "O1"}})
         ("{}", ["--model", "models.py:biuld"], "no function 'biuld'. Did you mean \"build\"?"),
         ("{}", ["--model", "models.py:need"], "raised TypeError: need() missing 1 required"),
         ("{}", ["--model", "models.py:broken"], "raised KeyError: 'width'"),
+        ("{}", ["--model", "models.py:leaves"], "raised SystemExit: 0"),
         ("{}", ["--model", "models.py:list_models"], "returned list; it must return"),
         ("{}", ["--model", "broken.py:build"], "No module named 'nothing_of_that_name'"),
         (None, [], "No such file or directory: 'none.json'"),
@@ -148,6 +179,13 @@ def test_what_is_wrong_is_said_with_status_2(files, config, options, message, ca
         main(["doctor", "--deepspeed", path, *options])
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_of_a_configuration_need_one(files, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["doctor", "--model", "models.py:build"])
+    assert raised.value.code == 2
+    assert "--model goes with --deepspeed" in capsys.readouterr().err
 
 
 def test_no_other_library_is_imported(files):

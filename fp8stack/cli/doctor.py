@@ -1,0 +1,97 @@
+"""`fp8stack doctor`: what this machine can run in FP8, whether it does, and what is known to be wrong with it.
+
+It lists versions and GPUs, asks every capability of every GPU with its reason, looks for known trouble, and tests an
+FP8 GEMM, an optimizer step and an all-reduce for real (`selftest.py`). Exit status 1: an error was found or a test
+failed. With --deepspeed a configuration of DeepSpeed is looked at instead of the machine (`deepspeed_config.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8stack import capability
+from fp8stack.errors import ConfigError
+from fp8stack.kernels.ops import kernel_backend
+
+from . import deepspeed_config, machine, selftest, trouble
+from .output import add_command, show, size, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .output import Commands
+
+
+def add_parser(commands: Commands) -> None:
+    brief = "what this machine can run, a self-test, and known trouble; or that of a DeepSpeed configuration"
+    add = add_command(commands, "doctor", brief).add_argument
+    add("--no-self-test", action="store_true", help="run nothing on the device but probes")
+    add("--deepspeed", metavar="ds_config.json", help="check this configuration, not the machine")
+    add("--model", metavar="FILE:function", help="with it: returns a model, or (model, optimizer)")
+    add("--opt-level", metavar="O2", help="with it, where it names none; O2 by default")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.deepspeed is not None:
+        found = deepspeed_config.diagnose(options.deepspeed, options.model, options.opt_level)
+        show(options, found, deepspeed_config.draw)
+        return int(any(f["severity"] == "error" for f in found["findings"]))
+    for name in ("model", "opt_level"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} goes with --deepspeed ds_config.json.")
+    device = machine.device()
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    devices = [torch.device("cuda", i) for i in range(count)] or [device]
+    data: dict[str, Any] = {
+        "environment": machine.environment(),
+        "capabilities": {machine.name_of(d): capabilities(d) for d in devices},
+        "self_test": {} if options.no_self_test else selftest.run_all(device),
+    }
+    data["trouble"] = [t._asdict() for t in trouble.find()]  # last: now libraries are loaded
+    data["ok"] = all(t["status"] != "failed" for t in data["self_test"].values()) and not any(
+        t["severity"] == "error" for t in data["trouble"]
+    )
+    show(options, data, draw)
+    return int(not data["ok"])
+
+
+def capabilities(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return every answer about `device` with its reason, by question."""
+    answers = capability.report(device)
+    if answers["fp8_gemm"]:
+        answers["fp8_gemm_blockwise"] = capability.native_recipe("blockwise", device)
+    backend, reason = kernel_backend()
+    if device.type == "cuda":
+        answers["triton_kernels"] = capability.Answer(backend == "triton", reason)
+    return {name: {"ok": a.ok, "reason": a.reason} for name, a in answers.items()}
+
+
+def draw(console: Console, data: dict[str, Any]) -> None:
+    """Show versions, capabilities, tests and trouble."""
+    environment = dict(data["environment"])
+    libraries, gpus = environment.pop("libraries"), environment.pop("gpus")
+    rows = [(name, value or "none") for name, value in environment.items()]
+    rows += [
+        (
+            f"GPU {i}",
+            f"{g['name']}, compute capability {g['capability']}, {size(g['memory_bytes'])}",
+        )
+        for i, g in enumerate(gpus)
+    ]
+    rows.append(("libraries", ", ".join(f"{n} {v}" for n, v in libraries.items()) or "none"))
+    console.print(table(("environment", ""), rows))
+    for device, answers in data["capabilities"].items():
+        able = [(name, "yes" if a["ok"] else "no", a["reason"]) for name, a in answers.items()]
+        console.print(table((device, "", "reason"), able))
+    if data["self_test"]:
+        tests = [
+            (name, t["status"], f"{t['seconds']:.1f}", t["reason"])
+            for name, t in data["self_test"].items()
+        ]
+        console.print(table(("self-test", "", "s", "found"), tests, right="s"))
+    for found in data["trouble"]:
+        console.print(f"{found['severity']}: {found['what']}. {found['remedy']}")
+    console.print("All is well." if data["ok"] else "Something is wrong: see above.")

@@ -1,0 +1,328 @@
+"""`fp8stack estimate`: how much memory training takes on each GPU, and what fits.
+
+    fp8stack estimate --parameters 7e9 --seq 4096 --gpu H100
+    fp8stack estimate --hf-config config.json --opt-level O2 --states 4bit --ranks 8 --zero 2 --batch 4 --memory 80
+
+The model is a number of parameters (a Llama-style shape is made of it, and said), a Hugging Face configuration, or a
+function of a Python file, which is called on the meta device. Levels stand beside AdamW in float32, AdamW on float32
+weights under bf16 autocast, and bitsandbytes' 8-bit AdamW on bfloat16 weights. `fp8stack.planning` says how it is
+estimated; nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.levels import LEVELS, Recipe
+from fp8stack.planning import (
+    BASELINES,
+    LLAMA,
+    Make,
+    Precision,
+    Setup,
+    Shape,
+    at_level,
+    estimate,
+    largest_batch,
+    largest_model,
+    read_config,
+    shape_of_config,
+)
+
+from .output import add_command, show, size, table
+from .recipe import FIELDS, add_recipe, recipe_of
+from .target import build
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .output import Commands
+
+GPUS = {
+    "V100": 31, "RTX 3090": 23, "RTX 4090": 23, "RTX 5090": 31, "A100-40GB": 39, "L40S": 44, "A100": 79, "H100": 79,
+    "H200": 139, "B200": 178,
+}  # fmt: skip
+"""GiB that a program can have, rounded down."""
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_parser(commands: Commands) -> None:
+    brief = "the memory that training takes on each GPU, by kind, and what fits"
+    parser = add_command(commands, "estimate", brief)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--parameters", type=_number, metavar="N", help="such as 7e9")
+    source.add_argument("--hf-config", metavar="config.json", help="of Hugging Face")
+    source.add_argument("--model", metavar="FILE:function", help="returns a model")
+    source.add_argument("--sizes", action="store_true", help="all of it in the options below")
+    for name in SIZES:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    add = parser.add_argument
+    add("--batch", type=int, default=1, metavar="N", help="sequences of a micro-batch")
+    add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or learned positions")
+    add("--ranks", type=int, default=1, metavar="N", help="GPUs that share a model's training")
+    sharing = parser.add_mutually_exclusive_group()
+    sharing.add_argument("--zero", type=int, choices=range(4), help="DeepSpeed's stage")
+    sharing.add_argument("--fsdp", action="store_true", help="FSDP2")
+    sharing.add_argument("--ddp", action="store_true", help="torch's DDP at all levels")
+    add("--checkpointing", action="store_true", help="keep only the inputs of blocks")
+    add("--accumulate", action="store_true", help="several micro-batches a step")
+    add("--weights", choices=_DTYPES, help="what a level starts from; float32, or the model's")
+    add("--gpu", metavar="NAME", help=", ".join(GPUS))
+    add("--memory", type=_number, metavar="GiB", help="of one GPU, instead of its name")
+    add_recipe(parser)
+    parser.set_defaults(opt_level=None)
+
+
+def run(options: argparse.Namespace) -> int:
+    notes: list[str] = []
+    model, shape = _model(options, notes)
+    precisions = [*BASELINES.values(), *_levels(options, _dtype_of(options, model))]
+    memory = _memory(options)
+    setup = Setup(
+        options.batch,
+        options.seq or (shape.positions if shape else 0) or 2048,
+        options.ranks,
+        _sharding(options),
+        options.checkpointing,
+        options.accumulate,
+    )
+    if shape and 0 < shape.positions < setup.seq:
+        raise ConfigError(
+            f"--seq {setup.seq} is more than the {shape.positions} positions of the model."
+        )
+    columns = [_column(model, shape, p, setup, memory) for p in precisions]
+    data = {
+        "parameters": columns[0].pop("parameters"),
+        "shape": shape and asdict(shape),
+        "setup": asdict(setup),
+        "memory": memory,
+        "precisions": columns,
+        "notes": notes,
+    }
+    show(options, data, draw)
+    return 0
+
+
+def draw(console: Console, data: dict[str, Any]) -> None:
+    """Show a line for each kind of bytes and a column for each precision."""
+    setup, shape, columns = data["setup"], data["shape"], data["precisions"]
+    console.print(f"{data['parameters']:,} parameters" + (f": {_describe(shape)}" if shape else ""))
+    shared = f", {setup['ranks']} GPUs ({setup['sharding']})" if setup["ranks"] > 1 else ""
+    more = [name for name in ("checkpointing", "accumulate") if setup[name]]
+    console.print(
+        f"Each GPU: {setup['batch']} × {setup['seq']} tokens{shared}{''.join(f', {m}' for m in more)}."
+    )
+    rows: list[tuple[str, ...]] = []
+
+    def line(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
+        rows.append((label, *(cell(column) for column in columns)))
+
+    for kind in columns[0]["bytes"]:
+        if any(c["bytes"][kind] for c in columns):
+            line(kind, lambda c, kind=kind: _gib(c["bytes"][kind]))  # type: ignore[misc]
+    line("peak at once", lambda c: _gib(c["peak"]))
+    line("at", lambda c: c["moment"])
+    line("context and slack", lambda c: _gib(c["overhead"]))
+    line("total", lambda c: _gib(c["total"]))
+    if data["memory"]:
+        line("fits", lambda c: "yes" if c["fits"] else "no")
+        if shape:
+            line("largest micro-batch", lambda c: str(c["largest_batch"]))
+        if "largest_model" in columns[0]:
+            line("largest model", lambda c: _billions(c["largest_model"]))
+    names = [c["name"] for c in columns]
+    console.print(table(("GiB", *names), rows, right=" ".join(names)))
+    for column in columns:
+        console.print(f"{column['name']}: {column['brief']}")
+    console.print("Kinds are each at their largest; the peak is what is held at once.")
+    if data["memory"]:
+        console.print(f"What fits is for {size(data['memory'])}; models keep their proportions.")
+    for note in data["notes"]:
+        console.print(f"note: {note}")
+
+
+def _column(
+    model: Shape | Make, shape: Shape | None, precision: Precision, setup: Setup, memory: int | None
+) -> dict[str, Any]:
+    """Return the estimate at one precision, and what fits."""
+    e = estimate(model, precision, setup, shape)
+    column: dict[str, Any] = {
+        "name": precision.name,
+        "brief": precision.brief,
+        "parameters": e.parameters,
+        "bytes": e.parts,
+        "moments": e.moments,
+        "moment": e.moment,
+        "peak": e.peak,
+        "overhead": e.overhead,
+        "total": e.total,
+    }
+    if memory:
+        column["fits"] = e.total <= memory
+        if shape:
+            column["largest_batch"] = largest_batch(model, precision, setup, memory, shape)
+        if isinstance(model, Shape):
+            best = largest_model(model, precision, setup, memory)
+            column["largest_model"] = best and {"parameters": best.parameters, **asdict(best)}
+    return column
+
+
+# --- options
+
+
+def _model(options: argparse.Namespace, notes: list[str]) -> tuple[Shape | Make, Shape | None]:
+    """Return what to count, and the shape that activations are computed from."""
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    if options.model:
+        return _users_model(options.model, sizes, notes)
+    if options.hf_config:
+        anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
+        shape = replace(read_config(options.hf_config), **{**sizes, **anew})
+    elif options.sizes or set(sizes) - {"vocab"}:
+        shape = _shape_of(sizes)
+    else:
+        shape = replace(LLAMA, **sizes).resized(options.parameters)
+        notes.append(
+            "the shape is a Llama's of about that many parameters; give --layers, ... for another"
+        )
+    wanted = options.parameters
+    if wanted and abs(shape.parameters / wanted - 1) > 0.05:
+        notes.append(f"the sizes make {shape.parameters:,} parameters, not {wanted:,.0f}")
+    return shape, shape
+
+
+def _shape_of(sizes: dict[str, int]) -> Shape:
+    """Return a Llama of the sizes given, the others in a Llama's proportions."""
+    missing = [f"--{name}" for name in ("layers", "hidden") if name not in sizes]
+    if missing:
+        raise ConfigError(
+            f"sizes need --layers and --hidden at least; {' and '.join(missing)} is missing."
+        )
+    hidden = sizes["hidden"]
+    heads = sizes.get("heads") or max(1, hidden // LLAMA.head_dim)
+    rest = {"heads": heads, "kv_heads": heads, "vocab": LLAMA.vocab}
+    rest["ffn"] = hidden * LLAMA.ffn // LLAMA.hidden
+    given: dict[str, Any] = {**rest, **sizes}
+    return Shape(**given)
+
+
+def _users_model(target: str, sizes: dict[str, int], notes: list[str]) -> tuple[Make, Shape | None]:
+    first, optimizer = build(target, meta=True)
+    if optimizer is not None:
+        notes.append("the function's optimizer is not looked at; all columns are AdamW's")
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        return build(target, meta=True)[0].to(dtype)
+
+    config: Any = getattr(first, "config", None)
+    if sizes:
+        return make, _shape_of(sizes)
+    if hasattr(config, "to_dict"):
+        return make, shape_of_config(config.to_dict(), f"the model of {target}")
+    notes.append(
+        "activations are not estimated: the model has no Hugging Face config; give --layers, --hidden, --heads, "
+        "--kv-heads, --ffn and --vocab"
+    )
+    return make, None
+
+
+def _dtype_of(options: argparse.Namespace, model: Shape | Make) -> torch.dtype:
+    """Return the dtype of the weights that levels start from."""
+    if options.weights:
+        return _DTYPES[options.weights]
+    if isinstance(model, Shape):
+        return torch.float32
+    return next(build(options.model, meta=True)[0].parameters()).dtype
+
+
+def _levels(options: argparse.Namespace, weights: torch.dtype) -> list[Precision]:
+    """Return the levels to show: the one asked for, else all, or O2 where fields of a recipe are given."""
+    given = [name for name in (*FIELDS, "preset") if getattr(options, name) is not None]
+    if options.opt_level in BASELINES:
+        if given:
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')} is of levels, and --opt-level {options.opt_level} is none. "
+                f"Use one of {', '.join(LEVELS)}."
+            )
+        return []
+    names = [options.opt_level] if options.opt_level else ["O2"] if given else list(LEVELS)
+    recipes = [recipe_of(argparse.Namespace(**{**vars(options), "opt_level": n})) for n in names]
+    for recipe in recipes:
+        _check_shared(recipe, options)
+    return [at_level(recipe, weights) for recipe in recipes]
+
+
+def _check_shared(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Raise ConfigError for what a level cannot do on several ranks."""
+    if options.fsdp:
+        from fp8stack.integrations.fsdp.checks import sharded_recipe
+
+        sharded_recipe(recipe.level, None, {name: getattr(recipe, name) for name in FIELDS})
+    if options.zero:
+        from fp8stack.integrations.deepspeed.section import check_recipe
+
+        check_recipe(recipe, options.zero)
+    if recipe.step_in_backward and options.ranks > 1:
+        raise ConfigError("--step-in-backward is for one process. Leave it out, or --ranks.")
+
+
+def _sharding(options: argparse.Namespace) -> str:
+    if options.ranks == 1 and (options.zero or options.fsdp or options.ddp):
+        raise ConfigError("--zero, --fsdp and --ddp are for several GPUs; give --ranks above 1.")
+    if options.zero:
+        return f"zero{options.zero}"
+    return "fsdp" if options.fsdp else "ddp" if options.ddp else "none"
+
+
+def _memory(options: argparse.Namespace) -> int | None:
+    """Return the bytes of a GPU, if they were given."""
+    if options.memory and options.gpu:
+        raise ConfigError("--gpu and --memory say the same; give one of them.")
+    if options.gpu:
+        names = {name.lower(): name for name in GPUS}
+        name = names.get(options.gpu.lower())
+        if name is None:
+            raise ConfigError(
+                f"--gpu {options.gpu!r} is not known.{did_you_mean(options.gpu, GPUS)} Known: {', '.join(GPUS)}; "
+                "or give --memory in GiB."
+            )
+        return GPUS[name] * 2**30
+    return round(options.memory * 2**30) if options.memory else None
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+# --- texts
+
+
+def _describe(shape: dict[str, Any]) -> str:
+    heads = f"{shape['heads']} heads ({shape['kv_heads']} of keys and values)"
+    return (
+        f"{shape['layers']} layers of {shape['hidden']:,}, {heads}, feed-forward {shape['ffn']:,}, "
+        f"vocabulary {shape['vocab']:,}"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f}" if nbytes else "-"
+
+
+def _billions(model: dict[str, Any] | None) -> str:
+    return f"{model['parameters'] / 1e9:.2f}e9" if model else "none"

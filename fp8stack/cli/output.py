@@ -1,0 +1,94 @@
+"""What all commands share: how a command is added, and how its result is shown.
+
+A result is a dict of plain data, and that is what --json prints. Tables are drawn from the same dict with rich, which
+is imported only then: --json works without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fp8stack.errors import Fp8StackError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    Commands = argparse._SubParsersAction["Parser"]
+
+WIDTH = 120
+"""Columns of what is not written to a terminal."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line, with exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        line = " ".join(message.split())
+        self.exit(2, f"{self.prog}: error: {line}\n")
+
+
+class MissingLibraryError(Fp8StackError, ImportError):
+    """A library that a command needs and that is not installed."""
+
+    def __init__(self, what: str, library: str, extra: str, otherwise: str = "") -> None:
+        remedy = f'Install it with: pip install "fp8stack[{extra}]"{otherwise}.'
+        super().__init__(f"{what} needs {library}, which is not installed. {remedy}")
+
+
+def add_command(commands: Commands, name: str, brief: str) -> Parser:
+    """Return the parser of a new command, which has --json."""
+    parser = commands.add_parser(
+        name, help=brief, description=brief[0].upper() + brief[1:] + ".", allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
+    return parser
+
+
+def show(
+    options: argparse.Namespace,
+    data: dict[str, Any],
+    draw: Callable[[Console, dict[str, Any]], None],
+) -> None:
+    """Print `data` as one JSON object if --json was given, else let `draw` show it on a console.
+
+    Raises:
+        MissingLibraryError: where there is something to draw, and rich is not installed.
+    """
+    if options.json:
+        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        return
+    try:
+        from rich.console import Console
+    except ImportError:
+        what = "a table"
+        raise MissingLibraryError(what, "rich", "cli", ", or use --json") from None
+    width = None if sys.stdout.isatty() else WIDTH
+    draw(Console(width=width, highlight=False, markup=False, emoji=False), data)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = "") -> Table:
+    """Return a table; `right` names its right-aligned columns, separated by spaces or "*" for all."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    names = right.split()
+    for name in header:
+        made.add_column(name, justify="right" if right == "*" or name in names else "left")
+    for row in rows:
+        made.add_row(*map(str, row))
+    return made
+
+
+def size(nbytes: float) -> str:
+    """Return bytes in the largest unit of 1024 that makes them at least 1, such as "1.50 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} TiB"

@@ -1,0 +1,58 @@
+"""Options that are a level and fields of its recipe: --opt-level O2 --fp8-recipe delayed --skip '*head'.
+
+They are made from `fp8stack.Recipe` itself, which also checks their values, so every field has its option.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from fp8stack.errors import ConfigError
+from fp8stack.levels import CHOICES, LEVELS, PRESETS, Recipe, recipe_for
+
+FIELDS = tuple(f.name for f in fields(Recipe) if f.name not in ("level", "brief"))
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add --opt-level, --preset and an option for each field of a recipe."""
+    group = parser.add_argument_group("recipe", "fields of fp8stack.Recipe; the level has defaults")
+    group.add_argument("--opt-level", default="O2", metavar="|".join(LEVELS))
+    group.add_argument("--preset", metavar="|".join(PRESETS))
+    for field in fields(Recipe):
+        flag = "--" + field.name.replace("_", "-")
+        if field.name in CHOICES:
+            group.add_argument(flag, metavar="|".join(CHOICES[field.name]))
+        elif field.name == "skip":
+            group.add_argument(flag, nargs="+", metavar="PATTERN")
+        elif field.name == "states_for":
+            group.add_argument(flag, nargs="+", metavar="PATTERN=STATES[,MASTER]")
+        elif isinstance(field.default, bool):
+            group.add_argument(flag, action="store_true", default=None)
+        elif isinstance(field.default, int):
+            group.add_argument(flag, type=int, metavar="N")
+
+
+def recipe_of(options: argparse.Namespace) -> Recipe:
+    """Return the recipe that the options describe.
+
+    Raises:
+        ConfigError: for a level or value that is not one.
+    """
+    given = {name: getattr(options, name) for name in FIELDS if getattr(options, name) is not None}
+    if "states_for" in given:
+        given["states_for"] = dict(map(_states_for, given["states_for"]))
+    return recipe_for(options.opt_level, options.preset, **given)
+
+
+def _states_for(text: str) -> tuple[str, dict[str, Any]]:
+    """Return "*embed*=8bit,none" as a pattern and its formats; either format may be empty."""
+    pattern, equals, formats = text.rpartition("=")
+    states, _, master = formats.partition(",")
+    if not equals or not pattern or not (states or master):
+        raise ConfigError(
+            f"--states-for {text!r} must be PATTERN=STATES or PATTERN=STATES,MASTER, such as *embed*=fp32."
+        )
+    named = {"states": states, "master": master}
+    return pattern, {name: value for name, value in named.items() if value}

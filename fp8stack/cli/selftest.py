@@ -1,0 +1,199 @@
+"""What `fp8stack doctor` runs to see that FP8 works here: a GEMM, an optimizer step, an all-reduce of two processes.
+
+Each is compared with plain arithmetic within a bound that follows from the formats: rounding to E4M3 (3 bits of
+mantissa) changes a normal number by at most 1/16 of it. Inputs are of magnitudes 0.5 to 1.5, so none is subnormal and
+blocks need no luck; what is summed has one sign, so relative errors bound the sum's. Each test runs in processes of its
+own, which are killed at the time limit: neither a hanging driver nor a crash in a library stops the doctor.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp8stack
+from fp8stack.capability import Answer, fp8_gemm
+
+LIMIT = 120.0
+"""Seconds for one test, the start of its processes and the compilation of kernels included."""
+_E4M3 = 2.0**-4  # the largest relative error of one rounding
+_BF16 = 2.0**-7  # of an output in bfloat16 (2^-8), and of sums in the few bits that FP8 GPUs keep
+
+Test = Callable[[int, str, str], Answer]
+
+
+def gemm(rank: int, device: str, store: str) -> Answer:
+    """Multiply in an FP8 layer at O0, and compare with float64."""
+    layer = nn.Linear(256, 128, bias=False, device=device)
+    with torch.no_grad():
+        layer.weight.copy_(_numbers(128, 256, seed=1))
+    x = _numbers(64, 256, seed=2).to(device)
+    right = x.double() @ layer.weight.detach().double().T
+    layer, _ = fp8stack.initialize(layer, opt_level="O0")
+    found = layer(x)
+    bound = (1 + _E4M3) ** 2 * (1 + _BF16) - 1
+    return _compare("an FP8 GEMM", {"output": (found, right, bound)}, "float64")
+
+
+def step(rank: int, device: str, store: str) -> Answer:
+    """Take a step of AdamW at O2, and compare with torch's."""
+    start, g = _numbers(128, 256, seed=1), _numbers(128, 256, seed=2)
+    start, g = (start * _signs(3)).to(device), (g * _signs(4)).bfloat16().float().to(device)
+    mine, theirs = (nn.Linear(256, 128, bias=False, device=device) for _ in range(2))
+    with torch.no_grad():
+        mine.weight.copy_(start)
+        theirs.weight.copy_(start)
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
+    plain = torch.optim.AdamW(theirs.parameters(), **options)
+    mine, optimizer = fp8stack.initialize(
+        mine,
+        torch.optim.AdamW(mine.parameters(), **options),
+        opt_level="O2",
+        compute="bf16",
+        optimizer_backend="fp8stack",
+    )
+    (mine.weight * g).sum().backward()
+    (theirs.weight * g).sum().backward()
+    optimizer.step()
+    plain.step()
+    (moments,) = fp8stack.checkpoint.torch_state_dict(optimizer)["state"].values()
+    (right,) = plain.state.values()
+    weight = fp8stack.checkpoint.master_state_dict(mine, optimizer)["weight"]
+    # split24 (16 bits of mantissa) rounds twice; a first step is lr in each element, whatever the gradient
+    parts = {
+        "weight": (weight, theirs.weight.detach(), 2.0**-15),
+        "m": (moments["exp_avg"], right["exp_avg"], (1 + _E4M3) * (1 + 2.0**-5) - 1),
+        "v": (moments["exp_avg_sq"], right["exp_avg_sq"], ((1 + _E4M3) * (1 + 2.0**-6)) ** 2 - 1),
+    }
+    return _compare("a step of AdamW at O2", parts, "torch's")
+
+
+def all_reduce(rank: int, device: str, store: str) -> Answer:
+    """Add up tensors of two processes in FP8, and compare with float64; both must end with the same bits."""
+    import torch.distributed as dist
+
+    backend = "gloo" if device == "cpu" else "nccl"
+    here = "cpu" if device == "cpu" else f"cuda:{rank}"
+    if here != "cpu":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=2,
+        timeout=timedelta(seconds=LIMIT),
+    )  # fmt: skip
+    given = [_numbers(256, 256, seed=seed) for seed in (1, 2)]
+    fp8stack.comm.set_crossover(0)  # FP8 however small
+    x = given[rank].to(here, copy=True)
+    fp8stack.comm.all_reduce(x)
+    both = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(both, x)
+    if not torch.equal(*both):
+        return Answer(False, f"an all-reduce in FP8 over {backend} left the ranks with other bits")
+    bound = (1 + _E4M3) ** 2 - 1
+    right = given[0].double() + given[1].double()
+    return _compare(
+        f"an all-reduce in FP8 over {backend}", {"sum": (x.cpu(), right, bound)}, "float64"
+    )
+
+
+def run_all(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Run all tests for `device`; return for each its status ("passed", "failed", "skipped"), a reason, and seconds."""
+    ring = "cuda" if device.type == "cuda" and torch.cuda.device_count() > 1 else "cpu"
+    multiplies, reduces = fp8_gemm(device), torch.distributed.is_available()
+    tests: list[tuple[Test, str, int, str]] = [
+        (gemm, str(device), 1, "" if multiplies else multiplies.reason),
+        (step, str(device), 1, ""),
+        (all_reduce, ring, 2, "" if reduces else "this torch is built without torch.distributed"),
+    ]
+    results = {}
+    for test, where, ranks, obstacle in tests:
+        start = time.monotonic()
+        answer = Answer(True, obstacle) if obstacle else run(test, where, ranks)
+        status = "skipped" if obstacle else "passed" if answer else "failed"
+        seconds = round(time.monotonic() - start, 2)
+        results[test.__name__] = {"status": status, "reason": answer.reason, "seconds": seconds}
+    return results
+
+
+def run(test: Test, device: str, ranks: int = 1, limit: float = LIMIT) -> Answer:
+    """Run a test in processes of its own; the first answer that is no, or the first rank's, or why there is none."""
+    context = multiprocessing.get_context("forkserver")  # torch is imported once, before the forks
+    context.set_forkserver_preload([__name__])
+    deadline = time.monotonic() + limit
+    with tempfile.TemporaryDirectory(prefix="fp8stack-doctor-") as folder:
+        started = []
+        for rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (test, rank, device, os.path.join(folder, "store"), sender)
+            process = context.Process(target=_child, args=arguments, daemon=True)
+            process.start()
+            sender.close()  # so that the child's end is the only one
+            started.append((process, receiver))
+        try:
+            answers = [_answer(test, *one, deadline, limit) for one in started]
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.join(5)
+    return next((answer for answer in answers if not answer), answers[0])
+
+
+def _answer(
+    test: Test, process: Any, receiver: Connection, deadline: float, limit: float
+) -> Answer:
+    """Wait for what a process says."""
+    if not receiver.poll(max(0.0, deadline - time.monotonic())):
+        return Answer(False, f"{test.__name__} did not end within {limit:g} s, and was killed")
+    try:
+        ok, reason = receiver.recv()
+    except EOFError:  # it died
+        process.join(5)
+        code = process.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return Answer(False, f"the process of {test.__name__} ended with {how}")
+    return Answer(ok, reason)
+
+
+def _child(test: Test, rank: int, device: str, store: str, sender: Connection) -> None:
+    """Run in the process of a test: send (ok, reason), and leave without the destructors of libraries."""
+    os.dup2(2, 1)  # stdout is the doctor's
+    os.environ["FP8STACK_QUIET"] = "1"
+    try:
+        answer = test(rank, device, store)
+    except Exception as error:  # whatever is broken here
+        last = traceback.format_exception_only(error)[-1].strip()
+        answer = Answer(False, f"{test.__name__} raised {last}")
+    sender.send((answer.ok, answer.reason))
+    sender.close()
+    os._exit(0)
+
+
+def _numbers(*shape: int, seed: int) -> Tensor:
+    """Return numbers from 0.5 to 1.5, the same on every machine."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+def _signs(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, (128, 256), generator=generator).float() * 2 - 1
+
+
+def _compare(what: str, parts: dict[str, tuple[Tensor, Tensor, float]], oracle: str) -> Answer:
+    """Compare relative errors with their bounds: {name: (found, right, bound)}."""
+    told, ok = [], True
+    for name, (found, right, bound) in parts.items():
+        right = right.double().to(found.device)
+        error = ((found.detach().double() - right).abs() / right.abs()).max().item()
+        ok = ok and error <= bound  # NaN is not
+        told.append(f"{name} {error:.2g} (bound {bound:.2g})")
+    return Answer(ok, f"{what}, largest relative error against {oracle}: {', '.join(told)}")

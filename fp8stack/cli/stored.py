@@ -1,0 +1,224 @@
+"""Checkpoints as they lie on a disk, without the model that they are of: one file, a sharded folder, or safetensors.
+
+`read` tells them apart by what is there, and returns names and tensors in one shape. Where data is not asked for,
+the tensors of folders and safetensors are on the meta device: only headers are read. A file is what
+`fp8stack.checkpoint` saved, or a state_dict; it is read with `weights_only=True`. A folder of
+torch.distributed.checkpoint has a pickled header (`.metadata`), as torch writes it: open those that you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack import checkpoint
+from fp8stack.errors import CheckpointError, first_line
+from fp8stack.optim.state import MASTER_KEYS, decode_master
+
+from .output import MissingLibraryError
+
+SAFE_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_DAMAGED = "Use an earlier one, or copy it again."
+
+
+@dataclass
+class Stored:
+    """A checkpoint's contents by name.
+
+    model: tensors by name. states: an optimizer's entries by the name of their parameter.
+    header: what fp8stack's optimizer wrote of itself, if one did. extra: whatever else was saved.
+    """
+
+    kind: str
+    model: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    header: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def masters(self) -> dict[str, Tensor]:
+        """Return float32 masters by the name of their parameter, where the optimizer kept some."""
+        found = {}
+        for name, entry in self.states.items():
+            if not entry.keys() & set(MASTER_KEYS):
+                continue
+            if name not in self.model:
+                raise CheckpointError(
+                    f"the optimizer holds bits of the weight {name!r}, and the model has no such tensor: the "
+                    "checkpoint is damaged, or of an older fp8stack, which wrote no names. Load it into its model, "
+                    "and save fp8stack.checkpoint.master_state_dict(model, optimizer)."
+                )
+            found[name] = decode_master(self.model[name], entry)
+        return found
+
+
+def read(path: Path, data: bool = False) -> Stored:
+    """Read a checkpoint; without `data` tensors may be on the meta device.
+
+    Raises:
+        CheckpointError: for what is missing, damaged, or no checkpoint.
+    """
+    if not path.exists():
+        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.")
+    if path.is_dir():
+        return _read_folder(path, data)
+    return _read_safetensors(path, data) if path.suffix == ".safetensors" else _read_file(path)
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is the same for tied tensors and for no others; those on the meta device are told apart."""
+    where = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _read_file(path: Path) -> Stored:
+    contents = checkpoint.read_file(path)
+    if not checkpoint.is_saved(contents):
+        if not isinstance(contents, dict) or not all(
+            isinstance(t, Tensor) for t in contents.values()
+        ):
+            raise CheckpointError(
+                f"{path} was not written by fp8stack.checkpoint.save, and is no state_dict of a model."
+            )
+        return Stored("state_dict", contents)
+    model, packed = contents["model"], contents["optimizer"] or {}
+    names = dict(enumerate(contents.get("names", ())))
+    states = {names.get(k) or f"parameter {k}": e for k, e in packed.get("state", {}).items()}
+    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
+    header = packed.get("fp8stack", {})
+    return Stored("fp8stack.checkpoint", tensors, states, header, contents["extra"])
+
+
+def _read_folder(path: Path, data: bool) -> Stored:
+    """Read a folder of torch.distributed.checkpoint, in one process, its tensors only."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    if not (path / ".metadata").is_file():
+        raise CheckpointError(
+            f"{path} is a folder without .metadata: no checkpoint of torch.distributed.checkpoint, or one whose "
+            f"writing was interrupted. {_DAMAGED}"
+        )
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # a pickle: whatever is in it
+        raise _damaged(path / ".metadata", error) from error
+    for info in (metadata.storage_data or {}).values():
+        file = path / info.relative_path
+        if not file.is_file() or file.stat().st_size < info.offset + info.length:
+            raise CheckpointError(f"{file} is missing or truncated. {_DAMAGED}")
+    held = {
+        key: m
+        for key, m in metadata.state_dict_metadata.items()
+        if isinstance(m, TensorStorageMetadata)
+    }
+    steps = [key for key in held if key.endswith(".step")]
+    wanted = set(held) if data else set(steps[:1])
+    tensors = {
+        key: torch.empty(
+            m.size, dtype=m.properties.dtype, device="cpu" if key in wanted else "meta"
+        )
+        for key, m in held.items()
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is one process
+            load(
+                {key: tensors[key] for key in wanted},
+                storage_reader=FileSystemReader(path),
+                no_dist=True,
+            )
+    except Exception as error:  # of several threads
+        raise _damaged(path, error) from error
+    paths = metadata.planner_data or {}
+    stored = Stored("torch.distributed.checkpoint")
+    for key, value in tensors.items():
+        _file_away(stored, tuple(map(str, paths.get(key, key.split(".")))), value)
+    if not stored.model:  # a bare state_dict
+        stored.model, stored.extra = stored.extra, {}
+    if data:
+        _tie(stored)
+    return stored
+
+
+def _tie(stored: Stored) -> None:
+    """Join what such a folder holds twice: a weight with no state of its own, and the bits of one that has."""
+    stepped = {name: t for name, t in stored.model.items() if name in stored.states}
+    for name, value in stored.model.items():
+        if name not in stepped:
+            twins = (
+                t for t in stepped.values() if t.dtype == value.dtype and torch.equal(t, value)
+            )
+            stored.model[name] = next(twins, value)
+
+
+def _file_away(stored: Stored, path: tuple[str, ...], value: Tensor) -> None:
+    """Put a tensor where it belongs by its path: (..., "model", name), (..., "state", parameter, entry)."""
+    if "state" in path[:-2]:
+        parameter, entry = path[-2:]
+        stored.states.setdefault(parameter, {})[entry] = value
+    elif "model" in path[:-1]:
+        stored.model[".".join(path[path.index("model") + 1 :])] = value
+    else:
+        stored.extra[".".join(path)] = value
+
+
+def _read_safetensors(path: Path, data: bool) -> Stored:
+    try:
+        header, length = _safetensors_header(path)
+        told = header.pop("__metadata__", {})
+        model = {
+            name: torch.empty(entry["shape"], dtype=SAFE_DTYPES[entry["dtype"]], device="meta")
+            for name, entry in header.items()
+        }
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, struct.error) as error:
+        raise _damaged(path, error) from error
+    if path.stat().st_size != length + end:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes, and its header says {length + end}. {_DAMAGED}"
+        )
+    if data:
+        model = safetensors().load_file(path)
+    return Stored("safetensors", model, extra=told)
+
+
+def _safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header and how many bytes precede the data."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > path.stat().st_size:
+            raise ValueError(f"its header would be {length} bytes long")
+        return json.loads(file.read(length)), 8 + length
+
+
+def safetensors() -> Any:
+    """Return the module safetensors.torch.
+
+    Raises:
+        MissingLibraryError: where it is not installed.
+    """
+    try:
+        import safetensors.torch as module
+    except ImportError:
+        raise MissingLibraryError(
+            "reading and writing weights as safetensors", "safetensors", "safetensors"
+        ) from None
+    return module
+
+
+def _damaged(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). {_DAMAGED}"
+    )

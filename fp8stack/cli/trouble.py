@@ -1,0 +1,140 @@
+"""What is known to go wrong on a machine, found before anything is trained: `fp8stack doctor` prints it.
+
+Each finding has a severity, what was found, and what to do. An error stops fp8stack or its GPU kernels; a warning costs
+speed, or breaks something beside it. What concerns a DeepSpeed configuration or a model is `integrations/known/`'s;
+its rows that need neither are asked here too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import fp8stack.kernels
+from fp8stack.capability_te import cudnn_folders, cudnn_remedy
+from fp8stack.integrations.known import Situation, check
+from fp8stack.kernels.ops import kernel_backend
+from fp8stack.levels import recipe_for
+
+from . import machine
+
+
+class Trouble(NamedTuple):
+    """Something found: "error" or "warning", what it is, and the remedy."""
+
+    severity: str
+    what: str
+    remedy: str
+
+
+def find() -> list[Trouble]:
+    """Return what is known to be wrong with this machine, errors first."""
+    versions = installed()
+    found = [*_gpu(), *_cudnn(), *_versions(versions), *_hidden(versions)]
+    for known in check(Situation(recipe=recipe_for("O2"))):
+        if known.severity != "info":
+            what = f"{known.where}: {known.value}. {known.row.symptom}"
+            found.append(Trouble(known.severity, what, known.row.remedy))
+    return sorted(found, key=lambda t: t.severity != "error")
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of all installed packages, by name in lower case."""
+    return {
+        d.metadata["Name"].lower(): d.version
+        for d in metadata.distributions()
+        if d.metadata["Name"]
+    }
+
+
+def _gpu() -> Iterator[Trouble]:
+    driver = machine.driver()
+    if driver and torch.version.cuda is None and torch.version.hip is None:
+        yield Trouble(
+            "error",
+            f"torch {torch.__version__} is built without CUDA, and there is an NVIDIA driver ({driver})",
+            "Install a build of torch with CUDA: https://pytorch.org/get-started/locally",
+        )
+    elif driver and not torch.cuda.is_available():
+        yield Trouble(
+            "error",
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU with the NVIDIA driver {driver}",
+            f"Update the driver, or install a torch for an older CUDA; CUDA_VISIBLE_DEVICES is "
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}.",
+        )
+    if torch.cuda.is_available():
+        backend, why = kernel_backend()
+        if backend != "triton":
+            what = (
+                f"kernels do not run in Triton: {why}; the torch reference kernels are much slower"
+            )
+            yield Trouble("error", what, 'pip install "triton>=3.2", and unset FP8STACK_KERNELS.')
+
+
+def _cudnn() -> Iterator[Trouble]:
+    remedy = cudnn_remedy()
+    if remedy:
+        yield Trouble("error", f"{len(cudnn_folders())} cuDNNs are loaded", remedy)
+        return
+    folders = installed_cudnn()
+    if len(folders) > 1:
+        yield Trouble(
+            "warning",
+            f"{len(folders)} cuDNNs are installed ({', '.join(folders)}): libraries that load it themselves, as "
+            "TransformerEngine does, may take another one than torch",
+            f"Let CUDNN_HOME and LD_LIBRARY_PATH name torch's alone: {folders[0]}",
+        )
+
+
+def installed_cudnn() -> list[str]:
+    """Return the folders that hold a cuDNN which a library could load: torch's own first."""
+    own = Path(torch.__file__).parent.parent / "nvidia" / "cudnn" / "lib"
+    home = os.environ.get("CUDNN_HOME")
+    folders = [own, *([Path(home) / "lib", Path(home) / "lib64", Path(home)] if home else [])]
+    folders += [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
+    folders += [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu")]
+    folders += [Path("/usr/local/cuda/lib64")]
+    real = [os.path.realpath(f) for f in folders if any(f.glob("libcudnn.so*"))]
+    return list(dict.fromkeys(real))
+
+
+def _versions(versions: dict[str, str]) -> Iterator[Trouble]:
+    """Compare with what fp8stack's own metadata asks for."""
+    least: dict[str, tuple[int, ...]] = {}
+    for line in metadata.requires("fp8stack") or [] if "fp8stack" in versions else []:
+        needed = re.match(r"([\w.-]+)>=([\d.]+)", line)
+        if needed and not re.search(r'extra == "(test|lint|dev)"', line):
+            name, version = needed.group(1).lower(), _numbers(needed.group(2))
+            least[name] = max(least.get(name, ()), version)
+    for name, version in least.items():
+        if name in versions and _numbers(versions[name]) < version:
+            wanted = ".".join(map(str, version))
+            severity = "error" if name == "torch" else "warning"
+            what = f"{name} {versions[name]} is older than fp8stack works with ({wanted})"
+            yield Trouble(severity, what, f'pip install "{name}>={wanted}"')
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"[\d.]+", version)
+    return tuple(int(n) for n in found.group().split(".") if n) if found else ()
+
+
+def _hidden(versions: dict[str, str]) -> Iterator[Trouble]:
+    """Look for Hugging Face's package `kernels`, hidden by the folder of that name in fp8stack's repository."""
+    spec = find_spec("kernels")
+    own = os.path.realpath(fp8stack.kernels.__path__[0])
+    places = [os.path.realpath(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    if "kernels" in versions and own in places:
+        yield Trouble(
+            "warning",
+            f"fp8stack's repository is on sys.path, and its folder {own} hides Hugging Face's package kernels "
+            f"{versions['kernels']}, which transformers imports",
+            "Start Python from another folder, and leave the repository out of PYTHONPATH.",
+        )

@@ -1,0 +1,257 @@
+"""The memory of training on each GPU: what stays, what comes and goes, and when most is held at once.
+
+What stays is counted (`counted.py`), activations follow a formula (`saved.py`), and this module divides by
+ranks, adds the buffers of communication, and looks at three moments of a step:
+
+    loss       all activations, and the gradients of log-probabilities and logits
+    backward   the first block to go back: all other activations (under checkpointing, one block's again), the buffers
+               that gradients are reduced in
+    end        all gradients, and the largest one in its own dtype; the optimizer's step holds no more (fused AdamW)
+
+The peak is the largest of them: gradients grow while activations go. With `accumulate` gradients are there throughout.
+
+How ranks share (from the libraries' defaults):
+
+| sharding | each rank holds                                       | communication                              |
+|----------|-------------------------------------------------------|--------------------------------------------|
+| none     | everything; FP8 gradients in `comm.DataParallel`      | torch's DDP's buckets for other gradients  |
+| ddp      | everything                                            | torch's DDP's buckets at all levels        |
+| zero1    | bf16 weights and gradients; 1/n of masters and states | two buckets of 5e8 elements in backward    |
+| zero2    | bf16 weights; 1/n of gradients, masters and states    | the same                                   |
+| zero3    | 1/n of all                                            | the same and 1.05e9 gathered weights, always |
+| fsdp     | 1/n of all; gradients in the weights' dtype           | two blocks, and what is in none, gathered  |
+
+Under ZeRO a model is in bfloat16 and masters are float32 partitions, or bfloat16 and 8 bits at O2. FP8 copies of
+gathered weights are not kept. Gradients are FP8 on the wire only under ZeRO and FSDP2.
+
+Limits: `CONTEXT` and `SLACK` are allowances, not measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from fp8stack.errors import ConfigError
+
+from .counted import Precision, Resident, resident
+from .saved import activations
+from .shapes import Shape
+
+SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
+CONTEXT = 600 * 2**20  # bytes: CUDA context and cuBLAS' workspaces
+SLACK = 0.03  # of the peak: what the caching allocator cannot use
+_BUCKET, _LIVE = 5 * 10**8, 105 * 10**7  # elements: DeepSpeed's defaults
+
+Make = Callable[[torch.dtype], nn.Module]
+"""Makes a fresh model on the meta device, in a dtype."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model trains: sequences of a micro-batch and tokens of one, ranks, and what they share."""
+
+    batch: int = 1
+    seq: int = 2048
+    ranks: int = 1
+    sharding: str = "none"
+    checkpointing: bool = False
+    accumulate: bool = False  # several micro-batches a step
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq", "ranks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} must be a whole number above 0.")
+        if self.sharding not in SHARDINGS:
+            raise ConfigError(f"sharding={self.sharding!r} must be one of {', '.join(SHARDINGS)}.")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes on one GPU. `parts` are each at its largest, `moments` what is held at once."""
+
+    precision: Precision
+    parts: dict[str, int]
+    moments: dict[str, int]
+    parameters: int
+
+    @property
+    def moment(self) -> str:
+        """When most is held."""
+        return max(self.moments, key=lambda name: self.moments[name])
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once: what `torch.cuda.max_memory_allocated` says."""
+        return self.moments[self.moment]
+
+    @property
+    def overhead(self) -> int:
+        """An allowance for the CUDA context and for what the allocator cannot use."""
+        return CONTEXT + round(SLACK * self.peak)
+
+    @property
+    def total(self) -> int:
+        return self.peak + self.overhead
+
+
+def estimate(
+    model: Shape | Make, precision: Precision, setup: Setup, shape: Shape | None = None
+) -> Estimate:
+    """Estimate the memory of training.
+
+    Args:
+        model: a shape, or what makes a model; then `shape` is what activations are computed from, none without.
+
+    Raises:
+        ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise at this precision.
+    """
+    zero = setup.sharding.startswith("zero")
+    if zero:  # the optimizer has float32 partitions, whatever the model was in
+        mixed = precision.autocast or precision.weights is not torch.float32
+        precision = replace(precision, weights=torch.float32, autocast=mixed)
+    shape = model if isinstance(model, Shape) else shape
+    stays = _resident_of(model, precision, setup.accumulate)
+    parts = _share(stays, precision, setup)
+    always, gathered, reducing = _communication(stays, precision, setup)
+    tokens, kept, block, loss, at_loss = setup.batch * setup.seq, 0, 0, 0, 0
+    if shape is not None:
+        sharded = not _whole(setup) and precision.autocast
+        fp8 = stays.fp8 if isinstance(model, Shape) else _as_in_skeleton(stays.fp8)
+        each = activations(shape, precision, fp8, sharded)
+        of_block = each.inputs if setup.checkpointing else each.block
+        kept = tokens * (shape.layers * of_block + each.end + each.loss)
+        block = tokens * each.block * setup.checkpointing
+        loss, at_loss = tokens * each.loss, tokens * each.at_loss
+    held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
+    casts = min(stays.casts, parts["weight copies"])
+    fp8_gradients = _fp8_gradients(precision, setup)
+    in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
+    early = parts["gradients"] if setup.accumulate or in_buckets else 0
+    largest, passing = stays.gradient, gathered + reducing
+    moments = {
+        "loss": held + early + kept + at_loss + gathered // 2,
+        "backward": held + early + kept - loss + block + largest + passing,
+        "end": held - casts + parts["gradients"] + largest * fp8_gradients + passing,
+    }
+    parts["activations"] = kept + block
+    parts["temporary"] = max(at_loss, largest)
+    parts["communication"] = always + passing
+    return Estimate(precision, parts, moments, stays.elements)
+
+
+def largest_batch(
+    model: Shape | Make,
+    precision: Precision,
+    setup: Setup,
+    memory: int,
+    shape: Shape | None = None,
+) -> int:
+    """Return the largest micro-batch whose total fits in `memory` bytes, 0 if none does."""
+    fits, too_many = 0, 1
+    while too_many <= 2**20 and _fits(
+        model, precision, replace(setup, batch=too_many), memory, shape
+    ):
+        fits, too_many = too_many, 2 * too_many
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        if _fits(model, precision, replace(setup, batch=middle), memory, shape):
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def largest_model(shape: Shape, precision: Precision, setup: Setup, memory: int) -> Shape | None:
+    """Return the largest shape of a family (`Shape.resized`) that fits in `memory` bytes, to 1 %; None if none does."""
+    best, low, high = None, 1e6, memory * float(setup.ranks)  # a byte a parameter never is enough
+    while high > 1.01 * low:
+        middle = (low * high) ** 0.5
+        try:
+            candidate = shape.resized(middle)
+        except ConfigError:
+            low = middle
+            continue
+        if _fits(candidate, precision, setup, memory, None):
+            best = candidate if best is None or candidate.parameters > best.parameters else best
+            low = middle
+        else:
+            high = middle
+    return best
+
+
+def _fits(
+    model: Shape | Make, precision: Precision, setup: Setup, memory: int, shape: Shape | None
+) -> bool:
+    return estimate(model, precision, setup, shape).total <= memory
+
+
+@lru_cache(maxsize=256)
+def _resident_of(model: Shape | Make, precision: Precision, accumulate: bool) -> Resident:
+    """Count a model, or a shape by its first block and what the second one adds."""
+    if not isinstance(model, Shape):
+        return resident(model(precision.weights), precision, accumulate)
+    one, two = (
+        resident(replace(model, layers=n).skeleton(precision.weights), precision, accumulate)
+        for n in (1, 2)
+    )
+    return one.grown(two, model.layers - 1)
+
+
+def _as_in_skeleton(names: frozenset[str]) -> frozenset[str]:
+    """Return what `Shape.skeleton` calls the FP8 layers of a model with other names: all of a block, or none."""
+    heads = {name for name in names if name.endswith("head")}
+    inside = ("q", "k", "v", "o", "gate", "up", "down") if names - heads else ()
+    return frozenset([*(f"blocks.0.{name}_proj" for name in inside), *(["head"] if heads else [])])
+
+
+def _fp8_gradients(precision: Precision, setup: Setup) -> bool:
+    """Return whether gradients are kept in FP8."""
+    recipe = precision.recipe
+    return recipe is not None and recipe.gradients == "fp8" and _whole(setup)
+
+
+def _whole(setup: Setup) -> bool:
+    """Return whether each rank holds everything."""
+    return setup.sharding in ("none", "ddp")
+
+
+def _share(stays: Resident, precision: Precision, setup: Setup) -> dict[str, int]:
+    """Return what stays on each rank."""
+    parts, ranks = dict(stays.bytes), setup.ranks
+    if _whole(setup):
+        return parts
+    if setup.sharding == "fsdp":
+        parts["gradients"] = parts["weights"]
+        shared: tuple[str, ...] = ("weights", "gradients")
+    else:
+        stage, whole = int(setup.sharding[-1]), stays.elements * (2 if precision.autocast else 4)
+        parts["masters"] += parts["weights"]
+        parts["weights"] = parts["gradients"] = whole
+        shared = ("weights", "gradients")[3 - stage :]
+    for kind in (*shared, "masters", "m", "v", "host"):
+        parts[kind] = -(-parts[kind] // ranks)
+    if setup.sharding in ("zero3", "fsdp") or not stays.fp8:
+        parts["weight copies"] = 0
+    return parts
+
+
+def _communication(stays: Resident, precision: Precision, setup: Setup) -> tuple[int, int, int]:
+    """Return bytes of buffers that are there always, of gathered weights, and of gradients being reduced."""
+    if setup.ranks == 1:
+        return 0, 0, 0
+    item = 2 if precision.autocast or precision.weights is torch.bfloat16 else 4
+    if _whole(setup):
+        ours = setup.sharding == "none" and _fp8_gradients(precision, setup)
+        return (0 if ours else stays.bytes["weights"]), 0, 0  # buckets of the weights' dtypes
+    if setup.sharding == "fsdp":
+        return stays.outside * item, 2 * stays.block * item, stays.block * item
+    buckets = 2 * _BUCKET * item
+    if setup.sharding == "zero3":
+        return min(stays.elements, _LIVE) * item + buckets, 0, 0
+    return 0, 0, buckets

@@ -1,0 +1,209 @@
+"""The bytes that a model, its gradients and its optimizer keep from step to step, by kind.
+
+Nothing is computed from a table of bytes: a model on the meta device goes through what `initialize` does, its optimizer
+makes its states, gradients are put where they would be, and `fp8stack.memory.measure` counts it all, as it counts a
+model that trains. Copies of weights (FP8 codes of native layers, bfloat16 under autocast) are made and counted too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from fp8stack.api import Decisions, carry_out, decide
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.formats import E4M3, scale_shape
+from fp8stack.levels import Recipe
+from fp8stack.memory import MemoryUse, measure
+from fp8stack.nn.convert import skipped_modules
+from fp8stack.nn.linear import Bf16Linear, Fp8Linear
+from fp8stack.nn.operands import WeightCache
+from fp8stack.optim import BlockwiseOptimizer
+from fp8stack.optim.state import BITSANDBYTES, zero_moment
+from fp8stack.tensor import BlockScaledTensor
+
+KINDS = ("weights", "weight copies", "masters", "gradients", "m", "v", "host")
+"""What stays; "host" is pinned memory of the host (`offload="cpu"`), the others are on the GPU."""
+
+_PARTS = {"weight": "weights", "master": "masters", "grad": "gradients", "m": "m", "v": "v"}
+_CPU = torch.device("cpu")  # has FP8 products and all states, whatever this machine has
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What trains: a level, or without a recipe torch's AdamW ("8bit": bitsandbytes')."""
+
+    name: str
+    weights: torch.dtype  # that the model is made in
+    autocast: bool  # products in bfloat16 whatever the weights are in
+    recipe: Recipe | None = None
+    bitsandbytes: bool = False  # without a recipe: its 8-bit AdamW, not torch's
+
+    @property
+    def brief(self) -> str:
+        weights = str(self.weights).removeprefix("torch.")
+        if self.recipe is not None:
+            return f"{self.recipe.brief}; from {weights} weights"
+        adamw = "bitsandbytes' 8-bit AdamW" if self.bitsandbytes else "AdamW"
+        return f"{adamw} on {weights} weights{', bf16 autocast' * self.autocast}"
+
+
+def at_level(recipe: Recipe, weights: torch.dtype = torch.float32) -> Precision:
+    """Return what trains at a level, from weights of that dtype; products of float32 ones are under bf16 autocast."""
+    return Precision(recipe.level, weights, weights is torch.float32, recipe)
+
+
+BASELINES = {
+    "fp32": Precision("fp32", torch.float32, False),
+    "bf16": Precision("bf16", torch.float32, True),
+    "8bit": Precision("8bit", torch.bfloat16, False, bitsandbytes=True),
+}
+"""What levels are compared with."""
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes by kind (KINDS) and what a formula of activations has to know of the layers."""
+
+    bytes: dict[str, int]
+    elements: int
+    outside: int  # elements that are in no block (a block: an element of a ModuleList)
+    block: int  # elements of the largest block
+    casts: int  # bytes of the weight copies that backward frees
+    gradient: int  # bytes of the largest one, in its parameter's dtype
+    fp8: frozenset[str]  # names of Linear layers that multiply in FP8
+
+    def grown(self, other: Resident, times: int) -> Resident:
+        """Return `self` and `times` the difference that `other` makes."""
+        more = {k: self.bytes[k] + times * (other.bytes[k] - self.bytes[k]) for k in KINDS}
+        elements = self.elements + times * (other.elements - self.elements)
+        casts = self.casts + times * (other.casts - self.casts)
+        return replace(self, bytes=more, elements=elements, casts=casts)
+
+
+def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -> Resident:
+    """Count what stays of `model`, which must be on the meta device and is converted on the way.
+
+    accumulate: gradients of several micro-batches are added up, for which FP8 ones keep a residual.
+
+    Raises:
+        ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise.
+    """
+    recipe, host = precision.recipe, False
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    decisions = None
+    if recipe is not None:
+        host = recipe.offload == "cpu"
+        compute = "native" if recipe.compute == "te" else recipe.compute  # which keep as much
+        recipe = replace(recipe, offload="none", compute=compute)
+        if idle := skipped_modules(model, recipe)[1]:
+            raise ConfigError(f"{idle[0]}.")
+        decisions = decide(model, optimizer, recipe, planned_for=_CPU)
+        with warnings.catch_warnings():  # about this machine, not the one that is planned for
+            warnings.simplefilter("ignore", Fp8StackWarning)
+            optimizer = carry_out(model, optimizer, decisions).returned or optimizer
+    if precision.bitsandbytes:
+        _add_bitsandbytes_states(optimizer)
+    use, counted = use_after_step(model, optimizer, decisions, accumulate), dict.fromkeys(KINDS, 0)
+    for part, nbytes in use.bytes.items():
+        counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
+    codes, casts = _copies(model, precision)
+    counted["weight copies"] = codes + casts
+    if host:
+        for kind in ("masters", "m", "v"):
+            counted["host"] += counted[kind]
+            counted[kind] = 0
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    blocks = [sum(p.numel() for p in block.parameters()) for each in lists[:1] for block in each]
+    return Resident(
+        counted,
+        use.elements,
+        use.elements - sum(blocks),
+        max(blocks, default=0),
+        casts,
+        max(p.nbytes for p in model.parameters()),
+        frozenset(n for n, m in model.named_modules() if isinstance(m, Fp8Linear)),
+    )
+
+
+def use_after_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    decisions: Decisions | None = None,
+    accumulate: bool = False,
+) -> MemoryUse:
+    """Count a model on the meta device as it is after a step, its gradients still there; none are left behind.
+
+    decisions: what `initialize` decided, if the model is at a level.
+    accumulate: FP8 gradients keep the residual of a sum.
+
+    Raises:
+        ModelError: for an optimizer that does not step on the meta device.
+    """
+    recipe = None if decisions is None else decisions.recipe
+    fp8 = decisions.quantized if decisions and decisions.recipe.gradients == "fp8" else set()
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = _fp8_gradient(p, accumulate) if p in fp8 else torch.empty_like(p)
+    if isinstance(optimizer, BlockwiseOptimizer):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    optimizer.ensure_state(group, p)
+    elif not optimizer.state:
+        try:
+            optimizer.step()
+        except Exception as error:  # another library's: whatever it raises
+            raise ModelError(
+                f"{type(optimizer).__name__} does not step on the meta device ({type(error).__name__}: {error}). "
+                "Return the model alone: it is planned with torch.optim.AdamW."
+            ) from error
+    if recipe is not None and recipe.step_in_backward:
+        model.zero_grad()  # each gradient is freed as soon as it was used
+    use = measure(model, optimizer)
+    model.zero_grad()
+    return use
+
+
+def _fp8_gradient(p: nn.Parameter, residual: bool) -> BlockScaledTensor:
+    codes = torch.empty(p.shape, dtype=E4M3.dtype, device=p.device)
+    scale = torch.empty(scale_shape(p.shape), dtype=torch.float32, device=p.device)
+    return BlockScaledTensor(codes, scale, p.dtype, (codes, scale) if residual else None)
+
+
+def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give a torch Adam the states that bitsandbytes' has: float32 for the small ones, its `min_8bit_size`."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            states = "fp32" if p.numel() < 4096 else BITSANDBYTES
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[p].update(zero_moment(name, p, states))
+
+
+def _copies(model: nn.Module, precision: Precision) -> tuple[int, int]:
+    """Return the bytes of FP8 codes of weights, which stay, and of bfloat16 copies, which go with the activations."""
+    codes: dict[torch.Tensor, int] = {}
+    casts: dict[torch.Tensor, int] = {}
+    for module in model.modules():
+        if isinstance(module, Fp8Linear):
+            cache = module.products.weights
+            codes[module.weight] = _code_bytes(module.weight.shape, cache.keep, cache.squares)
+        elif isinstance(module, nn.Linear) and (
+            precision.autocast or isinstance(module, Bf16Linear)
+        ):
+            nbytes = 2 * module.weight.numel()
+            casts[module.weight] = nbytes * (module.weight.dtype is not torch.bfloat16)
+    return sum(codes.values()), sum(casts.values())
+
+
+@lru_cache(maxsize=1024)
+def _code_bytes(shape: torch.Size, keep: str, squares: bool) -> int:
+    """Return the bytes that a native FP8 layer keeps of a weight."""
+    weight = nn.Parameter(torch.empty(shape, device="meta"))
+    codes, kept = WeightCache(weight, keep, squares=squares).codes(weight, True, True)
+    each = {id(t): t.nbytes for t in codes}
+    return 0 if kept == "off" else sum(each.values())

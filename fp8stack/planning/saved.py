@@ -1,0 +1,80 @@
+"""What a forward pass saves for backward: bytes a token, from what autograd saves for each operation.
+
+Each entry below is a tensor that an operation keeps (derivatives.yaml of torch, and `nn/linear.py` for FP8 layers).
+With h = hidden, q and kv = a token's queries and keys, f = feed-forward, V = vocabulary, r = bytes of the residual
+stream and c = bytes of what products put out (2 under autocast or in bfloat16, r otherwise):
+
+| operation                  | keeps                                            | bytes a token             |
+|----------------------------|--------------------------------------------------|---------------------------|
+| norm                       | its input, and 1 (RMSNorm) or 2 statistics       | r h + 4 or 8              |
+| Linear                     | its input, once for layers that share it         | c × inputs                |
+| the same in FP8            | the codes of it                                  | 1 × inputs (1 + 4 / 128)  |
+| attention (flash, memory-efficient SDPA) | q, k, v, output; log-sum-exp a head | c (2 q + 2 kv) + 4 heads |
+| GELU                       | its input                                        | c f                       |
+| SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
+| cross entropy              | log-probabilities in float32                     | 4 V                       |
+
+The output of attention is also the input of o_proj: a layer in bfloat16 keeps it at no cost, one in FP8 adds its codes.
+Sums and rotary positions keep nothing. Attention scores are never kept: that is so for the kernels above, not for
+attention written out. At the loss, gradients of log-probabilities and of logits come on top, 8 V a token in float32.
+
+Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); a model in eager
+mode, since torch.compile may keep less.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fp8stack.formats import BLOCK
+
+from .counted import Precision
+from .shapes import Shape
+
+IDS = 8  # bytes of a token's number in int64
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes a token; see the table of this module."""
+
+    block: int  # that one block keeps
+    inputs: int  # of one block: all that is kept of it under activation checkpointing
+    end: int  # final norm and head
+    loss: int  # log-probabilities
+    at_loss: int  # gradients at the loss, beside all that was kept
+
+
+def activations(
+    shape: Shape, precision: Precision, fp8: frozenset[str], sharded_bf16: bool = False
+) -> Activations:
+    """Return what a token keeps.
+
+    fp8: names of the Linear layers in FP8, as in `shape.skeleton()`.
+    sharded_bf16: the model computes in bfloat16 throughout (FSDP2's and DeepSpeed's mixed precision).
+    """
+    r = 2 if sharded_bf16 else precision.weights.itemsize
+    c = 2 if precision.autocast or sharded_bf16 else r
+    blockwise = precision.recipe is not None and precision.recipe.fp8_recipe == "blockwise"
+    code = 1 + 4 / BLOCK * blockwise
+
+    def inputs(width: int, *layers: str, kept: bool = False) -> float:
+        """Return bytes of an input of `layers`, which another operation has kept already or not."""
+        coded = [name in fp8 for name in layers]
+        return width * (code * any(coded) + c * (not all(coded) and not kept))
+
+    h, q, f, first = shape.hidden, shape.q_dim, shape.ffn, "blocks.0."
+    norm = r * h + (4 if shape.rms else 8)
+    attention = inputs(h, *(f"{first}{name}_proj" for name in "qkv"))
+    attention += c * 2 * (q + shape.kv_dim) + 4 * shape.heads
+    attention += inputs(q, f"{first}o_proj", kept=True)
+    up = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
+    mlp = inputs(h, *(first + name for name in up)) + (3 if shape.gated else 1) * c * f
+    mlp += inputs(f, f"{first}down_proj")
+    return Activations(
+        block=round(2 * norm + attention + mlp),
+        inputs=r * h,
+        end=round(norm + inputs(h, "head")) + 2 * IDS,
+        loss=4 * shape.vocab,
+        at_loss=8 * shape.vocab,
+    )

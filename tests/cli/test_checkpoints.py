@@ -1,0 +1,215 @@
+"""`fp8stack inspect` and `fp8stack convert`, on checkpoints of every kind and level, whole and damaged."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as save_folder
+
+import fp8stack
+from fp8stack.__main__ import main
+from fp8stack.checkpoint import master_state_dict
+
+NUMEL = 96 * 64 + 64 * 64 + 64  # the tie once
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(96, 64), nn.Linear(64, 64)
+        self.head = nn.Linear(64, 96, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.arange(3))
+
+
+def make(level, **overrides):
+    """Return a model and its optimizer after three steps. Its groups are in another order than its parameters."""
+    torch.manual_seed(0)
+    model = Tied()
+    groups = [{"params": [model.inner.bias]}, {"params": [model.inner.weight, model.embed.weight]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    if level is not None:
+        model, optimizer = fp8stack.initialize(model, optimizer, opt_level=level, **overrides)
+    for _ in range(3):
+        sum((p * torch.randn(p.shape)).sum() for p in model.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with checkpoints: "O2.pt" and so on, and "dcp"; and the masters of each."""
+    folder, masters = tmp_path_factory.mktemp("checkpoints"), {}
+    variants = {"plain": (None, {}), "O0": ("O0", {}), "O1": ("O1", {}), "O2": ("O2", {})}
+    variants["4bit"] = ("O2", {"states": "4bit-experimental", "master": "split32"})
+    variants["fp8-lm"] = ("O2", {"preset": "fp8-lm"})
+    for name, (level, overrides) in variants.items():
+        model, optimizer = make(level, **overrides)
+        fp8stack.checkpoint.save(folder / f"{name}.pt", model, optimizer, step=250, loss=3.5)
+        masters[name] = master_state_dict(model, optimizer)
+        if name == "O2":
+            states = dict(
+                zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that this is one process
+                save_folder({**states, "epoch": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+            masters["dcp"] = masters[name]
+    return folder, masters
+
+
+def inspected(capsys, path):
+    assert main(["inspect", str(path), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def converted(capsys, path, to, out):
+    assert main(["convert", str(path), "--to", to, "--out", str(out), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "moments", "masters"),
+    [
+        ("plain", None, {"float32": 3}, {}),
+        ("O0", None, {"float32": 3}, {}),
+        ("O1", "O1", {"float32": 3}, {}),
+        ("O2", "O2", {"8-bit block 128": 2, "float32": 1}, {"remainder": {"int8": 2}}),
+        ("4bit", "O2", {"4-bit block 128": 2, "float32": 1}, {"remainder": {"int16": 2}}),
+        ("fp8-lm", "O2", {"float16, one scale": 2, "float32": 1}, {"master": {"float16, one scale": 2}}),
+    ],
+)  # fmt: skip
+def test_inspect_reads_level_step_and_formats(name, level, moments, masters, saved, capsys):
+    data = inspected(capsys, saved[0] / f"{name}.pt")
+    assert (data["kind"], data["level"], data["step"]) == ("fp8stack.checkpoint", level, 250)
+    assert data["extra"] == {"step": 250, "loss": 3.5}
+    formats = {key: row["formats"] for key, row in data["optimizer"].items()}
+    assert formats.pop("exp_avg_sq") == moments
+    assert formats.pop("exp_avg")
+    assert formats == masters
+    stored = "bfloat16" if masters else "float32"
+    assert data["model"][stored]["elements"] >= NUMEL - 64
+    assert data["elements"] == NUMEL + 3  # and the buffer
+    assert data["file_bytes"] == (saved[0] / f"{name}.pt").stat().st_size
+    sizes = [t["bytes"] for t in data["largest"]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_inspect_reads_the_header_of_a_folder(saved, capsys):
+    data = inspected(capsys, saved[0] / "dcp")
+    assert data["kind"] == "torch.distributed.checkpoint"
+    assert (data["level"], data["step"]) == ("O2", 3)
+    assert data["optimizer"]["exp_avg"]["formats"] == {"8-bit block 128": 2, "float32": 1}
+    assert data["elements"] == NUMEL + 3 + 96 * 64  # which holds the tie twice
+    assert main(["inspect", str(saved[0] / "dcp")]) == 0
+    text = capsys.readouterr().out
+    assert "step 3, O2" in text
+    assert "2 × 8-bit block 128, 1 × float32" in text
+
+
+@pytest.mark.parametrize("name", ["plain", "O1", "O2", "4bit", "fp8-lm", "dcp"])
+def test_convert_puts_masters_together(name, saved, tmp_path, capsys):
+    """All the bits that training had, in float32; ties stay ties, integers stay integers."""
+    folder, masters = saved
+    source = folder / (name if name == "dcp" else f"{name}.pt")
+    told = converted(capsys, source, "fp32", tmp_path / "w.pt")
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert weights.keys() == masters[name].keys()
+    for key, value in masters[name].items():
+        assert torch.equal(weights[key], value), key
+        assert weights[key].dtype == value.dtype
+    assert weights["head.weight"].data_ptr() == weights["embed.weight"].data_ptr()
+    assert told["masters"] == (0 if name in ("plain", "O1") else 2)
+    Tied().load_state_dict(weights)
+    assert inspected(capsys, tmp_path / "w.pt")["elements"] == NUMEL + 3
+
+
+def test_convert_rounds_masters_once_to_bf16(saved, tmp_path, capsys):
+    folder, masters = saved
+    converted(capsys, folder / "4bit.pt", "bf16", tmp_path / "w.pt")
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert torch.equal(weights["inner.weight"], masters["4bit"]["inner.weight"].bfloat16())
+    assert weights["inner.bias"].dtype is torch.bfloat16
+
+
+def test_convert_writes_safetensors_with_the_tie(saved, tmp_path, capsys):
+    folder, masters = saved
+    out = tmp_path / "new" / "model.safetensors"
+    converted(capsys, folder / "O2.pt", "safetensors", out)
+    assert not {"embed.weight", "head.weight"} <= load_file(out).keys()
+    model = Tied()
+    assert load_model(model, out) == (set(), [])
+    assert torch.equal(model.head.weight, masters["O2"]["head.weight"])
+    data = inspected(capsys, out)
+    assert (data["kind"], data["elements"], data["level"]) == ("safetensors", NUMEL + 3, None)
+    converted(capsys, out, "bf16", tmp_path / "half.safetensors")  # and from it
+    assert load_file(tmp_path / "half.safetensors")["inner.bias"].dtype is torch.bfloat16
+
+
+def test_the_default_name_is_beside_the_checkpoint(saved, tmp_path, capsys):
+    shutil.copy(saved[0] / "O2.pt", tmp_path / "run.pt")
+    assert main(["convert", str(tmp_path / "run.pt"), "--to", "fp32"]) == 0
+    assert "5 tensors in float32, 42.47 KiB; 2 of them from masters" in capsys.readouterr().out
+    assert (tmp_path / "run_fp32.pt").is_file()
+
+
+def test_masters_without_names_are_refused(saved, tmp_path, capsys):
+    contents = torch.load(saved[0] / "O2.pt", weights_only=True)
+    del contents["names"]  # as older versions saved it
+    torch.save(contents, tmp_path / "old.pt")
+    message = refused(capsys, "convert", tmp_path / "old.pt", "--to", "fp32")
+    assert "holds bits of the weight 'parameter 2'" in message
+    assert inspected(capsys, tmp_path / "old.pt")["level"] == "O2"
+    assert not (tmp_path / "old_fp32.pt").exists()
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as raised:
+        main(list(map(str, arguments)))
+    assert raised.value.code == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    return error
+
+
+def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
+    folder = saved[0]
+    half = (folder / "O2.pt").read_bytes()[:4000]
+    (tmp_path / "half.pt").write_bytes(half)
+    assert "half.pt cannot be read: it is truncated" in refused(
+        capsys, "inspect", tmp_path / "half.pt"
+    )
+    converted(capsys, folder / "O2.pt", "safetensors", tmp_path / "w.safetensors")
+    whole = (tmp_path / "w.safetensors").read_bytes()
+    for count, message in ((5, "cannot be read"), (100, "header would be"), (5000, "header says")):
+        (tmp_path / "cut.safetensors").write_bytes(whole[:count])
+        assert message in refused(capsys, "inspect", tmp_path / "cut.safetensors")
+    assert "without .metadata" in refused(capsys, "inspect", tmp_path)
+    shutil.copytree(folder / "dcp", tmp_path / "dcp")
+    (shard,) = (tmp_path / "dcp").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert f"{shard.name} is missing or truncated" in refused(capsys, "inspect", tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80")
+    assert ".metadata cannot be read" in refused(capsys, "inspect", tmp_path / "dcp")
+    assert "no checkpoint at" in refused(capsys, "inspect", tmp_path / "none.pt")
+    torch.save([1], tmp_path / "list.pt")
+    assert "was not written by" in refused(capsys, "convert", tmp_path / "list.pt", "--to", "fp32")
+
+
+def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsys):
+    source = tmp_path / "O2.pt"
+    shutil.copy(saved[0] / "O2.pt", source)
+    (tmp_path / "file").write_text("")
+    options = ("convert", source, "--to", "fp32", "--out")
+    assert "cannot be written" in refused(capsys, *options, tmp_path / "file" / "w.pt")
+    assert "is the checkpoint itself" in refused(capsys, *options, source)
+    assert "is a folder" in refused(capsys, *options, tmp_path)
+    assert "invalid choice: 'fp16'" in refused(capsys, "convert", source, "--to", "fp16")
+    assert source.read_bytes() == (saved[0] / "O2.pt").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["O2.pt", "file"]

@@ -1,0 +1,90 @@
+"""`fp8stack comm-model`, and the program around its commands."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8stack import cli
+from fp8stack.__main__ import COMMANDS, main
+from fp8stack.comm.model import Cluster, estimate
+
+
+def test_it_prints_the_cost_model_for_every_number_of_hosts(capsys):
+    options = ["--hosts", "1", "32", "--gpus", "4", "--parameters", "1.5e9", "--network", "22"]
+    assert main(["comm-model", *options]) == 0
+    text = capsys.readouterr().out
+    assert "1,500,000,000 parameters" in text
+    assert "not a measurement" in text
+    header, _, one, many = [line for line in text.splitlines() if line.strip()][2:]
+    assert header.split()[:2] == ["hosts", "GPUs"]
+    for line, hosts in ((one, 1), (many, 32)):
+        cluster = Cluster(hosts, 4, network=22)
+        plain, ours = (estimate(1_500_000_000, cluster, kind, kind) for kind in ("bf16", "fp8"))
+        cells = line.split()
+        assert cells[:2] == [str(hosts), str(4 * hosts)]
+        assert cells[2:4] == [f"{1e3 * e.seconds:.2f}" for e in (plain, ours)]
+        assert cells[4] == f"{plain.seconds / ours.seconds:.2f}×"
+        assert cells[5] == ("NVLink" if hosts == 1 else "network")
+        assert cells[6:] == [f"{e.network_bytes / 1e6:.1f}" for e in (plain, ours)]
+    assert main(["comm-model", *options, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["parameters"], data["gpus"], data["network"]) == (1_500_000_000, 4, 22)
+    assert [c["hosts"] for c in data["clusters"]] == [1, 32]
+    assert data["clusters"][1]["fp8"]["ms"] == 1e3 * ours.seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hosts", "0"], "'0' is not a whole number above 0"),
+        (["--hosts", "8", "two"], "'two' is not a whole number above 0"),
+        (["--gpus", "1.5"], "'1.5' is not a whole number above 0"),
+        (["--parameters", "inf"], "'inf' is not a whole number above 0"),
+        (["--network", "nan"], "'nan' is not a number above 0"),
+        (["--nvlink=-1"], "'-1' is not a number above 0"),
+        (["--hosts", "1", "--gpus", "1"], "one GPU has nothing to reduce"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_numbers_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["comm-model", *options])
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("fp8stack comm-model: error: ")
+    assert error.count("\n") == 1
+
+
+def test_it_is_a_program_and_a_module_to_run():
+    program = str(Path(sys.executable).with_name("fp8stack"))
+    for command in ([sys.executable, "-m", "fp8stack"], [program]):
+        nothing = subprocess.run(command, capture_output=True, text=True)
+        assert nothing.returncode == 2
+        assert nothing.stderr == "fp8stack: error: the following arguments are required: command\n"
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["--help"])
+    assert raised.value.code == 0
+    text = capsys.readouterr().out
+    names = {path.stem.replace("_", "-") for path in Path(cli.__file__).parent.glob("*.py")}
+    for module in COMMANDS:
+        name = module.__name__.rpartition(".")[2].replace("_", "-")
+        assert name in names
+        assert f"    {name} " in text or f"    {name}\n" in text
+
+
+def test_without_rich_the_remedy_is_named_and_json_works(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # as if it were not installed
+    with pytest.raises(SystemExit) as raised:
+        main(["comm-model"])
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    assert 'pip install "fp8stack[cli]", or use --json' in error
+    assert main(["comm-model", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["clusters"]

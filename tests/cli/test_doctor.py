@@ -1,0 +1,131 @@
+"""`fp8stack doctor`: what it reports of this machine, its self-tests, and the trouble it finds."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import workers_cli
+
+from fp8stack.__main__ import main
+from fp8stack.cli import machine, selftest, trouble
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+def test_it_tests_this_machine_for_real(capfd):
+    """A GEMM, a step and an all-reduce between two processes, and JSON alone on stdout."""
+    status = main(["doctor", "--json"])
+    data = json.loads(capfd.readouterr().out)
+    assert status == 0, data
+    assert data["ok"]
+    tests = data["self_test"]
+    assert tests.keys() == {"gemm", "step", "all_reduce"}
+    for name in ("step", "all_reduce"):
+        assert tests[name]["status"] == "passed", tests[name]
+    (first, *_) = data["capabilities"].values()
+    assert tests["gemm"]["status"] == ("passed" if first["fp8_gemm"]["ok"] else "skipped")
+    assert "(bound " in tests["step"]["reason"]
+
+
+def test_it_prints_versions_capabilities_and_reasons(capsys):
+    main(["doctor", "--no-self-test", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["environment"]["torch"] == torch.__version__
+    assert data["environment"]["libraries"]["deepspeed"]
+    assert data["self_test"] == {}
+    for answers in data["capabilities"].values():
+        assert {
+            "fp8_gemm",
+            "fp8_optimizer",
+            "transformer_engine",
+            "bitsandbytes_optimizer",
+        } <= answers.keys()
+        assert all(answer["reason"] for answer in answers.values())
+    main(["doctor", "--no-self-test"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"torch {torch.__version__}" in text
+    assert "pure-torch reference kernels" in text or torch.cuda.is_available()
+
+
+def test_a_self_test_that_hangs_or_dies_is_an_answer(capfd):
+    with ThreadPoolExecutor(3) as pool:
+        hung = pool.submit(selftest.run, workers_cli.hang, "cpu", limit=3.0)
+        died = pool.submit(selftest.run, workers_cli.crash, "cpu")
+        failed = pool.submit(selftest.run, workers_cli.fail, "cpu")
+        denied = pool.submit(selftest.run, workers_cli.deny_on_second, "cpu", ranks=2)
+    assert (hung.result().ok, hung.result().reason) == (
+        False, "hang did not end within 3 s, and was killed",
+    )  # fmt: skip
+    assert not died.result()
+    assert "ended with SIGSEGV" in died.result().reason
+    assert not failed.result()
+    assert failed.result().reason == "fail raised RuntimeError: no kernel image"
+    assert (denied.result().ok, denied.result().reason) == (False, "rank 1")
+    assert "to be seen nowhere" not in capfd.readouterr().out
+
+
+def test_wrong_numbers_fail_a_self_test():
+    right = torch.linspace(0.5, 1.5, 100)
+    compare = selftest._compare
+    assert compare("x", {"y": (right * 1.05, right, 0.1)}, "z")
+    assert not compare("x", {"y": (right * 1.2, right, 0.1)}, "z")
+    assert not compare("x", {"y": (right, right, 0.1), "n": (right * torch.nan, right, 0.1)}, "z")
+    assert not compare("x", {"y": (right * 0.5, right, 0.1)}, "z")
+
+
+def test_trouble_is_an_error_with_a_remedy(tmp_path, monkeypatch, capsys):
+    if torch.version.cuda is not None:
+        pytest.skip("this torch has CUDA")
+    told = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    (tmp_path / "version").write_text(told)
+    monkeypatch.setattr(machine, "_DRIVER", tmp_path / "version")
+    assert main(["doctor", "--no-self-test"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "built without CUDA, and there is an NVIDIA driver (570.86.15)" in text
+    assert "Something is wrong" in text
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12\n"
+    )
+    assert machine.driver() == "535.183.01"
+
+
+def test_two_installed_cudnns_are_a_warning(tmp_path, monkeypatch):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libcudnn.so.9").touch()
+    monkeypatch.setenv(
+        "LD_LIBRARY_PATH", f"{tmp_path / 'one'}:{tmp_path / 'two'}:{tmp_path / 'one'}"
+    )
+    monkeypatch.delenv("CUDNN_HOME", raising=False)
+    assert set(trouble.installed_cudnn()) >= {str(tmp_path / "one"), str(tmp_path / "two")}
+    found = [t for t in trouble.find() if "cuDNNs are installed" in t.what]
+    assert [t.severity for t in found] == ["warning"]
+    assert "CUDNN_HOME" in found[0].remedy
+
+
+def test_old_versions_are_compared_with_the_package_s_own_metadata():
+    old = {
+        "fp8stack": "0",
+        "torch": "2.5.1",
+        "deepspeed": "0.15.4",
+        "transformers": "5.0.0",
+        "accelerate": "1.0",
+    }
+    found = {t.what.split()[0]: t for t in trouble._versions(old)}
+    assert found.keys() == {"torch", "deepspeed", "accelerate"}
+    assert found["torch"].severity == "error"
+    assert found["deepspeed"].remedy.startswith('pip install "deepspeed>=0.')
+    assert (
+        found["accelerate"].remedy == 'pip install "accelerate>=1.1"'
+    )  # the strictest of two extras
+    assert not list(trouble._versions(trouble.installed()))
+
+
+def test_a_hidden_package_of_hugging_face_s_is_found(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    (found,) = trouble._hidden({"kernels": "0.11.1"})
+    assert "hides Hugging Face's package kernels 0.11.1" in found.what
+    assert not list(trouble._hidden({}))

@@ -1,0 +1,150 @@
+"""`fp8stack estimate`: what it reads, what it shows, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8stack.__main__ import main
+from fp8stack.planning import BASELINES, Setup, Shape, estimate
+
+MODELS = """
+import torch
+from torch import nn
+
+class Config:
+    def to_dict(self):
+        return {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4,
+                "intermediate_size": 256, "vocab_size": 192}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(192, 128), nn.Linear(128, 192, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+
+def plain():
+    return Model().bfloat16()
+
+def with_config():
+    model = Model()
+    model.config = Config()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+SMALL = ["--sizes", "--layers", "2", "--hidden", "256", "--vocab", "512"]
+
+
+@pytest.fixture
+def estimated(capsys):
+    """Return a function that runs the command with --json and returns its object."""
+
+    def run(*options):
+        assert main(["estimate", *options, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        return data, {column["name"]: column for column in data["precisions"]}
+
+    return run
+
+
+def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
+    options = ["--parameters", "7e9", "--seq", "4096", "--gpu", "h100"]
+    data, columns = estimated(*options)
+    assert list(columns) == ["fp32", "bf16", "8bit", "O0", "O1", "O2"]
+    assert data["parameters"] == pytest.approx(7e9, rel=0.02)
+    assert not columns["bf16"]["fits"]
+    assert columns["O2"]["fits"]
+    assert columns["O2"]["largest_batch"] >= 1
+    assert (
+        columns["O2"]["largest_model"]["parameters"]
+        > 1.5 * columns["bf16"]["largest_model"]["parameters"]
+    )
+    shape = Shape(**data["shape"])
+    expected = estimate(shape, BASELINES["bf16"], Setup(seq=4096))
+    assert columns["bf16"]["bytes"] == expected.parts
+    assert columns["bf16"]["total"] == expected.total
+    assert main(["estimate", *options]) == 0
+    text = capsys.readouterr().out
+    assert "31 layers of 4,096" in text
+    assert "give --layers" in text  # the shape was made up, which is said
+    document = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
+    assert all(line.rstrip() in document for line in text.splitlines())
+    lines = {
+        line.split("  ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.strip()
+    }
+    assert lines["total"] == f"{columns['O2']['total'] / 2**30:,.2f}"
+    assert lines["largest micro-batch"] == str(columns["O2"]["largest_batch"])
+
+
+def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
+    _, whole = estimated(*SMALL)
+    data, columns = estimated(*SMALL, "--states", "4bit", "--weight-cache", "off")
+    assert list(columns) == ["fp32", "bf16", "8bit", "O2"]
+    assert data["memory"] is None
+    assert "fits" not in columns["O2"]
+    assert columns["O2"]["bytes"]["v"] < 0.6 * whole["O2"]["bytes"]["v"]
+    assert columns["O2"]["bytes"]["weight copies"] == 0
+    _, shared = estimated(*SMALL, "--opt-level", "O2", "--ranks", "4", "--zero", "2")
+    assert shared["O2"]["bytes"]["v"] == -(-whole["O2"]["bytes"]["v"] // 4)
+    _, bf16 = estimated(*SMALL, "--opt-level", "bf16")
+    assert list(bf16) == ["fp32", "bf16", "8bit"]
+    _, half = estimated(*SMALL, "--weights", "bfloat16", "--opt-level", "O0")
+    assert half["O0"]["bytes"]["weights"] == whole["O0"]["bytes"]["weights"] // 2
+
+
+def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 192,
+    }))  # fmt: skip
+    data, _ = estimated("--hf-config", str(config))
+    assert data["setup"]["seq"] == 64  # all of its positions
+    assert data["shape"]["tied"]
+    data, _ = estimated("--hf-config", str(config), "--hidden", "256")
+    assert (data["shape"]["hidden"], data["shape"]["head_dim"]) == (256, 64)
+    file = tmp_path / "own.py"
+    file.write_text(MODELS)
+    data, columns = estimated("--model", f"{file}:plain", "--memory", "1")
+    assert data["shape"] is None
+    assert "activations are not estimated" in data["notes"][0]
+    elements = 2 * 192 * 128 + 2 * (128 * 128 + 128)
+    assert data["parameters"] == elements
+    assert columns["O0"]["bytes"]["weights"] == 2 * elements  # as the function made it
+    assert columns["fp32"]["bytes"]["weights"] == 4 * elements
+    data, columns = estimated("--model", f"{file}:with_config", "--memory", "1")
+    assert columns["O2"]["bytes"]["activations"] > 0
+    assert columns["O2"]["largest_batch"] > 0
+    assert "optimizer is not looked at" in data["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "one of the arguments --parameters --hf-config --model --sizes is required"),
+        (["--parameters", "many"], "'many' is not a number above 0"),
+        (["--parameters", "1e5"], "fewer than the embeddings"),
+        (["--sizes", "--hidden", "64"], "--layers is missing"),
+        ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
+        ([*SMALL, "--batch", "0"], "batch=0 must be a whole number above 0"),
+        ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
+        ([*SMALL, "--gpu", "H100", "--memory", "80"], "give one of them"),
+        ([*SMALL, "--zero", "2"], "give --ranks above 1"),
+        ([*SMALL, "--ranks", "2", "--zero", "2", "--fsdp"], "not allowed with argument"),
+        ([*SMALL, "--opt-level", "O3"], 'must be one of "O0", "O1", "O2"'),
+        ([*SMALL, "--opt-level", "bf16", "--states", "8bit"], "--states is of levels"),
+        ([*SMALL, "--skip", "lm_head"], "matches no module"),
+        ([*SMALL, "--states", "9bit"], "is not a choice"),
+        ([*SMALL, "--ranks", "2", "--fsdp", "--offload", "cpu"], "CPUOffloadPolicy"),
+        ([*SMALL, "--ranks", "2", "--zero", "1", "--preset", "fp8-lm"], "one scale a tensor"),
+        ([*SMALL, "--ranks", "2", "--step-in-backward"], "is for one process"),
+        (["--hf-config", "nowhere.json"], "cannot be read as JSON"),
+        (["--model", "nowhere.py:make"], "no Python file"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["estimate", *options])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,218 @@
+"""`fp8stack plan`: it says what `initialize` then does, counts the same bytes, and allocates nothing."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import fp8stack
+from fp8stack.__main__ import main
+from fp8stack.cli import machine
+from fp8stack.memory import measure
+
+MODELS = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, width=64, words=96, layers=2):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.position = nn.Parameter(torch.zeros(128, width))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+        self.odd = nn.Linear(width, 3)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean() + self.odd(x).square().mean()
+
+
+def build():
+    return Model()
+
+
+def with_sgd():
+    model = Model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def with_lbfgs():
+    model = Model()
+    return model, torch.optim.LBFGS(model.parameters())
+
+
+def of_a_terabyte():
+    print("for stderr, since stdout is the command's")
+    return Model(width=65536, words=131072, layers=8)
+
+
+def normed():
+    return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)))
+
+
+def moved():
+    return Model().to("cpu")
+
+
+def empty():
+    return nn.Identity()
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A folder to be in, with models.py, planned for the CPU; return the module."""
+    monkeypatch.setattr(machine, "device", lambda: torch.device("cpu"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.py").write_text(MODELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "models", raising=False)  # that of the benchmarks
+    yield __import__("models")
+    del sys.modules["models"]
+
+
+def planned(capsys, *options):
+    assert main(["plan", *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def trained(model, optimizer, level, **options):
+    """Return the report of `initialize`, and the bytes by part of a model that is then trained for a step."""
+    model, optimizer = fp8stack.initialize(model, optimizer, opt_level=level, **options)
+    for last in (False, True):
+        model(torch.arange(32).reshape(2, 16)).backward()
+        optimizer.step()
+        if not last:
+            optimizer.zero_grad()
+    return fp8stack.get_report(model), {
+        k: v for k, v in measure(model, optimizer).bytes.items() if v
+    }
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "level", "overrides"),
+    [
+        ("build", [], "O2", {}),
+        ("build", ["--opt-level", "O0"], "O0", {}),
+        ("build", ["--opt-level", "O1"], "O1", {}),
+        ("build", ["--skip", "odd", "*.down", "--pad", "skip"], "O2", {"skip": ["odd", "*.down"], "pad": "skip"}),
+        ("build", ["--preset", "fp8-lm"], "O2", {"preset": "fp8-lm"}),
+        ("build", ["--step-in-backward"], "O2", {"step_in_backward": True}),
+        ("build", ["--states-for", "*up*=4bit,none"], "O2",
+         {"states_for": {"*up*": {"states": "4bit", "master": "none"}}}),
+        ("with_sgd", ["--min-numel", "20000"], "O2", {"min_numel": 20000}),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)  # fmt: skip
+def test_the_plan_is_what_initialize_does(function, options, level, overrides, models, capsys):
+    data = planned(capsys, f"models.py:{function}", *options)
+    built = getattr(models, function)()
+    model, optimizer = (
+        built if isinstance(built, tuple) else (built, torch.optim.AdamW(built.parameters()))
+    )
+    report, use = trained(model, optimizer, level, **overrides)
+    told = data["report"]
+    for name in (
+        "level",
+        "gemm",
+        "compute",
+        "converted",
+        "skipped",
+        "stored",
+        "kept",
+        "bytes_per_parameter",
+    ):
+        assert told[name] == json.loads(json.dumps(report.to_dict()[name])), name
+    assert data["bytes"]["after"] == use
+    numel = sum(p.numel() for p in model.parameters())
+    assert data["parameters"] == numel
+    moments = 1 if function == "with_sgd" else 2
+    before = data["bytes"]["before"]
+    assert [before.get(k, 0) for k in ("weight", "grad", "m", "v")] == [
+        4 * numel, 4 * numel, 4 * numel, 4 * numel * (moments - 1),
+    ]  # fmt: skip
+
+
+def test_the_table_has_matrices_reasons_and_bytes(models, capsys):
+    assert main(["plan", "models.py:build", "--skip", "*.down", "--pad", "skip"]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines()]
+    assert [
+        "blocks.*.up.weight",
+        "2",
+        "Linear",
+        "256×64",
+        "fp8",
+        "bfloat16",
+        "+",
+        "split24",
+        "fp8",
+        "8bit",
+    ] in rows
+    assert ["blocks.*.down.weight", "2", "Linear", "64×256", "float32", "float32", "fp32"] in rows
+    assert 'blocks.0.down and 1 more: matches skip="*.down"' in text
+    assert "position: Model uses it directly" in text
+    assert "odd: out_features 3 is not a multiple of 16" in text
+    total = next(row for row in rows if row[:1] == ["bytes/parameter"])
+    assert float(total[1]) == 16
+    assert 6 < float(total[2]) < 12
+
+
+def test_layers_without_a_weight_of_their_own_have_their_reason_too(models, capsys):
+    assert main(["plan", "models.py:normed"]) == 0
+    text = capsys.readouterr().out
+    assert "\n0: is a ParametrizedLinear, a subclass of nn.Linear" in text
+    assert "parametrizations.weight.original" in text
+
+
+def test_a_model_larger_than_any_machine_is_planned(models, capsys):
+    data = planned(capsys, "models.py:of_a_terabyte")
+    assert data["bytes"]["before"]["weight"] > 2**40
+    assert len(data["report"]["converted"]) == 18
+    assert data["bytes"]["after"]["weight"] < 0.51 * data["bytes"]["before"]["weight"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["models.py:build", "--opt-level", "02"], "opt_level must be one of"),
+        (["models.py:build", "--fp8-format", "e4m4"], "fp8_format='e4m4' is not a choice"),
+        (["models.py:build", "--min-numel", "many"], "argument --min-numel: invalid int value"),
+        (["models.py:build", "--states-for", "head"], "must be PATTERN=STATES"),
+        (["models.py:build", "--states-for", "haed=fp32"], "matches no parameter"),
+        (["models.py:build", "--optimizer", "x"], "unrecognized arguments"),
+        (
+            ["models.py:build", "--fp8-margin", "99"],
+            "fp8_margin=99 must be an integer from 0 to 16",
+        ),
+        (["models.py:moved"], "leave moving the model to a GPU"),
+        (["models.py:empty"], "no parameters"),
+        (["models.py:with_lbfgs", "--opt-level", "O1"], "does not step on the meta device"),
+        (["models.py"], "must be a file and a function"),
+        (["none.py:build"], "there is no Python file 'none.py'"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_is_wrong_is_said_in_a_line(arguments, message, models, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["plan", *arguments])
+    assert raised.value.code == 2
+    out, error = capsys.readouterr()
+    assert message in error
+    assert (out, error.count("\n")) == ("", 1)

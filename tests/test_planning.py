@@ -1,0 +1,317 @@
+"""The estimate of memory, against bytes that real models hold and that autograd really saves."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+import fp8stack
+from fp8stack.errors import ConfigError
+from fp8stack.levels import recipe_for
+from fp8stack.memory import measure
+from fp8stack.nn.linear import Fp8Linear
+from fp8stack.planning import (
+    BASELINES,
+    LLAMA,
+    Precision,
+    Setup,
+    Shape,
+    activations,
+    at_level,
+    estimate,
+    largest_batch,
+    largest_model,
+    read_config,
+    resident,
+    shape_of_config,
+)
+
+GIB = 2**30
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+SIZES = {
+    "llama": models.Config("llama", 512, 256, 3, 4, 2, 640, batch=3, sequence=128),
+    "gpt2": models.Config("gpt2", 512, 256, 3, 4, 4, 1024, batch=3, sequence=128),
+}
+LEVELS = {
+    "O0": ("O0", {}),
+    "O1": ("O1", {}),
+    "O2": ("O2", {}),
+    "4bit": ("O2", {"states": "4bit", "weight_cache": "fp8"}),
+    "bf16 states": ("O2", {"states": "bf16", "master": "split32", "compute": "bf16"}),
+    "fp8-lm": ("O2", {"preset": "fp8-lm", "gradients": "keep", "weight_cache": "off"}),
+}
+
+
+def shape_of(config: models.Config) -> Shape:
+    """Return the shape of a model of benchmarks/models.py."""
+    sizes = (config.layers, config.dim, config.heads, config.kv_heads, config.ffn, config.vocab)
+    if config.kind == "llama":
+        return Shape(*sizes)
+    own = {"gated": False, "rms": False, "bias": True, "tied": True}
+    return Shape(*sizes, **own, positions=config.sequence)
+
+
+def train(config, precision, steps=1):
+    """Take steps at a precision; return the model, its optimizer and bytes that forward saved, without weights."""
+    torch.manual_seed(0)
+    model = {"llama": models.Llama, "gpt2": models.GPT2}[config.kind](config).to(precision.weights)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if precision.recipe is not None:
+        fields = vars(precision.recipe) | {"level": None, "brief": None}
+        given = {k: v for k, v in fields.items() if v is not None}
+        model, optimizer = fp8stack.initialize(model, optimizer, precision.recipe.level, **given)
+    ids = torch.randint(config.vocab, (config.batch, config.sequence))
+    saved = {}
+    sizes = {t.shape for p in model.parameters() if p.ndim > 1 for t in (p, p.t())}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        # a bfloat16 copy of a weight is no activation
+        if not (precision.autocast and tensor.dtype is torch.bfloat16 and tensor.shape in sizes):
+            saved[storage._cdata] = storage  # which keeps it, so that no other gets its address
+        return tensor
+
+    for _ in range(steps):
+        optimizer.zero_grad()
+        saved.clear()
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast),
+        ):
+            loss = model(ids, ids)
+        loss.backward()
+        optimizer.step()
+    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    for module in model.modules():
+        if isinstance(module, Fp8Linear) and (codes := module.products.weights._codes):
+            own.update(t.untyped_storage()._cdata for t in codes)
+    return model, optimizer, sum(s.nbytes() for key, s in saved.items() if key not in own)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("name", LEVELS)
+def test_what_stays_is_what_a_real_model_holds(kind, name):
+    level, given = LEVELS[name]
+    for weights in (torch.float32, torch.bfloat16)[: 2 if name in ("O0", "O2") else 1]:
+        precision = at_level(recipe_for(level, **given), weights)
+        model, optimizer, _ = train(SIZES[kind], precision)
+        use = measure(model, optimizer)
+        stays = resident(shape_of(SIZES[kind]).skeleton(weights), precision)
+        real = {"weights": "weight", "masters": "master", "gradients": "grad", "v": "v"}
+        for ours, part in real.items():
+            assert stays.bytes[ours] == pytest.approx(use.bytes[part], rel=0.01), ours
+        assert stays.bytes["m"] == pytest.approx(use.bytes["m"] + use.bytes["other"], rel=0.01)
+        caches = {id(m.products.weights): m.products.weights
+                  for m in model.modules() if isinstance(m, Fp8Linear)}  # fmt: skip
+        held = [{id(t): t.nbytes for t in c._codes or ()} for c in caches.values()]
+        codes = stays.bytes["weight copies"] - stays.casts
+        assert codes == pytest.approx(sum(sum(c.values()) for c in held), rel=0.01)
+
+
+def test_blocks_are_counted_once_and_multiplied():
+    for shape in (shape_of(SIZES["gpt2"]), replace(shape_of(SIZES["llama"]), layers=9)):
+        for precision in (*BASELINES.values(), at_level(recipe_for("O2"))):
+            whole = resident(shape.skeleton(precision.weights), precision)
+            e = estimate(shape, precision, Setup())
+            assert {k: v for k, v in e.parts.items() if k in whole.bytes} == whole.bytes
+            assert e.parameters == shape.parameters == whole.elements
+
+
+def test_residuals_of_accumulated_gradients_and_host_memory_are_counted():
+    shape = shape_of(SIZES["llama"])
+    once, twice = (
+        estimate(shape, at_level(recipe_for("O1")), Setup(accumulate=a)) for a in (False, True)
+    )
+    assert twice.parts["gradients"] > 1.9 * once.parts["gradients"]
+    assert twice.moments["loss"] == once.moments["loss"] + twice.parts["gradients"]
+    here, away = (
+        estimate(shape, at_level(recipe_for("O2", offload=where)), Setup())
+        for where in ("none", "cpu")
+    )
+    moved = sum(here.parts[k] for k in ("masters", "m", "v"))
+    assert away.parts["host"] == moved == here.peak - away.peak
+    freed = estimate(shape, at_level(recipe_for("O2", step_in_backward=True)), Setup())
+    assert freed.parts["gradients"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("gpt2", Precision("bfloat16", torch.bfloat16, False)),
+        ("gpt2", BASELINES["fp32"]),
+        ("gpt2", BASELINES["bf16"]),
+        ("gpt2", at_level(recipe_for("O0"), torch.bfloat16)),
+        ("gpt2", at_level(recipe_for("O0", skip=["head"]))),
+        ("gpt2", at_level(recipe_for("O2"))),
+        ("gpt2", at_level(recipe_for("O2", fp8_recipe="blockwise", weight_cache="off"))),
+        ("gpt2", at_level(recipe_for("O2", compute="bf16"))),
+    ],
+    ids=lambda value: getattr(value, "brief", value),
+)
+def test_activations_are_what_autograd_saves(kind, precision):
+    config = SIZES[kind]
+    shape, tokens = shape_of(config), config.batch * config.sequence
+    _, _, saved = train(config, precision, steps=2)
+    stays = resident(shape.skeleton(precision.weights), precision)
+    each = activations(shape, precision, stays.fp8)
+    ours = tokens * (shape.layers * each.block + each.end + each.loss)
+    assert ours == pytest.approx(saved, rel=0.05)
+
+
+def test_moments_and_checkpointing():
+    precision, setup = at_level(recipe_for("O2")), Setup(batch=4, seq=4096)
+    e = estimate(LLAMA, precision, setup)
+    assert e.peak == e.moments[e.moment] == max(e.moments.values())
+    assert e.total == e.peak + e.overhead
+    double = estimate(LLAMA, precision, replace(setup, batch=8))
+    assert double.parts["activations"] == 2 * e.parts["activations"]
+    fewer = estimate(LLAMA, precision, replace(setup, checkpointing=True))
+    assert fewer.parts["activations"] < 0.2 * e.parts["activations"]
+    assert fewer.moments["end"] == e.moments["end"]
+
+
+def measured():
+    """Yield the records that the estimate covers: name, model, precision, setup, GiB, and whether an optimizer ran."""
+    recorded = {name: [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+                for name in ("train_step.jsonl", "frameworks.jsonl", "ddp_step.jsonl")}  # fmt: skip
+    bf16 = Precision("bf16", torch.bfloat16, False)
+    steps = {"bf16 eager": bf16}  # bfloat16 weights, and a step without an optimizer
+    for recipe in ("current", "blockwise"):
+        given = {"skip": ["head"], "fp8_recipe": recipe}
+        steps[f"native {recipe}"] = at_level(recipe_for("O0", **given), torch.bfloat16)
+        for keep in ("fp8", "off"):
+            cached = at_level(recipe_for("O0", **given, weight_cache=keep), torch.bfloat16)
+            steps[f"native {recipe}, cache {keep}"] = cached
+    for record in recorded["train_step.jsonl"]:
+        p, peak = record["params"], record["extra"].get("peak_gib")
+        if record["variant"] in steps and peak:
+            config = replace(models.MODELS[p["model"]], vocab=p["vocab"])
+            setup = Setup(p["batch"], p["sequence"])
+            yield (
+                f"{p['model']} {record['variant']}",
+                config,
+                steps[record["variant"]],
+                setup,
+                peak,
+                False,
+            )
+    shardings = {"zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp", "accelerate ddp": "ddp"}
+    whole = {"bf16": BASELINES["bf16"], "O2 native": at_level(recipe_for("O2"))}
+    for record in recorded["frameworks.jsonl"]:
+        p = record["params"]
+        for name, sharding in shardings.items():
+            precision = whole.get(record["variant"].removeprefix(f"{name} "))
+            if precision:
+                setup = Setup(p["batch"], p["seq"], p["ranks"], sharding)
+                yield (
+                    record["variant"],
+                    models.MODELS[p["model"]],
+                    precision,
+                    setup,
+                    record["peak_gib"],
+                    True,
+                )
+    plain = at_level(recipe_for("O2", compute="bf16"), torch.bfloat16)
+    for record in recorded["ddp_step.jsonl"]:
+        p = record["params"]
+        if record["variant"] == "DataParallel":
+            setup = Setup(p["batch"], p["seq"], p["ranks"])
+            yield (
+                f"DataParallel {p['model']}",
+                models.MODELS[p["model"]],
+                plain,
+                setup,
+                record["peak_gib"],
+                True,
+            )
+
+
+def test_peaks_are_within_5_percent_of_what_was_measured():
+    document = (RESULTS.parents[1] / "docs" / "estimate.md").read_text()
+    for name, config, precision, setup, peak, optimizer in measured():
+        shape = replace(shape_of(config), positions=setup.seq if config.kind == "gpt2" else 0)
+        e = estimate(shape, precision, setup)
+        without = e.moments["loss"] - sum(e.parts[k] for k in ("masters", "m", "v"))
+        ours = (e.peak if optimizer else without) / GIB
+        assert ours == pytest.approx(peak, rel=0.05), name
+        assert (
+            f"| {name} | {ours:.2f} | {peak:.2f} | {100 * (ours / peak - 1):+.1f} % |" in document
+        )
+
+
+def test_ranks_share_what_they_say():
+    shape, precision = replace(LLAMA, layers=4), at_level(recipe_for("O2"))
+    one = estimate(shape, precision, Setup()).parts
+    by = {s: estimate(shape, precision, Setup(ranks=4, sharding=s)).parts
+          for s in ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")}  # fmt: skip
+    assert by["none"]["communication"] == 0  # gradients live in the buckets
+    assert by["ddp"]["communication"] == one["weights"]
+    assert all(by[s]["m"] == -(-one["m"] // 4) for s in ("zero1", "zero2", "zero3", "fsdp"))
+    whole = 2 * shape.parameters
+    assert [by[f"zero{n}"]["weights"] for n in (1, 2, 3)] == [whole, whole, -(-whole // 4)]
+    assert [by[f"zero{n}"]["gradients"] for n in (1, 2, 3)] == [
+        whole,
+        -(-whole // 4),
+        -(-whole // 4),
+    ]
+    assert by["fsdp"]["weight copies"] == by["zero3"]["weight copies"] == 0
+    bf16 = estimate(shape, BASELINES["bf16"], Setup(ranks=4, sharding="zero1")).parts
+    assert bf16["masters"] == shape.parameters
+    assert bf16["m"] == pytest.approx(shape.parameters)  # and counts of steps
+
+
+def test_what_fits_is_the_largest_that_does():
+    precision, setup, memory = at_level(recipe_for("O2")), Setup(seq=2048), 80 * GIB
+    batch = largest_batch(LLAMA, precision, setup, memory)
+    assert estimate(LLAMA, precision, replace(setup, batch=batch), LLAMA).total <= memory
+    assert estimate(LLAMA, precision, replace(setup, batch=batch + 1), LLAMA).total > memory
+    best = largest_model(LLAMA, precision, setup, memory)
+    assert estimate(best, precision, setup).total <= memory
+    assert estimate(LLAMA.resized(1.08 * best.parameters), precision, setup).total > memory
+    assert largest_batch(LLAMA, precision, setup, GIB) == 0
+    assert largest_model(LLAMA, precision, setup, GIB // 2) is None
+
+
+@pytest.mark.parametrize("parameters", [2e8, 1e9, 7e9, 13e9, 70e9])
+def test_a_family_keeps_its_proportions(parameters):
+    shape = LLAMA.resized(parameters)
+    assert shape.parameters == pytest.approx(parameters, rel=0.1)
+    assert shape.ffn / shape.hidden == pytest.approx(LLAMA.ffn / LLAMA.hidden)
+    assert 0.4 < (shape.layers / shape.hidden) / (LLAMA.layers / LLAMA.hidden) < 2.5
+    with pytest.raises(ConfigError, match="fewer than the embeddings"):
+        LLAMA.resized(1e6)
+
+
+def test_a_hugging_face_config_has_the_parameters_of_its_model(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    for kind in ("llama", "mistral", "qwen2", "gpt2"):
+        more = {"intermediate_size": 96, "num_key_value_heads": 2} if kind != "gpt2" else {}
+        config = AutoConfig.for_model(kind, **sizes, **more)
+        config.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            real = AutoModelForCausalLM.from_config(config)
+        assert read_config(tmp_path / "config.json").parameters == real.num_parameters(), kind
+
+
+def test_bad_input_says_what_is_wrong(tmp_path):
+    with pytest.raises(ConfigError, match="heads=4 must be a multiple of kv_heads=3"):
+        Shape(2, 64, 4, 3, 128, 96)
+    with pytest.raises(ConfigError, match="layers=0 must be a whole number"):
+        Shape(0, 64, 4, 4, 128, 96)
+    with pytest.raises(
+        ConfigError, match=r"model_type='lama' is not known.*Did you mean \"llama\""
+    ):
+        shape_of_config({"model_type": "lama"})
+    with pytest.raises(ConfigError, match=r"num_attention_heads=None must be"):
+        shape_of_config({"model_type": "llama"})
+    with pytest.raises(ConfigError, match="batch=0 must be a whole number"):
+        Setup(batch=0)
+    with pytest.raises(ConfigError, match="sharding='zero4' must be one of"):
+        Setup(sharding="zero4")
+    with pytest.raises(ConfigError, match=r"skip='lm_hed' matches no module"):
+        estimate(LLAMA, at_level(recipe_for("O0", skip=["lm_hed"])), Setup())
