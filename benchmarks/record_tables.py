@@ -1,0 +1,373 @@
+"""What the tables of README.md and docs/ show of `benchmarks/results/`: `TABLES`, for `tables.py` to write.
+
+A function returns the lines of a table. Rows name the variant of the record that they show, so a record that is missing
+is a KeyError and not an empty cell. A variant that was measured again counts with its last record.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+Record = dict[str, Any]
+TABLES: dict[str, Callable[[], list[str]]] = {}
+
+
+def read(name: str, **params: Any) -> list[Record]:
+    """Return the records of benchmarks/results/NAME.jsonl whose parameters have these values."""
+    records = map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
+    return [r for r in records if params.items() <= r["params"].items()]
+
+
+def by_variant(records: Iterable[Record]) -> dict[str, Record]:
+    return {r["variant"]: r for r in records}
+
+
+def by_seed(name: str) -> dict[str, dict[int, float]]:
+    """Return the values of each variant by seed."""
+    found: dict[str, dict[int, float]] = {}
+    for r in read(name):
+        found.setdefault(r["variant"], {})[r["params"]["seed"]] = r["value"]
+    return found
+
+
+def paired(values: dict[int, float], base: dict[int, float]) -> list[float]:
+    """Return by how much values exceed those of the same seed, as fractions, in the order of seeds."""
+    return [values[seed] / base[seed] - 1 for seed in sorted(values)]
+
+
+def percent(fraction: float) -> str:
+    """Return a difference in percent, signed, without the unit."""
+    return f"{100 * fraction:+.2f}".replace("-", "−")
+
+
+def row(*cells: str) -> str:
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+
+
+def lines(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    return [row(*heads), "|---" * len(heads) + "|", *(row(*cells) for cells in rows)]
+
+
+def table(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[str]]]:
+    """Register a function as that of a table."""
+
+    def register(function: Callable[[], list[str]]) -> Callable[[], list[str]]:
+        TABLES[name] = function
+        return function
+
+    return register
+
+
+# --- losses
+
+
+def losses(values: dict[int, float], base: dict[int, float]) -> tuple[str, str, str]:
+    """Return the cells of a variant: mean, mean difference to the base, difference of each seed."""
+    each = paired(values, base)
+    return (
+        f"{statistics.mean(values.values()):.4f}",
+        f"{percent(statistics.mean(each))} %",
+        f"{', '.join(map(percent, each))} %",
+    )
+
+
+@table("convergence")
+def convergence() -> list[str]:
+    found = by_seed("convergence")
+    base = found["baseline"]
+    rows = [("baseline", f"{statistics.mean(base.values()):.4f}", "", "")]
+    rows += [(level, *losses(found[level], base)) for level in ("O0", "O1", "O2")]
+    return lines(("", "mean", "difference to the baseline", "seed by seed"), rows)
+
+
+@table("optimizer-parity")
+def optimizer_parity() -> list[str]:
+    found = by_seed("optimizer_parity")
+    rows = []
+    for formats in ("8bit/split24", "4bit/split24"):
+        states, master = formats.split("/")
+        rows.append((f'`"{states}"`, `"{master}"`', *losses(found[formats], found["baseline"])))
+    heads = ("`states`, `master`", "mean", "difference to float32 AdamW", "seed by seed")
+    return lines(heads, rows)
+
+
+PRODUCTS = {
+    '`"current"`': "native/current",
+    '`"delayed"`': "native/delayed",
+    '`"blockwise"`': "native/blockwise",
+    '`"current"`, `fp8_format="e5m2"`': "native/current/e5m2",
+    'TransformerEngine, `"current"`': "te/current",
+    'TransformerEngine, `"delayed"`': "te/delayed",
+    'TransformerEngine, `"blockwise"`': "te/blockwise",
+}
+
+
+@table("product-parity")
+def product_parity() -> list[str]:
+    found = by_seed("product_parity")
+    base = {0: found["baseline"][0]}  # one seed of each
+    rows = [("bfloat16", f"{base[0]:.4f}", "")]
+    rows += [(name, *losses(found[variant], base)[:2]) for name, variant in PRODUCTS.items()]
+    return lines(("products", "validation loss, nats a byte", "difference"), rows)
+
+
+WIRE = {
+    "the hook": "hook",
+    "the hook, error feedback": "hook, error feedback",
+    "`DataParallel`": "DataParallel",
+    "`DataParallel`, error feedback": "DataParallel, error feedback",
+}
+
+
+@table("wire-parity")
+def wire_parity() -> list[str]:
+    found = by_seed("wire_parity")
+    base = found["ddp bf16"]
+    mean = f"{statistics.mean(base.values()):.4f}"
+    rows = [("DistributedDataParallel, bfloat16", mean, "", "")]
+    rows += [(name, *losses(found[variant], base)) for name, variant in WIRE.items()]
+    heads = ("validation loss", "difference, mean", "of each seed")
+    return lines(("two GPUs, 126M parameters, 2,000 steps", *heads), rows)
+
+
+@table("demo")
+def demo() -> list[str]:
+    found = by_variant(read("demo"))
+    rows = []
+    for level, r in found.items():
+        size, base = r["bytes_per_parameter"], found["baseline"]["value"]
+        change = "" if level == "baseline" else f"{percent(r['value'] / base - 1)} %"
+        parts = [
+            f"{size[p]:.2f}" if size[p] else "0" for p in ("weight", "master", "grad", "m", "v")
+        ]
+        rows.append((level, f"{r['value']:.4f}", change, *parts, f"{size['total']:.2f}"))
+    heads = ("val loss", "vs base", "weight", "master", "grad", "m", "v", "bytes/parameter")
+    return lines(("", *heads), rows)
+
+
+# --- optimizers
+
+STEPS = {
+    "fp8stack, default": "fp8stack",
+    "fp8stack, norm and clipping included": "fp8stack max_grad_norm",
+    "fp8stack, FP8 weights for the next forward included": "fp8stack emit",
+    "fp8stack, states and masters in host memory": "fp8stack offload",
+    'fp8stack, `states="4bit"`': "fp8stack 4bit/split24/fp8",
+    "torch fused, float32": "torch fused fp32",
+    "torch fused, pure bfloat16": "torch fused bf16",
+    "flashoptim, 24 bits": "flashoptim 24bit",
+    "TransformerEngine, float32 master": "te fp32 master",
+    "TransformerEngine, FP8-LM formats": "te fp8-lm",
+    "bitsandbytes AdamW8bit": "bitsandbytes 8bit",
+    "torchao AdamW8bit": "torchao 8bit",
+    "torchao AdamW4bit": "torchao 4bit",
+}
+
+STEPS_IN_SHORT = (
+    "fp8stack, default", "torch fused, float32", "torch fused, pure bfloat16", "flashoptim, 24 bits",
+    "TransformerEngine, float32 master", "bitsandbytes AdamW8bit", "torchao AdamW8bit",
+)  # fmt: skip
+
+
+def steps() -> dict[str, Record]:
+    """Return the records of the AdamW step on a 1.24 B model, by variant."""
+    return by_variant(r for r in read("optimizer_step", model="llama-3.2-1b") if r["value"])
+
+
+def optimizer_step(names: Iterable[str] = STEPS) -> list[str]:
+    found, rows = steps(), []
+    for name in names:
+        r = found[STEPS[name]]
+        extra = r["extra"]
+        size = extra["bytes"]
+        resident = (f"{size['total'] - size['grad']:.2f}", f"{size['total']:.2f}")
+        times = (f"{r['value']:.2f}", f"{100 * extra['of_copy']:.0f} %")
+        peak = f"{extra['peak_extra_mib']:,.0f}"
+        rows.append((name, *times, f"{extra['cpu_ms']:.2f}", *resident, peak))
+    heads = ("ms", "of copy speed", "CPU ms", "bytes/param", "+ gradient", "extra peak, MiB")
+    return lines(("AdamW step, Llama-3.2-1B (146 tensors, 1.24 B)", *heads), rows)
+
+
+TABLES["optimizer-step"] = optimizer_step
+TABLES["optimizer-step-short"] = lambda: optimizer_step(STEPS_IN_SHORT)
+
+
+STRESS = {
+    "fp8stack, default": "fp8stack 8bit",
+    'fp8stack, `states="4bit"`': "fp8stack 4bit",
+    "bitsandbytes AdamW8bit": "bitsandbytes 8bit",
+    "torchao AdamW8bit": "torchao 8bit",
+    "torchao AdamW4bit": "torchao 4bit",
+    "torchao AdamWFp8": "torchao fp8",
+    "flashoptim": "flashoptim 8bit",
+    "TransformerEngine, FP8-LM formats": "te fp8-lm",
+}
+CASES = ("narrow", "mid", "wide", "sparse", "1e-7", "zero first")
+
+
+@table("optimizer-stress")
+def optimizer_stress() -> list[str]:
+    cells = {}
+    for r in read("optimizer_stress"):
+        if not r["extra"]["finite"]:
+            cell = "not finite"
+        elif r["extra"]["explodes"]:
+            cell = f"**{r['extra']['max_update']:,.0f} ×**"
+        else:
+            cell = f"{100 * r['value']:.0f} %"
+        cells[r["variant"], r["params"]["case"]] = cell
+    rows = [(name, *(cells[variant, c] for c in CASES)) for name, variant in STRESS.items()]
+    return lines(("", *CASES[:-1], "first zero"), rows)
+
+
+# --- products
+
+LAYERS = {
+    "bf16": "bf16 eager",
+    "fp8stack native": "native current",
+    'fp8stack native, `weight_cache="off"`': "native current, cache off",
+    "fp8stack native, delayed": "native delayed",
+    "fp8stack native, blockwise": "native blockwise",
+    "fp8stack native, fused": "native fused",
+    "fp8stack native, fused, delayed": "native fused, delayed",
+    'fp8stack native, fused, `weight_cache="off"`': "native fused, cache off",
+    "TransformerEngine, current": "te current",
+    "TransformerEngine, delayed": "te delayed",
+    "TransformerEngine, blockwise": "te blockwise",
+    "TransformerEngine, fused modules, current": "te current, fused LN",
+    "TransformerEngine, fused modules, delayed": "te delayed, fused LN",
+    "torchao, tensorwise": "torchao tensorwise",
+    "torchao, rowwise": "torchao rowwise",
+    "bf16, compiled": "bf16 compile",
+    "fp8stack native, compiled": "native current compile",
+    "fp8stack native, delayed, compiled": "native delayed compile",
+    "fp8stack native, fused, delayed, compiled": "native fused, delayed compile",
+    "torchao, tensorwise, compiled": "torchao tensorwise compile",
+    "torchao, rowwise, compiled": "torchao rowwise compile",
+}
+LAYERS_IN_SHORT = (
+    "bf16", "fp8stack native", "fp8stack native, fused", "TransformerEngine, current",
+    "TransformerEngine, fused modules, current", "torchao, tensorwise", "bf16, compiled",
+    "fp8stack native, compiled", "torchao, tensorwise, compiled",
+)  # fmt: skip
+
+
+def layers() -> dict[str, Record]:
+    """Return the records of forward and backward of four Llama blocks, by variant."""
+    return by_variant(read("train_step", model="llama"))
+
+
+def train_step(names: Iterable[str] = LAYERS) -> list[str]:
+    found, rows = layers(), []
+    for name in names:
+        r = found[LAYERS[name]]
+        extra = r["extra"]
+        numbers = (f"{extra['of_eager']:.2f}", f"{extra['cpu_ms']:.1f}", f"{extra['peak_gib']:.1f}")
+        rows.append((name, f"{r['value']:.1f}", *numbers))
+    heads = ("ms", "× bf16", "CPU ms", "GiB")
+    return lines(("four blocks of Llama-3-8B's size, 8192 tokens", *heads), rows)
+
+
+TABLES["train-step"] = train_step
+TABLES["train-step-short"] = lambda: train_step(LAYERS_IN_SHORT)
+
+
+# --- several GPUs
+
+_BF16 = {"NCCL all-reduce, bfloat16": "nccl bf16", "`all_reduce`, bfloat16": "nvlink bf16"}
+_FP8 = {"`all_reduce`, FP8 gradients": "nvlink fp8"}
+_FP32 = {"NCCL all-reduce, float32": "nccl fp32", "`all_reduce`, float32": "nvlink fp32"}
+_SCATTER = {
+    "NCCL reduce-scatter, bfloat16": "nccl reduce_scatter bf16",
+    "`reduce_scatter_tensor`, bfloat16": "nvlink reduce_scatter bf16",
+}
+_OTHERS = {
+    "over NCCL's collectives: bfloat16": "collective bf16",
+    "over NCCL's collectives: FP8 gradients": "collective fp8",
+    "over NCCL's collectives: reduce-scatter": "collective reduce_scatter bf16",
+}
+
+
+def collectives(
+    head: str, ranks: int, graphs: bool, powers: Sequence[int], names: dict[str, str]
+) -> list[str]:
+    """Return a table of times by 2**power bytes, and how many times as fast as NCCL's they are."""
+    found = {
+        (r["variant"], r["params"]["size"]): r for r in read("comm", ranks=ranks, graphs=graphs)
+    }
+    rows = []
+    for name, variant in names.items():
+        faster = "speedup_fp32" if variant == "nvlink fp32" else "speedup"
+        cells = []
+        for power in powers:
+            r = found[variant, 2**power]
+            times = "" if variant.startswith("nccl") else f" ({r[faster]:.2f} ×)"
+            cells.append(f"{r['value']:.3f}{times}")
+        rows.append((name, *cells))
+    sizes = [f"{2 ** (p % 10)} {('B', 'KiB', 'MiB', 'GiB')[p // 10]}" for p in powers]
+    return lines((f"{head}, bytes of bfloat16", *sizes), rows)
+
+
+@table("comm-4")
+def comm_of_four() -> list[str]:
+    names = {**_BF16, **_FP8, **_FP32, **_SCATTER, **_OTHERS}
+    return collectives("four H200s", 4, False, (24, 26, 28, 30), names)
+
+
+@table("comm-2")
+def comm_of_two() -> list[str]:
+    names = {**_BF16, **_FP8, **_SCATTER}
+    return collectives("two H200s", 2, False, (24, 26, 28, 30), names)
+
+
+@table("comm-graphs")
+def comm_in_graphs() -> list[str]:
+    return collectives("four H200s", 4, True, (14, 18, 20, 22, 24), {**_BF16, **_FP8})
+
+
+@table("ddp-step")
+def ddp_step() -> list[str]:
+    rows = []
+    for model, name in (("llama", "1.1 B Llama"), ("gpt2", "GPT-2 124M")):
+        found = by_variant(read("ddp_step", model=model))
+        for words, variant in (
+            (f"{name}, DistributedDataParallel, bfloat16", "ddp bf16"),
+            ("with the hook", "hook"),
+            ("`DataParallel`", "DataParallel"),
+        ):
+            r = found[variant]
+            times = (f"{r['value']:.1f}", f"{r['exposed_ms']:.2f}")
+            sent = (f"{r['gradient_bytes_per_parameter']:.2f}", f"{r['wire_mib']:.0f}")
+            rows.append((words, *times, *sent))
+    heads = ("step, ms", "exposed, ms", "gradients, bytes a parameter", "sent, MiB")
+    return lines(("", *heads), rows)
+
+
+FRAMEWORKS = {
+    "DeepSpeed, ZeRO-2": "zero2",
+    "DeepSpeed, ZeRO-3": "zero3",
+    "FSDP2": "fsdp2",
+    "Accelerate, DDP": "accelerate ddp",
+}
+
+
+@table("frameworks")
+def frameworks() -> list[str]:
+    found, rows = by_variant(read("frameworks")), []
+    for name, variant in FRAMEWORKS.items():
+        base = found[f"{variant} bf16"]
+        cells = [f"{base['value']:.1f} ms, {base['peak_gib']:.1f} GiB"]
+        for compute in ("te", "native"):
+            r = found[f"{variant} O2 {compute}"]
+            times, part = base["value"] / r["value"], r["peak_gib"] / base["peak_gib"]
+            took = f"{r['value']:.1f} ms ({times:.2f} ×)"
+            cells.append(f"{took}, {r['peak_gib']:.1f} GiB ({part:.2f} ×)")
+        rows.append((name, *cells))
+    return lines(("", "bf16", "O2, TransformerEngine", "O2, native"), rows)
