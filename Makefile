@@ -16,7 +16,7 @@ ARGS ?=
 .DELETE_ON_ERROR:
 
 demo: $(BIN)/.demo
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(BIN)/.test
 	$(BIN)/pytest -n auto $(ARGS)

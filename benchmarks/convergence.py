@@ -11,7 +11,7 @@ and whose states and masters are kept in the formats named, against torch's Adam
 at most (1 % for 4-bit states). The third compares FP8 products alone: O0 by a library and a recipe, and a format if
 another than "hybrid" (native/current/e5m2), 0.5 % away at most.
 
-Every (level, seed) pair is one run of `examples/train_gpt.py`'s `train`, in a process of its own, `--jobs` at a time;
+Every (level, seed) pair is one run of `examples/demo.py`'s `train`, in a process of its own, `--jobs` at a time;
 the same seed gives every level the same weights and batches, so differences are paired. It appends one record a run,
 with the curves, to `benchmarks/results/convergence.jsonl`; the table and `docs/assets/convergence.svg` are of all
 that the file holds, so seeds may be run in several calls. The last line of output is one JSON object with the result,
@@ -44,9 +44,9 @@ from common import ROOT, append_records
 sys.path.insert(0, str(ROOT / "examples"))
 
 import corpus
-from gpt import GPTConfig
+from demo import LEVELS, Settings, choose_device, train
+from gpt import ModelConfig
 from record import Record
-from train_gpt import LEVELS, Settings, choose_device, train
 
 RESULTS = ROOT / "benchmarks" / "results" / "convergence.jsonl"
 PICTURE = ROOT / "docs" / "assets" / "convergence.svg"
@@ -55,9 +55,9 @@ PARITY = 0.003
 PARITY_4BIT = 0.01
 LIBRARIES = ("native", "te")  # what multiplies, in --recipes
 MODELS = {
-    "19m": GPTConfig(dim=512, layers=6, heads=8, kv_heads=4, ffn=1536, seq_len=512),
-    "126m": GPTConfig(dim=896, layers=12, heads=14, kv_heads=14, ffn=2688, seq_len=1024),
-    "tiny": GPTConfig(dim=128, layers=1, heads=2, kv_heads=2, ffn=256, seq_len=64),
+    "19m": ModelConfig(dim=512, layers=6, heads=8, kv_heads=4, ffn=1536, seq_len=512),
+    "126m": ModelConfig(dim=896, layers=12, heads=14, kv_heads=14, ffn=2688, seq_len=1024),
+    "tiny": ModelConfig(dim=128, layers=1, heads=2, kv_heads=2, ffn=256, seq_len=64),
 }
 
 

@@ -51,11 +51,7 @@ from convergence import (
     summarize,
 )
 from ddp_step import BASE, Variant, same_everywhere
-from gpt import GPT, GPTConfig
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
-from train_gpt import (
+from demo import (
     VALIDATION_BATCHES,
     VALIDATIONS,
     build_optimizer,
@@ -63,6 +59,10 @@ from train_gpt import (
     evaluate,
     scale_lr,
 )
+from gpt import GPT, ModelConfig
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 
 import fp8stack
 from fp8stack import comm
@@ -102,7 +102,7 @@ def numbers_in(folder: str) -> Path:
 def train(
     variant: Variant, seed: int, options: argparse.Namespace, device: torch.device
 ) -> Numbers:
-    """Train one model, on all ranks together; return what a record holds. The loop of `examples/train_gpt.py`."""
+    """Train one model, on all ranks together; return what a record holds. The loop of `examples/demo.py`."""
     config = MODELS[options.model]
     text = corpus.load(options.data, config.seq_len)
     windows = torch.Generator().manual_seed(seed)
@@ -167,7 +167,7 @@ def mean(value: float, device: torch.device) -> float:
     return total.item() / dist.get_world_size()
 
 
-def make_model(config: GPTConfig, seed: int, device: torch.device) -> GPT:
+def make_model(config: ModelConfig, seed: int, device: torch.device) -> GPT:
     """Return the model of `convergence.py` with its weights rounded to bfloat16, the same on all ranks."""
     torch.manual_seed(seed)
     model = GPT(config).to(device)

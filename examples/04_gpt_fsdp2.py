@@ -12,7 +12,7 @@ import corpus
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, GPTConfig
+from gpt import GPT, ModelConfig
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +23,7 @@ from fp8stack.integrations.fsdp import attach
 def build(device: str):
     """Return a sharded model and its optimizer."""
     torch.manual_seed(0)
-    model, mesh = GPT(GPTConfig()), init_device_mesh(device, (dist.get_world_size(),))
+    model, mesh = GPT(ModelConfig()), init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)

@@ -12,7 +12,7 @@ import corpus
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GPT, GPTConfig
+from gpt import GPT, ModelConfig
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +23,7 @@ from fp8stack.integrations.fsdp import attach
 
 def build(device: str, compiles: bool):
     with torch.device("meta"):
-        model = GPT(GPTConfig())
+        model = GPT(ModelConfig())
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for index, block in enumerate(model.blocks):

@@ -11,7 +11,7 @@ from pathlib import Path
 import corpus
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig
+from gpt import GPT, ModelConfig
 
 from fp8stack.integrations.deepspeed import initialize
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = GPT(GPTConfig())
+    model = GPT(ModelConfig())
     engine, *_ = initialize(model=model, config=str(HERE / args.deepspeed_config))
     if args.checkpoint and Path(args.checkpoint).exists():
         engine.load_checkpoint(args.checkpoint)

@@ -11,7 +11,7 @@ from pathlib import Path
 import corpus
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig
+from gpt import GPT, ModelConfig
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -27,7 +27,7 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     torch.manual_seed(0)
-    model = GPT(GPTConfig()).to(device)
+    model = GPT(ModelConfig()).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if args.checkpoint and args.checkpoint.exists():
         saved = torch.load(args.checkpoint, map_location=device, weights_only=True)

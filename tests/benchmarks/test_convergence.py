@@ -29,10 +29,10 @@ def test_no_recorded_run_skipped_steps():
 
 
 def test_gradients_that_are_not_finite_are_counted(tmp_path, monkeypatch):
-    import train_gpt
+    import demo
 
-    plain = train_gpt.compute_loss
-    monkeypatch.setattr(train_gpt, "compute_loss", lambda *batch: plain(*batch) * torch.inf)
+    plain = demo.compute_loss
+    monkeypatch.setattr(demo, "compute_loss", lambda *batch: plain(*batch) * torch.inf)
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question.\n" * 600)
     options = argparse.Namespace(model="tiny", steps=3, batch=2, lr=1e-3, skip=[], data=text)

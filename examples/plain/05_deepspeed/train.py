@@ -12,7 +12,7 @@ import corpus
 import torch
 import torch.distributed as dist
 from deepspeed import initialize
-from gpt import GPT, GPTConfig
+from gpt import GPT, ModelConfig
 
 HERE = Path(__file__).parent
 
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, help="given by DeepSpeed's launcher")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = GPT(GPTConfig())
+    model = GPT(ModelConfig())
     engine, *_ = initialize(model=model, config=str(HERE / args.deepspeed_config))
     if args.checkpoint and Path(args.checkpoint).exists():
         engine.load_checkpoint(args.checkpoint)

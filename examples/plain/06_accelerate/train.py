@@ -11,7 +11,7 @@ from pathlib import Path
 import corpus
 import torch
 from accelerate import Accelerator
-from gpt import GPT, GPTConfig
+from gpt import GPT, ModelConfig
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     args = parser.parse_args()
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=args.accumulate)
     torch.manual_seed(0)
-    model = GPT(GPTConfig())
+    model = GPT(ModelConfig())
     seq_len = model.config.seq_len
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import corpus
 import torch
-from gpt import GPT, GPTConfig
+from gpt import GPT, ModelConfig
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -30,7 +30,7 @@ class LightningGPT(LightningModule):
     def __init__(self, data: str | None, batch: int) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.model = GPT(GPTConfig())
+        self.model = GPT(ModelConfig())
 
     def train_dataloader(self) -> DataLoader:
         length = self.model.config.seq_len

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import corpus
+import demo
 import pytest
 import torch
-import train_gpt
-from gpt import GPTConfig
+from gpt import ModelConfig
 from record import Record, find_deviations
 
-SCRIPT = Path(train_gpt.__file__)
-TINY = GPTConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=64, seq_len=32)
-SETTINGS = train_gpt.Settings(model=TINY, steps=12, batch=2)
+SCRIPT = Path(demo.__file__)
+TINY = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=64, seq_len=32)
+SETTINGS = demo.Settings(model=TINY, steps=12, batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_demo_writes_table_sample_records_and_report(data, tmp_path):
 )
 def test_bad_options_are_refused_before_anything_runs(arguments, message, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
-        train_gpt.main([*arguments, "--out", str(tmp_path / "out")])
+        demo.main([*arguments, "--out", str(tmp_path / "out")])
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -80,32 +80,32 @@ def test_bad_options_are_refused_before_anything_runs(arguments, message, tmp_pa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the error without a GPU")
 def test_missing_gpu_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match="use --device cpu"):
-        train_gpt.choose_device("cuda")
+        demo.choose_device("cuda")
 
 
 def test_level_that_fails_is_named_and_fails_the_demo(tmp_path, capsys):
-    options = train_gpt.build_parser().parse_args(["--levels", "O1", "--out", str(tmp_path)])
-    assert train_gpt.conclude([], options) == 1
+    options = demo.build_parser().parse_args(["--levels", "O1", "--out", str(tmp_path)])
+    assert demo.conclude([], options) == 1
     assert "O1 failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("level", ["baseline", "O2"])
 def test_seed_gives_the_same_run_bit_for_bit(text, level):
     settings = replace(SETTINGS, level=level)
-    first, second = (train_gpt.train(settings, text)[1] for _ in range(2))
+    first, second = (demo.train(settings, text)[1] for _ in range(2))
     assert first.train_loss == second.train_loss
     assert first.validation == second.validation
 
 
-@pytest.mark.parametrize("level", train_gpt.LEVELS)
+@pytest.mark.parametrize("level", demo.LEVELS)
 def test_training_lowers_the_loss_at_every_level(text, level):
-    _, record = train_gpt.train(replace(SETTINGS, level=level, steps=40), text)
+    _, record = demo.train(replace(SETTINGS, level=level, steps=40), text)
     assert record.train_loss[-1] < record.train_loss[0] - 1
     assert record.validation[-1][0] == 40
 
 
 def test_learning_rate_rises_then_falls_to_zero():
-    factors = [train_gpt.scale_lr(step, 100) for step in range(100)]
+    factors = [demo.scale_lr(step, 100) for step in range(100)]
     assert factors[0] == pytest.approx(0.1)
     assert max(factors) == factors[9] == 1
     assert factors[10:] == sorted(factors[10:], reverse=True)
@@ -113,8 +113,8 @@ def test_learning_rate_rises_then_falls_to_zero():
 
 
 def test_weight_decay_is_for_matrices_only():
-    model = train_gpt.GPT(TINY)
-    matrices, vectors = train_gpt.build_optimizer(model, lr=1e-3).param_groups
+    model = demo.GPT(TINY)
+    matrices, vectors = demo.build_optimizer(model, lr=1e-3).param_groups
     assert {p.ndim for p in matrices["params"]} == {2}
     assert {p.ndim for p in vectors["params"]} == {1}
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)

@@ -1,0 +1,102 @@
+"""Batches: the largest micro-batch that fits into memory, and how many of them make a step.
+
+`find_largest` doubles until a step runs out of memory, then halves the interval. After every attempt the ranks agree
+(a rank whose memory is fuller decides for all), so they all try the same sizes; what an attempt has taken is freed
+before the next. `split` then divides the sequences of a step among ranks and micro-batches.
+
+Limits: a step that fits when it is tried may not fit later, where memory is fragmented or other programs take it; then
+training ends with advice. Where forward itself talks to other ranks (FSDP2), all of them have to run out of memory at
+once, as they do with equal shards.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fp8stack.errors import ConfigError
+
+REMEDY = (
+    "Use a smaller model or --seq-len, activation checkpointing, --opt-level O2, or more ranks."
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a step is made up: `micro` sequences a rank at a time, `accumulation` times."""
+
+    micro: int
+    accumulation: int
+    world: int
+
+    @property
+    def effective(self) -> int:
+        """Sequences of a step."""
+        return self.micro * self.accumulation * self.world
+
+
+def find_largest(
+    try_step: Callable[[int], None], limit: int, agree: Callable[[bool], bool] = bool
+) -> int:
+    """Return the largest micro-batch up to `limit` that `try_step` runs with.
+
+    Args:
+        try_step: runs a forward and backward of so many sequences; leaves nothing behind.
+        limit: the largest to try, 1 or more.
+        agree: says whether it went well on all ranks.
+
+    Raises:
+        ConfigError: if not even one sequence fits.
+    """
+    fits, too_large = 0, limit + 1
+    while too_large - fits > 1:
+        doubled = fits == 0 or too_large > limit
+        size = min(max(2 * fits, 1), limit) if doubled else (fits + too_large) // 2
+        if agree(_runs(try_step, size)):
+            fits = size
+        else:
+            too_large = size
+    if fits == 0:
+        raise ConfigError(f"--micro-batch auto: one sequence does not fit into memory. {REMEDY}")
+    return fits
+
+
+def _runs(try_step: Callable[[int], None], size: int) -> bool:
+    """Return whether a step of this size fits; if not, free what it took."""
+    try:
+        try_step(size)
+        return True
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+    gc.collect()  # after the block: the error's frames hold tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, on a GPU or a CPU (whose allocator raises a plain RuntimeError)."""
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or "can't allocate memory" in str(error)
+
+
+def split(target: int, largest: int, world: int, fixed: bool = False) -> Split:
+    """Return the split of a step of `target` sequences with micro-batches of at most `largest` a rank.
+
+    If one that is more than half of `largest` divides the step, it is used. If not, the step is the nearest above that
+    so few micro-batches can be made to be. `fixed` uses `largest` itself.
+    """
+    share = math.ceil(target / world)  # of a rank
+    largest = largest if fixed else min(largest, share)
+    if not fixed:
+        exact = [m for m in range(largest, largest // 2, -1) if target % (m * world) == 0]
+        if exact:
+            return Split(exact[0], target // (exact[0] * world), world)
+    accumulation = math.ceil(share / largest)
+    micro = largest if fixed else math.ceil(share / accumulation)
+    return Split(micro, accumulation, world)

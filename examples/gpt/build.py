@@ -1,0 +1,246 @@
+"""Model and optimizer of a run: built, brought to a level of fp8stack, loaded, taken to another one, wrapped for ranks.
+
+A checkpoint holds weights and states in the formats of the level that wrote it. So a run that is resumed at another
+level is built at the old one, loaded bit for bit, and then taken over: by `fp8stack.restore` and `initialize` where
+parameters are whole, and through float32 weights and moments where FSDP2 shards them, which nothing can undo in place.
+Step counts, moments and all bits of the masters carry over.
+
+What resumes bit for bit: "off", O0, O1 and O2, with the same ranks and micro-batch.
+
+Limits: delayed scaling (`--fp8-recipe delayed`) begins its histories anew, which no state_dict has, so the steps after
+a resume round otherwise. At O2 a run cannot go from sharded parameters to whole ones or back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import fp8stack
+from fp8stack import comm
+from fp8stack.errors import CheckpointError, ConfigError
+
+from .checkpoints import Checkpoint, load, rank_and_world
+from .model import GPT, ModelConfig
+
+OWN = (
+    "attention",
+    "checkpointing",
+    "fp8",
+    "seq_len",
+)  # of a ModelConfig: what a checkpoint does not depend on
+
+
+@dataclass(frozen=True)
+class Level:
+    """What `fp8stack.initialize` is asked for; "off" leaves it out."""
+
+    name: str  # "off", "O0", "O1" or "O2"
+    options: dict[str, Any]
+    strict: bool = False
+
+    @property
+    def has_fp8_gradients(self) -> bool:
+        return self.name in ("O1", "O2") and self.options.get("gradients", "fp8") == "fp8"
+
+    def apply(self, model: GPT, optimizer: torch.optim.Optimizer, sharded: bool) -> tuple[GPT, Any]:
+        if self.name == "off":
+            return model, optimizer
+        if sharded:
+            from fp8stack.integrations.fsdp import attach
+
+            return attach(model, optimizer, self.name, strict=self.strict, **self.options)
+        return fp8stack.initialize(model, optimizer, self.name, strict=self.strict, **self.options)
+
+
+@dataclass
+class Setup:
+    """Everything that a model and optimizer are built from."""
+
+    model: ModelConfig
+    level: Level
+    parallel: str  # "none", "ddp", "dataparallel" or "fsdp2"
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    seed: int
+    lr: float
+
+    @property
+    def sharded(self) -> bool:
+        return self.parallel == "fsdp2"
+
+    def build(self, level: Level | None = None) -> tuple[GPT, Any]:
+        """Return a new model and its optimizer at a level, the setup's own by default."""
+        model, optimizer = self._plain()
+        return (level or self.level).apply(model, optimizer, self.sharded)
+
+    def _plain(self) -> tuple[GPT, torch.optim.Optimizer]:
+        torch.manual_seed(self.seed)
+        model = GPT(self.model)
+        if self.sharded:
+            _shard(model, self.device.type, self.dtype)
+        else:
+            model = model.to(self.device)
+        return model, make_optimizer(model, self.lr)
+
+    def resume(
+        self, checkpoint: Checkpoint
+    ) -> tuple[GPT, Any, dict[str, Any], dict[str, Any] | None]:
+        """Return model and optimizer as they were saved, at this setup's level; progress; and this rank's own.
+
+        Raises:
+            CheckpointError: if the checkpoint is of another model, or of parameters that lie otherwise.
+        """
+        facts = checkpoint.manifest
+        check_same_model(checkpoint, self.model)
+        saved = Level(facts["level"], facts["options"])
+        if facts["sharded"] != self.sharded and "O2" in (saved.name, self.level.name):
+            raise CheckpointError(
+                f"{checkpoint.path} was written at {saved.name} with --parallel {facts['parallel']}, and this run is "
+                f"{self.level.name} with {self.parallel}: at O2 whole and sharded parameters have other states. "
+                f"Resume with --parallel {facts['parallel']}."
+            )
+        model, optimizer = self.build(saved)
+        states = contents(model, optimizer)
+        progress, local = load(checkpoint.path, states)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+        )
+        if (saved.name, saved.options) != (self.level.name, self.level.options):
+            model, optimizer = self._change_level(model, optimizer, saved)
+        return model, optimizer, progress, local
+
+    def _change_level(self, model: GPT, optimizer: Any, saved: Level) -> tuple[GPT, Any]:
+        if not self.sharded:
+            if saved.name != "off":
+                model, optimizer = fp8stack.restore(model, optimizer)
+            return self.level.apply(model, optimizer, sharded=False)
+        weights = fp8stack.checkpoint.master_state_dict(model, optimizer)
+        moments = fp8stack.checkpoint.torch_state_dict(optimizer)
+        model, optimizer = self._plain()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+        return self.level.apply(model, optimizer, sharded=True)
+
+    def wrap(self, model: GPT) -> nn.Module:
+        """Return what is called in training: the model, or what averages its gradients over ranks."""
+        if self.parallel == "dataparallel":
+            return comm.DataParallel(model, broadcast_buffers=False)
+        if self.parallel != "ddp":
+            return model
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, device_ids=ids, broadcast_buffers=False
+        )
+        if self.level.has_fp8_gradients:
+            comm.register_fp8_hook(wrapped)
+        _settle(wrapped, self.device)
+        return wrapped
+
+
+def choose_parallel(wish: str, world: int, level: Level) -> str:
+    """Return what `--parallel` means here: "auto" keeps gradients in FP8 from O1 on, and takes DDP below.
+
+    Raises:
+        ConfigError: for one rank that is to be several, or several that are to be one.
+    """
+    if wish == "auto":
+        return "none" if world == 1 else "dataparallel" if level.has_fp8_gradients else "ddp"
+    if wish == "none" and world > 1:
+        raise ConfigError(
+            f"--parallel none is for one process, and there are {world}. Leave it out."
+        )
+    if wish != "none" and not dist.is_initialized():
+        raise ConfigError(
+            f"--parallel {wish} is for ranks that torchrun starts: torchrun --nproc-per-node N "
+            "examples/train_gpt.py ... Leave it out for one process."
+        )
+    return wish
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    """AdamW with weight decay on the matrices and none on vectors."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint saves, and loads into: state by parameter names."""
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": states}
+
+
+def architecture(config: ModelConfig) -> dict[str, Any]:
+    """Return what a checkpoint depends on, for its manifest."""
+    return {name: value for name, value in asdict(config).items() if name not in OWN}
+
+
+def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    own, saved = architecture(config), checkpoint.manifest["architecture"]
+    for name in sorted(own.keys() | saved.keys()):
+        if own.get(name) != saved.get(name):
+            raise CheckpointError(
+                f"{checkpoint.path} is of a model with {name}={saved.get(name)!r}, this run's has {own.get(name)!r}. "
+                f"Resume with --model {checkpoint.manifest['model']} and the same encoding of text."
+            )
+
+
+# --- several ranks
+
+
+def join_ranks(wish: str) -> torch.device:
+    """Join the ranks that torchrun has started, if it has; return this process's device."""
+    if wish == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda: PyTorch sees no CUDA device here. Check nvidia-smi and that PyTorch is a CUDA build, or "
+            "use --device cpu."
+        )
+    cuda = wish != "cpu" and torch.cuda.is_available()
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return device
+
+
+def _shard(model: GPT, kind: str, dtype: torch.dtype) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(kind, (rank_and_world()[1],))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _settle(ddp: nn.parallel.DistributedDataParallel, device: torch.device) -> None:
+    """Let DDP see one backward: it makes its buckets anew after the first, and bits depend on buckets.
+
+    A run that is resumed then has those of the run that went on.
+    """
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    ddp(tokens, tokens).backward()
+    ddp.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def synchronized(forward: nn.Module, sync: bool) -> Iterator[None]:
+    """Average the gradients of backwards in this context over ranks, or leave that to a later one."""
+    wait = hasattr(forward, "no_sync") and not sync
+    with forward.no_sync() if wait else contextlib.nullcontext():
+        yield

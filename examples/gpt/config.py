@@ -1,0 +1,249 @@
+"""Everything that a run can be told: defaults, then `--config file.yaml`, then flags.
+
+    python examples/train_gpt.py --config examples/configs/fineweb_edu_fp8.yaml --opt-level O1 --max-lr 3e-4
+
+A flag that says whether or at which level FP8 is used outweighs what the file says about it: with `--no-fp8`, the
+file's FP8 options are left out. Within one of the two, contradictions are errors.
+
+`Config.fp8_options()` translates to `fp8stack.initialize`. The defaults train the demo's model, on a CPU too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.levels import CHOICES, LEVELS, Recipe, recipe_for
+
+from . import model as models
+from .model import SIZES, ModelConfig
+from .options import Parser, add_flags, convert, option, read_yaml
+from .schedule import check_warm_up
+
+SCALING = ("fp8_format", "fp8_recipe", "fp8_margin", "amax_history_len", "amax_compute_algo")
+OF_FP8 = (*SCALING, "fp8_interval")
+LEVEL = ("opt_level", "use_fp8")
+STATES = {32: "fp32", 8: "8bit", 4: "4bit"}
+PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+PARTS = ("norm", "positions", "activation", "qk_norm", "kv_heads")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The options of a run, checked.
+
+    Raises:
+        ConfigError: for a value that is not allowed, and for two options that contradict each other.
+    """
+
+    # --- what is trained
+    model: str = option("demo", "size of the model", choices=SIZES)
+    data: str = option(
+        "stdlib",
+        "what to read: stdlib (Python's own library), a text file or folder, a folder of .bin or .parquet files, "
+        "fineweb-edu, openwebtext, tinyshakespeare, or hf:NAME of a dataset",
+    )
+    encoding: str = option(
+        "auto", "of text; auto: bytes for local text", choices=("auto", "bytes", "gpt2")
+    )
+    seq_len: int | None = option(None, "tokens in a window; by default the model's", least=1)
+    norm: str | None = option(None, "instead of the model's", choices=models.CHOICES["norm"])
+    positions: str | None = option(
+        None, "instead of the model's", choices=models.CHOICES["positions"]
+    )
+    activation: str | None = option(
+        None, "instead of the model's", choices=models.CHOICES["activation"]
+    )
+    qk_norm: bool | None = option(None, "normalise queries and keys, whatever the model does")
+    kv_heads: int | None = option(None, "key/value heads, instead of the model's", least=1)
+    attention: str = option("sdpa", "flash needs flash-attn", choices=models.CHOICES["attention"])
+    blocks: str = option("plain", "te: TransformerEngine's", choices=models.CHOICES["blocks"])
+    checkpointing: bool = option(False, "compute each block again in backward, to save memory")
+    compile: bool = option(False, "torch.compile the model")
+    hellaswag: Path | None = option(None, "JSONL file of HellaSwag")  # noqa: RUF009
+
+    # --- precision
+    opt_level: str | None = option(
+        None, "of fp8stack, O2 if nothing is said; off: plain PyTorch", choices=(*LEVELS, "off")
+    )
+    use_fp8: bool | None = option(None, "--no-fp8 is --opt-level off")
+    fp8_format: str = option("hybrid", "of the GEMMs", choices=CHOICES["fp8_format"])
+    fp8_recipe: str = option("current", "where scales come from", choices=CHOICES["fp8_recipe"])
+    fp8_margin: int = option(
+        0, "of delayed: room of 2^margin above the largest value", least=0, most=16
+    )
+    fp8_interval: int = option(1, "steps between scales: fp8stack has new ones at each", least=1)
+    amax_history_len: int = option(1024, "of delayed: steps that count", least=1, most=2**16)
+    amax_compute_algo: str = option(
+        "max", "of delayed: how they count", choices=CHOICES["amax_compute_algo"]
+    )
+    optimizer_bits: int | None = option(
+        None, "of AdamW's states; by default the level's", choices=STATES
+    )
+    compute_dtype: str = option("bfloat16", "of autocast", choices=PRECISIONS)
+    strict: bool = option(False, "raise where fp8stack would fall back")
+
+    # --- training
+    steps: int = option(300, "of the optimizer, in all", least=1)
+    max_lr: float = option(3e-3, "highest learning rate", least=0)
+    min_lr_ratio: float = option(0.1, "the last learning rate, over the highest", least=0, most=1)
+    warmup_steps: int | None = option(
+        None, "in which the learning rate rises; by default a tenth of all", least=0
+    )
+    max_grad_norm: float = option(1.0, "gradients are clipped to; 0: not at all", least=0)
+    target_effective_batch_size: int = option(4, "sequences in a step of all ranks", least=1)
+    max_batch_size: int = option(64, "most sequences that a rank computes at once", least=1)
+    micro_batch: int | str = option(
+        "auto", "sequences that a rank computes at once; auto: what fits", least=1, word="auto"
+    )
+    parallel: str = option(
+        "auto", "over ranks", choices=("auto", "none", "ddp", "fsdp2", "dataparallel")
+    )
+    seed: int = option(0, "of weights, data order and samples", least=0)
+    device: str = option("auto", "a GPU if there is any", choices=("auto", "cpu", "cuda"))
+
+    # --- what is kept and told
+    run_name: str | None = option(None, "of the folder in --out; by default model and precision")
+    out: Path = option(Path("runs"), "folder for the folders of runs")  # noqa: RUF009
+    checkpoint_freq: int = option(250, "steps between checkpoints; 0: none", least=0)
+    keep_checkpoints: int = option(3, "checkpoints to keep, apart from the best", least=1)
+    resume: str | None = option(None, "latest, or the path of a checkpoint")
+    list_checkpoints: bool = option(False, "show the run's checkpoints and stop")
+    eval_freq: int = option(100, "steps between evaluations; 0: none", least=0)
+    eval_batches: int = option(16, "batches of an evaluation", least=1)
+    eval_batch_size: int = option(4, "sequences in each", least=1)
+    log_freq: int = option(10, "steps between log lines", least=1)
+    max_nan_steps: int = option(5, "skipped steps in a row that end a run", least=1)
+    tensorboard: bool = option(True, "write TensorBoard's files")
+    wandb: bool = option(False, "log to Weights & Biases")
+
+    def __post_init__(self) -> None:
+        for rule in fields(self):
+            name, value = rule.name, getattr(self, rule.name)
+            object.__setattr__(self, name, convert(rule, value, name))
+        level = self.opt_level or ("off" if self.use_fp8 is False else "O2")
+        if self.use_fp8 == (level == "off"):
+            flag = "--use-fp8" if self.use_fp8 else "--no-fp8"
+            raise ConfigError(f"{flag} contradicts --opt-level {level}. Leave one of them out.")
+        object.__setattr__(self, "opt_level", level)
+        if self.warmup_steps is None:
+            object.__setattr__(self, "warmup_steps", max(1, self.steps // 10))
+        if level == "off":
+            for name in OF_FP8:
+                if getattr(self, name) != DEFAULTS[name]:
+                    raise ConfigError(
+                        f"{name}={getattr(self, name)!r} is of FP8, which --opt-level off (--no-fp8) leaves out. "
+                        "Leave it out too, or use --opt-level O0, O1 or O2."
+                    )
+        self.model_config(vocab=SIZES[self.model].vocab)
+        self._recipe()
+
+    def fp8_options(self) -> tuple[str | None, dict[str, Any]]:
+        """Return the level and the options for `fp8stack.initialize`; a level of None: do not call it.
+
+        "off" with `optimizer_bits` 8 or 4 is O2 without FP8 in GEMMs and gradients.
+        """
+        bits, scaling = self.optimizer_bits, {name: getattr(self, name) for name in SCALING}
+        scaling = {name: value for name, value in scaling.items() if value != DEFAULTS[name]}
+        own = 8 if self.opt_level == "O2" else 32
+        states = {"states": STATES[bits]} if bits not in (None, own) else {}
+        if self.opt_level != "off":
+            return self.opt_level, {**scaling, **states}
+        if not states:
+            return None, {}
+        return "O2", {"compute": "bf16", "gradients": "keep", "states": STATES[bits]}
+
+    def _recipe(self) -> Recipe | None:
+        level, options = self.fp8_options()
+        return level and recipe_for(level, **options)
+
+    def model_config(self, vocab: int) -> ModelConfig:
+        """Return the model to build for data of `vocab` tokens.
+
+        Raises:
+            ConfigError: for parts that do not fit together.
+        """
+        given = {name: getattr(self, name) for name in ("seq_len", *PARTS)}
+        given = {name: value for name, value in given.items() if value is not None}
+        in_te = self.blocks == "te" and self.opt_level != "off"
+        try:
+            return replace(
+                SIZES[self.model],
+                vocab=vocab,
+                attention=self.attention,
+                blocks=self.blocks,
+                checkpointing=self.checkpointing,
+                fp8=self._recipe() if in_te else None,
+                **given,
+            )
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"--model {self.model}: {error}") from error
+
+    @property
+    def precision(self) -> str:
+        """What runs are tagged with: "FP8 O2", or "bf16"."""
+        off = self.opt_level == "off"
+        return PRECISIONS[self.compute_dtype] if off else f"FP8 {self.opt_level}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all options as what JSON and YAML have."""
+        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+
+DEFAULTS = {rule.name: rule.default for rule in fields(Config)}
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    """Return the configuration of a command line (by default this process's).
+
+    Raises:
+        ConfigError: with one line that names the option, what was given and what is allowed.
+    """
+    parser = Parser(
+        description="Train a GPT-2- or Llama-class model with fp8stack.", allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options, named as flags are")
+    add_flags(parser, Config)
+    flags = parser.read(argv)
+    file = flags.pop("config")
+    given = _checked(read_yaml(file, Config), f"{file}: ") if file else {}
+    flags = _checked(flags, "--")
+    config = Config(**{**_without_overruled(given, flags), **flags})
+    if config.fp8_interval != 1:
+        text = (
+            f"fp8_interval={config.fp8_interval} has no effect: fp8_recipe={config.fp8_recipe!r}, as every recipe "
+            "here, has new scales at each step; there is no interval to save work in. Leave it out."
+        )
+        if config.strict:
+            raise ConfigError(f"{text} (strict)")
+        warnings.warn(text, Fp8StackWarning, stacklevel=2)
+    check_warm_up(config)
+    return config
+
+
+def _checked(given: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """Return values of the right types; errors name an option as it is written there."""
+    rules = {rule.name: rule for rule in fields(Config)}
+    dashes = prefix == "--"
+    return {
+        name: convert(rules[name], value, prefix + (name.replace("_", "-") if dashes else name))
+        for name, value in given.items()
+    }
+
+
+def _without_overruled(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the file's options without those on FP8 that flags decide otherwise."""
+    overruled: set[str] = set()
+    if flags.keys() & set(LEVEL):
+        overruled.update(LEVEL)
+    if flags.get("use_fp8") is False or flags.get("opt_level") == "off":
+        overruled.update(OF_FP8)
+    kept = {name: value for name, value in given.items() if name not in overruled}
+    if overruled:
+        Config(**given)  # the file has to be right by itself
+    return kept

@@ -1,0 +1,144 @@
+"""What a run reads: `open_data(config, rank, world)` opens any source behind one interface.
+
+| --data                                     | what                          | module       |
+|--------------------------------------------|-------------------------------|--------------|
+| stdlib; a text file or folder              | read at once, up to 32 MiB    | `corpus.py`  |
+| a folder of .bin files                     | tokens, mapped into memory    | `windows.py` |
+| a name, hf:NAME, a folder of .parquet      | documents, streamed           | `hub.py`     |
+
+Batches are tokens and targets, int64 [size, seq_len], on the CPU. `train` yields them without end and in an order that
+depends on the seed and the position only; `validation` is a list, the same for every rank and evaluation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import corpus
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp8stack.errors import ConfigError
+
+from . import hub
+from .model import SIZES
+from .tokens import ENCODINGS, Encoding
+from .windows import Batch, Windows, find_shards, open_shards, spaced_batches
+
+if TYPE_CHECKING:
+    from .config import Config
+
+
+class Train(Protocol):
+    epoch: int
+
+    def next_batch(self, size: int) -> Batch: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Data:
+    """Text to train on and to validate with.
+
+    train: `next_batch(size)`, called by all ranks with the same size, returns this rank's part of the next
+        size × world samples. Its state is the same on all ranks, and one of fewer or more ranks can load it.
+    vocab_size: of the model: padded.
+    """
+
+    name: str
+    train: Train
+    validation: list[Batch]
+    encoding: Encoding
+
+    @property
+    def vocab_size(self) -> int:
+        return self.encoding.vocab_size
+
+    @cached_property
+    def readable(self) -> bool:
+        """Can tokens be turned to text here? If not, a warning says why: shards need no vocabulary, but samples do."""
+        try:
+            self.encode("a")
+        except ConfigError as error:
+            warnings.warn(f"there will be no samples of text, nor HellaSwag: {error}", stacklevel=2)
+            return False
+        return True
+
+    def encode(self, text: str) -> Tensor:  # [T], int64
+        return torch.tensor(self.encoding.encode(text), dtype=torch.int64)
+
+    def decode(self, tokens: Tensor | Iterable[int]) -> str:
+        return self.encoding.decode(tokens.tolist() if isinstance(tokens, Tensor) else list(tokens))
+
+
+def open_data(config: Config, rank: int = 0, world: int = 1) -> Data:
+    """Open what `config.data` names, for one of `world` ranks.
+
+    Raises:
+        ConfigError: if it does not exist, cannot be read, or is too little.
+    """
+    seq_len = config.seq_len or SIZES[config.model].seq_len
+    if hub.is_dataset(config.data):
+        data = _open_stream(config, seq_len, rank, world)
+    else:
+        name, encoding, train, held_out = open_arrays(config, seq_len)
+        vocab = encoding.vocab_size
+        windows = Windows(train, seq_len, config.seed, rank, world, vocab)
+        count, size = config.eval_batches, config.eval_batch_size
+        validation = spaced_batches(held_out, seq_len, count, size, vocab)
+        data = Data(name, windows, validation, encoding)
+    if rank == 0 and data.encoding.note:
+        print(f"data: {data.encoding.note}", flush=True)
+    return data
+
+
+def open_arrays(
+    config: Config, seq_len: int
+) -> tuple[str, Encoding, list[np.ndarray], list[np.ndarray]]:
+    """Return name, encoding, and the tokens for training and validation of a source that lies here."""
+    path = Path(config.data)
+    if find_shards(path):
+        kind, train, held_out = open_shards(path)
+        if config.encoding not in ("auto", kind):
+            raise ConfigError(
+                f"--encoding {config.encoding}: the shards in {path} are of {kind}. Leave it out."
+            )
+        return path.name, ENCODINGS[kind](), train, held_out
+    encoding = ENCODINGS["bytes" if config.encoding == "auto" else config.encoding]()
+    try:
+        text = corpus.load(None if config.data == "stdlib" else path, seq_len)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    splits = [text.train.numpy(), text.validation.numpy()]
+    if encoding.name != "bytes":
+        splits = [
+            np.array(encoding.encode(part.tobytes().decode("utf-8", "replace")), encoding.dtype)
+            for part in splits
+        ]
+    return text.name, encoding, splits[:1], splits[1:]
+
+
+def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
+    encoding = ENCODINGS["gpt2" if config.encoding == "auto" else config.encoding]()
+    documents, held_out = hub.open_documents(config.data)
+    count, size = config.eval_batches, config.eval_batch_size
+    wanted = count * size * seq_len + 1
+    tokens, read = hub.take_tokens(held_out or documents, encoding, wanted)
+    if held_out is None and len(tokens) < wanted:
+        raise ConfigError(
+            f"--data {config.data}: all its {read} documents are fewer than the {wanted} tokens for validation. "
+            "Give more text, or smaller --eval-batches, --eval-batch-size or --seq-len."
+        )
+    tokens = np.array(tokens[:wanted], encoding.dtype)
+    validation = spaced_batches([tokens], seq_len, count, size, encoding.vocab_size)
+    stream = hub.Stream(documents, encoding, seq_len, rank, world, 0 if held_out else read)
+    return Data(config.data, stream, validation, encoding)

@@ -1,0 +1,155 @@
+"""What a model is worth: validation loss, and the accuracy on HellaSwag from a local file.
+
+HellaSwag (arXiv:1905.07830) asks which of four endings continues a text. The answer of a model is the ending with the
+highest log-likelihood of its tokens after the text, divided by the ending's length in characters. A line of the file is
+a JSON object with "ctx", "endings" (four strings) and "label" (the index of the right one), as published.
+
+Ranks share the work, and all of them run as many forwards: sharded models talk to each other in each.
+
+Limits: numbers depend on the tokenizer; a text that does not fit into the window loses its beginning,
+and an ending that does not its end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8stack.errors import ConfigError
+
+from .checkpoints import rank_and_world
+
+Encode = Callable[[str], Tensor]  # [T], int64
+Autocast = Callable[[], AbstractContextManager[object]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Question:
+    context: str
+    endings: tuple[str, ...]
+    label: int
+
+
+def validation_loss(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],  # tokens and targets, each [B, T], int64
+    device: torch.device,
+    autocast: Autocast,
+) -> float:
+    """Return the mean loss over all batches, the same on all ranks."""
+
+    def measure(batch: tuple[Tensor, Tensor]) -> float:
+        tokens, targets = (part.to(device) for part in batch)
+        with autocast():
+            return float(model(tokens, targets))
+
+    return _mean(model, batches, measure, device)
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read a file of HellaSwag.
+
+    Raises:
+        ConfigError: if it cannot be read, or a line is not as described; says which.
+    """
+    questions = []
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"--hellaswag {path}: cannot be read ({error.strerror}). Give a JSONL file."
+        ) from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            question = Question(entry["ctx"], tuple(entry["endings"]), int(entry["label"]))
+            if not (question.context and all(question.endings)):
+                raise ValueError("an empty text or ending")
+            if question.label not in range(len(question.endings)):
+                raise ValueError(f"there is no ending {question.label}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f'--hellaswag {path}: line {number} is not an object with "ctx", "endings" and "label" ({error}).'
+            ) from None
+        questions.append(question)
+    if not questions:
+        raise ConfigError(f"--hellaswag {path}: has no lines. Give the published JSONL file.")
+    return questions
+
+
+def hellaswag_accuracy(
+    model: nn.Module,
+    questions: Sequence[Question],
+    encode: Encode,
+    seq_len: int,
+    device: torch.device,
+    autocast: Autocast,
+) -> float:
+    """Return the share of questions answered right, the same on all ranks."""
+
+    def is_right(question: Question) -> float:
+        scores = score_endings(model, question, encode, seq_len, device, autocast)
+        return float(int(scores.argmax()) == question.label)
+
+    return _mean(model, questions, is_right, device)
+
+
+def score_endings(
+    model: nn.Module,
+    question: Question,
+    encode: Encode,
+    seq_len: int,
+    device: torch.device,
+    autocast: Autocast,
+) -> Tensor:  # [endings], float32, on the CPU: log-likelihood for each character
+    context = encode(question.context)
+    rows, tails, lengths = [], [], []
+    for ending in question.endings:
+        whole = encode(" " + ending)
+        tail = whole[: seq_len - 1]
+        rows.append(torch.cat((context, tail))[-(seq_len + 1) :])
+        tails.append(len(tail))
+        lengths.append(len(ending) * len(tail) / len(whole))
+    longest = max(len(row) for row in rows)
+    tokens = torch.stack([F.pad(row, (0, longest - len(row))) for row in rows]).to(device)
+    with autocast():
+        logits = model(tokens[:, :-1])  # causal: what is padded comes after what counts
+    # [endings, T]: of each token after those before it
+    likelihood = -F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
+    scores = []
+    for row, tail, length, own in zip(rows, tails, lengths, likelihood, strict=True):
+        end = len(row) - 1
+        scores.append(own[end - tail : end].sum() / length)
+    return torch.stack(scores).cpu()
+
+
+@torch.no_grad()
+def _mean(
+    model: nn.Module, items: Sequence[T], measure: Callable[[T], float], device: torch.device
+) -> float:
+    """Return the mean of `measure` over all items; each rank takes every `world`-th."""
+    rank, world = rank_and_world()
+    training = model.training
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(0, len(items), world):
+        mine = first + rank
+        # the last one again, where there are no more
+        value = measure(items[min(mine, len(items) - 1)])
+        total += value if mine < len(items) else 0.0
+    model.train(training)
+    if world > 1:
+        dist.all_reduce(total)
+    return total.item() / len(items)

@@ -1,0 +1,176 @@
+"""Documents of Hugging Face datasets, by name or from a local folder of parquet or text files, streamed.
+
+Documents are joined, with a separator after each, into one endless row of tokens; sample i is the i-th stretch of
+seq_len. A position is the number of documents read, and the tokens of the last one that no sample has had yet.
+Validation text is the dataset's own split where it has one, else its first documents, which training skips.
+
+Limits: every rank reads and encodes the whole stream and keeps its share, so that positions do not depend on ranks:
+for large clusters, or a second epoch, write shards first (`tokenize_data.py`). Documents come in the dataset's order.
+Going back to a position reads the documents before it once more, without encoding them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp8stack.errors import ConfigError, first_line
+
+from .tokens import Encoding
+from .windows import Batch, check_state, is_held_out, to_batch
+
+Documents = Callable[[int], Generator[str, None, None]]  # those after the first n
+
+
+@dataclass(frozen=True)
+class Named:
+    path: str
+    config: str | None = None
+    revision: str | None = None
+
+
+NAMES = {
+    "fineweb-edu": Named("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": Named("Skylion007/openwebtext"),
+    # The Hub's own conversion: the repository holds a script, which datasets 4 no longer runs.
+    "tinyshakespeare": Named("karpathy/tiny_shakespeare", revision="refs/convert/parquet"),
+}
+HELD_OUT = ("validation", "test")  # names of splits
+
+
+def is_dataset(data: str) -> bool:
+    return data in NAMES or data.startswith("hf:") or bool(_local_files(Path(data), "*.parquet"))
+
+
+def open_documents(data: str) -> tuple[Documents, Documents | None]:
+    """Return the documents for training and for validation, if the dataset has a split for that.
+
+    Args:
+        data: a key of NAMES, "hf:NAME" or "hf:NAME:CONFIG" of a dataset, "hf:FOLDER" or a folder of parquet files.
+
+    Raises:
+        ConfigError: if `datasets` is missing, the dataset cannot be opened, or has no column of text.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f'--data {data} needs the package datasets, which is not installed: pip install -e ".[train]".'
+        ) from error
+    try:
+        splits = load_dataset(**_arguments(data), streaming=True)
+        if "train" not in splits:
+            raise ValueError(f"it has no split named train, but {', '.join(splits)}")
+        column = _text_column(next(iter(splits["train"])))
+    except Exception as error:  # of the network, the Hub, files, formats: all of them end here
+        raise ConfigError(
+            f"--data {data}: cannot be opened ({first_line(error) or type(error).__name__}). By name, it needs access "
+            "to huggingface.co; on a machine without, copy its parquet files into a folder and give that."
+        ) from error
+    held_out = next((splits[name] for name in HELD_OUT if name in splits), None)
+    return _documents(splits["train"], column), held_out and _documents(held_out, column)
+
+
+def _arguments(data: str) -> dict[str, Any]:
+    """Return what `datasets.load_dataset` is to be called with."""
+    if data in NAMES:
+        named = NAMES[data]
+        return {"path": named.path, "name": named.config, "revision": named.revision}
+    path, _, config = data.removeprefix("hf:").partition(":")
+    for kind, pattern, options in (
+        ("parquet", "*.parquet", {}),
+        ("text", "*.txt", {"sample_by": "document"}),
+    ):
+        files = _local_files(Path(path), pattern)
+        held = [file for file in files if is_held_out(Path(file))]
+        rest = [file for file in files if file not in held]
+        if rest:
+            split = {"train": rest, **({"validation": held} if held else {})}
+            return {"path": kind, "data_files": split, **options}
+    return {"path": path, "name": config or None}
+
+
+def _local_files(folder: Path, pattern: str) -> list[str]:
+    return sorted(map(str, folder.rglob(pattern))) if folder.is_dir() else []
+
+
+def _text_column(row: dict[str, Any]) -> str:
+    texts = [name for name, value in row.items() if isinstance(value, str)]
+    if "text" in texts or len(texts) == 1:
+        return "text" if "text" in texts else texts[0]
+    raise ValueError(f'it has no column named "text", but {", ".join(row)}')
+
+
+def _documents(dataset: Any, column: str) -> Documents:
+    return lambda first: (row[column] for row in dataset.skip(first))
+
+
+class Stream:
+    """Samples from documents, without end: after the last document the first follows, and an epoch has passed."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        encoding: Encoding,
+        seq_len: int,
+        rank: int,
+        world: int,
+        skipped: int = 0,  # documents at the start that are not for training
+    ) -> None:
+        self.documents, self.encoding, self.seq_len = documents, encoding, seq_len
+        self.rank, self.world, self.skipped = rank, world, skipped
+        self.epoch, self.read, self.left = 0, skipped, []
+        self._rest: Generator[str, None, None] | None = None
+
+    def next_batch(self, size: int) -> Batch:
+        """Return this rank's `size` samples of the next `size × world` ones: tokens and targets."""
+        count = size * self.world * self.seq_len
+        while len(self.left) <= count:
+            self._read_document()
+        first = self.rank * size * self.seq_len
+        row = np.array(self.left[first : first + size * self.seq_len + 1])
+        self.left = self.left[count:]
+        rows = np.lib.stride_tricks.sliding_window_view(row, self.seq_len + 1)
+        return to_batch(rows[:: self.seq_len], self.encoding.vocab_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "documents": self.read, "left": list(self.left)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_state(state, self.state_dict())
+        self.epoch, self.read, self.left = state["epoch"], state["documents"], list(state["left"])
+        self._rest = None
+
+    def _read_document(self) -> None:
+        if self._rest is None:
+            self._rest = self.documents(self.read)
+            weakref.finalize(
+                self, self._rest.close
+            )  # at exit, before the modules that it reads with are gone
+        text = next(self._rest, None)
+        if text is not None:
+            self.read += 1
+            self.left += self.encoding.encode(text)
+            self.left += self.encoding.separator
+            return
+        if self.read == self.skipped:
+            raise ConfigError("--data: the dataset has no documents beyond those for validation.")
+        self.epoch, self.read, self._rest = self.epoch + 1, self.skipped, None
+
+
+def take_tokens(documents: Documents, encoding: Encoding, count: int) -> tuple[list[int], int]:
+    """Return at least `count` tokens, or all there are, from the first documents, and how many those were."""
+    tokens: list[int] = []
+    read = 0
+    for text in documents(0):
+        if len(tokens) >= count:
+            break
+        tokens += encoding.encode(text)
+        tokens += encoding.separator
+        read += 1
+    return tokens, read

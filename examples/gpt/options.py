@@ -1,0 +1,193 @@
+"""Options of a run from three places, checked alike: fields of a dataclass, a YAML file, the command line.
+
+`option(default, help, ...)` makes a field; its annotation says what a value must be (str, int, float, bool, Path, and
+"| None" where None may be given). `convert` turns what a file or a flag gives into such a value, or raises ConfigError
+with the option's name, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, field, fields
+from pathlib import Path
+from typing import Any
+
+from fp8stack.errors import ConfigError, did_you_mean
+
+KINDS = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "Path": "a path",
+}
+WORDS = {"true": True, "false": False}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: Iterable[Any] = (),
+    least: float = -math.inf,
+    most: float = math.inf,
+    word: str = "",
+) -> Any:
+    """A field of a configuration. `word` is a text that is allowed beside numbers, such as "auto"."""
+    facts = {"help": help, "choices": tuple(choices), "least": least, "most": most, "word": word}
+    return field(default=default, metadata=facts)
+
+
+def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
+    """Return `value` as the type of the option; `given_as` is its name where it was given."""
+    kind, _, optional = str(rule.type).partition(" | ")
+    facts = rule.metadata
+    if value is None and optional == "None":
+        return None
+    if facts["word"] and value == facts["word"]:
+        return value
+    if value is False and "off" in facts["choices"]:
+        value = "off"  # YAML reads the bare word off as false
+    try:
+        value = _CONVERTERS[kind](value)
+        fits = facts["least"] <= value <= facts["most"] if kind in ("int", "float") else True
+    except (TypeError, ValueError):
+        fits = False
+    if not fits or (facts["choices"] and value not in facts["choices"]):
+        close = did_you_mean(str(value), map(str, facts["choices"]))
+        raise ConfigError(f"{given_as}: got {value!r}, must be {describe(rule, kind)}.{close}")
+    return value
+
+
+def describe(rule: Field[Any], kind: str) -> str:
+    """What an option may be, in words."""
+    facts = rule.metadata
+    if facts["choices"]:
+        return f"one of {', '.join(map(str, facts['choices']))}"
+    text = KINDS[kind]
+    if facts["least"] > -math.inf:
+        text += f" of {facts['least']:g} or more"
+    if facts["most"] < math.inf:
+        text += f" and {facts['most']:g} or less"
+    return f'{text}, or "{facts["word"]}"' if facts["word"] else text
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, str):
+        value = WORDS.get(value.lower())
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _to_int(value: Any) -> int:
+    if isinstance(value, (bool, float)):
+        raise TypeError
+    return int(value)
+
+
+def _to_float(value: Any) -> float:
+    if isinstance(value, bool) or not math.isfinite(float(value)):
+        raise TypeError
+    return float(value)  # of a text as well: YAML takes 6e-4, without a point, for one
+
+
+def _to_str(value: Any) -> str:
+    if isinstance(value, (bool, dict, list)) or not str(value):
+        raise TypeError
+    return str(value)
+
+
+_CONVERTERS: dict[str, Any] = {
+    "bool": _to_bool,
+    "int": _to_int,
+    "float": _to_float,
+    "str": _to_str,
+    "Path": lambda value: Path(_to_str(value)),
+}
+
+
+def read_yaml(path: str, kind: type) -> dict[str, Any]:
+    """Return the options that a YAML file gives for the dataclass `kind`, unchecked.
+
+    Raises:
+        ConfigError: for a file that cannot be read, that is no mapping, or with a key that is no option.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError(
+            '--config needs the package PyYAML, which is not installed: pip install -e ".[train]", or give flags.'
+        ) from error
+    try:
+        given = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: is not valid YAML: {where}.") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'--config {path}: must be lines of "option: value", got a {type(given).__name__}.'
+        )
+    known = [rule.name for rule in fields(kind)]
+    options = {str(key).replace("-", "_"): value for key, value in given.items()}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"--config {path}: there is no option {name!r}.{did_you_mean(name, known)} "
+                f"All options: python examples/train_gpt.py --help"
+            )
+    return options
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigError, with a did-you-mean for unknown flags."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}. All options: python examples/train_gpt.py --help")
+
+    def read(self, argv: list[str] | None) -> dict[str, Any]:
+        """Return what was given, by name, as texts."""
+        found, unknown = self.parse_known_args(argv)
+        if unknown:
+            known = [flag for action in self._actions for flag in action.option_strings]
+            raise ConfigError(
+                f"there is no option {unknown[0]!r}.{did_you_mean(unknown[0].partition('=')[0], known)} "
+                "All options: python examples/train_gpt.py --help"
+            )
+        return vars(found)
+
+
+class Switch(argparse.Action):
+    """Two flags, of which the second, --no-something, sets False."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, nargs=0, **kwargs)
+
+    def __call__(self, parser: Any, found: Any, values: Any, flag: str | None = None) -> None:
+        value = flag == self.option_strings[0]
+        if getattr(found, self.dest, value) != value:
+            parser.error(f"{' and '.join(self.option_strings)} contradict each other")
+        setattr(found, self.dest, value)
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
+    """Give `parser` a flag for each option of the dataclass `kind`; what is not given stays out of the result."""
+    for rule in fields(kind):
+        flag = "--" + rule.name.replace("_", "-")
+        name = str(rule.type).partition(" | ")[0]
+        facts = rule.metadata
+        default = "" if rule.default in (None, MISSING) else f" ({rule.default})"
+        help = f"{facts['help']}{default}".replace("%", "%%")
+        if name == "bool":
+            negative = "--no-fp8" if rule.name == "use_fp8" else "--no-" + flag[2:]
+            parser.add_argument(
+                flag, negative, dest=rule.name, action=Switch, default=argparse.SUPPRESS, help=help
+            )
+        else:
+            choices = "|".join(map(str, facts["choices"])) or name.upper()
+            words = "|".join(word for word in (choices, facts["word"]) if word)
+            parser.add_argument(flag, default=argparse.SUPPRESS, metavar=words, help=help)

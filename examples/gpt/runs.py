@@ -1,0 +1,76 @@
+"""Where the files of a run are: OUT/NAME-PRECISION, so that one name can be trained in several precisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import fp8stack
+from fp8stack.levels import LEVELS
+
+from .checkpoints import Checkpoint, find, find_latest, list_checkpoints, rank_and_world
+from .config import PRECISIONS, Config
+
+
+def describe_precision(model: torch.nn.Module, config: Config) -> str:
+    """Return what a run computes in, and its level: "FP8 O2", "bf16 O2" where a GPU has no FP8, "bf16"."""
+    if config.opt_level == "off" or fp8stack.get_report(model).compute != "bf16":
+        return config.precision
+    return config.precision.replace("FP8", "bf16")
+
+
+def run_folder(config: Config, precision: str) -> Path:
+    """Return the folder of a run: its name, tagged with a precision."""
+    return config.out / f"{config.run_name or config.model}-{precision.lower().replace(' ', '-')}"
+
+
+def folders_of(run: Path) -> list[Path]:
+    """Return where the checkpoints of a run are: those of plain PyTorch, and those of fp8stack's levels."""
+    return [run / "checkpoints", run / "checkpoints_fp8"]
+
+
+def all_folders(config: Config) -> list[Path]:
+    """Return where the checkpoints of runs of this name are, in all precisions."""
+    tags = [*PRECISIONS.values(), *(f"FP8 {level}" for level in LEVELS)]
+    return [folder for tag in tags for folder in folders_of(run_folder(config, tag))]
+
+
+def find_checkpoint(config: Config) -> Checkpoint | None:
+    """Return what `--resume` names; "latest": the run's own newest, or else that of its name in another precision.
+
+    Raises:
+        CheckpointError: if a path is given and there is none, or it is damaged.
+    """
+    if not config.resume:
+        return None
+    if config.resume != "latest":
+        return find(Path(config.resume))
+    own = run_folder(config, config.precision)
+    found = find_latest(folders_of(own)) or find_latest(all_folders(config))
+    if found is None and rank_and_world()[0] == 0:
+        print(f"--resume latest: there is no checkpoint in {own}; starting at step 0")
+    return found
+
+
+def list_runs(config: Config) -> str:
+    """Return a table of the checkpoints of a run, in all of its precisions."""
+    found = list_checkpoints(all_folders(config))
+    if not found:
+        return f"there are no checkpoints in {run_folder(config, '*')}"
+    lines = [f"{'step':>8}  {'loss':>8}  {'val loss':>8}  {'precision':<9}  {'GiB':>8}  folder"]
+    for checkpoint in found:
+        facts, folder = checkpoint.manifest, checkpoint.path.parent
+        losses = (facts["train_loss"], facts["val_loss"])
+        shown = "  ".join(f"{'-':>8}" if loss is None else f"{loss:8.4f}" for loss in losses)
+        links = [
+            name
+            for name in ("latest", "best")
+            if (folder / name).resolve() == checkpoint.path.resolve()
+        ]
+        size = f"{checkpoint.nbytes / 2**30:8.3f}"
+        note = f" ({', '.join(links)})" if links else ""
+        lines.append(
+            f"{checkpoint.step:>8}  {shown}  {facts['precision']:<9}  {size}  {checkpoint.path}{note}"
+        )
+    return "\n".join(lines)

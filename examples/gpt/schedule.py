@@ -1,0 +1,39 @@
+"""The learning rate: up a line, then down a cosine to `min_lr_ratio` of the highest.
+
+The rate of step s (from 0) is max_lr times
+
+    (s + 1) / warmup_steps                          for s < warmup_steps
+    m + (1 - m) × (1 + cos(π × done)) / 2           after, with m = min_lr_ratio and
+                                                    done = (s - warmup_steps) / (steps - 1 - warmup_steps)
+
+so the highest is reached with the last step of the warm-up, and the last step of the run has m.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .config import Config
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Return the learning rate of a step, counted from 0; past the end of the run, the last one."""
+    warmup, least = config.warmup_steps, config.min_lr_ratio
+    if step < warmup:
+        return config.max_lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, config.steps - 1 - warmup))
+    return config.max_lr * (least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def check_warm_up(config: Config) -> None:
+    """Warn of a warm-up that the run does not reach the end of."""
+    if config.warmup_steps > config.steps:
+        share = config.steps / config.warmup_steps
+        warnings.warn(
+            f"warmup_steps={config.warmup_steps} exceeds steps={config.steps}: the run ends at {share:.0%} of max_lr "
+            "and never decays. Use a shorter warm-up, some 2 to 10 % of the run, or more steps.",
+            stacklevel=3,
+        )

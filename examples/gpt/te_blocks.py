@@ -1,0 +1,61 @@
+"""The block on TransformerEngine's fused modules: LayerNormLinear, LayerNormMLP, and PyTorch's attention between them.
+
+They cast, normalise and multiply in one module, so fp8stack leaves their GEMMs to TransformerEngine; gradients and
+optimizer states are converted as for any matrix. Needs a CUDA device; in float32 and bfloat16 too, not only in FP8.
+
+Histories of delayed scaling move on once per block and forward pass, since autocast is entered in each block: that is
+inside of what activation checkpointing computes again, which must see the same recipe.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack import capability_te
+from fp8stack.nn.te import Settings, check_recipe, te_recipe
+
+from .blocks import EPS, Rotation, attention_function, rotate, split_heads
+
+if TYPE_CHECKING:
+    from .model import ModelConfig
+
+
+class TeBlock(nn.Module):
+    """A `Block` of the same arithmetic: x + attention(norm(x)), then x + feed_forward(norm(x)).
+
+    Raises:
+        UnsupportedDeviceError: where TransformerEngine is missing or broken, or has no such recipe; with the remedy.
+        ConfigError: for a format that it has not.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        te = capability_te.load().te
+        self.autocast = te.autocast
+        if config.fp8:
+            check_recipe(config.fp8, torch.device("cuda"))
+        self.recipe = config.fp8 and te_recipe(Settings.of(config.fp8))
+        self.head_dim, self.sizes = config.head_dim, [config.dim, config.kv_dim, config.kv_dim]
+        on_meta = torch.get_default_device().type == "meta"
+        options = {"bias": config.bias, "device": "meta" if on_meta else "cuda"}
+        fused = {
+            "eps": EPS[config.norm],
+            "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}[config.norm],
+        }
+        self.attention_in = te.LayerNormLinear(config.dim, sum(self.sizes), **fused, **options)
+        self.output = te.Linear(config.dim, config.dim, **options)
+        self.feed_forward = te.LayerNormMLP(
+            config.dim, config.ffn, activation=config.activation, **fused, **options
+        )
+        self.attend = attention_function(config.attention)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # [B, T, dim]
+        with self.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            parts = self.attention_in(x).split(self.sizes, dim=-1)
+            query, key, value = (split_heads(part, self.head_dim) for part in parts)
+            mixed = self.attend(rotate(query, rotation), rotate(key, rotation), value)
+            x = x + self.output(mixed.transpose(1, 2).flatten(2))
+            return x + self.feed_forward(x)

@@ -1,0 +1,110 @@
+"""Write tokens of any source as .bin shards, which train_gpt.py maps into memory: for large runs and many epochs.
+
+    python examples/gpt/tokenize_data.py --data fineweb-edu --shards data/fineweb-edu --max-tokens 1000000000
+    python examples/train_gpt.py --data data/fineweb-edu --model gpt2
+
+The folder gets train_000000.bin and so on, val_000000.bin, and meta.json, which names the encoding. A file is complete
+or absent: it is written under another name and renamed. Streamed documents fill the validation shard first, unless
+the dataset has a split for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it sees its own folder only
+
+import numpy as np
+
+from fp8stack.errors import ConfigError
+from gpt import hub
+from gpt.config import parse
+from gpt.data import open_arrays
+from gpt.tokens import ENCODINGS, Encoding
+from gpt.windows import find_shards
+
+
+def write_shards(tokens: Iterable[np.ndarray], folder: Path, split: str, size: int) -> int:
+    """Write arrays of tokens, joined, as shards of `size` tokens, the last one shorter; return how many tokens."""
+    waiting: list[np.ndarray] = []
+    count = total = index = 0
+    for part in tokens:
+        while len(part):
+            room = size - count
+            waiting.append(part[:room])
+            count += len(waiting[-1])
+            part = part[room:]
+            if count == size:
+                _write(waiting, folder / f"{split}_{index:06d}.bin")
+                waiting, count, index, total = [], 0, index + 1, total + count
+    if count:
+        _write(waiting, folder / f"{split}_{index:06d}.bin")
+    return total + count
+
+
+def _write(parts: list[np.ndarray], path: Path) -> None:
+    partial = path.with_suffix(".partial")
+    np.concatenate(parts).tofile(partial)
+    partial.rename(path)
+
+
+def encode(documents: Iterator[str], encoding: Encoding, most: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document and a separator, until there are `most`."""
+    for text in documents:
+        tokens = np.array([*encoding.encode(text), *encoding.separator], encoding.dtype)[:most]
+        most -= len(tokens)
+        yield tokens
+        if not most:
+            return
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--data", required=True, help="as of train_gpt.py")
+    parser.add_argument("--encoding", default="auto", help="bytes or gpt2")
+    parser.add_argument("--shards", type=Path, required=True, help="folder to write")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(%(default)s)")
+    parser.add_argument("--val-tokens", type=int, default=10_000_000, help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=sys.maxsize, help="for training; all")
+    options = parser.parse_args(argv)
+    try:
+        train, held_out = write(options)
+    except (ConfigError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.shards}: {train:,} tokens for training, {held_out:,} for validation")
+    return 0
+
+
+def write(options: argparse.Namespace) -> tuple[int, int]:
+    """Write what the options ask for; return the tokens for training and validation."""
+    for name in ("shard_tokens", "val_tokens", "max_tokens"):
+        if getattr(options, name) < 1:
+            given = getattr(options, name)
+            raise ConfigError(f"--{name.replace('_', '-')} {given}: must be 1 or more.")
+    config = parse(["--data", options.data, "--encoding", options.encoding])
+    folder, size = options.shards, options.shard_tokens
+    if find_shards(folder):
+        raise ConfigError(f"--shards {folder}: has .bin files already. Give another folder.")
+    if hub.is_dataset(options.data):
+        encoding = ENCODINGS["gpt2" if config.encoding == "auto" else config.encoding]()
+        documents, separate = hub.open_documents(options.data)
+        text = separate(0) if separate else documents(0)
+        held_out = list(encode(text, encoding, options.val_tokens))
+        rest = documents(0 if separate else len(held_out))
+        train = encode(rest, encoding, options.max_tokens)
+    else:
+        _, encoding, train, held_out = open_arrays(config, seq_len=1)
+        train = [part[: options.max_tokens] for part in train]
+        held_out = [part[: options.val_tokens] for part in held_out]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meta.json").write_text(json.dumps({"encoding": encoding.name}) + "\n")
+    return write_shards(train, folder, "train", size), write_shards(held_out, folder, "val", size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

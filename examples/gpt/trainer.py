@@ -1,0 +1,395 @@
+"""One training run: data, model and ranks put together, the loop, and what it leaves behind.
+
+    trainer = Trainer(parse(["--model", "tiny", "--steps", "100", "--opt-level", "O2"]))
+    trainer.run()
+
+A step is `accumulation` micro-batches on every rank; gradients are averaged over ranks with the last one, clipped by
+their norm, and AdamW steps. A step whose loss or norm is not finite is left out (`guard.py`). Everything that a step
+depends on is in a checkpoint (weights, states, position in the data, random numbers, GradScaler) or a function of its
+number (the learning rate), so a run that is resumed goes on with the same bits.
+
+It runs as one process, or as the ranks of torchrun. A run has a folder, OUT/NAME-PRECISION, with run.json,
+metrics.jsonl, tensorboard/ and its checkpoints.
+
+Limits: the host waits for the device once a step, to log loss and norm, before the optimizer's own work, whose time on
+a GPU is part of the next step's. With another number of ranks or another
+micro-batch a run goes on with the same samples, but sums are rounded otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fp8stack
+from fp8stack import comm
+from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.monitor import Monitor
+from fp8stack.optim import BlockwiseOptimizer
+
+from . import batching, build, checkpoints, evaluation, runs
+from .build import Level, Setup, synchronized
+from .config import Config
+from .data import open_data
+from .guard import Guard
+from .logs import RunLog, read_memory
+from .schedule import learning_rate
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+MONITORED = 50  # steps between samples of what FP8 does to tensors
+SAMPLE_TOKENS = 64
+PROMPT = "The "
+
+
+class Trainer:
+    """A run that is ready to go on from where its checkpoint, if any, left it.
+
+    Args:
+        config: all options.
+
+    Raises:
+        ConfigError: options that do not go together, or that this machine cannot have.
+        CheckpointError: a checkpoint to resume from that is missing, damaged or of another model.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.device = build.join_ranks(config.device)
+        self.rank, self.world = checkpoints.rank_and_world()
+        self.data = open_data(config, self.rank, self.world)
+        name, options = config.fp8_options()
+        level = Level(name or "off", options, config.strict)
+        self.setup = Setup(
+            model=config.model_config(self.data.vocab_size),
+            level=level,
+            parallel=build.choose_parallel(config.parallel, self.world, level),
+            device=self.device,
+            dtype=DTYPES[config.compute_dtype],
+            seed=config.seed,
+            lr=config.max_lr,
+        )
+        self.questions = evaluation.read_questions(config.hellaswag) if config.hellaswag else []
+        if self.questions:
+            self.data.encode("a")  # raises, where shards come without their vocabulary
+        resumed = runs.find_checkpoint(config)
+        progress: dict[str, Any] = {
+            "step": 0,
+            "losses": [],
+            "val_losses": [],
+            "data": None,
+            "scaler": None,
+        }
+        local = None
+        if resumed is None:
+            self.model, self.optimizer = self.setup.build()
+        else:
+            self.model, self.optimizer, progress, local = self.setup.resume(resumed)
+        if config.compile:
+            for module in self.model.blocks if self.setup.sharded else [self.model]:
+                module.compile()
+        self.forward = self.setup.wrap(self.model)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=self.setup.dtype is torch.float16
+        )
+        self.folder = runs.run_folder(config, config.precision)
+        self.precision = runs.describe_precision(self.model, config)
+        self.split = self._choose_split()
+        self._restore(progress, local)
+        self.guard = Guard(config.opt_level, config.fp8_format, config.max_lr, config.max_nan_steps)
+        self.monitor = self._make_monitor()
+        self.log = self._open_log()
+        if resumed is not None:
+            precision = resumed.manifest["precision"]
+            self.log.say(f"resumed from {resumed.path} ({precision}), step {self.step}")
+            if config.fp8_recipe == "delayed" and self.rank == 0:
+                text = "scaling histories are in no checkpoint: delayed scaling begins them anew"
+                warnings.warn(text, Fp8StackWarning, stacklevel=2)
+
+    # --- the loop
+
+    def run(self) -> list[float]:
+        """Train up to the last step; return the loss of every step of the run, those before a resume too."""
+        config = self.config
+        try:
+            with comm.Statistics() as self.wire:
+                while self.step < config.steps:
+                    self.take_step()
+                    last = self.step == config.steps
+                    saves = last or is_due(self.step, config.checkpoint_freq)
+                    if config.eval_freq and (last or is_due(self.step, config.eval_freq)):
+                        self.evaluate()
+                    if saves and config.checkpoint_freq:
+                        self.save()
+        finally:
+            self.log.close()
+        return self.losses
+
+    def take_step(self) -> None:
+        """Train on one batch, and log it."""
+        began = time.perf_counter()
+        if self.monitor:
+            self.monitor.begin_step()
+        lr = learning_rate(self.config, self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = self._accumulate()
+        self.scaler.unscale_(self.optimizer)
+        limit = self.config.max_grad_norm or math.inf
+        norm = fp8stack.optim.clip_grad_norm_(self.model.parameters(), limit)
+        if self.world > 1:
+            dist.all_reduce(total)
+        # waits for the device
+        loss, norm = torch.stack((total / self.world, norm.to(total))).tolist()
+        self.step += 1
+        # GradScaler looks for its scale by losing steps
+        searching = self.scaler.is_enabled() and self.scaler.get_scale() > 1
+        accepted = searching or self.guard.accepts(self.step, loss, norm)
+        if accepted:
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(loss)
+        self._log_step(loss, lr, norm, time.perf_counter() - began)
+        if not accepted:
+            self.log.say(f"step {self.step}: not finite, and so not taken")
+
+    def _accumulate(self) -> Tensor:
+        """Run forward and backward of a step; return this rank's mean loss, float32, 0-d."""
+        total = torch.zeros((), device=self.device)
+        for index in range(self.split.accumulation):
+            tokens, targets = self.data.train.next_batch(self.split.micro)
+            tokens, targets = tokens.to(self.device), targets.to(self.device)
+            with synchronized(self.forward, index + 1 == self.split.accumulation):
+                with self.autocast():
+                    loss = self.forward(tokens, targets) / self.split.accumulation
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute in the activations' dtype; FSDP2 does that by itself."""
+        used = self.setup.dtype is not torch.float32 and not self.setup.sharded
+        return torch.autocast(self.device.type, self.setup.dtype, enabled=used)
+
+    def _log_step(self, loss: float, lr: float, norm: float, seconds: float) -> None:
+        tokens = self.split.effective * self.setup.model.seq_len
+        numbers = {
+            "step": self.step,
+            "epoch": self.data.train.epoch,
+            "loss": loss,
+            "lr": lr,
+            "norm": norm,
+            "dt_ms": 1e3 * seconds,
+            "tokens_per_second": tokens / seconds,
+            "memory_gib": read_memory(self.device),
+        }
+        more = self._read_monitor()
+        sent = self.wire.collect()
+        if sent:
+            more["comm/bytes"] = sum(row["bytes"] for row in sent.values())
+            more["comm/seconds"] = sum(row["seconds"] for row in sent.values())
+        self.log.train(numbers, more, show=is_due(self.step, self.config.log_freq))
+
+    def _read_monitor(self) -> dict[str, float]:
+        """Return what a sample of the monitor says that was not logged yet."""
+        if self.monitor is None:
+            return {}
+        before, metrics = self.monitor.step, self.monitor.metrics()
+        return metrics if self.monitor.step != before else {}
+
+    # --- evaluation and checkpoints
+
+    def evaluate(self) -> float:
+        """Take the validation loss, log it with a text that the model writes; return it."""
+        numbers = {
+            "val_loss": evaluation.validation_loss(
+                self.model, self.data.validation, self.device, self.autocast
+            )
+        }
+        if self.questions:
+            numbers["hellaswag"] = evaluation.hellaswag_accuracy(
+                self.model,
+                self.questions,
+                self.data.encode,
+                self.setup.model.seq_len,
+                self.device,
+                self.autocast,
+            )
+        self.val_losses.append((self.step, numbers["val_loss"]))
+        can_write = self.data.readable and math.isfinite(numbers["val_loss"])
+        self.log.evaluation(self.step, numbers, self.write_sample() if can_write else "")
+        return numbers["val_loss"]
+
+    def write_sample(self) -> str:
+        """Return what the model makes of PROMPT: the same text for the same weights."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        prompt = self.data.encode(PROMPT).to(self.device)
+        with self.autocast():
+            tokens = self.model.generate(prompt, SAMPLE_TOKENS, generator)
+        return self.data.decode(tokens)
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step; return its folder."""
+        evaluated, val_loss = self.val_losses[-1] if self.val_losses else (0, math.inf)
+        if evaluated != self.step and self.config.eval_freq:  # the best one is to be known
+            val_loss = self.evaluate()
+        loss = self.losses[-1] if self.losses else math.nan
+        scaler = self.scaler.state_dict() if self.scaler.is_enabled() else None
+        progress = {
+            "step": self.step,
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "val_losses": self.val_losses,
+            "data": self.data.train.state_dict(),
+            "scaler": scaler,
+        }
+        random_states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if self.device.type == "cuda":
+            random_states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return checkpoints.save(
+            runs.folders_of(self.folder)[self.config.opt_level != "off"],
+            self.step,
+            build.contents(self.model, self.optimizer),
+            progress,
+            random_states,
+            {**self._facts(), "train_loss": _finite(loss), "val_loss": _finite(val_loss)},
+            self.config.keep_checkpoints,
+        )
+
+    # --- what __init__ is made of
+
+    def _choose_split(self) -> batching.Split:
+        """Return how a step is made up; with `--micro-batch auto`, after trying."""
+        config = self.config
+        target, wish = config.target_effective_batch_size, config.micro_batch
+        if wish != "auto":
+            return batching.split(target, int(wish), self.world, fixed=True)
+        if self.setup.sharded:
+            raise ConfigError(
+                "--micro-batch auto is not for --parallel fsdp2, whose ranks wait for each other in every layer: one "
+                "that runs out of memory would leave the others waiting. Give a number, such as --micro-batch 4."
+            )
+        limit = min(config.max_batch_size, math.ceil(target / self.world))
+        largest = batching.find_largest(self._try_step, limit, self._agree)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return batching.split(target, largest, self.world)
+
+    def _try_step(self, size: int) -> None:
+        """Use the memory of a step: optimizer states, gradients, and forward and backward of a micro-batch."""
+        states: list[Any] = []
+        tokens = torch.zeros(size, self.setup.model.seq_len, dtype=torch.int64, device=self.device)
+        try:
+            if isinstance(self.optimizer, BlockwiseOptimizer):
+                for group in self.optimizer.param_groups:
+                    for parameter in group["params"]:
+                        self.optimizer.ensure_state(group, parameter)
+            elif not self.optimizer.state:  # torch's AdamW makes them at its first step
+                states = [torch.empty_like(p) for p in self.model.parameters() for _ in range(2)]
+            for _ in range(2):  # the second one with the gradients of the first
+                with synchronized(self.forward, False), self.autocast():
+                    loss = self.forward(tokens, tokens)
+                loss.backward()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+            del states
+
+    def _agree(self, fits: bool) -> bool:
+        return all(checkpoints.gather(fits))
+
+    def _restore(self, progress: dict[str, Any], local: dict[str, Any] | None) -> None:
+        """Put back what a checkpoint holds beside weights and states."""
+        self.step = progress["step"]
+        self.losses: list[float] = list(map(float, progress["losses"]))
+        self.val_losses: list[tuple[int, float]] = progress["val_losses"]
+        if progress["data"] is not None:
+            self.data.train.load_state_dict(progress["data"])
+        if progress["scaler"] is not None and self.scaler.is_enabled():
+            self.scaler.load_state_dict(progress["scaler"])
+        if local is None:  # a run that begins, or a rank that was not there
+            torch.manual_seed(self.config.seed + self.rank)
+            random.seed(self.config.seed + self.rank)
+            return
+        torch.set_rng_state(local["torch"])
+        random.setstate(local["python"])
+        if "cuda" in local and self.device.type == "cuda":
+            torch.cuda.set_rng_state(local["cuda"], self.device)
+
+    def _make_monitor(self) -> Monitor | None:
+        native = (
+            self.setup.level.name != "off" and fp8stack.get_report(self.model).compute == "native"
+        )
+        watched = native and not self.config.compile
+        return Monitor(self.model, every=MONITORED, by_hand=True) if watched else None
+
+    def _open_log(self) -> RunLog:
+        facts = {
+            "name": self.folder.name,
+            **self._facts(),
+            "ranks": self.world,
+            "tokens_per_step": self.split.effective * self.setup.model.seq_len,
+            "micro_batch": self.split.micro,
+            "accumulation": self.split.accumulation,
+            "data": self.data.name,
+            "seed": self.config.seed,
+            "device": torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads",
+            "versions": {
+                "fp8stack": fp8stack.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "command": sys.argv,
+            "config": self.config.to_dict(),
+        }
+        log = RunLog(
+            self.folder,
+            facts,
+            self.step,
+            self.config.steps,
+            self.config.tensorboard,
+            self.config.wandb,
+            active=self.rank == 0,
+        )
+        target = self.config.target_effective_batch_size
+        if self.split.effective != target:
+            log.say(
+                f"a step has {self.split.effective} sequences ({self.split.micro} × {self.world} ranks × "
+                f"{self.split.accumulation}), the nearest above the {target} asked for"
+            )
+        return log
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what run.json and the manifests of checkpoints both say of the run."""
+        return {
+            "level": self.setup.level.name,
+            "options": self.setup.level.options,
+            "precision": self.precision,
+            "compute_dtype": self.config.compute_dtype,
+            "model": self.config.model,
+            "architecture": build.architecture(self.setup.model),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "parallel": self.setup.parallel,
+            "sharded": self.setup.sharded,
+        }
+
+
+def _finite(loss: float) -> float | None:
+    """Return a loss as JSON has it."""
+    return loss if math.isfinite(loss) else None
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether something is done at a step; `every` 0 means never."""
+    return bool(every) and step % every == 0

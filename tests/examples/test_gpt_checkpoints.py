@@ -1,0 +1,175 @@
+"""Checkpoints on disk: complete or not there, whatever happens to files, folders and the disk."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from gpt import checkpoints
+from gpt.checkpoints import CheckpointError, find, find_latest, inspect, list_checkpoints
+
+from fp8stack.errors import Fp8StackWarning
+
+ROOT = Path(checkpoints.__file__).parents[2]
+FULL = """
+import resource, sys
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+import torch
+from gpt.checkpoints import CheckpointError, save
+
+folder = Path(sys.argv[3])
+def write(step, size):
+    return save(folder, step, {"model": {"w": torch.full((size,), float(step))}}, {"step": step}, {}, {}, 3)
+write(1, 10)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+for step in (2, 3):  # and again: what is left of the first does not matter
+    try:
+        write(step, 2**20)
+    except CheckpointError as error:
+        print(error)
+write(4, 10)
+"""
+
+
+def write(folder, step, val_loss=None, keep=3, size=100):
+    states = {"model": {"w": torch.full((size,), float(step))}}
+    facts = {"val_loss": val_loss, "precision": "FP8 O2", "train_loss": 3.0}
+    local = {"random": torch.arange(step)}
+    return checkpoints.save(folder, step, states, {"step": step}, local, facts, keep)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir() if not path.is_symlink())
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
+    path = write(tmp_path / "new" / "checkpoints", 250, 2.5)
+    assert path.name == "step_00000250"
+    found = find(tmp_path / "new" / "checkpoints")
+    assert (found.path, found.step, found.val_loss) == (path, 250, 2.5)
+    assert found.manifest["precision"] == "FP8 O2"
+    assert (
+        found.nbytes
+        == sum(p.stat().st_size for p in path.iterdir()) - (path / "manifest.json").stat().st_size
+    )
+    states = {"model": {"w": torch.zeros(100)}}
+    progress, local = checkpoints.load(path, states)
+    assert progress == {"step": 250}
+    assert local is not None
+    assert local["random"].tolist() == list(range(250))
+    assert states["model"]["w"].tolist() == [250.0] * 100
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        checkpoints.load(path, {"model": {"w": torch.zeros(101)}})
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        checkpoints.load(path, {"model": {"v": torch.zeros(100)}})
+
+
+def test_the_last_ones_and_the_best_stay(tmp_path):
+    losses = [3.0, 1.0, 2.0, float("nan"), None, 1.5]
+    for step, loss in enumerate(losses, 1):
+        write(tmp_path, step, loss, keep=2)
+    assert names(tmp_path) == ["step_00000002", "step_00000005", "step_00000006"]
+    assert os.readlink(tmp_path / "best") == "step_00000002"
+    assert os.readlink(tmp_path / "latest") == "step_00000006"
+    assert find(tmp_path / "best").step == 2
+    write(tmp_path, 7, 0.5, keep=2)
+    assert names(tmp_path) == ["step_00000006", "step_00000007"]
+
+
+def test_a_run_taken_back_goes_on_from_what_it_wrote_last(tmp_path):
+    for step in (10, 20, 15):
+        write(tmp_path, step)
+    assert find_latest([tmp_path]).step == 15
+    write(tmp_path, 20)  # again
+    assert [c.step for c in list_checkpoints([tmp_path])] == [10, 15, 20]
+    assert names(tmp_path) == ["step_00000010", "step_00000015", "step_00000020"]
+
+
+def truncate(path):
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+def alter(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, alter, Path.unlink])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "progress.pt", "manifest.json"])
+def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, file, damage):
+    older, newer = (write(tmp_path, step) for step in (1, 2))
+    damage(newer / file)
+    if (file, damage) == ("manifest.json", alter):
+        (newer / file).write_text('{"format": 1}')
+    with pytest.warns(
+        Fp8StackWarning, match=r"cannot be used; using step_00000001.*step_00000002"
+    ) as caught:
+        assert find_latest([tmp_path]).path == older
+    assert len(caught) == 1
+    with pytest.raises(CheckpointError, match="step_00000002"):
+        inspect(newer)
+    if file != "manifest.json":
+        with pytest.raises(CheckpointError, match=f"{file} is (cut short|altered|missing)"):
+            find(newer)
+    shutil.rmtree(older)
+    with pytest.warns(Fp8StackWarning, match="there is no other"):
+        assert find_latest([tmp_path]) is None
+
+
+def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path):
+    path = write(tmp_path, 1)
+    shutil.copytree(path, tmp_path / ".writing-step_00000002")
+    shutil.copytree(path, tmp_path / ".deleting-step_00000000")
+    (tmp_path / "latest").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert find_latest([tmp_path]).step == 1
+    write(tmp_path, 3)
+    assert names(tmp_path) == ["step_00000001", "step_00000003"]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
+    command = [sys.executable, "-c", FULL, str(ROOT / "examples"), str(ROOT), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(
+        "no checkpoint could be written" in line and "File too large" in line for line in lines
+    )
+    assert names(tmp_path) == ["step_00000001", "step_00000004"]
+    assert [inspect(c.path).step for c in list_checkpoints([tmp_path])] == [1, 4]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint could be written.*choose another folder"
+    ):
+        write(tmp_path / "file", 1)
+    with pytest.raises(CheckpointError, match="no checkpoint could be written"):
+        write(tmp_path / "file" / "checkpoints", 1)
+    write(tmp_path / "checkpoints", 1)
+    (tmp_path / "checkpoints" / ".writing-step_00000002").write_text("in the way")
+    with pytest.raises(CheckpointError, match="no checkpoint could be written"):
+        write(tmp_path / "checkpoints", 2)
+    assert inspect(tmp_path / "checkpoints" / "step_00000001").step == 1
+
+
+def test_a_path_without_checkpoints_and_another_format_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest.json"):
+        find(tmp_path / "nowhere")
+    path = write(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 9}))
+    with pytest.raises(CheckpointError, match="of format 9, this program reads 1"):
+        find(path)
+    assert find_latest([tmp_path / "nowhere"]) is None

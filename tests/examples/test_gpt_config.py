@@ -1,0 +1,206 @@
+"""The options of a run: three places that overrule each other, checked alike, and what fp8stack is asked for."""
+
+import warnings
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from gpt import GPT, config
+from gpt.config import Config, parse
+from gpt.model import SIZES
+
+import fp8stack
+from fp8stack.errors import ConfigError, Fp8StackWarning
+
+CONFIGS = Path(config.__file__).parents[1] / "configs"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        (tmp_path / "x.yaml").write_text(text)
+        return ["--config", str(tmp_path / "x.yaml")]
+
+    return write
+
+
+def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
+    file = write("steps: 70\nmax-lr: 6e-4\nout: results\nmicro_batch: 8\ncompile: true\n")
+    found = parse([*file, "--steps", "80", "--no-compile"])
+    assert (found.steps, found.max_lr, found.out) == (80, 6e-4, Path("results"))
+    assert (found.micro_batch, found.compile) == (8, False)
+    assert (found.warmup_steps, found.seed, found.resume) == (8, 0, None)
+    assert parse([]).opt_level == "O2"
+    assert parse(write("opt_level: off\nwarmup_steps: 3")).opt_level == "off"  # false, to YAML
+    assert parse(write("")) == parse([])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--opt-level", "o2"],
+            r'--opt-level: got .o2., must be one of O0, O1, O2, off. Did you mean "O2"',
+        ),
+        (["--fp8-format", "e3m4"], "--fp8-format: got 'e3m4', must be one of hybrid, e4m3, e5m2"),
+        (["--fp8-recipe", "delay"], 'Did you mean "delayed"'),
+        (["--amax-compute-algo", "mean"], "must be one of max, most_recent"),
+        (["--optimizer-bits", "16"], "--optimizer-bits: got 16, must be one of 32, 8, 4"),
+        (["--compute-dtype", "bf16"], "must be one of bfloat16, float16, float32"),
+        (["--model", "gpt-2"], 'Did you mean "gpt2"'),
+        (["--steps", "0"], "--steps: got 0, must be a whole number of 1 or more"),
+        (["--steps=2.5"], "--steps: got '2.5'"),
+        (["--micro-batch", "0"], 'of 1 or more, or "auto"'),
+        (["--max-lr", "nan"], "--max-lr: got 'nan', must be a number of 0 or more"),
+        (["--min-lr-ratio", "1.5"], "of 0 or more and 1 or less"),
+        (["--fp8-margin", "1"], 'fp8_recipe="delayed"'),
+        (["--no-fp8", "--opt-level", "O2"], "--no-fp8 contradicts --opt-level O2"),
+        (["--use-fp8", "--no-fp8"], "--use-fp8 and --no-fp8 contradict each other"),
+        (["--use-fp8", "--opt-level", "off"], "--use-fp8 contradicts --opt-level off"),
+        (["--no-fp8", "--fp8-format", "e4m3"], "fp8_format='e4m3' is of FP8"),
+        (["--blocks", "te"], 'blocks="te" has queries'),
+        (["--kv-heads", "3"], "divisor of heads"),
+        (["--stepz", "3"], 'no option .--stepz.. Did you mean "--steps"'),
+        (["--step", "3"], "no option '--step'"),  # flags cannot be shortened
+        (["--fp8-interval", "4", "--strict"], "no effect"),
+        (["--steps"], "expected one argument"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
+    ],
+)
+def test_a_bad_flag_is_named_with_what_is_allowed(argv, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        parse(argv)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("step: 3", 'no option .step.. Did you mean "steps"'),
+        ("steps: many", "x.yaml: steps: got 'many', must be a whole number"),
+        ("steps: 2.5", "steps: got 2.5"),
+        ("steps: true", "steps: got True"),
+        ("compile: 1", "compile: got 1, must be true or false"),
+        ("run_name: [a]", "run_name: got .'a'., must be a text"),
+        ("steps: null", "steps: got None"),
+        ("- a\n- b", "must be lines of"),
+        ("a: [", "is not valid YAML"),
+        ("opt_level: O1\nuse_fp8: false", "--no-fp8 contradicts"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_key(write, text, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        parse(write(text))
+    assert "\n" not in str(error.value)
+
+
+def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):
+    file = write("opt_level: O1\nfp8_recipe: delayed\nfp8_margin: 2\nsteps: 9")
+    assert parse(file).fp8_options() == ("O1", {"fp8_recipe": "delayed", "fp8_margin": 2})
+    for flags in (["--no-fp8"], ["--opt-level", "off"]):
+        found = parse([*file, *flags])
+        assert (found.fp8_options(), found.steps) == ((None, {}), 9)
+    assert parse([*file, "--opt-level", "O0"]).fp8_options()[0] == "O0"
+    assert parse([*write("use_fp8: false"), "--use-fp8"]).opt_level == "O2"
+    with pytest.raises(ConfigError, match="contradicts"):  # the file is wrong by itself
+        parse([*write("opt_level: O1\nuse_fp8: false"), "--no-fp8"])
+
+
+def test_an_interval_of_scaling_is_explained_once():
+    with pytest.warns(
+        Fp8StackWarning, match="fp8_interval=4 has no effect: fp8_recipe='current'"
+    ) as told:
+        found = parse(["--fp8-interval", "4"])
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert replace(found, steps=3).fp8_options() == ("O2", {})
+
+
+@pytest.mark.parametrize(
+    ("level", "bits", "kept"),  # bits of both of AdamW's moments that are kept of an element
+    [
+        ("O0", None, 64), ("O0", 8, 16), ("O1", 32, 64), ("O1", 8, 16), ("O2", None, 16), ("O2", 8, 16),
+        ("O2", 32, 64), ("O2", 4, 12), ("off", 8, 16), ("off", 4, 12),
+    ],
+)  # fmt: skip
+def test_levels_and_bits_are_what_fp8stack_makes_of_them(level, bits, kept):
+    options = Config(model="tiny", opt_level=level, optimizer_bits=bits)
+    model = GPT(options.model_config(vocab=320))
+    optimizer = torch.optim.AdamW(model.parameters())
+    entered, given = options.fp8_options()
+    model, optimizer = fp8stack.initialize(model, optimizer, entered, **given)
+    tokens = torch.randint(256, (2, 64))
+    model(tokens, tokens).backward()
+    optimizer.step()
+    weight = model.blocks[0].feed_forward.up_proj.weight
+    moments = [
+        value
+        for name, value in optimizer.state[weight].items()
+        if name.startswith("exp_avg") and not name.endswith("scale")
+    ]
+    assert sum(value.nbytes for value in moments) * 8 == kept * weight.numel()
+    assert (fp8stack.get_report(model).compute == "bf16") == (level == "off")
+
+
+def test_plain_pytorch_needs_no_call():
+    assert Config(opt_level="off").fp8_options() == (None, {})
+    assert Config(use_fp8=False, optimizer_bits=32).fp8_options() == (None, {})
+    tags = [Config(opt_level=level).precision for level in ("off", "O0", "O2")]
+    assert tags == ["bf16", "FP8 O0", "FP8 O2"]
+    assert Config(use_fp8=False, compute_dtype="float32").precision == "fp32"
+
+
+def test_parts_of_the_model_can_be_exchanged():
+    found = parse(
+        [
+            "--model",
+            "gpt2",
+            "--norm",
+            "rmsnorm",
+            "--positions",
+            "rope",
+            "--activation",
+            "swiglu",
+            "--qk-norm",
+            "--kv-heads",
+            "4",
+        ]
+    )
+    made = found.model_config(vocab=320)
+    expected = {
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "activation": "swiglu",
+        "qk_norm": True,
+        "kv_heads": 4,
+    }
+    assert made == replace(SIZES["gpt2"], vocab=320, **expected)
+    te = Config(model="llama-1b", blocks="te", fp8_format="e4m3").model_config(vocab=64)
+    assert te.fp8.fp8_format == "e4m3"
+    assert Config(model="llama-1b", blocks="te", opt_level="off").model_config(64).fp8 is None
+    assert parse(["--seq-len", "32"]).model_config(64).seq_len == 32
+
+
+def test_every_option_has_a_flag_and_help_and_survives_yaml(write, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = capsys.readouterr().out
+    for rule in fields(Config):
+        assert f"--{rule.name.replace('_', '-')}" in text
+    yaml = pytest.importorskip("yaml")
+    found = parse(
+        ["--model", "gpt2", "--hellaswag", "a.jsonl", "--opt-level", "O1", "--steps", "50"]
+    )
+    assert parse(write(yaml.safe_dump(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_that_are_shipped_are_valid(path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = parse(["--config", str(path)])
+    found.model_config(SIZES[found.model].vocab)
+    assert found.precision == ("bf16" if "bf16" in path.stem else "FP8 O2")
+    assert found.target_effective_batch_size % 8 == 0

@@ -1,0 +1,254 @@
+"""What a run reads: the same samples in the same order from any source, however many ranks and micro-batches."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gpt import hub, tokenize_data, windows
+from gpt.config import Config
+from gpt.data import open_data
+
+from fp8stack.errors import ConfigError
+
+SEQ = 16
+SOURCES = ("text", "shards", "parquet", "documents")
+
+
+def sentence(index):
+    letters = random.Random(index)
+    return f"[{index}] " + "".join(letters.choices("abcdefghij klmnop", k=20 + index % 50))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same kind of text as each source."""
+    root = tmp_path_factory.mktemp("sources")
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for name in SOURCES:
+        (root / name).mkdir()
+    texts = [sentence(index) for index in range(120)]
+    (root / "text" / "book.txt").write_text("\n".join(texts))
+    for file, part in (("a", texts[:70]), ("b", texts[70:])):
+        table = pyarrow.table({"id": list(range(len(part))), "text": part})
+        parquet.write_table(table, root / "parquet" / f"{file}.parquet")
+        (root / "documents" / f"{file}.txt").write_text("\n".join(part))
+    (root / "documents" / "valid.txt").write_text("\n".join(map(sentence, range(200, 260))))
+    given = [
+        "--data",
+        str(root / "parquet"),
+        "--encoding",
+        "bytes",
+        "--shards",
+        str(root / "shards"),
+    ]
+    assert tokenize_data.main([*given, "--shard-tokens", "1000", "--val-tokens", "900"]) == 0
+    return root
+
+
+@pytest.fixture
+def settings(folders, request):
+    name = request.param
+    data = f"hf:{folders / name}" if name == "documents" else str(folders / name)
+    kind = "auto" if name == "shards" else "bytes"
+    return Config(
+        data=data, encoding=kind, seq_len=SEQ, eval_batches=3, eval_batch_size=4, model="tiny"
+    )
+
+
+def take(settings, size, steps, world=1, state=None):
+    """Return the tokens and targets of `steps` micro-steps of all ranks, in global order, and the last state."""
+    ranks = [open_data(settings, rank, world).train for rank in range(world)]
+    rows = []
+    for train in ranks:
+        if state is not None:
+            train.load_state_dict(json.loads(json.dumps(state)))
+    for _ in range(steps):
+        rows += [torch.stack(train.next_batch(size), 1) for train in ranks]
+    states = [train.state_dict() for train in ranks]
+    assert all(other == states[0] for other in states)
+    return torch.cat(rows), states[0]
+
+
+@pytest.mark.parametrize("settings", SOURCES, indirect=True)
+def test_samples_do_not_depend_on_ranks_and_micro_batches(settings):
+    expected, _ = take(settings, size=12, steps=40)
+    assert expected.shape == (480, 2, SEQ)
+    assert expected.dtype == torch.int64
+    assert torch.equal(expected[:, 0, 1:], expected[:, 1, :-1])  # targets follow tokens
+    for size, steps, world in ((3, 160, 1), (6, 40, 2), (2, 60, 4)):
+        assert torch.equal(take(settings, size, steps, world)[0], expected)
+
+
+@pytest.mark.parametrize("settings", SOURCES, indirect=True)
+def test_a_position_is_resumed_with_other_ranks_and_micro_batches(settings):
+    expected, _ = take(settings, size=4, steps=150)
+    begun, state = take(settings, size=2, steps=50, world=2)
+    rest, _ = take(settings, size=5, steps=80, world=1, state=state)
+    assert torch.equal(torch.cat([begun, rest]), expected)
+
+
+@pytest.mark.parametrize("settings", SOURCES, indirect=True)
+def test_validation_is_the_same_each_time_and_not_trained_on(settings):
+    data, again = open_data(settings), open_data(settings)
+    assert [batch[0].shape for batch in data.validation] == [(4, SEQ)] * 3
+    for batch, other in zip(data.validation, again.validation, strict=True):
+        assert torch.equal(batch[0], other[0])
+        assert torch.equal(batch[0][:, 1:], batch[1][:, :-1])
+    if hasattr(data.train, "parts"):
+        text = b"\n".join(part.tobytes() for part in data.train.parts).decode()
+    else:
+        rows = []
+        while data.train.epoch == 0:
+            rows.append(data.decode(data.train.next_batch(1)[0][0]))
+        text = "".join(rows)
+    assert len(text) > 2000
+    assert all(data.decode(row) not in text for batch in data.validation for row in batch[0])
+
+
+@pytest.mark.parametrize("settings", ["text", "shards"], indirect=True)
+def test_windows_come_once_an_epoch_in_an_order_of_seed_and_epoch(settings):
+    train = open_data(settings).train
+    count = int(train.ends[-1])
+    first, second = train.next_batch(count)[0], train.next_batch(count)[0]
+    assert train.epoch == 2
+    assert not torch.equal(first, second)
+    assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, second.tolist()))
+    other = open_data(replace(settings, seed=1)).train.next_batch(count)[0]
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("settings", ["parquet"], indirect=True)
+def test_documents_are_joined_with_separators_after_those_of_validation(settings):
+    data = open_data(settings)
+    skipped = data.train.skipped
+    assert skipped > 0
+    expected = "".join(sentence(index) + "\n\n" for index in range(skipped, 120))
+    row = data.train.next_batch(20)[0].flatten()
+    assert data.decode(row) == expected[: 20 * SEQ]
+    held_out = torch.cat([batch[0] for batch in data.validation]).flatten()
+    assert data.decode(held_out[:SEQ]) == sentence(0)[:SEQ]
+
+
+def test_shards_hold_the_documents_and_llm_c_s_header_is_skipped(folders, tmp_path):
+    _, train, held_out = windows.open_shards(folders / "shards")
+    skipped = 0
+    while len("".join(sentence(i) + "\n\n" for i in range(skipped))) < 900:
+        skipped += 1
+    text = "".join(sentence(index) + "\n\n" for index in range(skipped, 120))
+    assert b"".join(part.tobytes() for part in train).decode() == text
+    assert {len(part) for part in train[:-1]} == {1000}
+    assert sum(map(len, held_out)) == 900
+    header = np.zeros(256, np.int32)
+    header[:2] = windows.MAGIC, 1
+    for name in ("fw_train_0", "fw_val_0"):
+        tokens = np.arange(50_000, 50_100, dtype=np.uint16)
+        (tmp_path / f"{name}.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    kind, train, _ = windows.open_shards(tmp_path)
+    assert (kind, train[0].tolist()) == ("gpt2", list(range(50_000, 50_100)))
+    assert isinstance(train[0], np.memmap)
+
+
+def test_the_default_is_the_standard_library():
+    data = open_data(Config())
+    assert "standard library" in data.name
+    assert data.vocab_size == 320
+    assert data.train.next_batch(2)[0].shape == (2, 256)
+    assert data.decode(data.encode("größe")) == "größe"
+    assert data.decode(torch.tensor([104, 105, 256, 319])) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ({"a.txt": b"short"}, {}, "must be longer than a window"),
+        ({}, {}, "holds no text"),
+        ({"a.bin": b"ab"}, {}, 'for validation; one of each .* "val" in their names'),
+        ({"a.bin": b"abc", "val.bin": b"ab"}, {}, "a.bin: 3 bytes are no uint16 tokens"),
+        ({"a.bin": b"", "val.bin": b"ab"}, {}, "empty or truncated"),
+        ({"a.bin": b"abab", "val.bin": b"ab"}, {}, "2 tokens for training are no window of 16"),
+        ({"a.bin": b"\xff" * 80, "val.bin": b"ab" * 80, "meta.json": b'{"encoding": "gpt2"}'}, {},
+         "token 65535, and its encoding has 50304"),
+        ({"a.bin": b"a", "val.bin": b"a", "meta.json": b'{"encoding": "gpt5"}'}, {}, "meta.json: must name"),
+        ({"a.bin": b"a", "val.bin": b"a", "meta.json": b'{"encoding": "bytes"}'}, {"encoding": "gpt2"},
+         "are of bytes. Leave it out"),
+        ({"a.parquet": b"PAR1"}, {"encoding": "bytes"}, "cannot be opened"),
+    ],
+)  # fmt: skip
+def test_bad_sources_are_refused_with_a_remedy(tmp_path, files, options, message):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        open_data(Config(data=str(tmp_path), seq_len=SEQ, **options)).train.next_batch(1)
+
+
+def test_columns_and_missing_sources_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        open_data(Config(data=str(tmp_path / "nowhere")))
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"a": ["x"], "b": ["y"]}), tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match='no column named "text", but a, b'):
+        hub.open_documents(str(tmp_path))
+    parquet.write_table(pyarrow.table({"prose": ["x", "y"]}), tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match="all its 2 documents are fewer than"):
+        open_data(Config(data=str(tmp_path), encoding="bytes"))
+
+
+def test_gpt2_s_vocabulary_without_a_network_is_an_error_with_the_remedy(tmp_path, monkeypatch):
+    pytest.importorskip("tiktoken").registry.ENCODINGS.pop("gpt2", None)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
+    with pytest.raises(ConfigError, match=r"TIKTOKEN_CACHE_DIR .* or use --encoding bytes"):
+        open_data(Config(encoding="gpt2"))
+    for name in ("train", "val"):  # shards do without it, but for samples
+        np.arange(50_000, 50_100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    data = open_data(Config(data=str(tmp_path), seq_len=SEQ))
+    assert data.train.next_batch(2)[0].min() >= 50_000
+    with pytest.warns(UserWarning, match="no samples of text.*TIKTOKEN_CACHE_DIR"):
+        assert not data.readable
+    assert not data.readable
+
+
+def test_names_of_datasets_lead_to_the_hub():
+    for name in ("fineweb-edu", "openwebtext", "tinyshakespeare"):
+        assert hub.is_dataset(name)
+        assert "/" in hub._arguments(name)["path"]
+    assert hub._arguments("fineweb-edu")["name"] == "sample-10BT"
+    assert hub._arguments("hf:roneneldan/TinyStories")["path"] == "roneneldan/TinyStories"
+    assert hub._arguments("hf:a/b:part")["name"] == "part"
+    assert not hub.is_dataset("stdlib")
+
+
+def test_a_position_of_another_kind_of_source_is_refused(folders):
+    sources = [
+        Config(data=str(folders / name), encoding="bytes", seq_len=SEQ)
+        for name in ("text", "parquet")
+    ]
+    sources[1] = replace(sources[1], eval_batches=2)
+    arrays, stream = (open_data(source).train for source in sources)
+    for one, other in ((arrays, stream), (stream, arrays)):
+        with pytest.raises(ConfigError, match="resume with the --data"):
+            one.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("stem", "held_out"),
+    [("val", True), ("fineweb_val_000000", True), ("validation-00000-of-00001", True), ("test", True),
+     ("train_000000", False), ("medieval", False), ("latest", False)],
+)  # fmt: skip
+def test_files_for_validation_are_known_by_their_names(tmp_path, stem, held_out):
+    assert windows.is_held_out(tmp_path / f"{stem}.bin") == held_out
+
+
+def test_shards_are_not_written_over(folders, capsys):
+    given = ["--data", "stdlib", "--shards", str(folders / "shards")]
+    assert tokenize_data.main(given) == 2
+    assert "has .bin files already" in capsys.readouterr().err
+    assert tokenize_data.main([*given, "--max-tokens", "0"]) == 2

@@ -1,0 +1,146 @@
+"""A run that is stopped goes on with the same bits: at every level, on other ranks, and when it is killed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import workers_gpt
+from gpt import checkpoints
+from workers_gpt import (
+    RANKS,
+    assert_near,
+    check_ranks,
+    configure,
+    resume,
+    step_of,
+    train,
+    write_text,
+)
+
+from fp8stack.errors import CheckpointError
+
+OPTIONS = [
+    {"opt_level": "off"},
+    {"opt_level": "O0"},
+    {"opt_level": "O1"},
+    {"opt_level": "O2"},
+    {"opt_level": "O2", "optimizer_bits": 4},
+    {"opt_level": "off", "optimizer_bits": 8},
+    {"opt_level": "off", "compute_dtype": "float16"},
+    {"opt_level": "O2", "compute_dtype": "float32", "micro_batch": "auto", "max_batch_size": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt")
+    write_text(folder)
+    return folder
+
+
+def checkpoint(folder, options, step=2):
+    run = next((folder / "runs").glob(f"{options['run_name']}-*"))
+    return next(run.glob(f"checkpoints*/step_{step:08d}"))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+def test_a_resumed_run_has_the_losses_of_one_that_went_on(folder, options):
+    options = {**options, "run_name": "-".join(map(str, options.values()))}
+    losses = train(folder, **options)
+    assert len(losses) == 4
+    path = checkpoint(folder, options)
+    expected = "checkpoints" if options["opt_level"] == "off" else "checkpoints_fp8"
+    assert path.parent.name == expected
+    torch.manual_seed(99)
+    assert resume(folder, path, **options) == losses
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["off", "O0", "O1", "O2"])
+def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
+    options = {
+        "opt_level": level,
+        "device": "cuda",
+        "micro_batch": "auto",
+        "run_name": f"gpu-{level}",
+    }
+    losses = train(folder, **options)
+    assert resume(folder, checkpoint(folder, options), **options) == losses
+    assert losses[-1] < losses[0]
+
+
+def test_levels_change_within_a_run(folder):
+    runs = {
+        level: train(folder, opt_level=level, run_name=f"from-{level}")
+        for level in ("off", "O0", "O1", "O2")
+    }
+    for old, new in (("off", "O2"), ("O2", "off"), ("O0", "O1"), ("O1", "O2"), ("O2", "O0")):
+        path = checkpoint(folder, {"run_name": f"from-{old}"})
+        changed = resume(folder, path, opt_level=new, run_name=f"{old}-to-{new}")
+        assert changed[:2] == runs[old][:2]
+        assert_near(changed, runs[old], (old, new))
+
+
+def test_latest_is_the_run_s_own_or_that_of_its_other_precision(folder, capsys):
+    options = {"run_name": "latest", "resume": "latest", "out": folder / "latest"}
+    losses = train(folder, opt_level="O2", **options)
+    assert "starting at step 0" in capsys.readouterr().out
+    longer = train(folder, opt_level="off", **options, steps=6)
+    assert longer[:4] == losses
+    assert "resumed from" in capsys.readouterr().out
+    assert (
+        train(folder, opt_level="O2", **options) == losses
+    )  # its own; there is nothing left to do
+    assert len(longer) == 6
+
+
+def test_two_ranks_resume_and_change_their_number(folder):
+    single = train(folder, opt_level="O2", run_name="single")
+    (folder / "single.json").write_text(json.dumps(single))
+    store = str(folder / "store")
+    torch.multiprocessing.spawn(check_ranks, (2, store, str(folder)), nprocs=2)
+    two = json.loads((folder / "ranks.json").read_text())
+    for name, options in RANKS.items():
+        alone = {**options, "parallel": "auto", "run_name": f"{name}-alone"}
+        if name in ("ddp-O2", "dp-O1"):
+            continue  # as dp-O2
+        if name == "fsdp2-O2":
+            with pytest.raises(CheckpointError, match="Resume with --parallel fsdp2"):
+                resume(folder, step_of(folder, name, 2), **alone)
+            continue
+        losses = resume(folder, step_of(folder, name, 2), **alone)
+        assert losses[:2] == two[name][:2]
+        assert_near(losses, two[name], name)
+
+
+def test_a_checkpoint_of_another_model_is_refused(folder):
+    train(folder, run_name="small", steps=2)
+    path = checkpoint(folder, {"run_name": "small"})
+    with pytest.raises(
+        CheckpointError, match="is of a model with norm='rmsnorm', this run's has 'layernorm'"
+    ):
+        resume(folder, path, norm="layernorm")
+    with pytest.raises(CheckpointError, match="Resume with --model tiny"):
+        resume(folder, path, model="demo")
+    assert configure(folder).model == "tiny"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_twenty_times_ends_as_one_that_was_not(tmp_path):
+    paths = [str(Path(workers_gpt.__file__).parent), str(Path(checkpoints.__file__).parents[1])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*paths, str(Path(paths[0]).parent)]),
+    }
+    command = [sys.executable, str(Path(paths[0]) / "kill_gpt.py"), str(tmp_path), "20"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["same"]
+    assert found["kills"] == 20
+    assert found["unfinished"] >= 5  # or the kills have missed what they were for
+    assert found["steps"] > 20

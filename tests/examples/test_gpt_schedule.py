@@ -1,0 +1,46 @@
+"""The learning rate over a run, and its picture."""
+
+import itertools
+import math
+
+import pytest
+from gpt import plot_schedule
+from gpt.config import Config, parse
+from gpt.schedule import learning_rate
+
+RUN = Config(steps=100, max_lr=2e-3, warmup_steps=10, min_lr_ratio=0.1)
+
+
+def test_it_rises_on_a_line_and_falls_on_a_cosine_to_its_least():
+    rates = [learning_rate(RUN, step) for step in range(100)]
+    assert rates[:10] == pytest.approx([2e-4 * (step + 1) for step in range(10)])
+    assert rates[10] == max(rates) == RUN.max_lr
+    assert all(before > after for before, after in itertools.pairwise(rates[10:]))
+    middle = 10 + 89 / 2  # half-way down: the mean of highest and least
+    around = (learning_rate(RUN, math.floor(middle)) + learning_rate(RUN, math.ceil(middle))) / 2
+    assert around == pytest.approx(2e-3 * (1 + 0.1) / 2)
+    assert rates[99] == learning_rate(RUN, 5000) == pytest.approx(2e-4)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (2, 1), (5, 5), (3, 0)])
+def test_short_runs_have_a_rate_for_every_step(steps, warmup):
+    run = Config(steps=steps, warmup_steps=warmup, max_lr=1.0, min_lr_ratio=0.0)
+    rates = [learning_rate(run, step) for step in range(steps)]
+    assert max(rates) == 1.0
+    assert min(rates) >= 0
+
+
+def test_a_warm_up_longer_than_the_run_is_warned_of():
+    with pytest.warns(UserWarning, match=r"warmup_steps=400 exceeds steps=300.*75%"):
+        run = parse(["--warmup-steps", "400"])
+    assert learning_rate(run, 299) == pytest.approx(0.75 * run.max_lr)
+
+
+def test_the_picture_is_drawn_of_the_same_options(tmp_path, capsys):
+    picture = tmp_path / "new" / "schedule.svg"
+    given = ["--steps", "20", "--max-lr", "1e-3", "--picture", str(picture)]
+    assert plot_schedule.main(given) == 0
+    assert "from 5.00e-04 over 1.00e-03 to 1.00e-04" in capsys.readouterr().out
+    assert picture.read_text().count("<path") > 3
+    assert plot_schedule.main(["--steps", "none"]) == 2
+    assert capsys.readouterr().err.startswith("error: --steps")

@@ -1,0 +1,274 @@
+"""One run from the command line: what it says, writes, refuses, and does about steps that are not finite."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import train_gpt
+from gpt import GPT, ModelConfig, evaluation, logs
+from gpt.evaluation import Question
+from gpt.guard import DivergedError, advise
+from workers_gpt import read, train, write_text
+
+from fp8stack.errors import ConfigError, Fp8StackWarning
+
+SCRIPT = Path(train_gpt.__file__)
+SMALL = """--model tiny --seq-len 16 --steps 4 --warmup-steps 1 --target-effective-batch-size 4 --checkpoint-freq 2
+    --eval-freq 2 --eval-batches 2 --eval-batch-size 1 --log-freq 1 --device cpu"""
+LINE = re.compile(
+    r"step \d+ \| epoch \d+ \| loss \d+\.\d{4} \| lr \d\.\d\de-\d\d \| norm \d+\.\d{3} \| dt \d+\.\d ms \| "
+    r"tok/s \d+ \| mem \d+\.\d GiB \| FP8 O2"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt")
+    write_text(folder)
+    return folder
+
+
+def run(folder, *arguments):
+    return train_gpt.main(
+        [*SMALL.split(), "--data", str(folder / "text.txt"), "--out", str(folder), *arguments]
+    )
+
+
+def test_the_line_of_a_step_is_as_documented():
+    numbers = {
+        "step": 250, "epoch": 0, "loss": 3.45678, "lr": 6e-4, "norm": 0.8234, "dt_ms": 156.84,
+        "tokens_per_second": 3345.2, "memory_gib": 16.08,
+    }  # fmt: skip
+    assert logs.format_line(numbers, "FP8 O2") in logs.__doc__
+
+
+def test_a_run_leaves_its_record(folder, capsys):
+    assert run(folder, "--run-name", "mine", "--opt-level", "O2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" |")[0] for line in lines if LINE.fullmatch(line)] == [
+        f"step {n}" for n in range(1, 5)
+    ]
+    assert any(re.fullmatch(r"step 4 \| val_loss \d\.\d{4} \| FP8 O2", line) for line in lines)
+    assert any(line.startswith("The ") for line in lines)  # a sample
+    facts = json.loads((folder / "mine-fp8-o2" / "run.json").read_text())
+    assert (facts["name"], facts["level"], facts["precision"]) == ("mine-fp8-o2", "O2", "FP8 O2")
+    assert facts["tokens_per_step"] == 4 * 16
+    assert facts["parameters"] == sum(
+        p.numel() for p in GPT(ModelConfig(**facts["architecture"])).parameters()
+    )
+    assert facts["config"]["steps"] == 4
+    records = read(folder / "mine-fp8-o2" / "metrics.jsonl")
+    steps, evaluations = ([r for r in records if key in r] for key in ("loss", "val_loss"))
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    expected = {
+        "step",
+        "loss",
+        "lr",
+        "norm",
+        "dt_ms",
+        "tokens_per_second",
+        "memory_gib",
+        "epoch",
+        "time",
+    }
+    assert all(expected <= r.keys() for r in steps)
+    monitored = {"fp8/fwd_scale", "fp8/bwd_scale", "fp8/amax", "fp8/underflow", "fp8/overflow"}
+    assert monitored <= steps[0].keys()  # a sample is logged once
+    assert not monitored & steps[1].keys()
+    assert [set(r) for r in evaluations] == [{"step", "val_loss", "time"}] * 2
+    assert run(folder, "--run-name", "mine", "--list-checkpoints") == 0
+    table = capsys.readouterr().out
+    assert re.search(r"4 +\d\.\d{4} +\d\.\d{4}  FP8 O2 +0\.\d{3}  .*step_00000004 \(latest", table)
+
+
+def test_tensorboard_has_the_same_numbers(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run(folder, "--run-name", "board") == 0
+    events = EventAccumulator(str(folder / "board-fp8-o2" / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {
+        "train/loss",
+        "train/lr",
+        "train/tokens_per_second",
+        "train/memory_gib",
+        "eval/val_loss",
+    } <= tags
+    assert {"fp8/fwd_scale", "fp8/bwd_scale", "fp8/underflow", "fp8/overflow", "fp8/amax"} <= tags
+    losses = [r["loss"] for r in read(folder / "board-fp8-o2" / "metrics.jsonl") if "loss" in r]
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses, rel=1e-6)
+
+
+def test_wandb_logs_offline(folder, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    assert run(folder, "--run-name", "wandb", "--wandb", "--no-tensorboard") == 0
+    assert list((folder / "wandb-fp8-o2" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_loggers_that_are_not_installed(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert run(folder, "--run-name", "none", "--wandb") == 2
+    assert 'pip install "fp8stack[wandb]"' in capsys.readouterr().err
+    with pytest.warns(Fp8StackWarning, match=r"TensorBoard is not installed.*fp8stack\[train\]"):
+        assert run(folder, "--run-name", "none", "--opt-level", "off") == 0
+
+
+def test_a_resumed_run_cuts_what_its_record_says_of_later_steps(folder, capsys):
+    name = ("--run-name", "cut", "--opt-level", "off")
+    assert run(folder, *name) == 0
+    before = read(folder / "cut-bf16" / "metrics.jsonl")
+    with open(folder / "cut-bf16" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    path = folder / "cut-bf16" / "checkpoints" / "step_00000002"
+    assert run(folder, *name, "--resume", str(path)) == 0
+    after = read(folder / "cut-bf16" / "metrics.jsonl")
+    keys = ("step", "loss", "val_loss", "norm", "lr")
+    assert [[r.get(k) for k in keys] for r in after] == [[r.get(k) for k in keys] for r in before]
+
+
+def test_steps_that_are_not_finite_are_skipped_and_end_the_run(folder, capsys):
+    assert (
+        run(
+            folder,
+            "--max-lr",
+            "1e36",
+            "--max-nan-steps",
+            "2",
+            "--steps",
+            "9",
+            "--fp8-format",
+            "e4m3",
+        )
+        == 1
+    )
+    captured = capsys.readouterr()
+    assert "not finite, and so not taken" in captured.out
+    order = [
+        captured.err.index(text)
+        for text in ("--fp8-margin", "--fp8-format hybrid", "--max-lr", "--opt-level off")
+    ]
+    assert order == sorted(order)
+    assert captured.err.count("\n") == 1
+    assert advise("off", "hybrid", 2.0) == ["--max-lr 1 (half of it)"]
+    with pytest.raises(DivergedError, match="2 steps in a row"):
+        train(folder, opt_level="off", max_lr=1e36, max_nan_steps=2, steps=9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--out", __file__), "cannot be written (Not a directory). Give another folder as --out"),
+        (("--resume", "nowhere"), "nowhere is no checkpoint"),
+        (("--parallel", "fsdp2"), "--parallel fsdp2 is for ranks that torchrun starts"),
+        (("--hellaswag", "nowhere"), "--hellaswag nowhere: cannot be read"),
+        (("--stepz", "3"), 'Did you mean "--steps"'),
+        (("--data", "nowhere.txt"), "there is no such file or folder"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(folder, arguments, message, capsys):
+    assert run(folder, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("train_gpt: ")
+    assert error.count("\n") == 1
+
+
+def test_torchrun_starts_ranks(folder):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPT),
+    ]
+    options = [
+        *SMALL.split(),
+        "--data",
+        str(folder / "text.txt"),
+        "--out",
+        str(folder),
+        "--run-name",
+        "ranks",
+        "--steps",
+        "2",
+    ]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert (
+        len([line for line in result.stdout.splitlines() if LINE.fullmatch(line)]) == 2
+    )  # one rank logs
+    records = read(folder / "ranks-fp8-o2" / "metrics.jsonl")
+    assert all(r["comm/bytes"] > 0 for r in records if "loss" in r)
+
+
+# --- HellaSwag
+
+
+class Repeats(torch.nn.Module):
+    """Expects every byte to come again, and every other one alike."""
+
+    def forward(self, tokens):
+        return 3.0 * torch.nn.functional.one_hot(tokens, 256).float()
+
+
+def encode(text):
+    return torch.tensor(list(text.encode()))
+
+
+def test_hellaswag_picks_the_likeliest_ending_for_its_length(folder, tmp_path):
+    question = Question("aaaa", ("bcbcbcbc", "aaaa", "xyz", "aab"), 1)
+    model, autocast = Repeats(), torch.no_grad
+    scores = evaluation.score_endings(model, question, encode, 64, torch.device("cpu"), autocast)
+    again, other = 3 - math.log(math.e**3 + 255), -math.log(math.e**3 + 255)
+    expected = [9 * other / 8, (3 * again + 2 * other) / 4, 4 * other / 3, (again + 3 * other) / 3]
+    assert scores.tolist() == pytest.approx(expected, rel=1e-5)
+    cut = evaluation.score_endings(model, question, encode, 4, torch.device("cpu"), autocast)
+    expected = [
+        other * 9 / 8,
+        (again + 2 * other) * 5 / 3 / 4,
+        other * 4 / 3,
+        (again + 2 * other) * 4 / 3 / 3,
+    ]
+    assert cut.tolist() == pytest.approx(expected, rel=1e-5)  # of their first three tokens
+    path = tmp_path / "hellaswag.jsonl"
+    lines = [
+        {"ctx": "aaaa", "endings": list(question.endings), "label": label}
+        for label in (1, 1, "1", 3)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    questions = evaluation.read_questions(path)
+    accuracy = evaluation.hellaswag_accuracy(
+        model, questions, encode, 64, torch.device("cpu"), autocast
+    )
+    assert accuracy == 0.75
+    assert run(folder, "--run-name", "swag", "--hellaswag", str(path), "--opt-level", "O0") == 0
+    evaluations = [r for r in read(folder / "swag-fp8-o0" / "metrics.jsonl") if "val_loss" in r]
+    assert all(0 <= r["hellaswag"] <= 1 for r in evaluations)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '{"ctx": "a"}',
+        '{"ctx": "a", "endings": ["b", "c"], "label": 2}',
+        '{"ctx": "", "endings": ["b"], "label": 0}',
+    ],
+)
+def test_a_damaged_file_of_hellaswag_names_its_line(tmp_path, line):
+    path = tmp_path / "hellaswag.jsonl"
+    path.write_text('{"ctx": "a", "endings": ["b", "c"], "label": 0}\n' + line)
+    with pytest.raises(ConfigError, match="line 2 is not an object"):
+        evaluation.read_questions(path)

@@ -1,0 +1,114 @@
+"""What the tests of the training application run: small configurations, on one rank and on several."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpt.checkpoints import find, save
+from gpt.config import Config
+from gpt.trainer import Trainer
+from workers_comm import enter, leave
+
+from fp8stack.errors import CheckpointError
+
+BASE = {
+    "model": "tiny",
+    "seq_len": 16,
+    "steps": 4,
+    "warmup_steps": 2,
+    "checkpoint_freq": 2,
+    "eval_freq": 0,
+    "eval_batches": 3,
+    "eval_batch_size": 1,
+    "target_effective_batch_size": 4,
+    "micro_batch": 2,
+    "device": "cpu",
+    "tensorboard": False,
+}
+
+
+def write_text(folder: Path) -> Path:
+    """Return a text that a tiny model can learn something of."""
+    path = folder / "text.txt"
+    path.write_text("".join(f"for x in range({n}):\n    print(x + {n % 7})\n" for n in range(300)))
+    return path
+
+
+def configure(folder: Path, **options) -> Config:
+    return Config(**{**BASE, "data": str(folder / "text.txt"), "out": folder / "runs", **options})
+
+
+def train(folder: Path, **options) -> list[float]:
+    """Train a run; return all its losses."""
+    return Trainer(configure(folder, **options)).run()
+
+
+def resume(folder: Path, path: Path, **options) -> list[float]:
+    """Return the losses of a run that goes on from a checkpoint, in a folder of its own."""
+    return train(folder, **options, resume=str(path), out=folder / "again")
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- two ranks
+
+RANKS = {  # run: options
+    "ddp-off": {"parallel": "ddp", "opt_level": "off"},
+    "ddp-O2": {"parallel": "ddp", "opt_level": "O2"},
+    "dp-O1": {"parallel": "dataparallel", "opt_level": "O1"},
+    "dp-O2": {"opt_level": "O2"},  # auto
+    "fsdp2-off": {"parallel": "fsdp2", "opt_level": "off"},
+    "fsdp2-O2": {"parallel": "fsdp2", "opt_level": "O2"},
+}
+LEVELS = (  # from, to
+    ("fsdp2-off", "fsdp2-O2"),
+    ("fsdp2-O2", "fsdp2-off"),
+    ("ddp-off", "dp-O2"),
+    ("dp-O2", "ddp-off"),
+    ("dp-O1", "fsdp2-off"),
+)
+
+
+def step_of(folder: Path, name: str, step: int) -> Path:
+    """Return the checkpoint of a run of RANKS."""
+    return next((folder / "runs").glob(f"{name}-*/checkpoints*/step_{step:08d}"))
+
+
+def check_ranks(rank, world, store, folder):
+    """Two ranks: every way to share a run resumes bit for bit, at the same level, and goes on at others."""
+    torch.set_num_threads(1)
+    enter(rank, world, store, "cpu")
+    folder, losses = Path(folder), {}
+    for name, options in RANKS.items():
+        losses[name] = train(folder, **options, run_name=name)
+        again = resume(folder, step_of(folder, name, 2), **options, run_name=name)
+        assert again == losses[name], (name, again, losses[name])
+        theirs = [None] * world
+        dist.all_gather_object(theirs, again)
+        assert all(t == again for t in theirs), name
+    for source, to in LEVELS:
+        path = step_of(folder, source, 2)
+        changed = resume(folder, path, **RANKS[to], run_name=f"{source}-to-{to}")
+        assert changed[:2] == losses[source][:2]
+        assert_near(changed, losses[source], (source, to))
+    single = step_of(folder, "single", 2)
+    grown = resume(folder, single, **RANKS["dp-O2"], micro_batch=1, run_name="grown")
+    assert_near(grown, json.loads((folder / "single.json").read_text()), "grown")
+    with pytest.raises(CheckpointError, match=r"no checkpoint could be written.*rank 0"):  # on both
+        save(folder / "text.txt" / "checkpoints", 1, {}, {}, {}, {}, 1)
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        find(folder / "nowhere")
+    if rank == 0:
+        (folder / "ranks.json").write_text(json.dumps(losses))
+    leave()
+
+
+def assert_near(losses, expected, what):
+    """The step after a change has the same weights and samples; those that follow, nearly the same."""
+    assert len(losses) == len(expected)
+    for a, b in zip(losses, expected, strict=True):
+        assert abs(a - b) < 0.01 * b, (what, losses, expected)
