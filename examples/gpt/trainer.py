@@ -202,11 +202,9 @@ class Trainer:
         self.log.train(numbers, more, show=is_due(self.step, self.config.log_freq))
 
     def _read_monitor(self) -> dict[str, float]:
-        """Return what a sample of the monitor says that was not logged yet."""
-        if self.monitor is None:
-            return {}
-        before, metrics = self.monitor.step, self.monitor.metrics()
-        return metrics if self.monitor.step != before else {}
+        """Return what the monitor says of this step, if it is one that it sampled."""
+        sampled = (self.step - self.first_step - 1) % MONITORED == 0
+        return self.monitor.metrics(wait=True) if self.monitor and sampled else {}
 
     # --- evaluation and checkpoints
 
@@ -229,6 +227,8 @@ class Trainer:
         self.val_losses.append((self.step, numbers["val_loss"]))
         can_write = self.data.readable and math.isfinite(numbers["val_loss"])
         self.log.evaluation(self.step, numbers, self.write_sample() if can_write else "")
+        for line in self.monitor.advice() if self.monitor else ():
+            self.log.say(f"advice: {line}")
         return numbers["val_loss"]
 
     def write_sample(self) -> str:
@@ -309,7 +309,7 @@ class Trainer:
 
     def _restore(self, progress: dict[str, Any], local: dict[str, Any] | None) -> None:
         """Put back what a checkpoint holds beside weights and states."""
-        self.step = progress["step"]
+        self.step = self.first_step = progress["step"]
         self.losses: list[float] = list(map(float, progress["losses"]))
         self.val_losses: list[tuple[int, float]] = progress["val_losses"]
         if progress["data"] is not None:
@@ -330,7 +330,9 @@ class Trainer:
             self.setup.level.name != "off" and fp8stack.get_report(self.model).compute == "native"
         )
         watched = native and not self.config.compile
-        return Monitor(self.model, every=MONITORED, by_hand=True) if watched else None
+        if not watched:
+            return None
+        return Monitor(self.model, self.optimizer, every=MONITORED, by_hand=True)
 
     def _open_log(self) -> RunLog:
         facts = {
