@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
     try:
         status: int = runs[options.command](options)
-    except Fp8StackError as error:
+    except (Fp8StackError, OSError) as error:  # OSError: of a file, or of stdout
         commands.choices[options.command].error(str(error))
     return status
 

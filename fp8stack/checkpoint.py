@@ -145,7 +145,12 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {path}. Check the path.") from None
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError) as error:
+    except pickle.UnpicklingError as error:  # which advises weights_only=False
+        raise CheckpointError(
+            f"{path} cannot be read: it is no checkpoint, or holds other types than tensors and plain ones. Save "
+            "state_dicts, not models."
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
         ) from error

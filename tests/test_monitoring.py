@@ -424,8 +424,11 @@ def test_wandb_gets_a_row_with_the_sampled_step(tmp_path, monkeypatch):
     assert summary["fp8/update_ratio"] == monitor.metrics()["fp8/update_ratio"]
 
 
-def test_refuses_what_cannot_be_written_to():
+def test_refuses_what_cannot_be_written_to(tmp_path):
     model, _ = make()
+    for path in (tmp_path, tmp_path / "no" / "log"):  # not at the first sample
+        with pytest.raises(ConfigError, match=r"cannot write to .* a folder that is there"):
+            Monitor(model, to=path)
     with pytest.raises(ConfigError, match="cannot write to 5"):
         Monitor(model, to=[5])
     with Monitor(model) as monitor, pytest.raises(ConfigError, match="cannot write to None"):

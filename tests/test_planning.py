@@ -161,6 +161,17 @@ def test_activations_are_what_autograd_saves(kind, precision):
     assert ours == pytest.approx(saved, rel=0.05)
 
 
+def test_norms_of_queries_and_keys_keep_what_layer_norm_saves():
+    shape, saved = replace(shape_of(SIZES["llama"]), rms=False), []
+    whole = replace(shape, qk_norm=True)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor):
+        for heads in (shape.heads, shape.kv_heads):
+            x = torch.randn(1, heads, shape.head_dim, requires_grad=True)
+            torch.nn.functional.layer_norm(x, (shape.head_dim,))
+    a, b = (activations(s, BASELINES["fp32"], frozenset()).block for s in (shape, whole))
+    assert b - a == sum(t.nbytes for t in saved)
+
+
 def test_moments_and_checkpointing():
     precision, setup = at_level(recipe_for("O2")), Setup(batch=4, seq=4096)
     e = estimate(LLAMA, precision, setup)
@@ -289,7 +300,7 @@ def test_a_hugging_face_config_has_the_parameters_of_its_model(tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    for kind in ("llama", "mistral", "qwen2", "gpt2"):
+    for kind in ("llama", "mistral", "qwen2", "qwen3", "gpt2"):
         more = {"intermediate_size": 96, "num_key_value_heads": 2} if kind != "gpt2" else {}
         config = AutoConfig.for_model(kind, **sizes, **more)
         config.save_pretrained(tmp_path)
@@ -303,6 +314,8 @@ def test_bad_input_says_what_is_wrong(tmp_path):
         Shape(2, 64, 4, 3, 128, 96)
     with pytest.raises(ConfigError, match="layers=0 must be a whole number"):
         Shape(0, 64, 4, 4, 128, 96)
+    with pytest.raises(ConfigError, match="head_dim=-16 must be a whole number"):
+        Shape(2, 64, 4, 4, 128, 96, head_dim=-16)
     with pytest.raises(
         ConfigError, match=r"model_type='lama' is not known.*Did you mean \"llama\""
     ):

@@ -79,6 +79,11 @@ def compare(a: Run, b: Run, window: int) -> tuple[dict[str, Any], dict[str, Pair
             f"{a.name} and {b.name} have no {axis} in common: {_reach(a, scales[0])} and {_reach(b, scales[1])}. "
             "Compare runs over the same steps."
         )
+    if left_out := len(a.training) - len(pairs["loss"][0]):
+        notes.append(
+            f"{left_out} points of {a.name} are left out: it is from {axis} {_reach(a, scales[0])}, "
+            f"{b.name} from {_reach(b, scales[1])}"
+        )
     if a.evaluation and b.evaluation:
         pairs["val_loss"] = align(a.curve("val_loss", scales[0]), b.curve("val_loss", scales[1]))
         if not pairs["val_loss"][0]:
@@ -94,8 +99,8 @@ def compare(a: Run, b: Run, window: int) -> tuple[dict[str, Any], dict[str, Pair
         gaps += [(v["gap"], f"{what} {_NAMES[key]}") for what, v in losses[key].items()]
     percent, of = max(gaps)
     data = {
-        "a": {"name": a.name, **a.info},
-        "b": {"name": b.name, **b.info},
+        "a": {**a.info, "name": a.name},
+        "b": {**b.info, "name": b.name},
         "axis": axis,
         "points": len(pairs["loss"][0]),
         "window": window,

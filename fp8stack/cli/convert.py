@@ -44,8 +44,8 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     source = Path(options.checkpoint)
     out = Path(options.out) if options.out else _beside(source, options.to)
-    if out.exists() and (out.is_dir() or out.samefile(source)):
-        what = "a folder" if out.is_dir() else "the checkpoint itself"
+    if out.exists() and (not out.is_file() or out.samefile(source)):
+        what = "a folder or a device" if not out.is_file() else "the checkpoint itself"
         raise ConfigError(f"--out {out} is {what}. Name another file.")
     safe = options.to == "safetensors" or out.suffix == ".safetensors"
     if safe:

@@ -12,6 +12,7 @@ estimated; nothing is allocated.
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import LEVELS, Recipe
 from fp8stack.planning import (
     BASELINES,
@@ -52,6 +53,7 @@ GPUS = {
 }  # fmt: skip
 """GiB that a program can have, rounded down."""
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+_MOST = 1e15  # parameters, far above all that are trained
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -84,12 +86,12 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     notes: list[str] = []
-    model, shape = _model(options, notes)
-    precisions = [*BASELINES.values(), *_levels(options, _dtype_of(options, model))]
+    model, shape, weights = _model(options, notes)
+    precisions = [*BASELINES.values(), *_levels(options, _DTYPES.get(options.weights, weights))]
     memory = _memory(options)
     setup = Setup(
         options.batch,
-        options.seq or (shape.positions if shape else 0) or 2048,
+        options.seq if options.seq is not None else (shape.positions if shape else 0) or 2048,
         options.ranks,
         _sharding(options),
         options.checkpointing,
@@ -101,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         )
     columns = [_column(model, shape, p, setup, memory) for p in precisions]
     data = {
-        "parameters": columns[0].pop("parameters"),
+        "parameters": columns[0]["parameters"],
         "shape": shape and asdict(shape),
         "setup": asdict(setup),
         "memory": memory,
@@ -116,10 +118,11 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     """Show a line for each kind of bytes and a column for each precision."""
     setup, shape, columns = data["setup"], data["shape"], data["precisions"]
     console.print(f"{data['parameters']:,} parameters" + (f": {_describe(shape)}" if shape else ""))
-    shared = f", {setup['ranks']} GPUs ({setup['sharding']})" if setup["ranks"] > 1 else ""
-    more = [name for name in ("checkpointing", "accumulate") if setup[name]]
+    sharding = "" if setup["sharding"] == "none" else f" ({setup['sharding']})"
+    more = [f"{setup['ranks']} GPUs{sharding}"] if setup["ranks"] > 1 else []
+    more += [name for name in ("checkpointing", "accumulate") if setup[name]]
     console.print(
-        f"Each GPU: {setup['batch']} × {setup['seq']} tokens{shared}{''.join(f', {m}' for m in more)}."
+        f"Each GPU: {setup['batch']} × {setup['seq']} tokens{''.join(f', {m}' for m in more)}."
     )
     rows: list[tuple[str, ...]] = []
 
@@ -179,14 +182,20 @@ def _column(
 # --- options
 
 
-def _model(options: argparse.Namespace, notes: list[str]) -> tuple[Shape | Make, Shape | None]:
-    """Return what to count, and the shape that activations are computed from."""
+def _model(
+    options: argparse.Namespace, notes: list[str]
+) -> tuple[Shape | Make, Shape | None, torch.dtype]:
+    """Return what to count, the shape that activations are computed from, and the dtype of the weights."""
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     if options.model:
         return _users_model(options.model, sizes, notes)
     if options.hf_config:
         anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
         shape = replace(read_config(options.hf_config), **{**sizes, **anew})
+        if shape.positions:
+            notes.append(
+                "layers are nn.Linear here; transformers' GPT-2 has Conv1D, which no level converts: see --model"
+            )
     elif options.sizes or set(sizes) - {"vocab"}:
         shape = _shape_of(sizes)
     else:
@@ -194,10 +203,14 @@ def _model(options: argparse.Namespace, notes: list[str]) -> tuple[Shape | Make,
         notes.append(
             "the shape is a Llama's of about that many parameters; give --layers, ... for another"
         )
-    wanted = options.parameters
-    if wanted and abs(shape.parameters / wanted - 1) > 0.05:
+    if options.parameters:
+        _compare_counts(shape, options.parameters, notes)
+    return shape, shape, torch.float32
+
+
+def _compare_counts(shape: Shape, wanted: float, notes: list[str]) -> None:
+    if abs(shape.parameters / wanted - 1) > 0.05:
         notes.append(f"the sizes make {shape.parameters:,} parameters, not {wanted:,.0f}")
-    return shape, shape
 
 
 def _shape_of(sizes: dict[str, int]) -> Shape:
@@ -215,33 +228,33 @@ def _shape_of(sizes: dict[str, int]) -> Shape:
     return Shape(**given)
 
 
-def _users_model(target: str, sizes: dict[str, int], notes: list[str]) -> tuple[Make, Shape | None]:
-    first, optimizer = build(target, meta=True)
+def _users_model(
+    target: str, sizes: dict[str, int], notes: list[str]
+) -> tuple[Make, Shape | None, torch.dtype]:
+    model, optimizer = build(target, meta=True)
     if optimizer is not None:
         notes.append("the function's optimizer is not looked at; all columns are AdamW's")
+    parameters = list(model.parameters())
+    if not parameters:
+        raise ModelError(f"the model of {target} has no parameters, so there is nothing to count.")
 
     def make(dtype: torch.dtype) -> nn.Module:
-        return build(target, meta=True)[0].to(dtype)
+        return copy.deepcopy(model).to(dtype)
 
-    config: Any = getattr(first, "config", None)
+    config: Any = getattr(model, "config", None)
+    shape = None
     if sizes:
-        return make, _shape_of(sizes)
-    if hasattr(config, "to_dict"):
-        return make, shape_of_config(config.to_dict(), f"the model of {target}")
-    notes.append(
-        "activations are not estimated: the model has no Hugging Face config; give --layers, --hidden, --heads, "
-        "--kv-heads, --ffn and --vocab"
-    )
-    return make, None
-
-
-def _dtype_of(options: argparse.Namespace, model: Shape | Make) -> torch.dtype:
-    """Return the dtype of the weights that levels start from."""
-    if options.weights:
-        return _DTYPES[options.weights]
-    if isinstance(model, Shape):
-        return torch.float32
-    return next(build(options.model, meta=True)[0].parameters()).dtype
+        shape = _shape_of(sizes)
+    elif hasattr(config, "to_dict"):
+        shape = shape_of_config(config.to_dict(), f"the model of {target}")
+    else:
+        notes.append(
+            "activations are not estimated: the model has no Hugging Face config; give --layers, --hidden, --heads, "
+            "--kv-heads, --ffn and --vocab"
+        )
+    if shape:
+        _compare_counts(shape, sum(p.numel() for p in parameters), notes)
+    return make, shape, parameters[0].dtype
 
 
 def _levels(options: argparse.Namespace, weights: torch.dtype) -> list[Precision]:
@@ -304,8 +317,8 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to {_MOST:g}")
     return value
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from fp8stack.errors import ConfigError
 from fp8stack.optim.state import MASTER_KEYS
 
 from .output import add_command, show, size, table
@@ -32,6 +33,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.largest < 0:
+        raise ConfigError(f"--largest {options.largest} must be 0 or more.")
     path = Path(options.checkpoint)
     stored = read(path)
     files = [f for f in path.rglob("*") if f.is_file()] if path.is_dir() else [path]

@@ -1,13 +1,15 @@
 """What all commands share: how a command is added, and how its result is shown.
 
-A result is a dict of plain data, and that is what --json prints. Tables are drawn from the same dict with rich, which
-is imported only then: --json works without it.
+A result is a dict of plain data, and that is what --json prints, with null for numbers that are not finite. Tables are
+drawn from the same dict with rich, which is imported only then: --json works without it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -58,17 +60,44 @@ def show(
 
     Raises:
         MissingLibraryError: where there is something to draw, and rich is not installed.
+        OSError: where stdout cannot be written.
     """
     if options.json:
-        sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        _write(json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
         return
     try:
         from rich.console import Console
     except ImportError:
         what = "a table"
         raise MissingLibraryError(what, "rich", "cli", ", or use --json") from None
-    width = None if sys.stdout.isatty() else WIDTH
-    draw(Console(width=width, highlight=False, markup=False, emoji=False), data)
+    width = None if sys.stdout and sys.stdout.isatty() else WIDTH
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    with console.capture() as drawn:
+        draw(console, data)
+    _write(drawn.get())
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data with None for what JSON does not have: NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(text: str) -> None:
+    """Print `text`, "?" for what the encoding of stdout lacks; a reader that leaves, as `head` does, is no error."""
+    if sys.stdout is None:  # closed by who started the program
+        return
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = "") -> Table:

@@ -80,13 +80,14 @@ def plan(
     if session.returned is None:
         raise RuntimeError("initialize returned no optimizer for the one it was given")
     after = _bytes(model, session.returned, decisions)
+    moments = bool(after.keys() & {"m", "v"})
     if decisions.recipe.offload == "cpu" and device.type == "cuda":
         after["host"] = sum(after.pop(part, 0) for part in ("master", "m", "v"))
     return {
         "optimizer": kind,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "matrices": _matrices(model, kinds, decisions, session.returned),
+        "matrices": _matrices(model, kinds, decisions, session.returned, moments),
         "bytes": {"before": before, "after": after},
         "report": session.report.to_dict(),
     }
@@ -129,7 +130,11 @@ def draw(console: Console, data: dict[str, Any]) -> None:
 
 
 def _matrices(
-    model: nn.Module, kinds: dict[str, str], decisions: Decisions, optimizer: torch.optim.Optimizer
+    model: nn.Module,
+    kinds: dict[str, str],
+    decisions: Decisions,
+    optimizer: torch.optim.Optimizer,
+    moments: bool,  # that the optimizer has some: SGD without momentum has not
 ) -> list[dict[str, Any]]:
     """Return what became of every matrix: module class, shape, GEMMs, weight, gradient and states."""
     recipe, gemm = decisions.recipe, {name for name, _ in decisions.plan.gemm}
@@ -153,7 +158,7 @@ def _matrices(
                     "gemm": decisions.report.gemm.split()[0] if name in gemm else "",
                     "weight": weight,
                     "gradient": ("fp8" if fp8 else dtype) if p.requires_grad else "none",
-                    "states": states if p.requires_grad else "none",
+                    "states": states if p.requires_grad and moments else "none",
                 }
             )
     return result

@@ -58,7 +58,7 @@ def read_run(path: str | Path) -> Run:
         raise ConfigError(f"{metrics} is no file. Give a run's folder, or its metrics.jsonl.")
     info = _read_info(folder / "run.json")
     run = Run(str(info.get("name") or (path if path.is_dir() else path.stem)), info)
-    lines = _read_text(metrics).splitlines()
+    lines = _read_text(metrics).rstrip("\n").split("\n")
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue

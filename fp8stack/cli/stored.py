@@ -27,7 +27,8 @@ from .output import MissingLibraryError
 SAFE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
+    "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _DAMAGED = "Use an earlier one, or copy it again."
 
@@ -84,11 +85,11 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 def _read_file(path: Path) -> Stored:
     contents = checkpoint.read_file(path)
     if not checkpoint.is_saved(contents):
-        if not isinstance(contents, dict) or not all(
-            isinstance(t, Tensor) for t in contents.values()
-        ):
+        if not _is_state_dict(contents):
+            held = f" with {[*contents]}" if isinstance(contents, dict) else ""
             raise CheckpointError(
-                f"{path} was not written by fp8stack.checkpoint.save, and is no state_dict of a model."
+                f"{path} was not written by fp8stack.checkpoint.save, and is no state_dict of a model but a "
+                f"{type(contents).__name__}{held:.100}. Save with the former, or model.state_dict() alone."
             )
         return Stored("state_dict", contents)
     model, packed = contents["model"], contents["optimizer"] or {}
@@ -97,6 +98,14 @@ def _read_file(path: Path) -> Stored:
     tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
     header = packed.get("fp8stack", {})
     return Stored("fp8stack.checkpoint", tensors, states, header, contents["extra"])
+
+
+def _is_state_dict(contents: Any) -> bool:
+    return (
+        isinstance(contents, dict)
+        and bool(contents)
+        and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in contents.items())
+    )
 
 
 def _read_folder(path: Path, data: bool) -> Stored:
@@ -177,20 +186,32 @@ def _file_away(stored: Stored, path: tuple[str, ...], value: Tensor) -> None:
 def _read_safetensors(path: Path, data: bool) -> Stored:
     try:
         header, length = _safetensors_header(path)
-        told = header.pop("__metadata__", {})
+        told = dict(header.pop("__metadata__", {}))
+        if strange := {entry["dtype"] for entry in header.values()} - SAFE_DTYPES.keys():
+            raise ValueError(f"torch has no {', '.join(sorted(strange))}")
         model = {
             name: torch.empty(entry["shape"], dtype=SAFE_DTYPES[entry["dtype"]], device="meta")
             for name, entry in header.items()
         }
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, struct.error) as error:
+        ends = {name: entry["data_offsets"] for name, entry in header.items()}
+        for name, (first, last) in ends.items():
+            if last - first != model[name].nbytes:
+                raise ValueError(f"{name} has {last - first} bytes for {model[name].nbytes}")
+        end = max((last for _, last in ends.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, struct.error) as error:
         raise _damaged(path, error) from error
     if path.stat().st_size != length + end:
         raise CheckpointError(
             f"{path} has {path.stat().st_size} bytes, and its header says {length + end}. {_DAMAGED}"
         )
     if data:
-        model = safetensors().load_file(path)
+        load_file = safetensors().load_file
+        from safetensors import SafetensorError
+
+        try:
+            model = load_file(path)
+        except SafetensorError as error:
+            raise _damaged(path, error) from error
     return Stored("safetensors", model, extra=told)
 
 

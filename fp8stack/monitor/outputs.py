@@ -18,9 +18,14 @@ from fp8stack.errors import ConfigError
 
 
 def check_writer(writer: Any) -> None:
-    """Raise ConfigError for what is neither a path nor has one of the methods."""
+    """Raise ConfigError for what is neither a file that can be written nor has one of the methods."""
+    if isinstance(writer, str | os.PathLike):
+        path = Path(writer)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"cannot write to {path}. Give a file in a folder that is there.")
+        return
     methods = (getattr(writer, name, None) for name in ("add_scalar", "log"))
-    if not isinstance(writer, str | os.PathLike) and not any(map(callable, methods)):
+    if not any(map(callable, methods)):
         raise ConfigError(
             f"cannot write to {writer!r}. Give a path (JSONL), a SummaryWriter (add_scalar) or a W&B run (log)."
         )
@@ -28,7 +33,6 @@ def check_writer(writer: Any) -> None:
 
 def write(writer: Any, metrics: dict[str, float], step: int) -> None:
     """Write the metrics of one step; JSON has no NaN and no infinity, which become null."""
-    check_writer(writer)
     if isinstance(writer, str | os.PathLike):
         known = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
         line = json.dumps({"step": step, "time": time.time(), **known}, allow_nan=False)

@@ -125,7 +125,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         use.elements - sum(blocks),
         max(blocks, default=0),
         casts,
-        max(p.nbytes for p in model.parameters()),
+        max((p.nbytes for p in model.parameters() if p.requires_grad), default=0),
         frozenset(n for n, m in model.named_modules() if isinstance(m, Fp8Linear)),
     )
 
@@ -178,7 +178,7 @@ def _fp8_gradient(p: nn.Parameter, residual: bool) -> BlockScaledTensor:
 def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
     """Give a torch Adam the states that bitsandbytes' has: float32 for the small ones, its `min_8bit_size`."""
     for group in optimizer.param_groups:
-        for p in group["params"]:
+        for p in filter(lambda p: p.requires_grad, group["params"]):
             states = "fp32" if p.numel() < 4096 else BITSANDBYTES
             for name in ("exp_avg", "exp_avg_sq"):
                 optimizer.state[p].update(zero_moment(name, p, states))

@@ -7,6 +7,7 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | operation                  | keeps                                            | bytes a token             |
 |----------------------------|--------------------------------------------------|---------------------------|
 | norm                       | its input, and 1 (RMSNorm) or 2 statistics       | r h + 4 or 8              |
+| norms of queries and keys  | the same, of each head                           | c (q + kv) + 4 or 8 each  |
 | Linear                     | its input, once for layers that share it         | c × inputs                |
 | the same in FP8            | the codes of it                                  | 1 × inputs (1 + 4 / 128)  |
 | attention (flash, memory-efficient SDPA) | q, k, v, output; log-sum-exp a head | c (2 q + 2 kv) + 4 heads |
@@ -64,10 +65,13 @@ def activations(
         return width * (code * any(coded) + c * (not all(coded) and not kept))
 
     h, q, f, first = shape.hidden, shape.q_dim, shape.ffn, "blocks.0."
-    norm = r * h + (4 if shape.rms else 8)
+    statistics = 4 if shape.rms else 8
+    norm = r * h + statistics
     attention = inputs(h, *(f"{first}{name}_proj" for name in "qkv"))
     attention += c * 2 * (q + shape.kv_dim) + 4 * shape.heads
     attention += inputs(q, f"{first}o_proj", kept=True)
+    each = c * shape.head_dim + statistics
+    attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
     up = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
     mlp = inputs(h, *(first + name for name in up)) + (3 if shape.gated else 1) * c * f
     mlp += inputs(f, f"{first}down_proj")

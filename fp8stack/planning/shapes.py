@@ -25,6 +25,9 @@ from torch import nn
 
 from fp8stack.errors import ConfigError, did_you_mean
 
+MOST = 2**24
+"""The largest size of a shape: products of two of them are counted in 64 bits."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -41,14 +44,17 @@ class Shape:
     rms: bool = True  # RMSNorm; False: LayerNorm
     bias: bool = False  # of all Linear layers but the head
     qkv_bias: bool = False  # of these alone
+    qk_norm: bool = False  # of each head's queries and keys
     tied: bool = False  # the head is the embedding
     positions: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"):
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number above 0.")
+            if name == "head_dim" and value == 0:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+                raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}.")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, whose keys and values they share."
@@ -107,6 +113,8 @@ class Shape:
             "up_proj": nn.Linear(self.hidden, self.ffn, bias=self.bias),
             "down_proj": nn.Linear(self.ffn, self.hidden, bias=self.bias),
         }
+        if self.qk_norm:
+            block["q_norm"], block["k_norm"] = norm(self.head_dim), norm(self.head_dim)
         if self.gated:
             block["gate_proj"] = nn.Linear(self.hidden, self.ffn, bias=self.bias)
         return nn.ModuleDict(block)
@@ -211,6 +219,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
         head_dim=config.get("head_dim") or 0,
         bias=bool(config.get("attention_bias", False) and config.get("mlp_bias", False)),
         qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
+        qk_norm=kind == "qwen3",
         tied=bool(config.get("tie_word_embeddings", False)),
     )
 

@@ -1,7 +1,9 @@
 """`fp8stack inspect` and `fp8stack convert`, on checkpoints of every kind and level, whole and damaged."""
 
 import json
+import os
 import shutil
+import struct
 import warnings
 
 import pytest
@@ -200,6 +202,32 @@ def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
     assert "no checkpoint at" in refused(capsys, "inspect", tmp_path / "none.pt")
     torch.save([1], tmp_path / "list.pt")
     assert "was not written by" in refused(capsys, "convert", tmp_path / "list.pt", "--to", "fp32")
+    for contents in ({}, {"epoch": 3}, {0: torch.zeros(2)}):
+        torch.save(contents, tmp_path / "dict.pt")
+        message = refused(capsys, "inspect", tmp_path / "dict.pt")
+        assert f"but a dict with {[*contents]}" in message
+    torch.save(Tied(), tmp_path / "model.pt")
+    message = refused(capsys, "inspect", tmp_path / "model.pt")
+    assert "holds other types" in message
+    assert "weights_only" not in message  # torch's advice to unpickle it
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}, "8 bytes for 16"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, "negative dimension"),
+        ({"a": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}, "torch has no F4"),
+        ({"__metadata__": 3}, "cannot be read"),
+        ({"a": 3}, "cannot be read"),
+    ],
+    ids=str,
+)
+def test_a_wrong_header_of_safetensors_is_a_line(header, message, tmp_path, capsys):
+    text, path = json.dumps(header).encode(), tmp_path / "w.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    assert message in refused(capsys, "inspect", path)
+    assert message in refused(capsys, "convert", path, "--to", "fp32")
 
 
 def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsys):
@@ -210,6 +238,11 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
     assert "cannot be written" in refused(capsys, *options, tmp_path / "file" / "w.pt")
     assert "is the checkpoint itself" in refused(capsys, *options, source)
     assert "is a folder" in refused(capsys, *options, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "or a device" in refused(
+        capsys, *options, tmp_path / "pipe"
+    )  # which a rename would replace
+    assert "--largest -1 must be" in refused(capsys, "inspect", source, "--largest", "-1")
     assert "invalid choice: 'fp16'" in refused(capsys, "convert", source, "--to", "fp16")
     assert source.read_bytes() == (saved[0] / "O2.pt").read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["O2.pt", "file"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["O2.pt", "file", "pipe"]

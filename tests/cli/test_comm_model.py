@@ -1,6 +1,9 @@
 """`fp8stack comm-model`, and the program around its commands."""
 
+import argparse
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 
 from fp8stack import cli
 from fp8stack.__main__ import COMMANDS, main
+from fp8stack.cli.output import show
 from fp8stack.comm.model import Cluster, estimate
 
 
@@ -65,6 +69,28 @@ def test_it_is_a_program_and_a_module_to_run():
         nothing = subprocess.run(command, capture_output=True, text=True)
         assert nothing.returncode == 2
         assert nothing.stderr == "fp8stack: error: the following arguments are required: command\n"
+
+
+def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line():
+    command = [sys.executable, "-m", "fp8stack", "comm-model", "--json"]
+    command += ["--hosts", *map(str, range(2, 1002))]  # more than a pipe holds
+    reading, writing = os.pipe()
+    with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True) as left:
+        os.close(writing)
+        assert os.read(reading, 1) == b"{"
+        os.close(reading)
+        assert (left.communicate()[1], left.returncode) == ("", 0)
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "fp8stack comm-model: error: [Errno 28] No space left on device\n"
+
+
+def test_json_has_null_for_what_is_not_finite(capsys):
+    show(argparse.Namespace(json=True), {"a": [math.nan, {"b": math.inf}, 0.5, "×"]}, print)
+    text = capsys.readouterr().out
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": [None, {"b": None}, 0.5, "×"]}
+    assert text.isascii()
 
 
 def test_help_names_every_command(capsys):

@@ -111,6 +111,22 @@ def test_steps_that_were_not_taken_are_left_out(tmp_path, compared):
     assert data["notes"] == ["b: 2 steps without a loss are left out"]
 
 
+def test_a_run_that_ended_early_is_told(tmp_path, compared):
+    a = record(tmp_path / "a", falling())
+    b = tmp_path / "b"
+    record(b, falling(40), name=["no", "text"])
+    with (b / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(
+            '{"step": 40, "val_loss": 2.0, "text": "a\u2028b"}\n'
+        )  # a line of text, not of the file
+    status, data = compared(a, str(b))
+    assert (status, data["points"]) == (0, 40)
+    assert data["notes"] == [
+        "60 points of a are left out: it is from step 1 to 100, ['no', 'text'] from 1 to 40"
+    ]
+    assert main(["compare", a, str(b)]) == 0
+
+
 def test_it_shows_a_table_and_draws_a_picture(tmp_path, capsys):
     from matplotlib.image import imread
 

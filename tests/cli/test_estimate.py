@@ -26,6 +26,14 @@ class Model(nn.Module):
 def plain():
     return Model().bfloat16()
 
+def frozen():
+    return Model().requires_grad_(False)
+
+def empty():
+    return nn.Identity()
+
+print("imported")
+
 def with_config():
     model = Model()
     model.config = Config()
@@ -99,6 +107,7 @@ def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
     data, _ = estimated("--hf-config", str(config))
     assert data["setup"]["seq"] == 64  # all of its positions
     assert data["shape"]["tied"]
+    assert "Conv1D" in data["notes"][0]
     data, _ = estimated("--hf-config", str(config), "--hidden", "256")
     assert (data["shape"]["hidden"], data["shape"]["head_dim"]) == (256, 64)
     file = tmp_path / "own.py"
@@ -114,6 +123,20 @@ def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
     assert columns["O2"]["bytes"]["activations"] > 0
     assert columns["O2"]["largest_batch"] > 0
     assert "optimizer is not looked at" in data["notes"][0]
+    assert "the sizes make" in data["notes"][1]  # this one is no Llama
+    data, columns = estimated("--model", f"{file}:frozen")
+    states = ("gradients", "m", "v")
+    assert not any(c["bytes"][kind] for c in columns.values() for kind in states)
+    assert all(c["parameters"] == data["parameters"] for c in columns.values())
+
+
+def test_the_file_of_a_model_runs_once(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(MODELS)
+    assert main(["estimate", "--model", f"{tmp_path / 'own.py'}:plain", "--memory", "1"]) == 0
+    assert capsys.readouterr().err == "imported\n"
+    with pytest.raises(SystemExit):
+        main(["estimate", "--model", f"{tmp_path / 'own.py'}:empty"])
+    assert "has no parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -122,6 +145,9 @@ def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
         ([], "one of the arguments --parameters --hf-config --model --sizes is required"),
         (["--parameters", "many"], "'many' is not a number above 0"),
         (["--parameters", "1e5"], "fewer than the embeddings"),
+        (["--parameters", "1e30"], "is not a number above 0 and up to 1e+15"),
+        ([*SMALL, "--seq", "0"], "seq=0 must be a whole number above 0"),
+        ([*SMALL, "--ffn", str(2**40)], "ffn=1099511627776 must be a whole number from 1 to"),
         (["--sizes", "--hidden", "64"], "--layers is missing"),
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
         ([*SMALL, "--batch", "0"], "batch=0 must be a whole number above 0"),

@@ -52,6 +52,11 @@ def with_sgd():
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def without_moments():
+    model = Model()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def with_lbfgs():
     model = Model()
     return model, torch.optim.LBFGS(model.parameters())
@@ -172,6 +177,12 @@ def test_the_table_has_matrices_reasons_and_bytes(models, capsys):
     total = next(row for row in rows if row[:1] == ["bytes/parameter"])
     assert float(total[1]) == 16
     assert 6 < float(total[2]) < 12
+
+
+def test_an_optimizer_without_moments_has_no_states(models, capsys):
+    data = planned(capsys, "models.py:without_moments")
+    assert not data["bytes"]["after"].keys() & {"m", "v"}
+    assert {matrix["states"] for matrix in data["matrices"]} == {"none"}
 
 
 def test_layers_without_a_weight_of_their_own_have_their_reason_too(models, capsys):
