@@ -9,7 +9,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fp8stack
 from fp8stack import checkpoint
-from fp8stack.errors import CheckpointError, ModelError
+from fp8stack.errors import CheckpointError, Fp8StackWarning, ModelError
+from fp8stack.nn import load_scaling_state, scaling_state
 from fp8stack.optim import SGD, Adam, AdamW
 
 MAKERS = {
@@ -80,6 +81,44 @@ def test_torch_s_dcp_loads_into_a_run_that_has_not_stepped(level, make, options,
     dcp.load(states, checkpoint_id=tmp_path)
     set_state_dict(*resumed, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     assert_same_training(original, resumed)
+
+
+def delayed(**options):
+    return build("O2", fp8_recipe="delayed", amax_history_len=8, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_cache": "off"}, {"fp8_margin": 1}])
+def test_delayed_scaling_goes_on_with_its_histories(options, tmp_path):
+    original = delayed(**options)
+    train(*original, 5)
+    checkpoint.save(tmp_path / "run.pt", *original)
+    resumed = delayed(**options)
+    train(*resumed, 2)
+    checkpoint.load(tmp_path / "run.pt", *resumed)
+    assert_same_training(original, resumed)
+    anew = delayed(**options)
+    states = through_file({"m": original[0].state_dict(), "o": original[1].state_dict()})
+    anew[0].load_state_dict(states["m"])
+    anew[1].load_state_dict(states["o"])
+    assert train(*anew, 5, start=10) != train(*original, 5, start=10), "they matter"
+
+
+def test_histories_that_do_not_fit_are_named(tmp_path):
+    original = delayed()
+    train(*original, 2)
+    state = through_file(scaling_state(original[0]))
+    other = delayed(skip=["head"])[0]
+    with pytest.raises(CheckpointError, match="only the state has 'head'"):
+        load_scaling_state(other, state)
+    longer = build("O0", fp8_recipe="delayed", amax_history_len=16)[0]
+    before = scaling_state(longer)
+    with pytest.raises(CheckpointError, match=r"up\.x has 11 elements.*19.*amax_history_len"):
+        load_scaling_state(longer, state)
+    assert all(torch.equal(before[key], value) for key, value in scaling_state(longer).items())
+    assert scaling_state(build("O2")[0]) == {}
+    checkpoint.save(tmp_path / "run.pt", *original)
+    with pytest.warns(Fp8StackWarning, match="begins with empty histories.*'head'"):
+        checkpoint.load(tmp_path / "run.pt", other, None)
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])

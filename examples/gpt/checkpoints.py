@@ -4,7 +4,7 @@
       step_00000250/            one checkpoint
         .metadata, __0_0.distcp what DCP writes: model and optimizer, resharded when another number of ranks reads them
         progress.pt             what is the same on all ranks: step, position in the data, losses so far
-        rank_0.pt               what is a rank's own: random number generators
+        rank_0.pt               what is a rank's own: random number generators, histories of delayed scaling
         manifest.json           step, losses, precision, and the size and CRC-32 of every other file
       best -> step_00000200     the lowest validation loss
       latest -> step_00000250   the one written last

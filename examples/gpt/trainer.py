@@ -24,7 +24,6 @@ import platform
 import random
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,9 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack import comm
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError
 from fp8stack.monitor import Monitor
+from fp8stack.nn import scaling_state
 from fp8stack.optim import BlockwiseOptimizer
 
 from . import batching, build, checkpoints, evaluation, runs
@@ -112,9 +112,6 @@ class Trainer:
         if resumed is not None:
             precision = resumed.manifest["precision"]
             self.log.say(f"resumed from {resumed.path} ({precision}), step {self.step}")
-            if config.fp8_recipe == "delayed" and self.rank == 0:
-                text = "scaling histories are in no checkpoint: delayed scaling begins them anew"
-                warnings.warn(text, Fp8StackWarning, stacklevel=2)
 
     # --- the loop
 
@@ -253,15 +250,19 @@ class Trainer:
             "data": self.data.train.state_dict(),
             "scaler": scaler,
         }
-        random_states = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        own = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "scaling": scaling_state(self.model),
+        }
         if self.device.type == "cuda":
-            random_states["cuda"] = torch.cuda.get_rng_state(self.device)
+            own["cuda"] = torch.cuda.get_rng_state(self.device)
         return checkpoints.save(
             runs.folders_of(self.folder)[self.config.opt_level != "off"],
             self.step,
             build.contents(self.model, self.optimizer),
             progress,
-            random_states,
+            own,
             {**self._facts(), "train_loss": _finite(loss), "val_loss": _finite(val_loss)},
             self.config.keep_checkpoints,
         )
@@ -316,6 +317,8 @@ class Trainer:
             self.data.train.load_state_dict(progress["data"])
         if progress["scaler"] is not None and self.scaler.is_enabled():
             self.scaler.load_state_dict(progress["scaler"])
+        if self.step and scaling_state(self.model):  # after DDP's and the search's own passes
+            build.restore_scaling(self.model, (local or {}).get("scaling", {}))
         if local is None:  # a run that begins, or a rank that was not there
             torch.manual_seed(self.config.seed + self.rank)
             random.seed(self.config.seed + self.rank)

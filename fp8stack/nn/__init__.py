@@ -3,6 +3,7 @@
 from .convert import GEMM_LAYERS, forget_weights
 from .fused import fuse
 from .linear import Bf16Linear, Fp8Linear
+from .scaling import load_scaling_state, scaling_state
 from .storage import StoredEmbedding, StoredLinear
 from .te import TeLinear
 
@@ -15,4 +16,6 @@ __all__ = [
     "TeLinear",
     "forget_weights",
     "fuse",
+    "load_scaling_state",
+    "scaling_state",
 ]

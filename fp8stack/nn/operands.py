@@ -244,7 +244,7 @@ class WeightCache:
         if codes is None or self._of != of or self._stepped_by_hand(weight):
             self._codes = codes = None  # frees them before the next are allocated
             # Another stream has not waited for the scale.
-            previous = self._scale if self._of[3:] == (stream, device) else None
+            previous = self._scale if self._of[3:] in ((), (stream, device)) else None
             codes = self._cast(weight, keep == "fp8+t", previous)
             if type(codes.forward) is Tensor:  # not a fake one's
                 self._codes, self._since = codes, -2 if in_backward() else _backward[0]
@@ -281,6 +281,19 @@ class WeightCache:
     def weight(self) -> Tensor | None:
         """The weight, while it lives."""
         return self._weight()  # type: ignore[no-any-return]
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The scale that the next cast takes if it fits, of weights that follow their last one."""
+        return self._scale
+
+    def follow(self, scale: Tensor | None) -> None:
+        """Let the next cast take this scale if it fits; kept codes are freed."""
+        weight = self._weight()
+        if weight is None or not self.follows:
+            return
+        self._of, self._codes = (), None
+        self._scale = None if scale is None else scale.to(weight.device, copy=True)
 
     def forget(self) -> None:
         """Free the codes."""

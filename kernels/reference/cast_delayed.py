@@ -50,11 +50,16 @@ class DelayedState:
         self.handle = next(_HANDLES)
         STATES[self.handle] = self
 
+    @property
+    def size(self) -> int:
+        """Elements of the tensor described above."""
+        return HEADER + self.history
+
     def on(self, device: torch.device, update: bool = False) -> Tensor:
         """Return the tensor described above, empty at first; `update` says that a cast is about to update it."""
         if self.tensor is None or self.tensor.device != device:
             with torch.inference_mode(False):
-                self.tensor = torch.zeros(HEADER + self.history, dtype=torch.float32, device=device)
+                self.tensor = torch.zeros(self.size, dtype=torch.float32, device=device)
                 self._parts = torch.zeros(512, dtype=torch.int32, device=device)
             self.casts = 0
         self.casts += update

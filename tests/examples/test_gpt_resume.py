@@ -29,6 +29,7 @@ OPTIONS = [
     {"opt_level": "O1"},
     {"opt_level": "O2"},
     {"opt_level": "O2", "optimizer_bits": 4},
+    {"opt_level": "O2", "fp8_recipe": "delayed", "amax_history_len": 2},
     {"opt_level": "off", "optimizer_bits": 8},
     {"opt_level": "off", "compute_dtype": "float16"},
     {"opt_level": "O2", "compute_dtype": "float32", "micro_batch": "auto", "max_batch_size": 3},

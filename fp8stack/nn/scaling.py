@@ -1,0 +1,86 @@
+"""The histories of delayed scaling, for checkpoints: scales that a model has learned of its own tensors.
+
+They are in no `state_dict`, whose keys stay the plain model's. Without them a run that is resumed learns its scales
+anew, and its first steps are rounded otherwise. Inputs and gradients are a rank's own, so each rank keeps its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.errors import CheckpointError
+from fp8stack.kernels.reference.cast_delayed import DelayedState
+
+from .linear import Fp8Linear
+from .operands import Products
+
+
+def scaling_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of delayed scaling, empty where no layer scales so (copies).
+
+    "LAYER.x" and "LAYER.g" are float32 [3 + amax_history_len] of input and gradient (`kernels/reference/cast_delayed`),
+    "LAYER.casts" int64 [2] how often both were cast, and "LAYER.w" float32, 0-d, the weight's scale, if it has one.
+    """
+    state: dict[str, Tensor] = {}
+    for name, products in _delayed(model):
+        both = _histories(products)
+        state[f"{name}.casts"] = torch.tensor([history.casts for history in both.values()])
+        for kind, history in both.items():
+            if history.tensor is not None:
+                state[f"{name}.{kind}"] = history.tensor.detach().clone()
+        if products.weights.scale is not None:
+            state[f"{name}.w"] = products.weights.scale.detach().clone()
+    return state
+
+
+def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Take over what `scaling_state` returned, in a model with the same layers.
+
+    Raises:
+        CheckpointError: if the layers that scale so are others, or their histories of another length. Nothing is
+            changed.
+    """
+    layers = dict(_delayed(model))
+    given = {key.rpartition(".")[0] for key in state}
+    if layers.keys() != given:
+        some = sorted(layers.keys() ^ given)[0]
+        where = "the model" if some in layers else "the state"
+        raise CheckpointError(
+            f"the state of delayed scaling is of other layers: only {where} has {some!r}. Initialize the model as it "
+            "was when the state was saved."
+        )
+    for name, products in layers.items():
+        for kind, history in _histories(products).items():
+            saved = state.get(f"{name}.{kind}")
+            if saved is not None and saved.shape != (history.size,):
+                raise CheckpointError(
+                    f"the history of {name}.{kind} has {saved.numel()} elements, and the recipe's has {history.size}: "
+                    "amax_history_len is another."
+                )
+    for name, products in layers.items():
+        casts = state[f"{name}.casts"].tolist()
+        weight = products.weights.weight
+        for (kind, history), count in zip(_histories(products).items(), casts, strict=True):
+            saved = state.get(f"{name}.{kind}")
+            if saved is not None:
+                home = saved.device if weight is None else weight.device
+                history.on(home).copy_(saved)
+                history.casts = count
+        products.weights.follow(state.get(f"{name}.w"))
+
+
+def _delayed(model: nn.Module) -> list[tuple[str, Products]]:
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, Fp8Linear) and module.products.x_state is not None:
+            found.append((name, module.products))
+    return found
+
+
+def _histories(products: Products) -> dict[str, DelayedState]:
+    assert products.x_state is not None
+    assert products.g_state is not None
+    return {"x": products.x_state, "g": products.g_state}
