@@ -1,6 +1,7 @@
 """`fp8stack doctor`: what it reports of this machine, its self-tests, and the trouble it finds."""
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -126,6 +127,7 @@ def test_old_versions_are_compared_with_the_package_s_own_metadata():
 
 def test_a_hidden_package_of_hugging_face_s_is_found(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)  # tests/kernels, if a library looked
     (found,) = trouble._hidden({"kernels": "0.11.1"})
     assert "hides Hugging Face's package kernels 0.11.1" in found.what
     assert not list(trouble._hidden({}))
