@@ -50,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         text = f"{first_line(error)} Out of memory: use a smaller --micro-batch or --max-batch-size. {batching.REMEDY}"
         return fail(text, 2)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():  # not after an error of one rank: that would wait for the others
+        dist.destroy_process_group()
     return 0
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fp8stack.errors import ConfigError
 
@@ -37,6 +38,13 @@ class Split:
     def effective(self) -> int:
         """Sequences of a step."""
         return self.micro * self.accumulation * self.world
+
+
+def send(part: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on `device`; a GPU is not waited for, which takes pinned memory."""
+    if device.type != "cuda":
+        return part.to(device)
+    return part.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def find_largest(

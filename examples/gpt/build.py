@@ -78,6 +78,11 @@ class Setup:
     def sharded(self) -> bool:
         return self.parallel == "fsdp2"
 
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute in the activations' dtype; FSDP2 does that by itself."""
+        used = self.dtype is not torch.float32 and not self.sharded
+        return torch.autocast(self.device.type, self.dtype, enabled=used)
+
     def build(self, level: Level | None = None) -> tuple[GPT, Any]:
         """Return a new model and its optimizer at a level, the setup's own by default."""
         model, optimizer = self._plain()
@@ -109,7 +114,8 @@ class Setup:
                 f"{self.level.name} with {self.parallel}: at O2 whole and sharded parameters have other states. "
                 f"Resume with --parallel {facts['parallel']}."
             )
-        model, optimizer = self.build(saved)
+        same = (saved.name, saved.options) == (self.level.name, self.level.options)
+        model, optimizer = self.build(self.level if same else saved)
         states = contents(model, optimizer)
         progress, local = load(checkpoint.path, states)
         set_state_dict(
@@ -118,7 +124,7 @@ class Setup:
             model_state_dict=states["model"],
             optim_state_dict=states["optimizer"],
         )
-        if (saved.name, saved.options) != (self.level.name, self.level.options):
+        if not same:
             model, optimizer = self._change_level(model, optimizer, saved)
         return model, optimizer, progress, local
 
@@ -146,7 +152,8 @@ class Setup:
         )
         if self.level.has_fp8_gradients:
             comm.register_fp8_hook(wrapped)
-        _settle(wrapped, self.device)
+        with self.autocast():
+            _settle(wrapped, self.device)
         return wrapped
 
 
@@ -184,7 +191,8 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=on_gpu or None)
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -125,6 +125,8 @@ def save(
         if rank == 0:
             torch.save(progress, temporary / "progress.pt")
         torch.save(local, temporary / f"rank_{rank}.pt")
+
+    def write_states() -> None:
         with warnings.catch_warnings():  # of one process without a group, which is meant
             warnings.filterwarnings("ignore", message=".*in a single process")
             dcp.save(states, checkpoint_id=temporary)
@@ -142,6 +144,7 @@ def save(
     try:
         _together(folder, prepare if rank == 0 else None)
         _together(folder, write)
+        _together(folder, write_states)  # by itself: here ranks wait for each other
         parts = _together(folder, seal)
         _together(folder, commit if rank == 0 else None)
     except CheckpointError:
@@ -158,10 +161,11 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(temporary)
-    if final.exists():  # of a run that was taken back to before this step
-        _delete(final)
+    replaced = _hide(final) if final.exists() else None  # of a run that was taken back
     temporary.rename(final)
     _sync_folder(final.parent)
+    if replaced:
+        shutil.rmtree(replaced)
 
 
 def _together(folder: Path, action: Callable[[], T] | None) -> list[T]:
@@ -231,9 +235,11 @@ def _point(folder: Path, keep: int) -> None:
 
 def _delete(path: Path) -> None:
     """Remove a checkpoint, under another name: half a one never bears the name of one."""
-    hidden = path.with_name(DELETING + path.name)
-    path.rename(hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(_hide(path))
+
+
+def _hide(path: Path) -> Path:
+    return path.rename(path.with_name(DELETING + path.name))
 
 
 # --- reading

@@ -3,6 +3,8 @@
 They cast, normalise and multiply in one module, so fp8stack leaves their GEMMs to TransformerEngine; gradients and
 optimizer states are converted as for any matrix. Needs a CUDA device; in float32 and bfloat16 too, not only in FP8.
 
+Tokens are padded to what FP8 GEMMs can have, behind those that count: attention is causal.
+
 Histories of delayed scaling move on once per block and forward pass, since autocast is entered in each block: that is
 inside of what activation checkpointing computes again, which must see the same recipe.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8stack import capability_te
@@ -21,6 +24,8 @@ from .blocks import EPS, Rotation, attention_function, rotate, split_heads
 
 if TYPE_CHECKING:
     from .model import ModelConfig
+
+STEP = 32  # tokens in a window are a multiple of: enough for each recipe
 
 
 class TeBlock(nn.Module):
@@ -53,9 +58,14 @@ class TeBlock(nn.Module):
         self.attend = attention_function(config.attention)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:  # [B, T, dim]
+        length = x.shape[1]
+        if self.recipe is not None and length % STEP:
+            more = (0, 0, 0, -length % STEP)
+            x = F.pad(x, more)
+            rotation = rotation and (F.pad(rotation[0], more), F.pad(rotation[1], more))
         with self.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             parts = self.attention_in(x).split(self.sizes, dim=-1)
             query, key, value = (split_heads(part, self.head_dim) for part in parts)
             mixed = self.attend(rotate(query, rotation), rotate(key, rotation), value)
             x = x + self.output(mixed.transpose(1, 2).flatten(2))
-            return x + self.feed_forward(x)
+            return (x + self.feed_forward(x))[:, :length]

@@ -12,13 +12,12 @@ It runs as one process, or as the ranks of torchrun. A run has a folder, OUT/NAM
 metrics.jsonl, tensorboard/ and its checkpoints.
 
 Limits: the host waits for the device once a step, to log loss and norm, before the optimizer's own work, whose time on
-a GPU is part of the next step's. With another number of ranks or another
-micro-batch a run goes on with the same samples, but sums are rounded otherwise.
+a GPU is part of the next step's. With another number of ranks or another micro-batch a run goes on with the same
+samples, but sums are rounded otherwise.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 import random
@@ -50,6 +49,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 MONITORED = 50  # steps between samples of what FP8 does to tensors
 SAMPLE_TOKENS = 64
 PROMPT = "The "
+START = {"step": 0, "losses": (), "val_losses": (), "data": None, "scaler": None}
 
 
 class Trainer:
@@ -83,28 +83,20 @@ class Trainer:
         if self.questions:
             self.data.encode("a")  # raises, where shards come without their vocabulary
         resumed = runs.find_checkpoint(config)
-        progress: dict[str, Any] = {
-            "step": 0,
-            "losses": [],
-            "val_losses": [],
-            "data": None,
-            "scaler": None,
-        }
-        local = None
         if resumed is None:
-            self.model, self.optimizer = self.setup.build()
+            (self.model, self.optimizer), progress, local = self.setup.build(), START, None
         else:
             self.model, self.optimizer, progress, local = self.setup.resume(resumed)
-        if config.compile:
-            for module in self.model.blocks if self.setup.sharded else [self.model]:
-                module.compile()
         self.forward = self.setup.wrap(self.model)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.setup.dtype is torch.float16
         )
         self.folder = runs.run_folder(config, config.precision)
         self.precision = runs.describe_precision(self.model, config)
-        self.split = self._choose_split()
+        self.split = self._choose_split(resumed)
+        if config.compile:  # not before: the sizes that were tried would make shapes dynamic
+            for module in self.model.blocks if self.setup.sharded else [self.model]:
+                module.compile()
         self._restore(progress, local)
         self.guard = Guard(config.opt_level, config.fp8_format, config.max_lr, config.max_nan_steps)
         self.monitor = self._make_monitor()
@@ -148,6 +140,7 @@ class Trainer:
             dist.all_reduce(total)
         # waits for the device
         loss, norm = torch.stack((total / self.world, norm.to(total))).tolist()
+        sent = self.wire.collect()  # now, when it has nothing to wait for
         self.step += 1
         # GradScaler looks for its scale by losing steps
         searching = self.scaler.is_enabled() and self.scaler.get_scale() > 1
@@ -157,7 +150,7 @@ class Trainer:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.losses.append(loss)
-        self._log_step(loss, lr, norm, time.perf_counter() - began)
+        self._log_step(loss, lr, norm, time.perf_counter() - began, sent)
         if not accepted:
             self.log.say(f"step {self.step}: not finite, and so not taken")
 
@@ -165,21 +158,18 @@ class Trainer:
         """Run forward and backward of a step; return this rank's mean loss, float32, 0-d."""
         total = torch.zeros((), device=self.device)
         for index in range(self.split.accumulation):
-            tokens, targets = self.data.train.next_batch(self.split.micro)
-            tokens, targets = tokens.to(self.device), targets.to(self.device)
+            batch = self.data.train.next_batch(self.split.micro)
+            tokens, targets = (batching.send(part, self.device) for part in batch)
             with synchronized(self.forward, index + 1 == self.split.accumulation):
-                with self.autocast():
+                with self.setup.autocast():
                     loss = self.forward(tokens, targets) / self.split.accumulation
                 self.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Compute in the activations' dtype; FSDP2 does that by itself."""
-        used = self.setup.dtype is not torch.float32 and not self.setup.sharded
-        return torch.autocast(self.device.type, self.setup.dtype, enabled=used)
-
-    def _log_step(self, loss: float, lr: float, norm: float, seconds: float) -> None:
+    def _log_step(
+        self, loss: float, lr: float, norm: float, seconds: float, sent: dict[str, dict[str, float]]
+    ) -> None:
         tokens = self.split.effective * self.setup.model.seq_len
         numbers = {
             "step": self.step,
@@ -192,7 +182,6 @@ class Trainer:
             "memory_gib": read_memory(self.device),
         }
         more = self._read_monitor()
-        sent = self.wire.collect()
         if sent:
             more["comm/bytes"] = sum(row["bytes"] for row in sent.values())
             more["comm/seconds"] = sum(row["seconds"] for row in sent.values())
@@ -207,32 +196,26 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Take the validation loss, log it with a text that the model writes; return it."""
-        numbers = {
-            "val_loss": evaluation.validation_loss(
-                self.model, self.data.validation, self.device, self.autocast
-            )
-        }
+        where = self.device, self.setup.autocast
+        loss = evaluation.validation_loss(self.model, self.data.validation, *where)
+        numbers = {"val_loss": loss}
         if self.questions:
+            length = self.setup.model.seq_len
             numbers["hellaswag"] = evaluation.hellaswag_accuracy(
-                self.model,
-                self.questions,
-                self.data.encode,
-                self.setup.model.seq_len,
-                self.device,
-                self.autocast,
+                self.model, self.questions, self.data.encode, length, *where
             )
-        self.val_losses.append((self.step, numbers["val_loss"]))
-        can_write = self.data.readable and math.isfinite(numbers["val_loss"])
+        self.val_losses.append((self.step, loss))
+        can_write = self.data.readable and math.isfinite(loss)
         self.log.evaluation(self.step, numbers, self.write_sample() if can_write else "")
         for line in self.monitor.advice() if self.monitor else ():
             self.log.say(f"advice: {line}")
-        return numbers["val_loss"]
+        return loss
 
     def write_sample(self) -> str:
         """Return what the model makes of PROMPT: the same text for the same weights."""
         generator = torch.Generator().manual_seed(self.config.seed)
         prompt = self.data.encode(PROMPT).to(self.device)
-        with self.autocast():
+        with self.setup.autocast():
             tokens = self.model.generate(prompt, SAMPLE_TOKENS, generator)
         return self.data.decode(tokens)
 
@@ -263,14 +246,22 @@ class Trainer:
             build.contents(self.model, self.optimizer),
             progress,
             own,
-            {**self._facts(), "train_loss": _finite(loss), "val_loss": _finite(val_loss)},
+            {
+                **self._facts(),
+                "micro_batch": self.split.micro,
+                "train_loss": _finite(loss),
+                "val_loss": _finite(val_loss),
+            },
             self.config.keep_checkpoints,
         )
 
     # --- what __init__ is made of
 
-    def _choose_split(self) -> batching.Split:
-        """Return how a step is made up; with `--micro-batch auto`, after trying."""
+    def _choose_split(self, resumed: checkpoints.Checkpoint | None) -> batching.Split:
+        """Return how a step is made up; with `--micro-batch auto`, after trying.
+
+        A run that goes on as it was keeps its micro-batch, and so its bits, if that still fits.
+        """
         config = self.config
         target, wish = config.target_effective_batch_size, config.micro_batch
         if wish != "auto":
@@ -281,10 +272,13 @@ class Trainer:
                 "that runs out of memory would leave the others waiting. Give a number, such as --micro-batch 4."
             )
         limit = min(config.max_batch_size, math.ceil(target / self.world))
-        largest = batching.find_largest(self._try_step, limit, self._agree)
+        was = resumed.manifest if resumed else {}
+        facts = {**self._facts(), "world": self.world}
+        known = was.get("micro_batch") if facts.items() <= was.items() else None
+        largest = batching.find_largest(self._try_step, min(limit, known or limit), self._agree)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        return batching.split(target, largest, self.world)
+        return batching.split(target, largest, self.world, fixed=largest == known)
 
     def _try_step(self, size: int) -> None:
         """Use the memory of a step: optimizer states, gradients, and forward and backward of a micro-batch."""
@@ -298,7 +292,7 @@ class Trainer:
             elif not self.optimizer.state:  # torch's AdamW makes them at its first step
                 states = [torch.empty_like(p) for p in self.model.parameters() for _ in range(2)]
             for _ in range(2):  # the second one with the gradients of the first
-                with synchronized(self.forward, False), self.autocast():
+                with synchronized(self.forward, False), self.setup.autocast():
                     loss = self.forward(tokens, tokens)
                 loss.backward()
         finally:
@@ -312,7 +306,7 @@ class Trainer:
         """Put back what a checkpoint holds beside weights and states."""
         self.step = self.first_step = progress["step"]
         self.losses: list[float] = list(map(float, progress["losses"]))
-        self.val_losses: list[tuple[int, float]] = progress["val_losses"]
+        self.val_losses: list[tuple[int, float]] = list(progress["val_losses"])
         if progress["data"] is not None:
             self.data.train.load_state_dict(progress["data"])
         if progress["scaler"] is not None and self.scaler.is_enabled():
@@ -387,6 +381,7 @@ class Trainer:
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "parallel": self.setup.parallel,
             "sharded": self.setup.sharded,
+            "target_effective_batch_size": self.config.target_effective_batch_size,
         }
 
 

@@ -60,6 +60,18 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on(folder, options):
     assert resume(folder, path, **options) == losses
 
 
+def test_a_run_that_goes_on_as_it_was_keeps_its_micro_batch(folder):
+    options = {"opt_level": "O2", "micro_batch": "auto", "run_name": "auto"}
+    losses = train(folder, **options, max_batch_size=3)
+    path = checkpoint(folder, options)
+    for changes, micro in (({}, 2), ({"opt_level": "O1"}, 4)):
+        again = resume(folder, path, **{**options, **changes}, max_batch_size=8)
+        level = changes.get("opt_level", "O2").lower()
+        facts = json.loads((folder / "again" / f"auto-fp8-{level}" / "run.json").read_text())
+        assert facts["micro_batch"] == micro
+        assert changes or again == losses
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["off", "O0", "O1", "O2"])
 def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
@@ -72,6 +84,17 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
     losses = train(folder, **options)
     assert resume(folder, checkpoint(folder, options), **options) == losses
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["off", "O2"])
+def test_a_compiled_run_has_nearly_the_losses_of_an_eager_one(folder, level):
+    options = {"opt_level": level, "device": "cuda", "micro_batch": "auto", "eval_freq": 2}
+    eager, compiled = (
+        train(folder, **options, compile=on, run_name=f"compile-{on}-{level}")
+        for on in (False, True)
+    )
+    assert_near(compiled, eager, level)
 
 
 def test_levels_change_within_a_run(folder):
