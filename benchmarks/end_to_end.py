@@ -21,7 +21,6 @@ import gc
 import json
 import sys
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,8 +28,8 @@ from typing import Any
 import models
 import torch
 from common import ROOT, add_choices, append_records, read_choices
+from memory import HYPER, use_te
 from memory import MODELS as SIZES
-from memory import use_te
 from optimizer_step import time_steps
 from rich import box
 from rich.console import Console
@@ -49,7 +48,6 @@ MODELS = {
     "tiny": models.MODELS["tiny"],
 }
 WARM_UP = SEEDED + 4  # steps: the first compile and make states, delayed scaling fills histories
-HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 Numbers = dict[str, Any]
 
 
@@ -98,19 +96,35 @@ def measure(variant: Variant, shape: models.Config, options: argparse.Namespace)
     if variant.compiled:  # without a C++ compiler on a CPU
         model.compile(backend="inductor" if cuda else "eager")
     ids = torch.randint(shape.vocab, (shape.batch, shape.sequence + 1), device=options.device)
-    step = partial(take_step, model, optimizer, scope, ids)
+
+    def backward() -> torch.Tensor:
+        with scope():
+            loss: torch.Tensor = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        return loss.detach()
+
+    def step() -> torch.Tensor:
+        loss = backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
     start = time.perf_counter()
     for _ in range(WARM_UP - 1):
         step()
-    numbers: Numbers = {"resident": step(count=True), "warm_up_s": time.perf_counter() - start}
-    numbers["loss"] = step()
+    backward()
+    resident = memory.measure(model, optimizer).per_parameter()
+    optimizer.step()
+    optimizer.zero_grad()
+    numbers: Numbers = {"resident": resident, "warm_up_s": time.perf_counter() - start}
+    numbers["loss"] = step().item()
     peak = None
     if cuda:
         torch.cuda.reset_peak_memory_stats()
         step()
         peak = torch.cuda.max_memory_allocated() / 2**30
     gc.collect()
-    step_ms, cpu_ms, count = time_steps(partial(step, wait=False), options.steps, cuda)
+    step_ms, cpu_ms, count = time_steps(step, options.steps, cuda)
     tokens = shape.batch * shape.sequence
     return {
         **numbers,
@@ -121,22 +135,6 @@ def measure(variant: Variant, shape: models.Config, options: argparse.Namespace)
         "tokens_per_second": 1e3 * tokens / step_ms,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-
-
-def take_step(
-    model: nn.Module, optimizer: Any, scope: Any, ids: torch.Tensor, count: bool = False, wait: bool = True
-) -> Any:  # fmt: skip
-    """Train on a batch; return its loss, with `count` the bytes a parameter, without `wait` nothing."""
-    held: Any = None
-    context: AbstractContextManager[Any] = scope()
-    with context:
-        loss = model(ids[:, :-1], ids[:, 1:])
-    loss.backward()
-    if count:
-        held = memory.measure(model, optimizer).per_parameter()
-    optimizer.step()
-    optimizer.zero_grad()
-    return held if count else loss.item() if wait else None
 
 
 def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) -> None:

@@ -25,8 +25,8 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -132,13 +132,10 @@ def use_te(model: nn.Module, outer: Callable[[], Any]) -> Callable[[], Any]:
     recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling()
     models.swap_te(model, te)
 
-    def scope() -> AbstractContextManager[Any]:
-        from contextlib import ExitStack
-
-        stack = ExitStack()
-        stack.enter_context(outer())
-        stack.enter_context(te.autocast(enabled=True, recipe=recipe))
-        return stack
+    @contextmanager
+    def scope() -> Iterator[None]:
+        with outer(), te.autocast(enabled=True, recipe=recipe):
+            yield
 
     return scope
 

@@ -27,6 +27,7 @@ import comm_tables
 import matplotlib
 from common import ROOT
 from matplotlib.figure import Figure
+from record_tables import by_variant
 
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -62,13 +63,9 @@ def latest(records: Iterable[Record], **params: Any) -> list[Record]:
     return [r for r in chosen if r["time"] == last]
 
 
-def of_largest_run(records: Iterable[Record], **params: Any) -> list[Record]:
-    """Return the latest value of every variant, since a run may have measured a few of them again."""
-    by_variant: dict[str, Record] = {}
-    for r in sorted(records, key=lambda r: r["time"]):
-        if params.items() <= r["params"].items():
-            by_variant[r["variant"]] = r
-    return list(by_variant.values())
+def last_of_each(records: Iterable[Record], **params: Any) -> list[Record]:
+    """Return the last record of every variant, since a run may have measured a few of them again."""
+    return list(by_variant(r for r in records if params.items() <= r["params"].items()).values())
 
 
 # --- pictures
@@ -158,14 +155,14 @@ def draw_wire(figure: Figure, rows: list[Record]) -> None:
     """Bytes of the bfloat16 tensor over the time, by its size."""
     collectives = comm_tables.tabulate(rows)
     figure.set_size_inches(5 * len(collectives), 4)
-    for plot, (name, by_variant) in zip(
+    for plot, (name, kinds) in zip(
         figure.subplots(1, len(collectives), squeeze=False)[0], collectives.items(), strict=True
     ):
-        for variant, row in by_variant.items():
+        for variant, row in kinds.items():
             style = "-" if variant.startswith(("nvlink", "collective")) else "--"
             speed = [r["params"]["size"] / r["value"] / 1e6 for r in row.values()]
             plot.loglog(list(row), speed, style, base=2, marker=".", label=variant)
-        sizes = sorted({size for row in by_variant.values() for size in row})
+        sizes = sorted({size for row in kinds.values() for size in row})
         plot.set_xticks(sizes, [comm_tables.name_size(s) for s in sizes], rotation=45, ha="right")
         plot.minorticks_off()
         plot.set(title=name, xlabel="bytes of the tensor in bfloat16", ylabel="GB/s of them")
@@ -238,12 +235,12 @@ SECTIONS = [
         "memory", "Bytes a parameter", "What stays on the GPU between steps, counted on live tensors: weights, "
         "gradients, masters and optimizer states of each level.", "convergence.jsonl",
         lambda rows: [r for r in latest(rows, seed=0) if r["variant"] in LEVELS]
-        or of_largest_run(rows, seed=0), draw_levels,
+        or last_of_each(rows, seed=0), draw_levels,
     ),
     Section(
         "largest", "The largest model on one GPU", "Found by training: each bar is a model that took three steps, and "
         "one block more ran out of memory.", "memory.jsonl",
-        lambda rows: [r for r in of_largest_run(rows, model="largest", gib=None) if r["value"]], draw_largest,
+        lambda rows: [r for r in last_of_each(rows, model="largest", gib=None) if r["value"]], draw_largest,
     ),
     Section(
         "loss", "Loss", "Validation loss of every level, the mean of seeds, and how far each seed is off its "
@@ -251,7 +248,7 @@ SECTIONS = [
     ),
     Section(
         "optimizer", "An optimizer's step", "Time of one step over the bytes that it keeps, gradients included.",
-        "optimizer_step.jsonl", lambda rows: of_largest_run(rows, model="llama-3.2-1b", mode="step"), draw_bytes,
+        "optimizer_step.jsonl", lambda rows: last_of_each(rows, model="llama-3.2-1b", mode="step"), draw_bytes,
     ),
     Section(
         "wire", "Collectives", "Bytes of a bfloat16 tensor over the time it takes on four GPUs; fp8stack's are solid.",

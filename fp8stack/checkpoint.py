@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError, Fp8StackWarning, ModelError, first_line
-from .nn.scaling import load_scaling_state, scaling_state
+from .errors import CheckpointError, ModelError, first_line
+from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.state import MASTER_KEYS
 from .optim.state_dict import check_groups, check_layout, prepare, to_torch
@@ -200,20 +199,9 @@ def load(
         optimizer.load_state_dict(packed)
     if isinstance(optimizer, BlockwiseOptimizer):
         _set_missing_masters(model, optimizer, contents)
-    _load_scaling(model, contents.get("scaling", {}))
+    restore_scaling(model, contents.get("scaling", {}))
     extra: dict[str, Any] = contents["extra"]
     return extra
-
-
-def _load_scaling(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load the histories of delayed scaling, if the model scales so; say where they do not fit."""
-    if not scaling_state(model):
-        return
-    try:
-        load_scaling_state(model, state)
-    except CheckpointError as error:
-        text = f"fp8stack: delayed scaling begins with empty histories: {error}"
-        warnings.warn(text, Fp8StackWarning, stacklevel=3)
 
 
 def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,8 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fp8stack
 from fp8stack import comm
-from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
-from fp8stack.nn import load_scaling_state
+from fp8stack.errors import CheckpointError, ConfigError
 
 from .checkpoints import Checkpoint, load, rank_and_world
 from .model import GPT, ModelConfig
@@ -155,15 +153,6 @@ class Setup:
         with self.autocast():
             _settle(wrapped, self.device)
         return wrapped
-
-
-def restore_scaling(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Put back a rank's histories of delayed scaling; say where it has none, or they are of other layers."""
-    try:
-        load_scaling_state(model, state)
-    except CheckpointError as error:
-        text = f"delayed scaling begins with empty histories: {error}"
-        warnings.warn(text, Fp8StackWarning, stacklevel=2)
 
 
 def choose_parallel(wish: str, world: int, level: Level) -> str:

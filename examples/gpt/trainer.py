@@ -34,7 +34,7 @@ import fp8stack
 from fp8stack import comm
 from fp8stack.errors import ConfigError
 from fp8stack.monitor import Monitor
-from fp8stack.nn import scaling_state
+from fp8stack.nn import restore_scaling, scaling_state
 from fp8stack.optim import BlockwiseOptimizer
 
 from . import batching, build, checkpoints, evaluation, runs
@@ -311,8 +311,8 @@ class Trainer:
             self.data.train.load_state_dict(progress["data"])
         if progress["scaler"] is not None and self.scaler.is_enabled():
             self.scaler.load_state_dict(progress["scaler"])
-        if self.step and scaling_state(self.model):  # after DDP's and the search's own passes
-            build.restore_scaling(self.model, (local or {}).get("scaling", {}))
+        if self.step:  # after DDP's and the search's own passes
+            restore_scaling(self.model, (local or {}).get("scaling", {}))
         if local is None:  # a run that begins, or a rank that was not there
             torch.manual_seed(self.config.seed + self.rank)
             random.seed(self.config.seed + self.rank)

@@ -3,7 +3,7 @@
 from .convert import GEMM_LAYERS, forget_weights
 from .fused import fuse
 from .linear import Bf16Linear, Fp8Linear
-from .scaling import load_scaling_state, scaling_state
+from .scaling import load_scaling_state, restore_scaling, scaling_state
 from .storage import StoredEmbedding, StoredLinear
 from .te import TeLinear
 
@@ -17,5 +17,6 @@ __all__ = [
     "forget_weights",
     "fuse",
     "load_scaling_state",
+    "restore_scaling",
     "scaling_state",
 ]

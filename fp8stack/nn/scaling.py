@@ -6,12 +6,13 @@ anew, and its first steps are rounded otherwise. Inputs and gradients are a rank
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import CheckpointError
+from fp8stack.errors import CheckpointError, Fp8StackWarning
 from fp8stack.kernels.reference.cast_delayed import DelayedState
 
 from .linear import Fp8Linear
@@ -70,6 +71,20 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 history.on(home).copy_(saved)
                 history.casts = count
         products.weights.follow(state.get(f"{name}.w"))
+
+
+def restore_scaling(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """As `load_scaling_state`, for a run that may be at another recipe now: what does not fit is a warning.
+
+    Where no layer scales so there is nothing to load.
+    """
+    if not _delayed(model):
+        return
+    try:
+        load_scaling_state(model, state)
+    except CheckpointError as error:
+        text = f"fp8stack: delayed scaling begins with empty histories: {error}"
+        warnings.warn(text, Fp8StackWarning, stacklevel=3)
 
 
 def _delayed(model: nn.Module) -> list[tuple[str, Products]]:

@@ -322,10 +322,7 @@ class BlockwiseOptimizer(StateKeeper):
         """
         self.wait_for_offloaded()
         if self.state and not any("step" in entry for entry in self.state.values()):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.requires_grad:
-                        self.ensure_state(group, p)
+            self.ensure_states()
         if self.portable:
             return checkpoint_format.tag(
                 self, checkpoint_format.to_torch(self, "cpu", masters=True)

@@ -133,6 +133,13 @@ class StateKeeper(torch.optim.Optimizer):
         weight: Tensor = distribute({"value": value}, parameter)["value"]
         return weight
 
+    def ensure_states(self) -> None:
+        """Create the states of all trainable parameters, as their first step would."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self.ensure_state(group, p)
+
     def ensure_state(self, group: dict[str, Any], parameter: nn.Parameter) -> State:
         """Return the state of `parameter`, created or moved to its device if need be.
 

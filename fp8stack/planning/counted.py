@@ -150,10 +150,7 @@ def use_after_step(
         if p.requires_grad:
             p.grad = _fp8_gradient(p, accumulate) if p in fp8 else torch.empty_like(p)
     if isinstance(optimizer, BlockwiseOptimizer):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    optimizer.ensure_state(group, p)
+        optimizer.ensure_states()
     elif not optimizer.state:
         try:
             optimizer.step()

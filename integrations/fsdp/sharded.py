@@ -211,7 +211,4 @@ def _store_weights(model: nn.Module, low: list[nn.Parameter], session: Session) 
         model._apply(lambda t: t.bfloat16() if t in masters else t)  # as model.bfloat16() does
     for p in low:
         optimizer.set_master(p, masters.pop(p))
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad:
-                optimizer.ensure_state(group, p)
+    optimizer.ensure_states()
