@@ -33,6 +33,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fp8stack import capability_te
+
 RESULTS = ROOT / "benchmarks" / "results" / "attention.jsonl"
 CHECKED = 256  # tokens that are compared with float32
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of [batch, heads, tokens, dim] each
@@ -100,8 +102,7 @@ def flash_attn(shape: Shape) -> Attention:
 
 
 def transformer_engine(shape: Shape) -> Attention:
-    te = importlib.import_module("transformer_engine.pytorch")
-    module = te.DotProductAttention(
+    module = capability_te.load().te.DotProductAttention(
         shape.heads, shape.dim, num_gqa_groups=shape.kv_heads, attn_mask_type="causal", qkv_format="bshd"
     )  # fmt: skip
 

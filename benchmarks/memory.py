@@ -41,6 +41,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
+from fp8stack import capability_te
 
 RESULTS = ROOT / "benchmarks" / "results" / "memory.jsonl"
 LARGEST = "largest"
@@ -128,8 +129,8 @@ def build(method: Method, shape: Shape, device: str, recompute: bool) -> tuple[n
 
 
 def use_te(model: nn.Module, outer: Callable[[], Any]) -> Callable[[], Any]:
-    te = importlib.import_module("transformer_engine.pytorch")
-    recipe = importlib.import_module("transformer_engine.common.recipe").Float8CurrentScaling()
+    library = capability_te.load()
+    te, recipe = library.te, library.recipe.Float8CurrentScaling()
     models.swap_te(model, te)
 
     @contextmanager

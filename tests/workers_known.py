@@ -12,6 +12,7 @@ import torch
 import workers_deepspeed
 from torch import nn
 
+from fp8stack import capability_te
 from fp8stack.integrations.known import Situation, check
 from fp8stack.integrations.known.config import _DTYPES, REMOVED
 from fp8stack.levels import recipe_for
@@ -197,6 +198,21 @@ def provoke(rank, world, store, folder):
     assert provoked == IDS
     stay_silent(folder)
     workers_deepspeed.leave()
+
+
+def look_at_te(rank, world, store, folder):
+    """Provoke the rows of TransformerEngine's own modules, on a GPU."""
+    te = capability_te.load().te
+    model = nn.Sequential(te.Linear(32, 24, fuse_wgrad_accumulation=True))
+    config = deepspeed_config(3, zero_optimization={"gather_16bit_weights_on_model_save": True})
+    found = {f.row.id for f in check(Situation(config, model, versions={}))}
+    assert {"te-resume", "te-save-16bit", "te-fused-gradient", "sizes-of-16"} <= found
+    with te.fp8_model_init():
+        primary = nn.Sequential(te.Linear(32, 32))
+    found = {f.row.id for f in check(Situation(deepspeed_config(), primary))}
+    assert "te-primary-weights" in found
+    plain, versions = nn.Sequential(te.Linear(32, 32)), {"transformer_engine": "2.10"}
+    expect_clean("plain weights", Situation(deepspeed_config(), plain, versions=versions))
 
 
 def stay_silent(folder):
