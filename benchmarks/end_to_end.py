@@ -186,6 +186,9 @@ def main(arguments: list[str] | None = None) -> int:
             try:
                 results[variant.name] = measure(variant, MODELS[name], options)
                 print(f"{variant.name}: {results[variant.name]['step_ms']:.1f} ms", file=sys.stderr)
+            except KeyboardInterrupt:  # what is measured is recorded
+                failed.append("stopped")
+                break
             except Exception as error:  # a peer that is missing, or breaks: the others go on
                 print(f"{variant.name}: {type(error).__name__}: {error}", file=sys.stderr)
                 failed.append(f"{name}, {variant.name}")
@@ -194,6 +197,8 @@ def main(arguments: list[str] | None = None) -> int:
             if options.device == "cuda":
                 torch.cuda.empty_cache()
         report(results, name, options)
+        if "stopped" in failed:
+            break
     print(json.dumps({"failed": failed}))
     return int(bool(failed))
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import itertools
 import json
 import sys
 import time
@@ -300,16 +301,18 @@ def main(arguments: list[str] | None = None) -> int:
         torch.cuda.set_per_process_memory_fraction(options.gib / total)
     results: dict[str, dict[str, Numbers]] = {}
     failed = []
-    for method in options.variants:
-        for name in options.model:
-            try:
-                numbers = measure(method, name, options)
-            except Exception as error:  # a peer that is missing, or breaks: the others go on
-                print(f"{method.name}, {name}: {type(error).__name__}: {error}", file=sys.stderr)
-                failed.append(f"{method.name}, {name}")
-                continue
-            results.setdefault(method.name, {})[name] = numbers
-            print(f"{method.name}, {name}: {json.dumps(numbers)}", file=sys.stderr)
+    for method, name in itertools.product(options.variants, options.model):
+        try:
+            numbers = measure(method, name, options)
+        except KeyboardInterrupt:  # what is measured is recorded
+            failed.append("stopped")
+            break
+        except Exception as error:  # a peer that is missing, or breaks: the others go on
+            print(f"{method.name}, {name}: {type(error).__name__}: {error}", file=sys.stderr)
+            failed.append(f"{method.name}, {name}")
+            continue
+        results.setdefault(method.name, {})[name] = numbers
+        print(f"{method.name}, {name}: {json.dumps(numbers)}", file=sys.stderr)
     report(results, options)
     print(json.dumps({"failed": failed}))
     return int(bool(failed))

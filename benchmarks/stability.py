@@ -150,8 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=int, default=200)
     add("--bound", type=float, default=0.05, help="largest gap to bf16's loss, as a fraction")
     options = read_choices(parser, arguments, MODELS, VARIANTS, lambda _: ["gpt2"])
-    problems, records = [], []
+    problems, count = [], 0
     for title, shape in list_runs(options):
+        records = []
         base = train(shape, None, options)
         table = Table("O2", title=f"{title}: bf16 {base['loss']:.4f}", box=box.SIMPLE)
         table.add_column("loss", justify="right")
@@ -172,10 +173,11 @@ def main(arguments: list[str] | None = None) -> int:
             record |= {"metric": "gap", "value": gap, "unit": "of bf16's loss"}
             records.append({**record, "bf16_loss": base["loss"], **numbers})
         Console(width=None if sys.stdout.isatty() else 100).print(table)
-    append_records(options.output, records)
+        append_records(options.output, records)
+        count += len(records)
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
-    print(json.dumps({"runs": len(records), "failed": problems}))
+    print(json.dumps({"runs": count, "failed": problems}))
     return int(bool(problems))
 
 
