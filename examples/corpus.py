@@ -7,7 +7,7 @@ Text is bytes, so there is no tokenizer, nothing can be undecodable and the voca
 
 How the split is made: files are put in the order of crc32(relative path), which is the same on
 every machine and has nothing to do with their contents; one file in ten goes to validation, and
-reading stops at `MAX_BYTES`. Whole files are held out, so validation text is unseen. Where files
+reading stops at `max_bytes`. Whole files are held out, so validation text is unseen. Where files
 are too few for that (one file, a small folder) the last tenth of the joined text is held out.
 
 Limits: everything is held in memory, hence the cap; two Python versions have two standard
@@ -46,7 +46,7 @@ class Corpus:
     validation: Tensor  # [bytes], uint8
 
 
-def load(path: str | Path | None, seq_len: int) -> Corpus:
+def load(path: str | Path | None, seq_len: int, max_bytes: int = MAX_BYTES) -> Corpus:
     """Read `path`, or the standard library if None, so that both splits hold one window or more.
 
     Raises FileNotFoundError if there is nothing at `path`, ValueError if there is too little text.
@@ -61,7 +61,7 @@ def load(path: str | Path | None, seq_len: int) -> Corpus:
             f"{root}: there is no such file or folder to train on. Give an existing text file or "
             "folder as --data, or leave it out to train on Python's standard library."
         )
-    texts = read_texts(root, suffix)
+    texts = read_texts(root, suffix, max_bytes)
     if not texts:
         raise ValueError(
             f"{root}: holds no text to train on; one file at least must be neither empty, nor "
@@ -77,8 +77,8 @@ def load(path: str | Path | None, seq_len: int) -> Corpus:
     return Corpus(name, train, validation)
 
 
-def read_texts(root: Path, suffix: str) -> dict[str, bytes]:
-    """Relative path -> content of the text files at `root`, by crc32 of the path, up to MAX_BYTES.
+def read_texts(root: Path, suffix: str, max_bytes: int) -> dict[str, bytes]:
+    """Relative path -> content of the text files at `root`, by crc32 of the path, up to max_bytes.
 
     In the order of a hash the cap takes a fair sample of a large folder, not its first letters.
     """
@@ -88,10 +88,10 @@ def read_texts(root: Path, suffix: str) -> dict[str, bytes]:
         folder = root
         paths = sorted(find_files(root, suffix), key=lambda path: (hash_path(path), path))
     texts: dict[str, bytes] = {}
-    room = MAX_BYTES
+    room = max_bytes
     for path in paths:
         with open(folder / path, "rb") as file:
-            content = file.read(room)
+            content = file.read(min(room, os.fstat(file.fileno()).st_size))
         if content.strip() and b"\0" not in content[:SNIFFED_BYTES]:
             texts[path] = content
             room -= len(content)

@@ -22,6 +22,7 @@ from . import model as models
 from .model import SIZES, ModelConfig
 from .options import Parser, add_flags, convert, option, read_yaml
 from .schedule import check_warm_up
+from .tokens import ENCODINGS
 
 SCALING = ("fp8_format", "fp8_recipe", "fp8_margin", "amax_history_len", "amax_compute_algo")
 OF_FP8 = (*SCALING, "fp8_interval")
@@ -47,7 +48,10 @@ class Config:
         "fineweb-edu, openwebtext, tinyshakespeare, or hf:NAME of a dataset",
     )
     encoding: str = option(
-        "auto", "of text; auto: bytes for local text", choices=("auto", "bytes", "gpt2")
+        "auto",
+        "of text, or the path of a tokenizer.json; auto: bytes for local text, the shards' own",
+        choices=("auto", *ENCODINGS),
+        suffix=".json",
     )
     seq_len: int | None = option(None, "tokens in a window; by default the model's", least=1)
     norm: str | None = option(None, "instead of the model's", choices=models.CHOICES["norm"])

@@ -28,7 +28,7 @@ from fp8stack.errors import ConfigError
 
 from . import hub
 from .model import SIZES
-from .tokens import ENCODINGS, Encoding
+from .tokens import Encoding, encode_bytes, open_encoding
 from .windows import Batch, Windows, find_shards, open_shards, spaced_batches
 
 if TYPE_CHECKING:
@@ -102,33 +102,33 @@ def open_data(config: Config, rank: int = 0, world: int = 1) -> Data:
 
 
 def open_arrays(
-    config: Config, seq_len: int
+    config: Config, seq_len: int, max_bytes: int = corpus.MAX_BYTES
 ) -> tuple[str, Encoding, list[np.ndarray], list[np.ndarray]]:
-    """Return name, encoding, and the tokens for training and validation of a source that lies here."""
+    """Return name, encoding, and the tokens for training and validation of a source that lies here.
+
+    max_bytes: that are read of text; shards are not limited.
+    """
     path = Path(config.data)
     if find_shards(path):
-        kind, train, held_out = open_shards(path)
-        if config.encoding not in ("auto", kind):
+        encoding, train, held_out = open_shards(path)
+        if config.encoding not in ("auto", encoding.name):
             raise ConfigError(
-                f"--encoding {config.encoding}: the shards in {path} are of {kind}. Leave it out."
+                f"--encoding {config.encoding}: the shards in {path} are of {encoding.name}. Leave it out."
             )
-        return path.name, ENCODINGS[kind](), train, held_out
-    encoding = ENCODINGS["bytes" if config.encoding == "auto" else config.encoding]()
+        return path.name, encoding, train, held_out
+    encoding = open_encoding("bytes" if config.encoding == "auto" else config.encoding)
     try:
-        text = corpus.load(None if config.data == "stdlib" else path, seq_len)
+        text = corpus.load(None if config.data == "stdlib" else path, seq_len, max_bytes)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     splits = [text.train.numpy(), text.validation.numpy()]
     if encoding.name != "bytes":
-        splits = [
-            np.array(encoding.encode(part.tobytes().decode("utf-8", "replace")), encoding.dtype)
-            for part in splits
-        ]
+        splits = [encode_bytes(encoding, part.tobytes()) for part in splits]
     return text.name, encoding, splits[:1], splits[1:]
 
 
 def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
-    encoding = ENCODINGS["gpt2" if config.encoding == "auto" else config.encoding]()
+    encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
     documents, held_out = hub.open_documents(config.data)
     count, size = config.eval_batches, config.eval_batch_size
     wanted = count * size * seq_len + 1

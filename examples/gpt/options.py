@@ -34,10 +34,15 @@ def option(
     least: float = -math.inf,
     most: float = math.inf,
     word: str = "",
+    suffix: str = "",
 ) -> Any:
-    """A field of a configuration. `word` is a text that is allowed beside numbers, such as "auto"."""
-    facts = {"help": help, "choices": tuple(choices), "least": least, "most": most, "word": word}
-    return field(default=default, metadata=facts)
+    """A field of a configuration.
+
+    word: a text that is allowed beside numbers, such as "auto".
+    suffix: of paths that are allowed beside choices, such as ".json".
+    """
+    facts = {"help": help, "choices": tuple(choices), "least": least, "most": most}
+    return field(default=default, metadata={**facts, "word": word, "suffix": suffix})
 
 
 def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
@@ -55,6 +60,8 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
         fits = facts["least"] <= value <= facts["most"] if kind in ("int", "float") else True
     except (TypeError, ValueError):
         fits = False
+    if facts["suffix"] and fits and value.endswith(facts["suffix"]):
+        return value
     if not fits or (facts["choices"] and value not in facts["choices"]):
         close = did_you_mean(str(value), map(str, facts["choices"]))
         raise ConfigError(f"{given_as}: got {value!r}, must be {describe(rule, kind)}.{close}")
@@ -65,7 +72,8 @@ def describe(rule: Field[Any], kind: str) -> str:
     """What an option may be, in words."""
     facts = rule.metadata
     if facts["choices"]:
-        return f"one of {', '.join(map(str, facts['choices']))}"
+        path = f", or a path that ends in {facts['suffix']}" if facts["suffix"] else ""
+        return f"one of {', '.join(map(str, facts['choices']))}{path}"
     text = KINDS[kind]
     if facts["least"] > -math.inf:
         text += f" of {facts['least']:g} or more"
@@ -189,5 +197,6 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
             )
         else:
             choices = "|".join(map(str, facts["choices"])) or name.upper()
-            words = "|".join(word for word in (choices, facts["word"]) if word)
+            file = facts["suffix"] and f"FILE{facts['suffix']}"
+            words = "|".join(word for word in (choices, facts["word"], file) if word)
             parser.add_argument(flag, default=argparse.SUPPRESS, metavar=words, help=help)

@@ -3,7 +3,9 @@
     python examples/gpt/tokenize_data.py --data fineweb-edu --shards data/fineweb-edu --max-tokens 1000000000
     python examples/train_gpt.py --data data/fineweb-edu --model gpt2
 
-The folder gets train_000000.bin and so on, val_000000.bin, and meta.json, which names the encoding. A file is complete
+The folder gets train_000000.bin and so on, val_000000.bin, and meta.json, which names the encoding; the file of
+`--encoding tokenizer.json` is copied beside it. Text files are read as a whole, without train_gpt.py's limit of
+32 MiB. A file is complete
 or absent: it is written under another name and renamed. Streamed documents fill the validation shard first, unless
 the dataset has a split for it.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -24,7 +27,7 @@ from fp8stack.errors import ConfigError
 from gpt import hub
 from gpt.config import parse
 from gpt.data import open_arrays
-from gpt.tokens import ENCODINGS, Encoding
+from gpt.tokens import Encoding, TokenizerFile, open_encoding
 from gpt.windows import find_shards
 
 
@@ -65,7 +68,9 @@ def encode(documents: Iterator[str], encoding: Encoding, most: int) -> Iterator[
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--data", required=True, help="as of train_gpt.py")
-    parser.add_argument("--encoding", default="auto", help="bytes or gpt2")
+    parser.add_argument(
+        "--encoding", default="auto", help="bytes, gpt2, or the path of a tokenizer.json"
+    )
     parser.add_argument("--shards", type=Path, required=True, help="folder to write")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(%(default)s)")
     parser.add_argument("--val-tokens", type=int, default=10_000_000, help="(%(default)s)")
@@ -91,18 +96,22 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
     if find_shards(folder):
         raise ConfigError(f"--shards {folder}: has .bin files already. Give another folder.")
     if hub.is_dataset(options.data):
-        encoding = ENCODINGS["gpt2" if config.encoding == "auto" else config.encoding]()
+        encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
         documents, separate = hub.open_documents(options.data)
         text = separate(0) if separate else documents(0)
         held_out = list(encode(text, encoding, options.val_tokens))
         rest = documents(0 if separate else len(held_out))
         train = encode(rest, encoding, options.max_tokens)
     else:
-        _, encoding, train, held_out = open_arrays(config, seq_len=1)
+        _, encoding, train, held_out = open_arrays(config, seq_len=1, max_bytes=sys.maxsize)
         train = [part[: options.max_tokens] for part in train]
         held_out = [part[: options.val_tokens] for part in held_out]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "meta.json").write_text(json.dumps({"encoding": encoding.name}) + "\n")
+    name = encoding.name
+    if isinstance(encoding, TokenizerFile):
+        name = "tokenizer.json"
+        shutil.copyfile(encoding.path, folder / name)
+    (folder / "meta.json").write_text(json.dumps({"encoding": name}) + "\n")
     return write_shards(train, folder, "train", size), write_shards(held_out, folder, "val", size)
 
 

@@ -5,8 +5,8 @@ however many ranks share them and in however many micro-batches, so a run can be
 Windows do not overlap, but for the token that is the last target of one and the first input of the next.
 
 Shards are files `*.bin` of tokens: raw uint16 (uint8 for bytes), or with llm.c's header. Those named val, or
-something_val_something, are for validation. `meta.json` beside them names the encoding; without it, GPT-2's is taken.
-They are mapped, not read.
+something_val_something, are for validation. `meta.json` beside them names the encoding, which may be a
+tokenizer.json beside them; without it, GPT-2's is taken. They are mapped, not read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8stack.errors import ConfigError
 
-from .tokens import ENCODINGS
+from .tokens import ENCODINGS, Encoding, open_encoding
 
 Batch = tuple[Tensor, Tensor]  # tokens and the tokens that follow them, each [B, T], int64
 HEADER_BYTES, MAGIC = 1024, 20240520  # of llm.c: 256 int32, the first of which is this
@@ -126,8 +126,8 @@ def find_shards(path: Path) -> list[Path]:
     return sorted(path.glob("*.bin")) if path.is_dir() else []
 
 
-def open_shards(folder: Path) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
-    """Return the encoding's name, the arrays for training and those for validation.
+def open_shards(folder: Path) -> tuple[Encoding, list[np.ndarray], list[np.ndarray]]:
+    """Return the encoding, the arrays for training and those for validation.
 
     Raises:
         ConfigError: for a folder without one of the two, a damaged file, or an unknown encoding.
@@ -135,11 +135,15 @@ def open_shards(folder: Path) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
     meta = folder / "meta.json"
     try:
         name = json.loads(meta.read_text())["encoding"] if meta.exists() else "gpt2"
-        encoding = ENCODINGS[name]
-    except (ValueError, KeyError, TypeError) as error:
+        known = name in ENCODINGS or name.endswith(".json")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        known = False
+    if not known:
         raise ConfigError(
-            f'{meta}: must name the encoding of the shards, as {{"encoding": "gpt2"}}; one of {", ".join(ENCODINGS)}.'
-        ) from error
+            f'{meta}: must name the encoding of the shards, as {{"encoding": "gpt2"}}; one of {", ".join(ENCODINGS)}, '
+            "or a tokenizer.json in the folder."
+        )
+    encoding = open_encoding(name, folder)
     shards = find_shards(folder)
     splits = [[path for path in shards if is_held_out(path) == held] for held in (False, True)]
     if not all(splits):
@@ -148,7 +152,7 @@ def open_shards(folder: Path) -> tuple[str, list[np.ndarray], list[np.ndarray]]:
             'one of each is needed. Those for validation have "val" in their names, as val_000000.bin.'
         )
     train, validation = ([_map(path, encoding.dtype) for path in split] for split in splits)
-    return name, train, validation
+    return encoding, train, validation
 
 
 def _map(path: Path, dtype: type[np.unsignedinteger]) -> np.ndarray:

@@ -148,8 +148,8 @@ def test_shards_hold_the_documents_and_llm_c_s_header_is_skipped(folders, tmp_pa
     for name in ("fw_train_0", "fw_val_0"):
         tokens = np.arange(50_000, 50_100, dtype=np.uint16)
         (tmp_path / f"{name}.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    kind, train, _ = windows.open_shards(tmp_path)
-    assert (kind, train[0].tolist()) == ("gpt2", list(range(50_000, 50_100)))
+    encoding, train, _ = windows.open_shards(tmp_path)
+    assert (encoding.name, train[0].tolist()) == ("gpt2", list(range(50_000, 50_100)))
     assert isinstance(train[0], np.memmap)
 
 
