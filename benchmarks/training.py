@@ -99,7 +99,8 @@ class Run:
     def flags(self, options: argparse.Namespace) -> list[str]:
         batch, steps = MODELS[self.model], options.steps
         flags = {
-            "model": self.model, "opt-level": self.level, "seed": self.seed, "data": options.shards, "steps": steps,
+            "model": self.model, "opt-level": self.level, "seed": self.seed,
+            "compute": None if self.level == "off" else options.compute, "data": options.shards, "steps": steps,
             "seq-len": batch.seq, "max-lr": batch.lr, "warmup-steps": min(WARM_UP, max(1, steps // 2)),
             "target-effective-batch-size": batch.size, "micro-batch": batch.size, "checkpoint-freq": 0,
             "eval-freq": options.eval_freq, "eval-batches": options.eval_batches,
@@ -135,7 +136,7 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
     untimed = {step + late for step, _ in validation for late in (0, 1)}
     first = min(SKIPPED, len(steps) // 2)
     timed = [x for x in steps if x["step"] > first and x["step"] not in untimed] or steps
-    expected = estimate(run, facts["architecture"])
+    expected = estimate(run, facts["architecture"], options.compute)
     return {
         "name": "training",
         "variant": run.variant,
@@ -147,6 +148,7 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
         "value": validation[-1][1],
         "unit": "nats/token",
         "precision": facts["precision"],
+        "compute": None if run.level == "off" else options.compute,
         "validation": validation,
         "train_loss_per_25_steps": average([x for line in steps if (x := line["loss"]) is not None], 25),
         "skipped_steps": sum(line["norm"] is None for line in steps),
@@ -158,7 +160,7 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
     }  # fmt: skip
 
 
-def estimate(run: Run, model: dict[str, Any]) -> planning.Estimate:
+def estimate(run: Run, model: dict[str, Any], compute: str) -> planning.Estimate:
     """Return what `fp8stack estimate` says of a run; `model` are the fields of a ModelConfig."""
     batch = MODELS[run.model]
     shape = planning.Shape(
@@ -170,7 +172,7 @@ def estimate(run: Run, model: dict[str, Any]) -> planning.Estimate:
     )
     precision = planning.BASELINES["bf16"]
     if run.level != "off":
-        precision = planning.at_level(recipe_for(run.level))
+        precision = planning.at_level(recipe_for(run.level, compute=compute))
     return planning.estimate(shape, precision, planning.Setup(batch.size, batch.seq))
 
 
@@ -256,6 +258,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         add(name, type=int, metavar="N", help="with --text, as of gpt/tokenize_data.py")
     add("--model", nargs="+", choices=MODELS, default=["gpt2"])
     add("--levels", nargs="+", choices=("off", *LEVELS), default=["off", *LEVELS])
+    add("--compute", choices=("native", "te"), default="native", help="what multiplies at levels")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--steps", type=int, default=1000)
     add("--eval-freq", type=int, default=100, help="steps between evaluations")

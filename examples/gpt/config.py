@@ -24,7 +24,14 @@ from .options import Parser, add_flags, convert, option, read_yaml
 from .schedule import check_warm_up
 from .tokens import ENCODINGS
 
-SCALING = ("fp8_format", "fp8_recipe", "fp8_margin", "amax_history_len", "amax_compute_algo")
+SCALING = (
+    "compute",
+    "fp8_format",
+    "fp8_recipe",
+    "fp8_margin",
+    "amax_history_len",
+    "amax_compute_algo",
+)
 OF_FP8 = (*SCALING, "fp8_interval")
 LEVEL = ("opt_level", "use_fp8")
 STATES = {32: "fp32", 8: "8bit", 4: "4bit"}
@@ -74,6 +81,11 @@ class Config:
         None, "of fp8stack, O2 if nothing is said; off: plain PyTorch", choices=(*LEVELS, "off")
     )
     use_fp8: bool | None = option(None, "--no-fp8 is --opt-level off")
+    compute: str = option(
+        "auto",
+        "what multiplies; auto: TransformerEngine where it works",
+        choices=CHOICES["compute"],
+    )
     fp8_format: str = option("hybrid", "of the GEMMs", choices=CHOICES["fp8_format"])
     fp8_recipe: str = option("current", "where scales come from", choices=CHOICES["fp8_recipe"])
     fp8_margin: int = option(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -48,25 +49,21 @@ class Transport:
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Exchange the i-th of equal parts with rank i."""
-        with blamed(self.what, self.group):
-            dist.all_to_all_single(received, sent, group=self._over)
+        self._run(dist.all_to_all_single, received, sent)
 
     def all_gather(self, whole: Tensor, mine: Tensor) -> None:
         """Join the parts of all ranks; `mine` may be this rank's part of `whole`."""
         if not whole.is_cuda:  # only NCCL promises that they may share memory
             mine = mine.clone()
-        with blamed(self.what, self.group):
-            all_gather(whole.view(-1), mine.view(-1), group=self._over)
+        self._run(all_gather, whole.view(-1), mine.view(-1))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Add up in the tensor's own dtype."""
-        with blamed(self.what, self.group):
-            dist.all_reduce(tensor, group=self._over)
+        self._run(dist.all_reduce, tensor)
 
     def reduce_scatter(self, mine: Tensor, whole: Tensor) -> None:
         """Add up this rank's part in the tensors' own dtype."""
-        with blamed(self.what, self.group):
-            _reduce_scatter(mine.view(-1), whole.view(-1), group=self._over)
+        self._run(_reduce_scatter, mine.view(-1), whole.view(-1))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy from a rank of the group, by its number in it."""
@@ -74,6 +71,17 @@ class Transport:
         options.rootRank = source
         with blamed(self.what, self.group):
             self._over.broadcast([tensor], options).wait()
+
+    def _run(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
+        with blamed(self.what, self.group):
+            work = collective(*tensors, group=self._over, async_op=tensors[0].is_cuda and _blocks())
+            if work is not None:
+                work.wait()
+
+
+def _blocks() -> bool:
+    """Is the host to wait for NCCL? Only handles do, and since torch 2.8 calls that are not asynchronous have none."""
+    return os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "y", "yes", "t", "true")
 
 
 @contextlib.contextmanager

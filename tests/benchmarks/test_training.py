@@ -102,7 +102,7 @@ def find_processes(folder):
 def test_what_is_estimated_is_the_model_that_trains(name):
     config = replace(SIZES[name], vocab=512, layers=2, seq_len=training.MODELS[name].seq)
     off, o2 = (
-        training.estimate(training.Run(name, 0, level), architecture(config))
+        training.estimate(training.Run(name, 0, level), architecture(config), "native")
         for level in ("off", "O2")
     )
     assert off.parameters == sum(p.numel() for p in GPT(config).parameters())
