@@ -40,6 +40,7 @@ from typing import Any
 
 from common import ROOT, append_records
 from convergence import average
+from peaks import shape_of_gpt
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -163,13 +164,7 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
 def estimate(run: Run, model: dict[str, Any], compute: str) -> planning.Estimate:
     """Return what `fp8stack estimate` says of a run; `model` are the fields of a ModelConfig."""
     batch = MODELS[run.model]
-    shape = planning.Shape(
-        *(model[name] for name in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab")),
-        gated=model["activation"] == "swiglu",
-        rms=model["norm"] == "rmsnorm",
-        positions=batch.seq if model["positions"] == "learned" else 0,
-        **{name: model[name] for name in ("bias", "qk_norm", "tied")},
-    )
+    shape = shape_of_gpt(model, batch.seq)
     precision = planning.BASELINES["bf16"]
     if run.level != "off":
         precision = planning.at_level(recipe_for(run.level, compute=compute))

@@ -22,7 +22,8 @@ How ranks share (from the libraries' defaults):
 | fsdp     | 1/n of all; gradients in the weights' dtype           | two blocks, and what is in none, gathered  |
 
 Under ZeRO a model is in bfloat16 and masters are float32 partitions, or bfloat16 and 8 bits at O2. FP8 copies of
-gathered weights are not kept. Gradients are FP8 on the wire only under ZeRO and FSDP2.
+gathered weights are not kept, but for TransformerEngine's under ZeRO-3. Gradients are FP8 on the wire only under ZeRO
+and FSDP2.
 
 Limits: `CONTEXT` and `SLACK` are allowances, not measurements.
 """
@@ -87,7 +88,7 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """The most that is held at once: what `torch.cuda.max_memory_allocated` says."""
+        """The most that is held at once: `torch.cuda.max_memory_allocated` without cuBLAS' workspaces."""
         return self.moments[self.moment]
 
     @property
@@ -236,7 +237,9 @@ def _share(stays: Resident, precision: Precision, setup: Setup) -> dict[str, int
         shared = ("weights", "gradients")[3 - stage :]
     for kind in (*shared, "masters", "m", "v", "host"):
         parts[kind] = -(-parts[kind] // ranks)
-    if setup.sharding in ("zero3", "fsdp") or not stays.fp8:
+    te = precision.recipe is not None and precision.recipe.compute == "te"
+    gone = setup.sharding == "fsdp" or (setup.sharding == "zero3" and not te)
+    if gone or not stays.fp8:
         parts["weight copies"] = 0
     return parts
 

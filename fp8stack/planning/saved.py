@@ -9,13 +9,16 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | norm                       | its input, and 1 (RMSNorm) or 2 statistics       | r h + 4 or 8              |
 | norms of queries and keys  | the same, of each head                           | c (q + kv) + 4 or 8 each  |
 | Linear                     | its input, once for layers that share it         | c × inputs                |
-| the same in FP8            | the codes of it                                  | 1 × inputs (1 + 4 / 128)  |
+| the same under autocast    | its own bfloat16 copy of a float32 input         | 2 × inputs × layers       |
+| the same in FP8            | the codes of it, once for layers that share it   | 1 × inputs (1 + 4 / 128)  |
+| TransformerEngine's        | its own codes                                    | the same × layers         |
 | attention (flash, memory-efficient SDPA) | q, k, v, output; log-sum-exp a head | c (2 q + 2 kv) + 4 heads |
 | GELU                       | its input                                        | c f                       |
 | SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
 | cross entropy              | log-probabilities in float32                     | 4 V                       |
 
 The output of attention is also the input of o_proj: a layer in bfloat16 keeps it at no cost, one in FP8 adds its codes.
+(Where it has another layout, as cuDNN's has after rotary positions that change that of queries, o_proj keeps a copy.)
 Sums and rotary positions keep nothing. Attention scores are never kept: that is so for the kernels above, not for
 attention written out. At the loss, gradients of log-probabilities and of logits come on top, 8 V a token in float32.
 
@@ -58,16 +61,20 @@ def activations(
     c = 2 if precision.autocast or sharded_bf16 else r
     blockwise = precision.recipe is not None and precision.recipe.fp8_recipe == "blockwise"
     code = 1 + 4 / BLOCK * blockwise
+    te = precision.recipe is not None and precision.recipe.compute == "te"
 
     def inputs(width: int, *layers: str, kept: bool = False) -> float:
         """Return bytes of an input of `layers`, which another operation has kept already or not."""
-        coded = [name in fp8 for name in layers]
-        return width * (code * any(coded) + c * (not all(coded) and not kept))
+        coded = sum(name in fp8 for name in layers)
+        plain = 0 if kept else len(layers) - coded
+        codes, copies = coded if te else min(coded, 1), plain if r > c else min(plain, 1)
+        return width * (code * codes + c * copies)
 
     h, q, f, first = shape.hidden, shape.q_dim, shape.ffn, "blocks.0."
+    qkv = "q" if shape.joint_qkv else "qkv"  # a joint one takes its input once
     statistics = 4 if shape.rms else 8
     norm = r * h + statistics
-    attention = inputs(h, *(f"{first}{name}_proj" for name in "qkv"))
+    attention = inputs(h, *(f"{first}{name}_proj" for name in qkv))
     attention += c * 2 * (q + shape.kv_dim) + 4 * shape.heads
     attention += inputs(q, f"{first}o_proj", kept=True)
     each = c * shape.head_dim + statistics

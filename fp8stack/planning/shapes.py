@@ -45,6 +45,7 @@ class Shape:
     bias: bool = False  # of all Linear layers but the head
     qkv_bias: bool = False  # of these alone
     qk_norm: bool = False  # of each head's queries and keys
+    joint_qkv: bool = False  # one layer makes queries, keys and values
     tied: bool = False  # the head is the embedding
     positions: int = 0
 
@@ -199,6 +200,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
             rms=False,
             bias=True,
             tied=bool(config.get("tie_word_embeddings", True)),
+            joint_qkv=True,
             positions=_size(config, "n_positions", where),
         )
     if kind not in _LLAMA_LIKE:

@@ -1,0 +1,150 @@
+"""Peaks of memory that were measured, beside what `fp8stack estimate` says of them: a table of docs/estimate.md.
+
+`measured()` reads the records of `benchmarks/results/` that the estimate covers, a row's last one; `table()` is what
+`tables.py` writes. Shapes of the models of `models.py` and of the application are made here.
+
+Limits: torch.compile, fused layers and learned choices of layers are not covered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+from models import MODELS, Config
+from record_tables import RESULTS, lines, read
+
+from fp8stack.levels import recipe_for
+from fp8stack.planning import BASELINES, Precision, Setup, Shape, at_level, estimate
+
+sys.path.insert(0, str(RESULTS.parents[1] / "examples"))
+
+from gpt.model import SIZES
+
+VOCAB = 50_304  # of training.py's shards, padded by the application
+SHARDINGS = {"zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp", "accelerate ddp": "ddp"}
+
+
+class Peak(NamedTuple):
+    """A peak of allocated memory that a record holds, and what is needed to estimate it."""
+
+    name: str
+    shape: Shape
+    precision: Precision
+    setup: Setup
+    gib: float
+    optimizer: bool = True  # False: forward and backward alone
+
+    @property
+    def estimate(self) -> float:
+        """GiB that the estimate says."""
+        e = estimate(self.shape, self.precision, self.setup)
+        without = e.moments["loss"] - sum(e.parts[kind] for kind in ("masters", "m", "v"))
+        return (e.peak if self.optimizer else without) / 2**30
+
+
+def shape_of(config: Config) -> Shape:
+    """Return the shape of a model of models.py."""
+    sizes = (config.layers, config.dim, config.heads, config.kv_heads, config.ffn, config.vocab)
+    if config.kind == "llama":
+        return Shape(*sizes)
+    own = {"gated": False, "rms": False, "bias": True, "tied": True, "joint_qkv": True}
+    return Shape(*sizes, **own, positions=config.sequence)
+
+
+def shape_of_gpt(model: dict[str, Any], seq: int) -> Shape:
+    """Return the shape of a model of the application; `model` are the fields of a ModelConfig."""
+    return Shape(
+        *(model[name] for name in ("layers", "dim", "heads", "kv_heads", "ffn", "vocab")),
+        gated=model["activation"] == "swiglu",
+        rms=model["norm"] == "rmsnorm",
+        positions=seq if model["positions"] == "learned" else 0,
+        **{name: model[name] for name in ("bias", "qk_norm", "tied")},
+    )
+
+
+def measured() -> list[Peak]:
+    """Return the peaks of all records that the estimate covers; training.jsonl need not be there."""
+    sources: list[Callable[[], Iterator[Peak]]] = [_steps, _frameworks, _data_parallel]
+    if (RESULTS / "training.jsonl").exists():
+        sources.append(_training)
+    return list({peak.name: peak for source in sources for peak in source()}.values())
+
+
+def table() -> list[str]:
+    rows = []
+    for peak in measured():
+        planned = peak.estimate
+        off = f"{100 * (planned / peak.gib - 1):+.1f} %"
+        rows.append((peak.name, f"{planned:.2f}", f"{peak.gib:.2f}", off))
+    return lines(("", "estimate", "measured", ""), rows)
+
+
+def _steps() -> Iterator[Peak]:
+    """Forward and backward of train_step.py, from bfloat16 weights."""
+
+    def level(**given: str) -> Precision:
+        return at_level(recipe_for("O0", skip=["head"], **given), torch.bfloat16)
+
+    precisions = {"bf16 eager": Precision("bf16", torch.bfloat16, False)}
+    for recipe in ("current", "blockwise"):
+        precisions[f"native {recipe}"] = level(fp8_recipe=recipe)
+        precisions[f"fp8stack te {recipe}"] = level(fp8_recipe=recipe, compute="te")
+        for keep in ("fp8", "off"):
+            cached = level(fp8_recipe=recipe, weight_cache=keep)
+            precisions[f"native {recipe}, cache {keep}"] = cached
+    for record in read("train_step"):
+        p, variant, peak = record["params"], record["variant"], record["extra"].get("peak_gib")
+        if variant in precisions and peak:
+            config = replace(MODELS[p["model"]], vocab=p["vocab"], sequence=p["sequence"])
+            setup = Setup(p["batch"], p["sequence"])
+            name = f"{p['model']} {variant}"
+            yield Peak(name, shape_of(config), precisions[variant], setup, peak, optimizer=False)
+
+
+def _frameworks() -> Iterator[Peak]:
+    precisions = {f"O2 {c}": at_level(recipe_for("O2", compute=c)) for c in ("native", "te")}
+    precisions["bf16"] = BASELINES["bf16"]
+    for record in read("frameworks"):
+        p = record["params"]
+        for name, sharding in SHARDINGS.items():
+            precision = precisions.get(record["variant"].removeprefix(f"{name} "))
+            if precision:
+                setup = Setup(p["batch"], p["seq"], p["ranks"], sharding)
+                shape = shape_of(replace(MODELS[p["model"]], sequence=p["seq"]))
+                yield Peak(record["variant"], shape, precision, setup, record["peak_gib"])
+
+
+def _data_parallel() -> Iterator[Peak]:
+    precision = at_level(recipe_for("O2", compute="bf16"), torch.bfloat16)
+    for record in read("ddp_step"):
+        p = record["params"]
+        if record["variant"] == "DataParallel":
+            shape = shape_of(replace(MODELS[p["model"]], sequence=p["seq"]))
+            setup = Setup(p["batch"], p["seq"], p["ranks"])
+            yield Peak(f"DataParallel {p['model']}", shape, precision, setup, record["peak_gib"])
+
+
+def _training() -> Iterator[Peak]:
+    """Long runs of the application.
+
+    Raises:
+        ValueError: for a record whose model has not the parameters of the one of that name.
+    """
+    for record in read("training"):
+        p, variant, compute = record["params"], record["variant"], record.get("compute")
+        if record["estimate_gib"] is None:  # of a CPU
+            continue
+        shape = shape_of_gpt(asdict(replace(SIZES[p["model"]], vocab=VOCAB)), p["seq"])
+        if shape.parameters != p["parameters"]:
+            raise ValueError(
+                f"training.jsonl: {p['model']} has {p['parameters']:,} parameters there, {shape.parameters:,} here."
+            )
+        precision = BASELINES.get(variant) or at_level(
+            recipe_for(variant, compute=compute or "native")
+        )
+        name = f"training {p['model']} {variant}{' te' * (compute == 'te')}"
+        yield Peak(name, shape, precision, Setup(p["batch"], p["seq"]), record["peak_gib"])
