@@ -45,19 +45,18 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
         if recipe.select == "auto":
             raise ConfigError('select="auto" times native layers. Use compute="native" with it.')
         return Compute("te", "asked for", fallbacks + _idle(recipe, ("weight_cache",)))
-    reason = "asked for"
-    if recipe.compute == "auto":
-        te = _te_for(recipe, device)
-        reason = te.reason
-        if te:
-            told = f'{reason}; compute="native" is the other choice'
-            return Compute("te", told, fallbacks + _idle(recipe, ("weight_cache",)))
     answer = capability.fp8_gemm(device)
     if answer:
-        own = capability.native_recipe(recipe.fp8_recipe, device)
+        own, why = capability.native_recipe(recipe.fp8_recipe, device), ""
         if own:
+            reason = "asked for" if recipe.compute == "native" else answer.reason
             return Compute("native", reason, fallbacks)
-        why = f"; {reason}" if recipe.compute == "auto" else ""
+        if recipe.compute == "auto":
+            te = _te_for(recipe, device)
+            if te:
+                told = f"{own.reason}; {te.reason}"
+                return Compute("te", told, fallbacks + _idle(recipe, ("weight_cache",)))
+            why = f"; {te.reason}"
         raise UnsupportedDeviceError(
             f'fp8_recipe={recipe.fp8_recipe!r}: {own.reason}{why}. Use fp8_recipe="current".'
         )
@@ -105,7 +104,7 @@ def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
 
 
 def _te_for(recipe: Recipe, device: torch.device) -> capability.Answer:
-    """Return whether TransformerEngine is what "auto" means for a recipe, with the reason."""
+    """Return whether TransformerEngine can take what native layers cannot, with the reason."""
     for name, only in (("fp8_format", "e5m2"), ("select", "auto")):
         if getattr(recipe, name) == only:
             return capability.Answer(False, f'TransformerEngine has no {name}="{only}"')

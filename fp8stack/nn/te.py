@@ -27,12 +27,14 @@ layer moves on its own, at its next forward in training, local to its rank; not 
 recomputation, which sees the scales of the pass that it repeats. At the first step, when the history is empty (after
 loading a checkpoint, too: it is not in the state_dict), the scales are those of the tensors themselves.
 
-Under torch.compile a layer is a graph break. Infinities: TransformerEngine's casts keep NaN but turn infinities into
+Under torch.compile a layer is a graph break, which PyTorch's compiled cuDNN attention does not bear: a warning says
+so. Infinities: TransformerEngine's casts keep NaN but turn infinities into
 the largest finite value, in the gradients that a GradScaler looks at as well.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from fp8stack import capability_te
-from fp8stack.errors import ConfigError, UnsupportedDeviceError
+from fp8stack.errors import ConfigError, Fp8StackWarning, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
 from .linear import check_input, output_dtype, title
@@ -290,7 +292,24 @@ def _forward(layer: TeLinear, input: Tensor) -> Tensor:
 @cache
 def _outside_graph() -> Any:
     # Not a decorator: it imports torch._dynamo, which takes a second. TransformerEngine does so too.
-    return torch.compiler.disable(_forward)
+    return torch.compiler.disable(_break_graph)
+
+
+def _break_graph(layer: TeLinear, input: Tensor) -> Tensor:
+    _warn_of_attention()
+    return _forward(layer, input)
+
+
+@cache
+def _warn_of_attention() -> None:
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        warnings.warn(
+            "a layer of TransformerEngine is a graph break. Of cuDNN's attention behind a break PyTorch compiles wrong "
+            'gradients (seen with 2.11). Use compute="native", which breaks no graph, or say '
+            "torch.backends.cuda.enable_cudnn_sdp(False).",
+            Fp8StackWarning,
+            stacklevel=2,
+        )
 
 
 def _finite_amax(x: Tensor) -> Tensor:

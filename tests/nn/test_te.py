@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack import capability_te
-from fp8stack.errors import ConfigError, ModelError, UnsupportedDeviceError
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.levels import recipe_for
 from fp8stack.nn import te
 from fp8stack.nn.te import Engine, Settings, TeLinear, check_recipe
@@ -139,7 +139,11 @@ def test_input_that_it_cannot_take_is_refused():
 def test_a_compiled_model_leaves_the_graph_there():
     layer = te_linear(32, 16, device="cpu")
     compiled = torch.compile(lambda x: layer(x + 1) * 2, backend="eager")
-    with pytest.raises(UnsupportedDeviceError, match="input on cpu"):
+    te._warn_of_attention.cache_clear()
+    with (
+        pytest.raises(UnsupportedDeviceError, match="input on cpu"),
+        pytest.warns(Fp8StackWarning, match="enable_cudnn_sdp"),
+    ):
         compiled(torch.ones(4, 32))
 
 
