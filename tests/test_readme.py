@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import record_tables as records
 import tables
+import training_tables
 from bounds import BOUNDS, KINDS, bounds
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,6 +101,21 @@ def test_steps_take_nothing_but_their_time():
 def test_layers_were_measured_in_one_run():
     found = records.layers()
     assert len({found[variant]["time"] for variant in records.LAYERS.values()}) == 1
+
+
+def test_whole_steps_are_faster_and_more_fits():
+    found = training_tables.steps()
+    assert len({found[variant]["time"] for variant in training_tables.STEPS.values()}) == 1
+    best, base = found["O2 fused, delayed"], found["bf16"]
+    assert base["value"] / best["value"] > 1.35
+    assert best["resident"]["total"] / base["resident"]["total"] < 0.39
+    assert abs(found["bf16 again"]["value"] / base["value"] - 1) < 0.01
+    seven = records.by_variant(records.read("memory", model="7b", gib=80.0))
+    assert seven["bf16 AdamW"]["count"] == 0
+    assert seven["fp8stack O2"]["count"] >= 1
+    largest = records.by_variant(records.read("memory", model="largest"))
+    ratio = largest["fp8stack O2, cache off"]["value"] / largest["bf16 AdamW"]["value"]
+    assert f"{ratio:.2f} times" in words("docs/training.md")
 
 
 def test_no_format_of_ours_explodes():
