@@ -216,6 +216,9 @@ def product(
     squares: bool = False,  # b has a scale for each 128×128
 ) -> Tensor:  # [m, n] in dtype
     """Return (a × a_scale) @ (b × b_scale).T + bias."""
+    if not a.is_cuda and torch.is_autocast_enabled("cpu"):  # which rounds what a CPU adds up
+        with torch.autocast("cpu", enabled=False):
+            return product(a, a_scale, b, b_scale, dtype, fast, bias, squares)
     if a_scale.ndim == 0:
         return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast)
     return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)

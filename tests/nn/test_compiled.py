@@ -63,6 +63,21 @@ def test_compiled_layers_give_the_bits_of_eager_ones(recipe, keep, size, bias, d
     assert_same_results(assert_compiles(make, (3, 7, size[0]), device))
 
 
+@RECIPE
+def test_autocast_changes_no_bit_but_the_dtype(recipe, device):
+    """On a CPU, too, whose products are made of others."""
+    layer = linear(64, 48, False, device, fp8_recipe=recipe).eval()
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(40, 64, device=device)
+    exact = layer(x)
+    with torch.autocast(device, torch.bfloat16):
+        y, z = layer(x), compiled(x)
+    assert y.dtype == torch.bfloat16
+    assert_same_bits(z, y)
+    if device == "cpu":  # cuBLAS may add up in another order
+        assert_same_bits(y, exact.bfloat16())
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_other_formats_and_dtypes(fmt, dtype, device):
