@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,13 @@ from record_tables import by_variant
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
 OURS, PEER = "tab:orange", "0.7"
-LEVELS = {"baseline": "black", "O0": "tab:blue", "O1": "tab:orange", "O2": "tab:red"}
+LEVELS = {
+    "baseline": "black",
+    "bf16": "black",
+    "O0": "tab:blue",
+    "O1": "tab:orange",
+    "O2": "tab:red",
+}
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 h1 { margin-bottom: 0 } h2 { margin-top: 3rem; border-top: 1px solid #ddd; padding-top: 1rem }
@@ -68,6 +75,12 @@ def last_of_each(records: Iterable[Record], **params: Any) -> list[Record]:
     return list(by_variant(r for r in records if params.items() <= r["params"].items()).values())
 
 
+def last_runs(records: Iterable[Record], model: str) -> list[Record]:
+    """Return the last record of every level and seed of a model."""
+    chosen = (r for r in records if r["params"]["model"] == model)
+    return list({(r["variant"], r["params"]["seed"]): r for r in chosen}.values())
+
+
 # --- pictures
 
 
@@ -88,7 +101,8 @@ def bars(
 
 
 def is_ours(name: str) -> bool:
-    return name.startswith(("fp8stack", "native", "DataParallel", "hook")) or " O2" in name
+    ours = ("fp8stack", "native", "DataParallel", "hook", "O0", "O1", "O2")
+    return name.startswith(ours) or " O2" in name
 
 
 def draw_levels(figure: Figure, rows: list[Record]) -> None:
@@ -118,17 +132,18 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
     curves: dict[str, dict[int, list[Any]]] = {}
     for r in rows:
         curves.setdefault(r["variant"], {})[r["params"]["seed"]] = r["validation"]
-    for level, color in LEVELS.items():
-        by_seed = curves[level]
+    base = curves.get("baseline") or curves["bf16"]
+    for level, by_seed in curves.items():
+        color = LEVELS[level]
         points = zip(*by_seed.values(), strict=True)
         mean = [(at[0][0], statistics.mean(loss for _, loss in at)) for at in points]
         above.plot(*zip(*mean, strict=True), color=color, marker=".", label=level)
         for seed, curve in by_seed.items():
-            pairs = zip(curve, curves["baseline"][seed], strict=True)
-            off = [(step, 100 * (loss / base - 1)) for (step, loss), (_, base) in pairs]
+            pairs = zip(curve, base[seed], strict=True)
+            off = [(step, 100 * (loss / other - 1)) for (step, loss), (_, other) in pairs]
             below.plot(*zip(*off, strict=True), color=color, linewidth=0.8)
     below.axhspan(-0.5, 0.5, color="0.92", zorder=0)
-    above.set(ylabel="validation loss, nats a byte")
+    above.set(ylabel=f"validation loss, {rows[0]['unit']}")
     below.set(xlabel="step", ylabel="off the baseline, %", ylim=(-2, 2))
     above.legend(frameon=False)
 
@@ -215,6 +230,12 @@ def draw_steps(figure: Figure, rows: list[Record]) -> None:
     bars(figure, rows, labels, "ms, forward and backward")
 
 
+def draw_whole_steps(figure: Figure, rows: list[Record]) -> None:
+    sizes = [f"{r['resident']['total']:.1f}, {r['peak_gib']:.1f} GiB" for r in rows]
+    labels = [f"{r['value']:.1f} ms, {size}" for r, size in zip(rows, sizes, strict=True)]
+    bars(figure, rows, labels, "ms a step; bytes a parameter between steps; peak of memory")
+
+
 def draw_frameworks(figure: Figure, rows: list[Record]) -> None:
     labels = [f"{r['value']:.1f} ms, {r['peak_gib']:.1f} GiB" for r in rows]
     bars(figure, rows, labels, "ms a step; and the peak of memory")
@@ -261,6 +282,17 @@ SECTIONS = [
     Section(
         "steps", "Forward and backward of Llama blocks", "Four blocks of Llama-3-8B's size over 8,192 tokens.",
         "train_step.jsonl", lambda rows: latest(rows, model="llama"), draw_steps,
+    ),
+    Section(
+        "whole", "A whole training step", "Forward, backward and optimizer of a Llama of 1.1 B parameters over 16,384 "
+        "tokens.", "end_to_end.jsonl", lambda rows: latest(rows, model="llama-1b"), draw_whole_steps,
+    ),
+    *(
+        Section(
+            f"run-{model}", f"Long runs: {title}", "Validation loss of the training application at every level, and "
+            "how far it is off that of bf16.", "training.jsonl", partial(last_runs, model=model), draw_losses,
+        )
+        for model, title in {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}.items()
     ),
     Section(
         "frameworks", "Inside frameworks", "A step of a Llama of 1.13 B parameters on two GPUs, in bf16 and at O2.",
