@@ -8,7 +8,8 @@ Nothing is computed from a formula: each answer is a model that was built and to
 of memory. `largest` has blocks of Llama-3-8B's size (d 4096, ffn 14336), as many as fit with one sequence and with the
 activations of a block recomputed in backward, as anyone would who is short of memory. `1b` to `13b` are Llama's shapes,
 nothing recomputed, as many sequences as fit. A try that fits tells how the next one is chosen: memory grows by the
-same amount with each block and each sequence.
+same amount with each block and each sequence. A try begins with a GPU that is empty: where memory stays allocated after
+one, nothing more is measured.
 
 Methods differ in weights, optimizer and what multiplies; all compute in bfloat16 or FP8, except the first. "bf16 AdamW"
 is what most people have: float32 weights, autocast, torch's fused AdamW. With --gib the process may allocate so much.
@@ -56,6 +57,7 @@ MODELS = {
     "tiny": models.MODELS["tiny"],
 }
 STEPS = 3  # the first makes states, the second is the first with them, the third is timed
+LIBRARIES = 2**29  # bytes that libraries' workspaces may keep; models hold more
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 Numbers = dict[str, Any]
 
@@ -142,6 +144,10 @@ def use_te(model: nn.Module, outer: Callable[[], Any]) -> Callable[[], Any]:
     return scope
 
 
+class MemoryStayed(RuntimeError):
+    """A try left memory allocated, which would decide on every later one."""
+
+
 def attempt(method: Method, shape: Shape, device: str, recompute: bool) -> Numbers | None:
     """Train for a few steps; return the peak and the time of the last one, or None where memory ran out."""
     cuda = device == "cuda"
@@ -155,10 +161,27 @@ def attempt(method: Method, shape: Shape, device: str, recompute: bool) -> Numbe
         if "out of memory" not in str(error).lower() and "ALLOC_FAILED" not in str(error):
             raise
         numbers = None
-    gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
+    free(device)
     return numbers
+
+
+def free(device: str) -> None:
+    """Give unused memory back; raise MemoryStayed where a model is still allocated."""
+    gc.collect()
+    if device != "cuda":
+        return
+    for _ in range(20):  # autograd's thread may be busy with what is left of a backward that failed
+        if torch.cuda.memory_allocated() <= LIBRARIES:
+            break
+        time.sleep(0.1)
+        gc.collect()
+    torch.cuda.empty_cache()
+    stayed = torch.cuda.memory_allocated()
+    if stayed > LIBRARIES:
+        raise MemoryStayed(
+            f"{stayed:,} bytes stay allocated after a try, and would count as the next one's. Find what refers to its "
+            "model or optimizer; until then leave this method out with --only."
+        )
 
 
 def _train(method: Method, shape: Shape, device: str, recompute: bool) -> Numbers:
@@ -233,6 +256,7 @@ def _predict(measured: dict[int, Numbers], capacity_gib: float | None, ceiling: 
 
 def measure(method: Method, name: str, options: argparse.Namespace) -> Numbers:
     """Return the largest count of blocks or sequences that trains by a method, and what it measured."""
+    free(options.device)  # the method before may have broken off
     whole = name == LARGEST
     capacity = None
     if options.device == "cuda":
@@ -306,6 +330,10 @@ def main(arguments: list[str] | None = None) -> int:
             numbers = measure(method, name, options)
         except KeyboardInterrupt:  # what is measured is recorded
             failed.append("stopped")
+            break
+        except MemoryStayed as error:
+            print(f"{method.name}, {name}: {error}", file=sys.stderr)
+            failed.append(f"{method.name}, {name}")
             break
         except Exception as error:  # a peer that is missing, or breaks: the others go on
             print(f"{method.name}, {name}: {type(error).__name__}: {error}", file=sys.stderr)

@@ -73,8 +73,8 @@ class Batch:
 
 
 MODELS = {
-    "gpt2": Batch(16, 1024, 6e-4),
-    "llama-1b": Batch(2, 4096, 3e-4),
+    "gpt2": Batch(32, 1024, 6e-4),
+    "llama-1b": Batch(4, 4096, 3e-4),
     "tiny": Batch(4, 64, 3e-3),  # for tests on a CPU
 }
 

@@ -46,7 +46,9 @@ from .tensor import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_SESSIONS: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_KEPT = "_fp8stack_session"
+"""Where a model keeps its session: one that was kept here would keep a model that its optimizer's hooks refer to."""
 
 
 def initialize(
@@ -169,7 +171,8 @@ def carry_out(
         store_weights(model, plan, session)
         quantize_gradients(model, decisions.quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(decisions.quantized, session)
-    _SESSIONS[model] = session
+    model.__dict__[_KEPT] = session
+    _SESSIONS[model] = weakref.ref(session)
     return session
 
 
@@ -183,12 +186,12 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         ModelError: if the model is not initialized or was sharded already, `optimizer` belongs to another one, or a
             converted module was sharded or parametrized since. Nothing is changed.
     """
-    session = _SESSIONS.get(model)
-    if session is None:
+    if model not in _SESSIONS:
         raise ModelError(
             "this model is not initialized by fp8stack (or was restored already): nothing to undo."
             + (f" Pass the one that was given to it. {COPIED}" if find_converted(model) else "")
         )
+    session = session_of(model)
     if session.lasting:
         raise ModelError(session.lasting)
     if optimizer is not None and optimizer not in (session.returned, session.source):
@@ -197,7 +200,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         )
     session.conversion.check(model)
     unfuse(model)
-    del _SESSIONS[model]
+    del _SESSIONS[model], model.__dict__[_KEPT]
     session.gradients.remove()
     for hook in session.hooks:
         hook.remove()
@@ -237,7 +240,8 @@ def session_of(model: nn.Module) -> Session:
         raise ModelError(
             "this model was not initialized by fp8stack; call fp8stack.initialize first."
         )
-    return _SESSIONS[model]
+    session: Session = model.__dict__[_KEPT]
+    return session
 
 
 # --- decisions
@@ -253,7 +257,8 @@ def _check_given(
                 f"{recipe.level} converts gradients for an optimizer; pass it, or use O0."
             )
         return []
-    if any(optimizer in (s.source, s.returned) for s in _SESSIONS.values()):
+    sessions = [session for kept in _SESSIONS.values() if (session := kept())]
+    if any(optimizer in (s.source, s.returned) for s in sessions):
         raise ModelError(
             "this optimizer belongs to a model that is initialized already. Make one for each model, "
             "or fp8stack.restore that model first."

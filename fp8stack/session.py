@@ -41,6 +41,10 @@ class Session:
     hooks: list[RemovableHandle] = field(default_factory=list)
     lasting: str = ""  # why `restore` cannot undo it, and what else to do
 
+    def __reduce__(self) -> Any:
+        """None, in copies and pickles of the model that keeps it: they are not initialized."""
+        return type(None), ()
+
 
 def convert_optimizer(
     optimizer: torch.optim.Optimizer,

@@ -4,11 +4,16 @@ No gradient outlives its layer's backward, so the largest one replaces the sum o
 "Full Parameter Fine-tuning for Large Language Models with Limited Resources", 2023, section 3.1). What needs all
 gradients at once is impossible: a global norm to clip by, several micro-batches, a reduction over ranks, a loss
 scale. A gradient that is not finite skips its own parameter only.
+
+The hooks refer to the optimizer weakly: Python's garbage collector does not see what hooks of this kind refer to, so
+parameters and optimizer would keep each other alive for good. The parameters keep it, in an attribute that it does see.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +23,9 @@ from fp8stack.errors import ConfigError, GradientError
 
 if TYPE_CHECKING:
     from .base import BlockwiseOptimizer
+
+
+_KEPT = "_fp8stack_release"
 
 
 class GradientRelease:
@@ -33,9 +41,11 @@ class GradientRelease:
 
     def attach(self, parameters: list[nn.Parameter]) -> None:
         """Step these parameters in backward from now on."""
+        step = partial(_step_weakly, weakref.ref(self))
         for p in parameters:
             if p.requires_grad and p not in self._hooks:
-                self._hooks[p] = p.register_post_accumulate_grad_hook(self._step)
+                self._hooks[p] = p.register_post_accumulate_grad_hook(step)
+                setattr(p, _KEPT, self)
 
     def finish(self) -> None:
         """The user calls `optimizer.step()`: the next backward may step every parameter again."""
@@ -48,9 +58,14 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Take the hooks off: gradients stay, and `optimizer.step()` uses them."""
-        for hook in self._hooks.values():
+        for parameter, hook in self._hooks.items():
             hook.remove()
+            parameter.__dict__.pop(_KEPT, None)
         self._hooks.clear()
+
+    def __reduce__(self) -> Any:
+        """None, in copies and pickles of a parameter that keeps it: they have no hooks."""
+        return type(None), ()
 
     def _step(self, parameter: Tensor) -> None:
         if parameter in self._stepped:
@@ -63,6 +78,11 @@ class GradientRelease:
         self._stepped.add(parameter)
         self._optimizer.step_parameter(parameter)
         parameter.grad = None
+
+
+def _step_weakly(own: weakref.ref[GradientRelease], parameter: Tensor) -> None:
+    if (release := own()) is not None:
+        release._step(parameter)
 
 
 def check_no_clipping(optimizer: BlockwiseOptimizer) -> None:

@@ -4,6 +4,7 @@ import json
 
 import memory
 import pytest
+import torch
 
 
 @pytest.mark.parametrize("base", [0.0, 30.0, 99.5])
@@ -47,3 +48,32 @@ def test_a_missing_peer_is_named_and_the_others_go_on(tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1]) == {"failed": ["a peer, tiny"]}
     assert "fp32 AdamW" in out
+
+
+def test_nothing_is_measured_beside_what_stayed(tmp_path, monkeypatch, capsys):
+    def stay(method, *_):
+        if method is memory.METHODS[1]:
+            raise memory.MemoryStayed("5 bytes stay allocated")
+        return {"peak_gib": None, "parameters": 1, "tokens_per_second": 1.0}
+
+    monkeypatch.setattr(memory, "attempt", lambda method, *_, **__: stay(method))
+    output = tmp_path / "records.jsonl"
+    arguments = ["--device", "cpu", "--model", "tiny", "--most", "1", "--output", str(output)]
+    assert memory.main(arguments) == 1
+    assert [json.loads(line)["variant"] for line in output.read_text().splitlines()] == [
+        memory.METHODS[0].name
+    ]
+    printed = capsys.readouterr()
+    failed = json.loads(printed.out.splitlines()[-1])
+    assert failed == {"failed": [f"{memory.METHODS[1].name}, tiny"]}
+    assert "5 bytes stay allocated" in printed.err
+
+
+@pytest.mark.gpu
+def test_memory_that_stays_is_told():
+    memory.free("cuda")
+    kept = torch.empty(memory.LIBRARIES + 1, dtype=torch.uint8, device="cuda")
+    with pytest.raises(memory.MemoryStayed, match="bytes stay allocated"):
+        memory.free("cuda")
+    del kept
+    memory.free("cuda")

@@ -1,0 +1,181 @@
+"""A model and its optimizer are freed once nobody holds them, whatever was done with them, and not before."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import TinyLM, assert_same_bits, batch, train
+from torch import nn
+
+import fp8stack
+from fp8stack.errors import GradientError, ModelError
+from fp8stack.monitor import Monitor
+from fp8stack.optim import SGD, AdamW
+
+RELEASED = {"compute": "native", "weight_cache": "off", "step_in_backward": True}
+
+
+class Failed(Exception):
+    pass
+
+
+def fail(*_):
+    raise Failed
+
+
+FAILING = {
+    "forward": lambda model, _: model.up.register_forward_hook(fail),
+    "backward of a layer": lambda model, _: model.up.register_full_backward_hook(fail),
+    "hook of a parameter": lambda m, _: m.up.weight.register_post_accumulate_grad_hook(fail),
+    "step": lambda _, optimizer: optimizer.register_step_pre_hook(fail),
+}
+
+
+def initialized(level="O2", device="cpu", **options):
+    model = TinyLM().to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return fp8stack.initialize(model, optimizer, level, **options)
+
+
+def watch(model, optimizer):
+    """Return weak references, by name, to all that takes up memory."""
+    seen = {"model": model, "optimizer": optimizer, **dict(model.named_parameters())}
+    seen |= {name: module for name, module in model.named_modules() if name}
+    seen |= {
+        f"{key} {i}": value
+        for i, entry in enumerate(optimizer.state.values())
+        for key, value in entry.items()
+    }
+    return {name: weakref.ref(value) for name, value in seen.items()}
+
+
+def assert_freed(references, device="cpu"):
+    # torch keeps what was left to do of a backward that failed, on the CPU until the next one
+    torch.ones(1, device=device, requires_grad=True).backward()
+    gc.collect()
+    assert [name for name, reference in references.items() if reference() is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        ("O0", {}),
+        ("O1", {}),
+        ("O1", {"step_in_backward": True}),
+        ("O2", {}),
+        ("O2", {"states": "4bit"}),
+        ("O2", {"fp8_recipe": "delayed", "weight_cache": "fp8"}),
+        ("O2", {"weight_cache": "off"}),
+        ("O2", {"step_in_backward": True, "matmuls": True}),
+    ],
+)
+@pytest.mark.parametrize("end", ["trained", "watched", "restored"])
+def test_levels_are_freed(level, options, end, device):
+    def use():
+        model, optimizer = initialized(level, device, compute="native", **options)
+        fp8stack.nn.fuse(model)
+        if end == "watched":
+            Monitor(model, optimizer, every=1)
+        train(model, optimizer, 2, device=device)
+        references = watch(model, optimizer)
+        if end == "restored":
+            references |= {f"restored {k}": v for k, v in watch(*fp8stack.restore(model)).items()}
+        return references
+
+    assert_freed(use(), device)
+
+
+@pytest.mark.parametrize("options", [{}, RELEASED], ids=["O2", "step in backward"])
+@pytest.mark.parametrize("where", FAILING)
+def test_a_step_that_failed_leaves_nothing(where, options, device):
+    def use():
+        model, optimizer = initialized(device=device, **options)
+        train(model, optimizer, 1, device=device)
+        FAILING[where](model, optimizer)
+        with pytest.raises(Failed):
+            train(model, optimizer, 1, start=1, device=device)
+        return watch(model, optimizer)
+
+    assert_freed(use(), device)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_an_optimizer_that_steps_in_backward_on_its_own_is_freed(kind):
+    def use():
+        model = TinyLM()
+        optimizer = kind(model.parameters(), lr=1e-3)
+        optimizer.step_in_backward()
+        train(model, optimizer, 2)
+        return watch(model, optimizer)
+
+    assert_freed(use())
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_hooks_of_the_optimizer_may_refer_to_the_model(level):
+    """As one that keeps a moving average of the weights."""
+
+    def use():
+        model, optimizer = initialized(level)
+        optimizer.register_step_post_hook(lambda *_: model.eval())
+        train(model, optimizer, 1)
+        return watch(model, optimizer)
+
+    assert_freed(use())
+
+
+def test_the_model_keeps_what_steps_it():
+    """Who holds the model alone trains on, and gets the optimizer back."""
+    torch.manual_seed(0)
+    kept, _ = initialized(**RELEASED)
+    torch.manual_seed(0)
+    model, optimizer = initialized(**RELEASED)
+    gc.collect()
+    for each in (kept, model):
+        each(*batch(0)).backward()
+    for (name, p), q in zip(model.named_parameters(), kept.parameters(), strict=True):
+        assert q.grad is None
+        assert_same_bits(q, p, name)
+    assert type(fp8stack.restore(kept)[1]) is type(fp8stack.restore(model, optimizer)[1])
+
+
+def test_the_optimizer_keeps_parameters_stepping():
+    """The model was a container that is gone; its layers go on."""
+    layers = nn.Linear(128, 128), nn.Linear(128, 128)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    _, optimizer = fp8stack.initialize(
+        nn.Sequential(*layers), torch.optim.AdamW(parameters, lr=1e-3), "O2", step_in_backward=True
+    )
+    gc.collect()
+    before = layers[0].weight.detach().clone()
+    layers[1](layers[0](torch.ones(16, 128))).sum().backward()
+    optimizer.step()
+    assert layers[0].weight.grad is None
+    assert layers[0].weight.ne(before).any()
+
+
+def test_parameters_keep_the_optimizer_that_steps_them():
+    model = TinyLM()
+    before = model.up.weight.detach().clone()
+    AdamW(model.parameters(), lr=1e-3).step_in_backward()
+    gc.collect()
+    model(*batch(0)).backward()
+    assert model.up.weight.grad is None
+    assert model.up.weight.ne(before).any()
+    with pytest.raises(GradientError, match=r"second gradient before optimizer.step"):
+        model(*batch(1)).backward()
+    other = copy.deepcopy(model)
+    other(*batch(1)).backward()
+    assert all(p.grad is not None for p in other.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_are_not_initialized(copied):
+    model, _ = initialized()
+    other = copied(model)
+    for call in (fp8stack.get_report, fp8stack.restore):
+        with pytest.raises(ModelError, match="not initialized"):
+            call(other)
+    assert fp8stack.get_report(model).level == "O2"
