@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gpt import GPT, ModelConfig
+from gpt.build import Level, Setup
 from gpt.checkpoints import find, save
 from gpt.config import Config
 from gpt.trainer import Trainer
@@ -61,6 +63,7 @@ RANKS = {  # run: options
     "ddp-O2": {"parallel": "ddp", "opt_level": "O2"},
     "dp-O1": {"parallel": "dataparallel", "opt_level": "O1"},
     "dp-O2": {"opt_level": "O2"},  # auto
+    "dp-fused": {"opt_level": "O2", "fuse": True},
     "fsdp2-off": {"parallel": "fsdp2", "opt_level": "off"},
     "fsdp2-O2": {"parallel": "fsdp2", "opt_level": "O2"},
 }
@@ -95,6 +98,8 @@ def check_ranks(rank, world, store, folder):
         changed = resume(folder, path, **RANKS[to], run_name=f"{source}-to-{to}")
         assert changed[:2] == losses[source][:2]
         assert_near(changed, losses[source], (source, to))
+    check_rotation(folder)
+    check_first_weights()
     single = step_of(folder, "single", 2)
     grown = resume(folder, single, **RANKS["dp-O2"], micro_batch=1, run_name="grown")
     assert_near(grown, json.loads((folder / "single.json").read_text()), "grown")
@@ -105,6 +110,49 @@ def check_ranks(rank, world, store, folder):
     if rank == 0:
         (folder / "ranks.json").write_text(json.dumps(losses))
     leave()
+
+
+def check_rotation(folder):
+    """Rotary tables stay float32 under FSDP2, whose blocks compute in bfloat16."""
+    found = []
+
+    def look(module, given):
+        found.append([given[0].dtype, *(part.dtype for part in given[1])])
+
+    for name in ("fsdp2-off", "fsdp2-O2"):
+        trainer = Trainer(configure(folder, **RANKS[name], run_name=f"rotation-{name}", steps=1))
+        for block in trainer.model.blocks:
+            block.attention.register_forward_pre_hook(look)
+        trainer.run()
+    assert len(found) >= 4
+    assert all(dtypes == [torch.bfloat16, torch.float32, torch.float32] for dtypes in found), found
+
+
+def check_first_weights():
+    """FSDP2's shards begin as parts of the model that one process has, and a tied head stays tied."""
+    for tied in (False, True):
+        config = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=48, seq_len=16, tied=tied)
+        setups = [
+            Setup(config, Level("off", {}), parallel, torch.device("cpu"), torch.float32, 3, 1e-3)
+            for parallel in ("none", "fsdp2")
+        ]
+        tokens, after = torch.arange(16)[None], []
+        for setup in setups:
+            model, optimizer = setup.build()
+            assert (model.head.weight is model.embedding.weight) == tied
+            assert torch.equal(model.cos, GPT(config).cos)
+            after.append([{n: full(p) for n, p in model.state_dict().items()}])
+            model(tokens, tokens).backward()
+            optimizer.step()
+            after[-1].append({n: full(p) for n, p in model.state_dict().items()})
+        for name, weight in after[0][0].items():
+            assert torch.equal(weight, after[1][0][name]), name
+            torch.testing.assert_close(after[0][1][name], after[1][1][name])
+        assert torch.equal(after[1][1]["head.weight"], after[1][1]["embedding.weight"]) == tied
+
+
+def full(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def assert_near(losses, expected, what):

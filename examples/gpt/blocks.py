@@ -65,7 +65,7 @@ class Attention(nn.Module):
             # type_as: under autocast a Linear returns bf16, and the norms work in the type of x.
             query, key = self.query_norm(query.type_as(x)), self.key_norm(key.type_as(x))
         mixed = self.attend(rotate(query, rotation), rotate(key, rotation), value)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(mixed.flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -93,11 +93,12 @@ class Gelu(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
 
 
-# --- attention: functions of query [B, heads, T, head_dim], key and value [B, kv_heads, T, head_dim]
+# --- attention: functions of query [B, T, heads, head_dim], key and value [B, T, kv_heads, head_dim]. That is how the
+# layers before and after have them in memory: PyTorch's fused kernels follow their inputs, so nothing is copied.
 
 
 def attention_function(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return causal attention by "sdpa", "math" or "flash"; its result is [B, heads, T, head_dim]."""
+    """Return causal attention by "sdpa", "math" or "flash"; its result is [B, T, heads, head_dim]."""
     if kind != "flash":
         return {"sdpa": attend, "math": attend_math}[kind]
     try:
@@ -115,14 +116,15 @@ def attention_function(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
                 f'attention="flash" takes bfloat16 or float16, got {value.dtype}. Train under autocast '
                 '(--compute-dtype bfloat16), or use attention="sdpa".'
             )
-        parts = (part.to(value.dtype).transpose(1, 2) for part in (query, key, value))
-        return flash_attn_func(*parts, causal=True).transpose(1, 2)
+        return flash_attn_func(query.to(value.dtype), key.to(value.dtype), value, causal=True)
 
     return attend_flash
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    parts = (part.transpose(1, 2) for part in (query, key, value))
+    mixed = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+    return mixed.transpose(1, 2)
 
 
 def attend_math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -130,8 +132,8 @@ def attend_math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(query, key, value)
 
 
-def split_heads(x: Tensor, head_dim: int) -> Tensor:  # [B, T, n * head_dim] -> [B, n, T, head_dim]
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+def split_heads(x: Tensor, head_dim: int) -> Tensor:  # [B, T, n * head_dim] -> [B, T, n, head_dim]
+    return x.unflatten(-1, (-1, head_dim))
 
 
 # --- rotary positions
@@ -147,13 +149,13 @@ def rotary_table(
 
 
 def rotate(
-    x: Tensor,  # [B, n, T, head_dim]
+    x: Tensor,  # [B, T, n, head_dim]
     rotation: Rotation,
-) -> Tensor:  # [B, n, T, head_dim]
+) -> Tensor:  # [B, T, n, head_dim]
     """Turn each pair (x[i], x[i + head_dim / 2]) by its angle; scores then see distances only."""
     if rotation is None:
         return x
-    cos, sin = rotation
+    cos, sin = (part.unsqueeze(1) for part in rotation)  # the same for all heads
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)

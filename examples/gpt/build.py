@@ -5,7 +5,7 @@ level is built at the old one, loaded bit for bit, and then taken over: by `fp8s
 parameters are whole, and through float32 weights and moments where FSDP2 shards them, which nothing can undo in place.
 Step counts, moments and all bits of the masters carry over.
 
-What resumes bit for bit: "off", O0, O1 and O2, with the same ranks and micro-batch.
+What resumes bit for bit: "off", O0, O1 and O2, with the same ranks, micro-batch and --fuse.
 
 Limits: at O2 a run cannot go from sharded parameters to whole ones or back.
 """
@@ -29,6 +29,7 @@ from fp8stack.errors import CheckpointError, ConfigError
 
 from .checkpoints import Checkpoint, load, rank_and_world
 from .model import GPT, ModelConfig
+from .options import warn
 
 OWN = (
     "attention",
@@ -45,6 +46,7 @@ class Level:
     name: str  # "off", "O0", "O1" or "O2"
     options: dict[str, Any]
     strict: bool = False
+    fuse: bool = False
 
     @property
     def has_fp8_gradients(self) -> bool:
@@ -57,7 +59,15 @@ class Level:
             from fp8stack.integrations.fsdp import attach
 
             return attach(model, optimizer, self.name, strict=self.strict, **self.options)
-        return fp8stack.initialize(model, optimizer, self.name, strict=self.strict, **self.options)
+        made = fp8stack.initialize(model, optimizer, self.name, strict=self.strict, **self.options)
+        if self.fuse and not fp8stack.nn.fuse(model):
+            parts = fp8stack.get_report(model).compute, model.config.activation, model.config.norm
+            warn(
+                "--fuse has nothing to fuse, and changes nothing: it takes SwiGLU blocks without biases and RMSNorms, "
+                f"of models with native FP8 layers; this one has {', '.join(parts)}. Leave it out.",
+                self.strict,
+            )
+        return made
 
 
 @dataclass
@@ -87,12 +97,14 @@ class Setup:
         return (level or self.level).apply(model, optimizer, self.sharded)
 
     def _plain(self) -> tuple[GPT, torch.optim.Optimizer]:
+        in_te = self.model.blocks == "te"  # whose modules begin where they stay
         torch.manual_seed(self.seed)
-        model = GPT(self.model)
+        with torch.device(self.device if in_te else "meta"):
+            model = GPT(self.model)
         if self.sharded:
             _shard(model, self.device.type, self.dtype)
-        else:
-            model = model.to(self.device)
+        if not in_te:  # not before it is sharded: a model may be too large for one rank
+            model.materialize(self.device)
         return model, make_optimizer(model, self.lr)
 
     def resume(
@@ -230,7 +242,10 @@ def _shard(model: GPT, kind: str, dtype: torch.dtype) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(kind, (rank_and_world()[1],))
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Inputs stay as they are: x is of the dtype already, and rotary positions need more than bfloat16 has.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 

@@ -117,8 +117,7 @@ def save(
 
     def prepare() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in [*folder.glob(WRITING + "*"), *folder.glob(DELETING + "*")]:
-            shutil.rmtree(left)
+        _tidy(folder)
         temporary.mkdir()
 
     def write() -> None:
@@ -231,6 +230,21 @@ def _point(folder: Path, keep: int) -> None:
     for old in there[: -max(keep, 1)]:
         if old is not best or best.val_loss == math.inf:
             _delete(old.path)
+
+
+def clear(folder: Path) -> None:
+    """Remove all checkpoints in a folder; called by one rank."""
+    _tidy(folder)
+    for name in (LATEST, BEST):
+        (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("step_*"):
+        _delete(path)
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what killed processes have left."""
+    for left in [*folder.glob(WRITING + "*"), *folder.glob(DELETING + "*")]:
+        shutil.rmtree(left)
 
 
 def _delete(path: Path) -> None:

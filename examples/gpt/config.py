@@ -10,17 +10,16 @@ file's FP8 options are left out. Within one of the two, contradictions are error
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError
 from fp8stack.levels import CHOICES, LEVELS, Recipe, recipe_for
 
 from . import model as models
 from .model import SIZES, ModelConfig
-from .options import Parser, add_flags, convert, option, read_yaml
+from .options import Parser, add_flags, convert, option, read_yaml, warn
 from .schedule import check_warm_up
 from .tokens import ENCODINGS
 
@@ -32,7 +31,7 @@ SCALING = (
     "amax_history_len",
     "amax_compute_algo",
 )
-OF_FP8 = (*SCALING, "fp8_interval")
+OF_FP8 = (*SCALING, "fp8_interval", "fuse")
 LEVEL = ("opt_level", "use_fp8")
 STATES = {32: "fp32", 8: "8bit", 4: "4bit"}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -99,8 +98,9 @@ class Config:
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
     )
+    fuse: bool = option(False, "fp8stack.nn.fuse: casts as part of SwiGLU blocks and RMSNorms")
     compute_dtype: str = option("bfloat16", "of autocast", choices=PRECISIONS)
-    strict: bool = option(False, "raise where fp8stack would fall back")
+    strict: bool = option(False, "raise where a fallback or a change would be a warning")
 
     # --- training
     steps: int = option(300, "of the optimizer, in all", least=1)
@@ -127,6 +127,7 @@ class Config:
     checkpoint_freq: int = option(250, "steps between checkpoints; 0: none", least=0)
     keep_checkpoints: int = option(3, "checkpoints to keep, apart from the best", least=1)
     resume: str | None = option(None, "latest, or the path of a checkpoint")
+    overwrite: bool = option(False, "delete the checkpoints of an older run in the same folder")
     list_checkpoints: bool = option(False, "show the run's checkpoints and stop")
     eval_freq: int = option(100, "steps between evaluations; 0: none", least=0)
     eval_batches: int = option(16, "batches of an evaluation", least=1)
@@ -154,6 +155,11 @@ class Config:
                         f"{name}={getattr(self, name)!r} is of FP8, which --opt-level off (--no-fp8) leaves out. "
                         "Leave it out too, or use --opt-level O0, O1 or O2."
                     )
+        self._check_fuse()
+        if self.overwrite and self.resume:
+            raise ConfigError(
+                "--overwrite deletes what --resume goes on from. Leave one of them out."
+            )
         self.model_config(vocab=SIZES[self.model].vocab)
         self._recipe()
 
@@ -171,6 +177,21 @@ class Config:
         if not states:
             return None, {}
         return "O2", {"compute": "bf16", "gradients": "keep", "states": STATES[bits]}
+
+    def _check_fuse(self) -> None:
+        """Raise ConfigError for what has no native layers that casts could be joined to."""
+        reasons = {
+            ("compute", "te"): "TransformerEngine's layers cast by themselves",
+            ("compute", "bf16"): "without FP8 there are no casts",
+            ("blocks", "te"): "those are fused by TransformerEngine",
+            ("parallel", "fsdp2"): "it shards norms before they can be fused",
+        }
+        for (name, value), reason in reasons.items():
+            if self.fuse and getattr(self, name) == value:
+                raise ConfigError(
+                    f"--fuse joins casts to native FP8 layers, and not with --{name} {value}: {reason}. Leave out one "
+                    "of the two."
+                )
 
     def _recipe(self) -> Recipe | None:
         level, options = self.fp8_options()
@@ -231,13 +252,11 @@ def parse(argv: list[str] | None = None) -> Config:
     flags = _checked(flags, "--")
     config = Config(**{**_without_overruled(given, flags), **flags})
     if config.fp8_interval != 1:
-        text = (
+        warn(
             f"fp8_interval={config.fp8_interval} has no effect: fp8_recipe={config.fp8_recipe!r}, as every recipe "
-            "here, has new scales at each step; there is no interval to save work in. Leave it out."
+            "here, has new scales at each step; there is no interval to save work in. Leave it out.",
+            config.strict,
         )
-        if config.strict:
-            raise ConfigError(f"{text} (strict)")
-        warnings.warn(text, Fp8StackWarning, stacklevel=2)
     check_warm_up(config)
     return config
 

@@ -51,10 +51,13 @@ class Data:
 
     train: `next_batch(size)`, called by all ranks with the same size, returns this rank's part of the next
         size × world samples. Its state is the same on all ranks, and one of fewer or more ranks can load it.
+    identity: what a position is one of: the same wherever it lies.
     vocab_size: of the model: padded.
     """
 
     name: str
+    identity: str
+    seq_len: int
     train: Train
     validation: list[Batch]
     encoding: Encoding
@@ -95,7 +98,8 @@ def open_data(config: Config, rank: int = 0, world: int = 1) -> Data:
         windows = Windows(train, seq_len, config.seed, rank, world, vocab)
         count, size = config.eval_batches, config.eval_batch_size
         validation = spaced_batches(held_out, seq_len, count, size, vocab)
-        data = Data(name, windows, validation, encoding)
+        tokens = sum(map(len, (*train, *held_out)))
+        data = Data(name, f"{name} ({tokens} tokens)", seq_len, windows, validation, encoding)
     if rank == 0 and data.encoding.note:
         print(f"data: {data.encoding.note}", flush=True)
     return data
@@ -141,4 +145,6 @@ def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     tokens = np.array(tokens[:wanted], encoding.dtype)
     validation = spaced_batches([tokens], seq_len, count, size, encoding.vocab_size)
     stream = hub.Stream(documents, encoding, seq_len, rank, world, 0 if held_out else read)
-    return Data(config.data, stream, validation, encoding)
+    path = Path(config.data)
+    identity = f"{path.name if path.exists() else path} (documents)"
+    return Data(config.data, identity, seq_len, stream, validation, encoding)

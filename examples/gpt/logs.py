@@ -10,7 +10,8 @@ numbers go to TensorBoard and W&B, and with them what FP8 does to tensors ("fp8/
 The first rank logs, the others have a `RunLog` that does nothing. A run that is resumed goes on in the same files; what
 they say of later steps is cut off first. Numbers that are not finite are null in JSON.
 
-Limits: memory is PyTorch's peak on a GPU, the resident memory of this process on a CPU.
+Limits: memory is PyTorch's peak on a GPU, the resident memory of this process on a CPU. W&B goes on in the same run,
+but takes nothing back: of steps that are done again it keeps what it got first.
 """
 
 from __future__ import annotations
@@ -85,7 +86,11 @@ class RunLog:
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.wandb = _open_wandb(folder, facts) if use_wandb else None
+            known = _wandb_id(folder) if first_step else None
+            if use_wandb:
+                self.wandb = _open_wandb(folder, facts, known)
+                known = self.wandb.id
+            facts = {**facts, "wandb": known}
             self.board = _open_board(folder, first_step) if tensorboard else None
             (folder / RUN).write_text(json.dumps(_finite(facts), indent=1) + "\n")
             self.file = open(folder / METRICS, "a+" if first_step else "w")  # noqa: SIM115
@@ -192,12 +197,21 @@ def _open_board(folder: Path, first_step: int) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=cut)
 
 
-def _open_wandb(folder: Path, facts: dict[str, Any]) -> Any:
+def _wandb_id(folder: Path) -> str | None:
+    """Return the name that W&B has given to the run in a folder, if it was logged there."""
+    try:
+        name: str | None = json.loads((folder / RUN).read_text()).get("wandb")
+    except (OSError, ValueError):
+        return None
+    return name
+
+
+def _open_wandb(folder: Path, facts: dict[str, Any], known: str | None) -> Any:
     try:
         import wandb
     except ImportError as error:
         raise ConfigError(
             f'--wandb: the module {error.name} is not installed. Install it with pip install "fp8stack[wandb]".'
         ) from None
-    name = facts["name"]
-    return wandb.init(project="fp8stack", name=name, dir=str(folder), config=facts, resume="allow")
+    own = {"id": known, "name": facts["name"], "dir": str(folder)}
+    return wandb.init(project="fp8stack", config=facts, resume="allow", **own)

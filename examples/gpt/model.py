@@ -9,8 +9,7 @@ weight's dtype or multiplies by `.weight`: a library may store weights in fewer 
 the module itself knows how to apply them. `blocks="te"` is the exception: TransformerEngine's fused modules.
 
 Limits: no dropout, no key/value cache (generation recomputes the window for every token), and `seq_len` is the longest
-window the model can see. A tied head needs its model to be built on a real device: moving parameters off the meta
-device one by one unties them.
+window the model can see. A model on the meta device gets its memory by `materialize`, which ties the head again.
 """
 
 from __future__ import annotations
@@ -144,16 +143,28 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(kind(config) for _ in range(config.layers))
         self.norm = make_norm(config)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
-        if config.tied:
-            self.head.weight = self.embedding.weight
+        self._tie()
         rows = config.seq_len if config.positions == "rope" else 0
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(rows, config.head_dim // 2), persistent=False)
         self.initialize_weights()
 
+    def materialize(self, device: torch.device) -> None:
+        """Give a model on the meta device memory on another one, and first values; what is sharded stays so."""
+        self.to_empty(device=device)
+        self._tie()
+        self.initialize_weights()
+
+    def _tie(self) -> None:
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
-        """Give every parameter and buffer its first value; a model made on the meta device has none before.
+        """Give every parameter and buffer its first value, of torch's generator of the CPU.
+
+        So a seed means the same weights on any device and any number of ranks, each of which draws one parameter after
+        the other as a whole and keeps its part.
 
         "fan_in": normal weights of variance 1/fan_in, so that each layer keeps the size of its input; the two that
         write to the residual stream share one unit of variance among all blocks. (Starting them at zero, or all of
@@ -167,8 +178,10 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:  # of norms, and biases
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            else:
-                parameter.normal_(std=self._deviation(name, parameter.shape[1]))
+            elif not parameter.is_meta:
+                whole = torch.empty(parameter.shape, device="cpu")
+                whole.normal_(std=self._deviation(name, parameter.shape[1]))
+                parameter.copy_(_part(whole.to(parameter.device), parameter))
 
     def _deviation(self, name: str, fan_in: int) -> float:
         """Standard deviation of the first values of a matrix."""
@@ -225,3 +238,14 @@ class GPT(nn.Module):
             tokens = torch.cat((tokens, drawn.to(tokens.device)))
         self.train(training)
         return tokens
+
+
+def _part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return `whole` as FSDP2 has sharded `parameter`, if it has; without a word to other ranks."""
+    if not hasattr(parameter, "placements"):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, parameter.placements)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any
 
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
 KINDS = {
     "bool": "true or false",
@@ -115,6 +116,13 @@ _CONVERTERS: dict[str, Any] = {
     "str": _to_str,
     "Path": lambda value: Path(_to_str(value)),
 }
+
+
+def warn(text: str, strict: bool) -> None:
+    """Say what options that go together do not do, or do beside; `strict` raises ConfigError instead."""
+    if strict:
+        raise ConfigError(f"{text} (strict)")
+    warnings.warn(text, Fp8StackWarning, stacklevel=3)
 
 
 def read_yaml(path: str, kind: type) -> dict[str, Any]:

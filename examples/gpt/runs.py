@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import fp8stack
+from fp8stack.errors import ConfigError
 from fp8stack.levels import LEVELS
 
-from .checkpoints import Checkpoint, find, find_latest, list_checkpoints, rank_and_world
+from .checkpoints import Checkpoint, clear, find, find_latest, list_checkpoints, rank_and_world
 from .config import PRECISIONS, Config
 
 
@@ -34,6 +38,39 @@ def all_folders(config: Config) -> list[Path]:
     """Return where the checkpoints of runs of this name are, in all precisions."""
     tags = [*PRECISIONS.values(), *(f"FP8 {level}" for level in LEVELS)]
     return [folder for tag in tags for folder in folders_of(run_folder(config, tag))]
+
+
+def check_fresh(config: Config) -> None:
+    """Raise ConfigError if a run would begin among checkpoints of an older one, which could be taken for its own."""
+    run = run_folder(config, config.precision)
+    found = [path for folder in folders_of(run) for path in folder.glob("step_*")]
+    if found and not (config.resume or config.overwrite):
+        raise ConfigError(
+            f"{run} has {len(found)} checkpoints of an older run. Go on from them with --resume latest, begin in "
+            "another folder with another --run-name, or delete them with --overwrite."
+        )
+
+
+def remove_older(config: Config) -> None:
+    """Remove the checkpoints of an older run, if `--overwrite` says so."""
+    if config.overwrite and rank_and_world()[0] == 0:
+        for folder in folders_of(run_folder(config, config.precision)):
+            clear(folder)
+
+
+def describe_host(device: torch.device) -> dict[str, Any]:
+    """Return what run.json says of the machine, and what runs on it."""
+    cuda = device.type == "cuda"
+    threads = f"CPU ({platform.machine()}), {torch.get_num_threads()} threads"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else threads,
+        "versions": {
+            "fp8stack": fp8stack.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": sys.argv,
+    }
 
 
 def find_checkpoint(config: Config) -> Checkpoint | None:

@@ -67,5 +67,5 @@ class TeBlock(nn.Module):
             parts = self.attention_in(x).split(self.sizes, dim=-1)
             query, key, value = (split_heads(part, self.head_dim) for part in parts)
             mixed = self.attend(rotate(query, rotation), rotate(key, rotation), value)
-            x = x + self.output(mixed.transpose(1, 2).flatten(2))
+            x = x + self.output(mixed.flatten(2))
             return (x + self.feed_forward(x))[:, :length]

@@ -19,9 +19,7 @@ samples, but sums are rounded otherwise.
 from __future__ import annotations
 
 import math
-import platform
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ from fp8stack.monitor import Monitor
 from fp8stack.nn import restore_scaling, scaling_state
 from fp8stack.optim import BlockwiseOptimizer
 
-from . import batching, build, checkpoints, evaluation, runs
+from . import batching, build, changes, checkpoints, evaluation, runs
 from .build import Level, Setup, synchronized
 from .config import Config
 from .data import open_data
@@ -67,9 +65,10 @@ class Trainer:
         self.config = config
         self.device = build.join_ranks(config.device)
         self.rank, self.world = checkpoints.rank_and_world()
+        runs.check_fresh(config)
         self.data = open_data(config, self.rank, self.world)
         name, options = config.fp8_options()
-        level = Level(name or "off", options, config.strict)
+        level = Level(name or "off", options, config.strict, config.fuse)
         self.setup = Setup(
             model=config.model_config(self.data.vocab_size),
             level=level,
@@ -82,11 +81,16 @@ class Trainer:
         self.questions = evaluation.read_questions(config.hellaswag) if config.hellaswag else []
         if self.questions:
             self.data.encode("a")  # raises, where shards come without their vocabulary
+        self.course = changes.describe(config, self.data)
         resumed = runs.find_checkpoint(config)
         if resumed is None:
             (self.model, self.optimizer), progress, local = self.setup.build(), START, None
         else:
+            first = self.rank == 0
+            changed = changes.report(resumed.manifest, self.course, config.strict, first)
             self.model, self.optimizer, progress, local = self.setup.resume(resumed)
+            if "data" in changed:
+                progress["data"] = None
         self.forward = self.setup.wrap(self.model)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.setup.dtype is torch.float16
@@ -100,6 +104,7 @@ class Trainer:
         self._restore(progress, local)
         self.guard = Guard(config.opt_level, config.fp8_format, config.max_lr, config.max_nan_steps)
         self.monitor = self._make_monitor()
+        runs.remove_older(config)
         self.log = self._open_log()
         if resumed is not None:
             precision = resumed.manifest["precision"]
@@ -128,7 +133,7 @@ class Trainer:
         """Train on one batch, and log it."""
         began = time.perf_counter()
         if self.monitor:
-            self.monitor.begin_step()
+            self.monitor.begin_step(self.step)  # the same ones are sampled in a run that is resumed
         lr = learning_rate(self.config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -189,7 +194,7 @@ class Trainer:
 
     def _read_monitor(self) -> dict[str, float]:
         """Return what the monitor says of this step, if it is one that it sampled."""
-        sampled = (self.step - self.first_step - 1) % MONITORED == 0
+        sampled = (self.step - 1) % MONITORED == 0
         return self.monitor.metrics(wait=True) if self.monitor and sampled else {}
 
     # --- evaluation and checkpoints
@@ -248,6 +253,7 @@ class Trainer:
             own,
             {
                 **self._facts(),
+                **self.course,
                 "micro_batch": self.split.micro,
                 "train_loss": _finite(loss),
                 "val_loss": _finite(val_loss),
@@ -304,7 +310,7 @@ class Trainer:
 
     def _restore(self, progress: dict[str, Any], local: dict[str, Any] | None) -> None:
         """Put back what a checkpoint holds beside weights and states."""
-        self.step = self.first_step = progress["step"]
+        self.step = progress["step"]
         self.losses: list[float] = list(map(float, progress["losses"]))
         self.val_losses: list[tuple[int, float]] = list(progress["val_losses"])
         if progress["data"] is not None:
@@ -341,15 +347,7 @@ class Trainer:
             "accumulation": self.split.accumulation,
             "data": self.data.name,
             "seed": self.config.seed,
-            "device": torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else f"CPU ({platform.machine()}), {torch.get_num_threads()} threads",
-            "versions": {
-                "fp8stack": fp8stack.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "command": sys.argv,
+            **runs.describe_host(self.device),
             "config": self.config.to_dict(),
         }
         log = RunLog(

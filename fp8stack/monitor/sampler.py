@@ -211,9 +211,13 @@ class Monitor:
         if module is self._model() and module.training:
             self.begin_step()
 
-    def begin_step(self) -> None:
-        """End the step before, and sample the one that begins if it is its turn."""
+    def begin_step(self, number: int | None = None) -> None:
+        """End the step before, and sample the one that begins if it is its turn.
+
+        `number` is that of the step, from 0, where it is not the count of calls: in a run that was resumed.
+        """
         self._end_sample()
+        self._steps = self._steps if number is None else number
         if self._updates is not None:
             self._updates.settle()
         turn = self._steps % self.every == 0

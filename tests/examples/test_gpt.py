@@ -10,6 +10,7 @@ import torch
 from gpt import GPT, SIZES, ModelConfig
 from gpt.blocks import rotary_table, rotate
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import fp8stack
 from fp8stack.errors import UnsupportedDeviceError
@@ -81,13 +82,32 @@ def test_shared_key_value_heads_equal_repeated_ones(model):
 def test_rotation_keeps_lengths_and_sees_distances_only():
     rotation = rotary_table(length=16, head_dim=8, base=10_000.0)
     query, key = (torch.randn(8).expand(16, 8) for _ in range(2))
-    turned_query, turned_key = rotate(query, rotation), rotate(key, rotation)
+    turned_query, turned_key = (rotate(x[:, None], rotation)[:, 0] for x in (query, key))
     torch.testing.assert_close(turned_query.norm(dim=-1), query.norm(dim=-1))
     scores = turned_query @ turned_key.T  # [16, 16]
     for distance in range(16):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
     assert scores[0].std() > 0.01
+
+
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_attention_reads_and_writes_memory_as_the_layers_around_it_do(qk_norm):
+    """Fused kernels give their result the layout of the queries: any other would be copied."""
+    found = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function is nn.functional.scaled_dot_product_attention:
+                found.extend((*args, result))
+            return result
+
+    model = GPT(replace(SMALL, qk_norm=qk_norm))
+    with Watch():
+        model(random_tokens(2, 24))
+    assert len(found) == 4 * SMALL.layers
+    assert all(part.transpose(1, 2).is_contiguous() for part in found)
 
 
 def test_generation_repeats_for_a_seed_and_passes_the_window(model):

@@ -60,6 +60,11 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
         (["--use-fp8", "--opt-level", "off"], "--use-fp8 contradicts --opt-level off"),
         (["--no-fp8", "--fp8-format", "e4m3"], "fp8_format='e4m3' is of FP8"),
         (["--blocks", "te"], 'blocks="te" has queries'),
+        (["--fuse", "--no-fp8"], "fuse=True is of FP8"),
+        (["--fuse", "--compute", "te"], "not with --compute te: .* Leave out one"),
+        (["--fuse", "--compute", "bf16"], "not with --compute bf16: without FP8"),
+        (["--fuse", "--blocks", "te"], "not with --blocks te: .*TransformerEngine"),
+        (["--fuse", "--parallel", "fsdp2"], "not with --parallel fsdp2: it shards norms before"),
         (["--kv-heads", "3"], "divisor of heads"),
         (["--stepz", "3"], 'no option .--stepz.. Did you mean "--steps"'),
         (["--step", "3"], "no option '--step'"),  # flags cannot be shortened

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import workers_gpt
 from gpt import checkpoints
+from gpt.trainer import Trainer
 from workers_gpt import (
     RANKS,
     assert_near,
@@ -21,7 +23,7 @@ from workers_gpt import (
     write_text,
 )
 
-from fp8stack.errors import CheckpointError
+from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 
 OPTIONS = [
     {"opt_level": "off"},
@@ -30,6 +32,8 @@ OPTIONS = [
     {"opt_level": "O2"},
     {"opt_level": "O2", "optimizer_bits": 4},
     {"opt_level": "O2", "fp8_recipe": "delayed", "amax_history_len": 2},
+    {"opt_level": "O2", "fuse": True},
+    {"opt_level": "O1", "fuse": True, "fp8_recipe": "delayed", "amax_history_len": 2},
     {"opt_level": "off", "optimizer_bits": 8},
     {"opt_level": "off", "compute_dtype": "float16"},
     {"opt_level": "O2", "compute_dtype": "float32", "micro_batch": "auto", "max_batch_size": 3},
@@ -109,6 +113,83 @@ def test_levels_change_within_a_run(folder):
         assert_near(changed, runs[old], (old, new))
 
 
+def test_fused_layers_come_and_go_within_a_run(folder):
+    runs = {
+        on: train(folder, opt_level="O2", fuse=on, run_name=f"fused-{on}") for on in (True, False)
+    }
+    assert_near(runs[True], runs[False], "fused")
+    for on in runs:
+        path = checkpoint(folder, {"run_name": f"fused-{on}"})
+        for changes in ({"fuse": not on}, {"opt_level": "O1", "fuse": not on}):
+            changed = resume(folder, path, **{"opt_level": "O2", **changes}, run_name=f"was-{on}")
+            assert_near(changed, runs[on], (on, changes))
+    trainer = Trainer(configure(folder, fuse=True, run_name="fused"))
+    assert type(trainer.model.blocks[0].feed_forward).__name__ == "FusedSwiGLU"
+    assert trainer.monitor is not None
+    with pytest.warns(Fp8StackWarning, match="nothing to fuse.*native, gelu, layernorm"):
+        Trainer(configure(folder, fuse=True, norm="layernorm", activation="gelu", qk_norm=False))
+
+
+def test_a_resumed_run_says_what_is_asked_for_otherwise(folder):
+    losses = train(folder, run_name="changes")
+    path = checkpoint(folder, {"run_name": "changes"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of the same text, which lies elsewhere
+        moved = folder / "elsewhere" / "text.txt"
+        moved.parent.mkdir()
+        moved.write_bytes((folder / "text.txt").read_bytes())
+        options = {"run_name": "changes", "resume": str(path), "out": folder / "again"}
+        assert train(folder, **options, data=str(moved), strict=True) == losses
+    schedule = "from here on the learning rate is that of the new schedule"
+    for changes, expected in (
+        ({"seq_len": 8}, "--seq-len was 16, is now 8: windows are cut otherwise"),
+        ({"seed": 3}, "--seed was 0, is now 3: windows come in another order"),
+        ({"target_effective_batch_size": 8}, "batch-size was 4, is now 8: steps take another"),
+        ({"steps": 5}, f"--steps was 4, is now 5: {schedule}"),
+        ({"max_lr": 1e-3}, f"--max-lr was 0.003, is now 0.001: {schedule}"),
+        ({"min_lr_ratio": 0.5}, f"--min-lr-ratio was 0.1, is now 0.5: {schedule}"),
+        ({"warmup_steps": 1}, f"--warmup-steps was 2, is now 1: {schedule}"),
+    ):
+        with pytest.warns(Fp8StackWarning, match=expected) as told:
+            Trainer(configure(folder, **options, **changes)).log.close()
+        assert len(told) == 1
+        with pytest.raises(ConfigError, match=expected):
+            Trainer(configure(folder, **options, **changes, strict=True))
+
+
+def test_other_data_is_read_from_its_beginning(folder):
+    train(folder, run_name="data")
+    (folder / "other.txt").write_text("".join(f"y = {n}\n" for n in range(999)))
+    options = {"run_name": "data", "resume": "latest", "data": str(folder / "other.txt")}
+    expected = r"--data was text.txt \(\d+ tokens\), is now other.txt .*read from its beginning"
+    with pytest.warns(Fp8StackWarning, match=expected) as told:
+        trainer = Trainer(configure(folder, **options, steps=4, seed=3))
+    assert len(told) == 1
+    assert (trainer.step, trainer.data.train.position) == (4, 0)
+    trainer.log.close()
+
+
+def test_a_run_does_not_begin_among_the_checkpoints_of_another(folder):
+    options = {"run_name": "fresh", "eval_freq": 2}
+    train(folder, **options)
+    run = folder / "runs" / "fresh-fp8-o2"
+    with pytest.raises(
+        ConfigError,
+        match=r"fresh-fp8-o2 has 2 checkpoints .*--resume latest.*--run-name.*--overwrite",
+    ):
+        train(folder, **options)
+    with pytest.raises(ConfigError, match="--overwrite deletes what --resume goes on from"):
+        configure(folder, **options, resume="latest", overwrite=True)
+    (run / "checkpoints_fp8" / "notes.txt").write_text("kept")
+    with pytest.raises(ConfigError, match="there is no such file"):  # and so nothing is deleted
+        train(folder, **{**options, "data": "nowhere"}, overwrite=True)
+    assert len(list(run.glob("checkpoints_fp8/step_*"))) == 2
+    train(folder, **options, overwrite=True, checkpoint_freq=3, steps=3)
+    left = sorted(path.name for path in (run / "checkpoints_fp8").iterdir())
+    assert left == ["best", "latest", "notes.txt", "step_00000003"]
+    train(folder, **options, opt_level="O1")  # another precision, another folder
+
+
 def test_latest_is_the_run_s_own_or_that_of_its_other_precision(folder, capsys):
     options = {"run_name": "latest", "resume": "latest", "out": folder / "latest"}
     losses = train(folder, opt_level="O2", **options)
@@ -130,7 +211,7 @@ def test_two_ranks_resume_and_change_their_number(folder):
     two = json.loads((folder / "ranks.json").read_text())
     for name, options in RANKS.items():
         alone = {**options, "parallel": "auto", "run_name": f"{name}-alone"}
-        if name in ("ddp-O2", "dp-O1"):
+        if name in ("ddp-O2", "dp-O1", "dp-fused"):
             continue  # as dp-O2
         if name == "fsdp2-O2":
             with pytest.raises(CheckpointError, match="Resume with --parallel fsdp2"):

@@ -109,8 +109,22 @@ def test_wandb_logs_offline(folder, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    assert run(folder, "--run-name", "wandb", "--wandb", "--no-tensorboard") == 0
-    assert list((folder / "wandb-fp8-o2" / "wandb").glob("offline-run-*/*.wandb"))
+    options = ("--run-name", "wandb", "--no-tensorboard", "--resume")
+    record, names = folder / "wandb-fp8-o2", []
+    path = record / "checkpoints_fp8" / "step_00000002"
+    assert run(folder, *options[:-1], "--wandb") == 0
+    for more in (
+        ("--wandb",),
+        (),
+        ("--wandb",),
+    ):  # one run of W&B's, also if it is left out between
+        names.append(json.loads((record / "run.json").read_text())["wandb"])
+        assert run(folder, *options, str(path), *more) == 0
+    assert len(set(names)) == 1
+    files = list((record / "wandb").glob("offline-run-*/*.wandb"))
+    assert {file.name for file in files} == {f"run-{names[0]}.wandb"}
+    assert run(folder, *options[:-1], "--overwrite", "--wandb") == 0
+    assert json.loads((record / "run.json").read_text())["wandb"] not in names
 
 
 def test_loggers_that_are_not_installed(folder, monkeypatch, capsys):

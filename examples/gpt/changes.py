@@ -1,0 +1,55 @@
+"""What a resumed run is asked for otherwise than the run that wrote its checkpoint: a warning each, or an error.
+
+Another model is refused (`build.py`). What is here lets a run go on, but with other samples or learning rates than it
+would have had: `describe` puts it into the manifests of checkpoints, and `report` compares. A checkpoint without an
+entry is not compared by it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .options import warn
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .data import Data
+
+AGAIN = "of text and shards, some of this epoch's come twice and others not at all"
+SCHEDULE = "from here on the learning rate is that of the new schedule"
+MEANING = {
+    "data": "a position is one in its own data, so the new data is read from its beginning",
+    "seq_len": f"windows are cut otherwise: {AGAIN}",
+    "seed": f"windows come in another order: {AGAIN}",
+    "target_effective_batch_size": "steps take another number of samples from here on; learning rates go by steps",
+    "steps": SCHEDULE,
+    "max_lr": SCHEDULE,
+    "min_lr_ratio": SCHEDULE,
+    "warmup_steps": SCHEDULE,
+}
+
+
+def describe(config: Config, data: Data) -> dict[str, Any]:
+    """Return what decides on a run's samples and learning rates, as JSON has it."""
+    own = {name: getattr(config, name) for name in MEANING}
+    return {**own, "data": data.identity, "seq_len": data.seq_len}
+
+
+def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool = True) -> set[str]:
+    """Say what has changed since a checkpoint was written, a line for each; return the names.
+
+    Args:
+        was: the checkpoint's manifest.
+        now: of `describe`.
+        first: is this the rank that speaks?
+
+    Raises:
+        ConfigError: under `strict`, on all ranks.
+    """
+    changed = {name for name in MEANING if was.get(name, now[name]) != now[name]}
+    said = changed - {"seq_len", "seed"} if "data" in changed else changed  # nothing of it was read
+    for name in MEANING:
+        if name in said and (first or strict):
+            flag = "--" + name.replace("_", "-")
+            warn(f"{flag} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)
+    return changed
