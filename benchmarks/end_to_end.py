@@ -11,7 +11,8 @@ optimizer.
 
 `ms` is the median of device events around steps queued one behind the other. `resident` are the bytes a parameter of
 weights, masters, gradients and states, counted on live tensors between backward and step, and `GiB` is the peak of a
-step, activations included. bf16 is measured again at the end, to show how far the GPU drifted.
+step, activations included; each variant has a process of its own, so that nothing of one is in the peak of another.
+bf16 is measured again at the end, to show how far the GPU drifted.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import gc
 import json
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import models
@@ -137,6 +140,12 @@ def measure(variant: Variant, shape: models.Config, options: argparse.Namespace)
     }
 
 
+def apart(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
+    """Return what `measure` does, in a process of its own; raise what it raises."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(measure, variant, MODELS[name], options).result()
+
+
 def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) -> None:
     shape = MODELS[name]
     base = results.get(BASE)
@@ -184,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
         again = [replace(v, name=f"{BASE} again") for v in options.variants if v.name == BASE]
         for variant in (*options.variants, *again):
             try:
-                results[variant.name] = measure(variant, MODELS[name], options)
+                results[variant.name] = apart(variant, name, options)
                 print(f"{variant.name}: {results[variant.name]['step_ms']:.1f} ms", file=sys.stderr)
             except KeyboardInterrupt:  # what is measured is recorded
                 failed.append("stopped")
@@ -192,10 +201,6 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception as error:  # a peer that is missing, or breaks: the others go on
                 print(f"{variant.name}: {type(error).__name__}: {error}", file=sys.stderr)
                 failed.append(f"{name}, {variant.name}")
-            torch.compiler.reset()
-            gc.collect()
-            if options.device == "cuda":
-                torch.cuda.empty_cache()
         report(results, name, options)
         if "stopped" in failed:
             break

@@ -87,6 +87,21 @@ def test_levels_are_freed(level, options, end, device):
     assert_freed(use(), device)
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_a_compiled_model_is_freed(recipe, device):
+    """What torch.compile keeps of it is gone after `torch.compiler.reset()`."""
+
+    def use():
+        model, optimizer = initialized(device=device, compute="native", fp8_recipe=recipe)
+        model.compile(backend="inductor" if device == "cuda" else "aot_eager")
+        train(model, optimizer, 2, device=device)
+        return watch(model, optimizer)
+
+    references = use()
+    torch.compiler.reset()
+    assert_freed(references, device)
+
+
 @pytest.mark.parametrize("options", [{}, RELEASED], ids=["O2", "step in backward"])
 @pytest.mark.parametrize("where", FAILING)
 def test_a_step_that_failed_leaves_nothing(where, options, device):
