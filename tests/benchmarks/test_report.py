@@ -4,8 +4,11 @@ import re
 import shutil
 import subprocess
 
+import memory
+import monitor_cost
 import pytest
 import report
+import stability
 
 WIDTHS = """<script>addEventListener("load", () => {
     document.body.dataset.widths = [...document.images].map(i => i.naturalWidth) })</script>"""
@@ -17,7 +20,8 @@ def page():
 
 
 def test_every_file_of_records_has_its_picture(page):
-    present = [s for s in report.SECTIONS if (report.RESULTS / s.file).exists()]
+    files = [(s, report.RESULTS / s.file) for s in report.SECTIONS]
+    present = [s for s, path in files if path.exists() and s.choose(report.read(path))]
     assert page.count("<img ") == len(present) >= 7
     for section in present:
         assert f'id="{section.key}"' in page
@@ -45,6 +49,21 @@ def test_a_browser_shows_it(page, tmp_path):
     widths = re.search(r'data-widths="([\d,]+)"', shown.stdout)[1].split(",")
     assert len(widths) == page.count("<img ")
     assert all(int(width) > 100 for width in widths)
+
+
+@pytest.mark.slow
+def test_records_of_short_runs_are_drawn(tmp_path):
+    tiny = ["--device", "cpu", "--model", "tiny"]
+    chosen = ["--only", "current hybrid", "blockwise"]
+    for benchmark, name, options in (
+        (stability, "stability", ["--steps", "1", "--grid", "formats", "--bound", "9", *chosen]),
+        (monitor_cost, "monitor_cost", ["--steps", "1", "--blocks", "1", "--only", "O2"]),
+        (memory, "memory", ["--most", "2", "--only", "bf16 AdamW", "fp8stack O2"]),
+    ):
+        assert benchmark.main([*tiny, *options, "--output", str(tmp_path / f"{name}.jsonl")]) == 0
+    page = report.make_page(tmp_path)
+    shown = [s for s in report.SECTIONS if f'alt="{s.title}"' in page]
+    assert [s.key for s in shown] == ["stability", "monitor", "batches"]
 
 
 def test_what_is_missing_is_named(tmp_path):
