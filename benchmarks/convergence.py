@@ -5,11 +5,13 @@
         --lr 6e-4 --data stdlib --out benchmarks/results/optimizer_parity.jsonl
     python benchmarks/convergence.py --model 126m --levels baseline --recipes native/current te/delayed --batch 16 \
         --lr 6e-4 --data stdlib --out benchmarks/results/product_parity.jsonl
+    python benchmarks/convergence.py --model 126m --fallbacks fp8stack bitsandbytes --batch 16 --lr 6e-4 --data stdlib
 
 The first compares the levels. The second compares optimizers alone: O2 with GEMMs in bf16, whose gradients are FP8
 and whose states and masters are kept in the formats named, against torch's AdamW in float32, which must be 0.3 % away
 at most (1 % for 4-bit states). The third compares FP8 products alone: O0 by a library and a recipe, and a format if
-another than "hybrid" (native/current/e5m2), 0.5 % away at most.
+another than "hybrid" (native/current/e5m2), 0.5 % away at most. The fourth adds what a GPU without FP8 falls back to:
+bfloat16 products and gradients, and 8-bit states that fp8stack or bitsandbytes steps.
 
 Every (level, seed) pair is one run of `examples/demo.py`'s `train`, in a process of its own, `--jobs` at a time;
 the same seed gives every level the same weights and batches, so differences are paired. It appends one record a run,
@@ -54,6 +56,7 @@ TOLERANCE = 0.005
 PARITY = 0.003
 PARITY_4BIT = 0.01
 LIBRARIES = ("native", "te")  # what multiplies, in --recipes
+FALLBACK = "fallback"
 MODELS = {
     "19m": ModelConfig(dim=512, layers=6, heads=8, kv_heads=4, ffn=1536, seq_len=512),
     "126m": ModelConfig(dim=896, layers=12, heads=14, kv_heads=14, ffn=2688, seq_len=1024),
@@ -85,6 +88,8 @@ def options_of(variant: str) -> tuple[str, dict[str, str]]:
     first, _, rest = variant.partition("/")
     if not rest:
         return variant, {}
+    if first == FALLBACK:
+        return "O2", {"compute": "bf16", "gradients": "keep", "optimizer_backend": rest}
     if first not in LIBRARIES:
         return "O2", {"compute": "bf16", "states": first, "master": rest}
     recipe, _, fmt = rest.partition("/")
@@ -98,7 +103,12 @@ def run_all(options: argparse.Namespace) -> None:
         futures = {
             pool.submit(run, level, seed, options): (level, seed)
             for seed in options.seeds
-            for level in (*options.levels, *options.formats, *options.recipes)
+            for level in (
+                *options.levels,
+                *options.formats,
+                *options.recipes,
+                *(f"{FALLBACK}/{backend}" for backend in options.fallbacks),
+            )
         }
         for future in as_completed(futures):
             level, seed = futures[future]
@@ -234,6 +244,7 @@ def main() -> int:
         metavar="LIBRARY/RECIPE[/FORMAT]",
         help="e.g. te/delayed",
     )
+    add("--fallbacks", nargs="*", default=[], choices=("fp8stack", "bitsandbytes"))
     add("--skip", nargs="*", default=[], metavar="PATTERN", help="layers to leave as they are")
     add("--jobs", type=int, default=1, help="runs at a time on the one device")
     add("--picture", type=Path, default=PICTURE)
@@ -267,7 +278,7 @@ def tolerance(variant: str) -> float:
     """Return how far the mean loss of a variant may be from the baseline's."""
     if "/" not in variant:
         return TOLERANCE if variant in LEVELS else float("inf")
-    if variant.partition("/")[0] in LIBRARIES:
+    if variant.partition("/")[0] in (*LIBRARIES, FALLBACK):
         return TOLERANCE
     return PARITY_4BIT if variant.startswith("4bit") else PARITY
 

@@ -4,6 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from convergence import any_skipped, by_variant, run, to_record
 
@@ -20,6 +21,17 @@ def test_a_run_becomes_a_record_that_counts_skipped_steps(tmp_path, capsys):
     records.write_text("".join(json.dumps(r) + "\n" for r in (record, bad)))
     assert any_skipped(by_variant(records))
     assert capsys.readouterr().out == "O2 seed 1: 3 steps were skipped\n"
+
+
+@pytest.mark.parametrize("backend", ["fp8stack", "bitsandbytes"])
+def test_a_fallback_keeps_its_states_in_8_bits(backend, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question.\n" * 600)
+    options = argparse.Namespace(model="tiny", steps=3, batch=2, lr=1e-3, skip=[], data=text)
+    baseline, fallback = (run(v, 0, options) for v in ("baseline", f"fallback/{backend}"))
+    assert fallback.final_loss == pytest.approx(baseline.final_loss, rel=0.005)
+    assert fallback.bytes_per_parameter["m"] < 1.1
+    assert fallback.bytes_per_parameter["grad"] >= 2
 
 
 def test_no_recorded_run_skipped_steps():
