@@ -150,6 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--steps", type=int, default=200)
     add("--bound", type=float, default=0.05, help="largest gap to bf16's loss, as a fraction")
     options = read_choices(parser, arguments, MODELS, VARIANTS, lambda _: ["gpt2"])
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: must be at least 1")
     problems, count = [], 0
     for title, shape in list_runs(options):
         records = []

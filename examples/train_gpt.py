@@ -7,18 +7,21 @@
     python examples/train_gpt.py --list-checkpoints
 
 `--help` lists all options; `gpt/trainer.py` is the run. The exit status is 1 if the run does not stay finite, and 2,
-after one line on stderr, for what was asked for and cannot be done.
+after one line on stderr, for what was asked for and cannot be done. fp8stack's warnings are one line each, of the
+first rank.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from fp8stack.errors import Fp8StackError, first_line
+from fp8stack.errors import Fp8StackError, Fp8StackWarning, first_line
 
 try:
     from gpt import batching
@@ -32,6 +35,9 @@ except ModuleNotFoundError as error:
         'library with all that training needs: pip install -e ".[train]"',
         name=error.name,
     ) from error
+
+
+PYTHONS_FORMAT = warnings.formatwarning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +66,16 @@ def fail(error: object, status: int) -> int:
     return status
 
 
+def format_warning(
+    text: Warning | str, kind: type[Warning], file: str, number: int, line: str | None = None
+) -> str:
+    """Return a warning of fp8stack's as a line for who runs this, not for who wrote it; others as Python has them."""
+    if not issubclass(kind, Fp8StackWarning):
+        return PYTHONS_FORMAT(text, kind, file, number, line)
+    return f"train_gpt: warning: {text}\n" if os.environ.get("RANK", "0") == "0" else ""
+
+
 if __name__ == "__main__":
+    warnings.formatwarning = format_warning
     torch.set_float32_matmul_precision("high")
     sys.exit(main())

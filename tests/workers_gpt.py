@@ -13,7 +13,8 @@ from gpt.config import Config
 from gpt.trainer import Trainer
 from workers_comm import enter, leave
 
-from fp8stack.errors import CheckpointError
+from fp8stack import capability
+from fp8stack.errors import CheckpointError, ConfigError
 
 BASE = {
     "model": "tiny",
@@ -98,6 +99,7 @@ def check_ranks(rank, world, store, folder):
         changed = resume(folder, path, **RANKS[to], run_name=f"{source}-to-{to}")
         assert changed[:2] == losses[source][:2]
         assert_near(changed, losses[source], (source, to))
+    check_precision(folder, rank)
     check_rotation(folder)
     check_first_weights()
     single = step_of(folder, "single", 2)
@@ -110,6 +112,16 @@ def check_ranks(rank, world, store, folder):
     if rank == 0:
         (folder / "ranks.json").write_text(json.dumps(losses))
     leave()
+
+
+def check_precision(folder, rank):
+    """Ranks of which one has no FP8 do not begin: their folders would be different ones."""
+    answer = capability.Answer(False, "cuda:0 is NVIDIA A100 (8.0)")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(capability, "fp8_hardware", lambda device: answer)
+        with pytest.raises(ConfigError, match="ranks would compute in FP8 O2 and bf16 O2"):
+            Trainer(configure(folder, run_name="mixed"))
 
 
 def check_rotation(folder):

@@ -1,8 +1,9 @@
 """Model and optimizer of a run: built, brought to a level of fp8stack, loaded, taken to another one, wrapped for ranks.
 
 A checkpoint holds weights and states in the formats of the level that wrote it. So a run that is resumed at another
-level is built at the old one, loaded bit for bit, and then taken over: by `fp8stack.restore` and `initialize` where
-parameters are whole, and through float32 weights and moments where FSDP2 shards them, which nothing can undo in place.
+level, or where another library steps (a GPU without FP8), is built as it was, loaded bit for bit, and then taken over:
+by `fp8stack.restore` and `initialize` where parameters are whole, and through float32 weights and moments where FSDP2
+shards them, which nothing can undo in place.
 Step counts, moments and all bits of the masters carry over.
 
 What resumes bit for bit: "off", O0, O1 and O2, with the same ranks, micro-batch and --fuse.
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fp8stack
 from fp8stack import comm
+from fp8stack.api import session_of
 from fp8stack.errors import CheckpointError, ConfigError
 
 from .checkpoints import Checkpoint, load, rank_and_world
@@ -99,8 +101,11 @@ class Setup:
     def _plain(self) -> tuple[GPT, torch.optim.Optimizer]:
         in_te = self.model.blocks == "te"  # whose modules begin where they stay
         torch.manual_seed(self.seed)
-        with torch.device(self.device if in_te else "meta"):
-            model = GPT(self.model)
+        try:
+            with torch.device(self.device if in_te else "meta"):
+                model = GPT(self.model)
+        except ModuleNotFoundError as error:  # flash-attn
+            raise ConfigError(f"--attention {self.model.attention}: {error}") from error
         if self.sharded:
             _shard(model, self.device.type, self.dtype)
         if not in_te:  # not before it is sharded: a model may be too large for one rank
@@ -117,15 +122,19 @@ class Setup:
         """
         facts = checkpoint.manifest
         check_same_model(checkpoint, self.model)
-        saved = Level(facts["level"], facts["options"])
+        saved = Level(facts["level"], {**facts["options"], **facts.get("stepper", {})})
         if facts["sharded"] != self.sharded and "O2" in (saved.name, self.level.name):
             raise CheckpointError(
                 f"{checkpoint.path} was written at {saved.name} with --parallel {facts['parallel']}, and this run is "
                 f"{self.level.name} with {self.parallel}: at O2 whole and sharded parameters have other states. "
                 f"Resume with --parallel {facts['parallel']}."
             )
-        same = (saved.name, saved.options) == (self.level.name, self.level.options)
+        same = (facts["level"], facts["options"]) == (self.level.name, self.level.options)
         model, optimizer = self.build(self.level if same else saved)
+        if same and facts.get("stepper", stepper(model, saved)) != stepper(model, saved):
+            same = False  # a device with FP8 wrote it, and this has none, or the other way round
+            del model, optimizer
+            model, optimizer = self.build(saved)
         states = contents(model, optimizer)
         progress, local = load(checkpoint.path, states)
         set_state_dict(
@@ -165,6 +174,12 @@ class Setup:
         with self.autocast():
             _settle(wrapped, self.device)
         return wrapped
+
+
+def stepper(model: GPT, level: Level) -> dict[str, str]:
+    """Return the option that gives states the formats that they have here on other devices too, for a manifest."""
+    chosen = "auto" if level.name == "off" else session_of(model).recipe.optimizer_backend
+    return {} if chosen == "auto" else {"optimizer_backend": chosen}
 
 
 def choose_parallel(wish: str, world: int, level: Level) -> str:

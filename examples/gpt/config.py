@@ -82,7 +82,7 @@ class Config:
     use_fp8: bool | None = option(None, "--no-fp8 is --opt-level off")
     compute: str = option(
         "auto",
-        "what multiplies; auto: TransformerEngine where it works",
+        "what multiplies; auto: native layers, TransformerEngine for recipes that they lack, bf16 without FP8",
         choices=CHOICES["compute"],
     )
     fp8_format: str = option("hybrid", "of the GEMMs", choices=CHOICES["fp8_format"])
@@ -104,7 +104,7 @@ class Config:
 
     # --- training
     steps: int = option(300, "of the optimizer, in all", least=1)
-    max_lr: float = option(3e-3, "highest learning rate", least=0)
+    max_lr: float = option(3e-3, "highest learning rate", above=0)
     min_lr_ratio: float = option(0.1, "the last learning rate, over the highest", least=0, most=1)
     warmup_steps: int | None = option(
         None, "in which the learning rate rises; by default a tenth of all", least=0
@@ -155,13 +155,14 @@ class Config:
                         f"{name}={getattr(self, name)!r} is of FP8, which --opt-level off (--no-fp8) leaves out. "
                         "Leave it out too, or use --opt-level O0, O1 or O2."
                     )
+        self._check_run_name()
         self._check_fuse()
         if self.overwrite and self.resume:
             raise ConfigError(
                 "--overwrite deletes what --resume goes on from. Leave one of them out."
             )
         self.model_config(vocab=SIZES[self.model].vocab)
-        self._recipe()
+        self.recipe()
 
     def fp8_options(self) -> tuple[str | None, dict[str, Any]]:
         """Return the level and the options for `fp8stack.initialize`; a level of None: do not call it.
@@ -178,6 +179,15 @@ class Config:
             return None, {}
         return "O2", {"compute": "bf16", "gradients": "keep", "states": STATES[bits]}
 
+    def _check_run_name(self) -> None:
+        """Raise ConfigError for a name that leads out of the folder of runs."""
+        name = self.run_name or ""
+        if name in (".", "..") or set(name) & set("/\\\0"):
+            raise ConfigError(
+                f"run_name={name!r} must be the name of a folder in --out: without / and \\, and neither . nor .. . "
+                "Give another folder as --out."
+            )
+
     def _check_fuse(self) -> None:
         """Raise ConfigError for what has no native layers that casts could be joined to."""
         reasons = {
@@ -193,7 +203,8 @@ class Config:
                     "of the two."
                 )
 
-    def _recipe(self) -> Recipe | None:
+    def recipe(self) -> Recipe | None:
+        """Return what `fp8stack.initialize` is asked for; None: it is not called."""
         level, options = self.fp8_options()
         return level and recipe_for(level, **options)
 
@@ -213,7 +224,7 @@ class Config:
                 attention=self.attention,
                 blocks=self.blocks,
                 checkpointing=self.checkpointing,
-                fp8=self._recipe() if in_te else None,
+                fp8=self.recipe() if in_te else None,
                 **given,
             )
         except ConfigError:
@@ -223,7 +234,7 @@ class Config:
 
     @property
     def precision(self) -> str:
-        """What runs are tagged with: "FP8 O2", or "bf16"."""
+        """What is asked for: "FP8 O2", or "bf16"; `runs.choose_precision` says what a device has."""
         off = self.opt_level == "off"
         return PRECISIONS[self.compute_dtype] if off else f"FP8 {self.opt_level}"
 

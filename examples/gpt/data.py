@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, Fp8StackWarning
 
 from . import hub
 from .model import SIZES
@@ -72,7 +72,8 @@ class Data:
         try:
             self.encode("a")
         except ConfigError as error:
-            warnings.warn(f"there will be no samples of text, nor HellaSwag: {error}", stacklevel=2)
+            text = f"there will be no samples of text, nor HellaSwag: {error}"
+            warnings.warn(text, Fp8StackWarning, stacklevel=2)
             return False
         return True
 

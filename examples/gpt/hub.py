@@ -54,8 +54,14 @@ def open_documents(data: str) -> tuple[Documents, Documents | None]:
         data: a key of NAMES, "hf:NAME" or "hf:NAME:CONFIG" of a dataset, "hf:FOLDER" or a folder of parquet files.
 
     Raises:
-        ConfigError: if `datasets` is missing, the dataset cannot be opened, or has no column of text.
+        ConfigError: if no dataset is named, `datasets` is missing, the dataset cannot be opened, or has no column of
+            text.
     """
+    named = data.removeprefix("hf:").partition(":")[0].split("/")
+    if data.startswith("hf:") and not set(named) - {"", ".", ".."}:  # folders, to `datasets`
+        raise ConfigError(
+            f"--data {data}: names no dataset. Give hf:NAME of one on huggingface.co, or the path of a folder."
+        )
     try:
         from datasets import load_dataset
     except ImportError as error:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, Fp8StackWarning, first_line
 
 METRICS, RUN = "metrics.jsonl", "run.json"
 GIB = 2**30
@@ -66,8 +66,8 @@ class RunLog:
         active: False makes an object that does nothing, for all ranks but the first.
 
     Raises:
-        ConfigError: if the folder cannot be written, or W&B is asked for and not installed. A missing TensorBoard is
-            one warning: it is the default.
+        ConfigError: if the folder cannot be written, or W&B is asked for and not installed, or does not let us in. A
+            missing TensorBoard is one warning: it is the default.
     """
 
     def __init__(
@@ -214,4 +214,10 @@ def _open_wandb(folder: Path, facts: dict[str, Any], known: str | None) -> Any:
             f'--wandb: the module {error.name} is not installed. Install it with pip install "fp8stack[wandb]".'
         ) from None
     own = {"id": known, "name": facts["name"], "dir": str(folder)}
-    return wandb.init(project="fp8stack", config=facts, resume="allow", **own)
+    try:
+        return wandb.init(project="fp8stack", config=facts, resume="allow", **own)
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"--wandb: W&B cannot begin a run ({first_line(error)}). Log in with: wandb login, or set "
+            "WANDB_MODE=offline to keep its files here and send them later."
+        ) from error

@@ -33,17 +33,20 @@ def option(
     *,
     choices: Iterable[Any] = (),
     least: float = -math.inf,
+    above: float = -math.inf,
     most: float = math.inf,
     word: str = "",
     suffix: str = "",
 ) -> Any:
     """A field of a configuration.
 
+    least, above, most: bounds of numbers; `above` is none of them.
     word: a text that is allowed beside numbers, such as "auto".
     suffix: of paths that are allowed beside choices, such as ".json".
     """
-    facts = {"help": help, "choices": tuple(choices), "least": least, "most": most}
-    return field(default=default, metadata={**facts, "word": word, "suffix": suffix})
+    bounds = {"least": least, "above": above, "most": most}
+    facts = {"help": help, "choices": tuple(choices), "word": word, "suffix": suffix}
+    return field(default=default, metadata={**facts, **bounds})
 
 
 def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
@@ -58,7 +61,7 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
         value = "off"  # YAML reads the bare word off as false
     try:
         value = _CONVERTERS[kind](value)
-        fits = facts["least"] <= value <= facts["most"] if kind in ("int", "float") else True
+        fits = kind not in ("int", "float") or _is_within(facts, value)
     except (TypeError, ValueError):
         fits = False
     if facts["suffix"] and fits and value.endswith(facts["suffix"]):
@@ -78,9 +81,15 @@ def describe(rule: Field[Any], kind: str) -> str:
     text = KINDS[kind]
     if facts["least"] > -math.inf:
         text += f" of {facts['least']:g} or more"
+    if facts["above"] > -math.inf:
+        text += f" above {facts['above']:g}"
     if facts["most"] < math.inf:
         text += f" and {facts['most']:g} or less"
     return f'{text}, or "{facts["word"]}"' if facts["word"] else text
+
+
+def _is_within(facts: Mapping[str, Any], value: float) -> bool:
+    return facts["least"] <= value <= facts["most"] and value > facts["above"]
 
 
 def _to_bool(value: Any) -> bool:

@@ -10,18 +10,41 @@ from typing import Any
 import torch
 
 import fp8stack
+from fp8stack.backends import choose_compute
 from fp8stack.errors import ConfigError
 from fp8stack.levels import LEVELS
 
-from .checkpoints import Checkpoint, clear, find, find_latest, list_checkpoints, rank_and_world
+from .checkpoints import (
+    Checkpoint,
+    clear,
+    find,
+    find_latest,
+    gather,
+    list_checkpoints,
+    rank_and_world,
+)
 from .config import PRECISIONS, Config
 
 
-def describe_precision(model: torch.nn.Module, config: Config) -> str:
-    """Return what a run computes in, and its level: "FP8 O2", "bf16 O2" where a GPU has no FP8, "bf16"."""
-    if config.opt_level == "off" or fp8stack.get_report(model).compute != "bf16":
-        return config.precision
-    return config.precision.replace("FP8", "bf16")
+def choose_precision(config: Config, device: torch.device) -> str:
+    """Return what a run computes in, and its level: "FP8 O2", "bf16 O2" where a GPU has no FP8, "bf16".
+
+    fp8stack's own choice, asked for before there is a model: runs of that precision may be there already.
+
+    Raises:
+        ConfigError, UnsupportedDeviceError: where `fp8stack.initialize` would.
+        ConfigError: where ranks do not choose alike, whose checkpoints would be in different folders.
+    """
+    own = config.precision
+    if config.opt_level != "off" and choose_compute(config.recipe(), device).name == "bf16":
+        own = f"{PRECISIONS[config.compute_dtype]} {config.opt_level}"
+    found = sorted(set(gather(own)))
+    if len(found) > 1:
+        raise ConfigError(
+            f"ranks would compute in {' and '.join(found)}: some of their devices have FP8, and some have not. Use "
+            "devices of one kind, or --compute bf16."
+        )
+    return own
 
 
 def run_folder(config: Config, precision: str) -> Path:
@@ -36,13 +59,14 @@ def folders_of(run: Path) -> list[Path]:
 
 def all_folders(config: Config) -> list[Path]:
     """Return where the checkpoints of runs of this name are, in all precisions."""
-    tags = [*PRECISIONS.values(), *(f"FP8 {level}" for level in LEVELS)]
+    kinds = PRECISIONS.values()
+    tags = [*kinds, *(f"{kind} {level}" for kind in ("FP8", *kinds) for level in LEVELS)]
     return [folder for tag in tags for folder in folders_of(run_folder(config, tag))]
 
 
-def check_fresh(config: Config) -> None:
+def check_fresh(config: Config, precision: str) -> None:
     """Raise ConfigError if a run would begin among checkpoints of an older one, which could be taken for its own."""
-    run = run_folder(config, config.precision)
+    run = run_folder(config, precision)
     found = [path for folder in folders_of(run) for path in folder.glob("step_*")]
     if found and not (config.resume or config.overwrite):
         raise ConfigError(
@@ -51,10 +75,10 @@ def check_fresh(config: Config) -> None:
         )
 
 
-def remove_older(config: Config) -> None:
+def remove_older(config: Config, precision: str) -> None:
     """Remove the checkpoints of an older run, if `--overwrite` says so."""
     if config.overwrite and rank_and_world()[0] == 0:
-        for folder in folders_of(run_folder(config, config.precision)):
+        for folder in folders_of(run_folder(config, precision)):
             clear(folder)
 
 
@@ -73,7 +97,7 @@ def describe_host(device: torch.device) -> dict[str, Any]:
     }
 
 
-def find_checkpoint(config: Config) -> Checkpoint | None:
+def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
     """Return what `--resume` names; "latest": the run's own newest, or else that of its name in another precision.
 
     Raises:
@@ -83,7 +107,7 @@ def find_checkpoint(config: Config) -> Checkpoint | None:
         return None
     if config.resume != "latest":
         return find(Path(config.resume))
-    own = run_folder(config, config.precision)
+    own = run_folder(config, precision)
     found = find_latest(folders_of(own)) or find_latest(all_folders(config))
     if found is None and rank_and_world()[0] == 0:
         print(f"--resume latest: there is no checkpoint in {own}; starting at step 0")

@@ -15,6 +15,8 @@ import math
 import warnings
 from typing import TYPE_CHECKING
 
+from fp8stack.errors import Fp8StackWarning
+
 if TYPE_CHECKING:
     from .config import Config
 
@@ -35,5 +37,6 @@ def check_warm_up(config: Config) -> None:
         warnings.warn(
             f"warmup_steps={config.warmup_steps} exceeds steps={config.steps}: the run ends at {share:.0%} of max_lr "
             "and never decays. Use a shorter warm-up, some 2 to 10 % of the run, or more steps.",
+            Fp8StackWarning,
             stacklevel=3,
         )

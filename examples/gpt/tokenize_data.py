@@ -13,6 +13,7 @@ the dataset has a split for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import sys
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it sees i
 
 import numpy as np
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, first_line
 from gpt import hub
 from gpt.config import parse
 from gpt.data import open_arrays
@@ -51,8 +52,21 @@ def write_shards(tokens: Iterable[np.ndarray], folder: Path, split: str, size: i
 
 def _write(parts: list[np.ndarray], path: Path) -> None:
     partial = path.with_suffix(".partial")
-    np.concatenate(parts).tofile(partial)
-    partial.rename(path)
+    with writing(path.parent):
+        np.concatenate(parts).tofile(partial)
+        partial.rename(path)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raise ConfigError where files of `folder` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--shards {folder}: cannot be written ({error.strerror or first_line(error)}). Give another folder, or "
+            "make room there."
+        ) from error
 
 
 def encode(documents: Iterator[str], encoding: Encoding, most: int) -> Iterator[np.ndarray]:
@@ -106,12 +120,12 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
         _, encoding, train, held_out = open_arrays(config, seq_len=1, max_bytes=sys.maxsize)
         train = [part[: options.max_tokens] for part in train]
         held_out = [part[: options.val_tokens] for part in held_out]
-    folder.mkdir(parents=True, exist_ok=True)
-    name = encoding.name
-    if isinstance(encoding, TokenizerFile):
-        name = "tokenizer.json"
-        shutil.copyfile(encoding.path, folder / name)
-    (folder / "meta.json").write_text(json.dumps({"encoding": name}) + "\n")
+    name = "tokenizer.json" if isinstance(encoding, TokenizerFile) else encoding.name
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(encoding, TokenizerFile):
+            shutil.copyfile(encoding.path, folder / name)
+        (folder / "meta.json").write_text(json.dumps({"encoding": name}) + "\n")
     return write_shards(train, folder, "train", size), write_shards(held_out, folder, "val", size)
 
 

@@ -19,7 +19,6 @@ samples, but sums are rounded otherwise.
 from __future__ import annotations
 
 import math
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from fp8stack.monitor import Monitor
 from fp8stack.nn import restore_scaling, scaling_state
 from fp8stack.optim import BlockwiseOptimizer
 
-from . import batching, build, changes, checkpoints, evaluation, runs
+from . import batching, build, changes, checkpoints, evaluation, randomness, runs
 from .build import Level, Setup, synchronized
 from .config import Config
 from .data import open_data
@@ -65,7 +64,9 @@ class Trainer:
         self.config = config
         self.device = build.join_ranks(config.device)
         self.rank, self.world = checkpoints.rank_and_world()
-        runs.check_fresh(config)
+        self.precision = runs.choose_precision(config, self.device)
+        self.folder = runs.run_folder(config, self.precision)
+        runs.check_fresh(config, self.precision)
         self.data = open_data(config, self.rank, self.world)
         name, options = config.fp8_options()
         level = Level(name or "off", options, config.strict, config.fuse)
@@ -82,7 +83,7 @@ class Trainer:
         if self.questions:
             self.data.encode("a")  # raises, where shards come without their vocabulary
         self.course = changes.describe(config, self.data)
-        resumed = runs.find_checkpoint(config)
+        resumed = runs.find_checkpoint(config, self.precision)
         if resumed is None:
             (self.model, self.optimizer), progress, local = self.setup.build(), START, None
         else:
@@ -95,8 +96,6 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.setup.dtype is torch.float16
         )
-        self.folder = runs.run_folder(config, config.precision)
-        self.precision = runs.describe_precision(self.model, config)
         self.split = self._choose_split(resumed)
         if config.compile:  # not before: the sizes that were tried would make shapes dynamic
             for module in self.model.blocks if self.setup.sharded else [self.model]:
@@ -104,7 +103,7 @@ class Trainer:
         self._restore(progress, local)
         self.guard = Guard(config.opt_level, config.fp8_format, config.max_lr, config.max_nan_steps)
         self.monitor = self._make_monitor()
-        runs.remove_older(config)
+        runs.remove_older(config, self.precision)
         self.log = self._open_log()
         if resumed is not None:
             precision = resumed.manifest["precision"]
@@ -113,7 +112,11 @@ class Trainer:
     # --- the loop
 
     def run(self) -> list[float]:
-        """Train up to the last step; return the loss of every step of the run, those before a resume too."""
+        """Train up to the last step; return the loss of every step of the run, those before a resume too.
+
+        Raises:
+            DivergedError: where steps do not stay finite, or none was.
+        """
         config = self.config
         try:
             with comm.Statistics() as self.wire:
@@ -125,6 +128,8 @@ class Trainer:
                         self.evaluate()
                     if saves and config.checkpoint_freq:
                         self.save()
+            if told := self.guard.sum_up():
+                self.log.say(told)
         finally:
             self.log.close()
         return self.losses
@@ -149,7 +154,7 @@ class Trainer:
         self.step += 1
         # GradScaler looks for its scale by losing steps
         searching = self.scaler.is_enabled() and self.scaler.get_scale() > 1
-        accepted = searching or self.guard.accepts(self.step, loss, norm)
+        accepted = self.guard.accepts(self.step, loss, norm, searching)
         if accepted:
             self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -238,13 +243,7 @@ class Trainer:
             "data": self.data.train.state_dict(),
             "scaler": scaler,
         }
-        own = {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "scaling": scaling_state(self.model),
-        }
-        if self.device.type == "cuda":
-            own["cuda"] = torch.cuda.get_rng_state(self.device)
+        own = {**randomness.get_state(self.device), "scaling": scaling_state(self.model)}
         return checkpoints.save(
             runs.folders_of(self.folder)[self.config.opt_level != "off"],
             self.step,
@@ -320,13 +319,9 @@ class Trainer:
         if self.step:  # after DDP's and the search's own passes
             restore_scaling(self.model, (local or {}).get("scaling", {}))
         if local is None:  # a run that begins, or a rank that was not there
-            torch.manual_seed(self.config.seed + self.rank)
-            random.seed(self.config.seed + self.rank)
-            return
-        torch.set_rng_state(local["torch"])
-        random.setstate(local["python"])
-        if "cuda" in local and self.device.type == "cuda":
-            torch.cuda.set_rng_state(local["cuda"], self.device)
+            randomness.seed(self.config.seed + self.rank)
+        else:
+            randomness.set_state(local, self.device)
 
     def _make_monitor(self) -> Monitor | None:
         native = (
@@ -372,6 +367,7 @@ class Trainer:
         return {
             "level": self.setup.level.name,
             "options": self.setup.level.options,
+            "stepper": build.stepper(self.model, self.setup.level),
             "precision": self.precision,
             "compute_dtype": self.config.compute_dtype,
             "model": self.config.model,

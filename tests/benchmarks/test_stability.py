@@ -27,6 +27,13 @@ def test_odd_sizes_train(tmp_path):
     assert stability.main([*arguments, "--grid", "shapes", "--only", "current hybrid"]) == 0
 
 
+def test_no_steps_are_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        stability.main(["--device", "cpu", "--model", "tiny", "--steps", "0"])
+    assert stop.value.code == 2
+    assert "--steps 0: must be at least 1" in capsys.readouterr().err
+
+
 def test_what_fails():
     good = {"loss": 2.0, "finite": True, "skipped_steps": 0}
     assert stability.judge(good, good, 0.05) == ""

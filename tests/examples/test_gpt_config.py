@@ -1,5 +1,6 @@
 """The options of a run: three places that overrule each other, checked alike, and what fp8stack is asked for."""
 
+import re
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
@@ -52,7 +53,12 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
         (["--steps", "0"], "--steps: got 0, must be a whole number of 1 or more"),
         (["--steps=2.5"], "--steps: got '2.5'"),
         (["--micro-batch", "0"], 'of 1 or more, or "auto"'),
-        (["--max-lr", "nan"], "--max-lr: got 'nan', must be a number of 0 or more"),
+        (["--max-lr", "nan"], "--max-lr: got 'nan', must be a number above 0"),
+        (["--max-lr", "0"], "--max-lr: got 0.0, must be a number above 0"),
+        (["--run-name", "../../x"], "run_name='../../x' must be the name of a folder in --out"),
+        (["--run-name", "a/b"], "must be the name of a folder"),
+        (["--run-name", "a\\b"], "must be the name of a folder"),
+        (["--run-name", ".."], "neither . nor"),
         (["--min-lr-ratio", "1.5"], "of 0 or more and 1 or less"),
         (["--fp8-margin", "1"], 'fp8_recipe="delayed"'),
         (["--no-fp8", "--opt-level", "O2"], "--no-fp8 contradicts --opt-level O2"),
@@ -199,6 +205,23 @@ def test_every_option_has_a_flag_and_help_and_survives_yaml(write, capsys):
         ["--model", "gpt2", "--hellaswag", "a.jsonl", "--opt-level", "O1", "--steps", "50"]
     )
     assert parse(write(yaml.safe_dump(found.to_dict()))) == found
+
+
+def test_every_option_is_in_the_table_of_the_documentation():
+    text = (CONFIGS.parents[1] / "docs" / "training.md").read_text()
+    table = text.partition("\n## Options\n")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    told = set(re.findall(r"--([a-z][a-z0-9-]+)", "\n".join(rows)))
+    options = {rule.name.replace("_", "-") for rule in fields(Config)}
+    assert options - told == set()
+    assert told - options == {"no-fp8"}
+
+
+def test_the_help_says_what_auto_multiplies_with(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "auto: native layers, TransformerEngine for recipes that they lack" in text
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -226,6 +227,13 @@ def test_names_of_datasets_lead_to_the_hub():
     assert not hub.is_dataset("stdlib")
 
 
+@pytest.mark.parametrize("name", ["hf:", "hf:.", "hf:..", "hf:../..", "hf::part", "hf:/"])
+def test_a_dataset_without_a_name_is_not_the_current_folder(name, folders, monkeypatch):
+    monkeypatch.chdir(folders / "documents")  # whose files would be taken
+    with pytest.raises(ConfigError, match=f"--data {re.escape(name)}: names no dataset"):
+        open_data(Config(data=name, seq_len=SEQ, model="tiny"))
+
+
 def test_a_position_of_another_kind_of_source_is_refused(folders):
     sources = [
         Config(data=str(folders / name), encoding="bytes", seq_len=SEQ)
@@ -252,3 +260,19 @@ def test_shards_are_not_written_over(folders, capsys):
     assert tokenize_data.main(given) == 2
     assert "has .bin files already" in capsys.readouterr().err
     assert tokenize_data.main([*given, "--max-tokens", "0"]) == 2
+
+
+def test_shards_that_cannot_be_written_are_named_with_a_remedy(folders, tmp_path, capsys):
+    source = folders / "text"
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / "train_000000.partial").mkdir(parents=True)
+    for folder, reason in (
+        ("/proc/x", "No such file or directory"),
+        (tmp_path / "file" / "x", "Not a directory"),
+        (tmp_path / "full", "Is a directory"),  # a shard
+    ):
+        given = ["--data", str(source), "--encoding", "bytes", "--shards", str(folder)]
+        assert tokenize_data.main(given) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --shards {folder}: cannot be written ({reason}). Give")
+        assert error.count("\n") == 1

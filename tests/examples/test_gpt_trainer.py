@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ import torch
 import train_gpt
 from gpt import GPT, ModelConfig, evaluation, logs
 from gpt.evaluation import Question
-from gpt.guard import DivergedError, advise
+from gpt.guard import DivergedError, Guard, advise
 from workers_gpt import read, train, write_text
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
@@ -136,6 +139,22 @@ def test_loggers_that_are_not_installed(folder, monkeypatch, capsys):
         assert run(folder, "--run-name", "none", "--opt-level", "off") == 0
 
 
+def test_wandb_without_a_login_is_one_line(folder, tmp_path, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # which keeps what the environment said at its first run
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):  # nobody has logged in there
+        monkeypatch.setenv(name, str(tmp_path / name))
+    assert run(folder, "--run-name", "nobody", "--wandb") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(r"train_gpt: --wandb: .*wandb login, or set WANDB_MODE=offline", error)
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    assert run(folder, "--run-name", "nobody", "--wandb") == 2
+    assert "WANDB_API_KEY invalid" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_resumed_run_cuts_what_its_record_says_of_later_steps(folder, capsys):
     name = ("--run-name", "cut", "--opt-level", "off")
     assert run(folder, *name) == 0
@@ -153,6 +172,8 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(folder, capsys):
     assert (
         run(
             folder,
+            "--run-name",
+            "diverged",
             "--max-lr",
             "1e36",
             "--max-nan-steps",
@@ -177,6 +198,28 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(folder, capsys):
         train(folder, opt_level="off", max_lr=1e36, max_nan_steps=2, steps=9)
 
 
+def test_a_run_says_at_its_end_how_many_steps_it_left_out(folder, capsys):
+    options = ("--opt-level", "off", "--max-nan-steps", "9", "--eval-freq", "0", "--max-lr", "1e36")
+    assert run(folder, *options, "--run-name", "some") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "3 of 4 steps were not finite, and so not taken"
+    )
+    again = ("--run-name", "some", "--resume", "latest", "--steps", "6")
+    with pytest.warns(Fp8StackWarning, match="--steps was 4"):
+        assert run(folder, *options, *again) == 1
+    error = capsys.readouterr().err
+    assert "none of 2 steps was taken" in error
+    assert "--max-lr 5e+35 (half of it)" in error
+    assert error.count("\n") == 1
+    guard = Guard("off", "hybrid", 1.0, 1)
+    assert guard.sum_up() == ""  # no step was asked for
+    assert guard.accepts(1, math.inf, math.inf, searching=True)  # GradScaler leaves it out
+    with pytest.raises(DivergedError, match="none of 1 steps was taken"):
+        guard.sum_up()
+    assert guard.accepts(2, 1.0, 1.0)
+    assert guard.sum_up() == "1 of 2 steps were not finite, and so not taken"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -186,6 +229,13 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(folder, capsys):
         (("--hellaswag", "nowhere"), "--hellaswag nowhere: cannot be read"),
         (("--stepz", "3"), 'Did you mean "--steps"'),
         (("--data", "nowhere.txt"), "there is no such file or folder"),
+        (("--data", "hf:"), "--data hf:: names no dataset"),
+        (("--run-name", "../outside"), "run_name='../outside' must be the name of a folder"),
+        pytest.param(
+            ("--attention", "flash"),
+            '--attention flash: attention="flash" needs the package flash-attn',
+            marks=pytest.mark.skipif(bool(find_spec("flash_attn")), reason="flash-attn is there"),
+        ),
     ],
 )
 def test_what_cannot_be_done_is_one_line(folder, arguments, message, capsys):
@@ -194,6 +244,27 @@ def test_what_cannot_be_done_is_one_line(folder, arguments, message, capsys):
     assert message in error
     assert error.startswith("train_gpt: ")
     assert error.count("\n") == 1
+
+
+def test_warnings_of_options_are_a_line_each(folder):
+    """Without the line of source that Python prints, and from one rank."""
+    options = ["--fp8-interval", "4", "--warmup-steps", "9", "--list-checkpoints"]
+    command = [sys.executable, str(SCRIPT), *SMALL.split(), *options, "--out", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    results = [
+        subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**environment, "RANK": rank}
+        )
+        for rank in "01"
+    ]
+    first, other = (result.stderr.splitlines() for result in results)
+    assert [line.split("=")[0] for line in first] == [
+        "train_gpt: warning: fp8_interval",
+        "train_gpt: warning: warmup_steps",
+    ]
+    assert other == []
+    python_s = warnings.formatwarning("of torch's", UserWarning, "a.py", 3, "x = 1")
+    assert train_gpt.format_warning("of torch's", UserWarning, "a.py", 3, "x = 1") == python_s
 
 
 def test_torchrun_starts_ranks(folder):
