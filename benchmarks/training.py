@@ -293,5 +293,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops it leaves no runs behind
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # what stops it leaves no runs behind; shells let jobs ignore SIGINT
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())
