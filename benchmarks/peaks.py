@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+import memory
 import torch
-from models import MODELS, Config
+from models import MODELS, PLAIN, Config
 from record_tables import RESULTS, lines, read
 
 from fp8stack.levels import recipe_for
@@ -68,7 +69,8 @@ def shape_of_gpt(model: dict[str, Any], seq: int) -> Shape:
 
 def measured() -> list[Peak]:
     """Return the peaks of all records that the estimate covers; training.jsonl need not be there."""
-    sources: list[Callable[[], Iterator[Peak]]] = [_steps, _frameworks, _data_parallel]
+    sources: list[Callable[[], Iterator[Peak]]] = [_steps, _whole_steps, _fitting]
+    sources += [_frameworks, _data_parallel]
     if (RESULTS / "training.jsonl").exists():
         sources.append(_training)
     return list({peak.name: peak for source in sources for peak in source()}.values())
@@ -103,6 +105,35 @@ def _steps() -> Iterator[Peak]:
             setup = Setup(p["batch"], p["sequence"])
             name = f"{p['model']} {variant}"
             yield Peak(name, shape_of(config), precisions[variant], setup, peak, optimizer=False)
+
+
+def _whole_steps() -> Iterator[Peak]:
+    """Eager steps of end_to_end.py, once each: what is measured again begins with memory of variants before it."""
+    precisions = {v: at_level(recipe_for(v, compute="native")) for v in ("O0", "O1", "O2")}
+    precisions["bf16"] = BASELINES["bf16"]
+    for record in read("end_to_end", model="llama-1b"):
+        p, precision = record["params"], precisions.get(record["variant"])
+        if precision:
+            shape, setup = shape_of(memory.MODELS["1b"]), Setup(p["batch"], p["seq"])
+            name = f"{p['model']} step {record['variant']}"
+            yield Peak(name, shape, precision, setup, record["peak_gib"])
+
+
+def _fitting() -> Iterator[Peak]:
+    """The largest of what memory.py found to fit: sequences of a model, or blocks that are recomputed."""
+    precisions = {"bf16 AdamW": BASELINES["bf16"], "bf16, bitsandbytes 8bit": BASELINES["8bit"]}
+    for name, options in {"": {}, ", cache off": {"weight_cache": "off"}}.items():
+        recipe = recipe_for("O2", compute="native", skip=list(PLAIN), **options)
+        precisions[f"fp8stack O2{name}"] = at_level(recipe, torch.bfloat16)
+    for record in read("memory"):
+        p, variant, count = record["params"], record["variant"], record["count"]
+        if variant in precisions and record.get("peak_gib"):
+            config, whole = memory.MODELS[p["model"]], p["model"] == memory.LARGEST
+            config = replace(config, **{"layers" if whole else "batch": count})
+            setup = Setup(config.batch, p["seq"], checkpointing=whole)
+            size, n = f"{record['parameters'] / 1e9:.1f}B", f"{config.batch} × {p['seq']}"
+            name = f"{size} {variant}, {'recomputed' if whole else n}"
+            yield Peak(name, shape_of(config), precisions[variant], setup, record["peak_gib"])
 
 
 def _frameworks() -> Iterator[Peak]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from fp8stack.cli import comm_model, compare, convert, doctor, estimate, inspect, levels, plan
 from fp8stack.cli.output import Parser
-from fp8stack.errors import Fp8StackError
+from fp8stack.errors import Fp8StackError, reason_of
 
 COMMANDS = (doctor, levels, plan, estimate, compare, inspect, convert, comm_model)
 
@@ -31,8 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
     try:
         status: int = runs[options.command](options)
-    except (Fp8StackError, OSError) as error:  # OSError: of a file, or of stdout
+    except Fp8StackError as error:
         commands.choices[options.command].error(str(error))
+    except OSError as error:  # of a file, or of stdout, which has no name
+        what = f"{error.filename} cannot be used: " * (error.filename is not None)
+        commands.choices[options.command].error(f"{what}{reason_of(error)}")
     return status
 
 

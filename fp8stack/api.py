@@ -155,6 +155,8 @@ def carry_out(
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # first, since it may yet find something wrong
         session.returned = convert_optimizer(optimizer, recipe, session, decisions.formats)
+    if isinstance(session.returned, BlockwiseOptimizer):
+        session.returned.names = {p: n for n, p in model.named_parameters() if p.requires_grad}
     if store is not None:
         store(session)
     chooser = None

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError, ModelError, first_line
+from .errors import CheckpointError, ModelError, first_line, reason_of
 from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.state import MASTER_KEYS
@@ -141,18 +141,20 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     """Return what torch.save wrote, on the CPU; plain types and tensors only.
 
     Raises:
-        CheckpointError: if the file is missing, truncated, or holds other types.
+        CheckpointError: if the file is missing, truncated, no checkpoint, or holds other types.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {path}. Check the path.") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
     except pickle.UnpicklingError as error:  # which advises weights_only=False
         raise CheckpointError(
             f"{path} cannot be read: it is no checkpoint, or holds other types than tensors and plain ones. Save "
             "state_dicts, not models."
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # whatever the unpickler makes of bytes that are no checkpoint
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
         ) from error

@@ -51,3 +51,11 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its kind."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a file cannot be read or written, without the number and path of an OSError, with what to do."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return f"{first_line(error).removesuffix('.')}."
+    forbidden = isinstance(error, PermissionError)
+    return f"{error.strerror}.{' Change who may use it or its folder, or use another.' * forbidden}"

@@ -43,8 +43,8 @@ class Recipe:
     """What a level does. Every field can be overridden in `fp8stack.initialize(...)`.
 
     compute: GEMMs of Linear layers. "native": FP8 through torch._scaled_mm. "te": FP8 by TransformerEngine. "bf16":
-        bfloat16. "auto": native where the device can, te for recipes that only it has, else bf16 with a warning; the
-        card says which and why.
+        bfloat16. "auto": native where the device can, te for recipes that native layers do not have on this device,
+        bf16 with a warning where there is no FP8; the card says which and why.
     fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2" (E5M2
         for activations and gradients; weights stay E4M3, since no GPU multiplies E5M2 by E5M2).
     fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "delayed": that of the last

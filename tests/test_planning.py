@@ -197,6 +197,10 @@ def test_moments_and_checkpointing():
 def test_peaks_are_within_5_percent_of_what_was_measured():
     found = peaks.measured()  # test_readme.py compares the table of docs/estimate.md with them
     assert len(found) > 20
+    names = {peak.name for peak in found}
+    assert {f"llama-1b step {p}" for p in ("bf16", "O0", "O1", "O2")} <= names
+    fitting = "bf16, bitsandbytes 8bit, 2", "fp8stack O2, 1", "fp8stack O2, cache off, 2"
+    assert {f"6.7B {n} × 4096" for n in fitting} <= names
     for peak in found:
         assert peak.estimate == pytest.approx(peak.gib, rel=0.05), peak.name
 

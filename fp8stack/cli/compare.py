@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, reason_of
 
 from .output import MissingLibraryError, add_command, show, table
 from .runs import Curve, Run, read_run
@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--window {options.window} must be at least 1.")
     if not 0 <= options.warn <= options.fail:
         raise ConfigError(f"--warn {options.warn:g} must be from 0 to --fail {options.fail:g}.")
+    if options.png and not options.png.lower().endswith(".png"):
+        raise ConfigError(f"--png {options.png}: a picture is a PNG. Name it {options.png}.png.")
     a, b = read_run(options.a), read_run(options.b)
     data, pairs = compare(a, b, options.window)
     worst = data["gap"]["percent"]
@@ -202,7 +204,7 @@ def plot(path: Path, data: dict[str, Any], pairs: dict[str, Pair]) -> None:
     try:
         figure.savefig(path, dpi=120, format="png")
     except OSError as error:
-        raise ConfigError(f"--png {path} cannot be written: {error}.") from error
+        raise ConfigError(f"--png {path} cannot be written: {reason_of(error)}") from error
 
 
 def _ratio(a: Run, b: Run, key: str, of: Any) -> dict[str, float] | None:

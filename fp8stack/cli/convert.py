@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.checkpoint import replacing
-from fp8stack.errors import CheckpointError, ConfigError
+from fp8stack.errors import CheckpointError, ConfigError, reason_of
 
 from .output import add_command, show, size
 from .stored import place_of, read, safetensors
@@ -37,7 +37,9 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("checkpoint", metavar="CKPT", help="a .pt, DCP folder or .safetensors")
     parser.add_argument("--to", required=True, choices=("fp32", "bf16", "safetensors"))
     parser.add_argument(
-        "--out", metavar="PATH", help="by default beside CKPT, with --to in its name"
+        "--out",
+        metavar="PATH",
+        help="by default beside CKPT, with --to in its name; .safetensors makes it that in the dtype of --to",
     )
 
 
@@ -47,7 +49,12 @@ def run(options: argparse.Namespace) -> int:
     if out.exists() and (not out.is_file() or out.samefile(source)):
         what = "a folder or a device" if not out.is_file() else "the checkpoint itself"
         raise ConfigError(f"--out {out} is {what}. Name another file.")
-    safe = options.to == "safetensors" or out.suffix == ".safetensors"
+    safe = out.suffix == ".safetensors"  # by which it is told when it is read, too
+    if options.to == "safetensors" and not safe:
+        raise ConfigError(
+            f"--to safetensors --out {out}: such a file's name ends in .safetensors. Name it "
+            f"{out.with_suffix('.safetensors')}, or use --to fp32 or bf16 for a state_dict of torch.save."
+        )
     if safe:
         safetensors()  # raises now, not after minutes of reading
     stored = read(source, data=True)
@@ -58,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         nbytes = _write(out, weights, safe)
     except (OSError, RuntimeError) as error:  # torch's writer raises the latter on a full disk
         raise CheckpointError(
-            f"{out} cannot be written: {error}. Nothing is left of it."
+            f"{out} cannot be written: {reason_of(error)} Nothing is left of it."
         ) from error
     data = {
         "source": str(source),

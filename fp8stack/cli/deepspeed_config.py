@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, reason_of
 from fp8stack.integrations.deepspeed.optimizer import OURS, type_of
 from fp8stack.integrations.deepspeed.optimizer import build as build_optimizer
 from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of
@@ -26,6 +26,26 @@ from .target import build
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+SECTIONS = {
+    "optimizer",
+    "scheduler",
+    "zero_optimization",
+    "bf16",
+    "bfloat16",
+    "fp16",
+    "amp",
+    "msamp",
+    "data_types",
+}
+KEYS = SECTIONS | {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp8stack", "torch_autocast",
+    "communication_data_type", "gradient_clipping", "prescale_gradients", "sparse_gradients", "pipeline", "compile",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "activation_checkpointing", "tensor_parallel",
+    "checkpoint", "hybrid_engine", "elasticity", "autotuning", "steps_per_print", "wall_clock_breakdown",
+    "flops_profiler", "comms_logger",
+}  # fmt: skip
+"""Of the top level of a DeepSpeed configuration, which has at least one of these."""
 
 
 def diagnose(path: str, target: str | None = None, opt_level: str | None = None) -> dict[str, Any]:
@@ -79,12 +99,13 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        ConfigError: if there is none; the message names line and column.
+        ConfigError: if there is none, the message names line and column; if it has no key of DeepSpeed's; or
+            another value than an object for a section.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from error
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -97,6 +118,17 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} holds a {type(config).__name__}; a DeepSpeed configuration is a JSON object."
         )
+    if not config.keys() & KEYS:
+        held = f"keys are {', '.join(config):.80}" if config else "it is empty"
+        raise ConfigError(
+            f"{path} has no key of a DeepSpeed configuration ({held}). Give the file that holds "
+            '"train_batch_size", "zero_optimization" and so on.'
+        )
+    for key in SECTIONS & config.keys():
+        if not isinstance(config[key] or {}, dict):
+            raise ConfigError(
+                f'"{key}": {json.dumps(config[key])} in {path} must be an object, such as {{"{key}": {{...}}}}.'
+            )
     return config
 
 

@@ -125,17 +125,21 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         f"Each GPU: {setup['batch']} × {setup['seq']} tokens{''.join(f', {m}' for m in more)}."
     )
     rows: list[tuple[str, ...]] = []
+    unit, power = ("GiB", 30) if max(c["peak"] for c in columns) >= 2**30 else ("MiB", 20)
+
+    def amount(nbytes: int) -> str:
+        return f"{nbytes / 2**power:,.2f}" if nbytes else "-"
 
     def line(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
         rows.append((label, *(cell(column) for column in columns)))
 
     for kind in columns[0]["bytes"]:
         if any(c["bytes"][kind] for c in columns):
-            line(kind, lambda c, kind=kind: _gib(c["bytes"][kind]))  # type: ignore[misc]
-    line("peak at once", lambda c: _gib(c["peak"]))
+            line(kind, lambda c, kind=kind: amount(c["bytes"][kind]))  # type: ignore[misc]
+    line("peak at once", lambda c: amount(c["peak"]))
     line("at", lambda c: c["moment"])
-    line("context and slack", lambda c: _gib(c["overhead"]))
-    line("total", lambda c: _gib(c["total"]))
+    line("context and slack", lambda c: amount(c["overhead"]))
+    line("total", lambda c: amount(c["total"]))
     if data["memory"]:
         line("fits", lambda c: "yes" if c["fits"] else "no")
         if shape:
@@ -143,7 +147,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         if "largest_model" in columns[0]:
             line("largest model", lambda c: _billions(c["largest_model"]))
     names = [c["name"] for c in columns]
-    console.print(table(("GiB", *names), rows, right=" ".join(names)))
+    console.print(table((unit, *names), rows, right=" ".join(names)))
     for column in columns:
         console.print(f"{column['name']}: {column['brief']}")
     console.print("Kinds are each at their largest; the peak is what is held at once.")
@@ -331,10 +335,6 @@ def _describe(shape: dict[str, Any]) -> str:
         f"{shape['layers']} layers of {shape['hidden']:,}, {heads}, feed-forward {shape['ffn']:,}, "
         f"vocabulary {shape['vocab']:,}"
     )
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f}" if nbytes else "-"
 
 
 def _billions(model: dict[str, Any] | None) -> str:

@@ -1,8 +1,9 @@
 """`fp8stack inspect CKPT`: what is in a checkpoint: step, level, dtypes, formats of optimizer states, largest tensors.
 
-It takes what `fp8stack.checkpoint.save` wrote, a folder of torch.distributed.checkpoint, or a safetensors file. The
-level is told from the optimizer's formats, since no checkpoint names it: "O2" where states or masters are kept in
-fewer bits, "O1" where fp8stack's optimizer kept torch's formats, none where nothing shows (O0, or without fp8stack).
+It takes what `fp8stack.checkpoint.save` or `torch.save` wrote, a folder of torch.distributed.checkpoint, or a
+safetensors file (`stored.py`). The level is told from the optimizer's formats, since no checkpoint names it: "O2" where
+states or masters are kept in fewer bits, "O1" where fp8stack's optimizer kept torch's formats, none where nothing shows
+(O0, or without fp8stack).
 """
 
 from __future__ import annotations

@@ -9,15 +9,15 @@ of null is that of a step which was not taken, its gradients not being finite: l
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, reason_of
 
 Curve = list[tuple[float, float]]
 """Points (x, y), x growing."""
+_MOST = 1e100  # of a loss or a count: sums and products are finite
 
 
 @dataclass
@@ -65,7 +65,7 @@ def read_run(path: str | Path) -> Run:
         where = f"{metrics}, line {number}"
         try:
             line = json.loads(text)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # JSON, or whole numbers of thousands of digits
             if number == len(lines):
                 run.notes.append(f"{where} is cut off and left out")
                 continue
@@ -86,7 +86,7 @@ def _add(run: Run, line: Any, where: str) -> None:
     if not isinstance(line, dict):
         raise ConfigError(f"{where} holds a {type(line).__name__}; a line is a JSON object.")
     step = line.get("step")
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MOST:
         raise ConfigError(f'{where}: "step" must be a whole number, got {step!r}.')
     if "loss" not in line and "val_loss" not in line:
         raise ConfigError(
@@ -108,8 +108,8 @@ def _add(run: Run, line: Any, where: str) -> None:
 
 
 def _diverged(where: str, key: str, value: Any, step: int, run: Run) -> str:
-    not_finite = value is None or (isinstance(value, float) and not math.isfinite(value))
-    what = "the run diverged" if not_finite else "it must be a number above 0"
+    diverged = value is None or (isinstance(value, (int, float)) and not _is_number(value))
+    what = "the run diverged" if diverged else "it must be a number above 0"
     return (
         f"{where}: {key} is {value!r} at step {step} of {run.name}: {what}. Compare runs with finite losses, above 0; "
         "cut the lines from there on to compare what came before."
@@ -121,7 +121,7 @@ def _read_info(path: Path) -> dict[str, Any]:
         return {}
     try:
         info = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from error
     if not isinstance(info, dict):
         raise ConfigError(f"{path} holds a {type(info).__name__}; it must be a JSON object.")
@@ -135,8 +135,9 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return plain and abs(value) <= _MOST  # False for NaN

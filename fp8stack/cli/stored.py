@@ -2,7 +2,8 @@
 
 `read` tells them apart by what is there, and returns names and tensors in one shape. Where data is not asked for,
 the tensors of folders and safetensors are on the meta device: only headers are read. A file is what
-`fp8stack.checkpoint` saved, or a state_dict; it is read with `weights_only=True`. A folder of
+`fp8stack.checkpoint` saved, a state_dict, or a dict of two by their usual names ("model" and "optimizer", or
+"model_state_dict" and "optimizer_state_dict"); it is read with `weights_only=True`. A folder of
 torch.distributed.checkpoint has a pickled header (`.metadata`), as torch writes it: open those that you trust.
 """
 
@@ -30,6 +31,8 @@ SAFE_DTYPES = {
     "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_MODEL = ("model", "model_state_dict", "state_dict")
+_OPTIMIZER = ("optimizer", "optimizer_state_dict")
 _DAMAGED = "Use an earlier one, or copy it again."
 
 
@@ -56,10 +59,19 @@ class Stored:
             if name not in self.model:
                 raise CheckpointError(
                     f"the optimizer holds bits of the weight {name!r}, and the model has no such tensor: the "
-                    "checkpoint is damaged, or of an older fp8stack, which wrote no names. Load it into its model, "
-                    "and save fp8stack.checkpoint.master_state_dict(model, optimizer)."
+                    "checkpoint is damaged, of a wrapped model, or of an older fp8stack, which wrote no names. Load it "
+                    "into its model, and save fp8stack.checkpoint.master_state_dict(model, optimizer)."
                 )
-            found[name] = decode_master(self.model[name], entry)
+            weight, kept = self.model[name], [entry[key] for key in MASTER_KEYS if key in entry]
+            rest = "remainder" in entry  # what bfloat16 leaves of 24 or 32 bits
+            if (rest and weight.dtype is not torch.bfloat16) or any(
+                t.ndim and t.shape != weight.shape for t in kept
+            ):
+                raise CheckpointError(
+                    f"the optimizer holds bits of the weight {name!r} that do not go with it: it is {weight.dtype}, of "
+                    f"shape {tuple(weight.shape)}. Save model.state_dict() as it is while training, at the same step."
+                )
+            found[name] = decode_master(weight, entry)
         return found
 
 
@@ -84,20 +96,33 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _read_file(path: Path) -> Stored:
     contents = checkpoint.read_file(path)
-    if not checkpoint.is_saved(contents):
-        if not _is_state_dict(contents):
-            held = f" with {[*contents]}" if isinstance(contents, dict) else ""
-            raise CheckpointError(
-                f"{path} was not written by fp8stack.checkpoint.save, and is no state_dict of a model but a "
-                f"{type(contents).__name__}{held:.100}. Save with the former, or model.state_dict() alone."
-            )
+    if _is_state_dict(contents):
         return Stored("state_dict", contents)
-    model, packed = contents["model"], contents["optimizer"] or {}
-    names = dict(enumerate(contents.get("names", ())))
-    states = {names.get(k) or f"parameter {k}": e for k, e in packed.get("state", {}).items()}
-    tensors = {name: value for name, value in model.items() if isinstance(value, Tensor)}
-    header = packed.get("fp8stack", {})
-    return Stored("fp8stack.checkpoint", tensors, states, header, contents["extra"])
+    held = [*contents] if isinstance(contents, dict) else []
+    keys = [[key for key in known if key in held] for known in (_MODEL, _OPTIMIZER)]
+    if [len(found) for found in keys] != [1, 1]:
+        what = f"{type(contents).__name__}{f' with {held}' * isinstance(contents, dict):.100}"
+        raise CheckpointError(
+            f"{path} was not written by fp8stack.checkpoint.save, and is no state_dict of a model but a {what}. Save "
+            'with the former, or as {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, which holds '
+            "all the bits of the weights at O2; without an optimizer model.state_dict() alone."
+        )
+    ((of_model,), (of_optimizer,)) = keys
+    saved = checkpoint.is_saved(contents)
+    try:
+        packed = contents[of_optimizer] or {"state": {}}
+        header = packed.get("fp8stack", {})
+        names = dict(enumerate(contents.get("names", ()) if saved else header.get("names", ())))
+        states = {names.get(k) or f"parameter {k}": dict(e) for k, e in packed["state"].items()}
+        model = {str(k): t for k, t in contents[of_model].items() if isinstance(t, Tensor)}
+        rest = {str(k): v for k, v in contents.items() if k not in (of_model, of_optimizer)}
+        extra = dict(contents["extra"]) if saved else rest
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: {of_model!r} and {of_optimizer!r} are no state_dicts of a model and an optimizer "
+            f"({type(error).__name__}: {first_line(error)}). {_DAMAGED}"
+        ) from error
+    return Stored("fp8stack.checkpoint" if saved else "torch.save", model, states, header, extra)
 
 
 def _is_state_dict(contents: Any) -> bool:

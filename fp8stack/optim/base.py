@@ -80,6 +80,7 @@ class BlockwiseOptimizer(StateKeeper):
         self.overrides: dict[Tensor, tuple[str, str]] = {}
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
         self.portable = False  # see `state_dict`
+        self.names: dict[Tensor, str] = {}  # set by initialize, for readers of files
         self.emitting: dict[Tensor, Emitted] = {}
         self._kernels: list[Any] = []  # what the plans were made for, by group
         self._captured: list[Plan] = []
@@ -340,7 +341,7 @@ class BlockwiseOptimizer(StateKeeper):
     def __getstate__(self) -> dict[str, Any]:
         """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
         own = ("states", "master", "min_numel", "overrides", "max_grad_norm", "offload", "portable")
-        mine = {name: getattr(self, name) for name in own}
+        mine = {name: getattr(self, name) for name in (*own, "names")}
         self.wait_for_offloaded()
         return {
             **super().__getstate__(),
@@ -354,7 +355,7 @@ class BlockwiseOptimizer(StateKeeper):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"portable": False, **state})
+        super().__setstate__({"portable": False, "names": {}, **state})
         self._plans, self._group_formats, self._kernels, self._captured = {}, {}, [], []
         self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
         self.state.update(state["state"])

@@ -46,6 +46,7 @@ from .state import BITSANDBYTES, State
 if TYPE_CHECKING:
     from .plan import Plan
 
+_PLANNED = torch.device("meta")  # no step is taken there; who plans asks about the target
 LEAST_EPS = 1e-30  # so that bitsandbytes' 0 / 0 is 0
 PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller states
 
@@ -59,7 +60,8 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         paged: keep states of 100,000 elements or more in managed memory (PagedAdamW8bit and so on; CUDA only).
 
     Raises:
-        UnsupportedDeviceError: if bitsandbytes is not installed, or does not work on the device of a parameter.
+        UnsupportedDeviceError: if bitsandbytes is not installed, or does not work on the device of a parameter (it is
+            not tried on meta, where nothing steps).
         ConfigError: for an option that bitsandbytes' optimizer does not have.
     """
 
@@ -72,7 +74,8 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
             raise ConfigError("bitsandbytes' optimizers cannot be offloaded. Use paged=True.")
         self.paged, self._pages = paged, dict[tuple[Tensor, str], Tensor]()
         super().__init__(params, *args, **options)
-        for device in {p.device for group in self.param_groups for p in group["params"]}:
+        devices = {p.device for group in self.param_groups for p in group["params"]}
+        for device in devices - {_PLANNED}:
             check_bitsandbytes(device, paged)
 
     @property

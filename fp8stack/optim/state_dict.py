@@ -1,6 +1,7 @@
 """Optimizer checkpoints: what is written, what is accepted, and conversion to and from torch's optimizers.
 
-`state_dict()` is torch's layout plus one entry, `fp8stack`: the format version and how much state there should be.
+`state_dict()` is torch's layout plus one entry, `fp8stack`: the format version, how much state there should be, and the
+names of the parameters, which only readers without the model need (`fp8stack convert`).
 Loading checks everything before it changes anything. A moment found in another format (float32 from torch, "fp8-lm"
 into "8bit") is decoded and encoded; one in the same format is copied bit for bit. Parameter groups are updated in
 place, so a scheduler that holds the list keeps driving it.
@@ -53,6 +54,10 @@ def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]
         "master": optimizer.master,
         "entries": len(packed["state"]),
     }
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [optimizer.names.get(p, "") for p in owned]  # of what `packed` knows by number
+    if any(names):
+        packed["fp8stack"]["names"] = names
     return packed
 
 

@@ -99,7 +99,8 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     if recipe is not None:
         host = recipe.offload == "cpu"
         compute = "native" if recipe.compute == "te" else recipe.compute  # which keep as much
-        recipe = replace(recipe, offload="none", compute=compute)
+        backend = recipe.optimizer_backend.removesuffix("-paged")  # all of it on the GPU, at most
+        recipe = replace(recipe, offload="none", compute=compute, optimizer_backend=backend)
         if idle := skipped_modules(model, recipe)[1]:
             raise ConfigError(f"{idle[0]}.")
         decisions = decide(model, optimizer, recipe, planned_for=_CPU)

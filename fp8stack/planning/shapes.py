@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError, did_you_mean, reason_of
 
 MOST = 2**24
 """The largest size of a shape: products of two of them are counted in 64 bits."""
@@ -178,7 +178,7 @@ def read_config(path: str | Path) -> Shape:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}.") from error
+        raise ConfigError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}; a configuration is an object.")
     return shape_of_config(config, str(path))

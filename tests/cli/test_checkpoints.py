@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import struct
 import warnings
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_folder
 
 import fp8stack
 from fp8stack.__main__ import main
-from fp8stack.checkpoint import master_state_dict
+from fp8stack.checkpoint import master_state_dict, read_file
+from fp8stack.errors import CheckpointError
 
 NUMEL = 96 * 64 + 64 * 64 + 64  # the tie once
 
@@ -132,6 +134,94 @@ def test_convert_puts_masters_together(name, saved, tmp_path, capsys):
     assert inspected(capsys, tmp_path / "w.pt")["elements"] == NUMEL + 3
 
 
+@pytest.mark.parametrize(
+    ("model_key", "optimizer_key"),
+    [("model", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("state_dict", "optimizer")],
+)  # fmt: skip
+@pytest.mark.parametrize(("level", "masters"), [(None, 0), ("O1", 0), ("O2", 2)])
+def test_two_state_dicts_of_torch_save_are_read(
+    level, masters, model_key, optimizer_key, tmp_path, capsys
+):
+    """With the masters' bits, by the names that `initialize` leaves: groups are in another order than weights."""
+    model, optimizer = make(level)
+    both = {model_key: model.state_dict(), optimizer_key: optimizer.state_dict(), "epoch": 4}
+    torch.save(both, tmp_path / "run.pt")
+    data = inspected(capsys, tmp_path / "run.pt")
+    assert (data["kind"], data["level"], data["step"]) == ("torch.save", level, 3)
+    assert (data["elements"], data["extra"]) == (NUMEL + 3, {"epoch": 4})
+    told = converted(capsys, tmp_path / "run.pt", "fp32", tmp_path / "w.pt")
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    expected = master_state_dict(model, optimizer)
+    assert told["masters"] == masters
+    assert all(torch.equal(weights[key], value) for key, value in expected.items())
+    if level == "O2":
+        assert not torch.equal(weights["embed.weight"], model.embed.weight.float())
+        for changed in (model.embed.weight.detach().float(), torch.zeros(3).bfloat16()):
+            copy = {**both, model_key: {**both[model_key], "embed.weight": changed}}
+            torch.save(copy, tmp_path / "run.pt")
+            message = refused(capsys, "convert", tmp_path / "run.pt", "--to", "bf16")
+            assert "bits of the weight 'embed.weight' that do not go with it" in message
+        del both[optimizer_key]["fp8stack"]["names"]
+        torch.save(both, tmp_path / "run.pt")
+        message = refused(capsys, "convert", tmp_path / "run.pt", "--to", "bf16")
+        assert "holds bits of the weight 'parameter 2'" in message
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ({"model": {}, "state_dict": {}, "optimizer": {}}, "is no state_dict of a model but a dict"),
+        ({"model": {}, "epoch": 3}, "is no state_dict of a model but a dict with ['model', 'epoch']"),
+        ({"model": 3, "optimizer": None}, "'model' and 'optimizer' are no state_dicts"),
+        ({"model": {}, "optimizer": [{"state": {}}]}, "'model' and 'optimizer' are no state_dicts"),
+        ({"model": {}, "optimizer": {"state": {0: 3}}}, "'model' and 'optimizer' are no state_dicts"),
+        ({"model": {}, "optimizer": {}, "extra": 1}, "'model' and 'optimizer' are no state_dicts"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_dicts_that_may_be_anything_are_refused(contents, message, tmp_path, capsys):
+    torch.save(contents, tmp_path / "run.pt")
+    assert message in refused(capsys, "convert", tmp_path / "run.pt", "--to", "fp32")
+
+
+def test_files_that_are_no_checkpoints_are_a_line(tmp_path, capsys):
+    """Whatever the unpickler makes of their bytes: half of them start as a pickle or an archive does."""
+    path, chance = tmp_path / "x.pt", random.Random(0)
+    starts = (b"", b"\x80\x02", b"PK\x03\x04", b"\x80\x02}q\x00(X")
+    texts = [starts[i % 4] + chance.randbytes(chance.randrange(1, 300)) for i in range(300)]
+    raised = set()
+    for text in (b"hello\n", b"", b"{}", *texts):
+        path.write_bytes(text)
+        with pytest.raises(CheckpointError, match="cannot be read") as caught:
+            read_file(path)
+        raised.add(type(caught.value.__cause__))
+    assert len(raised) > 4  # the unpickler's errors are of many kinds
+    path.write_bytes(b"hello\n")
+    assert "x.pt cannot be read" in refused(capsys, "inspect", path)
+
+
+@pytest.fixture
+def nobody():
+    """Be somebody who may not read everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "x"])
+def test_files_of_others_are_named(name, tmp_path, capsys, request):
+    (tmp_path / "x").mkdir()
+    for path in (tmp_path / "x.pt", tmp_path / "x.safetensors", tmp_path / "x" / ".metadata"):
+        path.write_text("")
+    (tmp_path / name).chmod(0)
+    request.getfixturevalue("nobody")
+    message = refused(capsys, "inspect", tmp_path / name)
+    assert f"{tmp_path / name}" in message
+    assert "Permission denied. Change who may use it" in message
+
+
 def test_convert_rounds_masters_once_to_bf16(saved, tmp_path, capsys):
     folder, masters = saved
     converted(capsys, folder / "4bit.pt", "bf16", tmp_path / "w.pt")
@@ -242,6 +332,11 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
     assert "or a device" in refused(
         capsys, *options, tmp_path / "pipe"
     )  # which a rename would replace
+    long = tmp_path / ("x" * 300)  # a refusal of the system that no user escapes by being root
+    told = f"{long} cannot be used: File name too long."
+    assert told in refused(capsys, "inspect", long)
+    (safe := list(options))[3] = "safetensors"
+    assert f"Name it {tmp_path / 'w.safetensors'}" in refused(capsys, *safe, tmp_path / "w.pt")
     assert "--largest -1 must be" in refused(capsys, "inspect", source, "--largest", "-1")
     assert "invalid choice: 'fp16'" in refused(capsys, "convert", source, "--to", "fp16")
     assert source.read_bytes() == (saved[0] / "O2.pt").read_bytes()

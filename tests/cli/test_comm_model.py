@@ -83,7 +83,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line():
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 2
-    assert result.stderr == "fp8stack comm-model: error: [Errno 28] No space left on device\n"
+    assert result.stderr == "fp8stack comm-model: error: No space left on device.\n"
 
 
 def test_json_has_null_for_what_is_not_finite(capsys):

@@ -151,6 +151,13 @@ def test_it_shows_a_table_and_draws_a_picture(tmp_path, capsys):
         (['{"step": 1, "loss": NaN}'], "the run diverged"),
         (['{"step": 1, "loss": 1.0}', '{"step": 2, "loss": null}'], "the run diverged"),
         (['{"step": 1, "val_loss": null}'], "the run diverged"),
+        ([f'{{"step": {i}, "loss": 1.5e308}}' for i in (1, 2)], "the run diverged"),
+        ([f'{{"step": 1, "loss": {10**400}}}'], "the run diverged"),
+        ([f'{{"step": {10**400}, "loss": 1.0}}'], '"step" must be a whole number'),
+        (
+            [f'{{"step": 1, "loss": {"1" * 5000}}}', '{"step": 2, "loss": 1.0}'],
+            "line 1 is not JSON",
+        ),
         (['{"step": 1, "loss": "low"}'], "it must be a number above 0"),
         (['{"step": 1, "loss": 0}'], "it must be a number above 0"),
         (["[1]"], "a line is a JSON object"),
@@ -181,6 +188,7 @@ def test_bad_options_are_one_line_and_status_2(tmp_path, capsys):
     fails([a, a, "--window", "0"], "--window 0 must be at least 1", capsys)
     fails([a, a, "--warn", "20"], "--warn 20 must be from 0 to --fail 10", capsys)
     fails([a, a, "--png", str(tmp_path / "no" / "x.png")], "cannot be written", capsys)
+    fails([a, a, "--png", "x.txt"], "--png x.txt: a picture is a PNG. Name it x.txt.png", capsys)
     bad = record(tmp_path / "bad", falling(), tokens_per_step=-1)
     fails([a, bad], "tokens_per_step=-1 must be a number above 0", capsys)
     fails([a, record(tmp_path / "nan", {1: 1.0, 2: math.inf})], "loss is inf at step 2", capsys)

@@ -1,6 +1,7 @@
 """`fp8stack doctor --deepspeed`: findings as a table, and what is wrong with arguments and files."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -141,6 +142,14 @@ def test_the_section_decides(files, capsys):
     assert "· O0" in text
 
 
+def test_an_empty_file_is_refused(files, capsys):
+    """Which hjson reads as an empty object."""
+    with pytest.raises(SystemExit) as raised:
+        diagnose(capsys, "")
+    assert raised.value.code == 2
+    assert re.search("is empty|is not JSON", capsys.readouterr().err)
+
+
 def test_comments_are_read_as_deepspeed_reads_them(files, capsys):
     pytest.importorskip("hjson")
     commented = '{\n  # stage 2\n  "zero_optimization": {"stage": 2, "elastic_checkpoint": true}\n}'
@@ -148,6 +157,7 @@ def test_comments_are_read_as_deepspeed_reads_them(files, capsys):
     assert (status, "elastic-checkpoint" in text) == (1, True)
 
 
+BF16 = '{"bf16": {"enabled": true}}'
 CLASH = json.dumps({"fp8stack": {"opt_level": "O1"}})
 
 
@@ -156,18 +166,30 @@ CLASH = json.dumps({"fp8stack": {"opt_level": "O1"}})
     [
         ('{"bf16": {"enabled": true},\n "zero": }', [], "is not JSON: line 2, column 10"),
         ("[1]", [], "holds a list; a DeepSpeed configuration is a JSON object"),
+        ("{}", [], "has no key of a DeepSpeed configuration (it is empty)"),
+        (
+            '{"model_type": "llama", "hidden_size": 64}',
+            [],
+            "has no key of a DeepSpeed configuration (keys are model_type, hidden_size)",
+        ),
+        ('{"optimizer": "adamw"}', [], '"optimizer": "adamw" in ds_config.json must be an object'),
+        (
+            '{"zero_optimization": 2}',
+            [],
+            '"zero_optimization": 2 in ds_config.json must be an object',
+        ),
         (CLASH, ["--opt-level", "O2"], "opt_level='O2' was passed"),
-        ("{}", ["--opt-level", "02"], "opt_level must be one of"),
+        (BF16, ["--opt-level", "02"], "opt_level must be one of"),
         ('{"fp8stack": {"step_in_backward": true}}', [], "has no place in DeepSpeed"),
-        ("{}", ["--model", "models.py"], "must be a file and a function"),
-        ("{}", ["--model", "model.py:build"], "there is no Python file 'model.py'"),
-        ("{}", ["--model", "models.py:biuld"], "no function 'biuld'. Did you mean \"build\"?"),
-        ("{}", ["--model", "models.py:need"], "raised TypeError: need() missing 1 required"),
-        ("{}", ["--model", "models.py:broken"], "raised KeyError: 'width'"),
-        ("{}", ["--model", "models.py:leaves"], "raised SystemExit: 0"),
-        ("{}", ["--model", "models.py:list_models"], "returned list; it must return"),
-        ("{}", ["--model", "broken.py:build"], "No module named 'nothing_of_that_name'"),
-        (None, [], "No such file or directory: 'none.json'"),
+        (BF16, ["--model", "models.py"], "must be a file and a function"),
+        (BF16, ["--model", "model.py:build"], "there is no Python file 'model.py'"),
+        (BF16, ["--model", "models.py:biuld"], "no function 'biuld'. Did you mean \"build\"?"),
+        (BF16, ["--model", "models.py:need"], "raised TypeError: need() missing 1 required"),
+        (BF16, ["--model", "models.py:broken"], "raised KeyError: 'width'"),
+        (BF16, ["--model", "models.py:leaves"], "raised SystemExit: 0"),
+        (BF16, ["--model", "models.py:list_models"], "returned list; it must return"),
+        (BF16, ["--model", "broken.py:build"], "No module named 'nothing_of_that_name'"),
+        (None, [], "none.json cannot be read: No such file or directory."),
         (None, ["--deepspeed", "."], "Is a directory"),
     ],
 )

@@ -97,6 +97,18 @@ def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
     assert list(bf16) == ["fp32", "bf16", "8bit"]
     _, half = estimated(*SMALL, "--weights", "bfloat16", "--opt-level", "O0")
     assert half["O0"]["bytes"]["weights"] == whole["O0"]["bytes"]["weights"] // 2
+    for backend in ("bitsandbytes", "bitsandbytes-paged"):  # the latter at its most
+        _, theirs = estimated(*SMALL, "--optimizer-backend", backend)
+        assert 0.97 < theirs["O2"]["bytes"]["v"] / whole["O2"]["bytes"]["v"] < 1  # larger blocks
+
+
+def test_small_models_are_shown_in_mib(estimated, capsys):
+    _, columns = estimated(*SMALL)
+    assert main(["estimate", *SMALL]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["MiB", *columns] in lines
+    weights = [f"{c['bytes']['weights'] / 2**20:.2f}" for c in columns.values()]
+    assert ["weights", *weights] in lines
 
 
 def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fp8stack
+from fp8stack import capability
 from fp8stack.__main__ import main
 from fp8stack.cli import machine
 from fp8stack.memory import measure
@@ -122,6 +123,7 @@ def trained(model, optimizer, level, **options):
         ("build", ["--states-for", "*up*=4bit,none"], "O2",
          {"states_for": {"*up*": {"states": "4bit", "master": "none"}}}),
         ("with_sgd", ["--min-numel", "20000"], "O2", {"min_numel": 20000}),
+        ("build", ["--optimizer-backend", "bitsandbytes"], "O2", {"optimizer_backend": "bitsandbytes"}),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )  # fmt: skip
@@ -177,6 +179,15 @@ def test_the_table_has_matrices_reasons_and_bytes(models, capsys):
     total = next(row for row in rows if row[:1] == ["bytes/parameter"])
     assert float(total[1]) == 16
     assert 6 < float(total[2]) < 12
+
+
+def test_on_a_gpu_without_fp8_bitsandbytes_is_asked_about_that_gpu(models, capsys, monkeypatch):
+    """The model is on the meta device, where bitsandbytes takes no step."""
+    answer = capability.Answer(False, "cuda:0 is NVIDIA A100 (8.0)")
+    monkeypatch.setattr(capability, "fp8_hardware", lambda device: answer)
+    data = planned(capsys, "models.py:build")
+    assert data["report"]["states"] == "bitsandbytes 8-bit block 256"
+    assert "using bitsandbytes' optimizer instead" in " ".join(data["report"]["fallbacks"])
 
 
 def test_an_optimizer_without_moments_has_no_states(models, capsys):
