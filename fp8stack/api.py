@@ -156,7 +156,7 @@ def carry_out(
     if optimizer is not None:  # first, since it may yet find something wrong
         session.returned = convert_optimizer(optimizer, recipe, session, decisions.formats)
     if isinstance(session.returned, BlockwiseOptimizer):
-        session.returned.names = {p: n for n, p in model.named_parameters() if p.requires_grad}
+        session.returned.named_by = weakref.ref(model)
     if store is not None:
         store(session)
     chooser = None
@@ -217,7 +217,6 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         returned.on_new_parameters = None
         if session.recipe.step_in_backward and returned.release is not None:
             returned.release.remove()
-            returned.release = None
         if isinstance(source, BlockwiseOptimizer):
             for parameter, _ in session.stored:
                 for key in MASTER_KEYS:

@@ -27,7 +27,7 @@ from .errors import CheckpointError, ModelError, first_line, reason_of
 from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.state import MASTER_KEYS
-from .optim.state_dict import check_groups, check_layout, prepare, to_torch
+from .optim.state_dict import check_groups, check_layout, names_of_owned, prepare, to_torch
 
 
 def master_state_dict(
@@ -103,12 +103,10 @@ def save(
 ) -> None:
     """Write model, optimizer and `extra` (numbers, strings, tensors, and lists and dicts of them) to `path`."""
     states = None if optimizer is None else optimizer.state_dict()
-    names = {p: name for name, p in model.named_parameters()}
-    stepped = [] if optimizer is None else [p for g in optimizer.param_groups for p in g["params"]]
     contents = {
         "model": model.state_dict(),
         "optimizer": states,
-        "names": [names.get(p, "") for p in stepped],  # of what the optimizer knows by number
+        "names": [] if optimizer is None else names_of_owned(model, optimizer),
         "scaling": scaling_state(model),  # of fp8_recipe="delayed"; this rank's
         "extra": extra,
     }
@@ -154,6 +152,8 @@ def read_file(path: str | os.PathLike[str]) -> Any:
             f"{path} cannot be read: it is no checkpoint, or holds other types than tensors and plain ones. Save "
             "state_dicts, not models."
         ) from error
+    except MemoryError:
+        raise
     except Exception as error:  # whatever the unpickler makes of bytes that are no checkpoint
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
@@ -221,13 +221,13 @@ def _set_missing_masters(
     model: nn.Module, optimizer: BlockwiseOptimizer, contents: dict[str, Any]
 ) -> None:
     """Give weights that were saved without a master (at O0 or O1) all the bits that were saved of them."""
-    names = {p: name for name, p in model.named_parameters()}
+    names = iter(names_of_owned(model, optimizer))
     packed = contents["optimizer"]
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], saved["params"], strict=True):
+        for parameter, key, name in zip(group["params"], saved["params"], names, strict=False):
             has_master = packed["state"].get(key, {}).keys() & set(MASTER_KEYS)
-            if parameter in names and not has_master and optimizer.master_format(parameter):
-                value = contents["model"][names[parameter]].to(parameter.device, torch.float32)
+            if name and not has_master and optimizer.master_format(parameter):
+                value = contents["model"][name].to(parameter.device, torch.float32)
                 optimizer.set_master(parameter, value)
 
 

@@ -1,5 +1,7 @@
 """Resume equals continue, bit for bit; states convert to and from torch; bad checkpoints change nothing."""
 
+import pickle
+
 import pytest
 import torch
 from helpers import TinyLM, assert_same_bits, through_file, train
@@ -422,3 +424,17 @@ def test_the_state_of_torch_s_own_optimizer_is_torch_s():
     train(model, optimizer, 1)
     given = checkpoint.torch_state_dict(optimizer)
     assert_same_bits(given["state"][0]["exp_avg"], optimizer.state[model.embed.weight]["exp_avg"])
+
+
+def test_an_optimizer_s_file_names_what_it_owns_as_state_dicts_do():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    layers = nn.Linear(128, 128), checkpoint_wrapper(nn.Linear(128, 128)), nn.Linear(512, 512)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(layers[0].parameters())
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute="native")
+    optimizer.add_param_group({"params": list(layers[1].parameters())})
+    names = optimizer.state_dict()["fp8stack"]["names"]
+    assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert set(names) <= model.state_dict().keys()
+    assert len(pickle.dumps(optimizer)) < 4 * 512 * 512, "the third layer is not its own"

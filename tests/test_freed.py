@@ -194,3 +194,26 @@ def test_copies_are_not_initialized(copied):
         with pytest.raises(ModelError, match="not initialized"):
             call(other)
     assert fp8stack.get_report(model).level == "O2"
+
+
+def test_parameters_that_are_stepped_in_backward_are_saved_as_plain_ones(tmp_path):
+    model = TinyLM()
+    handle = AdamW(model.parameters(), lr=1e-3).step_in_backward()
+    torch.save(model.state_dict(keep_vars=True), tmp_path / "weights.pt")
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert_same_bits(saved["up.weight"], model.up.weight)
+    assert not saved["up.weight"].__dict__.get("_fp8stack_release")
+    handle.remove()
+    assert not hasattr(model.up.weight, "_fp8stack_release")
+
+
+def test_a_release_that_was_removed_is_over():
+    model = TinyLM()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    optimizer.step_in_backward().remove()
+    model(*batch(0)).backward()
+    assert model.up.weight.grad is not None
+    optimizer.zero_grad()
+    optimizer.step_in_backward()
+    model(*batch(0)).backward()
+    assert model.up.weight.grad is None

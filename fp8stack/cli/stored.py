@@ -113,7 +113,10 @@ def _read_file(path: Path) -> Stored:
         packed = contents[of_optimizer] or {"state": {}}
         header = packed.get("fp8stack", {})
         names = dict(enumerate(contents.get("names", ()) if saved else header.get("names", ())))
-        states = {names.get(k) or f"parameter {k}": dict(e) for k, e in packed["state"].items()}
+        states = {
+            names.get(k) or (k if isinstance(k, str) else f"parameter {k}"): dict(entry)
+            for k, entry in packed["state"].items()
+        }
         model = {str(k): t for k, t in contents[of_model].items() if isinstance(t, Tensor)}
         rest = {str(k): v for k, v in contents.items() if k not in (of_model, of_optimizer)}
         extra = dict(contents["extra"]) if saved else rest

@@ -28,8 +28,8 @@ recomputation, which sees the scales of the pass that it repeats. At the first s
 loading a checkpoint, too: it is not in the state_dict), the scales are those of the tensors themselves.
 
 Under torch.compile a layer is a graph break, which PyTorch's compiled cuDNN attention does not bear: a warning says
-so. Infinities: TransformerEngine's casts keep NaN but turn infinities into
-the largest finite value, in the gradients that a GradScaler looks at as well.
+so. Infinities: TransformerEngine's casts keep NaN but turn infinities into the largest finite value, in the gradients
+that a GradScaler looks at as well.
 """
 
 from __future__ import annotations
@@ -296,7 +296,8 @@ def _outside_graph() -> Any:
 
 
 def _break_graph(layer: TeLinear, input: Tensor) -> Tensor:
-    _warn_of_attention()
+    if input.is_cuda:
+        _warn_of_attention()
     return _forward(layer, input)
 
 
@@ -304,9 +305,9 @@ def _break_graph(layer: TeLinear, input: Tensor) -> Tensor:
 def _warn_of_attention() -> None:
     if torch.backends.cuda.cudnn_sdp_enabled():
         warnings.warn(
-            "a layer of TransformerEngine is a graph break. Of cuDNN's attention behind a break PyTorch compiles wrong "
-            'gradients (seen with 2.11). Use compute="native", which breaks no graph, or say '
-            "torch.backends.cuda.enable_cudnn_sdp(False).",
+            "a layer of TransformerEngine is a graph break, and behind a break PyTorch compiles wrong gradients of "
+            "cuDNN's attention (seen with 2.11). If this model uses scaled_dot_product_attention, take "
+            'compute="native", which breaks no graph, or say torch.backends.cuda.enable_cudnn_sdp(False).',
             Fp8StackWarning,
             stacklevel=2,
         )

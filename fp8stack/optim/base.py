@@ -9,6 +9,7 @@ is the clip coefficient of `max_grad_norm`. What state there is and where it lie
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, overload
 
@@ -80,7 +81,7 @@ class BlockwiseOptimizer(StateKeeper):
         self.overrides: dict[Tensor, tuple[str, str]] = {}
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
         self.portable = False  # see `state_dict`
-        self.names: dict[Tensor, str] = {}  # set by initialize, for readers of files
+        self.named_by: weakref.ref[nn.Module] | None = None  # the model, for readers of files
         self.emitting: dict[Tensor, Emitted] = {}
         self._kernels: list[Any] = []  # what the plans were made for, by group
         self._captured: list[Plan] = []
@@ -341,7 +342,7 @@ class BlockwiseOptimizer(StateKeeper):
     def __getstate__(self) -> dict[str, Any]:
         """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
         own = ("states", "master", "min_numel", "overrides", "max_grad_norm", "offload", "portable")
-        mine = {name: getattr(self, name) for name in (*own, "names")}
+        mine = {name: getattr(self, name) for name in own}
         self.wait_for_offloaded()
         return {
             **super().__getstate__(),
@@ -355,7 +356,7 @@ class BlockwiseOptimizer(StateKeeper):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"portable": False, "names": {}, **state})
+        super().__setstate__({"portable": False, "named_by": None, **state})
         self._plans, self._group_formats, self._kernels, self._captured = {}, {}, [], []
         self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
         self.state.update(state["state"])

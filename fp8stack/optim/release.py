@@ -62,10 +62,12 @@ class GradientRelease:
             hook.remove()
             parameter.__dict__.pop(_KEPT, None)
         self._hooks.clear()
+        if self._optimizer.release is self:
+            self._optimizer.release = None
 
     def __reduce__(self) -> Any:
-        """None, in copies and pickles of a parameter that keeps it: they have no hooks."""
-        return type(None), ()
+        """In copies and pickles of a parameter that keeps it, which have no hooks: what weights_only=True reads."""
+        return set, ()
 
     def _step(self, parameter: Tensor) -> None:
         if parameter in self._stepped:

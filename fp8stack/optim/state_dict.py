@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the state's layout and codecs. A change of either raises it."""
 
+_WRAPPERS = ("_checkpoint_wrapped_module.",)
+"""Modules that state_dicts leave out of names."""
+
 MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError)
 """What a state raises that is not laid out as it should be."""
 
@@ -54,11 +57,20 @@ def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]
         "master": optimizer.master,
         "entries": len(packed["state"]),
     }
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [optimizer.names.get(p, "") for p in owned]  # of what `packed` knows by number
-    if any(names):
-        packed["fp8stack"]["names"] = names
+    model = None if optimizer.named_by is None else optimizer.named_by()
+    if model is not None:
+        packed["fp8stack"]["names"] = names_of_owned(model, optimizer)
     return packed
+
+
+def names_of_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what the model's state_dict calls the parameters that an optimizer's knows by number; "" for others'."""
+    names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        names[parameter] = name
+    return [names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
 
 
 def load(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:

@@ -139,12 +139,17 @@ def test_input_that_it_cannot_take_is_refused():
 def test_a_compiled_model_leaves_the_graph_there():
     layer = te_linear(32, 16, device="cpu")
     compiled = torch.compile(lambda x: layer(x + 1) * 2, backend="eager")
-    te._warn_of_attention.cache_clear()
-    with (
-        pytest.raises(UnsupportedDeviceError, match="input on cpu"),
-        pytest.warns(Fp8StackWarning, match="enable_cudnn_sdp"),
-    ):
+    with pytest.raises(UnsupportedDeviceError, match="input on cpu"):
         compiled(torch.ones(4, 32))
+
+
+def test_attention_behind_a_break_is_warned_of_once(recwarn):
+    te._warn_of_attention.cache_clear()
+    for _ in range(2):
+        te._warn_of_attention()
+    (told,) = recwarn
+    assert told.category is Fp8StackWarning
+    assert "enable_cudnn_sdp(False)" in str(told.message)
 
 
 def test_e5m2_is_refused_with_what_has_it():
