@@ -67,8 +67,9 @@ def last_of_each(records: Iterable[Record], **params: Any) -> list[Record]:
 
 
 def last_runs(records: Iterable[Record], model: str) -> list[Record]:
-    """Return the last record of every level and seed of a model."""
-    chosen = (r for r in records if r["params"]["model"] == model)
+    """Return the last record of every level and seed of a model; of levels, with native products."""
+    own = (r for r in records if r["params"]["model"] == model)
+    chosen = (r for r in own if r.get("compute") in (None, "native"))
     return list({(r["variant"], r["params"]["seed"]): r for r in chosen}.values())
 
 

@@ -99,14 +99,16 @@ class Run:
 
     def flags(self, options: argparse.Namespace) -> list[str]:
         batch, steps = MODELS[self.model], options.steps
+        compute = None if self.level == "off" else options.compute
+        tag = "" if compute in (None, "native") else f"-{compute}"
         flags = {
-            "model": self.model, "opt-level": self.level, "seed": self.seed,
-            "compute": None if self.level == "off" else options.compute, "data": options.shards, "steps": steps,
-            "seq-len": batch.seq, "max-lr": batch.lr, "warmup-steps": min(WARM_UP, max(1, steps // 2)),
+            "model": self.model, "opt-level": self.level, "seed": self.seed, "compute": compute,
+            "data": options.shards, "steps": steps, "seq-len": batch.seq, "max-lr": batch.lr,
+            "warmup-steps": min(WARM_UP, max(1, steps // 2)),
             "target-effective-batch-size": batch.size, "micro-batch": batch.size, "checkpoint-freq": 0,
             "eval-freq": options.eval_freq, "eval-batches": options.eval_batches,
             "eval-batch-size": min(4, batch.size), "device": options.device, "out": options.runs,
-            "run-name": f"{self.model}-seed{self.seed}",
+            "run-name": f"{self.model}-seed{self.seed}{tag}",
         }  # fmt: skip
         return [*as_flags(flags), "--no-tensorboard"]
 
@@ -117,14 +119,28 @@ def as_flags(values: dict[str, Any]) -> list[str]:
     return [text for name, value in given.items() for text in (f"--{name}", str(value))]
 
 
+def visible_gpus() -> list[str] | None:
+    """Return the GPUs that this process is restricted to, as CUDA_VISIBLE_DEVICES has them; None: it is not."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]
+
+
+def environment(gpu: int, device: str) -> dict[str, str]:
+    """Return the environment of a run on one of the GPUs that are visible here."""
+    seen = visible_gpus()
+    name = str(gpu) if seen is None or device == "cpu" else seen[gpu]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": name}
+
+
 def start(run: Run, gpu: int, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """Start a run, which prints into a file beside its folder."""
     options.runs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *run.flags(options)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
     print(f"{run.name}: starts", file=sys.stderr, flush=True)
     with open(run.folder(options).with_suffix(".log"), "wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment(gpu, options.device)
+        )
 
 
 def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
@@ -258,13 +274,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=1000)
     add("--eval-freq", type=int, default=100, help="steps between evaluations")
     add("--eval-batches", type=int, default=32)
-    add("--gpus", nargs="+", type=int, default=[0], help="numbers of GPUs; one run at a time each")
+    add("--gpus", nargs="+", type=int, default=[0], help="of those visible; one run at a time each")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--runs", type=Path, default=ROOT / "runs" / "training", help="folder of the runs")
     add("--output", type=Path, default=RESULTS, help="JSON lines that records are added to")
     options = parser.parse_args(arguments)
     if options.steps < 2 or options.eval_freq < 1:
         parser.error("--steps must be 2 or more, --eval-freq 1 or more")
+    seen = visible_gpus() if options.device == "cuda" else None
+    if min(options.gpus) < 0 or (seen is not None and max(options.gpus) >= len(seen)):
+        held = "" if seen is None else f", and CUDA_VISIBLE_DEVICES has {len(seen)}"
+        parser.error(f"--gpus {' '.join(map(str, options.gpus))}: numbers count from 0{held}")
     return options
 
 
@@ -293,9 +313,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # what stops it leaves no runs behind; shells let jobs ignore SIGINT
+    # What stops it leaves no runs behind; shells let jobs ignore SIGINT.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sys.exit(main())

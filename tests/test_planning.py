@@ -154,10 +154,8 @@ SEPARATE = at_level(recipe_for("O0", skip=["*k_proj", "*v_proj", "*gate_proj"]))
 
 
 @pytest.mark.parametrize(
-    (
-        "kind",
-        "precision",
-    ),  # of Llama q, k and v, and gate and up, are separate; GPT-2 has a joint layer
+    # of Llama q, k and v, and gate and up, are separate; GPT-2 has a joint layer
+    ("kind", "precision"),
     [*product(SIZES, COMPUTED), ("llama", SEPARATE)],
     ids=lambda value: getattr(value, "brief", value),
 )

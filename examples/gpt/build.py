@@ -30,6 +30,7 @@ from fp8stack.api import session_of
 from fp8stack.errors import CheckpointError, ConfigError
 
 from .checkpoints import Checkpoint, load, rank_and_world
+from .config import SCALING
 from .model import GPT, ModelConfig
 from .options import warn
 
@@ -122,7 +123,7 @@ class Setup:
         """
         facts = checkpoint.manifest
         check_same_model(checkpoint, self.model)
-        saved = Level(facts["level"], {**facts["options"], **facts.get("stepper", {})})
+        saved = level_of(facts)
         if facts["sharded"] != self.sharded and "O2" in (saved.name, self.level.name):
             raise CheckpointError(
                 f"{checkpoint.path} was written at {saved.name} with --parallel {facts['parallel']}, and this run is "
@@ -180,6 +181,16 @@ def stepper(model: GPT, level: Level) -> dict[str, str]:
     """Return the option that gives states the formats that they have here on other devices too, for a manifest."""
     chosen = "auto" if level.name == "off" else session_of(model).recipe.optimizer_backend
     return {} if chosen == "auto" else {"optimizer_backend": chosen}
+
+
+def level_of(facts: dict[str, Any]) -> Level:
+    """Return a level whose weights and states have the formats of a checkpoint, from its manifest; on any device.
+
+    What multiplies does not decide on formats, and this device may lack it: products are in bf16.
+    """
+    kept = {name: value for name, value in facts["options"].items() if name not in SCALING}
+    products = {} if facts["level"] == "off" else {"compute": "bf16"}
+    return Level(facts["level"], {**kept, **facts.get("stepper", {}), **products})
 
 
 def choose_parallel(wish: str, world: int, level: Level) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .options import warn
+from .schedule import default_warm_up
 
 if TYPE_CHECKING:
     from .config import Config
@@ -48,6 +49,8 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
     """
     changed = {name for name in MEANING if was.get(name, now[name]) != now[name]}
     said = changed - {"seq_len", "seed"} if "data" in changed else changed  # nothing of it was read
+    if all(x.get("warmup_steps") == default_warm_up(x.get("steps", 0)) for x in (was, now)):
+        said = said - {"warmup_steps"}  # --steps says it
     for name in MEANING:
         if name in said and (first or strict):
             flag = "--" + name.replace("_", "-")

@@ -20,7 +20,7 @@ from fp8stack.levels import CHOICES, LEVELS, Recipe, recipe_for
 from . import model as models
 from .model import SIZES, ModelConfig
 from .options import Parser, add_flags, convert, option, read_yaml, warn
-from .schedule import check_warm_up
+from .schedule import check_warm_up, default_warm_up
 from .tokens import ENCODINGS
 
 SCALING = (
@@ -147,7 +147,7 @@ class Config:
             raise ConfigError(f"{flag} contradicts --opt-level {level}. Leave one of them out.")
         object.__setattr__(self, "opt_level", level)
         if self.warmup_steps is None:
-            object.__setattr__(self, "warmup_steps", max(1, self.steps // 10))
+            object.__setattr__(self, "warmup_steps", default_warm_up(self.steps))
         if level == "off":
             for name in OF_FP8:
                 if getattr(self, name) != DEFAULTS[name]:

@@ -30,6 +30,11 @@ def learning_rate(config: Config, step: int) -> float:
     return config.max_lr * (least + (1 - least) * (1 + math.cos(math.pi * done)) / 2)
 
 
+def default_warm_up(steps: int) -> int:
+    """Return the steps of the warm-up where none are given: a tenth of all."""
+    return max(1, steps // 10)
+
+
 def check_warm_up(config: Config) -> None:
     """Warn of a warm-up that the run does not reach the end of."""
     if config.warmup_steps > config.steps:

@@ -5,9 +5,8 @@
 
 The folder gets train_000000.bin and so on, val_000000.bin, and meta.json, which names the encoding; the file of
 `--encoding tokenizer.json` is copied beside it. Text files are read as a whole, without train_gpt.py's limit of
-32 MiB. A file is complete
-or absent: it is written under another name and renamed. Streamed documents fill the validation shard first, unless
-the dataset has a split for it.
+32 MiB. A file is complete or absent: it is written under another name and renamed. Streamed documents fill the
+validation shard first, unless the dataset has a split for it.
 """
 
 from __future__ import annotations
@@ -124,7 +123,8 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if isinstance(encoding, TokenizerFile):
-            shutil.copyfile(encoding.path, folder / name)
+            with contextlib.suppress(shutil.SameFileError):  # it lies there already
+                shutil.copyfile(encoding.path, folder / name)
         (folder / "meta.json").write_text(json.dumps({"encoding": name}) + "\n")
     return write_shards(train, folder, "train", size), write_shards(held_out, folder, "val", size)
 

@@ -100,7 +100,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: if there is none, the message names line and column; if it has no key of DeepSpeed's; or
-            another value than an object for a section.
+            another value than an object for a section or an optimizer's "params".
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -124,12 +124,21 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} has no key of a DeepSpeed configuration ({held}). Give the file that holds "
             '"train_batch_size", "zero_optimization" and so on.'
         )
-    for key in SECTIONS & config.keys():
-        if not isinstance(config[key] or {}, dict):
-            raise ConfigError(
-                f'"{key}": {json.dumps(config[key])} in {path} must be an object, such as {{"{key}": {{...}}}}.'
-            )
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):  # deprecated, but DeepSpeed reads it
+        config["zero_optimization"] = {"stage": int(zero)}
+    _check_objects(config, SECTIONS, str(path))
+    _check_objects(config.get("optimizer") or {}, {"params"}, f'"optimizer" of {path}')
     return config
+
+
+def _check_objects(held: dict[str, Any], keys: set[str], where: str) -> None:
+    """Raise ConfigError if a value under one of `keys` is neither an object nor null."""
+    for key in sorted(keys & held.keys()):
+        if held[key] is not None and not isinstance(held[key], dict):
+            raise ConfigError(
+                f'"{key}": {json.dumps(held[key])} in {where} must be an object, such as {{"{key}": {{...}}}}.'
+            )
 
 
 def _read_hjson(text: str) -> Any:

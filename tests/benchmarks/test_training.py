@@ -110,6 +110,29 @@ def test_what_is_estimated_is_the_model_that_trains(name):
     assert off.parts["weights"] == 4 * off.parameters
 
 
+def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch, capsys):
+    def ask(*gpus, device="cuda"):
+        given = ["--shards", "none", "--runs", str(tmp_path), "--device", device]
+        return training.parse([*given, "--compute", "te", "--gpus", *gpus])
+
+    for visible, expected in ((None, "1"), ("4, GPU-7", "GPU-7")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert training.environment(*ask("1").gpus, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
+    assert ask("0", "2", device="cpu").gpus == [0, 2]
+    with pytest.raises(SystemExit):
+        ask("0", "2")
+    assert (
+        "--gpus 0 2: numbers count from 0, and CUDA_VISIBLE_DEVICES has 2"
+        in capsys.readouterr().err
+    )
+    with pytest.raises(SystemExit):
+        ask("-1")
+    folders = [training.Run("tiny", 0, level).folder(ask("0")).name for level in ("off", "O2")]
+    assert folders == ["tiny-seed0-bf16", "tiny-seed0-te-fp8-o2"]
+
+
 def record(variant, seed, value, peak):
     numbers = {"tokens_per_second": 10.0 * peak, "peak_gib": peak, "estimate_gib": 1.1 * peak}
     params = {"model": "gpt2", "seed": seed, "steps": 5}

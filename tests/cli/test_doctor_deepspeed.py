@@ -9,6 +9,7 @@ import pytest
 from workers_known import deepspeed_config
 
 from fp8stack.__main__ import main
+from fp8stack.cli.deepspeed_config import read_config
 
 MODELS = """
 from dataclasses import dataclass
@@ -157,6 +158,14 @@ def test_comments_are_read_as_deepspeed_reads_them(files, capsys):
     assert (status, "elastic-checkpoint" in text) == (1, True)
 
 
+@pytest.mark.parametrize(("given", "stage"), [("true", 1), ("false", 0), ("null", None)])
+def test_a_bool_is_a_stage_of_zero(files, capsys, given, stage):
+    text = f'{{"zero_optimization": {given}, "optimizer": {{"type": "AdamW", "params": null}}}}'
+    assert diagnose(capsys, text)[0] == 0
+    zero = read_config(files / "ds_config.json")["zero_optimization"]
+    assert zero == (None if stage is None else {"stage": stage})
+
+
 BF16 = '{"bf16": {"enabled": true}}'
 CLASH = json.dumps({"fp8stack": {"opt_level": "O1"}})
 
@@ -173,6 +182,13 @@ CLASH = json.dumps({"fp8stack": {"opt_level": "O1"}})
             "has no key of a DeepSpeed configuration (keys are model_type, hidden_size)",
         ),
         ('{"optimizer": "adamw"}', [], '"optimizer": "adamw" in ds_config.json must be an object'),
+        (
+            '{"optimizer": {"type": "AdamW", "params": 3}}',
+            [],
+            '"params": 3 in "optimizer" of ds_config.json must be an object',
+        ),
+        ('{"zero_optimization": ""}', [], '"zero_optimization": "" in ds_config.json must be'),
+        ('{"bf16": 0}', [], '"bf16": 0 in ds_config.json must be an object'),
         (
             '{"zero_optimization": 2}',
             [],

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import train_gpt
-from gpt import runs
+from gpt import build, runs
 from gpt.trainer import Trainer
-from workers_gpt import assert_near, configure, read, train, write_text
+from torch.utils._pytree import keystr, tree_flatten_with_path
+from workers_gpt import assert_near, configure, read, resume, train, write_text
 
 import fp8stack
 from fp8stack import capability
@@ -111,6 +112,31 @@ def test_a_run_goes_on_where_there_is_fp8_and_back(level, flags, capsys):
         ]
         assert len(losses[first]) == 6
     assert_near(losses["bf16"], losses["fp8"], level)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_multiplied_is_not_needed_to_resume(level, tmp_path):
+    """Weights and states have the same formats without it, so a machine that lacks it can go on."""
+    write_text(tmp_path)
+    options = {"opt_level": level, "run_name": "asked"}
+    asked = {"compute": "native", "fp8_recipe": "delayed", "fp8_margin": 1}
+    trainer = Trainer(configure(tmp_path, **options, **asked))
+    saved = build.level_of({"level": level, "options": trainer.setup.level.options})
+    assert saved.options == {"compute": "bf16"}
+    assert formats(*trainer.setup.build(saved)) == formats(trainer.model, trainer.optimizer)
+    losses = trainer.run()
+    with pytest.MonkeyPatch.context() as patch:
+        without_fp8(patch)
+        folder = tmp_path / "runs" / f"asked-fp8-{level.lower()}" / "checkpoints_fp8"
+        changed = resume(tmp_path, folder / "step_00000002", **options)
+    assert changed[:2] == losses[:2]
+    assert_near(changed, losses, level)
+
+
+def formats(model, optimizer):
+    """Return shape and dtype of all tensors that a checkpoint holds."""
+    flat = tree_flatten_with_path(build.contents(model, optimizer))[0]
+    return {keystr(p): (t.shape, t.dtype) for p, t in flat if isinstance(t, torch.Tensor)}
 
 
 def test_the_tag_is_what_fp8stack_chooses(ampere, tmp_path):

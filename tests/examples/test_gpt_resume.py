@@ -11,6 +11,7 @@ import pytest
 import torch
 import workers_gpt
 from gpt import checkpoints
+from gpt.changes import MEANING, report
 from gpt.trainer import Trainer
 from workers_gpt import (
     RANKS,
@@ -155,6 +156,15 @@ def test_a_resumed_run_says_what_is_asked_for_otherwise(folder):
         assert len(told) == 1
         with pytest.raises(ConfigError, match=expected):
             Trainer(configure(folder, **options, **changes, strict=True))
+
+
+@pytest.mark.parametrize(("before", "after", "lines"), [(10, 20, 1), (10, 5, 2), (7, 20, 2)])
+def test_a_warm_up_that_goes_by_steps_is_not_said_again(before, after, lines):
+    same = dict.fromkeys(MEANING, 1)
+    was = {**same, "steps": 100, "warmup_steps": before}
+    with pytest.warns(Fp8StackWarning) as told:
+        report(was, {**same, "steps": 200, "warmup_steps": after}, strict=False)
+    assert [str(w.message).split()[0] for w in told] == ["--steps", "--warmup-steps"][:lines]
 
 
 def test_other_data_is_read_from_its_beginning(folder):
