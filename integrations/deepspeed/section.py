@@ -207,14 +207,20 @@ def check_scales(states: str, master: str, stage: int) -> None:
 def allow_ours(config: dict[str, Any]) -> None:
     """Let DeepSpeed take an optimizer of fp8stack's, also with `offload_optimizer`."""
     config["zero_allow_untested_optimizer"] = True
-    if offloads(config.get("zero_optimization") or {}):
+    if offloads(zero_of(config)):
         config["zero_force_ds_cpu_optimizer"] = False
 
 
 def stage_of(config: Mapping[str, Any]) -> int:
     """Return ZeRO's stage."""
-    stage: int = (config.get("zero_optimization") or {}).get("stage", 0)
+    stage: int = zero_of(config).get("stage", 0)
     return stage
+
+
+def zero_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section of ZeRO, which in DeepSpeed's older form is True for stage 1."""
+    zero: Any = config.get("zero_optimization") or {}
+    return {"stage": 1} if zero is True else zero
 
 
 def offloads(zero: Mapping[str, Any]) -> bool:
@@ -227,7 +233,7 @@ def _keeps_bf16(config: dict[str, Any], stage: int, lacking: list[str]) -> bool:
     """Let ZeRO keep bfloat16 partitions, if it can; return whether it does. Where DeepSpeed cannot, say so."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
-    bf16, zero = config.get("bf16") or {}, config.get("zero_optimization") or {}
+    bf16, zero = config.get("bf16") or {}, zero_of(config)
     accumulates = (config.get("data_types") or {}).get("grad_accum_dtype")
     if not stage or offloads(zero) or not bf16.get("enabled") or accumulates not in (None, "bf16"):
         return False

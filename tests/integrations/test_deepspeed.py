@@ -38,3 +38,12 @@ def test_groups_that_come_and_go(tmp_path):
 
 def test_a_bad_gradient_on_one_rank_steps_none(tmp_path):
     spawn(check_bad_gradients, 2, tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"), [(None, 0), (False, 0), (True, 1), ({}, 0), ({"stage": 3}, 3)]
+)
+def test_the_stage_is_found_in_older_forms_too(given, stage):
+    from fp8stack.integrations.deepspeed.section import stage_of
+
+    assert stage_of({"zero_optimization": given}) == stage
