@@ -24,7 +24,7 @@ import models
 import torch
 from common import ROOT, add_choices, append_records, read_choices
 from end_to_end import MODELS, WARM_UP, Variant
-from memory import HYPER
+from memory import HYPER, synchronize
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -82,12 +82,11 @@ def measure(
 
 def time_block(step: Callable[[], None], steps: int, device: str) -> float:
     """Return the seconds of so many steps, the device done before and after."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    wait()
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
         step()
-    wait()
+    synchronize(device)
     return time.perf_counter() - start
 
 

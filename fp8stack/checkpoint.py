@@ -27,7 +27,14 @@ from .errors import CheckpointError, ModelError, first_line, reason_of
 from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.state import MASTER_KEYS
-from .optim.state_dict import check_groups, check_layout, names_of_owned, prepare, to_torch
+from .optim.state_dict import (
+    check_groups,
+    check_layout,
+    names_of,
+    names_of_owned,
+    prepare,
+    to_torch,
+)
 
 
 def master_state_dict(
@@ -221,13 +228,13 @@ def _set_missing_masters(
     model: nn.Module, optimizer: BlockwiseOptimizer, contents: dict[str, Any]
 ) -> None:
     """Give weights that were saved without a master (at O0 or O1) all the bits that were saved of them."""
-    names = iter(names_of_owned(model, optimizer))
+    names = names_of(model)
     packed = contents["optimizer"]
     for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        for parameter, key, name in zip(group["params"], saved["params"], names, strict=False):
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
             has_master = packed["state"].get(key, {}).keys() & set(MASTER_KEYS)
-            if name and not has_master and optimizer.master_format(parameter):
-                value = contents["model"][name].to(parameter.device, torch.float32)
+            if parameter in names and not has_master and optimizer.master_format(parameter):
+                value = contents["model"][names[parameter]].to(parameter.device, torch.float32)
                 optimizer.set_master(parameter, value)
 
 

@@ -291,9 +291,7 @@ class Trainer:
         tokens = torch.zeros(size, self.setup.model.seq_len, dtype=torch.int64, device=self.device)
         try:
             if isinstance(self.optimizer, BlockwiseOptimizer):
-                for group in self.optimizer.param_groups:
-                    for parameter in group["params"]:
-                        self.optimizer.ensure_state(group, parameter)
+                self.optimizer.ensure_states()
             elif not self.optimizer.state:  # torch's AdamW makes them at its first step
                 states = [torch.empty_like(p) for p in self.model.parameters() for _ in range(2)]
             for _ in range(2):  # the second one with the gradients of the first

@@ -17,7 +17,7 @@ import torch
 from fp8stack.errors import ConfigError, reason_of
 from fp8stack.integrations.deepspeed.optimizer import OURS, type_of
 from fp8stack.integrations.deepspeed.optimizer import build as build_optimizer
-from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of
+from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of, zero_of
 from fp8stack.integrations.known import Situation, check, with_allowed
 from fp8stack.levels import Recipe
 
@@ -124,9 +124,8 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} has no key of a DeepSpeed configuration ({held}). Give the file that holds "
             '"train_batch_size", "zero_optimization" and so on.'
         )
-    zero = config.get("zero_optimization")
-    if isinstance(zero, bool):  # deprecated, but DeepSpeed reads it
-        config["zero_optimization"] = {"stage": int(zero)}
+    if isinstance(config.get("zero_optimization"), bool):  # deprecated, but DeepSpeed reads it
+        config["zero_optimization"] = zero_of(config)
     _check_objects(config, SECTIONS, str(path))
     _check_objects(config.get("optimizer") or {}, {"params"}, f'"optimizer" of {path}')
     return config

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 """Version of the state's layout and codecs. A change of either raises it."""
 
-_WRAPPERS = ("_checkpoint_wrapped_module.",)
-"""Modules that state_dicts leave out of names."""
+_WRAPPER = "_checkpoint_wrapped_module."  # which state_dicts leave out of names
 
 MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError)
 """What a state raises that is not laid out as it should be."""
@@ -63,13 +62,14 @@ def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]
     return packed
 
 
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """Return what the model's state_dict calls its parameters."""
+    return {p: name.replace(_WRAPPER, "") for name, p in model.named_parameters()}
+
+
 def names_of_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return what the model's state_dict calls the parameters that an optimizer's knows by number; "" for others'."""
-    names: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters():
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        names[parameter] = name
+    """Return the names of the parameters that an optimizer's state_dict knows by number; "" for others'."""
+    names = names_of(model)
     return [names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
 
 

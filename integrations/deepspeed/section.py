@@ -218,9 +218,9 @@ def stage_of(config: Mapping[str, Any]) -> int:
 
 
 def zero_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section of ZeRO, which in DeepSpeed's older form is True for stage 1."""
-    zero: Any = config.get("zero_optimization") or {}
-    return {"stage": 1} if zero is True else zero
+    """Return the section of ZeRO; in DeepSpeed's older form it is True for stage 1, and False for none."""
+    zero: Any = config.get("zero_optimization")
+    return {"stage": int(zero)} if isinstance(zero, bool) else zero or {}
 
 
 def offloads(zero: Mapping[str, Any]) -> bool:
