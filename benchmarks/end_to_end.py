@@ -66,11 +66,13 @@ class Variant:
 
 def list_variants() -> list[Variant]:
     native = {"compute": "native"}
+    fast = {**native, "fp8_recipe": "delayed", "fp8_fast_accum": True}
     eager = [
         Variant(BASE),
         *(Variant(level, level, native) for level in ("O0", "O1", "O2")),
         Variant("O2 fused", "O2", native, fused=True),
         Variant("O2 fused, delayed", "O2", {**native, "fp8_recipe": "delayed"}, fused=True),
+        Variant("O2 fused, delayed, fast sums", "O2", fast, fused=True),
         Variant("O2 fused, cache off", "O2", {**native, "weight_cache": "off"}, fused=True),
     ]
     compiled = [replace(v, name=f"{v.name} compiled", compiled=True) for v in eager]

@@ -79,10 +79,13 @@ def list_variants() -> list[Variant]:
     te, ao, ours = "transformer_engine", "torchao", "fp8stack"
     baselines = [Variant(EAGER), Variant(COMPILED, compiled=True)]
     compute = {"compute": "native"}
+    fast = {**compute, "fp8_fast_accum": True}
     native = [Variant(f"native {r}", ours, r, options=compute) for r in RECIPES]
     native += [
         Variant("native fused", ours, "current", fused=True, options=compute),
         Variant("native fused, delayed", ours, "delayed", fused=True, options=compute),
+        Variant("native current, fast sums", ours, "current", options=fast),
+        Variant("native fused, delayed, fast sums", ours, "delayed", fused=True, options=fast),
         Variant("native auto", ours, "current", options={**compute, "select": "auto"}),
     ]
     current = replace(native[0], name="native current, weights cached", cached=True)

@@ -68,7 +68,7 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     return Compute("bf16", answer.reason, [*fallbacks, told, *_idle(recipe, ("matmuls",))])
 
 
-_OF_FP8 = ("fp8_format", "fp8_recipe", "weight_cache", "select", "matmuls")
+_OF_FP8 = ("fp8_format", "fp8_recipe", "fp8_fast_accum", "weight_cache", "select", "matmuls")
 
 
 def _idle(recipe: Recipe, names: tuple[str, ...]) -> list[str]:

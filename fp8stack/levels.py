@@ -53,6 +53,8 @@ class Recipe:
     fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
     amax_history_len, amax_compute_algo: of "delayed": how many steps count, and whether by their "max" or
         "most_recent".
+    fp8_fast_accum: may forward products be summed with fewer bits? Hopper's tensor cores then keep about 14, which is
+        faster. Gradients never are. None: no, except by TransformerEngine with "delayed", which knows no other way.
     pad: sizes that are no multiple of 16 ("blockwise": of 128). "auto": pad inside the layer. "skip": leave such layers
         out.
     select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
@@ -83,6 +85,7 @@ class Recipe:
     fp8_margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
+    fp8_fast_accum: bool | None = None
     pad: str = "auto"
     select: str = "all"
     weight_cache: str = "fp8+t"
@@ -154,6 +157,15 @@ class Recipe:
             )
         if not isinstance(self.matmuls, bool):
             raise ConfigError(f"matmuls={self.matmuls!r} must be True or False.")
+        if self.fp8_fast_accum is not None and not isinstance(self.fp8_fast_accum, bool):
+            raise ConfigError(
+                f"fp8_fast_accum={self.fp8_fast_accum!r} must be True, False or None."
+            )
+        if self.fp8_fast_accum and self.fp8_recipe not in ("current", "delayed"):
+            raise ConfigError(
+                f"fp8_fast_accum=True is of scales for whole tensors, and fp8_recipe={self.fp8_recipe!r} has one for "
+                'each block. Leave it out, or use fp8_recipe="current".'
+            )
 
     def _check_backend(self) -> None:
         """Raise ConfigError where `optimizer_backend` cannot have the states asked for."""

@@ -58,6 +58,14 @@ def count_casts(monkeypatch):
     return seen
 
 
+def record_sums(monkeypatch):
+    """Return a list that is told of every later product whether it may be summed fast."""
+    told = []
+    multiply = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args: told.append(args[7]) or multiply(*args))
+    return told
+
+
 class QKV(nn.Module):
     """Three layers that read one input."""
 

@@ -105,6 +105,12 @@ def test_wrong_option(model, optimizer, options, match):
             {"fp8_recipe": "blockwise", "fp8_format": "e5m2"},
             "fp8_recipe='blockwise' is E4M3 throughout.*fp8_format='e5m2'",
         ),
+        ({"fp8_fast_accum": "yes"}, "fp8_fast_accum='yes' must be True, False or None"),
+        ({"fp8_fast_accum": 1}, "fp8_fast_accum=1 must be True, False or None"),
+        (
+            {"fp8_fast_accum": True, "fp8_recipe": "blockwise"},
+            "fp8_fast_accum=True is of scales for whole tensors, and fp8_recipe='blockwise' has one for each block",
+        ),
         ({"pad": "never"}, "pad='never' is not a choice"),
         ({"weight_cache": "fp8t"}, r"weight_cache='fp8t' is not a choice.*Did you mean .fp8\+t"),
         ({"select": "best"}, "select='best' is not a choice"),

@@ -30,6 +30,7 @@ SCALING = (
     "fp8_margin",
     "amax_history_len",
     "amax_compute_algo",
+    "fp8_fast_accum",
 )
 OF_FP8 = (*SCALING, "fp8_interval", "fuse")
 LEVEL = ("opt_level", "use_fp8")
@@ -95,6 +96,7 @@ class Config:
     amax_compute_algo: str = option(
         "max", "of delayed: how they count", choices=CHOICES["amax_compute_algo"]
     )
+    fp8_fast_accum: bool = option(False, "sum forward products with fewer bits, which is faster")
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
     )

@@ -175,10 +175,10 @@ class _SwiGLU(torch.autograd.Function):
         *hows: How,  # gate's, up's, down's
     ) -> Tensor:
         dtype = hows[0].dtype
-        gate = product(x_codes, x_scale, g_forward, g_scale, dtype, fast=True)
-        up = product(x_codes, x_scale, u_forward, u_scale, dtype, fast=True)
+        gate = product(x_codes, x_scale, g_forward, g_scale, dtype, hows[0].fast)
+        up = product(x_codes, x_scale, u_forward, u_scale, dtype, hows[1].fast)
         codes, h_scale = ops.swiglu_cast(gate, up, E4M3, *h_scaling)
-        y = product(codes, h_scale, d_forward, d_scale, dtype, fast=True)
+        y = product(codes, h_scale, d_forward, d_scale, dtype, hows[2].fast)
         ctx.hows, ctx.x_shape, ctx.x_dtype = hows, x.shape, x.dtype
         if h_scaling[0] and not torch.compiler.is_compiling():
             ctx.g_states = [STATES[how.g_state] for how in hows]  # backward may outlive the layers

@@ -140,9 +140,8 @@ class _Fp8Matmul(torch.autograd.Function):
         )
         size = weight.shape[1] if how.turned else weight.shape[0]
         fused = bias is not None and _fuses_bias(x, w_scale, dtype, size)
-        y = product(
-            x_codes, x_scale, w_forward, w_scale, dtype, True, bias if fused else None, how.squares
-        )
+        added = bias if fused else None
+        y = product(x_codes, x_scale, w_forward, w_scale, dtype, how.fast, added, how.squares)
         y = crop(y, (*x.shape[:-1], size))
         return y if bias is None or fused else y + bias.to(dtype)
 
@@ -211,7 +210,7 @@ def product(
     b: Tensor,  # FP8 codes [n, k], contiguous
     b_scale: Tensor,  # float32, 0-d, or [n, k / 128], or of squares
     dtype: torch.dtype,
-    fast: bool = False,  # fewer accumulator bits on Hopper; fine for the forward pass, not for gradients
+    fast: bool = False,  # sum with fewer bits, where the GPU has a way to
     bias: Tensor | None = None,  # [n]
     squares: bool = False,  # b has a scale for each 128×128
 ) -> Tensor:  # [m, n] in dtype

@@ -310,6 +310,7 @@ class How(NamedTuple):
     g_state: int  # the handle of a DelayedState, -1 if the recipe has none
     train: bool
     dtype: torch.dtype  # of the output
+    fast: bool  # sum the forward product with fewer bits
     probe: Any = None  # a monitor's, while it samples; never in a graph
 
     @property
@@ -331,6 +332,7 @@ class Products:
         # Blocks of 128 have no use for the range of E5M2.
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
         self.formats = FORMATS[self.name]
+        self.fast = bool(recipe.fp8_fast_accum)
         self.x_state = self.g_state = None
         if recipe.fp8_recipe == "delayed":
             history = recipe.amax_history_len, recipe.fp8_margin
@@ -345,9 +347,8 @@ class Products:
         """Return what backward needs to know."""
         state = -1 if self.g_state is None else self.g_state.handle
         probe = None if torch.compiler.is_compiling() else self.probe
-        return How(
-            self.weights.turned, mode, self.name, self.fp8_recipe, state, train, dtype, probe
-        )
+        turned = self.weights.turned
+        return How(turned, mode, self.name, self.fp8_recipe, state, train, dtype, self.fast, probe)
 
     def __str__(self) -> str:
         return f"{self.name}, {self.fp8_recipe}"

@@ -65,6 +65,7 @@ class Settings(NamedTuple):
     fp8_margin: int
     amax_history_len: int
     amax_compute_algo: str
+    fp8_fast_accum: bool | None = None
 
     @classmethod
     def of(cls, recipe: Recipe) -> Settings:
@@ -91,13 +92,18 @@ def check_recipe(recipe: Recipe, device: torch.device) -> None:
     """Raise where TransformerEngine, which must pass its probe first, cannot do what `recipe` asks for.
 
     Raises:
-        ConfigError: for a format that it has not.
+        ConfigError: for a format, or a way to sum, that it has not.
         UnsupportedDeviceError: for a recipe that it has not on this device, with its reason.
     """
     if recipe.fp8_format == "e5m2":
         raise ConfigError(
             'fp8_format="e5m2" (activations in E5M2) is not a format of TransformerEngine, which has "hybrid" and '
             '"e4m3". Use compute="native" for it.'
+        )
+    if recipe.fp8_fast_accum is False and recipe.fp8_recipe == "delayed":
+        raise ConfigError(
+            'fp8_fast_accum=False: TransformerEngine always sums forward products of fp8_recipe="delayed" fast. '
+            'Use compute="native" or fp8_recipe="current" for precise sums.'
         )
     answer = capability_te.transformer_engine_recipe(recipe.fp8_recipe, device)
     if not answer:
@@ -248,8 +254,9 @@ def te_recipe(settings: Settings) -> Any:
     """Return TransformerEngine's recipe; options that its environment variables would set are given."""
     recipes = capability_te.load().recipe
     own = getattr(recipes.Format, "HYBRID" if settings.fp8_format == "hybrid" else "E4M3")
+    forward = recipes.MMParams(use_split_accumulator=not settings.fp8_fast_accum)
     name, options = {
-        "current": ("Float8CurrentScaling", {"fp8_format": own}),
+        "current": ("Float8CurrentScaling", {"fp8_format": own, "fp8_gemm_fprop": forward}),
         "delayed": (
             "DelayedScaling",
             {

@@ -67,6 +67,8 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
         (["--no-fp8", "--fp8-format", "e4m3"], "fp8_format='e4m3' is of FP8"),
         (["--blocks", "te"], 'blocks="te" has queries'),
         (["--fuse", "--no-fp8"], "fuse=True is of FP8"),
+        (["--fp8-fast-accum", "--no-fp8"], "fp8_fast_accum=True is of FP8"),
+        (["--fp8-fast-accum", "--fp8-recipe", "blockwise"], "has one for each block"),
         (["--fuse", "--compute", "te"], "not with --compute te: .* Leave out one"),
         (["--fuse", "--compute", "bf16"], "not with --compute bf16: without FP8"),
         (["--fuse", "--blocks", "te"], "not with --blocks te: .*TransformerEngine"),

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from helpers import assert_same_bits, train
-from layers import Checkpointed, casts_of, count_casts, native, results
+from layers import Checkpointed, casts_of, count_casts, native, record_sums, results
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -272,6 +272,15 @@ def test_recomputation_gives_the_same_bits(reentrant, recipe, device):
         given[-1] += results(model, torch.randn(16, 32, device=device))
     for one, other in zip(*given, strict=True):
         assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_forward_products_alone_may_be_summed_fast(fast, monkeypatch):
+    block = native(nn.Sequential(Block()), fp8_fast_accum=fast)
+    fuse(block)
+    told = record_sums(monkeypatch)
+    results(block, torch.randn(16, 32))
+    assert told == [fast] * 3 + [False] * 6
 
 
 def states_of(block):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import assert_same_bits
-from layers import RECIPES, linear
+from layers import RECIPES, linear, record_sums
 from torch import nn
 from torch.nn import functional as F
 
@@ -31,6 +31,31 @@ def rounded(x, fmt):
     return codes.double() * scale.double()
 
 
+@pytest.mark.parametrize("fast", [None, False, True])
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_forward_products_alone_may_be_summed_fast(recipe, fast, monkeypatch):
+    layer = linear(fp8_recipe=recipe, fp8_fast_accum=fast)
+    told = record_sums(monkeypatch)
+    layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert told == [bool(fast), False, False]
+
+
+@pytest.mark.gpu
+def test_fast_sums_are_coarser_and_precise_ones_are_the_default():
+    """Many terms of one sign: a sum of 14 bits loses the small ones."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("only Hopper's tensor cores keep fewer bits")
+    x = torch.rand(256, 16_384, device="cuda")
+    errors = {}
+    for fast in (None, False, True):
+        layer = linear(16_384, 256, False, "cuda", fp8_fast_accum=fast)
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(0, 1, layer.weight.numel()).view_as(layer.weight))
+            exact = rounded(x, E4M3) @ rounded(layer.weight, E4M3).T
+            errors[fast] = ((layer(x).double().cpu() - exact).norm() / exact.norm()).item()
+    assert errors[None] == errors[False] < errors[True] / 2, errors
+
+
 @pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_three_products_are_those_of_the_rounded_operands(fmt, dtype, device):
@@ -51,7 +76,7 @@ def test_the_three_products_are_those_of_the_rounded_operands(fmt, dtype, device
     given = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad}
     for name, value in given.items():
         assert value.dtype is dtype
-        # a product keeps the output dtype's rounding; Hopper's fast accumulation adds 2^-13 of the largest partial sum
+        # a product keeps the output dtype's rounding; within 128 terms Hopper's sums keep 2^-13 of the largest
         step = max(torch.finfo(dtype).eps, 2**-12 if device == "cuda" else 0)
         error = (value.detach().double().cpu() - exact[name]).abs().max()
         assert error <= 8 * step * exact[name].abs().max(), name

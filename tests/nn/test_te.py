@@ -157,6 +157,12 @@ def test_e5m2_is_refused_with_what_has_it():
         check_recipe(recipe_for("O0", fp8_format="e5m2"), torch.device("cpu"))
 
 
+def test_precise_sums_are_refused_where_it_has_none():
+    recipe = recipe_for("O0", fp8_recipe="delayed", fp8_fast_accum=False)
+    with pytest.raises(ConfigError, match=r'always sums .* fast.*compute="native"'):
+        check_recipe(recipe, torch.device("cpu"))
+
+
 class Casts:
     """Follows when a weight would be cast in training, without casting it."""
 
@@ -683,6 +689,10 @@ def test_the_recipe_is_explicit(monkeypatch):
     recipe = te.te_recipe(settings)
     assert recipe is te.te_recipe(settings)
     assert recipe.backward_override is None
+    assert recipe.fp8_gemm_fprop.use_split_accumulator
+    fast = te.te_recipe(settings._replace(fp8_fast_accum=True))
+    assert not fast.fp8_gemm_fprop.use_split_accumulator
+    assert fast.fp8_gemm_dgrad.use_split_accumulator
     delayed = te.te_recipe(Settings("delayed", "hybrid", 2, 16, "most_recent"))
     assert (delayed.margin, delayed.amax_history_len, delayed.amax_compute_algo) == (
         2,
