@@ -4,6 +4,7 @@
 #   TORCH="torch==2.11.0"  another torch; by default the pinned CPU build without an NVIDIA GPU, the newest with one
 #   TORCH_ARGS="..."       options of the pip that installs torch, such as --index-url of a CPU index
 #   ARGS="..."             passed on to the demo or to pytest
+#   JOBS=8                 processes that run GPU tests, which take turns on the GPUs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,6 +12,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch,torch==2.13.0)
 TORCH_ARGS ?=
 ARGS ?=
+JOBS ?= 8
 
 .PHONY: demo test test-gpu lint format clean
 .DELETE_ON_ERROR:
@@ -22,7 +24,8 @@ test: $(BIN)/.test
 	$(BIN)/pytest -n auto $(ARGS)
 
 test-gpu: $(BIN)/.test
-	$(BIN)/pytest -m gpu $(ARGS)
+	$(BIN)/pytest -m "gpu and not gpus" -n $(JOBS) $(ARGS)
+	$(BIN)/pytest -m "gpu and gpus" $(ARGS)
 
 lint: $(BIN)/.lint
 	$(BIN)/ruff check .

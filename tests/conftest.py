@@ -1,4 +1,7 @@
-"""Without a GPU, Triton kernels run on CPU tensors in its interpreter, which must be chosen before Triton loads."""
+"""Without a GPU, Triton kernels run on CPU tensors in its interpreter, which must be chosen before Triton loads.
+
+With several, workers of pytest-xdist take turns on them; tests of several GPUs at once (`gpus`) run without workers.
+"""
 
 import os
 import zlib
@@ -6,6 +9,12 @@ import zlib
 import pytest
 import torch
 
+worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if (
+    worker and (count := torch.cuda.device_count()) > 1
+):  # which NVML counts: CUDA is not initialized yet
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = given[int(worker.removeprefix("gw")) % count]
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Small tensors and a worker per core: waiting for a second thread costs more than the work. Processes that tests

@@ -31,6 +31,7 @@ def test_collectives_over_gloo(world, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_collectives_over_nccl(world, tmp_path):
     need_gpus(world)
@@ -78,6 +79,7 @@ def test_ranks_sign_out_after_a_failure(mesh, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("transport", ["nvlink", "collective"])
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_a_gpu_that_is_gone_is_named(how, transport, tmp_path, monkeypatch):
@@ -98,6 +100,7 @@ def test_a_gpu_that_is_gone_is_named(how, transport, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 def test_tensors_of_more_elements_than_an_int32_counts(tmp_path):
     need_gpus(2)
     spawn(check_large, 2, tmp_path / "store")

@@ -20,6 +20,7 @@ def test_hooks_over_gloo(check, world, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 @BOTH
 def test_hooks_over_nccl(check, tmp_path):
     need_gpus(2)

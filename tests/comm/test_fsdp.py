@@ -23,6 +23,7 @@ def test_replicas_over_gloo(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize(("check", "world"), [(check_weights, 2), (check_replicas, 4)])
 def test_weights_and_replicas_over_nccl(check, world, tmp_path):
     need_gpus(world)

@@ -13,6 +13,7 @@ def test_gradients_that_live_in_fp8_over_gloo(world, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_that_live_in_fp8_over_nccl(world, tmp_path):
     need_gpus(world)

@@ -60,6 +60,7 @@ def test_universal_checkpoints_change_the_number_of_ranks(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("compute", ["native", "te"])
 def test_levels_on_gpus(compute, world, tmp_path):

@@ -27,6 +27,7 @@ def test_checkpoints_resume_bit_for_bit_and_change_ranks(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus
 def test_levels_over_nccl(tmp_path):
     need_gpus(2)
     spawn(check_levels, 2, str(tmp_path / "s"), "cuda")

@@ -9,6 +9,7 @@ from workers_nn import run
 from fp8stack.capability import native_recipe
 
 
+@pytest.mark.gpus
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["train_replicas", "train_shards", "train_mixed_shards"])
 def test_two_ranks_train_as_one(work, device, tmp_path):

@@ -14,6 +14,7 @@ def spawn(function, ranks, *arguments):
     torch.multiprocessing.spawn(function, (ranks, *arguments), nprocs=ranks)
 
 
+@pytest.mark.gpus
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("states", "before", "after"),
