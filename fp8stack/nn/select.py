@@ -112,7 +112,8 @@ class Chooser:
         if shape.rows == 0 and not obstacle:
             return True
         recipe, near = self._recipe, shape._replace(rows=_round_up(shape.rows))
-        key = near, recipe.fp8_recipe, recipe.fp8_format, recipe.weight_cache
+        fast = bool(recipe.fp8_fast_accum)
+        key = near, recipe.fp8_recipe, recipe.fp8_format, recipe.weight_cache, fast
         with _ONE_AT_A_TIME:
             if key not in _ANSWERS and not obstacle:
                 _ANSWERS[key] = _measure(shape, recipe)

@@ -223,6 +223,14 @@ def test_a_checkpointed_layer_saves_what_it_recomputes(clock):
     assert model[0].weight.grad is not None
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_another_way_to_sum_is_timed_on_its_own(clock, fast):
+    make()(torch.randn(16, 64))
+    timed = len(clock.shapes)
+    make(fp8_fast_accum=fast)(torch.randn(16, 64))
+    assert len(clock.shapes) == (2 * timed if fast else timed)
+
+
 def test_out_of_memory_leaves_the_layer_as_it_is(clock, monkeypatch):
     def fail(shape, recipe):
         raise torch.OutOfMemoryError("CUDA out of memory")
