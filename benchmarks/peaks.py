@@ -167,15 +167,19 @@ def _training() -> Iterator[Peak]:
     """
     for record in read("training"):
         p, variant, compute = record["params"], record["variant"], record.get("compute")
-        if record["estimate_gib"] is None:  # of a CPU
+        if record["estimate_gib"] is None or p.get(
+            "flags"
+        ):  # of a CPU; of options that are not read here
             continue
         shape = shape_of_gpt(asdict(replace(SIZES[p["model"]], vocab=VOCAB)), p["seq"])
         if shape.parameters != p["parameters"]:
             raise ValueError(
                 f"training.jsonl: {p['model']} has {p['parameters']:,} parameters there, {shape.parameters:,} here."
             )
-        precision = BASELINES.get(variant) or at_level(
+        micro = p.get("micro_batch", p["batch"])
+        precision = BASELINES.get(variant.removesuffix(" again")) or at_level(
             recipe_for(variant, compute=compute or "native")
         )
         name = f"training {p['model']} {variant}{' te' * (compute == 'te')}"
-        yield Peak(name, shape, precision, Setup(p["batch"], p["seq"]), record["peak_gib"])
+        setup = Setup(micro, p["seq"], accumulate=micro < p["batch"])
+        yield Peak(name, shape, precision, setup, record["peak_gib"])

@@ -4,9 +4,9 @@
     python benchmarks/report.py --results my/ --out page.html
 
 A section is a picture of one file of records: memory, loss, step time over bytes, bandwidth over size, the roofline of
-products, whole steps, frameworks, attention. Sections whose records are missing are left out, and named at the end of
-the page. Each says on which GPU, with which versions, at which commit and by which command its records were made; where
-runs of several days are in a picture, all are listed. Numbers are the records', not rounded twice.
+products, whole steps, frameworks, gradients, attention. Sections whose records are missing are left out, and named at
+the end of the page. Each says on which GPU, with which versions, at which commit and by which command its records were
+made; where runs of several days are in a picture, all are listed. Numbers are the records', not rounded twice.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import report_pictures as pictures
 from common import ROOT
 from matplotlib.figure import Figure
 from record_tables import by_variant
+from training_tables import LONG_RUNS, last_runs
 
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -64,13 +65,6 @@ def latest(records: Iterable[Record], **params: Any) -> list[Record]:
 def last_of_each(records: Iterable[Record], **params: Any) -> list[Record]:
     """Return the last record of every variant, since a run may have measured a few of them again."""
     return list(by_variant(r for r in records if params.items() <= r["params"].items()).values())
-
-
-def last_runs(records: Iterable[Record], model: str) -> list[Record]:
-    """Return the last record of every level and seed of a model; of levels, with native products."""
-    own = (r for r in records if r["params"]["model"] == model)
-    chosen = (r for r in own if r.get("compute") in (None, "native"))
-    return list({(r["variant"], r["params"]["seed"]): r for r in chosen}.values())
 
 
 def last_pairs(records: Iterable[Record]) -> list[Record]:
@@ -117,9 +111,10 @@ SECTIONS = [
     *(
         Section(
             f"run-{model}", f"Long runs: {title}", "Validation loss of the training application at every level, and "
-            "how far it is off that of bf16.", "training.jsonl", partial(last_runs, model=model), pictures.draw_losses,
+            'how far it is off that of bf16; "bf16 again" is off by the order of its sums alone.', "training.jsonl",
+            partial(last_runs, model=model), pictures.draw_losses,
         )
-        for model, title in {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}.items()
+        for model, title in LONG_RUNS.items()
     ),
     Section(
         "frameworks", "Inside frameworks", "A step of a Llama of 1.13 B parameters on two GPUs, in bf16 and at O2.",
@@ -129,6 +124,11 @@ SECTIONS = [
         "stability", "Formats and odd sizes", "Short runs at O2, each with another format, recipe, margin or "
         "size: how far the training loss of the last steps is off that of bf16.", "stability.jsonl",
         last_pairs, pictures.draw_stability,
+    ),
+    Section(
+        "gradients", "Gradients", "How far gradients of one step in training are off those in float32: the mean over "
+        "matrices of the relative error.", "gradients.jsonl",
+        lambda rows: last_pairs(r for r in rows if r["params"]["after"]), pictures.draw_gradients,
     ),
     Section(
         "monitor", "A Monitor", "What sampling one step of a hundred adds to training.", "monitor_cost.jsonl",

@@ -13,6 +13,7 @@ OURS, PEER = "tab:orange", "0.7"
 LEVELS = {
     "baseline": "black",
     "bf16": "black",
+    "bf16 again": "0.6",
     "O0": "tab:blue",
     "O1": "tab:orange",
     "O2": "tab:red",
@@ -64,22 +65,24 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
     """Mean validation curves, and below them each seed's difference to the baseline."""
     figure.set_size_inches(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    curves: dict[str, dict[int, list[Any]]] = {}
+    curves: dict[str, dict[int, dict[int, float]]] = {}
     for r in rows:
-        curves.setdefault(r["variant"], {})[r["params"]["seed"]] = r["validation"]
+        curves.setdefault(r["variant"], {})[r["params"]["seed"]] = dict(r["validation"])
     base = curves.get("baseline") or curves["bf16"]
+    ends = [2.0]
     for level, by_seed in curves.items():
         color = LEVELS[level]
-        points = zip(*by_seed.values(), strict=True)
-        mean = [(at[0][0], statistics.mean(loss for _, loss in at)) for at in points]
-        above.plot(*zip(*mean, strict=True), color=color, marker=".", label=level)
+        shared = [s for s in next(iter(by_seed.values())) if all(s in c for c in by_seed.values())]
+        mean = [statistics.mean(curve[step] for curve in by_seed.values()) for step in shared]
+        above.plot(shared, mean, color=color, marker=".", label=level)
         for seed, curve in by_seed.items():
-            pairs = zip(curve, base[seed], strict=True)
-            off = [(step, 100 * (loss / other - 1)) for (step, loss), (_, other) in pairs]
-            below.plot(*zip(*off, strict=True), color=color, linewidth=0.8)
+            other = base.get(seed, {})
+            off = {step: 100 * (curve[step] / other[step] - 1) for step in curve if step in other}
+            below.plot(list(off), list(off.values()), color=color, linewidth=0.8)
+            ends += [1.2 * abs(x) for x in list(off.values())[-1:]]  # the first ones may be wild
     below.axhspan(-0.5, 0.5, color="0.92", zorder=0)
     above.set(ylabel=f"validation loss, {rows[0]['unit']}")
-    below.set(xlabel="step", ylabel="off the baseline, %", ylim=(-2, 2))
+    below.set(xlabel="step", ylabel="off the baseline, %", ylim=(-max(ends), max(ends)))
     above.legend(frameon=False)
 
 
@@ -223,4 +226,20 @@ def draw_batches(figure: Figure, rows: list[Record]) -> None:
         plot.bar_label(drawn, [str(found.get(m, "")) for m in methods], padding=3, fontsize="small")
         plot.margins(x=0.25)
         plot.set(title=size, xlabel="sequences")
+    plots[0].invert_yaxis()
+
+
+def draw_gradients(figure: Figure, rows: list[Record]) -> None:
+    """Errors of gradients, a plot for each model; fp8stack's own products in color."""
+    models = list(dict.fromkeys(r["params"]["model"] for r in rows))
+    figure.set_size_inches(9, 1 + 0.32 * len({r["variant"] for r in rows}))
+    plots = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
+    for plot, model in zip(plots, models, strict=True):
+        own = [r for r in rows if r["params"]["model"] == model]
+        names = [r["variant"] for r in own]
+        errors = [100 * r["value"] for r in own]
+        drawn = plot.barh(names, errors, color=[OURS if is_ours(n) else PEER for n in names])
+        plot.bar_label(drawn, [f"{e:.1f} %" for e in errors], padding=3, fontsize="small")
+        plot.margins(x=0.25)
+        plot.set(title=f"{model} after {own[-1]['params']['after']} steps", xlabel="error, %")
     plots[0].invert_yaxis()

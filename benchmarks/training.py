@@ -1,13 +1,23 @@
 """Does a level train as well as bf16, and faster, over a long run of the application? Loss, speed and memory.
 
     python benchmarks/training.py --text FOLDER --shards DIR       # only writes shards, with a tokenizer of their own
-    python benchmarks/training.py --shards DIR --model gpt2 llama-1b --levels off O0 O1 O2 --steps 1000 --gpus 0 1
+    python benchmarks/training.py --shards DIR --model gpt2 llama-1b --seeds 0 1 2 --steps 1000 --gpus 0 1 2 3
+    python benchmarks/training.py --shards DIR --levels off O2 --flag fp8-recipe=delayed --flag fuse=true
     python benchmarks/training.py --shards DIR --model tiny --levels off O2 --steps 6 --device cpu
 
 Each (model, level, seed) is one run of `examples/train_gpt.py`, in a process and on a GPU of its own; those of a model
 and seed have the same weights, data, batch and learning rate. "off" is plain PyTorch, recorded as "bf16": float32
 weights under bf16 autocast and torch's fused AdamW; levels are `fp8stack.initialize` on top, all Linear layers in FP8,
 the head too. The whole effective batch is one micro-batch.
+
+"again" is "off" with the batch in two micro-batches, recorded as "bf16 again": the same samples, whose gradients are
+added up in another order. How far it ends from "off" is what rounding alone does over so many steps, the noise floor:
+the gap of a level says something about FP8 where it is larger. `--lr` and `--warmup` are for a calmer start, where the
+floor is high; over two seeds and more a gap has its standard error. Time and memory of "again" are those of its own
+micro-batch, and not compared.
+
+`--flag NAME=VALUE` is an option of the application for levels alone. Options that do not go together end this before
+any run starts.
 
 Shards are tokens of a byte-level BPE of 50,257, trained on the training part of the text: GPT-2's size without its
 download, so that a machine needs no network.
@@ -18,7 +28,7 @@ left out, and evaluations with the steps beside them; the peak of memory over th
 what `fp8stack estimate` says of it. Runs and what they printed stay in --runs. One that fails is named with the end of
 its output, the others go on, and the exit status is 1. Ctrl-C stops what runs; what ended is recorded.
 
-Limits: on a CPU `peak_gib` is the memory of the process, and nothing is estimated.
+Limits: on a CPU `peak_gib` is the memory of the process, and nothing is estimated; nor are flags in NOT_ESTIMATED.
 """
 
 from __future__ import annotations
@@ -26,16 +36,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from common import ROOT, append_records
@@ -44,14 +55,17 @@ from peaks import shape_of_gpt
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from training_tables import AGAIN, BASE, summarize
 
 from fp8stack import planning
-from fp8stack.levels import LEVELS, recipe_for
+from fp8stack.errors import ConfigError
+from fp8stack.levels import LEVELS
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 import corpus
 from gpt import tokenize_data
+from gpt.config import DEFAULTS, Config
 from gpt.config import parse as parse_flags
 from gpt.runs import run_folder
 from gpt.tokens import SEPARATORS, split_text
@@ -60,7 +74,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "training.jsonl"
 TOKENS = 50_257  # of GPT-2's vocabulary, and of the one that is trained here
 SKIPPED = 50  # steps at the start that are not timed
 WARM_UP = 100  # steps of the learning rate's
-BASE = "bf16"
+PLAIN = {"off": BASE, "again": AGAIN}  # what is not a level, as it is recorded
+SWITCHES = {f.name.replace("_", "-") for f in fields(Config) if str(f.type).startswith("bool")}
+NOT_ESTIMATED = ("fuse", "compile", "blocks", "attention", "compute_dtype")
 HEADS = ("loss", "gap", "tokens/s", "× bf16", "peak GiB", "× bf16", "estimate", "off by")
 Record = dict[str, Any]
 
@@ -83,34 +99,66 @@ MODELS = {
 class Run:
     model: str
     seed: int
-    level: str  # or "off"
+    level: str  # or "off", "again"
 
     @property
     def variant(self) -> str:
-        return BASE if self.level == "off" else self.level
+        return PLAIN.get(self.level, self.level)
 
     @property
     def name(self) -> str:
         return f"{self.model}, {self.variant}, seed {self.seed}"
 
+    def config(self, options: argparse.Namespace) -> Config:
+        """Return what the application is told.
+
+        Raises:
+            ConfigError: for options that do not go together.
+        """
+        return parse_flags(self.flags(options))
+
     def folder(self, options: argparse.Namespace) -> Path:
-        config = parse_flags(self.flags(options))
+        config = self.config(options)
         return run_folder(config, config.precision)
 
+    def own_flags(self, options: argparse.Namespace) -> dict[str, str]:
+        """Return the values of --flag by name, which only levels have."""
+        return {} if self.level in PLAIN else options.flag
+
     def flags(self, options: argparse.Namespace) -> list[str]:
+        own = []
+        for name, value in self.own_flags(options).items():
+            switch = {"true": [f"--{name}"], "false": [f"--no-{name}"]}
+            own += switch[value] if name in SWITCHES else [f"--{name}", value]
+        return [*as_flags(self.settings(options)), "--no-tensorboard", *own]
+
+    def settings(self, options: argparse.Namespace) -> dict[str, Any]:
+        """Return the application's options that are decided here."""
         batch, steps = MODELS[self.model], options.steps
-        compute = None if self.level == "off" else options.compute
-        tag = "" if compute in (None, "native") else f"-{compute}"
-        flags = {
-            "model": self.model, "opt-level": self.level, "seed": self.seed, "compute": compute,
-            "data": options.shards, "steps": steps, "seq-len": batch.seq, "max-lr": batch.lr,
-            "warmup-steps": min(WARM_UP, max(1, steps // 2)),
-            "target-effective-batch-size": batch.size, "micro-batch": batch.size, "checkpoint-freq": 0,
+        warmup = min(WARM_UP, max(1, steps // 2)) if options.warmup is None else options.warmup
+        return {
+            "model": self.model, "seed": self.seed, "opt-level": "off" if self.level in PLAIN else self.level,
+            "compute": None if self.level in PLAIN else options.compute,
+            "data": options.shards, "steps": steps, "seq-len": batch.seq,
+            "max-lr": batch.lr if options.lr is None else options.lr, "warmup-steps": warmup,
+            "target-effective-batch-size": batch.size,
+            "micro-batch": batch.size // 2 if self.level == "again" else batch.size, "checkpoint-freq": 0,
             "eval-freq": options.eval_freq, "eval-batches": options.eval_batches,
             "eval-batch-size": min(4, batch.size), "device": options.device, "out": options.runs,
-            "run-name": f"{self.model}-seed{self.seed}{tag}",
+            "run-name": self.run_name(options),
         }  # fmt: skip
-        return [*as_flags(flags), "--no-tensorboard"]
+
+    def run_name(self, options: argparse.Namespace) -> str:
+        """Return a name that runs with other settings do not have; the number of steps is not in it."""
+        given = {
+            f"lr{options.lr}": options.lr is not None,
+            f"warmup{options.warmup}": options.warmup is not None,
+            "again": self.level == "again",
+            options.compute: self.level in LEVELS and options.compute != "native",
+        }
+        parts = [self.model, f"seed{self.seed}", *(part for part, holds in given.items() if holds)]
+        parts += [f"{name}-{value}" for name, value in self.own_flags(options).items()]
+        return re.sub(r"[^\w.+-]", "_", "-".join(parts))
 
 
 def as_flags(values: dict[str, Any]) -> list[str]:
@@ -145,7 +193,7 @@ def start(run: Run, gpu: int, options: argparse.Namespace) -> subprocess.Popen[b
 
 def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
     """Return what a run that ended has left behind; a value of None is not finite."""
-    folder, batch = run.folder(options), MODELS[run.model]
+    config, folder = run.config(options), run.folder(options)
     facts = json.loads((folder / "run.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validation = [[line["step"], line["val_loss"]] for line in lines if "val_loss" in line]
@@ -153,38 +201,42 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
     untimed = {step + late for step, _ in validation for late in (0, 1)}
     first = min(SKIPPED, len(steps) // 2)
     timed = [x for x in steps if x["step"] > first and x["step"] not in untimed] or steps
-    expected = estimate(run, facts["architecture"], options.compute)
+    expected = estimate(config, facts["architecture"]) if options.device == "cuda" else None
+    own = {name: config.to_dict()[name.replace("-", "_")] for name in run.own_flags(options)}
     return {
         "name": "training",
         "variant": run.variant,
         "params": {
-            "model": run.model, "parameters": facts["parameters"], "batch": batch.size, "seq": batch.seq,
-            "steps": options.steps, "lr": batch.lr, "seed": run.seed, "data": facts["data"],
+            "model": run.model, "parameters": facts["parameters"], "batch": config.target_effective_batch_size,
+            "micro_batch": config.micro_batch, "seq": config.seq_len, "steps": config.steps, "lr": config.max_lr,
+            "warmup": config.warmup_steps, "seed": run.seed, "data": facts["data"], **({"flags": own} if own else {}),
         },
         "metric": "validation_loss",
         "value": validation[-1][1],
         "unit": "nats/token",
         "precision": facts["precision"],
-        "compute": None if run.level == "off" else options.compute,
+        "compute": None if run.level in PLAIN else options.compute,
         "validation": validation,
         "train_loss_per_25_steps": average([x for line in steps if (x := line["loss"]) is not None], 25),
         "skipped_steps": sum(line["norm"] is None for line in steps),
         "tokens_per_second": median(line["tokens_per_second"] for line in timed),
         "step_ms": median(line["dt_ms"] for line in timed),
         "peak_gib": max(line["memory_gib"] for line in steps),
-        "estimate_gib": expected.peak / 2**30 if options.device == "cuda" else None,
+        "estimate_gib": expected and expected.peak / 2**30,
         "seconds": seconds,
     }  # fmt: skip
 
 
-def estimate(run: Run, model: dict[str, Any], compute: str) -> planning.Estimate:
-    """Return what `fp8stack estimate` says of a run; `model` are the fields of a ModelConfig."""
-    batch = MODELS[run.model]
-    shape = shape_of_gpt(model, batch.seq)
-    precision = planning.BASELINES["bf16"]
-    if run.level != "off":
-        precision = planning.at_level(recipe_for(run.level, compute=compute))
-    return planning.estimate(shape, precision, planning.Setup(batch.size, batch.seq))
+def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
+    """Return what `fp8stack estimate` says of a run, if it covers it; `model` are the fields of a ModelConfig."""
+    if any(getattr(config, name) != DEFAULTS[name] for name in NOT_ESTIMATED):
+        return None
+    batch, micro = MODELS[config.model], int(config.micro_batch)
+    more = {"checkpointing": config.checkpointing, "accumulate": micro < batch.size}
+    setup = planning.Setup(micro, batch.seq, **more)
+    recipe = config.recipe()
+    precision = planning.at_level(recipe) if recipe else planning.BASELINES["bf16"]
+    return planning.estimate(shape_of_gpt(model, batch.seq), precision, setup)
 
 
 def run_all(runs: list[Run], options: argparse.Namespace) -> Iterator[tuple[Run, float, int]]:
@@ -208,33 +260,22 @@ def run_all(runs: list[Run], options: argparse.Namespace) -> Iterator[tuple[Run,
 
 
 def report(records: list[Record], console: Console) -> None:
-    """Show a table for each model: means over seeds, gaps paired by seed, the largest memory."""
+    """Show a table for each model, as `summarize` has it."""
     for model in dict.fromkeys(r["params"]["model"] for r in records):
         rows = [r for r in records if r["params"]["model"] == model]
-        base = {r["params"]["seed"]: r for r in rows if r["variant"] == BASE}
         table = Table("level", title=f"{model}: {rows[0]['params']['steps']} steps", box=box.SIMPLE)
         for column in HEADS:
             table.add_column(column, justify="right", no_wrap=True)
-        for variant in dict.fromkeys(r["variant"] for r in rows):
-            own = [r for r in rows if r["variant"] == variant]
-            pairs = [(r, base[s]) for r in own if (s := r["params"]["seed"]) in base]
+        for s in summarize(rows):
             cells = [
-                (fmean(r["value"] for r in own), ".4f"),
-                (mean_ratio(pairs, "value", -1), "+.2%"),
-                (fmean(r["tokens_per_second"] for r in own), ",.0f"),
-                (mean_ratio(pairs, "tokens_per_second"), ".2f"),
-                (peak := max(r["peak_gib"] for r in own), ".2f"),
-                (mean_ratio(pairs, "peak_gib"), ".2f"),
-                (planned := own[0]["estimate_gib"], ".2f"),
-                (planned and planned / peak - 1, "+.1%"),
-            ]
-            table.add_row(variant, *("-" if c is None else format(c, how) for c, how in cells))
+                (s.loss, ".4f"), (s.gap, "+.2%"), (s.tokens, ",.0f"), (s.faster, ".2f"), (s.peak, ".2f"),
+                (s.part, ".2f"), (s.estimate, ".2f"), (s.off, "+.1%"),
+            ]  # fmt: skip
+            shown = ["-" if value is None else format(value, how) for value, how in cells]
+            if s.error is not None:
+                shown[1] += f" ± {s.error:.2%}"
+            table.add_row(s.variant, *shown)
         console.print(table)
-
-
-def mean_ratio(pairs: list[tuple[Record, Record]], key: str, more: float = 0) -> float | None:
-    """Return the mean over seeds of a number over bf16's, plus `more`; None without bf16."""
-    return fmean(r[key] / base[key] for r, base in pairs) + more if pairs else None
 
 
 def write_shards(options: argparse.Namespace) -> int:
@@ -268,10 +309,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("--max-tokens", "--val-tokens"):
         add(name, type=int, metavar="N", help="with --text, as of gpt/tokenize_data.py")
     add("--model", nargs="+", choices=MODELS, default=["gpt2"])
-    add("--levels", nargs="+", choices=("off", *LEVELS), default=["off", *LEVELS])
+    kinds = (*PLAIN, *LEVELS)
+    add("--levels", nargs="+", choices=kinds, default=list(kinds))
     add("--compute", choices=("native", "te"), default="native", help="what multiplies at levels")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--steps", type=int, default=1000)
+    add("--lr", type=float, help="highest learning rate, instead of the model's")
+    add("--warmup", type=int, metavar="STEPS", help=f"of the learning rate; by default {WARM_UP}")
+    add("--flag", action="append", type=read_flag, default=[], metavar="NAME=VALUE",
+        help="an option of train_gpt.py for levels, such as fp8-recipe=delayed, fuse=true; repeatable")  # fmt: skip
     add("--eval-freq", type=int, default=100, help="steps between evaluations")
     add("--eval-batches", type=int, default=32)
     add("--gpus", nargs="+", type=int, default=[0], help="of those visible; one run at a time each")
@@ -285,14 +331,48 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if min(options.gpus) < 0 or (seen is not None and max(options.gpus) >= len(seen)):
         held = "" if seen is None else f", and CUDA_VISIBLE_DEVICES has {len(seen)}"
         parser.error(f"--gpus {' '.join(map(str, options.gpus))}: numbers count from 0{held}")
+    options.flag = dict(options.flag)
+    try:
+        check(options)
+    except ConfigError as error:
+        parser.error(str(error))
     return options
+
+
+def read_flag(text: str) -> tuple[str, str]:
+    """Return the name and the value of a --flag.
+
+    Raises:
+        argparse.ArgumentTypeError: for what is not NAME=VALUE.
+    """
+    name, _, value = text.partition("=")
+    name = name.replace("_", "-")
+    if not value or (name in SWITCHES and value not in ("true", "false")):
+        kind = f"{name}=true or {name}=false" if name in SWITCHES else "NAME=VALUE"
+        raise argparse.ArgumentTypeError(f"{text!r} must be {kind}")
+    return name, value
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raise ConfigError for what the application would not take, and for flags that records would not show."""
+    for run in all_runs(options):
+        decided = {*run.settings(options), "config", "tensorboard"} & options.flag.keys()
+        if decided:
+            raise ConfigError(
+                f"--flag {decided.pop()}: this is the same in all runs, or has an option here."
+            )
+        run.config(options)
+
+
+def all_runs(options: argparse.Namespace) -> list[Run]:
+    return [Run(*each) for each in product(options.model, options.seeds, options.levels)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.text:
         return write_shards(options)
-    runs = [Run(*each) for each in product(options.model, options.seeds, options.levels)]
+    runs = all_runs(options)
     records, failed, interrupted = [], [], False
     try:
         for run, seconds, status in run_all(runs, options):

@@ -1,10 +1,13 @@
-"""The tables of whole training steps: how long they take, what they hold, what fits a GPU; see `tables.py`."""
+"""The tables of training: whole steps, what fits, how exact gradients are, attention, long runs; see `tables.py`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from statistics import fmean, stdev
+from typing import NamedTuple
 
-from record_tables import Record, by_variant, lines, read
+from record_tables import RESULTS, Record, by_variant, lines, percent, read
 
 STEPS = {
     "bf16 autocast, torch's fused AdamW": "bf16",
@@ -74,8 +77,163 @@ def largest(r: Record | None) -> str:
     return f"{r['parameters'] / 1e9:.2f} B, {r['tokens_per_second']:,.0f} tokens/s"
 
 
+GRADIENTS = {
+    "bf16 autocast": "bf16",
+    'native, `"current"`': "native current",
+    'native, `"current"`, fast sums': "native current, fast sums",
+    'native, `"delayed"`': "native delayed",
+    'native, `"blockwise"`': "native blockwise",
+    'TransformerEngine, `"current"`': "te current",
+    'TransformerEngine, `"current"`, fast sums': "te current, fast sums",
+    'TransformerEngine, `"delayed"`, fast sums': "te delayed",
+    'TransformerEngine, `"blockwise"`': "te blockwise",
+}
+TRAINED = 200  # steps before the second comparison
+
+
+def gradients() -> list[str]:
+    """Return errors of gradients, and in brackets their sizes along float32's."""
+    moments = [
+        by_variant(read("gradients", model=model, after=after))
+        for model in ("gpt2", "llama-1b")
+        for after in (0, TRAINED)
+    ]
+    rows = [
+        (name, *(f"{100 * r['value']:.1f} % ({r['along']:.3f})" for r in (m[v] for m in moments)))
+        for name, v in GRADIENTS.items()
+    ]
+    later = f"after {TRAINED} steps"
+    heads = ("GPT-2 124M, first values", later, "Llama 1.1 B, first values", later)
+    return lines(("", *heads), rows)
+
+
+ATTENTION = {
+    "plain, as it is written": "plain",
+    "SDPA, its own choice": "sdpa, its choice",
+    "SDPA, cuDNN's": "sdpa cudnn",
+    "SDPA, FlashAttention's": "sdpa flash",
+    "SDPA, memory-efficient": "sdpa efficient",
+    "SDPA, math": "sdpa math",
+    "TransformerEngine": "TransformerEngine",
+}
+HEADS = {
+    "gpt2-1k": "GPT-2's heads",
+    "llama-2k": "Llama-3-8B's heads",
+    "llama-4k": "the same",
+    "llama-16k": "the same",
+}
+REFUSED = {("sdpa math", "llama-16k"): "out of memory"} | {
+    ("sdpa efficient", f"llama-{tokens}"): "no shared heads" for tokens in ("2k", "4k", "16k")
+}
+
+
+def attention() -> list[str]:
+    found = {(r["variant"], r["params"]["model"]): r for r in read("attention")}
+    rows = []
+    for name, variant in ATTENTION.items():
+        cells = []
+        for model in HEADS:
+            if (refused := REFUSED.get((variant, model))) and (variant, model) not in found:
+                cells.append(refused)
+                continue
+            r = found[variant, model]
+            peak = f"{r['peak_gib']:.2f}" if r["peak_gib"] < 1 else f"{r['peak_gib']:.1f}"
+            cells.append(f"{r['value']:.2f} ms, {peak} GiB")
+        rows.append((name, *cells))
+    shapes = [found["plain", model]["params"] for model in HEADS]
+    sizes = [f"{p['batch']} × {p['tokens']:,} tokens" for p in shapes]
+    heads = [f"{name}, {size}" for name, size in zip(HEADS.values(), sizes, strict=True)]
+    return lines(("forward and backward", *heads), rows)
+
+
+# --- long runs of the application
+
+BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
+LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
+SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
+
+
+class Summary(NamedTuple):
+    """A level's runs over seeds, beside those of bf16 with the same seeds; None: not compared, or not known."""
+
+    variant: str
+    seeds: int
+    loss: float
+    gap: float | None  # mean over seeds, of bf16's loss
+    error: float | None  # the standard error of that mean, of two seeds and more
+    tokens: float  # a second
+    faster: float | None  # × bf16
+    peak: float  # GiB, the largest
+    part: float | None  # × bf16
+    estimate: float | None  # GiB
+    off: float | None  # the estimate, of the peak
+
+
+def summarize(rows: list[Record]) -> list[Summary]:
+    """Return a line for each variant among a model's runs; speed and memory of "bf16 again" are not compared."""
+    base = {r["params"]["seed"]: r for r in rows if r["variant"] == BASE}
+    found = []
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        own = [r for r in rows if r["variant"] == variant]
+        pairs = [(r, base[s]) for r in own if (s := r["params"]["seed"]) in base]
+        gaps = [r["value"] / b["value"] - 1 for r, b in pairs if variant != BASE]
+        alike = [] if variant == AGAIN else pairs
+        peak, planned = max(r["peak_gib"] for r in own), own[0]["estimate_gib"]
+        found.append(Summary(
+            variant, len(own), fmean(r["value"] for r in own), fmean(gaps) if gaps else None,
+            stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None, fmean(r["tokens_per_second"] for r in own),
+            mean_ratio(alike, "tokens_per_second"), peak, mean_ratio(alike, "peak_gib"), planned,
+            planned and planned / peak - 1,
+        ))  # fmt: skip
+    return found
+
+
+def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
+    """Return the mean over seeds of a number over bf16's."""
+    return fmean(r[key] / base[key] for r, base in pairs) if pairs else None
+
+
+def last_runs(records: Iterable[Record], model: str) -> list[Record]:
+    """Return each variant's and seed's last record, of those with the settings that the model's last bf16 run has.
+
+    Of levels, those with native products and without flags. Empty without bf16.
+    """
+    own = [r for r in records if r["params"]["model"] == model]
+    own = [r for r in own if r.get("compute") in (None, "native") and not r["params"].get("flags")]
+    settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
+    base = [s for s, r in zip(settings, own, strict=True) if r["variant"] == BASE]
+    alike = [r for s, r in zip(settings, own, strict=True) if s in base[-1:]]
+    return list({(r["variant"], r["params"]["seed"]): r for r in alike}.values())
+
+
+def training(records: list[Record]) -> list[str]:
+    rows = []
+    for model, title in LONG_RUNS.items():
+        found = {s.variant: s for s in summarize(last_runs(records, model))}
+        names = (BASE, *([AGAIN] if AGAIN in found else []), "O0", "O1", "O2")
+        rows += [(f"{title}, {name}", *training_cells(found[name])) for name in names if found]
+    heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
+    return lines(("", "loss", "off bf16", "seeds", *heads), rows)
+
+
+def training_cells(s: Summary) -> tuple[str, ...]:
+    gap = "" if s.gap is None else percent(s.gap)
+    gap += "" if s.error is None else f" ± {100 * s.error:.2f}"
+    ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in (s.faster, s.part)]
+    off = "" if s.off is None else f"{100 * s.off:+.1f} %".replace("-", "−")
+    return (
+        f"{s.loss:.4f}", gap and f"{gap} %", str(s.seeds), f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}",
+        ratios[1], off,
+    )  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "end-to-end": end_to_end,
     "end-to-end-short": lambda: end_to_end(STEPS_IN_SHORT),
     "memory": memory,
+    "attention": attention,
 }
+if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error
+    TABLES["gradients"] = gradients
+if (RESULTS / "training.jsonl").exists():
+    TABLES["training"] = lambda: training(read("training"))

@@ -10,9 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import record_tables
+import report_pictures
 import training
+import training_tables
 from gpt.build import architecture
 from gpt.model import GPT, SIZES
+from matplotlib.figure import Figure
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,39 @@ def test_records_are_of_runs_that_ended_well(shards, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_again_is_the_same_run_with_sums_in_another_order(shards, tmp_path):
+    given = [*arguments(shards, tmp_path), "--model", "tiny", "--levels", "off", "again", "O2"]
+    given += ["--steps", "4", "--lr", "1e-3", "--warmup", "2", "--gpus", "0", "1"]
+    assert training.main([*given, "--flag", "fp8-recipe=delayed", "--flag", "fuse=true"]) == 0
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    found = {r["variant"]: r for r in map(json.loads, lines)}
+    params = {name: r["params"] for name, r in found.items()}
+    assert (
+        params["bf16"] | {"lr": 1e-3, "warmup": 2, "batch": 4, "micro_batch": 4} == params["bf16"]
+    )
+    assert params["bf16 again"] == {**params["bf16"], "micro_batch": 2}
+    flags = {"fp8-recipe": "delayed", "fuse": True}
+    assert params["O2"] == {**params["bf16"], "flags": flags}
+    assert [r["compute"] for r in map(found.get, params)].count("native") == 1
+    assert found["bf16 again"]["precision"] == "bf16"
+    steps = [
+        read_steps(tmp_path, f"tiny-seed0-lr0.001-warmup2{tag}-bf16") for tag in ("", "-again")
+    ]
+    assert [s["lr"] for s in steps[0]] == [s["lr"] for s in steps[1]]
+    for base, again in zip(*steps, strict=True):
+        assert again["loss"] == pytest.approx(base["loss"], rel=1e-3)
+    assert steps[0][-1]["norm"] != steps[1][-1]["norm"]
+    name = "tiny-seed0-lr0.001-warmup2-fp8-recipe-delayed-fuse-true-fp8-o2"
+    told = json.loads((tmp_path / "runs" / name / "run.json").read_text())["config"]
+    assert (told["fp8_recipe"], told["fuse"], told["max_lr"]) == ("delayed", True, 1e-3)
+
+
+def read_steps(folder, name):
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [found for line in lines if "loss" in (found := json.loads(line))]
+
+
+@pytest.mark.slow
 def test_what_is_interrupted_leaves_records_and_no_processes(shards, tmp_path):
     script = Path(training.__file__)
     given = [*arguments(shards, tmp_path), "--model", "tiny", "--levels", "off", "O2"]
@@ -98,52 +135,227 @@ def find_processes(folder):
     return found
 
 
+def ask(*given):
+    return training.parse(["--shards", "none", *given])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama-1b", "tiny"])
 def test_what_is_estimated_is_the_model_that_trains(name):
-    config = replace(SIZES[name], vocab=512, layers=2, seq_len=training.MODELS[name].seq)
-    off, o2 = (
-        training.estimate(training.Run(name, 0, level), architecture(config), "native")
-        for level in ("off", "O2")
-    )
-    assert off.parameters == sum(p.numel() for p in GPT(config).parameters())
+    sizes = replace(SIZES[name], vocab=512, layers=2, seq_len=training.MODELS[name].seq)
+
+    def estimate(level, *given):
+        config = training.Run(name, 0, level).config(ask(*given))
+        return training.estimate(config, architecture(sizes))
+
+    off, again, o2 = map(estimate, ("off", "again", "O2"))
+    assert off.parameters == sum(p.numel() for p in GPT(sizes).parameters())
     assert o2.peak < off.peak
     assert off.parts["weights"] == 4 * off.parameters
+    assert again.parts["activations"] == pytest.approx(off.parts["activations"] / 2, rel=0.01)
+    assert estimate("O2", "--flag", "checkpointing=true").peak < o2.peak
+    assert estimate("off", "--flag", "fuse=true").peak == off.peak, "flags are of levels"
+    assert estimate("O2", "--flag", "fuse=true") is None
+
+
+def test_runs_of_other_settings_have_other_folders():
+    settings = ([], ["--lr", "1e-4"], ["--warmup", "5"], ["--flag", "fuse=true"])
+    settings += (
+        ["--flag", "fuse=false"],
+        ["--flag", "fp8-recipe=delayed", "--flag", "fp8_margin=1"],
+        ["--compute", "te"],
+    )
+    plain, ours = set(), []
+    for given in settings:
+        options = ask(*given)
+        for run in training.all_runs(options):
+            (ours.append if run.level == "O2" else plain.add)(run.folder(options).name)
+    assert len(set(ours)) == len(settings)
+    assert "gpt2-seed0-fp8-recipe-delayed-fp8-margin-1-fp8-o2" in ours
+    bases = [
+        f"gpt2-seed0{s}{tag}-bf16" for s in ("", "-lr0.0001", "-warmup5") for tag in ("", "-again")
+    ]
+    assert {name for name in plain if name.endswith("-bf16")} == set(bases)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--flag", "fuse"], "'fuse' must be fuse=true or fuse=false"),
+        (["--flag", "fuse=1"], "'fuse=1' must be fuse=true or fuse=false"),
+        (["--flag", "fp8-recipe"], "'fp8-recipe' must be NAME=VALUE"),
+        (["--flag", "fp8-recipe=delay"], "--fp8-recipe: got 'delay', must be one of"),
+        (["--flag", "fp8-margins=1"], "there is no option '--fp8-margins'"),
+        (["--flag", "max_lr=1"], "--flag max-lr: this is the same in all runs, or has an option here"),
+        (["--flag", "config=a.yaml"], "--flag config: "),
+        (["--flag", "fuse=true", "--compute", "te"], "--fuse joins casts to native FP8 layers"),
+        (["--lr", "0"], "--max-lr: got 0.0, must be a number above 0"),
+        (["--warmup", "-1"], "--warmup-steps: got -1, must be a whole number of 0 or more"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_said_before_any_run_starts(given, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        ask(*given)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch, capsys):
-    def ask(*gpus, device="cuda"):
-        given = ["--shards", "none", "--runs", str(tmp_path), "--device", device]
-        return training.parse([*given, "--compute", "te", "--gpus", *gpus])
+    def ask_for(*gpus, device="cuda"):
+        return ask("--runs", str(tmp_path), "--device", device, "--compute", "te", "--gpus", *gpus)
 
     for visible, expected in ((None, "1"), ("4, GPU-7", "GPU-7")):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert training.environment(*ask("1").gpus, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
-    assert ask("0", "2", device="cpu").gpus == [0, 2]
+        assert training.environment(*ask_for("1").gpus, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
+    assert ask_for("0", "2", device="cpu").gpus == [0, 2]
     with pytest.raises(SystemExit):
-        ask("0", "2")
+        ask_for("0", "2")
     assert (
         "--gpus 0 2: numbers count from 0, and CUDA_VISIBLE_DEVICES has 2"
         in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):
-        ask("-1")
-    folders = [training.Run("tiny", 0, level).folder(ask("0")).name for level in ("off", "O2")]
+        ask_for("-1")
+    folders = [training.Run("tiny", 0, level).folder(ask_for("0")).name for level in ("off", "O2")]
     assert folders == ["tiny-seed0-bf16", "tiny-seed0-te-fp8-o2"]
 
 
-def record(variant, seed, value, peak):
+def record(variant, seed, value, peak, model="gpt2", **params):
     numbers = {"tokens_per_second": 10.0 * peak, "peak_gib": peak, "estimate_gib": 1.1 * peak}
-    params = {"model": "gpt2", "seed": seed, "steps": 5}
+    params = {"model": model, "seed": seed, "steps": 5, **params}
     return {"variant": variant, "params": params, "value": value, **numbers}
 
 
-def test_gaps_are_paired_by_seed(capsys):
-    records = [record("bf16", 0, 2.0, 4), record("bf16", 1, 4.0, 4)]
-    records += [record("O2", 0, 2.2, 2), record("O2", 1, 4.0, 2)]
+def show(records, capsys):
+    """Return the rows of what is printed, by level, as words."""
     training.report(records, training.Console(width=120))
-    training.report(records[2:], training.Console(width=120))
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "O2" in line]
-    assert rows[0] == ["O2", "3.1000", "+5.00%", "20", "0.50", "2.00", "0.50", "2.20", "+10.0%"]
-    assert rows[1] == ["O2", "3.1000", "-", "20", "-", "2.00", "-", "2.20", "+10.0%"]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return {row[0]: row[1:] for row in rows if row}
+
+
+def test_gaps_are_paired_by_seed(capsys):
+    base = [record("bf16", 0, 2.0, 4), record("bf16", 1, 4.0, 4)]
+    ours = [record("O2", 0, 2.2, 2), record("O2", 1, 4.0, 2)]
+    rest = ["20", "0.50", "2.00", "0.50", "2.20", "+10.0%"]
+    both = show([*base, *ours], capsys)
+    assert both["O2"] == ["3.1000", "+5.00%", "±", "5.00%", *rest]
+    assert both["bf16"] == ["3.0000", "-", "40", "1.00", "4.00", "1.00", "4.40", "+10.0%"]
+    assert show([*base, *ours[:1]], capsys)["O2"] == ["2.2000", "+10.00%", *rest], "one seed"
+    without = ["3.1000", "-", "20", "-", "2.00", "-", "2.20", "+10.0%"]
+    assert show(ours, capsys)["O2"] == without
+
+
+def test_speed_and_memory_of_again_are_not_compared(capsys):
+    records = [record("bf16", 0, 2.0, 4), record("bf16 again", 0, 2.01, 2)]
+    again = show(records, capsys)["bf16"]  # the later of two lines that begin with it
+    assert again == ["again", "2.0100", "+0.50%", "20", "-", "2.00", "-", "2.20", "+10.0%"]
+
+
+# --- tables
+
+
+def runs_of(model, seeds, **params):
+    """Return records of all levels: O0 2 % off, O1 and O2 further with each seed."""
+    values = {"bf16": 2.0, "O0": 2.04, "O1": 2.06, "O2": 1.98}
+    return [
+        record(v, s, x + 0.02 * s * (v in ("O1", "O2")), 4 if v == "bf16" else 3, model, **params)
+        for v, x in values.items()
+        for s in seeds
+    ]
+
+
+def test_the_table_of_long_runs():
+    gpt2 = runs_of("gpt2", (0, 1, 2), lr=1e-3)
+    again = [record("bf16 again", s, 2.0 + 0.02 * s, 2, lr=1e-3) for s in (0, 1)]
+    table = training_tables.training([*again, *gpt2, *runs_of("llama-1b", (0,))])
+    rows = {row[0]: row[1:] for row in ([c.strip() for c in r.split("|")[1:-1]] for r in table[2:])}
+    names = [f"GPT-2 124M, {v}" for v in ("bf16", "bf16 again", "O0", "O1", "O2")]
+    assert list(rows) == [*names, *(f"Llama 1B, {v}" for v in ("bf16", "O0", "O1", "O2"))]
+    rest = ["30", "0.75", "3.00", "0.75", "+10.0 %"]
+    assert rows["GPT-2 124M, bf16"] == ["2.0000", "", "3", "40", "1.00", "4.00", "1.00", "+10.0 %"]
+    noise = ["2.0100", "+0.50 ± 0.50 %", "2", "20", "", "2.00", "", "+10.0 %"]
+    assert rows["GPT-2 124M, bf16 again"] == noise
+    assert rows["GPT-2 124M, O0"] == ["2.0400", "+2.00 ± 0.00 %", "3", *rest]
+    assert rows["GPT-2 124M, O1"] == ["2.0800", "+4.00 ± 0.58 %", "3", *rest]
+    assert rows["Llama 1B, O2"] == ["1.9800", "−1.00 %", "1", *rest]
+
+
+def test_long_runs_are_compared_where_settings_are_those_of_the_last_bf16_run():
+    old, new = runs_of("gpt2", (0, 1), lr=1e-3), runs_of("gpt2", (0,), lr=1e-4, warmup=500)
+    flagged = record("O2", 0, 9.0, 3, lr=1e-4, warmup=500, flags={"fuse": True})
+    repeated = record("O2", 0, 1.9, 3, lr=1e-4, warmup=500)
+    others = [{**repeated, "compute": "te", "value": 9.0}, record("O2", 0, 9.0, 3, "tiny"), flagged]
+    found = training_tables.last_runs([*new[:-1], *old, *new, repeated, *others], "gpt2")
+    assert sorted((r["variant"], r["value"]) for r in found) == [
+        ("O0", 2.04), ("O1", 2.06), ("O2", 1.9), ("bf16", 2.0),
+    ]  # fmt: skip
+    assert training_tables.last_runs([*new[1:], flagged], "gpt2") == []
+
+
+def test_losses_are_drawn_at_the_steps_that_runs_share():
+    rows = [record(v, s, 1.0, 1) for v in ("bf16", "bf16 again", "O2") for s in (0, 1)]
+    for r in rows:
+        often = r["variant"] == "bf16"
+        worse = {"bf16": 1.0, "bf16 again": 1.01, "O2": 1.05}[r["variant"]]
+        r |= {"unit": "nats/token"}
+        r["validation"] = [
+            [step, worse * 100 / step]
+            for step in range(50 if often else 100, 301, 50 if often else 100)
+        ]
+    figure = Figure()
+    report_pictures.draw_losses(figure, rows[:-1])
+    above, below = figure.axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
+    assert list(drawn) == ["bf16", "bf16 again", "O2"]
+    assert drawn["O2"] == [[step, pytest.approx(105 / step)] for step in (100, 200, 300)]
+    off = [line.get_xydata().tolist() for line in below.lines]
+    assert off[-1] == [[step, pytest.approx(5)] for step in (100, 200, 300)]
+    assert below.get_ylim()[1] > 5, "it is to be seen"
+
+
+def test_what_is_said_of_attention_is_in_its_records():
+    found = {(r["variant"], r["params"]["model"]): r for r in record_tables.read("attention")}
+    assert len({(r["git"], r["command"], r["gpu"]) for r in found.values()}) == 1, "one run"
+
+    def times(variant, over="sdpa, its choice"):
+        pairs = [(found.get((variant, m)), found[over, m]) for m in training_tables.HEADS]
+        return [r["value"] / base["value"] for r, base in pairs if r]
+
+    said = " ".join((training.ROOT / "docs" / "training.md").read_text().split())
+    fastest = [
+        min(r["value"] for (_, m), r in found.items() if m == model)
+        for model in training_tables.HEADS
+    ]
+    chosen = [found["sdpa, its choice", model]["value"] for model in training_tables.HEADS]
+    worst = max(ours / best for ours, best in zip(chosen, fastest, strict=True)) - 1
+    assert f"within {100 * worst:.1f} % of the fastest" in said
+    for model in training_tables.HEADS:  # it is cuDNN's kernel: the same bits and bytes
+        ours, theirs = found["sdpa, its choice", model], found["sdpa cudnn", model]
+        assert (ours["off"], ours["peak_gib"]) == (theirs["off"], theirs["peak_gib"])
+    flash, plain, te = times("sdpa flash"), times("plain"), times("TransformerEngine")
+    assert f"FlashAttention takes {min(flash):.1f} to {max(flash):.1f} times as long" in said
+    assert f"{min(plain):.0f} to {max(plain):.0f} times as long" in said
+    assert f"{max(r['peak_gib'] for r in found.values()):.0f} GiB" in said
+    math = times("sdpa math")
+    assert f"`--attention math`, {min(math):.0f} to {max(math):.0f} times" in said
+    assert (
+        f"TransformerEngine's is level with it on Llama's heads and takes {te[0]:.1f} times as long"
+        in said
+    )
+    assert max(abs(x - 1) for x in te[1:]) < 0.01
+
+
+def test_a_table_of_attention_needs_its_records(monkeypatch):
+    rows = [r for r in record_tables.read("attention") if r["variant"] != "sdpa cudnn"]
+    monkeypatch.setattr(training_tables, "read", lambda name: rows)
+    with pytest.raises(KeyError, match="sdpa cudnn"):
+        training_tables.attention()
+
+
+def test_what_is_said_of_a_monitor_s_cost_is_in_its_record():
+    (r,) = record_tables.read("monitor_cost", model="gpt2")
+    page = (training.ROOT / "docs" / "monitoring.md").read_text()
+    times = f"a step that is sampled {r['sampled_ms']:.0f} ms instead of {r['plain_ms']:.0f}"
+    said = f"`every=100` takes {100 * r['value']:.2f} % of the time of steps, and {times}"
+    assert said in " ".join(page.split())
