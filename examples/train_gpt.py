@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ try:
     from gpt import batching
     from gpt.config import parse
     from gpt.guard import DivergedError
+    from gpt.logs import forgive_thread
     from gpt.runs import list_runs
     from gpt.trainer import Trainer
 except ModuleNotFoundError as error:
@@ -77,5 +79,6 @@ def format_warning(
 
 if __name__ == "__main__":
     warnings.formatwarning = format_warning
+    threading.excepthook = forgive_thread
     torch.set_float32_matmul_precision("high")
     sys.exit(main())

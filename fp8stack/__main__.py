@@ -3,8 +3,8 @@
     fp8stack doctor      what this machine can run, and what is wrong with it
     fp8stack plan train.py:build_model
 
-Each command has --help and --json. Exit status: 0, 1 where the answer is no (doctor found trouble), 2 for what is wrong
-with arguments and files, which is said in one line on stderr.
+Each command has --help and --json. Without a command the help is printed. Exit status: 0, 1 where the answer is no
+(doctor found trouble), 2 for no command and for what is wrong with arguments and files, said in one line on stderr.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from fp8stack import __version__
 from fp8stack.cli import comm_model, compare, convert, doctor, estimate, inspect, levels, plan
 from fp8stack.cli.output import Parser
-from fp8stack.errors import Fp8StackError, reason_of
+from fp8stack.errors import Fp8StackError, did_you_mean, reason_of
 
 COMMANDS = (doctor, levels, plan, estimate, compare, inspect, convert, comm_model)
 
@@ -24,10 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="fp8stack", description="FP8 training for PyTorch: tools.", allow_abbrev=False
     )
+    parser.add_argument("--version", action="version", version=f"fp8stack {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command", dest="command")
     for module in COMMANDS:
         module.add_parser(commands)
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    if not given[0].startswith("-") and given[0] not in commands.choices:
+        known = ", ".join(commands.choices)
+        meant = did_you_mean(given[0], commands.choices)
+        parser.error(f"there is no command {given[0]!r}.{meant} Commands: {known}.")
+    options = parser.parse_args(given)
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
     try:
         status: int = runs[options.command](options)

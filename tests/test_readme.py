@@ -124,7 +124,16 @@ def test_whole_steps_are_faster_and_more_fits():
     assert seven["fp8stack O2"]["count"] >= 1
     largest = records.by_variant(records.read("memory", model="largest"))
     ratio = largest["fp8stack O2, cache off"]["value"] / largest["bf16 AdamW"]["value"]
+    assert ratio >= 2.3
     assert f"{ratio:.2f} times" in words("docs/training.md")
+
+
+def test_a_monitor_costs_less_than_a_hundredth():
+    found = records.read("monitor_cost")
+    assert found
+    for record in found:
+        assert record["metric"] == "cost of every=100"
+        assert record["value"] < 0.01
 
 
 def test_no_format_of_ours_explodes():

@@ -41,7 +41,7 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
 
     Args:
         was: the checkpoint's manifest.
-        now: of `describe`.
+        now: of `describe`. Where its steps are done already, nothing is said of a schedule that no step follows.
         first: is this the rank that speaks?
 
     Raises:
@@ -51,6 +51,8 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
     said = changed - {"seq_len", "seed"} if "data" in changed else changed  # nothing of it was read
     if all(x.get("warmup_steps") == default_warm_up(x.get("steps", 0)) for x in (was, now)):
         said = said - {"warmup_steps"}  # --steps says it
+    if was.get("step", 0) >= now["steps"]:
+        said = {name for name in said if MEANING[name] is not SCHEDULE}
     for name in MEANING:
         if name in said and (first or strict):
             flag = "--" + name.replace("_", "-")

@@ -227,6 +227,8 @@ def _point(folder: Path, keep: int) -> None:
             link.unlink(missing_ok=True)
             link.symlink_to(target.path.name)
             link.replace(folder / name)
+        else:  # what it pointed to may have been written again, and not evaluated
+            (folder / BEST).unlink(missing_ok=True)
     for old in there[: -max(keep, 1)]:
         if old is not best or best.val_loss == math.inf:
             _delete(old.path)
@@ -270,9 +272,10 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
         files, known = dict(manifest["files"]), manifest["format"] == FORMAT
         checkpoint = Checkpoint(path, manifest)
         _ = checkpoint.age, checkpoint.nbytes
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        lacks = f"it has no {MANIFEST}, which is written last"
         raise CheckpointError(
-            f"{path} is no checkpoint: it has no {MANIFEST}, which is written last. Use another one; "
+            f"{path} is no checkpoint: {'it is a file, no folder' if path.is_file() else lacks}. Use another one; "
             "--list-checkpoints shows them."
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -299,15 +302,20 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
     return checkpoint
 
 
-def list_checkpoints(folders: Iterable[Path]) -> list[Checkpoint]:
-    """Return what is complete by its sizes, in the order of writing. Links and hidden folders are no checkpoints."""
-    found = []
+def survey(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
+    """Return what `list_checkpoints` does, and what is wrong with the others."""
+    found, damaged = [], {}
     for path in (path for folder in folders for path in sorted(folder.glob("step_*"))):
         try:
             found.append(inspect(path, sums=False))
-        except CheckpointError:
-            continue
-    return sorted(found, key=lambda checkpoint: checkpoint.age)
+        except CheckpointError as error:
+            damaged[path] = str(error)
+    return sorted(found, key=lambda checkpoint: checkpoint.age), damaged
+
+
+def list_checkpoints(folders: Iterable[Path]) -> list[Checkpoint]:
+    """Return what is complete by its sizes, in the order of writing. Links and hidden folders are no checkpoints."""
+    return survey(folders)[0]
 
 
 def find_latest(folders: Iterable[Path]) -> Checkpoint | None:
@@ -315,32 +323,27 @@ def find_latest(folders: Iterable[Path]) -> Checkpoint | None:
 
     Called by all ranks; the first one looks.
     """
-    paths = [path for folder in folders for path in sorted(folder.glob("step_*"))]
 
     def look() -> Checkpoint | None:
-        found, damaged = [], []
-        for path in paths:
-            try:
-                found.append(inspect(path, sums=False))
-            except CheckpointError as error:
-                damaged.append(str(error))
+        found, damaged = survey(folders)
         latest = None
-        for checkpoint in sorted(found, key=lambda c: c.age, reverse=True):
+        for checkpoint in reversed(found):
             try:
                 latest = inspect(checkpoint.path)
                 break
             except CheckpointError as error:
-                damaged.append(str(error))
+                damaged[checkpoint.path] = str(error)
         if damaged:
             chosen = f"using {latest.path.name}" if latest else "there is no other"
+            number = f"{len(damaged)} checkpoint{'s' * (len(damaged) > 1)}"
             warnings.warn(
-                f"{len(damaged)} checkpoints cannot be used; {chosen}. {' '.join(damaged)}",
+                f"{number} cannot be used; {chosen}. {' '.join(damaged.values())}",
                 Fp8StackWarning,
                 stacklevel=3,
             )
         return latest
 
-    return _on_first_rank(look)
+    return on_first_rank(look)
 
 
 def find(path: Path) -> Checkpoint:
@@ -351,14 +354,14 @@ def find(path: Path) -> Checkpoint:
     """
     folders = [path, path / "checkpoints", path / "checkpoints_fp8"]
     if (path / MANIFEST).exists() or not any(any(f.glob("step_*")) for f in folders):
-        return _on_first_rank(lambda: inspect(path))
+        return on_first_rank(lambda: inspect(path))
     latest = find_latest(folders)
     if latest is None:
         raise CheckpointError(f"{path} has no checkpoint that is whole. Give another folder.")
     return latest
 
 
-def _on_first_rank(action: Callable[[], T]) -> T:
+def on_first_rank(action: Callable[[], T]) -> T:
     """Do something on the first rank; return its result, or raise its error, on all."""
     result: Any = None
     if rank_and_world()[0] == 0:

@@ -120,7 +120,7 @@ class Config:
     parallel: str = option(
         "auto", "over ranks", choices=("auto", "none", "ddp", "fsdp2", "dataparallel")
     )
-    seed: int = option(0, "of weights, data order and samples", least=0)
+    seed: int = option(0, "of weights, data order and samples", least=0, most=2**63 - 1)
     device: str = option("auto", "a GPU if there is any", choices=("auto", "cpu", "cuda"))
 
     # --- what is kept and told
@@ -128,7 +128,11 @@ class Config:
     out: Path = option(Path("runs"), "folder for the folders of runs")  # noqa: RUF009
     checkpoint_freq: int = option(250, "steps between checkpoints; 0: none", least=0)
     keep_checkpoints: int = option(3, "checkpoints to keep, apart from the best", least=1)
-    resume: str | None = option(None, "latest, or the path of a checkpoint")
+    resume: str | None = option(
+        None,
+        "auto: the newest checkpoint of this run in this precision, or a fresh start; latest: or one of its name in "
+        "another precision; or the path of a checkpoint",
+    )
     overwrite: bool = option(False, "delete the checkpoints of an older run in the same folder")
     list_checkpoints: bool = option(False, "show the run's checkpoints and stop")
     eval_freq: int = option(100, "steps between evaluations; 0: none", least=0)

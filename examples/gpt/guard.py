@@ -6,6 +6,8 @@ import math
 
 from fp8stack.errors import Fp8StackError
 
+from .config import DEFAULTS, OF_FP8, PRECISIONS, Config
+
 
 class DivergedError(Fp8StackError, RuntimeError):
     """A run whose gradients stay NaN or infinite."""
@@ -15,15 +17,13 @@ class Guard:
     """Counts the steps of a process, taken and left out, and bad ones in a row.
 
     Args:
-        level: "off", "O0", "O1" or "O2".
-        fp8_format: "hybrid", "e4m3" or "e5m2".
-        lr: the highest learning rate.
-        patience: bad steps in a row that end the run.
+        config: of the run; `max_nan_steps` bad steps in a row end it.
+        precision: what products are in on this device, as `runs.choose_precision` says: "FP8 O2", "bf16 O2", "bf16".
     """
 
-    def __init__(self, level: str, fp8_format: str, lr: float, patience: int) -> None:
-        self.advice = advise(level, fp8_format, lr)
-        self.patience = patience
+    def __init__(self, config: Config, precision: str) -> None:
+        self.advice = advise(config, precision)
+        self.patience = config.max_nan_steps
         self.in_a_row = self.taken = self.left_out = 0
 
     def accepts(self, step: int, loss: float, norm: float, searching: bool = False) -> bool:
@@ -69,15 +69,33 @@ class Guard:
         return DivergedError(f"{what} with one of these, in this order: {order}.")
 
 
-def advise(level: str, fp8_format: str, lr: float) -> list[str]:
-    """Return what to try, the mildest first."""
-    lower = f"--max-lr {lr / 2:g} (half of it)"
-    if level == "off":
+def advise(config: Config, precision: str) -> list[str]:
+    """Return what to try, the mildest first: flags that the application takes beside the run's own."""
+    lower = f"--max-lr {config.max_lr / 2:g} (half of it)"
+    in_te = config.blocks == "te" and config.opt_level != "off"  # FP8 whatever --compute says
+    if not precision.startswith("FP8") and not in_te:
         return [lower]
-    wider = "hybrid" if fp8_format == "e4m3" else "e5m2" if fp8_format == "hybrid" else "hybrid"
-    return [
-        "--fp8-recipe delayed --fp8-margin 1 (twice the room above the largest value)",
-        f"--fp8-format {wider} (another range for activations or their gradients)",
-        lower,
-        "--opt-level off (bf16)",
-    ]
+    advice = []
+    # the other recipes take scales from the values themselves, and clip nothing
+    if config.fp8_recipe == "delayed" and config.fp8_margin < 16:
+        margin = config.fp8_margin + 1
+        advice.append(f"--fp8-margin {margin} (room of {2**margin} times the largest value)")
+    native = config.compute != "te" and not in_te  # TransformerEngine has no e5m2
+    wider = {"e4m3": "hybrid", "hybrid": "e5m2" if native else "", "e5m2": "hybrid"}
+    if config.fp8_recipe in ("current", "delayed") and wider[config.fp8_format]:
+        form = wider[config.fp8_format]
+        advice.append(f"--fp8-format {form} (another range for activations or their gradients)")
+    return [*advice, lower, _without_fp8(config, in_te)]
+
+
+def _without_fp8(config: Config, in_te: bool) -> str:
+    """Return how to multiply without FP8: `--opt-level off` contradicts other flags on FP8."""
+    plain = PRECISIONS[config.compute_dtype]
+    given = [name for name in OF_FP8 if getattr(config, name) != DEFAULTS[name]]
+    given += ["use_fp8"] * (config.use_fp8 is True)
+    if not given:
+        return f"--opt-level off ({plain})"
+    if not config.fuse and not in_te:
+        return f"--compute bf16 (products in {plain})"
+    flags = ", ".join("--" + name.replace("_", "-") for name in given)
+    return f"--opt-level off ({plain}), without {flags}"

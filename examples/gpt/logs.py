@@ -20,9 +20,11 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from tqdm import tqdm
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, first_line
 
-METRICS, RUN = "metrics.jsonl", "run.json"
+METRICS, RUN, BOARD = "metrics.jsonl", "run.json", "tensorboard"
 GIB = 2**30
 
 
@@ -84,6 +86,7 @@ class RunLog:
         self.file = self.board = self.wandb = self.bar = None
         if not active:
             return
+        self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             known = _wandb_id(folder) if first_step else None
@@ -94,12 +97,12 @@ class RunLog:
             self.board = _open_board(folder, first_step) if tensorboard else None
             (folder / RUN).write_text(json.dumps(_finite(facts), indent=1) + "\n")
             self.file = open(folder / METRICS, "a+" if first_step else "w")  # noqa: SIM115
+            if first_step:
+                _cut(self.file, first_step)
         except OSError as error:
             raise ConfigError(
                 f"{folder} cannot be written ({error.strerror}). Give another folder as --out."
             ) from None
-        if first_step:
-            _cut(self.file, first_step)
         self.bar = tqdm(
             total=last_step,
             initial=first_step,
@@ -134,7 +137,8 @@ class RunLog:
         self._write({"step": step, **numbers, "time": time.time()})
         self._publish({f"eval/{k}": v for k, v in numbers.items()}, step)
         if self.board and sample:
-            self.board.add_text("sample", sample, step)
+            with naming(self.folder / BOARD):
+                self.board.add_text("sample", sample, step)
 
     def say(self, text: str) -> None:
         """Print a line, above the bar."""
@@ -143,22 +147,45 @@ class RunLog:
             sys.stdout.flush()
 
     def close(self) -> None:
-        for part in (self.file, self.board, self.bar):
-            if part is not None:
-                part.close()
-        if self.wandb:
-            self.wandb.finish()
+        """Close all files, also those behind one that cannot be written."""
+        with ExitStack() as stack:
+            if self.wandb:
+                stack.callback(self.wandb.finish)
+            for part, name in ((self.bar, ""), (self.board, BOARD), (self.file, METRICS)):
+                if part is not None:
+                    stack.enter_context(naming(self.folder / name))
+                    stack.callback(part.close)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self.file.write(json.dumps(_finite(entry)) + "\n")
-        self.file.flush()
+        with naming(self.folder / METRICS):
+            self.file.write(json.dumps(_finite(entry)) + "\n")
+            self.file.flush()
 
     def _publish(self, scalars: dict[str, float], step: int) -> None:
         if self.board:
-            for name, value in scalars.items():
-                self.board.add_scalar(name, value, step)
+            with naming(self.folder / BOARD):
+                for name, value in scalars.items():
+                    self.board.add_scalar(name, value, step)
         if self.wandb:
             self.wandb.log(scalars, step=step)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Raise ConfigError, with the path and a remedy, for what the system says of a full disk and the like."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or first_line(error)}). Make room, and continue with --resume "
+            "latest; with another --out, give the checkpoint's path."
+        ) from None
+
+
+def forgive_thread(args: threading.ExceptHookArgs) -> None:
+    """As `threading.excepthook`: leave out what TensorBoard's thread cannot write, which its next call raises."""
+    if not (isinstance(args.exc_value, OSError) and "tensorboard" in type(args.thread).__module__):
+        threading.__excepthook__(args)
 
 
 def _finite(entry: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +221,7 @@ def _open_board(folder: Path, first_step: int) -> Any:
         )
         return None
     cut = first_step + 1 if first_step else None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=cut)
+    return SummaryWriter(str(folder / BOARD), purge_step=cut)
 
 
 def _wandb_id(folder: Path) -> str | None:

@@ -84,7 +84,7 @@ def describe(rule: Field[Any], kind: str) -> str:
     if facts["above"] > -math.inf:
         text += f" above {facts['above']:g}"
     if facts["most"] < math.inf:
-        text += f" and {facts['most']:g} or less"
+        text += f" and {facts['most']} or less"
     return f'{text}, or "{facts["word"]}"' if facts["word"] else text
 
 

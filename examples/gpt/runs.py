@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import fp8stack
 from fp8stack.backends import choose_compute
-from fp8stack.errors import ConfigError
+from fp8stack.errors import CheckpointError, ConfigError, first_line
 from fp8stack.levels import LEVELS
 
 from .checkpoints import (
@@ -20,8 +21,9 @@ from .checkpoints import (
     find,
     find_latest,
     gather,
-    list_checkpoints,
+    on_first_rank,
     rank_and_world,
+    survey,
 )
 from .config import PRECISIONS, Config
 
@@ -76,10 +78,24 @@ def check_fresh(config: Config, precision: str) -> None:
 
 
 def remove_older(config: Config, precision: str) -> None:
-    """Remove the checkpoints of an older run, if `--overwrite` says so."""
-    if config.overwrite and rank_and_world()[0] == 0:
+    """Remove the checkpoints of an older run, if `--overwrite` says so.
+
+    Raises:
+        CheckpointError: on all ranks, if they cannot be removed.
+    """
+
+    def remove() -> None:
         for folder in folders_of(run_folder(config, precision)):
-            clear(folder)
+            try:
+                clear(folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"--overwrite: {folder} cannot be emptied ({error.strerror or first_line(error)}). Make it "
+                    "writable, or begin in another folder with another --run-name or --out."
+                ) from None
+
+    if config.overwrite:
+        on_first_rank(remove)
 
 
 def describe_host(device: torch.device) -> dict[str, Any]:
@@ -98,26 +114,31 @@ def describe_host(device: torch.device) -> dict[str, Any]:
 
 
 def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
-    """Return what `--resume` names; "latest": the run's own newest, or else that of its name in another precision.
+    """Return what `--resume` names; None: the run begins.
+
+    "auto" is the run's own newest in its precision, so that what is compared shares no weights. "latest" is that too,
+    or else the newest of its name in another precision.
 
     Raises:
         CheckpointError: if a path is given and there is none, or it is damaged.
     """
     if not config.resume:
         return None
-    if config.resume != "latest":
+    if config.resume not in ("auto", "latest"):
         return find(Path(config.resume))
     own = run_folder(config, precision)
-    found = find_latest(folders_of(own)) or find_latest(all_folders(config))
+    found = find_latest(folders_of(own))
+    if found is None and config.resume == "latest":
+        found = find_latest(all_folders(config))
     if found is None and rank_and_world()[0] == 0:
-        print(f"--resume latest: there is no checkpoint in {own}; starting at step 0")
+        print(f"--resume {config.resume}: there is no checkpoint in {own}; starting at step 0")
     return found
 
 
 def list_runs(config: Config) -> str:
-    """Return a table of the checkpoints of a run, in all of its precisions."""
-    found = list_checkpoints(all_folders(config))
-    if not found:
+    """Return a table of the checkpoints of a run, in all of its precisions; then those that are damaged, and why."""
+    found, damaged = survey(all_folders(config))
+    if not found and not damaged:
         return f"there are no checkpoints in {run_folder(config, '*')}"
     lines = [f"{'step':>8}  {'loss':>8}  {'val loss':>8}  {'precision':<9}  {'GiB':>8}  folder"]
     for checkpoint in found:
@@ -134,4 +155,11 @@ def list_runs(config: Config) -> str:
         lines.append(
             f"{checkpoint.step:>8}  {shown}  {facts['precision']:<9}  {size}  {checkpoint.path}{note}"
         )
+    lines += [f"{'damaged':>8}  {path}: {_shorten(path, why)}" for path, why in damaged.items()]
     return "\n".join(lines)
+
+
+def _shorten(path: Path, why: str) -> str:
+    """Return what is wrong with a checkpoint, of the error that says so: without the path, details and remedy."""
+    why = why.removeprefix(str(path)).lstrip("/").removeprefix(" is damaged: ")
+    return re.split(r" \(|, which|\. ", why.removeprefix(" is no checkpoint: "))[0].strip()

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ class Trainer:
             for module in self.model.blocks if self.setup.sharded else [self.model]:
                 module.compile()
         self._restore(progress, local)
-        self.guard = Guard(config.opt_level, config.fp8_format, config.max_lr, config.max_nan_steps)
+        self.guard = Guard(config, self.precision)
         self.monitor = self._make_monitor()
         runs.remove_older(config, self.precision)
         self.log = self._open_log()
@@ -116,8 +117,12 @@ class Trainer:
 
         Raises:
             DivergedError: where steps do not stay finite, or none was.
+            CheckpointError, ConfigError: where a checkpoint, or the record of a step, cannot be written.
         """
         config = self.config
+        if self.step >= config.steps:
+            done = f"the checkpoint is at step {self.step}, --steps is {config.steps}"
+            self.log.say(f"nothing left to do: {done}")
         try:
             with comm.Statistics() as self.wire:
                 while self.step < config.steps:
@@ -130,8 +135,11 @@ class Trainer:
                         self.save()
             if told := self.guard.sum_up():
                 self.log.say(told)
-        finally:
-            self.log.close()
+        except BaseException:
+            with suppress(ConfigError):  # what is told is the first error
+                self.log.close()
+            raise
+        self.log.close()
         return self.losses
 
     def take_step(self) -> None:
@@ -231,9 +239,9 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of this step; return its folder."""
-        evaluated, val_loss = self.val_losses[-1] if self.val_losses else (0, math.inf)
-        if evaluated != self.step and self.config.eval_freq:  # the best one is to be known
-            val_loss = self.evaluate()
+        evaluated, val_loss = self.val_losses[-1] if self.val_losses else (0, math.nan)
+        if evaluated != self.step:  # that was of other weights, and the best ones are to be known
+            val_loss = self.evaluate() if self.config.eval_freq else math.nan
         loss = self.losses[-1] if self.losses else math.nan
         scaler = self.scaler.state_dict() if self.scaler.is_enabled() else None
         progress = {

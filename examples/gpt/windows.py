@@ -72,7 +72,8 @@ class Windows:
     def _window(self, sample: int) -> np.ndarray:  # [seq_len + 1]
         epoch, index = divmod(sample, int(self.ends[-1]))
         if self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            seed = (self.seed * 1_000_003 + epoch) % 2**64  # the most that torch takes
+            generator = torch.Generator().manual_seed(seed)
             self._order = epoch, torch.randperm(int(self.ends[-1]), generator=generator)
         window = int(self._order[1][index])
         part = int(np.searchsorted(self.ends, window, side="right"))

@@ -22,4 +22,4 @@ port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs on one node do not meet
 
 srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID" \
-  examples/train_gpt.py --resume latest "$@"
+  examples/train_gpt.py --resume auto "$@"

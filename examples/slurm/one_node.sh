@@ -17,4 +17,4 @@ cd "${SLURM_SUBMIT_DIR:-.}"
 export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
 
 srun torchrun --standalone --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
-  examples/train_gpt.py --resume latest "$@"
+  examples/train_gpt.py --resume auto "$@"

@@ -21,5 +21,5 @@ rates=(3e-4 6e-4)
 level=${levels[SLURM_ARRAY_TASK_ID % ${#levels[@]}]}
 rate=${rates[SLURM_ARRAY_TASK_ID / ${#levels[@]}]}
 
-srun python examples/train_gpt.py --resume latest --opt-level "$level" --max-lr "$rate" \
+srun python examples/train_gpt.py --resume auto --opt-level "$level" --max-lr "$rate" \
   --run-name "sweep-$level-$rate" "$@"

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fp8stack.comm.model import Cluster, Estimate, estimate
 from fp8stack.errors import ConfigError
 
-from .output import add_command, show, table
+from .output import add_command, number_of, show, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +27,7 @@ def add_parser(commands: Commands) -> None:
     add, default = add_command(commands, "comm-model", brief).add_argument, Cluster()
     add("--hosts", type=_count, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], metavar="M")
     add("--gpus", type=_count, default=default.gpus, metavar="L", help="of one host")
-    add("--parameters", type=_count, default=7 * 10**9, metavar="N", help="such as 7e9")
+    add("--parameters", type=_parameters, default=7 * 10**9, metavar="N", help="such as 7e9 or 7B")
     add("--nvlink", type=_rate, default=default.nvlink, help="GB/s of a GPU, one direction")
     add("--network", type=_rate, default=default.network, help="likewise, its share of the network")
 
@@ -88,18 +87,23 @@ def _figures(e: Estimate) -> dict[str, Any]:
 
 
 def _rate(text: str) -> float:
-    return _above_zero(text, "a number", lambda value: True)
+    return _above_zero(text, number_of(text), "a number")
 
 
 def _count(text: str) -> int:
-    return int(_above_zero(text, "a whole number", float.is_integer))
+    return _whole(text, number_of(text))
 
 
-def _above_zero(text: str, kind: str, fits: Callable[[float], bool]) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf and fits(value)):
+def _parameters(text: str) -> int:
+    return _whole(text, number_of(text, suffixes=True))
+
+
+def _whole(text: str, value: float) -> int:
+    kind = "a whole number"
+    return int(_above_zero(text, value if value.is_integer() else math.nan, kind))
+
+
+def _above_zero(text: str, value: float, kind: str) -> float:
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not {kind} above 0")
     return value

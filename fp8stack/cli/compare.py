@@ -7,6 +7,8 @@ tokens where the runs' steps have different numbers of them, RUN_B's values inte
 averaged over a window around each point. A gap is RUN_B's loss over RUN_A's less one, of the last point and of the mean
 over all; the largest gap decides: over 5 % warns, over 10 % fails, with exit status 1. A lower loss is no gap.
 
+Two runs of one name are told apart by the folders that they lie in.
+
 Speed-up is the ratio of median tokens/s, memory that of the largest values. The format of runs is in `runs.py`.
 """
 
@@ -20,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from fp8stack.errors import ConfigError, reason_of
 
-from .output import MissingLibraryError, add_command, show, table
-from .runs import Curve, Run, read_run
+from .output import MissingLibraryError, add_command, counted, show, table
+from .runs import Curve, Run, read_run, tell_apart
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
     if options.png and not options.png.lower().endswith(".png"):
         raise ConfigError(f"--png {options.png}: a picture is a PNG. Name it {options.png}.png.")
     a, b = read_run(options.a), read_run(options.b)
+    tell_apart(a, b)
     data, pairs = compare(a, b, options.window)
     worst = data["gap"]["percent"]
     verdict = "fail" if worst > options.fail else "warn" if worst > options.warn else "ok"
@@ -69,6 +72,10 @@ def compare(a: Run, b: Run, window: int) -> tuple[dict[str, Any], dict[str, Pair
         ConfigError: where the runs have no steps in common.
     """
     notes = [*a.notes, *b.notes]
+    for run in (a, b):
+        if run.skipped:
+            steps = counted(len(run.skipped), "step")
+            notes.append(f"{run.name}: {steps} without a loss left out")
     scales, axis = (1.0, 1.0), "step"
     tokens = a.tokens_per_step, b.tokens_per_step
     if tokens[0] and tokens[1] and tokens[0] != tokens[1]:
@@ -81,10 +88,16 @@ def compare(a: Run, b: Run, window: int) -> tuple[dict[str, Any], dict[str, Pair
             f"{a.name} and {b.name} have no {axis} in common: {_reach(a, scales[0])} and {_reach(b, scales[1])}. "
             "Compare runs over the same steps."
         )
-    if left_out := len(a.training) - len(pairs["loss"][0]):
+    points = len(pairs["loss"][0])
+    if left_out := len(a.training) - points:
         notes.append(
-            f"{left_out} points of {a.name} are left out: it is from {axis} {_reach(a, scales[0])}, "
+            f"{counted(left_out, 'point')} of {a.name} left out: it is from {axis} {_reach(a, scales[0])}, "
             f"{b.name} from {_reach(b, scales[1])}"
+        )
+    if points < window:
+        notes.append(
+            f"the runs share {counted(points, 'point')}, fewer than --window {window}: each average is over a large "
+            "part of them. Give a smaller --window"
         )
     if a.evaluation and b.evaluation:
         pairs["val_loss"] = align(a.curve("val_loss", scales[0]), b.curve("val_loss", scales[1]))
@@ -104,7 +117,7 @@ def compare(a: Run, b: Run, window: int) -> tuple[dict[str, Any], dict[str, Pair
         "a": {**a.info, "name": a.name},
         "b": {**b.info, "name": b.name},
         "axis": axis,
-        "points": len(pairs["loss"][0]),
+        "points": points,
         "window": window,
         "losses": losses,
         "gap": {"percent": percent, "of": of},
@@ -150,7 +163,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
             )
     console.print(table(("", *names, "B / A"), rows, right="*"))
     console.print(
-        f"{data['points']} points by {data['axis']}, training losses averaged over {data['window']}."
+        f"{counted(data['points'], 'point')} by {data['axis']}, training losses averaged over {data['window']}."
     )
     for note in data["notes"]:
         console.print(f"note: {note}")

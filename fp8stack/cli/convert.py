@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8stack.checkpoint import replacing
 from fp8stack.errors import CheckpointError, ConfigError, reason_of
 
-from .output import add_command, show, size
+from .output import add_command, counted, show, size
 from .stored import place_of, read, safetensors
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ def run(options: argparse.Namespace) -> int:
     if out.exists() and (not out.is_file() or out.samefile(source)):
         what = "a folder or a device" if not out.is_file() else "the checkpoint itself"
         raise ConfigError(f"--out {out} is {what}. Name another file.")
+    if not out.parent.is_dir():
+        raise ConfigError(
+            f"--out {out}: there is no folder {out.parent}. Make it, or name another."
+        )
     safe = out.suffix == ".safetensors"  # by which it is told when it is read, too
     if options.to == "safetensors" and not safe:
         raise ConfigError(
@@ -83,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
 def draw(console: Console, data: dict[str, Any]) -> None:
     """Say what was written."""
     console.print(
-        f"{data['out']}: {data['tensors']} tensors in {data['dtype']}, {size(data['bytes'])}; "
+        f"{data['out']}: {counted(data['tensors'], 'tensor')} in {data['dtype']}, {size(data['bytes'])}; "
         f"{data['masters']} of them from masters",
         soft_wrap=True,
     )

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from .output import Commands
 
 
+NO_GPU = (
+    "There is no GPU that torch can use: everything runs on the CPU, where FP8 is emulated. It will not be faster "
+    "here, only be shown to work."
+)
+
+
 def add_parser(commands: Commands) -> None:
     brief = "what this machine can run, a self-test, and known trouble; or that of a DeepSpeed configuration"
     add = add_command(commands, "doctor", brief).add_argument
@@ -94,4 +100,6 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         console.print(table(("self-test", "", "s", "found"), tests, right="s"))
     for found in data["trouble"]:
         console.print(f"{found['severity']}: {found['what']}. {found['remedy']}")
+    if not gpus:
+        console.print(NO_GPU)
     console.print("All is well." if data["ok"] else "Something is wrong: see above.")

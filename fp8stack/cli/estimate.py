@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import math
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from fp8stack.planning import (
     shape_of_config,
 )
 
-from .output import add_command, show, size, table
+from .output import add_command, number_of, show, size, table
 from .recipe import FIELDS, add_recipe, recipe_of
 from .target import build
 
@@ -61,7 +61,7 @@ def add_parser(commands: Commands) -> None:
     brief = "the memory that training takes on each GPU, by kind, and what fits"
     parser = add_command(commands, "estimate", brief)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--parameters", type=_number, metavar="N", help="such as 7e9")
+    source.add_argument("--parameters", type=_parameters, metavar="N", help="such as 7e9 or 7B")
     source.add_argument("--hf-config", metavar="config.json", help="of Hugging Face")
     source.add_argument("--model", metavar="FILE:function", help="returns a model")
     source.add_argument("--sizes", action="store_true", help="all of it in the options below")
@@ -221,8 +221,9 @@ def _shape_of(sizes: dict[str, int]) -> Shape:
     """Return a Llama of the sizes given, the others in a Llama's proportions."""
     missing = [f"--{name}" for name in ("layers", "hidden") if name not in sizes]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f"sizes need --layers and --hidden at least; {' and '.join(missing)} is missing."
+            f"sizes need --layers and --hidden at least; {' and '.join(missing)} {verb} missing."
         )
     hidden = sizes["hidden"]
     heads = sizes.get("heads") or max(1, hidden // LLAMA.head_dim)
@@ -305,22 +306,39 @@ def _memory(options: argparse.Namespace) -> int | None:
     if options.memory and options.gpu:
         raise ConfigError("--gpu and --memory say the same; give one of them.")
     if options.gpu:
-        names = {name.lower(): name for name in GPUS}
-        name = names.get(options.gpu.lower())
-        if name is None:
-            raise ConfigError(
-                f"--gpu {options.gpu!r} is not known.{did_you_mean(options.gpu, GPUS)} Known: {', '.join(GPUS)}; "
-                "or give --memory in GiB."
-            )
-        return GPUS[name] * 2**30
+        return GPUS[_gpu(options.gpu)] * 2**30
     return round(options.memory * 2**30) if options.memory else None
 
 
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+def _gpu(given: str) -> str:
+    """Return the known name with the letters and digits of the one given.
+
+    Raises:
+        ConfigError: where there is none, with the nearest.
+    """
+    asked, within = _letters_and_digits(given), []
+    for name in GPUS:
+        own = _letters_and_digits(name)
+        if own == asked:
+            return name
+        if set(own) <= set(asked):
+            within.append(name)
+    nearest = max(within, key=len, default=given)
+    raise ConfigError(
+        f"--gpu {given!r} is not known.{did_you_mean(nearest, GPUS)} Known: {', '.join(GPUS)}; or give --memory in GiB."
+    )
+
+
+def _letters_and_digits(name: str) -> list[str]:
+    return re.findall(r"[a-z]+|[0-9]+", name.lower())
+
+
+def _parameters(text: str) -> float:
+    return _number(text, suffixes=True)
+
+
+def _number(text: str, suffixes: bool = False) -> float:
+    value = number_of(text, suffixes)
     if not 0 < value <= _MOST:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to {_MOST:g}")
     return value

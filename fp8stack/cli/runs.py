@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class Run:
 
     name: str
     info: dict[str, Any]
+    path: Path = Path()
     training: dict[int, dict[str, Any]] = field(default_factory=dict)
     evaluation: dict[int, dict[str, Any]] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)  # steps without a loss
@@ -57,7 +59,7 @@ def read_run(path: str | Path) -> Run:
     if not metrics.is_file():
         raise ConfigError(f"{metrics} is no file. Give a run's folder, or its metrics.jsonl.")
     info = _read_info(folder / "run.json")
-    run = Run(str(info.get("name") or (path if path.is_dir() else path.stem)), info)
+    run = Run(str(info.get("name") or (path if path.is_dir() else path.stem)), info, path.resolve())
     lines = _read_text(metrics).rstrip("\n").split("\n")
     for number, text in enumerate(lines, 1):
         if not text.strip():
@@ -75,11 +77,21 @@ def read_run(path: str | Path) -> Run:
         raise ConfigError(f'{metrics} has no training lines, which have "step" and "loss".')
     if run.skipped and max(run.skipped) > max(run.training):
         raise ConfigError(_diverged(str(metrics), "loss", None, max(run.skipped), run))
-    if run.skipped:
-        run.notes.append(f"{run.name}: {len(run.skipped)} steps without a loss are left out")
     run.training = dict(sorted(run.training.items()))
     run.evaluation = dict(sorted(run.evaluation.items()))
     return run
+
+
+def tell_apart(a: Run, b: Run) -> None:
+    """Name two runs of one name by the last folder that differs in their paths, too."""
+    if a.name != b.name:
+        return
+    for parts in zip_longest(reversed(a.path.parts), reversed(b.path.parts), fillvalue="/"):
+        if parts[0] != parts[1]:
+            break
+    else:
+        parts = ("A", "B")  # one run twice
+    a.name, b.name = (f"{a.name} ({part})" for part in parts)
 
 
 def _add(run: Run, line: Any, where: str) -> None:

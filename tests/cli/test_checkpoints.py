@@ -232,7 +232,7 @@ def test_convert_rounds_masters_once_to_bf16(saved, tmp_path, capsys):
 
 def test_convert_writes_safetensors_with_the_tie(saved, tmp_path, capsys):
     folder, masters = saved
-    out = tmp_path / "new" / "model.safetensors"
+    out = tmp_path / "model.safetensors"
     converted(capsys, folder / "O2.pt", "safetensors", out)
     assert not {"embed.weight", "head.weight"} <= load_file(out).keys()
     model = Tied()
@@ -325,7 +325,10 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
     shutil.copy(saved[0] / "O2.pt", source)
     (tmp_path / "file").write_text("")
     options = ("convert", source, "--to", "fp32", "--out")
-    assert "cannot be written" in refused(capsys, *options, tmp_path / "file" / "w.pt")
+    for folder in (tmp_path / "file", tmp_path / "none", tmp_path / "none" / "deeper"):
+        told = f"--out {folder / 'w.pt'}: there is no folder {folder}. Make it"
+        assert told in refused(capsys, *options, folder / "w.pt")
+    assert "/proc/w.pt cannot be written" in refused(capsys, *options, "/proc/w.pt")
     assert "is the checkpoint itself" in refused(capsys, *options, source)
     assert "is a folder" in refused(capsys, *options, tmp_path)
     os.mkfifo(tmp_path / "pipe")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fp8stack
 from fp8stack import cli
 from fp8stack.__main__ import COMMANDS, main
 from fp8stack.cli.output import show
@@ -47,6 +48,9 @@ def test_it_prints_the_cost_model_for_every_number_of_hosts(capsys):
         (["--hosts", "8", "two"], "'two' is not a whole number above 0"),
         (["--gpus", "1.5"], "'1.5' is not a whole number above 0"),
         (["--parameters", "inf"], "'inf' is not a whole number above 0"),
+        (["--parameters", "B"], "'B' is not a whole number above 0"),
+        (["--parameters", "7T"], "'7T' is not a whole number above 0"),
+        (["--gpus", "8K"], "'8K' is not a whole number above 0"),
         (["--network", "nan"], "'nan' is not a number above 0"),
         (["--nvlink=-1"], "'-1' is not a number above 0"),
         (["--hosts", "1", "--gpus", "1"], "one GPU has nothing to reduce"),
@@ -68,7 +72,40 @@ def test_it_is_a_program_and_a_module_to_run():
     for command in ([sys.executable, "-m", "fp8stack"], [program]):
         nothing = subprocess.run(command, capture_output=True, text=True)
         assert nothing.returncode == 2
-        assert nothing.stderr == "fp8stack: error: the following arguments are required: command\n"
+        assert nothing.stdout == ""
+        assert nothing.stderr.startswith("usage: fp8stack ")
+        assert "    doctor " in nothing.stderr
+
+
+def test_it_says_its_version(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["--version"])
+    assert raised.value.code == 0
+    assert capsys.readouterr().out == f"fp8stack {fp8stack.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("docter", "doctor"), ("comm_model", "comm-model"), ("zzz", None)]
+)
+def test_an_unknown_command_is_one_line_with_the_nearest(given, meant, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main([given, "--json"])
+    assert raised.value.code == 2
+    error = capsys.readouterr().err
+    start = f"fp8stack: error: there is no command {given!r}."
+    assert error.startswith(
+        start + f' Did you mean "{meant}"?' * bool(meant) + " Commands: doctor,"
+    )
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("7B", 7 * 10**9), ("1.1b", 1_100_000_000), ("350M", 350 * 10**6), ("2k", 2000)],
+)
+def test_parameters_may_be_in_billions(text, count, capsys):
+    assert main(["comm-model", "--hosts", "2", "--parameters", text, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == count
 
 
 def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line():

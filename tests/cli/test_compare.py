@@ -108,7 +108,7 @@ def test_steps_that_were_not_taken_are_left_out(tmp_path, compared):
     assert status == 0
     assert data["points"] == 100  # between its neighbours there is a line
     assert data["gap"]["percent"] < 0.5
-    assert data["notes"] == ["b: 2 steps without a loss are left out"]
+    assert data["notes"] == ["b: 2 steps without a loss left out"]
 
 
 def test_a_run_that_ended_early_is_told(tmp_path, compared):
@@ -122,9 +122,42 @@ def test_a_run_that_ended_early_is_told(tmp_path, compared):
     status, data = compared(a, str(b))
     assert (status, data["points"]) == (0, 40)
     assert data["notes"] == [
-        "60 points of a are left out: it is from step 1 to 100, ['no', 'text'] from 1 to 40"
+        "60 points of a left out: it is from step 1 to 100, ['no', 'text'] from 1 to 40"
     ]
     assert main(["compare", a, str(b)]) == 0
+
+
+def test_fewer_points_than_the_window_are_told(tmp_path, compared, capsys):
+    a, b = (record(tmp_path / name, falling(19)) for name in "ab")
+    status, data = compared(a, b)
+    assert (status, data["points"]) == (0, 19)
+    (note,) = data["notes"]
+    assert note.startswith("the runs share 19 points, fewer than --window 20: each average")
+    assert compared(a, b, "--window", "19")[1]["notes"] == []
+    assert main(["compare", a, record(tmp_path / "c", falling(1))]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 point by step, " in text
+    assert "the runs share 1 point, fewer than --window 20" in text
+    _, data = compared(a, record(tmp_path / "d", {**falling(), 7: None}))
+    assert data["notes"][0] == "d: 1 step without a loss left out"
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, compared, capsys):
+    old, new = tmp_path / "old" / "gpt", tmp_path / "new" / "gpt"
+    for folder in (old, new):
+        folder.parent.mkdir()
+        record(folder, falling())
+    _, data = compared(str(old), str(new))
+    assert [data[run]["name"] for run in "ab"] == ["gpt (old)", "gpt (new)"]
+    _, data = compared(*(str(folder / "metrics.jsonl") for folder in (old, new)))
+    assert [data[run]["name"] for run in "ab"] == ["gpt (old)", "gpt (new)"]
+    assert main(["compare", str(old), str(new)]) == 0
+    assert capsys.readouterr().out.split()[:4] == ["gpt", "(old)", "gpt", "(new)"]
+    other = record(tmp_path / "fp8", falling(), name="gpt")  # the folder itself differs
+    _, data = compared(str(old), other)
+    assert [data[run]["name"] for run in "ab"] == ["gpt (gpt)", "gpt (fp8)"]
+    _, data = compared(str(old), str(old))
+    assert [data[run]["name"] for run in "ab"] == ["gpt (A)", "gpt (B)"]
 
 
 def test_it_shows_a_table_and_draws_a_picture(tmp_path, capsys):

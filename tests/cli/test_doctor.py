@@ -51,6 +51,21 @@ def test_it_prints_versions_capabilities_and_reasons(capsys):
     assert "pure-torch reference kernels" in text or torch.cuda.is_available()
 
 
+def test_without_a_gpu_it_says_at_the_end_that_nothing_is_faster(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(trouble, "find", list)
+    assert main(["doctor", "--no-self-test"]) == 0
+    *_, told, more, verdict = capsys.readouterr().out.splitlines()
+    assert told.startswith("There is no GPU that torch can use")
+    assert "It will not be faster here" in f"{told} {more}"
+    assert verdict == "All is well."
+    gpus = [{"name": "GPU", "capability": "9.0", "memory_bytes": 2**30}]
+    environment = {**machine.environment(), "gpus": gpus}
+    monkeypatch.setattr(machine, "environment", lambda: environment)
+    assert main(["doctor", "--no-self-test"]) == 0
+    assert "There is no GPU" not in capsys.readouterr().out
+
+
 def test_a_self_test_that_hangs_or_dies_is_an_answer(capfd):
     with ThreadPoolExecutor(3) as pool:
         hung = pool.submit(selftest.run, workers_cli.hang, "cpu", limit=3.0)

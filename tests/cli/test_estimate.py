@@ -102,6 +102,13 @@ def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
         assert 0.97 < theirs["O2"]["bytes"]["v"] / whole["O2"]["bytes"]["v"] < 1  # larger blocks
 
 
+def test_parameters_have_suffixes_and_gpus_any_spelling(estimated):
+    plain, _ = estimated("--parameters", "1.5e9", "--gpu", "RTX 4090")
+    for parameters, gpu in (("1.5B", "rtx4090"), ("1500m", "RTX-4090")):
+        assert estimated("--parameters", parameters, "--gpu", gpu)[0] == plain
+    assert plain["memory"] == 23 * 2**30
+
+
 def test_small_models_are_shown_in_mib(estimated, capsys):
     _, columns = estimated(*SMALL)
     assert main(["estimate", *SMALL]) == 0
@@ -160,10 +167,15 @@ def test_the_file_of_a_model_runs_once(tmp_path, capsys):
         (["--parameters", "1e30"], "is not a number above 0 and up to 1e+15"),
         ([*SMALL, "--seq", "0"], "seq=0 must be a whole number above 0"),
         ([*SMALL, "--ffn", str(2**40)], "ffn=1099511627776 must be a whole number from 1 to"),
+        (["--parameters", "7e9B"], "'7e9B' is not a number above 0"),
         (["--sizes", "--hidden", "64"], "--layers is missing"),
+        (["--sizes"], "--layers and --hidden are missing"),
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
         ([*SMALL, "--batch", "0"], "batch=0 must be a whole number above 0"),
         ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
+        ([*SMALL, "--gpu", "H100 80GB"], 'Did you mean "H100"?'),
+        ([*SMALL, "--gpu", "NVIDIA A100-SXM4-40GB"], 'Did you mean "A100-40GB"?'),
+        ([*SMALL, "--memory", "80B"], "'80B' is not a number above 0"),
         ([*SMALL, "--gpu", "H100", "--memory", "80"], "give one of them"),
         ([*SMALL, "--zero", "2"], "give --ranks above 1"),
         ([*SMALL, "--ranks", "2", "--zero", "2", "--fsdp"], "not allowed with argument"),

@@ -12,6 +12,8 @@ import pytest
 import torch
 from gpt import checkpoints
 from gpt.checkpoints import CheckpointError, find, find_latest, inspect, list_checkpoints
+from gpt.config import Config
+from gpt.runs import list_runs
 
 from fp8stack.errors import Fp8StackWarning
 
@@ -120,8 +122,42 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, file, da
         with pytest.raises(CheckpointError, match=f"{file} is (cut short|altered|missing)"):
             find(newer)
     shutil.rmtree(older)
-    with pytest.warns(Fp8StackWarning, match="there is no other"):
+    with pytest.warns(Fp8StackWarning, match=r"^1 checkpoint cannot be used; there is no other"):
         assert find_latest([tmp_path]) is None
+
+
+def test_damaged_checkpoints_are_counted_and_listed_with_the_reason(tmp_path):
+    config = Config(model="tiny", run_name="mine", out=tmp_path)
+    folder = tmp_path / "mine-fp8-o2" / "checkpoints_fp8"
+    paths = [write(folder, step, 2.0, keep=9) for step in (1, 2, 3, 4)]
+    truncate(paths[1] / "__0_0.distcp")
+    (paths[2] / "manifest.json").unlink()
+    (paths[3] / "manifest.json").write_text("{")
+    with pytest.warns(Fp8StackWarning, match=r"^3 checkpoints cannot be used; using step_00000001"):
+        assert find_latest([folder]).path == paths[0]
+    rows = list_runs(config).splitlines()[1:]
+    assert rows[0].split()[0] == "1"
+    assert rows[1:] == [
+        f" damaged  {paths[1]}: __0_0.distcp is cut short",
+        f" damaged  {paths[2]}: it has no manifest.json",
+        f" damaged  {paths[3]}: manifest.json is damaged",
+    ]
+    shutil.rmtree(paths[0])
+    assert len(list_runs(config).splitlines()) == 4
+
+
+def test_the_link_to_the_best_goes_with_its_loss(tmp_path):
+    write(tmp_path, 1, 2.0)
+    assert os.readlink(tmp_path / "best") == "step_00000001"
+    write(tmp_path, 1)  # of a run that was taken back, and is not evaluated now
+    assert names(tmp_path) == ["step_00000001"]
+    assert not (tmp_path / "best").is_symlink()
+
+
+def test_a_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "some.pt").write_bytes(b"weights")
+    with pytest.raises(CheckpointError, match=r"some.pt is no checkpoint: it is a file, no folder"):
+        find(tmp_path / "some.pt")
 
 
 def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path):

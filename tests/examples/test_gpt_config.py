@@ -77,6 +77,8 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
         (["--stepz", "3"], 'no option .--stepz.. Did you mean "--steps"'),
         (["--step", "3"], "no option '--step'"),  # flags cannot be shortened
         (["--fp8-interval", "4", "--strict"], "no effect"),
+        (["--seed", "9" * 23], "--seed: .* of 0 or more and 9223372036854775807 or less"),
+        (["--seed", "-1"], "--seed: got -1, must be a whole number of 0 or more"),
         (["--steps"], "expected one argument"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import torch
 import workers_gpt
 from gpt import checkpoints
 from gpt.changes import MEANING, report
+from gpt.runs import list_runs
 from gpt.trainer import Trainer
 from workers_gpt import (
     RANKS,
@@ -211,6 +213,65 @@ def test_latest_is_the_run_s_own_or_that_of_its_other_precision(folder, capsys):
         train(folder, opt_level="O2", **options) == losses
     )  # its own; there is nothing left to do
     assert len(longer) == 6
+
+
+def test_auto_is_the_run_s_own_in_its_precision_or_a_fresh_start(folder, capsys):
+    options = {"run_name": "auto-own", "resume": "auto", "out": folder / "auto-own"}
+    train(folder, opt_level="O2", **options)
+    begun = train(folder, opt_level="off", **options, steps=2)
+    out = capsys.readouterr().out
+    assert "resumed from" not in out
+    assert out.count("--resume auto: there is no checkpoint in") == 2
+    alone = train(folder, opt_level="off", run_name="auto-alone")
+    assert begun == train(folder, opt_level="off", run_name="auto-alone-2", steps=2)
+    with pytest.warns(Fp8StackWarning, match="--steps was 2, is now 4"):
+        longer = train(folder, opt_level="off", **options)
+    assert re.search(
+        r"resumed from .*/auto-own-bf16/checkpoints/step_0+2 ", capsys.readouterr().out
+    )
+    assert (longer[:2], len(longer), len(alone)) == (begun, 4, 4)
+
+
+def test_a_checkpoint_that_was_not_evaluated_has_no_validation_loss(folder, capsys):
+    options = {"run_name": "unknown", "out": folder / "unknown", "keep_checkpoints": 1}
+    train(folder, **options, eval_freq=2, steps=2)
+
+    def table(**more):
+        given = {**options, **more}
+        found = [json.loads((path / "manifest.json").read_text()) for path in saved.glob("step_*")]
+        rows = list_runs(configure(folder, **given)).splitlines()[1:]
+        return {facts["step"]: facts["val_loss"] for facts in found}, rows
+
+    run = folder / "unknown" / "unknown-fp8-o2"
+    saved = run / "checkpoints_fp8"
+    with pytest.warns(Fp8StackWarning, match="--steps was 2"):
+        train(folder, **options, resume="latest", steps=6)  # without evaluations
+    losses, rows = table()
+    assert losses.keys() == {2, 6}  # the best one is kept, though one was to stay
+    assert losses[2] > 0
+    assert losses[6] is None
+    assert rows[0].endswith("step_00000002 (best)")
+    assert rows[1].split()[:3:2] == ["6", "-"]
+    assert rows[1].endswith("step_00000006 (latest)")
+    again = {"opt_level": "off", "resume": str(saved / "step_00000002"), "steps": 4}
+    with pytest.warns(Fp8StackWarning, match="--steps was 2"):
+        train(folder, **options, **again)
+    saved = folder / "unknown" / "unknown-bf16" / "checkpoints"
+    assert table()[0] == {4: None}
+    assert not (saved / "best").exists()
+
+
+@pytest.mark.parametrize("steps", [4, 3])
+def test_a_run_that_has_nothing_left_to_do_says_so(folder, steps, capsys):
+    options = {"run_name": f"done-{steps}", "eval_freq": 2}
+    losses = train(folder, **options)
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a schedule that no step will follow
+        assert train(folder, **{**options, "steps": steps}, resume="latest") == losses
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == f"nothing left to do: the checkpoint is at step 4, --steps is {steps}"
+    assert len(out) == 2
 
 
 def test_two_ranks_resume_and_change_their_number(folder):

@@ -69,7 +69,7 @@ def test_one_node_starts_a_process_for_each_gpu(submit):
     at = given.index("examples/train_gpt.py")
     assert given[:at] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
     options = config.parse(given[at + 1 :])
-    assert (options.resume, options.model) == ("latest", "tiny")
+    assert (options.resume, options.model) == ("auto", "tiny")
 
 
 def test_many_nodes_meet_at_the_first(submit):
@@ -84,7 +84,8 @@ def test_many_nodes_meet_at_the_first(submit):
         "--rdzv-endpoint": "node7:23456",
         "--rdzv-id": "123456",
     }
-    assert config.parse(given[at + 1 :]).steps == 7
+    options = config.parse(given[at + 1 :])
+    assert (options.resume, options.steps) == ("auto", 7)
 
 
 def test_a_sweep_covers_every_level_at_every_rate(submit):
@@ -96,6 +97,7 @@ def test_a_sweep_covers_every_level_at_every_rate(submit):
         assert given[:2] == ["python", "examples/train_gpt.py"]
         found = config.parse(given[2:])
         assert found.run_name.startswith(f"sweep-{found.opt_level}-")
+        assert found.resume == "auto"  # not what a level beside it has trained
         runs.add((found.opt_level, found.max_lr))
     assert len(runs) == tasks
     assert {level for level, _ in runs} == {"off", "O0", "O1", "O2"}
