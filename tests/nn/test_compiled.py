@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 import torch._dynamo.testing
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from helpers import assert_same_bits
 from layers import QKV, RECIPES, linear, native, results
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import fp8stack
 from fp8stack.kernels import ops
@@ -97,8 +99,31 @@ class Narrow(nn.Module):
         return x.to(self.dtype)
 
 
-def test_layers_that_share_an_input(device):
-    assert_same_results(assert_compiles(lambda: native(QKV(), device), (20, 32), device))
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_layers_that_share_an_input(recipe, device):
+    def make():
+        return native(QKV(), device, fp8_recipe=recipe)
+
+    assert_same_results(assert_compiles(make, (20, 32), device))
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_an_input_that_layers_share_is_cast_once_in_a_graph(recipe):
+    """Where the compiler removes what is computed twice, as Inductor does."""
+    torch._dynamo.reset()
+    casts = []
+
+    def count(graph, _):
+        casts.extend(n for n in graph.graph.nodes if str(n.target).startswith("fp8stack.cast"))
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
+    )
+    model = native(QKV(), fp8_recipe=recipe)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled(torch.randn(20, 32, requires_grad=True)).sum().backward()
+    assert len(casts) == 1 + 3 + 3  # the input, weights, gradients
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
