@@ -353,3 +353,25 @@ def check_gpu(rank):
     with pytest.raises(ModelError, match=r"initialized on the CPU.*model.to\(accelerator.device\)"):
         attach(accelerator, model)
     os._exit(0)
+
+
+def check_launchers(rank):
+    """What notebooks call, cell after cell: each launch trains at its level, in this process or in two."""
+    from accelerate import debug_launcher, notebook_launcher
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    for level in ("O1", "O2", None):
+        notebook_launcher(train_in_a_cell, (level,), num_processes=1)
+    debug_launcher(train_in_a_cell, ("O2",), num_processes=2)
+
+
+def train_in_a_cell(level):
+    accelerator = driver()
+    model, optimizer, scheduler = started(accelerator, level)
+    losses = train(accelerator, model, optimizer, scheduler)
+    assert losses[-5:].mean() < 0.8 * losses[:5].mean()
+    held = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+    assert any(x.element_size() == 1 for x in held) == (level == "O2")
+    if accelerator.num_processes > 1:
+        assert_equal_everywhere(next(model.parameters()))

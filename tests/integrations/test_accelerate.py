@@ -5,7 +5,12 @@ import sys
 
 import pytest
 import torch
-from workers_accelerate import check_gpu, check_one_process, check_two_processes
+from workers_accelerate import (
+    check_gpu,
+    check_launchers,
+    check_one_process,
+    check_two_processes,
+)
 
 pytest.importorskip("accelerate")
 
@@ -38,6 +43,11 @@ def test_one_process(tmp_path):
 def test_two_processes(tmp_path):
     arguments = 2, str(tmp_path / "store"), str(tmp_path)
     torch.multiprocessing.spawn(check_two_processes, arguments, nprocs=2)
+
+
+@pytest.mark.slow
+def test_launchers_of_notebooks():
+    torch.multiprocessing.spawn(check_launchers, nprocs=1)
 
 
 @pytest.mark.gpu
