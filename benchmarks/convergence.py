@@ -6,18 +6,24 @@
     python benchmarks/convergence.py --model 126m --levels baseline --recipes native/current te/delayed --batch 16 \
         --lr 6e-4 --data stdlib --out benchmarks/results/product_parity.jsonl
     python benchmarks/convergence.py --model 126m --fallbacks fp8stack bitsandbytes --batch 16 --lr 6e-4 --data stdlib
+    python benchmarks/convergence.py --model 126m --levels --peers '*' 'torchao *bit/bf16' --batch 16 --lr 6e-4 \
+        --data stdlib
 
 The first compares the levels. The second compares optimizers alone: O2 with GEMMs in bf16, whose gradients are FP8
 and whose states and masters are kept in the formats named, against torch's AdamW in float32, which must be 0.3 % away
 at most (1 % for 4-bit states). The third compares FP8 products alone: O0 by a library and a recipe, and a format if
 another than "hybrid" (native/current/e5m2), 0.5 % away at most. The fourth adds what a GPU without FP8 falls back to:
-bfloat16 products and gradients, and 8-bit states that fp8stack or bitsandbytes steps.
+bfloat16 products and gradients, and 8-bit states that fp8stack or bitsandbytes steps. The fifth steps the baseline with
+the optimizers of other libraries, as `optimizer_step.py` makes them: over float32 weights, or bfloat16 ones where the
+optimizer keeps a master of its own or "/bf16" is asked for (torchao then rounds stochastically). No bound is set for
+them; those that are not installed are named, and left out. The fourth has run the baseline, hence no --levels.
 
 Every (level, seed) pair is one run of `examples/demo.py`'s `train`, in a process of its own, `--jobs` at a time;
 the same seed gives every level the same weights and batches, so differences are paired. It appends one record a run,
-with the curves, to `benchmarks/results/convergence.jsonl`; the table and `docs/assets/convergence.svg` are of all
-that the file holds, so seeds may be run in several calls. The last line of output is one JSON object with the result,
-and the exit status is 1 if any level's mean validation loss is further than 0.5 % from the baseline's.
+with the curves, to `benchmarks/results/convergence.jsonl`; the table is of all that the file holds of this model, with
+as many steps, the same batch and learning rate, so seeds may be run in several calls; for the smaller model the picture
+is, too. The last line of output is one JSON object with the result, and the exit status is 1 if any level's mean
+validation loss is further than 0.5 % from the baseline's, or a peer's run broke off.
 
 The text is the source of the installed PyTorch, tens of megabytes, so that no run sees it twice by much. Batches are
 large because this model learns to copy from its context in one sudden transition, whose step is a matter of luck when
@@ -34,19 +40,26 @@ import json
 import statistics
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from fnmatch import fnmatch
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import ROOT, append_records
+from optimizer_step import VARIANTS, Variant, count_bytes, make_step
+from torch import nn
+from torch.optim import Optimizer
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 import corpus
-from demo import LEVELS, Settings, choose_device, train
+import demo
+from demo import LEVELS, Settings, build_optimizer, choose_device, train
 from gpt import ModelConfig
 from record import Record
 
@@ -56,7 +69,8 @@ TOLERANCE = 0.005
 PARITY = 0.003
 PARITY_4BIT = 0.01
 LIBRARIES = ("native", "te")  # what multiplies, in --recipes
-FALLBACK = "fallback"
+FALLBACK, PEER = "fallback", "peer"
+PEERS = {v.name: v for v in VARIANTS if not v.module.startswith(("fp8stack.", "torch."))}
 MODELS = {
     "19m": ModelConfig(dim=512, layers=6, heads=8, kv_heads=4, ffn=1536, seq_len=512),
     "126m": ModelConfig(dim=896, layers=12, heads=14, kv_heads=14, ffn=2688, seq_len=1024),
@@ -80,6 +94,8 @@ def run(level: str, seed: int, options: argparse.Namespace) -> Record:
         skip=tuple(options.skip),
     )
     text = corpus.load(options.data, MODELS[options.model].seq_len)
+    if level.startswith(f"{PEER}/"):
+        return train_with_peer(level.removeprefix(f"{PEER}/"), settings, text)
     return train(settings, text, show_progress=False)[1]
 
 
@@ -88,6 +104,8 @@ def options_of(variant: str) -> tuple[str, dict[str, str]]:
     first, _, rest = variant.partition("/")
     if not rest:
         return variant, {}
+    if first == PEER:
+        return "baseline", {}
     if first == FALLBACK:
         return "O2", {"compute": "bf16", "gradients": "keep", "optimizer_backend": rest}
     if first not in LIBRARIES:
@@ -96,25 +114,98 @@ def options_of(variant: str) -> tuple[str, dict[str, str]]:
     return "O0", {"compute": first, "fp8_recipe": recipe, "fp8_format": fmt or "hybrid"}
 
 
-def run_all(options: argparse.Namespace) -> None:
-    """Run every pair, several at a time; append a record as each ends, so that an interrupted call loses few."""
+# --- optimizers of other libraries
+
+
+def choose_peers(wanted: list[str]) -> list[str]:
+    """Return the variants of peers that globs stand for; say which are not installed. Exits where none is meant."""
+    chosen: dict[str, None] = {}
+    for given in wanted:
+        pattern, _, weights = given.partition("/")
+        named = [peer for peer in PEERS if fnmatch(peer, pattern)]
+        if not named or weights not in ("", "fp32", "bf16"):
+            sys.exit(f"--peers {given}: must be NAME or NAME/bf16, NAME of {', '.join(PEERS)}")
+        for peer in named:
+            library = PEERS[peer].module.partition(".")[0]
+            if find_spec(library) is None:
+                print(f"{peer}: not installed ({library})", file=sys.stderr)
+            else:
+                own = weights in ("", usual_weights(PEERS[peer]))
+                chosen[f"{PEER}/{peer}" + ("" if own else f"/{weights}")] = None
+    return list(chosen)
+
+
+def usual_weights(peer: Variant) -> str:
+    """Return in which dtype weights are left to a peer: bfloat16 alone would lose updates, so it takes a master."""
+    return "fp32" if peer.master == "none" else "bf16"
+
+
+def build_peer(name: str, model: nn.Module, lr: float) -> Optimizer:
+    """Return a peer's optimizer with the groups and numbers of the demo's, over weights of the dtype that it takes."""
+    peer, _, weights = name.partition("/")
+    if (weights or usual_weights(PEERS[peer])) == "bf16":
+        for p in model.parameters():  # not the buffers: rotary tables stay exact
+            p.data = p.data.bfloat16()
+    numbers = ("params", "lr", "betas", "eps", "weight_decay")
+    groups = build_optimizer(model, lr).param_groups
+    return make_step(PEERS[peer], [{key: group[key] for key in numbers} for group in groups])[0]
+
+
+def train_with_peer(name: str, settings: Settings, text: corpus.Corpus) -> Record:
+    """Run the demo's loop with a peer's optimizer in it; `count_bytes` knows the states of each."""
+    sizes: dict[str, float] = {}
+
+    def build(model: nn.Module, lr: float) -> Optimizer:
+        optimizer = build_peer(name, model, lr)
+
+        def count(*_: Any) -> None:  # after the first step, when states and gradients are there
+            if not sizes:
+                sizes.update(count_bytes(list(model.parameters()), optimizer))
+
+        optimizer.register_step_post_hook(count)
+        return optimizer
+
+    with patch.object(demo, "build_optimizer", build):
+        record = train(settings, text, show_progress=False)[1]
+    record.bytes_per_parameter = sizes
+    return record
+
+
+# --- runs and their records
+
+
+def variants_of(options: argparse.Namespace) -> list[str]:
+    """Return all that is to be run with each seed."""
+    fallbacks = (f"{FALLBACK}/{backend}" for backend in options.fallbacks)
+    peers = choose_peers(options.peers)
+    return [*options.levels, *options.formats, *options.recipes, *fallbacks, *peers]
+
+
+def run_all(options: argparse.Namespace) -> bool:
+    """Run every pair, several at a time; append a record as each ends, so that an interrupted call loses few.
+
+    A peer that breaks is named, without a record. Returns whether one did.
+    """
+    broken = False
+    variants = variants_of(options)
     # One process per run: a child that ends gives its GPU memory back and leaves no state behind.
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
-        futures = {
+        futures: dict[Future[Record], tuple[str, int]] = {
             pool.submit(run, level, seed, options): (level, seed)
             for seed in options.seeds
-            for level in (
-                *options.levels,
-                *options.formats,
-                *options.recipes,
-                *(f"{FALLBACK}/{backend}" for backend in options.fallbacks),
-            )
+            for level in variants
         }
         for future in as_completed(futures):
             level, seed = futures[future]
+            error = future.exception()
+            if error is not None and level.startswith(f"{PEER}/"):
+                print(f"{level} seed {seed}: {type(error).__name__}: {error}", file=sys.stderr)
+                broken = True
+                continue
             record = to_record(future.result(), level, seed, options)
             append_records(options.out, [record])
             print(f"{level:>8} seed {seed}: {record['value']:.4f}", flush=True)
+    return broken
 
 
 def to_record(record: Record, level: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -209,6 +300,7 @@ def draw(table: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
 
 def show(summary: dict[str, dict[str, Any]], width: int = 14) -> None:
     """Print a line for each variant: its mean, the mean difference and that of each seed."""
+    width = max([width, *map(len, summary)])
     for variant, row in summary.items():
         each = ", ".join(f"{d:+.2%}" for d in row["differences"].values())
         print(f"{variant:>{width}}  {row['mean']:.4f}  {row['difference']:+.3%}   ({each})")
@@ -231,36 +323,45 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=RESULTS)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_training(parser)
     add = parser.add_argument
     add("--levels", nargs="*", choices=LEVELS, default=list(LEVELS))
     add("--formats", nargs="*", default=[], metavar="STATES/MASTER", help="e.g. 8bit/split24")
-    add(
-        "--recipes",
-        nargs="*",
-        default=[],
-        metavar="LIBRARY/RECIPE[/FORMAT]",
-        help="e.g. te/delayed",
-    )
+    add("--recipes", nargs="*", default=[], metavar="LIBRARY/RECIPE[/FORMAT]", help="te/delayed")
     add("--fallbacks", nargs="*", default=[], choices=("fp8stack", "bitsandbytes"))
+    add("--peers", nargs="*", default=[], metavar="NAME", help=f"globs of {', '.join(PEERS)}")
     add("--skip", nargs="*", default=[], metavar="PATTERN", help="layers to leave as they are")
     add("--jobs", type=int, default=1, help="runs at a time on the one device")
-    add("--picture", type=Path, default=PICTURE)
-    options = parser.parse_args()
-    if options.seeds:
-        run_all(options)
-    table = by_variant(options.out)
+    add(
+        "--picture", type=Path, help="by default docs/assets/convergence.svg, of the 19m model only"
+    )
+    options = parser.parse_args(arguments)
+    broken = bool(options.seeds) and run_all(options)
+    if not options.out.exists():
+        return int(broken)
+    table = by_variant(options.out, lambda record: is_alike(record, options))
     if "baseline" not in table:
-        return 0
+        print("there is no baseline of such runs, so nothing is compared", file=sys.stderr)
+        return int(broken)
     summary = summarize(table)
-    if set(LEVELS) <= table.keys():
-        draw(table, options.picture)
+    picture = options.picture or (PICTURE if options.model == "19m" else None)
+    if picture and set(LEVELS) <= table.keys():
+        draw(table, picture)
     show(summary)
     print(json.dumps(summary))
-    off = any(abs(row["difference"]) > tolerance(v) for v, row in summary.items())
-    return int(off | any_skipped(table))
+    off = any(is_off(v, row["difference"]) for v, row in summary.items())
+    return int(off | any_skipped(table) | broken)
+
+
+def is_alike(record: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Return whether a record is of the model, steps, batch and learning rate of this call."""
+    params = record["params"]
+    asked = params_of(
+        params["seed"], options, params["text"]
+    )  # older records lack a few parts of the model
+    return all(asked.get(key) == value for key, value in params.items())
 
 
 def any_skipped(table: dict[str, dict[int, dict[str, Any]]]) -> bool:
@@ -274,10 +375,17 @@ def any_skipped(table: dict[str, dict[int, dict[str, Any]]]) -> bool:
     return found
 
 
+def is_off(variant: str, difference: float) -> bool:
+    """Return whether a variant that has a bound is beyond it; NaN is."""
+    return tolerance(variant) < float("inf") and not abs(difference) <= tolerance(variant)
+
+
 def tolerance(variant: str) -> float:
     """Return how far the mean loss of a variant may be from the baseline's."""
     if "/" not in variant:
         return TOLERANCE if variant in LEVELS else float("inf")
+    if variant.startswith(f"{PEER}/"):
+        return float("inf")
     if variant.partition("/")[0] in (*LIBRARIES, FALLBACK):
         return TOLERANCE
     return PARITY_4BIT if variant.startswith("4bit") else PARITY

@@ -28,10 +28,10 @@ def by_variant(records: Iterable[Record]) -> dict[str, Record]:
     return {r["variant"]: r for r in records}
 
 
-def by_seed(name: str) -> dict[str, dict[int, float]]:
-    """Return the values of each variant by seed."""
+def by_seed(name: str, **params: Any) -> dict[str, dict[int, float]]:
+    """Return the values of each variant by seed, of the records whose parameters have these values."""
     found: dict[str, dict[int, float]] = {}
-    for r in read(name):
+    for r in read(name, **params):
         found.setdefault(r["variant"], {})[r["params"]["seed"]] = r["value"]
     return found
 
@@ -67,6 +67,8 @@ def table(name: str) -> Callable[[Callable[[], list[str]]], Callable[[], list[st
 
 # --- losses
 
+SMALL, LARGE = 512, 896  # widths of the models of convergence.jsonl: 19 M and 126 M parameters
+
 
 def losses(values: dict[int, float], base: dict[int, float]) -> tuple[str, str, str]:
     """Return the cells of a variant: mean, mean difference to the base, difference of each seed."""
@@ -80,7 +82,7 @@ def losses(values: dict[int, float], base: dict[int, float]) -> tuple[str, str, 
 
 @table("convergence")
 def convergence() -> list[str]:
-    found = by_seed("convergence")
+    found = by_seed("convergence", dim=SMALL)
     base = found["baseline"]
     rows = [("baseline", f"{statistics.mean(base.values()):.4f}", "", "")]
     rows += [(level, *losses(found[level], base)) for level in ("O0", "O1", "O2")]

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import peer_tables
 import report_pictures as pictures
 from common import ROOT
 from matplotlib.figure import Figure
-from record_tables import by_variant
+from record_tables import SMALL, by_variant
 from training_tables import LONG_RUNS, last_runs
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -67,6 +68,12 @@ def last_of_each(records: Iterable[Record], **params: Any) -> list[Record]:
     return list(by_variant(r for r in records if params.items() <= r["params"].items()).values())
 
 
+def with_baseline(records: Iterable[Record], params: Record) -> list[Record]:
+    """Return the records with these parameters, none where the baseline is not among them."""
+    chosen = [r for r in records if params.items() <= r["params"].items()]
+    return chosen if any(r["variant"] == "baseline" for r in chosen) else []
+
+
 def last_pairs(records: Iterable[Record]) -> list[Record]:
     """Return the last record of every variant of every model."""
     return list({(r["params"]["model"], r["variant"]): r for r in records}.values())
@@ -76,8 +83,8 @@ SECTIONS = [
     Section(
         "memory", "Bytes a parameter", "What stays on the GPU between steps, counted on live tensors: weights, "
         "gradients, masters and optimizer states of each level.", "convergence.jsonl",
-        lambda rows: [r for r in latest(rows, seed=0) if r["variant"] in pictures.LEVELS]
-        or last_of_each(rows, seed=0), pictures.draw_levels,
+        lambda rows: [r for r in latest(rows, seed=0, dim=SMALL) if r["variant"] in pictures.LEVELS]
+        or last_of_each(rows, seed=0, dim=SMALL), pictures.draw_levels,
     ),
     Section(
         "largest", "The largest model on one GPU", "Found by training: each bar is a model that took three steps, and "
@@ -86,7 +93,13 @@ SECTIONS = [
     ),
     Section(
         "loss", "Loss", "Validation loss of every level, the mean of seeds, and how far each seed is off its "
-        "baseline. The grey band is half a percent.", "convergence.jsonl", lambda rows: rows, pictures.draw_losses,
+        "baseline. The grey band is half a percent.", "convergence.jsonl",
+        partial(with_baseline, params={"dim": SMALL}), pictures.draw_losses,
+    ),
+    Section(
+        "peers", "Loss beside other libraries' optimizers", "The same of a larger model, with what GPUs without FP8 "
+        "fall back to, and with the baseline stepped by other libraries.", "convergence.jsonl",
+        partial(with_baseline, params=peer_tables.RECIPE), pictures.draw_losses,
     ),
     Section(
         "optimizer", "An optimizer's step", "Time of one step over the bytes that it keeps, gradients included.",

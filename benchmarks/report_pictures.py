@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -71,15 +72,16 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
     base = curves.get("baseline") or curves["bf16"]
     ends = [2.0]
     for level, by_seed in curves.items():
-        color = LEVELS[level]
         shared = [s for s in next(iter(by_seed.values())) if all(s in c for c in by_seed.values())]
         mean = [statistics.mean(curve[step] for curve in by_seed.values()) for step in shared]
-        above.plot(shared, mean, color=color, marker=".", label=level)
+        label = level.removeprefix("peer/")
+        (line,) = above.plot(shared, mean, color=LEVELS.get(level), marker=".", label=label)
         for seed, curve in by_seed.items():
             other = base.get(seed, {})
             off = {step: 100 * (curve[step] / other[step] - 1) for step in curve if step in other}
-            below.plot(list(off), list(off.values()), color=color, linewidth=0.8)
-            ends += [1.2 * abs(x) for x in list(off.values())[-1:]]  # the first ones may be wild
+            below.plot(list(off), list(off.values()), color=line.get_color(), linewidth=0.8)
+            last = [abs(x) for x in list(off.values())[-1:]]  # the first ones may be wild
+            ends += [min(1.2 * x, 10.0) for x in last if math.isfinite(x)]  # and so may a peer be
     below.axhspan(-0.5, 0.5, color="0.92", zorder=0)
     above.set(ylabel=f"validation loss, {rows[0]['unit']}")
     below.set(xlabel="step", ylabel="off the baseline, %", ylim=(-max(ends), max(ends)))

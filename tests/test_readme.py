@@ -6,6 +6,7 @@ import socket
 import statistics
 from pathlib import Path
 
+import peer_tables
 import pytest
 import record_tables as records
 import tables
@@ -66,14 +67,17 @@ def test_every_table_is_as_its_records_say(capsys):
     assert tables.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def mean_difference(name, variant, base="baseline"):
-    found = records.by_seed(name)
+def mean_difference(name, variant, base="baseline", **params):
+    found = records.by_seed(name, **params)
     return statistics.mean(records.paired(found[variant], found[base]))
 
 
 def test_losses_are_within_their_bounds_of_the_baseline_s():
     for level in ("O0", "O1", "O2"):
-        assert abs(mean_difference("convergence", level)) < 0.005
+        assert abs(mean_difference("convergence", level, dim=records.SMALL)) < 0.005
+    for variant in records.by_seed("convergence", **peer_tables.RECIPE):
+        if not variant.startswith("peer/"):
+            assert abs(mean_difference("convergence", variant, **peer_tables.RECIPE)) < 0.005
     for formats, bound in {"8bit/split24": 0.003, "4bit/split24": 0.01}.items():
         assert abs(mean_difference("optimizer_parity", formats)) < bound
     assert {len(runs) for runs in records.by_seed("optimizer_parity").values()} == {3}
@@ -94,7 +98,10 @@ def test_the_demo_ends_within_a_percent_and_six_minutes():
     assert list(found) == ["baseline", "O0", "O1", "O2"]
     for record in found.values():
         assert abs(record["value"] / found["baseline"]["value"] - 1) < 0.01
-        assert record["make_demo_seconds"] < 360
+    # a run on a machine that has other work is a record of losses, not of time
+    times = [r["make_demo_seconds"] for r in records.read("demo") if "make_demo_seconds" in r]
+    assert times
+    assert max(times) < 360
 
 
 def test_steps_take_nothing_but_their_time():
@@ -114,7 +121,9 @@ def test_layers_were_measured_in_one_run():
 
 def test_whole_steps_are_faster_and_more_fits():
     found = training_tables.steps()
-    assert len({found[variant]["time"] for variant in training_tables.STEPS.values()}) == 1
+    for part in (False, True):  # eager, compiled: each with its bf16, in one run
+        variants = [v for v in training_tables.STEPS.values() if ("compiled" in v) == part]
+        assert len({found[v]["time"] for v in variants}) == 1
     best, base = found["O2 fused, delayed"], found["bf16"]
     assert base["value"] / best["value"] > 1.35
     assert best["resident"]["total"] / base["resident"]["total"] < 0.39

@@ -1,11 +1,13 @@
 """FILE:function on a command line: a model from a function of the user's own Python file.
 
-The file is imported with its folder on sys.path, as if it were run, but not as `__main__`. The function takes nothing
-and returns a model, or (model, optimizer).
+The file is imported with its folder on sys.path, as if it were run, but not as `__main__`. One with relative imports is
+imported as the module of its package that it is, as `python -m` would do from the folder that the package lies in. The
+function takes nothing and returns a model, or (model, optimizer).
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -18,6 +20,10 @@ from torch import nn
 
 from fp8stack.errors import ModelError, did_you_mean
 
+_NO_PACKAGE = (
+    " A relative import needs a package: put an empty __init__.py beside the file, or name the modules beside it "
+    "without the dot."
+)
 _ON_META = (
     " It is run on the meta device, where tensors have no data: leave moving the model to a GPU and loading weights "
     "into it out of the function."
@@ -35,15 +41,16 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
     file, _, name = target.rpartition(":")
     if not file or not name:
         raise ModelError(f"{target!r} must be a file and a function: train.py:build_model.")
-    folder = str(Path(file).resolve().parent)
-    sys.path.insert(0, folder)  # as if the file were run, for what it imports
+    module_name, folders = _place(file)
+    sys.path[:0] = folders
     try:
         with redirect_stdout(sys.stderr):  # stdout is the command's
-            function = _function(file, name)
+            function = _function(file, name, module_name)
             with torch.device("meta") if meta else nullcontext():
                 result = _call(function, target, _ON_META if meta else "")
     finally:
-        sys.path.remove(folder)
+        for folder in folders:
+            sys.path.remove(folder)
     model, optimizer = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     if not isinstance(model, nn.Module) or not fits:
@@ -53,13 +60,41 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def _function(file: str, name: str) -> Callable[[], Any]:
+def _place(file: str) -> tuple[str, list[str]]:
+    """Return the name that a file is imported by within its package, or "", and the folders to import from."""
+    path = Path(file).resolve()
+    folder = path.parent
+    if not _imports_relatively(path) or not (folder / "__init__.py").exists():
+        return "", [str(folder)]
+    parts = [] if path.name == "__init__.py" else [path.stem]
+    while (folder / "__init__.py").exists():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts), [str(folder), str(path.parent)]
+
+
+def _imports_relatively(path: Path) -> bool:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # told when it is imported
+        return False
+    return any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+
+
+def _function(file: str, name: str, module_name: str) -> Callable[[], Any]:
     spec = importlib.util.spec_from_file_location("_fp8stack_target", file)
     if not Path(file).is_file() or spec is None or spec.loader is None:
         raise ModelError(f"there is no Python file {file!r}.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for their module
-    _call(lambda: spec.loader.exec_module(module), file)  # type: ignore[union-attr]
+    if module_name:
+        module = _call(lambda: importlib.import_module(module_name), file)
+        if Path(module.__file__ or "").resolve() != Path(file).resolve():
+            raise ModelError(
+                f"{file} is {module_name} by its folders, and {module.__file__} was imported by that name. Rename one."
+            )
+    else:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look for their module
+        _call(lambda: spec.loader.exec_module(module), file)  # type: ignore[union-attr]
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value)]
@@ -71,6 +106,8 @@ def _call(function: Callable[[], Any], name: str, more: str = "") -> Any:
     try:
         return function()
     except (Exception, SystemExit) as error:  # the user's code: whatever it raises
+        if isinstance(error, ImportError) and "no known parent package" in str(error):
+            more = _NO_PACKAGE
         raise ModelError(
             f"{name} raised {type(error).__name__}: {error}. It is run without arguments.{more}"
         ) from error

@@ -1,17 +1,27 @@
-"""The loss check on a CPU: one short run of a level, its record, and what it says of steps that were skipped."""
+"""The loss check on a CPU: short runs, also with optimizers of other libraries, their records, and skipped steps."""
 
 import argparse
 import json
 from pathlib import Path
 
+import convergence
+import peer_tables
 import pytest
+import record_tables
+import report
 import torch
-from convergence import any_skipped, by_variant, run, to_record
+from convergence import PEERS, any_skipped, by_variant, choose_peers, main, run, to_record
+from matplotlib.figure import Figure
 
 
-def test_a_run_becomes_a_record_that_counts_skipped_steps(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question.\n" * 600)
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("to be or not to be, that is the question.\n" * 600)
+    return path
+
+
+def test_a_run_becomes_a_record_that_counts_skipped_steps(text, tmp_path, capsys):
     options = argparse.Namespace(model="tiny", steps=5, batch=2, lr=1e-3, skip=[], data=text)
     record = to_record(run("O2", 0, options), "O2", 0, options)
     assert record["skipped_steps"] == 0
@@ -24,9 +34,7 @@ def test_a_run_becomes_a_record_that_counts_skipped_steps(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("backend", ["fp8stack", "bitsandbytes"])
-def test_a_fallback_keeps_its_states_in_8_bits(backend, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question.\n" * 600)
+def test_a_fallback_keeps_its_states_in_8_bits(backend, text):
     options = argparse.Namespace(model="tiny", steps=3, batch=2, lr=1e-3, skip=[], data=text)
     baseline, fallback = (run(v, 0, options) for v in ("baseline", f"fallback/{backend}"))
     assert fallback.final_loss == pytest.approx(baseline.final_loss, rel=0.005)
@@ -40,12 +48,149 @@ def test_no_recorded_run_skipped_steps():
         assert not any_skipped(by_variant(results / f"{name}.jsonl"))
 
 
-def test_gradients_that_are_not_finite_are_counted(tmp_path, monkeypatch):
+def test_gradients_that_are_not_finite_are_counted(text, monkeypatch):
     import demo
 
     plain = demo.compute_loss
     monkeypatch.setattr(demo, "compute_loss", lambda *batch: plain(*batch) * torch.inf)
-    text = tmp_path / "text.txt"
-    text.write_text("to be or not to be, that is the question.\n" * 600)
     options = argparse.Namespace(model="tiny", steps=3, batch=2, lr=1e-3, skip=[], data=text)
     assert run("O2", 0, options).skipped_steps == 3
+
+
+# --- optimizers of other libraries
+
+
+@pytest.mark.parametrize(
+    ("peer", "weight", "state"),
+    [
+        ("bitsandbytes 8bit", 4, 2.1),  # vectors stay float32
+        ("torchao 8bit/bf16", 2, 2.2),
+    ],
+)
+def test_a_peer_steps_the_baseline(peer, weight, state, text):
+    pytest.importorskip(PEERS[peer.partition("/")[0]].module)
+    options = argparse.Namespace(model="tiny", steps=3, batch=2, lr=1e-3, skip=[], data=text)
+    with torch.compiler.set_stance("force_eager"):  # torchao's step is compiled, a minute on a CPU
+        baseline, stepped = (run(v, 0, options) for v in ("baseline", f"peer/{peer}"))
+    assert stepped.train_loss[0] == pytest.approx(baseline.train_loss[0], rel=0.01), "one start"
+    assert stepped.train_loss[0] - stepped.final_loss > 0.5
+    assert stepped.final_loss == pytest.approx(baseline.final_loss, rel=0.005)
+    sizes = stepped.bytes_per_parameter
+    assert sizes["weight"] == sizes["grad"] == weight
+    assert 2 < sizes["state"] < state
+    assert baseline.bytes_per_parameter["m"] == 4
+
+
+def test_peers_are_chosen_by_globs_and_by_the_dtype_of_weights(monkeypatch):
+    monkeypatch.setattr(convergence, "find_spec", lambda library: library)
+    assert choose_peers(["*"]) == [f"peer/{name}" for name in PEERS]
+    assert {v.module.partition(".")[0] for v in PEERS.values()} == {
+        "bitsandbytes", "torchao", "flashoptim", "transformer_engine",
+    }  # fmt: skip
+    chosen = choose_peers(["torchao [48]bit", "torchao 8bit/fp32", "torchao 8bit/bf16"])
+    assert chosen == ["peer/torchao 8bit", "peer/torchao 4bit", "peer/torchao 8bit/bf16"]
+    assert choose_peers(["flash*/bf16", "te remainders"]) == [
+        "peer/flashoptim 24bit",
+        "peer/te remainders",
+    ]
+    for wrong in ("torch fused bf16", "fp8stack", "torchao 8bit/fp16"):
+        with pytest.raises(SystemExit, match="must be NAME or NAME/bf16"):
+            choose_peers([wrong])
+
+
+def test_a_missing_peer_is_named_and_a_broken_one_too(text, tmp_path, capsys, monkeypatch):
+    present = {"bitsandbytes": True}
+    monkeypatch.setattr(convergence, "find_spec", present.get)
+    monkeypatch.setattr(convergence, "ProcessPoolExecutor", AtOnce)
+    out = tmp_path / "records.jsonl"
+    sizes = ["--model", "tiny", "--steps", "3", "--batch", "2", "--seeds", "0", "--data", str(text)]
+    levels = ["--levels", "baseline", "--out", str(out)]
+    peers = ["--peers", "te fp32", "bitsandbytes 8bit"]
+    assert main([*sizes, *levels, *peers]) == 0
+    assert "te fp32: not installed (transformer_engine)" in capsys.readouterr().err
+    assert by_variant(out).keys() == {"baseline", "peer/bitsandbytes 8bit"}
+    monkeypatch.setattr(convergence, "make_step", broken)
+    assert main([*sizes, "--levels", "--out", str(out), *peers]) == 1
+    assert "peer/bitsandbytes 8bit seed 0: RuntimeError: no step" in capsys.readouterr().err
+    assert len(out.read_text().splitlines()) == 2
+
+
+def test_only_runs_of_one_model_are_compared(tmp_path, capsys):
+    params = {"dim": 128, "steps": 3, "batch": 2, "lr": 1e-3, "seed": 0, "text": "x"}
+    found = [("baseline", params, 2.0), ("O1", params, 2.5), ("O1", {**params, "dim": 512}, 9.0)]
+    out = tmp_path / "records.jsonl"
+    rows = ({"variant": v, "params": p, "value": x} for v, p, x in found)
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ["--model", "tiny", "--steps", "3", "--batch", "2", "--lr", "1e-3", "--out", str(out)]
+    assert main([*sizes, "--seeds"]) == 1, "O1 is off"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["O1"]["mean"] == 2.5
+    out.write_text(out.read_text().replace("2.5", "NaN"))
+    assert main([*sizes, "--seeds"]) == 1, "O1 is not finite"
+    out.write_text(out.read_text().replace('"O1"', '"peer/te fp8-lm"'))
+    assert main([*sizes, "--seeds"]) == 0, "a peer has no bound"
+    assert main([*sizes, "--seeds", "--steps", "4"]) == 0
+    assert "no baseline of such runs" in capsys.readouterr().err
+
+
+def test_the_table_has_what_is_recorded_of_the_larger_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_tables, "RESULTS", tmp_path)
+    rows = []
+    for variant, values in {
+        "peer/torchao 8bit/bf16": (2.2, 2.0),
+        "peer/te fp8-lm": (float("nan"), 2.0),
+        "fallback/bitsandbytes": (2.0, 2.0),
+        "baseline": (2.0, 2.0),
+        "O2": (1.99, 2.0),
+    }.items():
+        for seed, value in enumerate(values):
+            params = {**peer_tables.RECIPE, "seed": seed}
+            more = {"unit": "nats/byte", "bytes_per_parameter": {"total": 6.1254}}
+            made = {"time": "2026", "command": "c", "gpu": "g", "torch": "t", "git": "1"}
+            curve = {"validation": [[250, 3.0], [1500, value]]}
+            rows.append(
+                {"variant": variant, "params": params, "value": value, **more, **curve, **made}
+            )
+    rows.append({**rows[0], "params": {**rows[0]["params"], "dim": record_tables.SMALL}})
+    records = tmp_path / "convergence.jsonl"
+    records.write_text("")
+    assert peer_tables.peer_parity() == ["Not recorded yet."]
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert peer_tables.peer_parity()[2:] == [
+        "| baseline | 2.0000 | | | 6.13 |",
+        "| O2 | 1.9950 | −0.25 % | −0.50, +0.00 % | 6.13 |",
+        "| fallback, bitsandbytes | 2.0000 | +0.00 % | +0.00, +0.00 % | 6.13 |",
+        "| torchao 8bit, bfloat16 weights | 2.1000 | +5.00 % | +10.00, +0.00 % | 6.13 |",
+        "| te fp8-lm | not finite | | | 6.13 |",
+    ]
+    section = next(s for s in report.SECTIONS if s.key == "peers")
+    assert section.choose([row for row in rows if row["variant"] != "baseline"]) == []
+    figure = Figure()
+    section.draw(figure, section.choose(rows))
+    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert shown[:2] == ["torchao 8bit/bf16", "te fp8-lm"]
+    assert len(shown) == 5
+
+
+class AtOnce:
+    """An executor of this process: what a test has replaced stays so."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, *arguments):
+        future = convergence.Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def broken(*_):
+    raise RuntimeError("no step")

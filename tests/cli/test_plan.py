@@ -210,6 +210,54 @@ def test_a_model_larger_than_any_machine_is_planned(models, capsys):
     assert data["bytes"]["after"]["weight"] < 0.51 * data["bytes"]["before"]["weight"]
 
 
+@pytest.fixture
+def package(models, tmp_path):
+    """models.py as two files of a package within a package, the one importing the other relatively."""
+    inner = tmp_path / "planned_outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "planned_outer" / "__init__.py").write_text("WIDTH = 64\n")
+    (inner / "__init__.py").write_text("")
+    (inner / "layers.py").write_text(MODELS)
+    (inner / "train.py").write_text(
+        "import layers as beside\n"  # as a script beside it would
+        "from .. import WIDTH\nfrom .layers import Model\n\n\ndef build():\n    return Model(WIDTH)\n"
+    )
+    yield inner
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("planned_outer", "layers")]:
+        del sys.modules[name]
+
+
+def test_a_file_of_a_package_imports_relatively(package, models, capsys, monkeypatch):
+    expected = planned(capsys, "models.py:build")
+    assert planned(capsys, "planned_outer/inner/train.py:build") == expected
+    monkeypatch.chdir(package)
+    before = list(sys.path)
+    assert planned(capsys, "train.py:build") == expected
+    assert sys.path == before
+
+
+def test_what_a_relative_import_lacks_is_said(package, capsys):
+    (package / "__init__.py").unlink()
+    with pytest.raises(SystemExit):
+        main(["plan", "planned_outer/inner/train.py:build"])
+    error = capsys.readouterr().err
+    assert "put an empty __init__.py beside the file" in error
+    guarded = (
+        "try:\n    from .layers import build\nexcept ImportError:\n    from layers import build\n"
+    )
+    (package / "guarded.py").write_text(guarded)
+    assert main(["plan", "planned_outer/inner/guarded.py:build"]) == 0
+
+
+def test_a_package_of_a_name_that_is_taken_is_named(package, tmp_path, capsys):
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "__init__.py").write_text("")
+    (tmp_path / "json" / "tool.py").write_text("from . import nothing\n")
+    with pytest.raises(SystemExit):
+        main(["plan", "json/tool.py:build"])
+    assert "json/tool.py is json.tool by its folders, and" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,0 +1,181 @@
+"""Every command in a block of shell in the documentation is run, or is listed here with the reason why it is not.
+
+They run as they are shown, in this process; options after them make training short.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import train_gpt
+from gpt import tokenize_data
+
+from fp8stack.__main__ import main as fp8stack_main
+from fp8stack.cli import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+PROGRAMS = {
+    "fp8stack": fp8stack_main,
+    "python examples/train_gpt.py": train_gpt.main,
+    "python examples/gpt/tokenize_data.py": tokenize_data.main,
+}
+FEWER = ["--steps", "8", "--target-effective-batch-size", "4", "--micro-batch", "2"]
+SMALL = [*FEWER, "--model", "tiny", "--seq-len", "32", "--eval-batches", "2", "--device", "cpu"]
+
+COMPARED = "python examples/train_gpt.py --model tiny --seq-len 64 --steps 200 --eval-batches 4 --device cpu"
+HERE = {
+    "docs/checkpoints.md": ["fp8stack convert run.pt --to safetensors", "fp8stack inspect run.pt"],
+    "docs/estimate.md": [
+        f"{COMPARED} --no-fp8",
+        COMPARED,
+        "fp8stack compare runs/tiny-bf16 runs/tiny-fp8-o2 --png difference.png",
+    ],
+    "docs/training.md": [
+        "python examples/train_gpt.py",
+        "python examples/train_gpt.py --config examples/configs/tiny.yaml --opt-level O1",
+        "python examples/train_gpt.py --model gpt2 --data my_texts/ --opt-level off",
+        "python examples/train_gpt.py --help",
+        "python examples/gpt/tokenize_data.py --data my_texts/ --encoding my_model/tokenizer.json --shards data/mine",
+        "python examples/train_gpt.py --resume latest",
+        "python examples/train_gpt.py --list-checkpoints",
+        "python examples/train_gpt.py --resume latest --opt-level off",
+    ],
+}
+ELSEWHERE = {  # the test that runs a page's other commands
+    "docs/cli.md": "tests/cli/test_documentation.py",
+    "docs/estimate.md": "tests/cli/test_estimate.py",
+}
+NOT_RUN = {  # a command, or how several begin, and why
+    "make demo": "installs, and trains for minutes; tests/examples/test_demo.py runs what it runs, with less",
+    "make test": "these tests",
+    "make lint": "a step of its own in .ci",
+    "make test-gpu": "a GPU",
+    "pip install -e": "would change the installation under test; tests/packaging builds and installs the wheel",
+    "torchrun --nproc-per-node 8 ": "eight GPUs; tests/examples/test_gpt_resume.py has two ranks",
+    "sbatch ": "Slurm; tests/examples/test_gpt_slurm.py runs the scripts without it",
+    "python examples/gpt/tokenize_data.py --data fineweb-edu ": "the network, and ten gigabytes of text",
+    "python examples/train_gpt.py --data data/fineweb-edu ": "the shards that the line before it writes",
+}
+
+
+def shown(page):
+    """Return the commands in a page's blocks of shell, without comments."""
+    blocks = re.findall(r"```(?:sh|bash|shell)\n(.*?)```", (ROOT / page).read_text(), re.S)
+    return [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Be in an empty folder with the repository's examples; return what runs a command with more options."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "device", lambda: torch.device("cpu"))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    def run_command(page, command, *more):
+        assert command in HERE[page]
+        program = next(p for p in sorted(PROGRAMS, key=len) if f"{command} ".startswith(f"{p} "))
+        arguments = [*shlex.split(command.removeprefix(program)), *more]
+        assert PROGRAMS[program](arguments) == 0, arguments
+
+    return run_command
+
+
+def test_every_command_is_run_or_has_its_reason():
+    for page in PAGES:
+        for command in shown(page):
+            refused = [c for c in NOT_RUN if command.startswith(c)]
+            assert command in HERE.get(page, ()) or page in ELSEWHERE or refused, command
+    for page, commands in HERE.items():
+        assert set(commands) <= set(shown(page)), "a page has changed"
+    for start in NOT_RUN:
+        assert any(c.startswith(start) for page in PAGES for c in shown(page)), start
+    said = " ".join([*NOT_RUN.values(), *ELSEWHERE.values()])
+    for path in re.findall(r"tests/[\w/.]+\w|\.ci\b", said):
+        assert (ROOT / path).exists(), path
+    others = set(shown("docs/estimate.md")) - set(HERE["docs/estimate.md"])
+    assert others == {"fp8stack estimate --parameters 7e9 --seq 4096 --gpu H100"}
+
+
+def test_a_checkpoint_is_converted_and_shown_from_its_file_alone(run, tmp_path, capsys):
+    page = "docs/checkpoints.md"
+    code = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)[1]
+    exec(compile(code, page, "exec"), {})
+    convert, inspect = HERE[page]
+    pytest.importorskip("safetensors")
+    run(page, convert)
+    assert (tmp_path / "run.safetensors").stat().st_size > 4 * (256 * 512 + 512 * 64), "float32"
+    capsys.readouterr()
+    run(page, inspect)
+    assert capsys.readouterr().out.startswith("run.pt: fp8stack.checkpoint, ")
+
+
+def test_two_runs_are_compared_as_shown(run, tmp_path, capsys):
+    page = "docs/estimate.md"
+    plain, fp8, compare = HERE[page]
+    for command in (plain, fp8):
+        run(page, command, *FEWER)
+    capsys.readouterr()
+    run(page, compare)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    table = next(
+        block
+        for block in re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), re.S)
+        if "tiny-bf16" in block
+    ).splitlines()
+    assert printed[0].split() == table[0].split()
+    names = [re.split(r"  +", line.strip())[0] for line in table[2:8]]
+    assert [re.split(r"  +", line.strip())[0] for line in printed[2:8]] == names
+    assert "final validation loss" in names
+    assert (tmp_path / "difference.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_application_runs_as_shown(run, tmp_path, capsys):
+    page = "docs/training.md"
+    (tmp_path / "my_texts").mkdir()
+    (tmp_path / "my_texts" / "a.txt").write_text(
+        "to be or not to be, that is the question.\n" * 600
+    )
+    first, configured, plain, helped, _, latest, listed, onward = HERE[page]
+    run(page, first, *SMALL)
+    run(page, configured, *SMALL)
+    run(page, plain, *SMALL)
+    made = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert made == ["tiny-bf16", "tiny-fp8-o1", "tiny-fp8-o2"]
+    with pytest.raises(SystemExit) as stopped:
+        run(page, helped)
+    assert stopped.value.code == 0
+    capsys.readouterr()
+    run(page, listed, "--model", "tiny")
+    assert {*made} <= {*re.findall(r"tiny-\w+(?:-o\d)?", capsys.readouterr().out)}
+    (tmp_path / "runs" / "tiny-bf16").rename(tmp_path / "plain")  # so that O2's goes on below
+    for command, steps, run_of in ((latest, 10, "tiny-fp8-o2"), (onward, 12, "tiny-bf16")):
+        run(page, command, *SMALL, "--steps", str(steps), "--data", "stdlib")
+        log = (tmp_path / "runs" / run_of / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(log[-1])["step"] == steps
+        said = rf"^resumed from runs/tiny-fp8-o2/.*\bstep {steps - 2}\b"
+        assert re.search(said, capsys.readouterr().out, re.M)
+
+
+def test_texts_become_shards_as_shown_and_train(run, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    page = "docs/training.md"
+    for folder in ("my_texts", "my_model"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "my_texts" / "a.txt").write_text(
+        "to be or not to be, that is the question.\n" * 600
+    )
+    table = tokenizers.Tokenizer(tokenizers.models.BPE())
+    table.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
+    table.train_from_iterator(["to be or not to be"], trainer)
+    table.save(str(tmp_path / "my_model" / "tokenizer.json"))
+    run(page, next(c for c in HERE[page] if "tokenize_data" in c))
+    assert (
+        json.loads((tmp_path / "data/mine/meta.json").read_text())["encoding"] == "tokenizer.json"
+    )
+    run(page, HERE[page][0], *SMALL, "--data", "data/mine")  # all that a run has to be told
