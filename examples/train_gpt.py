@@ -6,30 +6,45 @@
     python examples/train_gpt.py --resume latest --opt-level off            # the same run, from now on in bf16
     python examples/train_gpt.py --list-checkpoints
 
-`--help` lists all options; `gpt/trainer.py` is the run. The exit status is 1 if the run does not stay finite, and 2,
-after one line on stderr, for what was asked for and cannot be done. fp8stack's warnings are one line each, of the
-first rank.
+`--help` lists all options; `gpt/trainer.py` is the run. The exit status is 1 if the run does not stay finite, 2, after
+one line on stderr, for what was asked for and cannot be done, and 128 and the number of the signal that has stopped the
+run, if one has. fp8stack's warnings are one line each, of the first rank.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # before imports that take seconds
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which slurm/node.sh has torchrun ignore
+    at_once = {"--help", "-h", "--list-checkpoints"} & {*sys.argv}
+    if not at_once and os.environ.get("RANK", "0") == "0":
+        print("train_gpt: loading PyTorch and fp8stack", flush=True)
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from fp8stack.errors import Fp8StackError, Fp8StackWarning, first_line
 
 try:
     from gpt import batching
-    from gpt.config import parse
+    from gpt.config import Config, parse
     from gpt.guard import DivergedError
     from gpt.logs import forgive_thread
     from gpt.runs import list_runs
+    from gpt.stopping import Signals
     from gpt.trainer import Trainer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
@@ -40,15 +55,17 @@ except ModuleNotFoundError as error:
 
 
 PYTHONS_FORMAT = warnings.formatwarning
+FIRST = os.environ.get("RANK", "0") == "0"  # of the ranks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    stopped = 0
     try:
         config = parse(None if argv is None else list(argv))
         if config.list_checkpoints:
             print(list_runs(config))
         else:
-            Trainer(config).run()
+            stopped = train(config)
     except DivergedError as error:
         return fail(error, 1)
     except Fp8StackError as error:
@@ -58,14 +75,51 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         text = f"{first_line(error)} Out of memory: use a smaller --micro-batch or --max-batch-size. {batching.REMEDY}"
         return fail(text, 2)
-    if dist.is_initialized():  # not after an error of one rank: that would wait for the others
+    # Not after an error of one rank: that would wait for the others. And not while there is a Trainer: DDP, freed after
+    # the group, waits for gloo's threads and has the lock that these wait for.
+    if dist.is_initialized():
         dist.destroy_process_group()
-    return 0
+    return 128 + stopped if stopped else 0
+
+
+def train(config: Config) -> int:
+    """Run what the options ask for; return the number of the signal that has stopped it, 0 if none has."""
+    announce(config)
+    trainer = Trainer(config)
+    with Signals(saves=config.checkpoint_freq > 0) as signals:
+        trainer.run(signals)
+    if trainer.stopped:
+        name = signal.Signals(trainer.stopped).name
+        tell_torchrun(f"train_gpt: stopped by {name}, not failed")
+    return trainer.stopped
+
+
+def announce(config: Config) -> None:
+    """Say what takes its time before the first step."""
+    parts = [f"reading {config.data}", f"building {config.model}"]
+    if config.micro_batch == "auto":
+        parts.append("trying how many sequences fit (--micro-batch auto)")
+    if FIRST:
+        print(f"train_gpt: {', '.join(parts)}", flush=True)
 
 
 def fail(error: object, status: int) -> int:
-    print(f"train_gpt: {error}", file=sys.stderr)
+    text = f"train_gpt: {error}"
+    if not tell_torchrun(text) or FIRST:
+        print(text, file=sys.stderr)
     return status
+
+
+def tell_torchrun(text: str) -> bool:
+    """Let torchrun quote a text in its report, which comes last; return whether it will: if it started this process."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    try:
+        if path:
+            content = {"message": text, "timestamp": int(time.time())}
+            Path(path).write_text(json.dumps(content))
+    except OSError:
+        return False
+    return bool(path)
 
 
 def format_warning(
@@ -74,11 +128,11 @@ def format_warning(
     """Return a warning of fp8stack's as a line for who runs this, not for who wrote it; others as Python has them."""
     if not issubclass(kind, Fp8StackWarning):
         return PYTHONS_FORMAT(text, kind, file, number, line)
-    return f"train_gpt: warning: {text}\n" if os.environ.get("RANK", "0") == "0" else ""
+    return f"train_gpt: warning: {text}\n" if FIRST else ""
 
 
 if __name__ == "__main__":
     warnings.formatwarning = format_warning
     threading.excepthook = forgive_thread
     torch.set_float32_matmul_precision("high")
-    sys.exit(main())
+    sys.exit(record(main)())

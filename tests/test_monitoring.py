@@ -14,7 +14,7 @@ from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels.reference.quantize import quantize_tensor
 from fp8stack.monitor import OVERFLOW, UPDATE_RATIO, Monitor
-from fp8stack.monitor.advice import Layer, advise
+from fp8stack.monitor.advice import Layer, find
 
 NAN = math.nan
 
@@ -327,9 +327,31 @@ def test_advice_names_the_first_layer_with_numbers_that_are_not_finite():
 
 def test_advice_on_dead_blocks_and_noise():
     numbers = {"a": {"x": {"dead_blocks": 0.02, "snr_db": 12.3}}, "b": {"x": {"snr_db": 30.0}}}
-    dead, noise = advise(numbers, dict.fromkeys("ab", Layer("current", "hybrid")))
+    found = find(numbers, dict.fromkeys("ab", Layer("current", "hybrid")))
+    dead, noise = (finding.text() for finding in found)
     assert dead.startswith("a: 2.0% of the blocks of the input are flushed to zero, more than 1%.")
     assert noise.startswith("a: the input has an SNR of 12.3 dB, less than 20.")
+
+
+def test_findings_name_all_layers_and_are_spelled_as_an_application_has_options():
+    numbers = {n: {"x": {"overflow": share}} for n, share in (("a", 0.1), ("b", 0), ("c", 0.3))}
+    numbers["a"]["x"]["underflow"], numbers["b"]["w"] = 0.5, {"update_ratio": 1.0}
+    found = find(numbers, dict.fromkeys("abc", Layer("delayed", "hybrid")))
+    assert [(f.field, f.operand, f.above, f.layers) for f in found] == [
+        ("overflow", "x", True, ("c", "a")),  # the worst first
+        ("underflow", "x", True, ("a",)),
+        ("update_ratio", "w", True, ("b",)),
+    ]
+
+    def spell(name, value):
+        return f"<{name} {value}>"
+
+    assert [f.text(spell).partition(". Remedy: ")[2] for f in found] == [
+        "raise <fp8_margin None> by one, or use <fp8_recipe current>.",
+        "use <fp8_recipe blockwise>, a scale for each 128 elements, or <skip a>.",
+        "lower <lr None>, or <warm_up None>, unless the loss falls as it should.",
+    ]
+    assert found[0].text(spell).startswith("c (and 1 more layers): 30.000% of the input is clipped")
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])

@@ -32,7 +32,7 @@ SCALING = (
     "amax_compute_algo",
     "fp8_fast_accum",
 )
-OF_FP8 = (*SCALING, "fp8_interval", "fuse")
+OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip")
 LEVEL = ("opt_level", "use_fp8")
 STATES = {32: "fp32", 8: "8bit", 4: "4bit"}
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -53,6 +53,9 @@ class Config:
         "stdlib",
         "what to read: stdlib (Python's own library), a text file or folder, a folder of .bin or .parquet files, "
         "fineweb-edu, openwebtext, tinyshakespeare, or hf:NAME of a dataset",
+    )
+    text_column: str | None = option(
+        None, 'of a dataset: its documents; by default "text", or the only one with text'
     )
     encoding: str = option(
         "auto",
@@ -95,6 +98,9 @@ class Config:
     amax_history_len: int = option(1024, "of delayed: steps that count", least=1, most=2**16)
     amax_compute_algo: str = option(
         "max", "of delayed: how they count", choices=CHOICES["amax_compute_algo"]
+    )
+    skip: tuple[str, ...] = option(
+        (), "layers to leave as they are, by name or pattern, as head or 'blocks.0.*'"
     )
     fp8_fast_accum: bool = option(False, "sum forward products with fewer bits, which is faster")
     optimizer_bits: int | None = option(
@@ -180,7 +186,8 @@ class Config:
         own = 8 if self.opt_level == "O2" else 32
         states = {"states": STATES[bits]} if bits not in (None, own) else {}
         if self.opt_level != "off":
-            return self.opt_level, {**scaling, **states}
+            skip = {"skip": list(self.skip)} if self.skip else {}  # as a manifest has it
+            return self.opt_level, {**scaling, **skip, **states}
         if not states:
             return None, {}
         return "O2", {"compute": "bf16", "gradients": "keep", "states": STATES[bits]}
@@ -246,7 +253,11 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all options as what JSON and YAML have."""
-        return {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
+
+        def plain(value: Any) -> Any:
+            return list(value) if isinstance(value, tuple) else value
+
+        return {k: str(v) if isinstance(v, Path) else plain(v) for k, v in asdict(self).items()}
 
 
 DEFAULTS = {rule.name: rule.default for rule in fields(Config)}

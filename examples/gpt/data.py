@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
 from . import hub
 from .model import SIZES
@@ -114,6 +115,11 @@ def open_arrays(
     max_bytes: that are read of text; shards are not limited.
     """
     path = Path(config.data)
+    if config.text_column:
+        raise ConfigError(
+            f"--text-column {config.text_column}: --data {config.data} has no columns. Leave it out: it is of datasets "
+            "and folders of .parquet files."
+        )
     if find_shards(path):
         encoding, train, held_out = open_shards(path)
         if config.encoding not in ("auto", encoding.name):
@@ -121,6 +127,12 @@ def open_arrays(
                 f"--encoding {config.encoding}: the shards in {path} are of {encoding.name}. Leave it out."
             )
         return path.name, encoding, train, held_out
+    if config.data != "stdlib" and not path.exists():
+        raise ConfigError(
+            f"--data {path}: there is no such file or folder, nor a dataset of that name.{_nearest(path)} Give an "
+            f"existing text file or folder, one of {', '.join(hub.NAMES)}, or hf:NAME of any on huggingface.co; or "
+            "leave it out to train on Python's standard library."
+        )
     encoding = open_encoding("bytes" if config.encoding == "auto" else config.encoding)
     try:
         text = corpus.load(None if config.data == "stdlib" else path, seq_len, max_bytes)
@@ -132,9 +144,17 @@ def open_arrays(
     return text.name, encoding, splits[:1], splits[1:]
 
 
+def _nearest(path: Path) -> str:
+    """Return a did-you-mean for a path that is not there: of names of data, and of what lies beside it."""
+    known = ["stdlib", *hub.NAMES]
+    with suppress(OSError):
+        known += map(str, path.parent.iterdir())
+    return did_you_mean(str(path), known)
+
+
 def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
-    documents, held_out = hub.open_documents(config.data)
+    documents, held_out = hub.open_documents(config.data, config.text_column)
     count, size = config.eval_batches, config.eval_batch_size
     wanted = count * size * seq_len + 1
     tokens, read = hub.take_tokens(held_out or documents, encoding, wanted)
@@ -147,5 +167,6 @@ def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     validation = spaced_batches([tokens], seq_len, count, size, encoding.vocab_size)
     stream = hub.Stream(documents, encoding, seq_len, rank, world, 0 if held_out else read)
     path = Path(config.data)
-    identity = f"{path.name if path.exists() else path} (documents)"
+    column = f" in {config.text_column}" if config.text_column else ""
+    identity = f"{path.name if path.exists() else path} (documents{column})"
     return Data(config.data, identity, seq_len, stream, validation, encoding)

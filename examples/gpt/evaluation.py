@@ -1,4 +1,4 @@
-"""What a model is worth: validation loss, and the accuracy on HellaSwag from a local file.
+"""What a model is worth: validation loss, a text that it writes, and the accuracy on HellaSwag from a local file.
 
 HellaSwag (arXiv:1905.07830) asks which of four endings continues a text. The answer of a model is the ending with the
 highest log-likelihood of its tokens after the text, divided by the ending's length in characters. A line of the file is
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,15 @@ from fp8stack.errors import ConfigError
 
 from .checkpoints import rank_and_world
 
+if TYPE_CHECKING:
+    from .data import Data
+    from .model import GPT
+
 Encode = Callable[[str], Tensor]  # [T], int64
 Autocast = Callable[[], AbstractContextManager[object]]
 T = TypeVar("T")
+SAMPLE_TOKENS = 64
+PROMPT = "The "
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,17 @@ def validation_loss(
             return float(model(tokens, targets))
 
     return _mean(model, batches, measure, device)
+
+
+def write_sample(
+    model: GPT, data: Data, seed: int, device: torch.device, autocast: Autocast
+) -> str:
+    """Return what the model makes of PROMPT: the same text for the same weights."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = data.encode(PROMPT).to(device)
+    with autocast():
+        tokens = model.generate(prompt, SAMPLE_TOKENS, generator)
+    return data.decode(tokens)
 
 
 def read_questions(path: Path) -> list[Question]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8stack.errors import ConfigError, first_line
+from fp8stack.errors import ConfigError, did_you_mean, first_line
 
 from .tokens import Encoding
 from .windows import Batch, check_state, is_held_out, to_batch
@@ -41,17 +41,22 @@ NAMES = {
     "tinyshakespeare": Named("karpathy/tiny_shakespeare", revision="refs/convert/parquet"),
 }
 HELD_OUT = ("validation", "test")  # names of splits
+ACCESS = (
+    "By name, it needs access to huggingface.co; on a machine without, copy its parquet files into a folder and give "
+    "that."
+)
 
 
 def is_dataset(data: str) -> bool:
     return data in NAMES or data.startswith("hf:") or bool(_local_files(Path(data), "*.parquet"))
 
 
-def open_documents(data: str) -> tuple[Documents, Documents | None]:
+def open_documents(data: str, column: str | None = None) -> tuple[Documents, Documents | None]:
     """Return the documents for training and for validation, if the dataset has a split for that.
 
     Args:
         data: a key of NAMES, "hf:NAME" or "hf:NAME:CONFIG" of a dataset, "hf:FOLDER" or a folder of parquet files.
+        column: that the documents are in; None: "text", or the only one with text.
 
     Raises:
         ConfigError: if no dataset is named, `datasets` is missing, the dataset cannot be opened, or has no column of
@@ -72,12 +77,14 @@ def open_documents(data: str) -> tuple[Documents, Documents | None]:
         splits = load_dataset(**_arguments(data), streaming=True)
         if "train" not in splits:
             raise ValueError(f"it has no split named train, but {', '.join(splits)}")
-        column = _text_column(next(iter(splits["train"])))
+        row = next(iter(splits["train"]), {})
     except Exception as error:  # of the network, the Hub, files, formats: all of them end here
+        here = Path(data.removeprefix("hf:")).is_dir()
         raise ConfigError(
-            f"--data {data}: cannot be opened ({first_line(error) or type(error).__name__}). By name, it needs access "
-            "to huggingface.co; on a machine without, copy its parquet files into a folder and give that."
+            f"--data {data}: cannot be opened ({first_line(error) or type(error).__name__}). "
+            + ("Write its files again, or give others." if here else ACCESS)
         ) from error
+    column = _text_column(data, row, column)
     held_out = next((splits[name] for name in HELD_OUT if name in splits), None)
     return _documents(splits["train"], column), held_out and _documents(held_out, column)
 
@@ -105,15 +112,32 @@ def _local_files(folder: Path, pattern: str) -> list[str]:
     return sorted(map(str, folder.rglob(pattern))) if folder.is_dir() else []
 
 
-def _text_column(row: dict[str, Any]) -> str:
+def _text_column(data: str, row: dict[str, Any], wish: str | None) -> str:
+    """Return the column of a dataset's documents, by its first row."""
+    if not row:
+        raise ConfigError(f"--data {data}: has no rows. Give other data.")
     texts = [name for name, value in row.items() if isinstance(value, str)]
-    if "text" in texts or len(texts) == 1:
-        return "text" if "text" in texts else texts[0]
-    raise ValueError(f'it has no column named "text", but {", ".join(row)}')
+    if wish is not None and wish not in texts:
+        what = "is no text" if wish in row else "is not there"
+        raise ConfigError(
+            f"--text-column {wish}: {what}.{did_you_mean(wish, texts)} Of the columns of {data}, "
+            f"{', '.join(row)}, these are text: {', '.join(texts) or 'none'}."
+        )
+    if wish is not None or "text" in texts or len(texts) == 1:
+        return wish or ("text" if "text" in texts else texts[0])
+    if texts:
+        raise ConfigError(
+            f'--data {data}: has no column named "text", but several others that are text: {", ".join(texts)}. Choose '
+            f"one, as with --text-column {texts[0]}."
+        )
+    kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items())
+    raise ConfigError(
+        f"--data {data}: has no column of text, only {kinds}. Documents are texts, one in a row: give such data."
+    )
 
 
 def _documents(dataset: Any, column: str) -> Documents:
-    return lambda first: (row[column] for row in dataset.skip(first))
+    return lambda first: (row[column] or "" for row in dataset.skip(first))  # some have none
 
 
 class Stream:

@@ -1,8 +1,8 @@
 """Options of a run from three places, checked alike: fields of a dataclass, a YAML file, the command line.
 
-`option(default, help, ...)` makes a field; its annotation says what a value must be (str, int, float, bool, Path, and
-"| None" where None may be given). `convert` turns what a file or a flag gives into such a value, or raises ConfigError
-with the option's name, the value and what is allowed.
+`option(default, help, ...)` makes a field; its annotation says what a value must be (str, int, float, bool, Path,
+tuple[str, ...], and "| None" where None may be given). `convert` turns what a file or a flag gives into such a value,
+or raises ConfigError with the option's name, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ KINDS = {
     "float": "a number",
     "str": "a text",
     "Path": "a path",
+    "tuple[str, ...]": "a text, or a list of them",
 }
 WORDS = {"true": True, "false": False}
 
@@ -118,12 +119,17 @@ def _to_str(value: Any) -> str:
     return str(value)
 
 
+def _to_texts(value: Any) -> tuple[str, ...]:
+    return tuple(map(_to_str, value if isinstance(value, (list, tuple)) else [value]))
+
+
 _CONVERTERS: dict[str, Any] = {
     "bool": _to_bool,
     "int": _to_int,
     "float": _to_float,
     "str": _to_str,
     "Path": lambda value: Path(_to_str(value)),
+    "tuple[str, ...]": _to_texts,
 }
 
 
@@ -205,12 +211,21 @@ def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
         flag = "--" + rule.name.replace("_", "-")
         name = str(rule.type).partition(" | ")[0]
         facts = rule.metadata
-        default = "" if rule.default in (None, MISSING) else f" ({rule.default})"
+        default = "" if rule.default in (None, MISSING, ()) else f" ({rule.default})"
         help = f"{facts['help']}{default}".replace("%", "%%")
         if name == "bool":
             negative = "--no-fp8" if rule.name == "use_fp8" else "--no-" + flag[2:]
             parser.add_argument(
                 flag, negative, dest=rule.name, action=Switch, default=argparse.SUPPRESS, help=help
+            )
+        elif name == "tuple[str, ...]":
+            parser.add_argument(
+                flag,
+                nargs="+",
+                action="extend",
+                default=argparse.SUPPRESS,
+                metavar="TEXT",
+                help=help,
             )
         else:
             choices = "|".join(map(str, facts["choices"])) or name.upper()

@@ -26,6 +26,7 @@ from .checkpoints import (
     survey,
 )
 from .config import PRECISIONS, Config
+from .options import warn
 
 
 def choose_precision(config: Config, device: torch.device) -> str:
@@ -117,7 +118,7 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
     """Return what `--resume` names; None: the run begins.
 
     "auto" is the run's own newest in its precision, so that what is compared shares no weights. "latest" is that too,
-    or else the newest of its name in another precision.
+    or else the newest of its name in another precision; a warning says where such a one is further on.
 
     Raises:
         CheckpointError: if a path is given and there is none, or it is damaged.
@@ -128,11 +129,29 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
         return find(Path(config.resume))
     own = run_folder(config, precision)
     found = find_latest(folders_of(own))
-    if found is None and config.resume == "latest":
+    if config.resume == "latest" and found is None:
         found = find_latest(all_folders(config))
+    elif config.resume == "latest":
+        _tell_of_later(config, found, folders_of(own))
     if found is None and rank_and_world()[0] == 0:
         print(f"--resume {config.resume}: there is no checkpoint in {own}; starting at step 0")
     return found
+
+
+def _tell_of_later(config: Config, taken: Checkpoint, own: list[Path]) -> None:
+    """Warn where the run has got further in another precision than the checkpoint of its own that is taken."""
+    later = taken
+    if rank_and_world()[0] == 0:
+        others = survey(folder for folder in all_folders(config) if folder not in own)[0]
+        later = max([taken, *others], key=lambda checkpoint: checkpoint.step)
+    later = gather(later)[0]
+    if later.step > taken.step:
+        warn(
+            f"--resume latest: going on from step {taken.step} ({taken.manifest['precision']}), this run's own; in "
+            f"{later.manifest['precision']} it has got to step {later.step}. To go on from there: --resume "
+            f"{later.path}",
+            config.strict,
+        )
 
 
 def list_runs(config: Config) -> str:

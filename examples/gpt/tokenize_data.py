@@ -81,6 +81,7 @@ def encode(documents: Iterator[str], encoding: Encoding, most: int) -> Iterator[
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--data", required=True, help="as of train_gpt.py")
+    parser.add_argument("--text-column", metavar="NAME", help="of a dataset, as of train_gpt.py")
     parser.add_argument(
         "--encoding", default="auto", help="bytes, gpt2, or the path of a tokenizer.json"
     )
@@ -104,13 +105,14 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
         if getattr(options, name) < 1:
             given = getattr(options, name)
             raise ConfigError(f"--{name.replace('_', '-')} {given}: must be 1 or more.")
-    config = parse(["--data", options.data, "--encoding", options.encoding])
+    column = ["--text-column", options.text_column] if options.text_column else []
+    config = parse(["--data", options.data, "--encoding", options.encoding, *column])
     folder, size = options.shards, options.shard_tokens
     if find_shards(folder):
         raise ConfigError(f"--shards {folder}: has .bin files already. Give another folder.")
     if hub.is_dataset(options.data):
         encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
-        documents, separate = hub.open_documents(options.data)
+        documents, separate = hub.open_documents(options.data, config.text_column)
         text = separate(0) if separate else documents(0)
         held_out = list(encode(text, encoding, options.val_tokens))
         rest = documents(0 if separate else len(held_out))

@@ -6,7 +6,8 @@
 A step is `accumulation` micro-batches on every rank; gradients are averaged over ranks with the last one, clipped by
 their norm, and AdamW steps. A step whose loss or norm is not finite is left out (`guard.py`). Everything that a step
 depends on is in a checkpoint (weights, states, position in the data, random numbers, GradScaler) or a function of its
-number (the learning rate), so a run that is resumed goes on with the same bits.
+number (the learning rate), so a run that is resumed goes on with the same bits: also one that a signal has stopped
+(`stopping.py`).
 
 It runs as one process, or as the ranks of torchrun. A run has a folder, OUT/NAME-PRECISION, with run.json,
 metrics.jsonl, tensorboard/ and its checkpoints.
@@ -19,6 +20,7 @@ samples, but sums are rounded otherwise.
 from __future__ import annotations
 
 import math
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +33,6 @@ from torch import Tensor
 import fp8stack
 from fp8stack import comm
 from fp8stack.errors import ConfigError
-from fp8stack.monitor import Monitor
 from fp8stack.nn import restore_scaling, scaling_state
 from fp8stack.optim import BlockwiseOptimizer
 
@@ -42,11 +43,10 @@ from .data import open_data
 from .guard import Guard
 from .logs import RunLog, read_memory
 from .schedule import learning_rate
+from .stopping import Signals
+from .watch import watch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MONITORED = 50  # steps between samples of what FP8 does to tensors
-SAMPLE_TOKENS = 64
-PROMPT = "The "
 START = {"step": 0, "losses": (), "val_losses": (), "data": None, "scaler": None}
 
 
@@ -103,7 +103,8 @@ class Trainer:
                 module.compile()
         self._restore(progress, local)
         self.guard = Guard(config, self.precision)
-        self.monitor = self._make_monitor()
+        self.monitor = watch(config, self.model, self.optimizer)
+        self.signals, self.stopped = Signals(), 0
         runs.remove_older(config, self.precision)
         self.log = self._open_log()
         if resumed is not None:
@@ -112,41 +113,61 @@ class Trainer:
 
     # --- the loop
 
-    def run(self) -> list[float]:
+    def run(self, signals: Signals | None = None) -> list[float]:
         """Train up to the last step; return the loss of every step of the run, those before a resume too.
+
+        signals: where they ask for it the run ends before, and `stopped` is the number of one.
 
         Raises:
             DivergedError: where steps do not stay finite, or none was.
             CheckpointError, ConfigError: where a checkpoint, or the record of a step, cannot be written.
         """
-        config = self.config
+        config, self.signals = self.config, signals or self.signals
         if self.step >= config.steps:
             done = f"the checkpoint is at step {self.step}, --steps is {config.steps}"
             self.log.say(f"nothing left to do: {done}")
         try:
             with comm.Statistics() as self.wire:
                 while self.step < config.steps:
-                    self.take_step()
+                    asked = self.take_step()
                     last = self.step == config.steps
+                    if asked and not last:
+                        self.stop()
+                        break
                     saves = last or is_due(self.step, config.checkpoint_freq)
                     if config.eval_freq and (last or is_due(self.step, config.eval_freq)):
                         self.evaluate()
                     if saves and config.checkpoint_freq:
                         self.save()
-            if told := self.guard.sum_up():
+            if not self.stopped and (told := self.guard.sum_up()):
                 self.log.say(told)
         except BaseException:
             with suppress(ConfigError):  # what is told is the first error
                 self.log.close()
             raise
         self.log.close()
+        if self.stopped:
+            checkpoints.gather(self.step)  # torchrun ends the others when the first is gone
         return self.losses
 
-    def take_step(self) -> None:
-        """Train on one batch, and log it."""
+    def stop(self) -> None:
+        """Write a checkpoint, if there are to be any, and say how to go on; all ranks do, after the same step.
+
+        Without an evaluation: the time that is left may be short.
+        """
+        self.stopped = max(checkpoints.gather(self.signals.received))
+        if self.config.checkpoint_freq:
+            self.save(evaluate=False)
+            how = "--resume auto goes on"
+        else:
+            how = "--checkpoint-freq 0 leaves no checkpoint to go on from"
+        self.log.say(f"stopped by {signal.Signals(self.stopped).name} at step {self.step}: {how}")
+
+    def take_step(self) -> bool:
+        """Train on one batch, and log it; return whether signals have asked any rank to stop."""
         began = time.perf_counter()
         if self.monitor:
-            self.monitor.begin_step(self.step)  # the same ones are sampled in a run that is resumed
+            self.monitor.begin_step(self.step)
         lr = learning_rate(self.config, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -154,10 +175,11 @@ class Trainer:
         self.scaler.unscale_(self.optimizer)
         limit = self.config.max_grad_norm or math.inf
         norm = fp8stack.optim.clip_grad_norm_(self.model.parameters(), limit)
+        told = torch.stack((total, torch.full_like(total, self.signals.received)))
         if self.world > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(told)
         # waits for the device
-        loss, norm = torch.stack((total / self.world, norm.to(total))).tolist()
+        loss, norm, asked = torch.stack((told[0] / self.world, norm.to(total), told[1])).tolist()
         sent = self.wire.collect()  # now, when it has nothing to wait for
         self.step += 1
         # GradScaler looks for its scale by losing steps
@@ -171,6 +193,7 @@ class Trainer:
         self._log_step(loss, lr, norm, time.perf_counter() - began, sent)
         if not accepted:
             self.log.say(f"step {self.step}: not finite, and so not taken")
+        return asked > 0
 
     def _accumulate(self) -> Tensor:
         """Run forward and backward of a step; return this rank's mean loss, float32, 0-d."""
@@ -199,16 +222,11 @@ class Trainer:
             "tokens_per_second": tokens / seconds,
             "memory_gib": read_memory(self.device),
         }
-        more = self._read_monitor()
+        more = self.monitor.metrics(self.step) if self.monitor else {}
         if sent:
             more["comm/bytes"] = sum(row["bytes"] for row in sent.values())
             more["comm/seconds"] = sum(row["seconds"] for row in sent.values())
         self.log.train(numbers, more, show=is_due(self.step, self.config.log_freq))
-
-    def _read_monitor(self) -> dict[str, float]:
-        """Return what the monitor says of this step, if it is one that it sampled."""
-        sampled = (self.step - 1) % MONITORED == 0
-        return self.monitor.metrics(wait=True) if self.monitor and sampled else {}
 
     # --- evaluation and checkpoints
 
@@ -223,25 +241,19 @@ class Trainer:
                 self.model, self.questions, self.data.encode, length, *where
             )
         self.val_losses.append((self.step, loss))
-        can_write = self.data.readable and math.isfinite(loss)
-        self.log.evaluation(self.step, numbers, self.write_sample() if can_write else "")
+        sample = ""
+        if self.data.readable and math.isfinite(loss):
+            sample = evaluation.write_sample(self.model, self.data, self.config.seed, *where)
+        self.log.evaluation(self.step, numbers, sample)
         for line in self.monitor.advice() if self.monitor else ():
             self.log.say(f"advice: {line}")
         return loss
 
-    def write_sample(self) -> str:
-        """Return what the model makes of PROMPT: the same text for the same weights."""
-        generator = torch.Generator().manual_seed(self.config.seed)
-        prompt = self.data.encode(PROMPT).to(self.device)
-        with self.setup.autocast():
-            tokens = self.model.generate(prompt, SAMPLE_TOKENS, generator)
-        return self.data.decode(tokens)
-
-    def save(self) -> Path:
-        """Write a checkpoint of this step; return its folder."""
+    def save(self, evaluate: bool = True) -> Path:
+        """Write a checkpoint of this step, with its validation loss where one may be taken; return its folder."""
         evaluated, val_loss = self.val_losses[-1] if self.val_losses else (0, math.nan)
         if evaluated != self.step:  # that was of other weights, and the best ones are to be known
-            val_loss = self.evaluate() if self.config.eval_freq else math.nan
+            val_loss = self.evaluate() if evaluate and self.config.eval_freq else math.nan
         loss = self.losses[-1] if self.losses else math.nan
         scaler = self.scaler.state_dict() if self.scaler.is_enabled() else None
         progress = {
@@ -328,15 +340,6 @@ class Trainer:
             randomness.seed(self.config.seed + self.rank)
         else:
             randomness.set_state(local, self.device)
-
-    def _make_monitor(self) -> Monitor | None:
-        native = (
-            self.setup.level.name != "off" and fp8stack.get_report(self.model).compute == "native"
-        )
-        watched = native and not self.config.compile
-        if not watched:
-            return None
-        return Monitor(self.model, self.optimizer, every=MONITORED, by_hand=True)
 
     def _open_log(self) -> RunLog:
         facts = {

@@ -4,7 +4,8 @@
 #
 #   sbatch --nodes=4 examples/slurm/many_nodes.sh --config examples/configs/fineweb_edu_fp8.yaml --data data/fineweb-edu
 #
-# Requeued after a preemption, also with another number of nodes, the run goes on from its newest checkpoint.
+# Five minutes before its time is up the run writes a checkpoint, and the job is requeued; then, and when Slurm requeues
+# it after a preemption, the run goes on from its newest checkpoint, also with another number of nodes.
 #SBATCH --job-name=fp8stack
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -12,6 +13,8 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --signal=USR1@300
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
@@ -20,6 +23,9 @@ export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs on one node do not meet
 
-srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
+status=0
+srun examples/slurm/node.sh --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID" \
-  examples/train_gpt.py --resume auto "$@"
+  examples/train_gpt.py --resume auto "$@" || status=$?
+[[ $status != 138 ]] || scontrol requeue "$SLURM_JOB_ID" # 128 + SIGUSR1: the time is up, the run is not done
+exit "$status"

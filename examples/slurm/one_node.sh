@@ -3,7 +3,8 @@
 #
 #   sbatch examples/slurm/one_node.sh --config examples/configs/fineweb_edu_fp8.yaml
 #
-# Requeued after a preemption, the run goes on from its newest checkpoint.
+# Five minutes before its time is up the run writes a checkpoint, and the job is requeued; then, and when Slurm requeues
+# it after a preemption, the run goes on from its newest checkpoint.
 #SBATCH --job-name=fp8stack
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -11,10 +12,15 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
 #SBATCH --requeue
+#SBATCH --signal=USR1@300
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
 export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
 
-srun torchrun --standalone --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
-  examples/train_gpt.py --resume auto "$@"
+status=0
+srun examples/slurm/node.sh --standalone --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
+  examples/train_gpt.py --resume auto "$@" || status=$?
+[[ $status != 138 ]] || scontrol requeue "$SLURM_JOB_ID" # 128 + SIGUSR1: the time is up, the run is not done
+exit "$status"

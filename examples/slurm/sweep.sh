@@ -11,6 +11,8 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=08:00:00
 #SBATCH --requeue
+#SBATCH --signal=USR1@300
+#SBATCH --open-mode=append
 #SBATCH --output=%x-%A-%a.log
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}"
@@ -21,5 +23,8 @@ rates=(3e-4 6e-4)
 level=${levels[SLURM_ARRAY_TASK_ID % ${#levels[@]}]}
 rate=${rates[SLURM_ARRAY_TASK_ID / ${#levels[@]}]}
 
+status=0
 srun python examples/train_gpt.py --resume auto --opt-level "$level" --max-lr "$rate" \
-  --run-name "sweep-$level-$rate" "$@"
+  --run-name "sweep-$level-$rate" "$@" || status=$?
+[[ $status != 138 ]] || scontrol requeue "$SLURM_JOB_ID" # 128 + SIGUSR1: the time is up, the run is not done
+exit "$status"

@@ -11,7 +11,15 @@
 the numbers to TensorBoard, W&B or JSONL, and `advice.py` holds them against thresholds.
 """
 
-from .advice import DEAD_BLOCKS, LEAST_SNR_DB, OVERFLOW, UNDERFLOW, UPDATE_RATIO
+from .advice import DEAD_BLOCKS, LEAST_SNR_DB, OVERFLOW, UNDERFLOW, UPDATE_RATIO, Finding
 from .sampler import Monitor
 
-__all__ = ["DEAD_BLOCKS", "LEAST_SNR_DB", "OVERFLOW", "UNDERFLOW", "UPDATE_RATIO", "Monitor"]
+__all__ = [
+    "DEAD_BLOCKS",
+    "LEAST_SNR_DB",
+    "OVERFLOW",
+    "UNDERFLOW",
+    "UPDATE_RATIO",
+    "Finding",
+    "Monitor",
+]

@@ -1,12 +1,16 @@
 """What is out of bounds, and what to do about it. Each threshold says where it comes from.
 
+`find` says which layers break which rule, and `Finding.text` makes a sentence of it, in whose remedy options are
+spelled as Python has them, or as an application's users write them.
+
 The overflow threshold is a paper's, that of the update/weight ratio a course's rule of thumb, and the others are
 fp8stack's own: they lie far from what healthy tensors show (`tests/test_monitor.py`), and have no deeper reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 OVERFLOW = 1e-5
@@ -36,6 +40,40 @@ class Layer(NamedTuple):
     fp8_format: str
 
 
+Spell = Callable[[str, str | None], str]  # an option, and the value that it is to have
+
+
+def in_python(name: str, value: str | None) -> str:
+    """Return an option as `fp8stack.initialize` takes it."""
+    if value is None:
+        return {"lr": "the learning rate", "warm_up": "warm up longer"}.get(name, name)
+    return f'skip=["{value}"]' if name == "skip" else f'{name}="{value}"'
+
+
+class Finding(NamedTuple):
+    """A rule that some layers break.
+
+    field, operand, above: of the rule: "overflow" and the like, of "x", "w" or "g", above its limit or below.
+    layers: those that break it, the worst first; of numbers that are not finite, the first, where they may have begun.
+    says: what is wrong with the first, in words.
+    remedy: with options in braces, as {fp8_margin} and {fp8_recipe=current}.
+    """
+
+    field: str
+    operand: str
+    above: bool
+    layers: tuple[str, ...]
+    says: str
+    remedy: str
+
+    def text(self, spell: Spell = in_python) -> str:
+        """Return the finding as a sentence, in which options are as `spell` has them."""
+        layer, *others = self.layers
+        more = f" (and {len(others)} more layers)" if others else ""
+        remedy = re.sub(r"{(\w+)(?:=([^}]*))?}", lambda m: spell(m[1], m[2]), self.remedy)
+        return f"{layer}{more}: {self.says}. Remedy: {remedy}."
+
+
 class Rule(NamedTuple):
     """A field that is out of bounds above (or below) a limit, in words, and what helps; "" is a wider range."""
 
@@ -50,11 +88,11 @@ LOW, HIGH = UPDATE_RATIO
 RULES = (
     Rule(
         "nonfinite", 0.0, True, "{value:.0f} elements of the {operand} are NaN or infinite",
-        "look at what comes before the layer, and lower the learning rate",
+        "look at what comes before the layer, and lower {lr}",
     ),
     Rule(
         "overflow", OVERFLOW, True, "{value:.3%} of the {operand} is clipped, more than {limit:.3%}",
-        'raise fp8_margin by one, or use fp8_recipe="current"',
+        "raise {fp8_margin} by one, or use {fp8_recipe=current}",
     ),
     Rule("underflow", UNDERFLOW, True, "{value:.1%} of the {operand} underflows, more than {limit:.0%}"),
     Rule(
@@ -64,42 +102,44 @@ RULES = (
     Rule("snr_db", LEAST_SNR_DB, False, "the {operand} has an SNR of {value:.1f} dB, less than {limit:.0f}"),
     Rule(
         "update_ratio", LOW, False, "a step moves the {operand} by {value:.1e} of its norm, less than {limit:.0e}",
-        "raise the learning rate, unless it is warming up or at its end (0 is a step that was skipped)",
+        "raise {lr}, unless it is warming up or at its end (0 is a step that was skipped)",
     ),
     Rule(
         "update_ratio", HIGH, True, "a step moves the {operand} by {value:.1e} of its norm, more than {limit:.0e}",
-        "lower the learning rate, or warm up longer",
+        "lower {lr}, or {warm_up}, unless the loss falls as it should",
     ),
 )  # fmt: skip
 
 
-def advise(numbers: Numbers, layers: dict[str, Layer]) -> list[str]:
-    """Return a sentence for each rule and operand that some layer breaks: the worst layer, its number, the remedy.
-
-    Of numbers that are not finite the first layer is named, where they may have begun.
-    """
+def find(numbers: Numbers, layers: dict[str, Layer]) -> list[Finding]:
+    """Return what rules and operands are broken by layers, in the order of RULES."""
     return [
-        line for rule in RULES for kind in OPERANDS for line in _lines(rule, kind, numbers, layers)
+        found
+        for rule in RULES
+        for kind in OPERANDS
+        for found in _broken(rule, kind, numbers, layers)
     ]
 
 
-def _lines(rule: Rule, kind: str, numbers: Numbers, layers: dict[str, Layer]) -> Iterable[str]:
+def _broken(rule: Rule, kind: str, numbers: Numbers, layers: dict[str, Layer]) -> Iterator[Finding]:
     sign = 1 if rule.above else -1
     values = {n: k[kind][rule.field] for n, k in numbers.items() if rule.field in k.get(kind, {})}
     broken = {layer: v for layer, v in values.items() if sign * v > sign * rule.limit}
     if not broken:
         return
-    worst = max(broken, key=lambda layer: sign * broken[layer])
-    if rule.field == "nonfinite":
-        worst = next(iter(broken))
-    more = f" (and {len(broken) - 1} more layers)" if len(broken) > 1 else ""
+    order = list(broken)
+    if rule.field != "nonfinite":
+        order.sort(key=lambda layer: -sign * broken[layer])
+    worst = order[0]
     says = rule.says.format(value=broken[worst], limit=rule.limit, operand=OPERANDS[kind])
-    yield f"{worst}{more}: {says}. Remedy: {rule.remedy or _wider(worst, kind, layers[worst])}."
+    remedy = rule.remedy or _wider(worst, kind, layers[worst])
+    yield Finding(rule.field, kind, rule.above, tuple(order), says, remedy)
 
 
 def _wider(layer: str, kind: str, how: Layer) -> str:
+    skip = f"{{skip={layer}}}"
     if how.fp8_recipe == "blockwise":
-        return f'leave the layer out with skip=["{layer}"]'
+        return f"leave the layer out with {skip}"
     if kind == "g" and how.fp8_format == "e4m3":
-        return 'use fp8_format="hybrid", whose gradients are E5M2'
-    return f'use fp8_recipe="blockwise", a scale for each 128 elements, or skip=["{layer}"]'
+        return "use {fp8_format=hybrid}, whose gradients are E5M2"
+    return f"use {{fp8_recipe=blockwise}}, a scale for each 128 elements, or {skip}"

@@ -35,7 +35,7 @@ from fp8stack.kernels.reference.monitor import FIELDS, SUMS
 from fp8stack.nn.linear import Fp8Linear
 from fp8stack.nn.te import TeLinear
 
-from .advice import Layer, Numbers, advise
+from .advice import Finding, Layer, Numbers, find
 from .outputs import check_writer, write
 from .transfer import Transfer
 from .updates import Updates
@@ -187,7 +187,11 @@ class Monitor:
 
     def advice(self, wait: bool = False) -> list[str]:
         """Return what is out of bounds in the numbers of `read`: layer, number, threshold, remedy; see `advice.py`."""
-        return advise(self.read(wait), self._recipes)
+        return [finding.text() for finding in self.findings(wait)]
+
+    def findings(self, wait: bool = False) -> list[Finding]:
+        """Return the same as records: for an application that spells remedies as its own options, or filters them."""
+        return find(self.read(wait), self._recipes)
 
     def log(self, writer: Any) -> None:
         """Write the metrics that have arrived, if any, to a JSONL file, a TensorBoard writer or a W&B run.

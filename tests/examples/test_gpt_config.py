@@ -67,6 +67,8 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
         (["--no-fp8", "--fp8-format", "e4m3"], "fp8_format='e4m3' is of FP8"),
         (["--blocks", "te"], 'blocks="te" has queries'),
         (["--fuse", "--no-fp8"], "fuse=True is of FP8"),
+        (["--skip", "head", "--no-fp8"], r"skip=\('head',\) is of FP8"),
+        (["--skip"], "--skip: expected at least one argument"),
         (["--fp8-fast-accum", "--no-fp8"], "fp8_fast_accum=True is of FP8"),
         (["--fp8-fast-accum", "--fp8-recipe", "blockwise"], "has one for each block"),
         (["--fuse", "--compute", "te"], "not with --compute te: .* Leave out one"),
@@ -98,6 +100,7 @@ def test_a_bad_flag_is_named_with_what_is_allowed(argv, message):
         ("steps: true", "steps: got True"),
         ("compile: 1", "compile: got 1, must be true or false"),
         ("run_name: [a]", "run_name: got .'a'., must be a text"),
+        ("skip: {a: 1}", "skip: got {'a': 1}, must be a text, or a list of them"),
         ("steps: null", "steps: got None"),
         ("- a\n- b", "must be lines of"),
         ("a: [", "is not valid YAML"),
@@ -206,9 +209,32 @@ def test_every_option_has_a_flag_and_help_and_survives_yaml(write, capsys):
         assert f"--{rule.name.replace('_', '-')}" in text
     yaml = pytest.importorskip("yaml")
     found = parse(
-        ["--model", "gpt2", "--hellaswag", "a.jsonl", "--opt-level", "O1", "--steps", "50"]
+        [
+            "--model",
+            "gpt2",
+            "--hellaswag",
+            "a.jsonl",
+            "--opt-level",
+            "O1",
+            "--steps",
+            "50",
+            "--skip",
+            "head",
+        ]
     )
     assert parse(write(yaml.safe_dump(found.to_dict()))) == found
+
+
+def test_layers_to_skip_are_a_list_in_flags_and_files(write):
+    patterns = ("head", "blocks.0.*", "*.down")
+    assert (
+        parse(["--skip", "head", "blocks.0.*", "--steps", "5", "--skip", "*.down"]).skip == patterns
+    )
+    assert parse(write("skip: [head, blocks.0.*, '*.down']")).skip == patterns
+    assert parse(write("skip: head")).skip == ("head",)
+    assert parse(write("skip: head")).fp8_options() == ("O2", {"skip": ["head"]})
+    assert parse([*write("skip: head"), "--no-fp8"]).skip == ()  # as all of the file's on FP8
+    assert parse([]).fp8_options() == ("O2", {})
 
 
 def test_every_option_is_in_the_table_of_the_documentation():

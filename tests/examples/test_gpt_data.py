@@ -187,18 +187,83 @@ def test_bad_sources_are_refused_with_a_remedy(tmp_path, files, options, message
         open_data(Config(data=str(tmp_path), seq_len=SEQ, **options)).train.next_batch(1)
 
 
-def test_columns_and_missing_sources_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="no such file or folder"):
-        open_data(Config(data=str(tmp_path / "nowhere")))
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("fineweb-eud", "fineweb-edu"),
+        ("stdlb", "stdlib"),
+        ("my_text", "my_texts"),
+        ("corpora/storys.txt", "corpora/stories.txt"),
+        ("zzzzzzzzzzzz", None),
+        ("/nowhere/at/all", None),
+    ],
+)
+def test_data_that_is_not_there_has_a_did_you_mean(tmp_path, monkeypatch, name, nearest):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_texts").mkdir()
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / "corpora" / "stories.txt").write_text("once")
+    with pytest.raises(
+        ConfigError, match=f"--data {name}: there is no such file or folder"
+    ) as told:
+        open_data(Config(data=name))
+    found = re.findall(r'Did you mean "(.*)"\?', str(told.value))
+    assert found == ([nearest] if nearest else [])
+    assert "one of fineweb-edu, openwebtext, tinyshakespeare, or hf:NAME" in str(told.value)
+
+
+def test_columns_of_a_dataset_are_named_and_chosen(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table({"a": ["x"], "b": ["y"]}), tmp_path / "x.parquet")
-    with pytest.raises(ConfigError, match='no column named "text", but a, b'):
-        hub.open_documents(str(tmp_path))
-    parquet.write_table(pyarrow.table({"prose": ["x", "y"]}), tmp_path / "x.parquet")
-    with pytest.raises(ConfigError, match="all its 2 documents are fewer than"):
-        open_data(Config(data=str(tmp_path), encoding="bytes"))
+    def opened(columns, **options):
+        parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+        return open_data(Config(data=str(tmp_path), encoding="bytes", seq_len=SEQ, **options))
+
+    few = {"eval_batches": 1, "eval_batch_size": 1}
+    both = {"a": ["ax" * SEQ] * 9, "body": ["by" * SEQ] * 9, "n": [1] * 9}
+    for columns, options, message in (
+        (both, {}, 'no column named "text", but several others that are text: a, body. .*text-column a'),
+        ({"id": [1], "when": [0.5]}, {}, r"no column of text, only id \(int\), when \(float\)"),
+        (both, {"text_column": "bdy"}, '--text-column bdy: is not there. Did you mean "body".*a, body, n'),
+        (both, {"text_column": "n"}, "--text-column n: is no text"),
+        ({"prose": ["x", "y"]}, {}, "all its 2 documents are fewer than"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message) as told:
+            opened(columns, **options)
+        assert "huggingface.co" not in str(told.value)
+    for column, letter in (("a", "a"), ("body", "b")):
+        data = opened({**both, "text": ["tt"] * 9}, text_column=column, **few)
+        assert data.decode(data.train.next_batch(1)[0][0]).startswith(letter)
+        assert data.identity.endswith(f"(documents in {column})")
+    with pytest.raises(ConfigError, match="hf:nobody/nothing: has no rows"):
+        hub._text_column("hf:nobody/nothing", {}, None)
+    with pytest.raises(ConfigError, match=r"has no columns\. Leave it out"):
+        open_data(Config(text_column="a"))
+
+
+def test_rows_without_text_are_empty_documents(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = ["ab" * SEQ, None, "cd" * SEQ]
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "x.parquet")
+    documents, _ = hub.open_documents(str(tmp_path))
+    assert list(documents(0)) == [rows[0], "", rows[2]]
+
+
+def test_shards_are_made_of_a_column(tmp_path, capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"a": ["ax" * SEQ] * 9, "body": ["by" * SEQ] * 9}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    given = ["--data", str(tmp_path), "--encoding", "bytes", "--val-tokens", "40"]
+    assert tokenize_data.main([*given, "--shards", str(tmp_path / "a")]) == 2
+    assert "--text-column a" in capsys.readouterr().err
+    shards = ["--shards", str(tmp_path / "b"), "--text-column", "body"]
+    assert tokenize_data.main([*given, *shards]) == 0
+    assert (tmp_path / "b" / "train_000000.bin").read_bytes().startswith(b"byby")
 
 
 def test_gpt2_s_vocabulary_without_a_network_is_an_error_with_the_remedy(tmp_path, monkeypatch):

@@ -215,6 +215,27 @@ def test_latest_is_the_run_s_own_or_that_of_its_other_precision(folder, capsys):
     assert len(longer) == 6
 
 
+def test_latest_says_where_another_precision_has_got_further(folder, capsys):
+    options = {"run_name": "further", "resume": "latest", "out": folder / "further"}
+    train(folder, opt_level="O2", **options)
+    train(folder, opt_level="off", **options, steps=6)
+    path = folder / "further" / "further-bf16" / "checkpoints" / "step_00000006"
+    expected = (
+        rf"from step 4 \(FP8 O2\), this run's own; in bf16 it has got to step 6.*--resume {path}$"
+    )
+    with pytest.warns(Fp8StackWarning, match=expected) as told:
+        Trainer(configure(folder, opt_level="O2", **options)).log.close()
+    assert len(told) == 1
+    assert "further-fp8-o2/checkpoints_fp8/step_00000004" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=expected[:-1]):
+        Trainer(configure(folder, opt_level="O2", **options, strict=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the furthest itself, and what compares
+        Trainer(configure(folder, opt_level="off", **options, steps=6)).log.close()
+        auto = {**options, "resume": "auto"}
+        Trainer(configure(folder, opt_level="O2", **auto)).log.close()
+
+
 def test_auto_is_the_run_s_own_in_its_precision_or_a_fresh_start(folder, capsys):
     options = {"run_name": "auto-own", "resume": "auto", "out": folder / "auto-own"}
     train(folder, opt_level="O2", **options)

@@ -3,27 +3,35 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sysconfig
 from pathlib import Path
 
 import pytest
 from gpt import config
+from gpt.checkpoints import inspect
+from workers_gpt import write_text
 
 FOLDER = Path(config.__file__).parents[1] / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
-RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\n'
-HOSTS = "#!/usr/bin/env bash\nprintf 'node7\\nnode8\\n'\n"
+JOBS = [path for path in SCRIPTS if path.stem != "node"]
+NODES = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-8]"}
+RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\nexit "${STATUS:-0}"\n'
+CONTROL = """#!/usr/bin/env bash
+[ "$1" = requeue ] && echo "$@" || printf 'node7\\nnode8\\n'
+"""
 DIRECTIVES = {
     "job-name": r"[\w-]+", "nodes": r"\d+", "ntasks-per-node": "1", "gpus-per-node": r"\d+", "array": r"0-\d+",
     "cpus-per-task": r"\d+", "time": r"\d\d:\d\d:\d\d", "requeue": "", "output": r"%x-(%j|%A-%a)\.log",
+    "signal": r"USR1@\d+", "open-mode": "append",
 }  # fmt: skip
 
 
 @pytest.fixture
 def submit(tmp_path):
     """Run a script as a job would, on a cluster of two programs that say what they were given."""
-    for name, text in (("srun", RECORDER), ("scontrol", HOSTS)):
+    for name, text in (("srun", RECORDER), ("scontrol", CONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
@@ -32,8 +40,10 @@ def submit(tmp_path):
         path = f"{tmp_path}:{os.environ['PATH']}"
         environment = {**os.environ, "RECORD": str(record), "PATH": path, "SLURM_JOB_ID": "123456"}
         environment |= {"SLURM_SUBMIT_DIR": str(FOLDER.parents[1]), **variables}
-        subprocess.run(["bash", FOLDER / script, *arguments], env=environment, check=True)
-        return record.read_text().splitlines()
+        job = ["bash", FOLDER / script, *arguments]
+        result = subprocess.run(job, env=environment, capture_output=True, text=True)
+        assert result.returncode == int(variables.get("STATUS", 0)), result.stderr
+        return result.stdout.split() if "STATUS" in variables else record.read_text().splitlines()
 
     return submit
 
@@ -48,7 +58,7 @@ def test_shellcheck_and_bash_find_nothing(path):
     assert (result.returncode, result.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_directives_are_known_and_come_before_the_first_command(path):
     assert os.access(path, os.X_OK)
     lines = path.read_text().splitlines()
@@ -67,14 +77,13 @@ def test_one_node_starts_a_process_for_each_gpu(submit):
         "one_node.sh", "--config", f"{FOLDER}/../configs/tiny.yaml", SLURM_GPUS_ON_NODE="4"
     )
     at = given.index("examples/train_gpt.py")
-    assert given[:at] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
+    assert given[:at] == ["examples/slurm/node.sh", "--standalone", "--nproc-per-node", "4"]
     options = config.parse(given[at + 1 :])
     assert (options.resume, options.model) == ("auto", "tiny")
 
 
 def test_many_nodes_meet_at_the_first(submit):
-    nodes = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-8]"}
-    given = submit("many_nodes.sh", "--steps", "7", **nodes)
+    given = submit("many_nodes.sh", "--steps", "7", **NODES)
     at = given.index("examples/train_gpt.py")
     pairs = dict(zip(given[1:at:2], given[2:at:2], strict=True))
     assert pairs == {
@@ -86,6 +95,44 @@ def test_many_nodes_meet_at_the_first(submit):
     }
     options = config.parse(given[at + 1 :])
     assert (options.resume, options.steps) == ("auto", 7)
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_a_job_whose_time_is_up_is_requeued(submit, path):
+    more = {**NODES, "SLURM_ARRAY_TASK_ID": "0"}
+    again = str(128 + signal.SIGUSR1)
+    assert submit(path.name, STATUS=again, **more) == ["requeue", "123456"]
+    for status in ("1", "2", str(128 + signal.SIGTERM)):  # a preemption is Slurm's to requeue
+        assert submit(path.name, STATUS=status, **more) == []
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path, name):
+    number = getattr(signal, name)
+    write_text(tmp_path)
+    run = ["--standalone", "--nproc-per-node", "2", "examples/train_gpt.py", "--model", "tiny"]
+    flags = ["--seq-len", "16", "--steps", "200", "--eval-freq", "0", "--log-freq", "1"]
+    where = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path), "--device", "cpu"]
+    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        [str(FOLDER / "node.sh"), *run, *flags, *where, "--no-fp8"],
+        cwd=FOLDER.parents[1], env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 1 |"):
+            process.send_signal(number)
+    assert process.wait(timeout=60) == 128 + number
+    (path,) = tmp_path.glob("tiny-bf16/checkpoints/step_*")
+    assert inspect(path).step < 200
+
+
+def test_a_node_has_the_status_of_torchrun(tmp_path):
+    (tmp_path / "torchrun").write_text('#!/usr/bin/env bash\nexit "$1"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for status in (0, 1, 2):
+        command = [str(FOLDER / "node.sh"), str(status)]
+        assert subprocess.run(command, env=environment).returncode == status
 
 
 def test_a_sweep_covers_every_level_at_every_rate(submit):

@@ -110,7 +110,8 @@ def test_tensorboard_has_the_same_numbers(folder):
 
 
 def test_wandb_logs_offline(folder, monkeypatch):
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()  # which keeps what the environment said at its first run
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     options = ("--run-name", "wandb", "--no-tensorboard", "--resume")
@@ -142,7 +143,7 @@ def test_loggers_that_are_not_installed(folder, monkeypatch, capsys):
 
 def test_wandb_without_a_login_is_one_line(folder, tmp_path, monkeypatch, capsys):
     wandb = pytest.importorskip("wandb")
-    wandb.teardown()  # which keeps what the environment said at its first run
+    wandb.teardown()  # as above
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -297,6 +298,44 @@ def test_torchrun_starts_ranks(folder):
     )  # one rank logs
     records = read(folder / "ranks-fp8-o2" / "metrics.jsonl")
     assert all(r["comm/bytes"] > 0 for r in records if "loss" in r)
+
+
+def test_a_run_says_at_once_what_takes_its_time(folder, capsys):
+    """Before PyTorch is imported, which the processes here cannot."""
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    loading = "train_gpt: loading PyTorch and fp8stack\n"
+    for rank, flags, said in (
+        ("0", (), loading),
+        ("1", (), ""),
+        ("0", ("--help",), ""),
+        ("0", ("--list-checkpoints",), ""),
+    ):
+        command = [sys.executable, "-c", code, str(SCRIPT), *flags]
+        environment = {**os.environ, "RANK": rank}
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert result.stdout == said
+        assert "import of torch halted" in result.stderr
+    text = str(folder / "text.txt")
+    assert run(folder, "--run-name", "begins", "--opt-level", "off", "--steps", "1") == 0
+    found = capsys.readouterr().out.splitlines()
+    assert found[0] == (
+        f"train_gpt: reading {text}, building tiny, trying how many sequences fit (--micro-batch auto)"
+    )
+    assert run(folder, "--run-name", "begins", "--list-checkpoints") == 0
+    assert "building" not in capsys.readouterr().out
+
+
+def test_torchrun_s_report_quotes_what_went_wrong(folder):
+    """Below its own traceback, in place of a hint at its documentation."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    options = ["--model", "tiny", "--device", "cpu", "--data", "nowhere", "--out", str(folder)]
+    command = [*torchrun, "2", str(SCRIPT), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 1
+    report = result.stderr.rpartition("FAILED")[2]
+    assert re.search(r"traceback : train_gpt: .*nowhere: there is no such file or folder", report)
+    assert len(re.findall(r"^train_gpt: ", result.stderr, re.M)) <= 1  # of the first rank alone
 
 
 # --- HellaSwag

@@ -1,0 +1,69 @@
+"""What FP8 does to the tensors of a run: a sample every so many steps, and advice on what its monitor finds.
+
+Advice is in flags of train_gpt.py, and given once: again where other layers have come to break the same rule. How far
+steps move the weights says something of the learning rate where that is near its highest: in the warm-up weights are
+small and moments young, and at the end steps are meant to be small.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import fp8stack
+from fp8stack.monitor import Finding, Monitor
+
+from .schedule import learning_rate
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .model import GPT
+
+MONITORED = 50  # steps between samples
+FLAGS = {"lr": "--max-lr", "warm_up": "raise --warmup-steps"}
+
+
+class Watch:
+    """The monitor of a run. The same steps are sampled in a run that is resumed."""
+
+    def __init__(self, config: Config, model: GPT, optimizer: Any) -> None:
+        self.config = config
+        self.monitor = Monitor(model, optimizer, every=MONITORED, by_hand=True)
+        self._told: dict[tuple[str, str, bool], set[str]] = {}
+
+    def begin_step(self, step: int) -> None:
+        """Sample the step that begins, counted from 0, if it is its turn."""
+        self.monitor.begin_step(step)
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Return the numbers of the step that was taken, counted from 1, if it was sampled."""
+        return self.monitor.metrics(wait=True) if (step - 1) % MONITORED == 0 else {}
+
+    def advice(self) -> list[str]:
+        """Return what there is to say of the last sample, and was not said before."""
+        return [f.text(as_flag) for f in self.monitor.findings() if self._is_news(f)]
+
+    def _is_news(self, finding: Finding) -> bool:
+        if finding.field == "update_ratio" and not self._steps_are_large():
+            return False
+        told = self._told.setdefault((finding.field, finding.operand, finding.above), set())
+        new = set(finding.layers) - told
+        told |= new
+        return bool(new)
+
+    def _steps_are_large(self) -> bool:
+        """Was the last sample taken after the warm-up, at half of the highest learning rate or more?"""
+        config, step = self.config, self.monitor.step or 0
+        warm = step >= (config.warmup_steps or 0)
+        return warm and learning_rate(config, step) >= config.max_lr / 2
+
+
+def as_flag(name: str, value: str | None) -> str:
+    """Return an option of `fp8stack.initialize`, or a word for a learning rate, as the flag of train_gpt.py."""
+    flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+    return flag if value is None else f"{flag} {value}"
+
+
+def watch(config: Config, model: GPT, optimizer: Any) -> Watch | None:
+    """Return what watches a model; None where no layers of fp8stack's own multiply, or none that a monitor sees."""
+    native = config.opt_level != "off" and fp8stack.get_report(model).compute == "native"
+    return Watch(config, model, optimizer) if native and not config.compile else None
