@@ -5,7 +5,6 @@ import pickle
 import pytest
 import torch
 from helpers import TinyLM, assert_same_bits, through_file, train
-from layers import QKV, native
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -104,22 +103,6 @@ def test_delayed_scaling_goes_on_with_its_histories(options, tmp_path):
     anew[0].load_state_dict(states["m"])
     anew[1].load_state_dict(states["o"])
     assert train(*anew, 5, start=10) != train(*original, 5, start=10), "they matter"
-
-
-def test_a_history_that_layers_share_is_that_of_the_layer_that_cast():
-    """In a state from when each had its own, of which eager mode used one."""
-    model = native(QKV(), fp8_recipe="delayed", amax_history_len=4)
-    assert model.q.products.x_state is model.k.products.x_state is model.v.products.x_state
-    model(torch.randn(8, 32, requires_grad=True))
-    state = scaling_state(model)
-    expected = state["q.x"].clone()
-    for idle in "kv":
-        state[f"{idle}.x"], state[f"{idle}.casts"] = torch.zeros(7), torch.zeros(2, dtype=int)
-    other = native(QKV(), fp8_recipe="delayed", amax_history_len=4)
-    load_scaling_state(other, state)
-    assert_same_bits(scaling_state(other)["v.x"], expected)
-    load_scaling_state(other, {k: torch.zeros_like(v) for k, v in state.items()})
-    assert not scaling_state(other)["v.x"].any()
 
 
 def test_histories_that_do_not_fit_are_named(tmp_path):

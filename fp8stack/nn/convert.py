@@ -32,11 +32,6 @@ from .te import ALIGNMENTS, Engine, Settings, TeLinear
 
 GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
 """What `apply_gemms` makes of Linear layers."""
-READ_ALIKE = (
-    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("wq", "wk", "wv"), ("q", "k", "v"),
-    ("gate_proj", "up_proj"), ("w1", "w3"),
-)  # fmt: skip
-"""Names of layers of one module that read one input, as Llama's, BERT's and torchtitan's do."""
 OWN_FORWARD = "its forward was set on the instance, which hides the class's; initialize before whatever does that"
 
 
@@ -137,7 +132,6 @@ def apply_gemms(
 ) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     caches: dict[torch.Tensor, WeightCache] = {}  # one for all layers that share a weight
-    inputs: dict[tuple[object, ...], Products] = {}  # the first of the layers that read one input
     for name, module in plan.gemm:
         if compute == "te":
             engine = Engine(Settings.of(recipe), module.weight, name)
@@ -146,21 +140,9 @@ def apply_gemms(
             cache = WeightCache.of(module.weight, recipe)
             products = Products(caches.setdefault(module.weight, cache), recipe, name)
             products.chooser = chooser
-            # One history, so that under torch.compile their casts are the same call, which it makes once.
-            products.x_state = inputs.setdefault(_input_of(name, module), products).x_state
             conversion.change(module, Fp8Linear, products=products)
         else:
             conversion.change(module, Bf16Linear, layer_name=name)
-
-
-def _input_of(name: str, layer: nn.Linear) -> tuple[object, ...]:
-    """Return what is equal for layers that, by their names, read one input.
-
-    Where they do not, as in cross-attention, nothing breaks: delayed scales are then those of the larger input.
-    """
-    parent, _, own = name.rpartition(".")
-    alike = next((names for names in READ_ALIKE if own in names), own)
-    return parent, alike, layer.in_features, layer.weight.device
 
 
 def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> None:

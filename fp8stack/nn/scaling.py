@@ -61,15 +61,12 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                     f"the history of {name}.{kind} has {saved.numel()} elements, and the recipe's has {history.size}: "
                     "amax_history_len is another."
                 )
-    taken: dict[int, int] = {}  # casts, by the handle of the history
     for name, products in layers.items():
         casts = state[f"{name}.casts"].tolist()
         weight = products.weights.weight
         for (kind, history), count in zip(_histories(products).items(), casts, strict=True):
             saved = state.get(f"{name}.{kind}")
-            # Of layers that share a history only one may have cast, in a state of eager mode.
-            if saved is not None and count >= taken.get(history.handle, 0):
-                taken[history.handle] = count
+            if saved is not None:
                 home = saved.device if weight is None else weight.device
                 history.on(home).copy_(saved)
                 history.casts = count
