@@ -21,9 +21,10 @@ them; those that are not installed are named, and left out. The fourth has run t
 Every (level, seed) pair is one run of `examples/demo.py`'s `train`, in a process of its own, `--jobs` at a time;
 the same seed gives every level the same weights and batches, so differences are paired. It appends one record a run,
 with the curves, to `benchmarks/results/convergence.jsonl`; the table is of all that the file holds of this model, with
-as many steps, the same batch and learning rate, so seeds may be run in several calls; for the smaller model the picture
-is, too. The last line of output is one JSON object with the result, and the exit status is 1 if any level's mean
-validation loss is further than 0.5 % from the baseline's, or a peer's run broke off.
+as many steps, the same batch and learning rate, over the text of the last baseline, so seeds may be run in several
+calls; for the smaller model the picture is, too, once each level has all seeds. The last line of output is one JSON
+object with the result, and the exit status is 1 if any level's mean validation loss is further than 0.5 % from the
+baseline's, or a peer's run broke off.
 
 The text is the source of the installed PyTorch, tens of megabytes, so that no run sees it twice by much. Batches are
 large because this model learns to copy from its context in one sudden transition, whose step is a matter of luck when
@@ -52,6 +53,7 @@ from unittest.mock import patch
 import torch
 from common import ROOT, append_records
 from optimizer_step import VARIANTS, Variant, count_bytes, make_step
+from paired_runs import beside_baseline, tabulate
 from torch import nn
 from torch.optim import Optimizer
 
@@ -246,11 +248,7 @@ def by_variant(
     path: Path, keep: Callable[[dict[str, Any]], bool] = lambda record: True
 ) -> dict[str, dict[int, dict[str, Any]]]:
     """Read all records that are to be kept: variant, then seed."""
-    table: dict[str, dict[int, dict[str, Any]]] = {}
-    for record in map(json.loads, path.read_text().splitlines()):
-        if keep(record):
-            table.setdefault(record["variant"], {})[record["params"]["seed"]] = record
-    return table
+    return tabulate(filter(keep, map(json.loads, path.read_text().splitlines())))
 
 
 def summarize(
@@ -341,13 +339,19 @@ def main(arguments: list[str] | None = None) -> int:
     broken = bool(options.seeds) and run_all(options)
     if not options.out.exists():
         return int(broken)
-    table = by_variant(options.out, lambda record: is_alike(record, options))
-    if "baseline" not in table:
+    records = map(json.loads, options.out.read_text().splitlines())
+    alike = [record for record in records if is_alike(record, options)]
+    compared = beside_baseline(alike)
+    if not compared:
         print("there is no baseline of such runs, so nothing is compared", file=sys.stderr)
         return int(broken)
+    if alone := len(alike) - len(compared):
+        why = "of another text than the last baseline's, or of a seed that it lacks"
+        print(f"{alone} of {len(alike)} runs are left out: {why}", file=sys.stderr)
+    table = tabulate(compared)
     summary = summarize(table)
     picture = options.picture or (PICTURE if options.model == "19m" else None)
-    if picture and set(LEVELS) <= table.keys():
+    if picture and all(table.get(level, {}).keys() == table["baseline"].keys() for level in LEVELS):
         draw(table, picture)
     show(summary)
     print(json.dumps(summary))
@@ -358,9 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
 def is_alike(record: dict[str, Any], options: argparse.Namespace) -> bool:
     """Return whether a record is of the model, steps, batch and learning rate of this call."""
     params = record["params"]
-    asked = params_of(
-        params["seed"], options, params["text"]
-    )  # older records lack a few parts of the model
+    asked = params_of(params["seed"], options, params["text"])  # older records lack parts of these
     return all(asked.get(key) == value for key, value in params.items())
 
 

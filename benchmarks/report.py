@@ -28,6 +28,7 @@ import peer_tables
 import report_pictures as pictures
 from common import ROOT
 from matplotlib.figure import Figure
+from paired_runs import beside_baseline
 from record_tables import SMALL, by_variant
 from training_tables import LONG_RUNS, last_runs
 
@@ -69,9 +70,8 @@ def last_of_each(records: Iterable[Record], **params: Any) -> list[Record]:
 
 
 def with_baseline(records: Iterable[Record], params: Record) -> list[Record]:
-    """Return the records with these parameters, none where the baseline is not among them."""
-    chosen = [r for r in records if params.items() <= r["params"].items()]
-    return chosen if any(r["variant"] == "baseline" for r in chosen) else []
+    """Return those with these parameters that a baseline compares with, none where it is not among them."""
+    return beside_baseline(r for r in records if params.items() <= r["params"].items())
 
 
 def last_pairs(records: Iterable[Record]) -> list[Record]:

@@ -19,6 +19,11 @@ LEVELS = {
     "O1": "tab:orange",
     "O2": "tab:red",
 }
+OTHERS = (
+    "tab:green", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "navy", "magenta", "darkolivegreen",
+    "mediumspringgreen", "deeppink", "darkkhaki", "blueviolet", "lightsalmon", "darkgoldenrod", "pink",
+)  # fmt: skip
+STYLES = {"level": "-", "fallback": "--", "peer": "-.", "other": ":"}
 
 
 def bars(
@@ -70,22 +75,34 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
     for r in rows:
         curves.setdefault(r["variant"], {})[r["params"]["seed"]] = dict(r["validation"])
     base = curves.get("baseline") or curves["bf16"]
-    ends = [2.0]
+    ends, looks = [2.0], looks_of(list(curves))
     for level, by_seed in curves.items():
         shared = [s for s in next(iter(by_seed.values())) if all(s in c for c in by_seed.values())]
         mean = [statistics.mean(curve[step] for curve in by_seed.values()) for step in shared]
         label = level.removeprefix("peer/")
-        (line,) = above.plot(shared, mean, color=LEVELS.get(level), marker=".", label=label)
+        color, style = looks[level]
+        above.plot(shared, mean, style, color=color, marker=".", label=label)
         for seed, curve in by_seed.items():
             other = base.get(seed, {})
             off = {step: 100 * (curve[step] / other[step] - 1) for step in curve if step in other}
-            below.plot(list(off), list(off.values()), color=line.get_color(), linewidth=0.8)
+            below.plot(list(off), list(off.values()), style, color=color, linewidth=0.8)
             last = [abs(x) for x in list(off.values())[-1:]]  # the first ones may be wild
             ends += [min(1.2 * x, 10.0) for x in last if math.isfinite(x)]  # and so may a peer be
     below.axhspan(-0.5, 0.5, color="0.92", zorder=0)
     above.set(ylabel=f"validation loss, {rows[0]['unit']}")
     below.set(xlabel="step", ylabel="off the baseline, %", ylim=(-max(ends), max(ends)))
-    above.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small", handlelength=3)
+
+
+def looks_of(variants: list[str]) -> dict[str, tuple[str, str]]:
+    """Return color and line style of each: a level's are its own everywhere, others' styles tell their kinds."""
+    others = [v for v in variants if v not in LEVELS]
+    looks = {v: (LEVELS[v], STYLES["level"]) for v in variants if v in LEVELS}
+    for i, variant in enumerate(others):
+        kind = variant.partition("/")[0]
+        style = STYLES[kind if kind in ("fallback", "peer") else "other"]
+        looks[variant] = OTHERS[i % len(OTHERS)], style
+    return looks
 
 
 def draw_bytes(figure: Figure, rows: list[Record]) -> None:

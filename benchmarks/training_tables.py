@@ -32,7 +32,9 @@ def steps() -> dict[str, Record]:
     found, records = {}, read("end_to_end", model="llama-1b")
     for last, compiled in (("O2 fused, delayed", False), ("O2 fused, delayed compiled", True)):
         time = by_variant(records)[last]["time"]
-        part = [r for r in records if r["time"] == time and ("compiled" in r["variant"]) == compiled]
+        part = [
+            r for r in records if r["time"] == time and ("compiled" in r["variant"]) == compiled
+        ]
         found |= by_variant(part)
     return found
 

@@ -29,10 +29,11 @@ from fp8stack import comm
 from fp8stack.api import session_of
 from fp8stack.errors import CheckpointError, ConfigError
 
-from .checkpoints import Checkpoint, load, rank_and_world
+from .checkpoints import Checkpoint, load
 from .config import SCALING
 from .model import GPT, ModelConfig
 from .options import warn
+from .ranks import rank_and_world
 
 OWN = (
     "attention",

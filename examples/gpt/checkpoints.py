@@ -33,17 +33,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fp8stack.errors import CheckpointError, Fp8StackWarning, first_line
+
+from .ranks import gather, on_first_rank, rank_and_world
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 LATEST, BEST = "latest", "best"
 WRITING, DELETING = ".writing-", ".deleting-"
 CHUNK = 2**24  # bytes summed at a time
+OTHERS = " Use another one; --list-checkpoints shows them."
 
 T = TypeVar("T")
 
@@ -73,19 +75,6 @@ class Checkpoint:
     def age(self) -> tuple[float, int]:
         """What checkpoints are ordered by: when they were written, since a run may be taken back to an older step."""
         return self.manifest["saved_at"], self.step
-
-
-def rank_and_world() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gather(value: T) -> list[T]:
-    """Return every rank's value, on every rank."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 # --- writing
@@ -275,12 +264,15 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
     except (FileNotFoundError, NotADirectoryError):
         lacks = f"it has no {MANIFEST}, which is written last"
         raise CheckpointError(
-            f"{path} is no checkpoint: {'it is a file, no folder' if path.is_file() else lacks}. Use another one; "
-            "--list-checkpoints shows them."
+            f"{path} is no checkpoint: {'it is a file, no folder' if path.is_file() else lacks}.{OTHERS}"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         raise CheckpointError(
-            f"{path / MANIFEST} is damaged ({first_line(error)}). Use another one; --list-checkpoints shows them."
+            f"{path} cannot be read: {MANIFEST} ({error.strerror}).{OTHERS}"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path / MANIFEST} is damaged ({first_line(error)}).{OTHERS}"
         ) from None
     if not known:
         raise CheckpointError(
@@ -292,24 +284,34 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
             what = "cut short" if found != size else ""
             if not what and sums and _sum_up(path / name)[1] != crc:
                 what = "altered"
+        except FileNotFoundError:
+            what = "missing"
         except OSError as error:
-            what = f"missing ({error.strerror})"
+            raise CheckpointError(
+                f"{path} cannot be read: {name} ({error.strerror}).{OTHERS}"
+            ) from None
         if what:
             raise CheckpointError(
-                f"{path} is damaged: {name} is {what} (written: {size} bytes, CRC-32 {crc:08x}). Use another one; "
-                "--list-checkpoints shows them."
+                f"{path} is damaged: {name} is {what} (written: {size} bytes, CRC-32 {crc:08x}).{OTHERS}"
             )
     return checkpoint
 
 
 def survey(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Return what `list_checkpoints` does, and what is wrong with the others."""
+    """Return what `list_checkpoints` does, and what is wrong with the others, and with folders that are not read."""
     found, damaged = [], {}
-    for path in (path for folder in folders for path in sorted(folder.glob("step_*"))):
-        try:
-            found.append(inspect(path, sums=False))
-        except CheckpointError as error:
-            damaged[path] = str(error)
+    for folder in folders:
+        try:  # not glob, to which a folder that cannot be read is an empty one
+            paths = sorted(path for path in folder.iterdir() if path.name.startswith("step_"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            paths, damaged[folder] = [], f"{folder} cannot be read ({error.strerror})."
+        for path in paths:
+            try:
+                found.append(inspect(path, sums=False))
+            except CheckpointError as error:
+                damaged[path] = str(error)
     return sorted(found, key=lambda checkpoint: checkpoint.age), damaged
 
 
@@ -318,10 +320,13 @@ def list_checkpoints(folders: Iterable[Path]) -> list[Checkpoint]:
     return survey(folders)[0]
 
 
-def find_latest(folders: Iterable[Path]) -> Checkpoint | None:
-    """Return the newest checkpoint that is whole, None if there is none; one warning names those passed over.
+def find_latest(folders: Iterable[Path], advice: str = "Give another folder.") -> Checkpoint | None:
+    """Return the newest checkpoint that is whole, None if there is none at all; one warning names those passed over.
 
     Called by all ranks; the first one looks.
+
+    Raises:
+        CheckpointError: on all ranks, if none of those there is whole; it ends with `advice`.
     """
 
     def look() -> Checkpoint | None:
@@ -333,14 +338,13 @@ def find_latest(folders: Iterable[Path]) -> Checkpoint | None:
                 break
             except CheckpointError as error:
                 damaged[checkpoint.path] = str(error)
-        if damaged:
-            chosen = f"using {latest.path.name}" if latest else "there is no other"
+        reasons = " ".join(why.removesuffix(OTHERS) for why in damaged.values())
+        if damaged and latest is None:
+            raise CheckpointError(f"no checkpoint is whole: {reasons} {advice}")
+        if damaged and latest:
             number = f"{len(damaged)} checkpoint{'s' * (len(damaged) > 1)}"
-            warnings.warn(
-                f"{number} cannot be used; {chosen}. {' '.join(damaged.values())}",
-                Fp8StackWarning,
-                stacklevel=3,
-            )
+            text = f"{number} cannot be used; using {latest.path.name}. {reasons} --list-checkpoints shows them."
+            warnings.warn(text, Fp8StackWarning, stacklevel=3)
         return latest
 
     return on_first_rank(look)
@@ -353,26 +357,8 @@ def find(path: Path) -> Checkpoint:
         CheckpointError: on all ranks, if there is none, or the one that is named is damaged.
     """
     folders = [path, path / "checkpoints", path / "checkpoints_fp8"]
-    if (path / MANIFEST).exists() or not any(any(f.glob("step_*")) for f in folders):
-        return on_first_rank(lambda: inspect(path))
-    latest = find_latest(folders)
-    if latest is None:
-        raise CheckpointError(f"{path} has no checkpoint that is whole. Give another folder.")
-    return latest
-
-
-def on_first_rank(action: Callable[[], T]) -> T:
-    """Do something on the first rank; return its result, or raise its error, on all."""
-    result: Any = None
-    if rank_and_world()[0] == 0:
-        try:
-            result = action()
-        except CheckpointError as error:
-            result = error
-    result = gather(result)[0]
-    if isinstance(result, CheckpointError):
-        raise result
-    return result
+    latest = None if (path / MANIFEST).exists() else find_latest(folders)
+    return latest or on_first_rank(lambda: inspect(path))
 
 
 def load(path: Path, states: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError
 
-from .checkpoints import rank_and_world
+from .ranks import rank_and_world
 
 if TYPE_CHECKING:
     from .data import Data

@@ -20,13 +20,11 @@ from .checkpoints import (
     clear,
     find,
     find_latest,
-    gather,
-    on_first_rank,
-    rank_and_world,
     survey,
 )
 from .config import PRECISIONS, Config
 from .options import warn
+from .ranks import gather, on_first_rank, rank_and_world
 
 
 def choose_precision(config: Config, device: torch.device) -> str:
@@ -121,16 +119,22 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
     or else the newest of its name in another precision; a warning says where such a one is further on.
 
     Raises:
-        CheckpointError: if a path is given and there is none, or it is damaged.
+        CheckpointError: if a path is given and there is none, or it is damaged; if there are checkpoints, and none is
+            whole: the run would begin again over what is left of it, in a requeued job without anyone seeing it.
     """
     if not config.resume:
         return None
     if config.resume not in ("auto", "latest"):
         return find(Path(config.resume))
     own = run_folder(config, precision)
-    found = find_latest(folders_of(own))
+    again = (
+        f"--resume {config.resume} does not begin over them: try again where they could not be read, begin in another "
+        "folder with another --run-name, or"
+    )
+    delete = "delete them with --overwrite in place of --resume."
+    found = find_latest(folders_of(own), f"{again} {delete}")
     if config.resume == "latest" and found is None:
-        found = find_latest(all_folders(config))
+        found = find_latest(all_folders(config), f"{again} begin in {own} with --resume auto.")
     elif config.resume == "latest":
         _tell_of_later(config, found, folders_of(own))
     if found is None and rank_and_world()[0] == 0:

@@ -36,7 +36,7 @@ from fp8stack.errors import ConfigError
 from fp8stack.nn import restore_scaling, scaling_state
 from fp8stack.optim import BlockwiseOptimizer
 
-from . import batching, build, changes, checkpoints, evaluation, randomness, runs
+from . import batching, build, changes, checkpoints, evaluation, randomness, ranks, runs
 from .build import Level, Setup, synchronized
 from .config import Config
 from .data import open_data
@@ -64,7 +64,7 @@ class Trainer:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.device = build.join_ranks(config.device)
-        self.rank, self.world = checkpoints.rank_and_world()
+        self.rank, self.world = ranks.rank_and_world()
         self.precision = runs.choose_precision(config, self.device)
         self.folder = runs.run_folder(config, self.precision)
         runs.check_fresh(config, self.precision)
@@ -147,7 +147,7 @@ class Trainer:
             raise
         self.log.close()
         if self.stopped:
-            checkpoints.gather(self.step)  # torchrun ends the others when the first is gone
+            ranks.gather(self.step)  # torchrun ends the others when the first is gone
         return self.losses
 
     def stop(self) -> None:
@@ -155,7 +155,7 @@ class Trainer:
 
         Without an evaluation: the time that is left may be short.
         """
-        self.stopped = max(checkpoints.gather(self.signals.received))
+        self.stopped = max(ranks.gather(self.signals.received))
         if self.config.checkpoint_freq:
             self.save(evaluate=False)
             how = "--resume auto goes on"
@@ -323,7 +323,7 @@ class Trainer:
             del states
 
     def _agree(self, fits: bool) -> bool:
-        return all(checkpoints.gather(fits))
+        return all(ranks.gather(fits))
 
     def _restore(self, progress: dict[str, Any], local: dict[str, Any] | None) -> None:
         """Put back what a checkpoint holds beside weights and states."""

@@ -5,13 +5,9 @@ import json
 from pathlib import Path
 
 import convergence
-import peer_tables
 import pytest
-import record_tables
-import report
 import torch
 from convergence import PEERS, any_skipped, by_variant, choose_peers, main, run, to_record
-from matplotlib.figure import Figure
 
 
 @pytest.fixture
@@ -132,43 +128,49 @@ def test_only_runs_of_one_model_are_compared(tmp_path, capsys):
     assert "no baseline of such runs" in capsys.readouterr().err
 
 
-def test_the_table_has_what_is_recorded_of_the_larger_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(record_tables, "RESULTS", tmp_path)
-    rows = []
-    for variant, values in {
-        "peer/torchao 8bit/bf16": (2.2, 2.0),
-        "peer/te fp8-lm": (float("nan"), 2.0),
-        "fallback/bitsandbytes": (2.0, 2.0),
-        "baseline": (2.0, 2.0),
-        "O2": (1.99, 2.0),
-    }.items():
-        for seed, value in enumerate(values):
-            params = {**peer_tables.RECIPE, "seed": seed}
-            more = {"unit": "nats/byte", "bytes_per_parameter": {"total": 6.1254}}
-            made = {"time": "2026", "command": "c", "gpu": "g", "torch": "t", "git": "1"}
-            curve = {"validation": [[250, 3.0], [1500, value]]}
-            rows.append(
-                {"variant": variant, "params": params, "value": value, **more, **curve, **made}
-            )
-    rows.append({**rows[0], "params": {**rows[0]["params"], "dim": record_tables.SMALL}})
-    records = tmp_path / "convergence.jsonl"
-    records.write_text("")
-    assert peer_tables.peer_parity() == ["Not recorded yet."]
-    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert peer_tables.peer_parity()[2:] == [
-        "| baseline | 2.0000 | | | 6.13 |",
-        "| O2 | 1.9950 | −0.25 % | −0.50, +0.00 % | 6.13 |",
-        "| fallback, bitsandbytes | 2.0000 | +0.00 % | +0.00, +0.00 % | 6.13 |",
-        "| torchao 8bit, bfloat16 weights | 2.1000 | +5.00 % | +10.00, +0.00 % | 6.13 |",
-        "| te fp8-lm | not finite | | | 6.13 |",
+def test_only_runs_over_one_text_and_of_the_baseline_s_seeds_are_compared(tmp_path, capsys):
+    params = {"dim": 128, "steps": 3, "batch": 2, "lr": 1e-3}
+    found = [
+        ("baseline", 0, "torch", 9.0),
+        ("O1", 0, "stdlib", 2.001),
+        ("baseline", 0, "stdlib", 2.0),
+        ("O1", 0, "torch", 9.9),
+        ("O1", 1, "stdlib", 8.0),
+        ("O2", 1, "stdlib", 8.0),
     ]
-    section = next(s for s in report.SECTIONS if s.key == "peers")
-    assert section.choose([row for row in rows if row["variant"] != "baseline"]) == []
-    figure = Figure()
-    section.draw(figure, section.choose(rows))
-    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert shown[:2] == ["torchao 8bit/bf16", "te fp8-lm"]
-    assert len(shown) == 5
+    out = tmp_path / "records.jsonl"
+    rows = (
+        {"variant": v, "params": {**params, "seed": seed, "text": text}, "value": x}
+        for v, seed, text, x in found
+    )
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ["--model", "tiny", "--steps", "3", "--batch", "2", "--lr", "1e-3", "--out", str(out)]
+    assert main([*sizes, "--seeds"]) == 0
+    shown = capsys.readouterr()
+    summary = json.loads(shown.out.splitlines()[-1])
+    assert {v: row["mean"] for v, row in summary.items()} == {"O1": 2.001, "baseline": 2.0}
+    assert "4 of 6 runs are left out" in shown.err
+
+
+def test_a_picture_waits_until_every_level_has_the_baseline_s_seeds(tmp_path):
+    params = {"dim": 128, "steps": 3, "batch": 2, "lr": 1e-3, "text": "x"}
+    out, picture = tmp_path / "records.jsonl", tmp_path / "picture.svg"
+
+    def add(level, seed):
+        row = {"variant": level, "params": {**params, "seed": seed}, "value": 2.0}
+        with out.open("a") as file:
+            file.write(json.dumps({**row, "validation": [[1, 3.0], [3, 2.0]]}) + "\n")
+
+    sizes = ["--model", "tiny", "--steps", "3", "--batch", "2", "--lr", "1e-3", "--out", str(out)]
+    sum_up = [*sizes, "--seeds", "--picture", str(picture)]
+    for level, seed in [("baseline", 0), ("baseline", 1), ("O0", 0), ("O1", 0), ("O2", 0)]:
+        add(level, seed)
+    assert main(sum_up) == 0
+    assert not picture.exists()
+    for level in ("O0", "O1", "O2"):
+        add(level, 1)
+    assert main(sum_up) == 0
+    assert "<svg" in picture.read_text()
 
 
 class AtOnce:

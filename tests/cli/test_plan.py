@@ -1,6 +1,7 @@
 """`fp8stack plan`: it says what `initialize` then does, counts the same bytes, and allocates nothing."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import fp8stack
 from fp8stack import capability
 from fp8stack.__main__ import main
-from fp8stack.cli import machine
+from fp8stack.cli import machine, target
 from fp8stack.memory import measure
 
 MODELS = """
@@ -223,7 +224,11 @@ def package(models, tmp_path):
         "from .. import WIDTH\nfrom .layers import Model\n\n\ndef build():\n    return Model(WIDTH)\n"
     )
     yield inner
-    for name in [n for n in sys.modules if n.partition(".")[0] in ("planned_outer", "layers")]:
+    for name in [
+        n
+        for n in sys.modules
+        if n.partition(".")[0] in ("planned_outer", "05_planned-outer", "layers")
+    ]:
         del sys.modules[name]
 
 
@@ -234,6 +239,56 @@ def test_a_file_of_a_package_imports_relatively(package, models, capsys, monkeyp
     before = list(sys.path)
     assert planned(capsys, "train.py:build") == expected
     assert sys.path == before
+
+
+def test_a_module_beside_a_file_of_a_package_hides_none_of_python(package, models, capsys):
+    """As with `python -m`; it is found by its plain name where nothing else has that name."""
+    expected = planned(capsys, "models.py:build")
+    (package / "wave.py").write_text("raise RuntimeError('the one beside')\n")
+    text = (package / "train.py").read_text()
+    (package / "train.py").write_text(f"import wave\n{text}\nassert wave.open\n")
+    sys.modules.pop("wave", None)
+    sys.path.append(str(package))  # of the user's own, which stays where it was
+    before = list(sys.path)
+    try:
+        assert planned(capsys, "planned_outer/inner/train.py:build") == expected
+        assert sys.path == before
+    finally:
+        sys.path.remove(str(package))
+
+
+def test_what_a_file_adds_to_the_path_stays(models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "added.py").write_text(f"import sys\nsys.path.insert(0, 'lib')\n{MODELS}")
+    before = list(sys.path)
+    planned(capsys, "added.py:build")
+    assert sys.path == ["lib", *before]
+    (tmp_path / "taken.py").write_text(f"import sys\nsys.path.pop(0)\n{MODELS}")
+    planned(capsys, "taken.py:build")
+    assert sys.path == ["lib", *before]
+
+
+@pytest.mark.parametrize("file", ["planned_outer/inner/train.py", "plain.py"])
+def test_a_file_that_has_changed_is_read_again(file, package, tmp_path):
+    (tmp_path / "plain.py").write_text(
+        "from models import Model\n\n\ndef build():\n    return Model(64)\n"
+    )
+    assert target.build(f"{file}:build")[0].head.in_features == 64
+    path = tmp_path / file
+    path.write_text(re.sub(r"Model\(\w+\)", "Model(width=128)", path.read_text()))
+    assert target.build(f"{file}:build")[0].head.in_features == 128
+
+
+def test_a_package_that_cannot_be_named_is_refused_in_words(models, package, tmp_path, capsys):
+    expected = planned(capsys, "models.py:build")
+    package.parent.rename(tmp_path / "05_planned-outer")  # no identifier, and python -m takes it
+    assert planned(capsys, "05_planned-outer/inner/train.py:build") == expected
+    (tmp_path / "05_planned-outer").rename(tmp_path / "v1.0")
+    with pytest.raises(SystemExit):
+        main(["plan", "v1.0/inner/train.py:build"])
+    error = capsys.readouterr().err
+    assert "v1.0/inner/train.py imports relatively, and 'v1.0' in its path has a dot" in error
+    assert "Rename it to v1_0" in error
 
 
 def test_what_a_relative_import_lacks_is_said(package, capsys):

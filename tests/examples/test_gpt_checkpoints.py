@@ -13,7 +13,7 @@ import torch
 from gpt import checkpoints
 from gpt.checkpoints import CheckpointError, find, find_latest, inspect, list_checkpoints
 from gpt.config import Config
-from gpt.runs import list_runs
+from gpt.runs import find_checkpoint, list_runs
 
 from fp8stack.errors import Fp8StackWarning
 
@@ -122,8 +122,39 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, file, da
         with pytest.raises(CheckpointError, match=f"{file} is (cut short|altered|missing)"):
             find(newer)
     shutil.rmtree(older)
-    with pytest.warns(Fp8StackWarning, match=r"^1 checkpoint cannot be used; there is no other"):
-        assert find_latest([tmp_path]) is None
+    expected = r"^no checkpoint is whole: .*step_00000002.* Do it\.$"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once, by the error
+        with pytest.raises(CheckpointError, match=expected):
+            find_latest([tmp_path], "Do it.")
+
+
+def unreadable(path):
+    """A link to itself, which no user can read, not even root."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])
+def test_what_cannot_be_read_is_not_called_damaged(tmp_path, file):
+    path = write(tmp_path, 1)
+    unreadable(path / file)
+    with pytest.raises(CheckpointError, match=f"cannot be read: {file}.*Too many levels") as raised:
+        find_latest([tmp_path])
+    assert "damaged" not in str(raised.value)
+
+
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
+    config = Config(model="tiny", run_name="mine", out=tmp_path, resume="auto")
+    folder = tmp_path / "mine-fp8-o2" / "checkpoints_fp8"
+    folder.parent.mkdir()
+    folder.symlink_to(folder.name)
+    with pytest.raises(CheckpointError, match=r"checkpoints_fp8 cannot be read .*--run-name"):
+        find_checkpoint(config, "FP8 O2")
+    assert list_runs(config).splitlines()[1:] == [f" damaged  {folder}: cannot be read"]
+    other = write(tmp_path / "mine-bf16" / "checkpoints", 1)
+    with pytest.warns(Fp8StackWarning, match=r"^1 checkpoint cannot be used; using step"):
+        assert find_latest([folder, other.parent]).path == other
 
 
 def test_damaged_checkpoints_are_counted_and_listed_with_the_reason(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import train_gpt
 import workers_gpt
 from gpt import checkpoints
 from gpt.changes import MEANING, report
@@ -251,6 +252,46 @@ def test_auto_is_the_run_s_own_in_its_precision_or_a_fresh_start(folder, capsys)
         r"resumed from .*/auto-own-bf16/checkpoints/step_0+2 ", capsys.readouterr().out
     )
     assert (longer[:2], len(longer), len(alone)) == (begun, 4, 4)
+
+
+@pytest.mark.parametrize("resume", ["auto", "latest"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(folder, resume, capsys):
+    options = {"run_name": f"damaged-{resume}", "out": folder / "damaged"}
+    train(folder, opt_level="O2", **options)
+    train(folder, opt_level="off", **options, steps=2)  # which "latest" could fall to
+    run = folder / "damaged" / f"damaged-{resume}-fp8-o2"
+    steps = sorted(run.glob("checkpoints_fp8/step_*"))
+    (steps[0] / "manifest.json").unlink()
+    with open(steps[1] / "__0_0.distcp", "r+b") as file:
+        file.truncate(9)
+    before = (run / "metrics.jsonl").read_text()
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match="is whole") as raised:
+        train(folder, opt_level="O2", **options, resume=resume)
+    told = str(raised.value)
+    parts = (f"--resume {resume}", *map(str, steps), "cut short", "--overwrite", "--run-name")
+    assert [part for part in parts if part not in told] == []
+    assert "starting at step 0" not in capsys.readouterr().out
+    assert (run / "metrics.jsonl").read_text() == before
+    arguments = ["--model", "tiny", "--seq-len", "16", "--device", "cpu", "--opt-level", "O2"]
+    places = ["--data", str(folder / "text.txt"), "--out", str(options["out"])]
+    which = ["--run-name", options["run_name"], "--resume", resume]
+    code = train_gpt.main([*arguments, *places, *which])
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1)
+    assert told in error
+    begun = train(folder, opt_level="O2", **options, overwrite=True, steps=2)  # as it says
+    assert len(begun) == 2
+
+
+def test_latest_ends_where_all_precisions_are_damaged(folder):
+    options = {"run_name": "gone", "out": folder / "gone"}
+    train(folder, opt_level="off", **options, steps=2)
+    (path,) = folder.glob("gone/gone-bf16/checkpoints/step_*")
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"is whole: .*gone-bf16.*--run-name"):
+        train(folder, opt_level="O2", **options, resume="latest")
+    assert len(train(folder, opt_level="O2", **options, resume="auto")) == 4  # a run of its own
 
 
 def test_a_checkpoint_that_was_not_evaluated_has_no_validation_loss(folder, capsys):
