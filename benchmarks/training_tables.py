@@ -30,8 +30,9 @@ STEPS_IN_SHORT = (
 def steps() -> dict[str, Record]:
     """Return the records of a whole step of the 1.1 B Llama, by variant: eager and compiled ones of a run each."""
     found, records = {}, read("end_to_end", model="llama-1b")
-    for last, compiled in (("O2 fused, delayed", False), ("O2 fused, delayed compiled", True)):
-        time = by_variant(records)[last]["time"]
+    last = by_variant(records)
+    for variant, compiled in (("O2 fused, delayed", False), ("O2 fused, delayed compiled", True)):
+        time = last[variant]["time"]
         part = [
             r for r in records if r["time"] == time and ("compiled" in r["variant"]) == compiled
         ]

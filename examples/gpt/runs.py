@@ -20,6 +20,7 @@ from .checkpoints import (
     clear,
     find,
     find_latest,
+    list_checkpoints,
     survey,
 )
 from .config import PRECISIONS, Config
@@ -144,11 +145,12 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
 
 def _tell_of_later(config: Config, taken: Checkpoint, own: list[Path]) -> None:
     """Warn where the run has got further in another precision than the checkpoint of its own that is taken."""
-    later = taken
-    if rank_and_world()[0] == 0:
-        others = survey(folder for folder in all_folders(config) if folder not in own)[0]
-        later = max([taken, *others], key=lambda checkpoint: checkpoint.step)
-    later = gather(later)[0]
+
+    def look() -> Checkpoint:
+        others = list_checkpoints(folder for folder in all_folders(config) if folder not in own)
+        return max([taken, *others], key=lambda checkpoint: checkpoint.step)
+
+    later = on_first_rank(look)
     if later.step > taken.step:
         warn(
             f"--resume latest: going on from step {taken.step} ({taken.manifest['precision']}), this run's own; in "
