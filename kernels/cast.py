@@ -2,11 +2,11 @@
 
 Two kernels. The first writes the largest magnitude of each of up to 512 parts of the matrix (as integers: NaN and
 infinity win); the second reduces those again in each program, which costs less than a launch that would do it once, and
-casts tiles, writing each as it lies and transposed. So a cast holds no state, waits for nothing and needs no buffer
-zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in bfloat16. The first kernel
-walks from the end of the matrix to its start and the second from start to end: each begins with what was used last,
-which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`), the second kernel is the
-whole cast.
+casts tiles, writing each as it lies and transposed (`quads.py`). So a cast holds no state, waits for nothing and needs
+no buffer zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in bfloat16. The
+first kernel walks from the end of the matrix to its start and the second from start to end: each begins with what was
+used last, which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`), the second
+kernel is the whole cast.
 
 `recast` reads a matrix once: its first kernel casts with a scale from before, and each program leaves the largest
 magnitude of its tile in a place of its own. The second kernel, of few programs, compares those with the scale: it
@@ -30,12 +30,12 @@ from fp8stack.formats import E4M3, E5M2, MiniFloat
 
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
+from .quads import BYTES, load_rows, magnitude, place_tile, store_columns, store_rows
 from .reference.cast import LEAST, MOST, aligned
 
-_BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
 PARTS = 512
 FLAT = 8192
-TILE = 128
+ROWS, COLS = 64, 128  # of a tile, measured on an H200
 SLOTS = 4096  # magnitudes of tiles that a program reads at once
 PROGRAMS = 256  # of the kernel that has nothing to do most of the time
 _LEAST, _MOST = tl.constexpr(LEAST), tl.constexpr(MOST)
@@ -56,41 +56,9 @@ def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl
 
 
 @triton.jit
-def load_tile(
-    x_ptr, tile, rows, cols, across,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Return a tile in float32, zeros beyond the matrix, and the rows and columns of its elements."""
-    r = (tile // across) * ROWS + tl.arange(0, ROWS)
-    c = (tile % across) * COLS + tl.arange(0, COLS)
-    at = x_ptr + r[:, None].to(tl.int64) * cols + c[None, :]
-    if EVEN:
-        x = tl.load(at).to(tl.float32)
-    else:
-        x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0).to(tl.float32)
-    return x, r, c
-
-
-@triton.jit
-def store_both(
-    code,  # uint8 tile
-    codes_ptr, codes_t_ptr, r, c, rows16, cols16,
-    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of rows r and columns c as it lies, and transposed."""
-    inside = (r < rows16)[:, None] & (c < cols16)[None, :]
-    if CODES:
-        out = codes_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols16 + c[None, :]
-        if EVEN:
-            tl.store(out, code)
-        else:
-            tl.store(out, code, mask=inside)
-    if TRANSPOSED:
-        out = codes_t_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows16 + r[None, :]
-        if EVEN:
-            tl.store(out, tl.trans(code))
-        else:
-            tl.store(out, tl.trans(code), mask=tl.trans(inside))
+def encode_scaled(x, inverse, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return uint8 codes of x × inverse; zeros where the inverse is 0, that of what has no scale."""
+    return encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
 
 
 @triton.jit
@@ -99,11 +67,19 @@ def _cast_tile(
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Cast a tile with the reciprocal of a scale, and return it in float32."""
-    x, r, c = load_tile(x_ptr, tile, rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS)
-    code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
-    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, CODES, TRANSPOSED, EVEN)
-    return x
+    """Cast a tile with the reciprocal of a scale, and return its magnitudes, of four rows together."""
+    q, c = place_tile(tile, tl.cdiv(cols16, COLS), ROWS, COLS)
+    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    c0 = encode_scaled(x0, inverse, MANTISSA, HARDWARE)
+    c1 = encode_scaled(x1, inverse, MANTISSA, HARDWARE)
+    c2 = encode_scaled(x2, inverse, MANTISSA, HARDWARE)
+    c3 = encode_scaled(x3, inverse, MANTISSA, HARDWARE)
+    if CODES:
+        store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows16, cols16, EVEN)
+    if TRANSPOSED:
+        store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows16, cols16, HARDWARE, EVEN)
+    return magnitude(x0, x1, x2, x3)
 
 
 @triton.jit
@@ -131,11 +107,10 @@ def _recast_tiles_kernel(
 ):  # fmt: skip
     previous = tl.load(previous_ptr)
     inverse = tl.where(previous > 0, tl.div_rn(1.0, previous), 0.0)
-    x = _cast_tile(
+    bits = _cast_tile(
         x_ptr, codes_ptr, codes_t_ptr, tl.program_id(0), inverse, rows, cols, rows16, cols16,
         MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
     )  # fmt: skip
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     tl.store(slots_ptr + tl.program_id(0), tl.max(tl.max(bits, axis=1), axis=0))
 
 
@@ -166,18 +141,12 @@ def _refit_kernel(
 
 @triton.jit
 def _transpose_kernel(
-    x_ptr, out_ptr, rows, cols, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    tile, across = tl.program_id(0), tl.cdiv(cols, COLS)
-    r = (tile // across) * ROWS + tl.arange(0, ROWS)
-    c = (tile % across) * COLS + tl.arange(0, COLS)
-    at = x_ptr.to(_BYTES, bitcast=True) + r[:, None].to(tl.int64) * cols + c[None, :]
-    out = out_ptr.to(_BYTES, bitcast=True) + c[:, None].to(tl.int64) * rows + r[None, :]
-    if EVEN:
-        tl.store(out, tl.trans(tl.load(at)))
-    else:
-        inside = (r < rows)[:, None] & (c < cols)[None, :]
-        tl.store(out, tl.trans(tl.load(at, mask=inside, other=0)), mask=tl.trans(inside))
+    x_ptr, out_ptr, rows, cols,
+    HARDWARE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    q, c = place_tile(tl.program_id(0), tl.cdiv(cols, COLS), ROWS, COLS)
+    c0, c1, c2, c3 = load_rows(x_ptr.to(BYTES, bitcast=True), q, c, rows, cols, EVEN)
+    store_columns(c0, c1, c2, c3, out_ptr, q, c, rows, cols, HARDWARE, EVEN)
 
 
 _launch_parts = Launcher(_parts_kernel, num_warps=8, **_ROUNDING)
@@ -246,8 +215,8 @@ def _geometry(
     rows16, cols16 = aligned(rows), aligned(cols)
     tiles = max(-(-rows * cols // FLAT), 1)
     parts = known or min(PARTS, triton.next_power_of_2(tiles))
-    even = rows % TILE == 0 and cols % TILE == 0
-    programs = -(-rows16 // TILE) * -(-cols16 // TILE)
+    even = rows % ROWS == 0 and cols % COLS == 0
+    programs = -(-rows16 // ROWS) * -(-cols16 // COLS)
     return _Geometry(
         (rows16, cols16) if codes else (0, 0),
         (cols16, rows16) if transposed else (0, 0),
@@ -256,7 +225,7 @@ def _geometry(
         (programs, 1, 1),
         (
             rows, cols, rows16, cols16,
-            fmt.mantissa_bits, casts_in_hardware(device), codes, transposed, even, TILE, TILE,
+            fmt.mantissa_bits, casts_in_hardware(device), codes, transposed, even, ROWS, COLS,
         ),
         triton.next_power_of_2(max(programs, 1)),
     )  # fmt: skip
@@ -330,12 +299,14 @@ def _prepare(
 def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]
     """Return the transpose, laid out as rows."""
     rows, cols = codes.shape
+    if rows % 4:  # not of a cast: those are padded
+        return codes.t().contiguous()
     out = codes.new_empty((cols, rows))
     if codes.numel():
-        grid = (-(-rows // TILE) * -(-cols // TILE), 1, 1)
-        even = rows % TILE == 0 and cols % TILE == 0
+        grid = (-(-rows // ROWS) * -(-cols // COLS), 1, 1)
+        even = rows % ROWS == 0 and cols % COLS == 0
         with on_device(codes.device):
             key = (rows, cols, codes.dtype, codes.device, codes.data_ptr() % 16)
-            args = (codes, out, rows, cols, even, TILE, TILE)
+            args = (codes, out, rows, cols, casts_in_hardware(codes.device), even, ROWS, COLS)
             _launch_transpose(key, grid, raw_stream(codes), *args)
     return out

@@ -13,10 +13,20 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import load_tile, store_both
-from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
+from .cast import encode_scaled
+from .fp8 import casts_in_hardware, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
+from .quads import load_rows, magnitude, place_tile, store_columns, store_rows
 from .reference.cast_blocks import Codes, in_fours, padded
+
+
+@triton.jit
+def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return codes of some rows of a tile, a scale each, and store the scales."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale, inverse = scale_and_inverse(tl.max(bits, axis=1), MAX)
+    tl.store(scale_ptr + r, scale)
+    return encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE)
 
 
 @triton.jit
@@ -26,16 +36,27 @@ def _cast_1x128_kernel(
 ):  # fmt: skip
     across = cols_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    x, r, c = load_tile(x_ptr, tl.program_id(0), rows, cols, across, EVEN, 128, 128)
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    scale, inverse = scale_and_inverse(tl.max(bits, axis=1), MAX)
-    code = encode_ocp(tl.where(inverse[:, None] > 0, x * inverse[:, None], 0.0), MANTISSA, HARDWARE)
-    store_both(code, codes_ptr, codes_t_ptr, r, c, rows_padded, cols_padded, True, False, True)
-    tl.store(scale_ptr + block_c.to(tl.int64) * rows_padded + r, scale)
-    scale, inverse = scale_and_inverse(tl.max(bits, axis=0), MAX)
-    code = encode_ocp(tl.where(inverse[None, :] > 0, x * inverse[None, :], 0.0), MANTISSA, HARDWARE)
-    store_both(code, codes_ptr, codes_t_ptr, r, c, rows_padded, cols_padded, False, True, True)
+    q, c = place_tile(tl.program_id(0), across, 128, 128)
+    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
+    c0 = _cast_row(x0, own, r, MANTISSA, MAX, HARDWARE)
+    c1 = _cast_row(x1, own, r + 1, MANTISSA, MAX, HARDWARE)
+    c2 = _cast_row(x2, own, r + 2, MANTISSA, MAX, HARDWARE)
+    c3 = _cast_row(x3, own, r + 3, MANTISSA, MAX, HARDWARE)
+    store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
+    scale, inverse = scale_and_inverse(tl.max(magnitude(x0, x1, x2, x3), axis=0), MAX)
     tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
+    inverse = inverse[None, :]
+    c0, c1 = (
+        encode_scaled(x0, inverse, MANTISSA, HARDWARE),
+        encode_scaled(x1, inverse, MANTISSA, HARDWARE),
+    )
+    c2, c3 = (
+        encode_scaled(x2, inverse, MANTISSA, HARDWARE),
+        encode_scaled(x3, inverse, MANTISSA, HARDWARE),
+    )
+    store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True)
 
 
 @triton.jit
@@ -45,16 +66,26 @@ def _cast_128x128_kernel(
 ):  # fmt: skip
     across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    x, r, c = load_tile(x_ptr, tl.program_id(0), rows, cols, across, EVEN, 128, 128)
-    bits = tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+    q, c = place_tile(tl.program_id(0), across, 128, 128)
+    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    bits = tl.max(tl.max(magnitude(x0, x1, x2, x3), axis=1), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
-    code = encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
-    store_both(code, codes_ptr, codes_t_ptr, r, c, rows_padded, cols_padded, True, True, True)
+    c0, c1 = (
+        encode_scaled(x0, inverse, MANTISSA, HARDWARE),
+        encode_scaled(x1, inverse, MANTISSA, HARDWARE),
+    )
+    c2, c3 = (
+        encode_scaled(x2, inverse, MANTISSA, HARDWARE),
+        encode_scaled(x3, inverse, MANTISSA, HARDWARE),
+    )
+    store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
+    store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True)
     tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
     tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
 
 
-_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=8, enable_fp_fusion=False)
+_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, enable_fp_fusion=False)
 _launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, enable_fp_fusion=False)
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import FLAT, PARTS, load_tile, store_both
+from .cast import COLS, FLAT, PARTS, ROWS
 from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
+from .quads import load_rows, magnitude, place_tile, store_columns, store_rows
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
 
-ROWS, COLS = 64, 128
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
 _HEADER = tl.constexpr(HEADER)
 
@@ -49,12 +49,27 @@ def state_scale(
     return scale
 
 
+# x × inverse, and NaN for an infinity; as PTX, since the subtraction must not be contracted with what made x
+_SCALE = tl.constexpr("""{
+.reg .f32 n;
+sub.rn.f32 n, $1, $1;
+fma.rn.f32 $0, $1, $2, n;
+}""")
+
+
 @triton.jit
-def encode_saturating(x, scale, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return uint8 codes of x / scale: the largest where that is beyond it, NaN where x is not finite."""
-    inverse = tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
-    if HARDWARE:  # saturates, and keeps NaN, which x - x makes of an infinity
-        code = encode_ocp(x * inverse + (x - x), MANTISSA, True)
+def reciprocal(scale):
+    return tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
+
+
+@triton.jit
+def encode_saturating(
+    x, inverse, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """Return uint8 codes of x × inverse: the largest where that is beyond it, NaN where x is not finite."""
+    if HARDWARE:
+        scaled = tl.inline_asm_elementwise(_SCALE, "=f,f,f", [x, inverse], tl.float32, True, 1)
+        code = encode_ocp(scaled, MANTISSA, True)
     else:
         finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
         scaled = tl.where(finite, tl.where(inverse > 0, x * inverse, 0.0), 0.0)
@@ -64,9 +79,26 @@ def encode_saturating(x, scale, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDW
 
 
 @triton.jit
-def note_amax(x, parts_ptr, PARTS: tl.constexpr):
-    """Add the largest magnitude of a tile to those of its program's part."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def cast_rows(
+    x0, x1, x2, x3, inverse, codes_ptr, codes_t_ptr, q, c, rows16, cols16,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
+    MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Cast a tile of float32, store it, and return its magnitudes, of four rows together."""
+    c0 = encode_saturating(x0, inverse, MANTISSA, MAX, HARDWARE)
+    c1 = encode_saturating(x1, inverse, MANTISSA, MAX, HARDWARE)
+    c2 = encode_saturating(x2, inverse, MANTISSA, MAX, HARDWARE)
+    c3 = encode_saturating(x3, inverse, MANTISSA, MAX, HARDWARE)
+    if CODES:
+        store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows16, cols16, EVEN)
+    if TRANSPOSED:
+        store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows16, cols16, HARDWARE, EVEN)
+    return magnitude(x0, x1, x2, x3)
+
+
+@triton.jit
+def note_amax(bits, parts_ptr, PARTS: tl.constexpr):
+    """Add the largest of a tile's magnitudes to those of its program's part."""
     most = tl.max(tl.max(bits, axis=1), axis=0)
     tl.atomic_max(parts_ptr + tl.program_id(0) % PARTS, most, sem="relaxed")
 
@@ -79,15 +111,16 @@ def _cast_delayed_kernel(
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     scale = state_scale(state_ptr, seed_ptr, growth, SEED, AGAIN, MAX)
-    x, r, c = load_tile(
-        x_ptr, tl.program_id(0), rows, cols, tl.cdiv(cols16, COLS), EVEN, ROWS, COLS
-    )
-    code = encode_saturating(x, scale, MANTISSA, MAX, HARDWARE)
-    store_both(code, codes_ptr, codes_t_ptr, r, c, rows16, cols16, True, True, EVEN)
+    q, c = place_tile(tl.program_id(0), tl.cdiv(cols16, COLS), ROWS, COLS)
+    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
+    most = cast_rows(
+        x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), reciprocal(scale),
+        codes_ptr, codes_t_ptr, q, c, rows16, cols16, True, True, MANTISSA, MAX, HARDWARE, EVEN,
+    )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
     if UPDATE:
-        note_amax(x, parts_ptr, PARTS)
+        note_amax(most, parts_ptr, PARTS)
 
 
 @triton.jit
