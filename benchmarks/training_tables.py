@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from record_tables import RESULTS, Record, by_variant, lines, percent, read
 
@@ -16,10 +16,12 @@ STEPS = {
     "O2": "O2",
     "O2, fused": "O2 fused",
     "O2, fused, delayed": "O2 fused, delayed",
+    "O2, fused, delayed, fast sums": "O2 fused, delayed, fast sums",
     'O2, fused, `weight_cache="off"`': "O2 fused, cache off",
     "TransformerEngine's Linear, torch's fused AdamW": "te AdamW",
     "bf16, compiled": "bf16 compiled",
     "O2, fused, delayed, compiled": "O2 fused, delayed compiled",
+    "O2, fused, delayed, fast sums, compiled": "O2 fused, delayed, fast sums compiled",
 }
 STEPS_IN_SHORT = (
     "bf16 autocast, torch's fused AdamW", "O0", "O2", "O2, fused, delayed",
@@ -159,6 +161,7 @@ def attention() -> list[str]:
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
 LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
+SKIPPED_HEAD = {"skip": ["head"]}  # flags of the runs whose head is left in bf16
 
 
 class Summary(NamedTuple):
@@ -201,13 +204,16 @@ def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
     return fmean(r[key] / base[key] for r, base in pairs) if pairs else None
 
 
-def last_runs(records: Iterable[Record], model: str) -> list[Record]:
+def last_runs(
+    records: Iterable[Record], model: str, flags: dict[str, Any] | None = None
+) -> list[Record]:
     """Return each variant's and seed's last record, of those with the settings that the model's last bf16 run has.
 
-    Of levels, those with native products and without flags. Empty without bf16.
+    Of levels, those with native products and these flags of the application. Empty without bf16.
     """
     own = [r for r in records if r["params"]["model"] == model]
-    own = [r for r in own if r.get("compute") in (None, "native") and not r["params"].get("flags")]
+    own = [r for r in own if r.get("compute") in (None, "native")]
+    own = [r for r in own if r["params"].get("flags") == flags or r["variant"] in (BASE, AGAIN)]
     settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
     base = [s for s, r in zip(settings, own, strict=True) if r["variant"] == BASE]
     alike = [r for s, r in zip(settings, own, strict=True) if s in base[-1:]]
@@ -220,6 +226,9 @@ def training(records: list[Record]) -> list[str]:
         found = {s.variant: s for s in summarize(last_runs(records, model))}
         names = (BASE, *([AGAIN] if AGAIN in found else []), "O0", "O1", "O2")
         rows += [(f"{title}, {name}", *training_cells(found[name])) for name in names if found]
+        for s in summarize(last_runs(records, model, SKIPPED_HEAD)):
+            if s.variant not in (BASE, AGAIN):
+                rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(s)))
     heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
 
@@ -235,7 +244,30 @@ def training_cells(s: Summary) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+ODD_SIZES = (
+    "shapes: "  # before the names of models with an odd size, in the records of stability.py
+)
+
+
+def odd_sizes() -> list[str]:
+    """Return, for each odd size, how far O2's losses are off bf16's with whatever recipe, format and margin."""
+    found: dict[str, dict[str, Record]] = {}
+    for r in read("stability"):
+        if (model := r["params"]["model"]).startswith(ODD_SIZES):
+            found.setdefault(model.removeprefix(ODD_SIZES), {})[r["variant"]] = r
+    rows = []
+    for size, runs in found.items():
+        gaps = [r["value"] for r in runs.values()]
+        broken = sum(not r["finite"] or r["skipped_steps"] > 0 for r in runs.values())
+        rows.append(
+            (size, str(len(runs)), f"{percent(min(gaps))} to {percent(max(gaps))} %", str(broken))
+        )
+    heads = ("runs", "off bf16", "not finite, or a step skipped")
+    return lines(("odd size", *heads), rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "odd-sizes": odd_sizes,
     "end-to-end": end_to_end,
     "end-to-end-short": lambda: end_to_end(STEPS_IN_SHORT),
     "memory": memory,
