@@ -30,7 +30,7 @@ from common import ROOT
 from matplotlib.figure import Figure
 from paired_runs import beside_baseline
 from record_tables import SMALL, by_variant
-from training_tables import LONG_RUNS, last_runs
+from training_tables import LONG_RUNS, last_runs, last_steps
 
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -119,7 +119,8 @@ SECTIONS = [
     ),
     Section(
         "whole", "A whole training step", "Forward, backward and optimizer of a Llama of 1.1 B parameters over 16,384 "
-        "tokens.", "end_to_end.jsonl", lambda rows: latest(rows, model="llama-1b"), pictures.draw_whole_steps,
+        "tokens.", "end_to_end.jsonl", lambda rows: last_steps(r for r in rows if r["params"]["model"] == "llama-1b"),
+        pictures.draw_whole_steps,
     ),
     *(
         Section(

@@ -29,21 +29,17 @@ STEPS_IN_SHORT = (
 )  # fmt: skip
 
 
-def steps() -> dict[str, Record]:
-    """Return the records of a whole step of the 1.1 B Llama, by variant: eager and compiled ones of a run each."""
-    found, records = {}, read("end_to_end", model="llama-1b")
-    last = by_variant(records)
-    for variant, compiled in (("O2 fused, delayed", False), ("O2 fused, delayed compiled", True)):
-        time = last[variant]["time"]
-        part = [
-            r for r in records if r["time"] == time and ("compiled" in r["variant"]) == compiled
-        ]
-        found |= by_variant(part)
+def last_steps(records: Iterable[Record]) -> list[Record]:
+    """Return the whole steps of the last run that has eager ones, and the compiled ones of the last that has those."""
+    found, records = [], list(records)
+    for compiled in (False, True):
+        own = [r for r in records if ("compiled" in r["variant"]) == compiled]
+        found += [r for r in own if r["time"] == own[-1]["time"]]
     return found
 
 
 def end_to_end(names: Iterable[str] = STEPS) -> list[str]:
-    found, rows = steps(), []
+    found, rows = by_variant(last_steps(read("end_to_end", model="llama-1b"))), []
     for name in names:
         r = found[STEPS[name]]
         base = found["bf16 compiled" if "compiled" in name else "bf16"]
