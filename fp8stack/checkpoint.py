@@ -30,6 +30,7 @@ from .optim.state import MASTER_KEYS
 from .optim.state_dict import (
     check_groups,
     check_layout,
+    check_order,
     names_of,
     names_of_owned,
     prepare,
@@ -202,6 +203,8 @@ def load(
         prepare(optimizer, packed)  # raises what there is to raise
     elif optimizer is not None:
         _check_for_torch(optimizer, packed)
+    if optimizer is not None:
+        check_order(contents.get("names", ()), names_of_owned(model, optimizer))
     # The model first: a master that is converted starts from the weight.
     model.load_state_dict(contents["model"])
     if optimizer is not None:

@@ -267,6 +267,28 @@ def shrink_codes(contents):
     state["exp_avg_scale"] = state["exp_avg_scale"][:7]
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_another_order_of_parameters_is_refused(level, tmp_path):
+    """Of which two, of the embedding and the head, have one shape."""
+    original = build(level)
+    train(*original, 2)
+    checkpoint.save(tmp_path / "run.pt", *original)
+    torch.manual_seed(1)
+    model = TinyLM()
+    turned = [model.head.weight, *list(model.parameters())[1:-1], model.embed.weight]
+    model, optimizer = fp8stack.initialize(model, MAKERS["adamw"](turned), level)
+    before = model.embed.weight.clone()
+    wrong = "another order: number 0 was 'embed.weight' and is 'head.weight'"
+    with pytest.raises(CheckpointError, match=wrong):
+        checkpoint.load(tmp_path / "run.pt", model, optimizer)
+    assert_same_bits(model.embed.weight, before)
+    assert not optimizer.state or "step" not in optimizer.state[model.embed.weight]
+    if level == "O2":  # whose state_dict has names too
+        with pytest.raises(CheckpointError, match=wrong):
+            optimizer.load_state_dict(original[1].state_dict())
+    checkpoint.load(tmp_path / "run.pt", model, None)
+
+
 BAD = [
     (
         lambda c: c["optimizer"]["fp8stack"].update(format=99),

@@ -1,7 +1,7 @@
 """Optimizer checkpoints: what is written, what is accepted, and conversion to and from torch's optimizers.
 
 `state_dict()` is torch's layout plus one entry, `fp8stack`: the format version, how much state there should be, and the
-names of the parameters, which only readers without the model need (`fp8stack convert`).
+names of the parameters, for readers without the model (`fp8stack convert`) and to tell another order.
 Loading checks everything before it changes anything. A moment found in another format (float32 from torch, "fp8-lm"
 into "8bit") is decoded and encoded; one in the same format is copied bit for bit. Parameter groups are updated in
 place, so a scheduler that holds the list keeps driving it.
@@ -11,6 +11,7 @@ torch's own `Optimizer.load_state_dict` cannot be used: it casts every state ten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,9 @@ def prepare(
     check_layout(packed)
     _check_header(optimizer, packed)
     check_groups(optimizer, packed)
+    model = None if optimizer.named_by is None else optimizer.named_by()
+    if model is not None:
+        check_order(packed.get("fp8stack", {}).get("names", ()), names_of_owned(model, optimizer))
     new_state: dict[Tensor, State] = {}
     new_weights: dict[nn.Parameter, Tensor] = {}
     for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
@@ -257,6 +261,21 @@ def check_groups(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> No
             f"the checkpoint has parameter groups of {theirs} parameters, the optimizer of {mine}: "
             "it is of another model or of other groups. Build both as they were when it was saved."
         )
+
+
+def check_order(saved: Sequence[str], own: Sequence[str]) -> None:
+    """Raise if names of parameters, as `names_of_owned` returns them, are the same ones in another order.
+
+    States are taken by number, so where shapes agree nothing else would tell. Other names are no reason: a wrapper
+    around the model changes all of them.
+    """
+    if list(saved) == list(own) or sorted(saved) != sorted(own):
+        return
+    number = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1])
+    raise CheckpointError(
+        f"the checkpoint has the optimizer's parameters in another order: number {number} was {saved[number]!r} and is "
+        f"{own[number]!r}. Hand them to the optimizer in the order and groups that they had when it was saved."
+    )
 
 
 def _convert(
