@@ -47,6 +47,19 @@ WRITING, DELETING = ".writing-", ".deleting-"
 CHUNK = 2**24  # bytes summed at a time
 OTHERS = " Use another one; --list-checkpoints shows them."
 
+
+class UnusableError(CheckpointError):
+    """A folder that is no whole checkpoint."""
+
+    reason = ""  # in short
+
+
+def unusable(path: Path, what: str, reason: str, remedy: str = OTHERS) -> UnusableError:
+    error = UnusableError(f"{path} {what}.{remedy}")
+    error.reason = reason  # no argument of the class: ranks pickle errors for each other
+    return error
+
+
 T = TypeVar("T")
 
 
@@ -262,22 +275,23 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
         checkpoint = Checkpoint(path, manifest)
         _ = checkpoint.age, checkpoint.nbytes
     except (FileNotFoundError, NotADirectoryError):
-        lacks = f"it has no {MANIFEST}, which is written last"
-        raise CheckpointError(
-            f"{path} is no checkpoint: {'it is a file, no folder' if path.is_file() else lacks}.{OTHERS}"
-        ) from None
+        if path.is_file():
+            raise unusable(
+                path, "is no checkpoint: it is a file, no folder", "it is a file"
+            ) from None
+        lacks = f"it has no {MANIFEST}"
+        raise unusable(path, f"is no checkpoint: {lacks}, which is written last", lacks) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {MANIFEST} ({error.strerror}).{OTHERS}"
+        raise unusable(
+            path, f"cannot be read: {MANIFEST} ({error.strerror})", "cannot be read"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path / MANIFEST} is damaged ({first_line(error)}).{OTHERS}"
-        ) from None
+        what = f"{MANIFEST} is damaged"
+        raise unusable(path, f"is no checkpoint: {what} ({first_line(error)})", what) from None
     if not known:
-        raise CheckpointError(
-            f"{path} is of format {manifest['format']!r}, this program reads {FORMAT}. Use the version that wrote it."
-        )
+        other = f"is of format {manifest['format']!r}"
+        remedy = f"this program reads {FORMAT}. Use the version that wrote it"
+        raise unusable(path, f"{other}, {remedy}", other, "")
     for name, (size, crc) in files.items():
         try:
             found = (path / name).stat().st_size
@@ -287,17 +301,16 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
         except FileNotFoundError:
             what = "missing"
         except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {name} ({error.strerror}).{OTHERS}"
+            raise unusable(
+                path, f"cannot be read: {name} ({error.strerror})", "cannot be read"
             ) from None
         if what:
-            raise CheckpointError(
-                f"{path} is damaged: {name} is {what} (written: {size} bytes, CRC-32 {crc:08x}).{OTHERS}"
-            )
+            reason, written = f"{name} is {what}", f"written: {size} bytes, CRC-32 {crc:08x}"
+            raise unusable(path, f"is damaged: {reason} ({written})", reason)
     return checkpoint
 
 
-def survey(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
+def survey(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, UnusableError]]:
     """Return what `list_checkpoints` does, and what is wrong with the others, and with folders that are not read."""
     found, damaged = [], {}
     for folder in folders:
@@ -306,12 +319,13 @@ def survey(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, str]]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            paths, damaged[folder] = [], f"{folder} cannot be read ({error.strerror})."
+            what = f"cannot be read ({error.strerror})"
+            paths, damaged[folder] = [], unusable(folder, what, "cannot be read", "")
         for path in paths:
             try:
                 found.append(inspect(path, sums=False))
-            except CheckpointError as error:
-                damaged[path] = str(error)
+            except UnusableError as error:
+                damaged[path] = error
     return sorted(found, key=lambda checkpoint: checkpoint.age), damaged
 
 
@@ -336,9 +350,9 @@ def find_latest(folders: Iterable[Path], advice: str = "Give another folder.") -
             try:
                 latest = inspect(checkpoint.path)
                 break
-            except CheckpointError as error:
-                damaged[checkpoint.path] = str(error)
-        reasons = " ".join(why.removesuffix(OTHERS) for why in damaged.values())
+            except UnusableError as error:
+                damaged[checkpoint.path] = error
+        reasons = " ".join(str(why).removesuffix(OTHERS) for why in damaged.values())
         if damaged and latest is None:
             raise CheckpointError(f"no checkpoint is whole: {reasons} {advice}")
         if damaged and latest:

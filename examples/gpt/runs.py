@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -180,11 +179,5 @@ def list_runs(config: Config) -> str:
         lines.append(
             f"{checkpoint.step:>8}  {shown}  {facts['precision']:<9}  {size}  {checkpoint.path}{note}"
         )
-    lines += [f"{'damaged':>8}  {path}: {_shorten(path, why)}" for path, why in damaged.items()]
+    lines += [f"{'damaged':>8}  {path}: {why.reason}" for path, why in damaged.items()]
     return "\n".join(lines)
-
-
-def _shorten(path: Path, why: str) -> str:
-    """Return what is wrong with a checkpoint, of the error that says so: without the path, details and remedy."""
-    why = why.removeprefix(str(path)).lstrip("/").removeprefix(" is damaged: ")
-    return re.split(r" \(|, which|\. ", why.removeprefix(" is no checkpoint: "))[0].strip()
