@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 from common import ROOT, add_choices, append_records, read_choices
-from optimizer_step import time_steps
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from timing import time_steps
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel

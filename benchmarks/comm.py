@@ -45,7 +45,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from comm_tables import Numbers, draw, name_size, show
 from common import ROOT, append_records, joined
-from optimizer_step import time_steps
+from timing import time_steps
 from torch import Tensor
 
 from fp8stack import comm

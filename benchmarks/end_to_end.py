@@ -33,10 +33,10 @@ import torch
 from common import ROOT, add_choices, append_records, read_choices
 from memory import HYPER, use_te
 from memory import MODELS as SIZES
-from optimizer_step import time_steps
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from timing import time_steps
 from torch import nn
 
 import fp8stack

@@ -44,10 +44,10 @@ from typing import Any
 
 import torch
 from common import ROOT, add_choices, append_records, read_choices
-from optimizer_step import Numbers, attempt, stopping_in_order
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from timing import Numbers, attempt, stopping_in_order
 from torch import nn
 from train_step import (
     Variant,

@@ -42,10 +42,11 @@ from typing import Any
 
 import torch
 from common import ROOT, append_records
-from optimizer_step import Numbers, attempt, count_bytes
+from optimizer_step import count_bytes
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from timing import Numbers, attempt
 from torch import Tensor, nn
 
 RESULTS = ROOT / "benchmarks" / "results" / "optimizer_stress.jsonl"

@@ -38,10 +38,10 @@ from typing import Any
 import models
 import torch
 from common import ROOT, add_choices, append_records, draw_bars, latest_run, read_choices
-from optimizer_step import Numbers, attempt, measure_copy, stopping_in_order, time_steps
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from timing import Numbers, attempt, measure_copy, stopping_in_order, time_steps
 from torch import Tensor, nn
 
 import fp8stack

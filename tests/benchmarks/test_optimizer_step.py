@@ -14,12 +14,11 @@ import torch
 from optimizer_step import (
     MODELS,
     VARIANTS,
-    attempt,
     count_bytes,
     main,
     make_parameters,
-    stopping_in_order,
 )
+from timing import attempt, stopping_in_order
 from torch import nn
 
 NAMES = [variant.name for variant in VARIANTS]
