@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import need_gpus
+from ranks import start_ranks
 from workers_comm import (
     check_agreement,
     check_collectives,
@@ -22,7 +23,7 @@ from fp8stack.errors import CommError
 
 
 def spawn(work, world, store, *arguments):
-    torch.multiprocessing.spawn(work, (world, str(store), *arguments), nprocs=world)
+    start_ranks(work, (world, str(store), *arguments), nprocs=world)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -51,9 +52,7 @@ def test_a_rank_that_is_gone_is_named(how, tmp_path):
     """Within the timeout of 3 s and the patience of 2 s, on every rank that is left."""
     with torch.multiprocessing.Manager() as manager:
         notes = manager.dict()
-        torch.multiprocessing.spawn(
-            note_failure, (3, str(tmp_path / "store"), how, notes), nprocs=3
-        )
+        start_ranks(note_failure, (3, str(tmp_path / "store"), how, notes), nprocs=3)
         notes = dict(notes)
     assert set(notes) == {0, 1}
     for rank, (message, seconds) in notes.items():
@@ -89,7 +88,7 @@ def test_a_gpu_that_is_gone_is_named(how, transport, tmp_path, monkeypatch):
     with torch.multiprocessing.Manager() as manager:
         notes = manager.dict()
         arguments = (2, str(tmp_path / "store"), how, transport, notes)
-        torch.multiprocessing.spawn(note_failure_on_gpus, arguments, nprocs=2)
+        start_ranks(note_failure_on_gpus, arguments, nprocs=2)
         notes = dict(notes)
     assert set(notes) == {0}
     message, seconds, finite = notes[0]
@@ -110,7 +109,7 @@ def test_a_rank_that_is_gone_in_backward_is_named(tmp_path):
     with torch.multiprocessing.Manager() as manager:
         notes = manager.dict()
         arguments = (3, str(tmp_path / "store"), notes)
-        torch.multiprocessing.spawn(note_failed_backward, arguments, nprocs=3)
+        start_ranks(note_failed_backward, arguments, nprocs=3)
         notes = dict(notes)
     assert set(notes) == {0, 1}
     for message in notes.values():

@@ -1,8 +1,8 @@
 """The hooks of stock DistributedDataParallel and FSDP2, between real processes."""
 
 import pytest
-import torch
 from helpers import need_gpus
+from ranks import start_ranks
 from torch import nn
 from workers_ddp import check_hook, check_shards
 
@@ -16,7 +16,7 @@ BOTH = pytest.mark.parametrize("check", [check_hook, check_shards], ids=["DDP", 
 @BOTH
 @pytest.mark.parametrize("world", [2, 3])
 def test_hooks_over_gloo(check, world, tmp_path):
-    torch.multiprocessing.spawn(check, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+    start_ranks(check, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
 
 
 @pytest.mark.gpu
@@ -24,7 +24,7 @@ def test_hooks_over_gloo(check, world, tmp_path):
 @BOTH
 def test_hooks_over_nccl(check, tmp_path):
     need_gpus(2)
-    torch.multiprocessing.spawn(check, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
+    start_ranks(check, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
 
 
 def test_other_models_are_refused():

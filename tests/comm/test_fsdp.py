@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import need_gpus
+from ranks import start_ranks
 from workers_fsdp import check_replicas, check_weights
 
 from fp8stack.comm import fsdp
@@ -14,12 +15,12 @@ from fp8stack.errors import ConfigError
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_weights_over_gloo(world, tmp_path):
-    torch.multiprocessing.spawn(check_weights, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+    start_ranks(check_weights, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
 
 
 @pytest.mark.slow
 def test_replicas_over_gloo(tmp_path):
-    torch.multiprocessing.spawn(check_replicas, (4, str(tmp_path / "s"), "cpu"), nprocs=4)
+    start_ranks(check_replicas, (4, str(tmp_path / "s"), "cpu"), nprocs=4)
 
 
 @pytest.mark.gpu
@@ -27,7 +28,7 @@ def test_replicas_over_gloo(tmp_path):
 @pytest.mark.parametrize(("check", "world"), [(check_weights, 2), (check_replicas, 4)])
 def test_weights_and_replicas_over_nccl(check, world, tmp_path):
     need_gpus(world)
-    torch.multiprocessing.spawn(check, (world, str(tmp_path / "s"), "cuda"), nprocs=world)
+    start_ranks(check, (world, str(tmp_path / "s"), "cuda"), nprocs=world)
 
 
 def unit(**state):

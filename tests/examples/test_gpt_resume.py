@@ -16,6 +16,7 @@ from gpt import checkpoints
 from gpt.changes import MEANING, report
 from gpt.runs import list_runs
 from gpt.trainer import Trainer
+from ranks import start_ranks
 from workers_gpt import (
     RANKS,
     assert_near,
@@ -340,7 +341,7 @@ def test_two_ranks_resume_and_change_their_number(folder):
     single = train(folder, opt_level="O2", run_name="single")
     (folder / "single.json").write_text(json.dumps(single))
     store = str(folder / "store")
-    torch.multiprocessing.spawn(check_ranks, (2, store, str(folder)), nprocs=2)
+    start_ranks(check_ranks, (2, store, str(folder)), nprocs=2)
     two = json.loads((folder / "ranks.json").read_text())
     for name, options in RANKS.items():
         alone = {**options, "parallel": "auto", "run_name": f"{name}-alone"}

@@ -122,7 +122,7 @@ def test_a_run_that_signals_stop_three_times_ends_as_one_that_was_left_alone(
 
 def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start_ranks, flags, tmp_path):
     flags, runs = (
-        [*flags, "--opt-level", "off", "--parallel", "ddp", "--seq-len", "128"],
+        [*flags, "--opt-level", "off", "--parallel", "ddp", "--seq-len", "64"],
         tmp_path / "runs",
     )
     ranks = start_ranks([*flags, "--run-name", "a"], 2)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-import torch
+from ranks import start_ranks
 from workers_accelerate import (
     check_gpu,
     check_launchers,
@@ -36,20 +36,20 @@ def test_neither_library_is_needed_to_import_and_errors_say_how_to_install_them(
 
 @pytest.mark.slow
 def test_one_process(tmp_path):
-    torch.multiprocessing.spawn(check_one_process, (str(tmp_path),), nprocs=1)
+    start_ranks(check_one_process, (str(tmp_path),), nprocs=1)
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     arguments = 2, str(tmp_path / "store"), str(tmp_path)
-    torch.multiprocessing.spawn(check_two_processes, arguments, nprocs=2)
+    start_ranks(check_two_processes, arguments, nprocs=2)
 
 
 @pytest.mark.slow
 def test_launchers_of_notebooks():
-    torch.multiprocessing.spawn(check_launchers, nprocs=1)
+    start_ranks(check_launchers, nprocs=1)
 
 
 @pytest.mark.gpu
 def test_models_are_moved_first():
-    torch.multiprocessing.spawn(check_gpu, nprocs=1)
+    start_ranks(check_gpu, nprocs=1)

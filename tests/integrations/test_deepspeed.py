@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from ranks import start_ranks
 from workers_deepspeed import check_bad_gradients, check_groups_and_accumulation, check_zero
 
 pytest.importorskip("deepspeed")
 
 
 def spawn(work, world, store, *arguments):
-    torch.multiprocessing.spawn(work, (world, str(store), *arguments), nprocs=world)
+    start_ranks(work, (world, str(store), *arguments), nprocs=world)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

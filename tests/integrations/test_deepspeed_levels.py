@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from helpers import need_gpus
+from ranks import start_ranks
 from workers_deepspeed_groups import check_groups, check_reductions
 from workers_deepspeed_levels import (
     check_gpus,
@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 
 
 def spawn(work, world, store, *arguments):
-    torch.multiprocessing.spawn(work, (world, str(store), *arguments), nprocs=world)
+    start_ranks(work, (world, str(store), *arguments), nprocs=world)
 
 
 @pytest.mark.parametrize("world", [1, 2])

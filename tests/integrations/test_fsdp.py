@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import TinyLM, need_gpus, train
+from ranks import start_ranks
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from workers_fsdp_levels import check_checkpoints, check_levels
 
@@ -11,7 +12,7 @@ from fp8stack.integrations import fsdp
 
 
 def spawn(function, world, *arguments):
-    torch.multiprocessing.spawn(function, (world, *arguments), nprocs=world)
+    start_ranks(function, (world, *arguments), nprocs=world)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import start_ranks
 from torch import nn
 from workers_known import (
     IDS,
@@ -186,7 +187,7 @@ def test_rows_are_true_of_what_is_installed(tmp_path):
 def run(work, folder):
     for library in ("deepspeed", "accelerate", "transformers", "lightning", "bitsandbytes"):
         pytest.importorskip(library)
-    torch.multiprocessing.spawn(work, (1, str(folder / "store"), str(folder)), nprocs=1)
+    start_ranks(work, (1, str(folder / "store"), str(folder)), nprocs=1)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from helpers import TinyLM, assert_same_bits
+from ranks import start_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
@@ -35,7 +36,7 @@ def fit(module, *arguments, epochs=1, steps=4, callbacks=(), path=None, **more):
 @pytest.mark.parametrize("world", [1, 2])
 def test_ranks(world, tmp_path):
     arguments = (world, str(tmp_path / "s"), str(tmp_path))
-    torch.multiprocessing.spawn(check_ranks, arguments, nprocs=world)
+    start_ranks(check_ranks, arguments, nprocs=world)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

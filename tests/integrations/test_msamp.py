@@ -12,6 +12,7 @@ import warnings
 import pytest
 import torch
 from helpers import assert_same_bits, nearest
+from ranks import start_ranks
 from torch import nn
 from workers_msamp import build, check_accelerate, check_deepspeed, check_ranks, inputs, train
 
@@ -482,7 +483,7 @@ def test_scaled_tensors_in_place(msamp):
 
 
 def spawn(work, world, store, *arguments):
-    torch.multiprocessing.spawn(work, (world, str(store), *arguments), nprocs=world)
+    start_ranks(work, (world, str(store), *arguments), nprocs=world)
 
 
 def test_two_ranks(tmp_path):

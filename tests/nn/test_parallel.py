@@ -1,9 +1,9 @@
 """Native layers in data-parallel and sharded training: two processes on a CPU, or two GPUs."""
 
 import pytest
-import torch
 from helpers import need_gpus
 from layers import RECIPES
+from ranks import start_ranks
 from workers_nn import run
 
 from fp8stack.capability import native_recipe
@@ -18,4 +18,4 @@ def test_two_ranks_train_as_one(work, device, tmp_path):
         need_gpus(2)
         recipes = [r for r in RECIPES if native_recipe(r, device)]
     store = str(tmp_path / "store")
-    torch.multiprocessing.spawn(run, (2, store, device, work, recipes), nprocs=2)
+    start_ranks(run, (2, store, device, work, recipes), nprocs=2)

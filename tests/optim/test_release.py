@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from helpers import TinyLM, assert_same_bits, batch, train
+from ranks import start_ranks
 from torch import nn
 from workers import try_to_release
 
@@ -110,6 +111,6 @@ def test_what_needs_all_gradients_is_refused_at_the_call():
 def test_several_ranks_are_refused(tmp_path):
     with mp.Manager() as manager:
         messages = manager.dict()
-        mp.spawn(try_to_release, (tmp_path / "store", messages), nprocs=2)
+        start_ranks(try_to_release, (tmp_path / "store", messages), nprocs=2)
         assert len(messages) == 2
         assert all("over the 2 ranks" in message for message in messages.values())

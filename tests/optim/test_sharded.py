@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import need_gpus
+from ranks import start_ranks
 from torch import nn
 from workers import load_resharded, shard_and_save
 
@@ -11,7 +12,7 @@ from fp8stack.errors import CheckpointError, GradientError, ModelError
 
 
 def spawn(function, ranks, *arguments):
-    torch.multiprocessing.spawn(function, (ranks, *arguments), nprocs=ranks)
+    start_ranks(function, (ranks, *arguments), nprocs=ranks)
 
 
 @pytest.mark.gpus

@@ -1,0 +1,17 @@
+"""Run a script as a process of its own does, with a short sequence, and compiling nothing that DeepSpeed needs not."""
+
+import functools
+import os
+import runpy
+import sys
+
+import gpt
+
+gpt.ModelConfig = functools.partial(gpt.ModelConfig, seq_len=64)
+sys.argv = sys.argv[1:]
+if "05_deepspeed" in sys.argv[0]:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or its Muon, which no script takes, is compiled
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+runpy.run_path(sys.argv[0], run_name="__main__")
