@@ -43,7 +43,7 @@ def paired(values: dict[int, float], base: dict[int, float]) -> list[float]:
 
 def percent(fraction: float) -> str:
     """Return a difference in percent, signed, without the unit."""
-    return f"{100 * fraction:+.2f}".replace("-", "−")
+    return f"{round(100 * fraction, 2) + 0.0:+.2f}".replace("-", "−")  # and not −0.00
 
 
 def row(*cells: str) -> str:

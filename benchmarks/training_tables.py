@@ -224,7 +224,8 @@ def training(records: list[Record]) -> list[str]:
         rows += [(f"{title}, {name}", *training_cells(found[name])) for name in names if found]
         for s in summarize(last_runs(records, model, SKIPPED_HEAD)):
             if s.variant not in (BASE, AGAIN):
-                rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(s)))
+                apart = s._replace(faster=None)  # runs of another day
+                rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(apart)))
     heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
 
@@ -240,9 +241,8 @@ def training_cells(s: Summary) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-ODD_SIZES = (
-    "shapes: "  # before the names of models with an odd size, in the records of stability.py
-)
+# before the names of models with an odd size, in the records of stability.py
+ODD_SIZES = "shapes: "
 
 
 def odd_sizes() -> list[str]:
@@ -259,7 +259,7 @@ def odd_sizes() -> list[str]:
             (size, str(len(runs)), f"{percent(min(gaps))} to {percent(max(gaps))} %", str(broken))
         )
     heads = ("runs", "off bf16", "not finite, or a step skipped")
-    return lines(("odd size", *heads), rows)
+    return lines(("size", *heads), rows)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {

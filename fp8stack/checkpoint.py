@@ -26,13 +26,11 @@ from torch import Tensor, nn
 from .errors import CheckpointError, ModelError, first_line, reason_of
 from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
+from .optim.names import check_order, names_of, names_of_owned
 from .optim.state import MASTER_KEYS
 from .optim.state_dict import (
     check_groups,
     check_layout,
-    check_order,
-    names_of,
-    names_of_owned,
     prepare,
     to_torch,
 )
@@ -204,7 +202,7 @@ def load(
     elif optimizer is not None:
         _check_for_torch(optimizer, packed)
     if optimizer is not None:
-        check_order(contents.get("names", ()), names_of_owned(model, optimizer))
+        check_order(optimizer, model, contents.get("names", ()))
     # The model first: a master that is converted starts from the weight.
     model.load_state_dict(contents["model"])
     if optimizer is not None:

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 
-from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
+from .fp8 import casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
-from .quads import BYTES, load_rows, magnitude, place_tile, store_columns, store_rows
+from .quads import BYTES, load_float, load_rows, magnitude, place_tile, store_columns, store_rows
 from .reference.cast import LEAST, MOST, aligned
 
 PARTS = 512
@@ -62,6 +62,15 @@ def encode_scaled(x, inverse, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def encode_rows(x0, x1, x2, x3, inverse, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    c0 = encode_scaled(x0, inverse, MANTISSA, HARDWARE)
+    c1 = encode_scaled(x1, inverse, MANTISSA, HARDWARE)
+    c2 = encode_scaled(x2, inverse, MANTISSA, HARDWARE)
+    c3 = encode_scaled(x3, inverse, MANTISSA, HARDWARE)
+    return c0, c1, c2, c3
+
+
+@triton.jit
 def _cast_tile(
     x_ptr, codes_ptr, codes_t_ptr, tile, inverse, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
@@ -69,12 +78,8 @@ def _cast_tile(
 ):  # fmt: skip
     """Cast a tile with the reciprocal of a scale, and return its magnitudes, of four rows together."""
     q, c = place_tile(tile, tl.cdiv(cols16, COLS), ROWS, COLS)
-    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
-    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
-    c0 = encode_scaled(x0, inverse, MANTISSA, HARDWARE)
-    c1 = encode_scaled(x1, inverse, MANTISSA, HARDWARE)
-    c2 = encode_scaled(x2, inverse, MANTISSA, HARDWARE)
-    c3 = encode_scaled(x3, inverse, MANTISSA, HARDWARE)
+    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
+    c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
     if CODES:
         store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows16, cols16, EVEN)
     if TRANSPOSED:
@@ -106,7 +111,7 @@ def _recast_tiles_kernel(
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     previous = tl.load(previous_ptr)
-    inverse = tl.where(previous > 0, tl.div_rn(1.0, previous), 0.0)
+    inverse = reciprocal(previous)
     bits = _cast_tile(
         x_ptr, codes_ptr, codes_t_ptr, tl.program_id(0), inverse, rows, cols, rows16, cols16,
         MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
@@ -299,8 +304,8 @@ def _prepare(
 def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]
     """Return the transpose, laid out as rows."""
     rows, cols = codes.shape
-    if rows % 4:  # not of a cast: those are padded
-        return codes.t().contiguous()
+    if rows % 4 or not codes.is_contiguous():  # not of a cast
+        return codes.t().clone(memory_format=torch.contiguous_format)
     out = codes.new_empty((cols, rows))
     if codes.numel():
         grid = (-(-rows // ROWS) * -(-cols // COLS), 1, 1)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import encode_scaled
+from .cast import encode_rows, encode_scaled
 from .fp8 import casts_in_hardware, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
-from .quads import load_rows, magnitude, place_tile, store_columns, store_rows
+from .quads import load_float, magnitude, place_tile, store_columns, store_rows
 from .reference.cast_blocks import Codes, in_fours, padded
 
 
@@ -37,8 +37,7 @@ def _cast_1x128_kernel(
     across = cols_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
     q, c = place_tile(tl.program_id(0), across, 128, 128)
-    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
-    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
     own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
     c0 = _cast_row(x0, own, r, MANTISSA, MAX, HARDWARE)
     c1 = _cast_row(x1, own, r + 1, MANTISSA, MAX, HARDWARE)
@@ -47,15 +46,9 @@ def _cast_1x128_kernel(
     store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
     scale, inverse = scale_and_inverse(tl.max(magnitude(x0, x1, x2, x3), axis=0), MAX)
     tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
-    inverse = inverse[None, :]
-    c0, c1 = (
-        encode_scaled(x0, inverse, MANTISSA, HARDWARE),
-        encode_scaled(x1, inverse, MANTISSA, HARDWARE),
-    )
-    c2, c3 = (
-        encode_scaled(x2, inverse, MANTISSA, HARDWARE),
-        encode_scaled(x3, inverse, MANTISSA, HARDWARE),
-    )
+    # the tile again, from the L1 cache: with what it takes to hold it, fewer programs run at a time
+    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
+    c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse[None, :], MANTISSA, HARDWARE)
     store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True)
 
 
@@ -67,25 +60,17 @@ def _cast_128x128_kernel(
     across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
     q, c = place_tile(tl.program_id(0), across, 128, 128)
-    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
-    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
+    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
     bits = tl.max(tl.max(magnitude(x0, x1, x2, x3), axis=1), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
-    c0, c1 = (
-        encode_scaled(x0, inverse, MANTISSA, HARDWARE),
-        encode_scaled(x1, inverse, MANTISSA, HARDWARE),
-    )
-    c2, c3 = (
-        encode_scaled(x2, inverse, MANTISSA, HARDWARE),
-        encode_scaled(x3, inverse, MANTISSA, HARDWARE),
-    )
+    c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
     store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
     store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True)
     tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
     tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
 
 
-_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, enable_fp_fusion=False)
+_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=8, enable_fp_fusion=False)
 _launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, enable_fp_fusion=False)
 
 

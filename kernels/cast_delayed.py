@@ -15,9 +15,9 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .cast import COLS, FLAT, PARTS, ROWS
-from .fp8 import casts_in_hardware, encode_ocp, scale_and_inverse
+from .fp8 import casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
-from .quads import load_rows, magnitude, place_tile, store_columns, store_rows
+from .quads import load_float, magnitude, place_tile, store_columns, store_rows
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
 
@@ -53,13 +53,9 @@ def state_scale(
 _SCALE = tl.constexpr("""{
 .reg .f32 n;
 sub.rn.f32 n, $1, $1;
-fma.rn.f32 $0, $1, $2, n;
+add.rn.f32 n, n, $2;
+mul.rn.f32 $0, $1, n;
 }""")
-
-
-@triton.jit
-def reciprocal(scale):
-    return tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
 
 
 @triton.jit
@@ -72,7 +68,7 @@ def encode_saturating(
         code = encode_ocp(scaled, MANTISSA, True)
     else:
         finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
-        scaled = tl.where(finite, tl.where(inverse > 0, x * inverse, 0.0), 0.0)
+        scaled = tl.where(finite, x * inverse, 0.0)
         scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
         code = tl.where(finite, encode_ocp(scaled, MANTISSA, False), 0x7F).to(tl.uint8)
     return code
@@ -112,10 +108,10 @@ def _cast_delayed_kernel(
 ):  # fmt: skip
     scale = state_scale(state_ptr, seed_ptr, growth, SEED, AGAIN, MAX)
     q, c = place_tile(tl.program_id(0), tl.cdiv(cols16, COLS), ROWS, COLS)
-    x0, x1, x2, x3 = load_rows(x_ptr, q, c, rows, cols, EVEN)
+    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
     most = cast_rows(
-        x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32), reciprocal(scale),
-        codes_ptr, codes_t_ptr, q, c, rows16, cols16, True, True, MANTISSA, MAX, HARDWARE, EVEN,
+        x0, x1, x2, x3, reciprocal(scale), codes_ptr, codes_t_ptr, q, c, rows16, cols16,
+        True, True, MANTISSA, MAX, HARDWARE, EVEN,
     )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)

@@ -142,6 +142,12 @@ def scale_and_inverse(
 
 
 @triton.jit
+def reciprocal(scale):  # float32
+    """Return 1 / scale, 0 where that is 0 or NaN."""
+    return tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
+
+
+@triton.jit
 def encode_blocks(
     x,  # float32 [blocks, 128]
     MANTISSA: tl.constexpr,  # of an OCP format

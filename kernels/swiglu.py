@@ -5,7 +5,8 @@ what it computes, the other computes it again and casts. With delayed scaling th
 gives a young state its first scale. Backward also casts the activation again, with its scale of forward, in the layout
 that the product for the weight's gradient wants: nothing of it need be kept. For an element in bfloat16 forward moves
 4 + 4 bytes in (delayed: 4) and 1 out, backward 6 + 6 in (6) and 5 out, where torch's kernels and the casts behind them
-move 16 and 30. The exponential is the GPU's, so results may lie one code from the reference's.
+move 16 and 30. The exponential is the GPU's, so results may lie one code from the reference's. Where something is not
+finite and scales are current, the scale is NaN as the reference's, and codes are not compared.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 from fp8stack.formats import E4M3, MiniFloat
 
 from .cast import PARTS as NOTES
-from .cast_delayed import cast_rows, note_amax, reciprocal, state_scale, take_amax
-from .fp8 import casts_in_hardware, scale_and_inverse
+from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
+from .fp8 import casts_in_hardware, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
 from .quads import load_rows, place_tile
 from .reference.cast import aligned
@@ -120,7 +121,7 @@ def _swiglu_cast_kernel(
     PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    # scales first and notes last: with fewer registers in between, a third more programs run at a time
+    # scales first and notes last: with fewer registers in between, more programs run at a time
     a_inverse = _scale(
         parts_ptr, a_state_ptr, growth, a_scale_ptr, DELAYED, SEED, AGAIN, PARTS, MAX
     )

@@ -24,8 +24,12 @@ if not torch.cuda.is_available():
 os.environ.setdefault("FP8STACK_QUIET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
+        for item in items:
+            if "kernel_device" in getattr(item, "fixturenames", ()):  # is on the GPU then
+                item.add_marker(pytest.mark.gpu)
         return
     for item in items:
         if "gpu" in item.keywords:

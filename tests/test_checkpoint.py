@@ -278,7 +278,7 @@ def test_another_order_of_parameters_is_refused(level, tmp_path):
     turned = [model.head.weight, *list(model.parameters())[1:-1], model.embed.weight]
     model, optimizer = fp8stack.initialize(model, MAKERS["adamw"](turned), level)
     before = model.embed.weight.clone()
-    wrong = "another order: number 0 was 'embed.weight' and is 'head.weight'"
+    wrong = "another order, or others: number 0 was 'embed.weight' and is 'head.weight'"
     with pytest.raises(CheckpointError, match=wrong):
         checkpoint.load(tmp_path / "run.pt", model, optimizer)
     assert_same_bits(model.embed.weight, before)
@@ -289,10 +289,45 @@ def test_another_order_of_parameters_is_refused(level, tmp_path):
     checkpoint.load(tmp_path / "run.pt", model, None)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_the_states_of_other_parameters_are_refused_and_a_wrapper_s_names_are_not(level, tmp_path):
+    def build(trained):
+        model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(3)))
+        optimizer = torch.optim.AdamW([p for i in trained for p in model[i].parameters()])
+        model, optimizer = fp8stack.initialize(model, optimizer, level)
+        model(torch.randn(16, 128)).square().mean().backward()
+        optimizer.step()
+        return model, optimizer
+
+    first, optimizer = build([0, 1])
+    checkpoint.save(tmp_path / "run.pt", first, optimizer)
+    with pytest.raises(CheckpointError, match=r"number 2 was '1.weight' and is '2.weight'"):
+        checkpoint.load(tmp_path / "run.pt", *build([0, 2]))
+    contents = torch.load(tmp_path / "run.pt", weights_only=True)
+    contents["names"] = [f"module.{name}" for name in contents["names"]]
+    torch.save(contents, tmp_path / "wrapped.pt")
+    checkpoint.load(tmp_path / "wrapped.pt", *build([0, 1]))
+    with pytest.raises(CheckpointError, match="number 0"):
+        checkpoint.load(tmp_path / "wrapped.pt", *build([1, 0]))
+    model, optimizer = build([1, 0])
+    order = [2, 3, 0, 1]
+
+    def rearrange(_, packed):
+        packed["state"] = {new: packed["state"][old] for new, old in enumerate(order)}
+        return packed
+
+    optimizer.register_load_state_dict_pre_hook(rearrange)
+    checkpoint.load(tmp_path / "run.pt", model, optimizer)
+
+
 BAD = [
     (
         lambda c: c["optimizer"]["fp8stack"].update(format=99),
         "has format 99; this version of fp8stack reads 1",
+    ),
+    (
+        lambda c: c["optimizer"]["fp8stack"].update(names=[None, "a"]),
+        r"names are \[None, 'a'\]: it is damaged",
     ),
     (
         lambda c: c["optimizer"]["fp8stack"].update(optimizer="SGD"),

@@ -11,7 +11,6 @@ torch's own `Optimizer.load_state_dict` cannot be used: it casts every state ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from fp8stack.formats import S1E2M1, S1E3M4
 from fp8stack.tensor import is_sharded
 
 from .foreign import translate
+from .names import check_order, names_of_owned
 from .sharded import assign, collect, distribute, local, local_state
 from .state import (
     MASTER_KEYS,
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the state's layout and codecs. A change of either raises it."""
-
-_WRAPPER = "_checkpoint_wrapped_module."  # which state_dicts leave out of names
 
 MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError)
 """What a state raises that is not laid out as it should be."""
@@ -61,17 +59,6 @@ def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]
     if model is not None:
         packed["fp8stack"]["names"] = names_of_owned(model, optimizer)
     return packed
-
-
-def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """Return what the model's state_dict calls its parameters."""
-    return {p: name.replace(_WRAPPER, "") for name, p in model.named_parameters()}
-
-
-def names_of_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the parameters that an optimizer's state_dict knows by number; "" for others'."""
-    names = names_of(model)
-    return [names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
 
 
 def load(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
@@ -101,8 +88,8 @@ def prepare(
     _check_header(optimizer, packed)
     check_groups(optimizer, packed)
     model = None if optimizer.named_by is None else optimizer.named_by()
-    if model is not None:
-        check_order(packed.get("fp8stack", {}).get("names", ()), names_of_owned(model, optimizer))
+    if model is not None and packed.get("fp8stack"):
+        check_order(optimizer, model, packed["fp8stack"].get("names", ()))
     new_state: dict[Tensor, State] = {}
     new_weights: dict[nn.Parameter, Tensor] = {}
     for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
@@ -245,6 +232,11 @@ def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None
             f"this state is of {header.get('optimizer')}, the optimizer is {_kind(optimizer)}. "
             "Make the optimizer that the checkpoint was saved from."
         )
+    names = header.get("names", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"the state's names are {names!r:.60}: it is damaged. Use an earlier checkpoint."
+        )
     if header.get("entries") != len(packed["state"]):
         raise CheckpointError(
             f"the state says it has {header.get('entries')} entries and has {len(packed['state'])}: it is truncated. "
@@ -261,21 +253,6 @@ def check_groups(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> No
             f"the checkpoint has parameter groups of {theirs} parameters, the optimizer of {mine}: "
             "it is of another model or of other groups. Build both as they were when it was saved."
         )
-
-
-def check_order(saved: Sequence[str], own: Sequence[str]) -> None:
-    """Raise if names of parameters, as `names_of_owned` returns them, are the same ones in another order.
-
-    States are taken by number, so where shapes agree nothing else would tell. Other names are no reason: a wrapper
-    around the model changes all of them.
-    """
-    if list(saved) == list(own) or sorted(saved) != sorted(own):
-        return
-    number = next(i for i, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1])
-    raise CheckpointError(
-        f"the checkpoint has the optimizer's parameters in another order: number {number} was {saved[number]!r} and is "
-        f"{own[number]!r}. Hand them to the optimizer in the order and groups that they had when it was saved."
-    )
 
 
 def _convert(

@@ -111,7 +111,7 @@ def encode_saturating(
 ) -> Tensor:  # fmt.dtype
     """Return the codes of x / scale: the largest where that is beyond it, NaN where x is not finite."""
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    scaled = torch.where(inverse > 0, x * inverse, 0.0).clamp(-fmt.max, fmt.max)
+    scaled = (x * inverse).clamp(-fmt.max, fmt.max)
     codes = cast_finite(torch.where(x.isfinite(), scaled, 0.0), fmt)
     return torch.where(x.isfinite(), codes.view(torch.uint8), 0x7F).view(fmt.dtype)
 

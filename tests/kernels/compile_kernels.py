@@ -272,7 +272,7 @@ def update_cases(names):
 def transpose_cases(names):
     for even in (True, False):
         label = "even" if even else "any size"
-        yield label, {"x_ptr": "fp8e4nv", "out_ptr": "fp8e4nv"}, {"EVEN": even}
+        yield label, {"x_ptr": "fp8e4nv", "out_ptr": "fp8e4nv"}, {"EVEN": even, "HARDWARE": None}
 
 
 def rmsnorm_cases(names):
@@ -371,10 +371,10 @@ SIZES = {
     "SLOTS": cast.SLOTS,
 }  # fmt: skip
 TILES = {  # [rows, columns] of one program
-    "_cast_tiles_kernel": (cast.TILE, cast.TILE),
-    "_recast_tiles_kernel": (cast.TILE, cast.TILE),
-    "_refit_kernel": (cast.TILE, cast.TILE),
-    "_transpose_kernel": (cast.TILE, cast.TILE),
+    "_cast_tiles_kernel": (cast.ROWS, cast.COLS),
+    "_recast_tiles_kernel": (cast.ROWS, cast.COLS),
+    "_refit_kernel": (cast.ROWS, cast.COLS),
+    "_transpose_kernel": (cast.ROWS, cast.COLS),
     "_cast_1x128_kernel": (128, 128),
     "_cast_128x128_kernel": (128, 128),
     "_cast_delayed_kernel": (cast_delayed.ROWS, cast_delayed.COLS),

@@ -1,0 +1,49 @@
+"""Names of parameters in optimizer checkpoints, where states are known by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.errors import CheckpointError
+
+_WRAPPER = "_checkpoint_wrapped_module."  # which state_dicts leave out of names
+
+
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    """Return what the model's state_dict calls its parameters."""
+    return {p: name.replace(_WRAPPER, "") for name, p in model.named_parameters()}
+
+
+def names_of_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the parameters that an optimizer's state_dict knows by number; "" for others'."""
+    names = names_of(model)
+    return [names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
+
+
+def check_order(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Sequence[str]) -> None:
+    """Raise if states of some parameters of a model would go to other ones of it.
+
+    States are taken by number, so where shapes agree nothing else would tell. Names that the model does not have are
+    another wrapper's. A hook that rearranges states before they are loaded knows what it does.
+
+    saved: names as `names_of_owned` returned them when the state was written.
+    """
+    if optimizer._optimizer_load_state_dict_pre_hooks:
+        return
+    own = [_bare(name) for name in names_of_owned(model, optimizer)]
+    known = {_bare(name) for name in names_of(model).values()}
+    for number, (was, name) in enumerate(zip(map(_bare, saved), own, strict=False)):
+        if name and was != name and was in known:
+            raise CheckpointError(
+                f"the checkpoint has the optimizer's parameters in another order, or others: number {number} was "
+                f"{was!r} and is {name!r}. Hand the optimizer those, in the order and groups, that it had when it was "
+                "saved."
+            )
+
+
+def _bare(name: str) -> str:
+    """Return a parameter's name without those of modules around the model."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
