@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, fr
 OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 257), (17, 33)]
+SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 70), (17, 33)]
 
 
 def draw(shape, dtype=torch.float32, spread=3.0):
@@ -176,7 +176,7 @@ def test_both_directions_are_nearly_the_references(fmt, dtype, shape, kernel_dev
 
 @OCP
 @pytest.mark.parametrize("margin", [0, 1])
-@pytest.mark.parametrize("shape", [(1, 1), (64, 128), (65, 257)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (64, 128), (65, 70)], ids=str)
 def test_a_history_of_scales_goes_on_as_the_references(fmt, margin, shape, kernel_device):
     ours, theirs = ([DelayedState(3, margin) for _ in range(3)] for _ in range(2))
     for i in range(SEEDED + 4):
