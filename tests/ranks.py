@@ -32,6 +32,14 @@ def start_ranks(function, arguments=(), nprocs=1):
     torch.multiprocessing.start_processes(_run, given, nprocs, start_method="forkserver")
 
 
+def context_of_ranks():
+    """Return the context of multiprocessing that ranks are started in."""
+    if torch.cuda.is_available():
+        return torch.multiprocessing.get_context("spawn")
+    _start_server()
+    return torch.multiprocessing.get_context("forkserver")
+
+
 def _run(rank, environment, path, function, arguments):
     _set_environment(environment)
     sys.path[:] = path

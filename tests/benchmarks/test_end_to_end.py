@@ -4,10 +4,12 @@ import json
 
 import end_to_end
 import pytest
+from ranks import context_of_ranks
 
 
 @pytest.mark.slow
-def test_records_hold_a_step_s_numbers(tmp_path, capsys):
+def test_records_hold_a_step_s_numbers(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(end_to_end, "get_context", lambda _: context_of_ranks())
     output = tmp_path / "records.jsonl"
     chosen = ["bf16", "O2", "O2 fused", "O2 compiled"]
     arguments = ["--device", "cpu", "--model", "tiny", "--steps", "1", "--output", str(output)]

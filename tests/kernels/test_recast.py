@@ -188,8 +188,11 @@ def assert_casts_as_reference(x, fmt, previous, device, *layouts):
     return expected
 
 
-@OCP
-@INPUTS
+@pytest.mark.parametrize(  # all pairs are those of `cast`, whose tiles these are
+    ("fmt", "dtype"),
+    [(E4M3, torch.bfloat16), (E5M2, torch.float32), (E4M3, torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matrices_cast_as_in_the_reference(fmt, dtype, shape, kernel_device, rough):
     """Ordinary values; values of all exponents; and those with NaN and infinity among them."""
