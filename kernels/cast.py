@@ -28,9 +28,9 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 
-from .fp8 import casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
+from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
-from .quads import BYTES, load_float, load_rows, magnitude, place_tile, store_columns, store_rows
+from .quads import BYTES, load_float, load_rows, magnitude, place_tile, store_both, store_columns
 from .reference.cast import LEAST, MOST, aligned
 
 PARTS = 512
@@ -51,7 +51,7 @@ def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl
         tile = last - tl.program_id(0) - i * PARTS
         offset = tile.to(tl.int64) * FLAT + tl.arange(0, FLAT)
         x = tl.load(x_ptr + offset, mask=(offset >= 0) & (offset < numel), other=0.0).to(tl.float32)
-        most = tl.maximum(most, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        most = tl.maximum(most, bits_of_magnitude(x))
     tl.store(parts_ptr + tl.program_id(0), tl.max(most, axis=0))
 
 
@@ -80,10 +80,9 @@ def _cast_tile(
     q, c = place_tile(tile, tl.cdiv(cols16, COLS), ROWS, COLS)
     x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
     c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
-    if CODES:
-        store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows16, cols16, EVEN)
-    if TRANSPOSED:
-        store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows16, cols16, HARDWARE, EVEN)
+    store_both(
+        c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows16, cols16, CODES, TRANSPOSED, HARDWARE, EVEN
+    )  # fmt: skip
     return magnitude(x0, x1, x2, x3)
 
 

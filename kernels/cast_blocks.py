@@ -14,17 +14,16 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .cast import encode_rows, encode_scaled
-from .fp8 import casts_in_hardware, scale_and_inverse
+from .fp8 import bits_of_magnitude, casts_in_hardware, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
-from .quads import load_float, magnitude, place_tile, store_columns, store_rows
+from .quads import load_float, magnitude, place_tile, store_both, store_columns, store_rows
 from .reference.cast_blocks import Codes, in_fours, padded
 
 
 @triton.jit
 def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr):
     """Return codes of some rows of a tile, a scale each, and store the scales."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    scale, inverse = scale_and_inverse(tl.max(bits, axis=1), MAX)
+    scale, inverse = scale_and_inverse(tl.max(bits_of_magnitude(x), axis=1), MAX)
     tl.store(scale_ptr + r, scale)
     return encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE)
 
@@ -64,8 +63,9 @@ def _cast_128x128_kernel(
     bits = tl.max(tl.max(magnitude(x0, x1, x2, x3), axis=1), axis=0)
     scale, inverse = scale_and_inverse(bits, MAX)
     c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
-    store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
-    store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True)
+    store_both(
+        c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows_padded, cols_padded, True, True, HARDWARE, True
+    )  # fmt: skip
     tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)
     tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .cast import COLS, FLAT, PARTS, ROWS
-from .fp8 import casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
+from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
-from .quads import load_float, magnitude, place_tile, store_columns, store_rows
+from .quads import load_float, magnitude, place_tile, store_both
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
 
@@ -31,7 +31,7 @@ def _seed_kernel(x_ptr, state_ptr, seed_ptr, numel, FLAT: tl.constexpr):
     if tl.load(state_ptr) == 0:
         offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
         x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
-        tl.atomic_max(seed_ptr, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0))
+        tl.atomic_max(seed_ptr, tl.max(bits_of_magnitude(x), axis=0))
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def encode_saturating(
         scaled = tl.inline_asm_elementwise(_SCALE, "=f,f,f", [x, inverse], tl.float32, True, 1)
         code = encode_ocp(scaled, MANTISSA, True)
     else:
-        finite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000
+        finite = bits_of_magnitude(x) < 0x7F800000
         scaled = tl.where(finite, x * inverse, 0.0)
         scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
         code = tl.where(finite, encode_ocp(scaled, MANTISSA, False), 0x7F).to(tl.uint8)
@@ -85,10 +85,9 @@ def cast_rows(
     c1 = encode_saturating(x1, inverse, MANTISSA, MAX, HARDWARE)
     c2 = encode_saturating(x2, inverse, MANTISSA, MAX, HARDWARE)
     c3 = encode_saturating(x3, inverse, MANTISSA, MAX, HARDWARE)
-    if CODES:
-        store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows16, cols16, EVEN)
-    if TRANSPOSED:
-        store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows16, cols16, HARDWARE, EVEN)
+    store_both(
+        c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows16, cols16, CODES, TRANSPOSED, HARDWARE, EVEN
+    )  # fmt: skip
     return magnitude(x0, x1, x2, x3)
 
 

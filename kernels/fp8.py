@@ -142,6 +142,12 @@ def scale_and_inverse(
 
 
 @triton.jit
+def bits_of_magnitude(x):  # int32
+    """Return the bits of |x|, which order float32 as integers: NaN > infinity > finite."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def reciprocal(scale):  # float32
     """Return 1 / scale, 0 where that is 0 or NaN."""
     return tl.where(scale > 0, tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), 0.0)
@@ -155,7 +161,7 @@ def encode_blocks(
     HARDWARE: tl.constexpr,  # see `casts_in_hardware`
 ):  # uint8 codes [blocks, 128], float32 scale [blocks]
     """Quantize a tile, one scale for each row of it."""
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    bits = tl.max(bits_of_magnitude(x), axis=1)
     scale, inverse = scale_and_inverse(bits, MAX)
     alive = inverse[:, None] > 0
     return encode_ocp(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, HARDWARE), scale

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .fp8 import bits_of_magnitude
+
 BYTES = tl.constexpr(tl.pointer_type(tl.uint8))
 _WORDS = tl.constexpr(tl.pointer_type(tl.int32))
 
@@ -54,12 +56,8 @@ def load_float(x_ptr, q, c, rows, cols, EVEN: tl.constexpr):
 @triton.jit
 def magnitude(x0, x1, x2, x3):
     """Return the bits of the largest magnitude of four float32, NaN being the largest."""
-    a = tl.maximum(
-        x0.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x1.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    )
-    b = tl.maximum(
-        x2.to(tl.int32, bitcast=True) & 0x7FFFFFFF, x3.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    )
+    a = tl.maximum(bits_of_magnitude(x0), bits_of_magnitude(x1))
+    b = tl.maximum(bits_of_magnitude(x2), bits_of_magnitude(x3))
     return tl.maximum(a, b)
 
 
@@ -120,3 +118,15 @@ def store_columns(
     word = tl.trans(_turn(c0, c1, c2, c3, HARDWARE))
     at = codes_t_ptr.to(_WORDS, bitcast=True) + c[:, None].to(tl.int64) * (rows // 4) + q[None, :]
     _store(at, word, (c < cols)[:, None] & (q < rows // 4)[None, :], EVEN)
+
+
+@triton.jit
+def store_both(
+    c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows, cols,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Store uint8 codes of a tile in the layouts that are asked for."""
+    if CODES:
+        store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows, cols, EVEN)
+    if TRANSPOSED:
+        store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows, cols, HARDWARE, EVEN)

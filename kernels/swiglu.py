@@ -20,7 +20,7 @@ from fp8stack.formats import E4M3, MiniFloat
 
 from .cast import PARTS as NOTES
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
-from .fp8 import casts_in_hardware, reciprocal, scale_and_inverse
+from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream, without_single_column
 from .quads import load_rows, place_tile
 from .reference.cast import aligned
@@ -68,11 +68,6 @@ def _backward(d, g, u, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _bits(x):
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _swiglu_parts_kernel(
     d_ptr, g_ptr, u_ptr, parts_ptr, numel, rounds,
     BACKWARD: tl.constexpr, HARDWARE: tl.constexpr, PARTS: tl.constexpr, FLAT: tl.constexpr,
@@ -88,9 +83,12 @@ def _swiglu_parts_kernel(
         if BACKWARD:
             d = tl.load(d_ptr + at, mask=inside, other=0.0)
             dg, du, _h = _backward(d, g, u, HARDWARE)
-            first, second = tl.maximum(first, _bits(dg)), tl.maximum(second, _bits(du))
+            first, second = (
+                tl.maximum(first, bits_of_magnitude(dg)),
+                tl.maximum(second, bits_of_magnitude(du)),
+            )
         else:
-            first = tl.maximum(first, _bits(_forward(g, u, HARDWARE)))
+            first = tl.maximum(first, bits_of_magnitude(_forward(g, u, HARDWARE)))
     tl.store(parts_ptr + tl.program_id(0), tl.max(first, axis=0))
     if BACKWARD:
         tl.store(parts_ptr + PARTS + tl.program_id(0), tl.max(second, axis=0))
