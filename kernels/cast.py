@@ -29,7 +29,7 @@ from torch import Tensor
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream, without_single_column
+from .launch import Launcher, on_device, raw_stream
 from .quads import BYTES, load_float, load_rows, magnitude, place_tile, store_both, store_columns
 from .reference.cast import LEAST, MOST, aligned
 
@@ -294,7 +294,6 @@ def _prepare(
     """Return x as kernels read it, what follows from the arguments, and memory for codes and their transpose."""
     if not x.is_contiguous():
         x = x.detach().contiguous()
-    x = without_single_column(x)
     numel, cols, dtype = x.numel(), x.shape[-1], fmt.dtype
     g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, known, x.device)
     return x, g, x.new_empty(g.shape, dtype=dtype), x.new_empty(g.shape_t, dtype=dtype)

@@ -15,7 +15,7 @@ from fp8stack.formats import MiniFloat
 
 from .cast import encode_rows, encode_scaled
 from .fp8 import bits_of_magnitude, casts_in_hardware, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream, without_single_column
+from .launch import Launcher, on_device, raw_stream
 from .quads import load_float, magnitude, place_tile, store_both, store_columns, store_rows
 from .reference.cast_blocks import Codes, in_fours, padded
 
@@ -70,7 +70,7 @@ def _cast_128x128_kernel(
     tl.store(scale_t_ptr + block_c * ((down + 3) // 4 * 4) + block_r, scale)
 
 
-_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=8, enable_fp_fusion=False)
+_launch_1x128 = Launcher(_cast_1x128_kernel, num_warps=4, enable_fp_fusion=False)
 _launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, enable_fp_fusion=False)
 
 
@@ -101,7 +101,7 @@ def _cast(
     scale: Tensor,
     scale_t: Tensor,
 ) -> Codes:
-    x = without_single_column(x if x.is_contiguous() else x.detach().contiguous())
+    x = x if x.is_contiguous() else x.detach().contiguous()
     cols = x.shape[-1]
     down, across = padded(rows), padded(cols)
     codes = x.new_empty((down, across), dtype=fmt.dtype)

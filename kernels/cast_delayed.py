@@ -16,7 +16,7 @@ from fp8stack.formats import MiniFloat
 
 from .cast import COLS, FLAT, PARTS, ROWS
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream, without_single_column
+from .launch import Launcher, on_device, raw_stream
 from .quads import load_float, magnitude, place_tile, store_both
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
@@ -157,7 +157,7 @@ def cast_delayed(
     Tensor, Tensor, Tensor
 ]:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
     """Quantize a matrix with the scale in `of`."""
-    x = without_single_column(x if x.is_contiguous() else x.detach().contiguous())
+    x = x if x.is_contiguous() else x.detach().contiguous()
     numel, cols = x.numel(), x.shape[-1]
     rows = numel // max(cols, 1)
     rows16, cols16 = aligned(rows), aligned(cols)

@@ -50,11 +50,17 @@ def encode_e4m3(
 
 # As inline PTX, not `.to(tl.float8e4nv)`: Triton 3.6 misplaces half of a tile that is stored both as it lies and
 # transposed where its elements came as float32 and went through its float8 types.
+# The halves are joined by arithmetic, not by `mov.b32 $0, {low, high}`: where both are made of the same registers, as
+# are zeros behind the mask of a single column, ptxas 12.8 (Triton 3.6) leaves the upper half unwritten.
 _PTX = """{{
 .reg .b16 low, high;
+.reg .b32 lower, upper;
 cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
 cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
-mov.b32 $0, {{low, high}};
+cvt.u32.u16 lower, low;
+cvt.u32.u16 upper, high;
+shl.b32 upper, upper, 16;
+or.b32 $0, lower, upper;
 }}"""
 _TO_E4M3, _TO_E5M2 = (tl.constexpr(_PTX.format(name)) for name in ("e4m3", "e5m2"))
 

@@ -69,11 +69,3 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
-
-
-def without_single_column(x: torch.Tensor) -> torch.Tensor:
-    """Give a matrix of one column a second one of zeros: Triton 3.6 reads it wrongly behind a mask.
-
-    A size of 1 becomes a constant of the compiled kernel; elements that the mask leaves out are then not zero.
-    """
-    return torch.nn.functional.pad(x.detach(), (0, 1)) if x.shape[-1] == 1 else x

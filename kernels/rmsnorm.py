@@ -120,8 +120,7 @@ def rmsnorm(
 ) -> tuple[Tensor, Tensor, Tensor]:  # y, as x; rstd, float32 [rows]; parts, int32 [a power of two]
     """Return x / rms(x) × weight, 1 / rms(x), and the largest magnitudes of parts of the first."""
     cols = x.shape[-1]
-    # Triton 3.6 misreads a single column, see `without_single_column`, whose zeros would change the mean.
-    if x.numel() == 0 or cols == 1:
+    if x.numel() == 0:
         return reference.rmsnorm(x, weight, eps)
     x, weight = x.detach().contiguous(), weight.detach().contiguous()
     rows = x.numel() // cols
@@ -147,7 +146,7 @@ def rmsnorm_backward(
 ) -> tuple[Tensor, Tensor | None]:  # dx, as x; dweight, as weight, if it is needed
     """Return the gradients of x and of weight."""
     cols = x.shape[-1]
-    if x.numel() == 0 or cols == 1:
+    if x.numel() == 0:
         return reference.rmsnorm_backward(dy, x, weight, rstd, need_weight)
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     rows = x.numel() // cols

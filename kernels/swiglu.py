@@ -21,7 +21,7 @@ from fp8stack.formats import E4M3, MiniFloat
 from .cast import PARTS as NOTES
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream, without_single_column
+from .launch import Launcher, on_device, raw_stream
 from .quads import load_rows, place_tile
 from .reference.cast import aligned
 from .reference.cast_delayed import SEEDED
@@ -190,8 +190,8 @@ def swiglu_backward_cast(
 def _run(
     dh: Tensor | None, gate: Tensor, up: Tensor, h_scale: Tensor | None, fmt: MiniFloat, scaling: Scaling
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    gate, up = (without_single_column(x.contiguous()) for x in (gate, up))
-    d = gate if dh is None else without_single_column(dh.contiguous())
+    gate, up = gate.contiguous(), up.contiguous()
+    d = gate if dh is None else dh.contiguous()
     rows, cols = gate.shape
     rows16, cols16, device = aligned(rows), aligned(cols), gate.device
     turned, backward = (cols16, rows16), dh is not None

@@ -192,7 +192,7 @@ def test_a_history_of_scales_goes_on_as_the_references(fmt, margin, shape, kerne
         assert_both_ways(dh, gate, up, fmt, kernel_device, scalings)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one.tensor.cpu(), other.tensor, rtol=2**-17, atol=0)
-            assert one.parts_on(torch.device(kernel_device)).eq(0).all()
+            assert one.parts_on(one.tensor.device).eq(0).all()
 
 
 def test_views_are_read_in_their_own_order(kernel_device):
