@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
@@ -155,7 +156,8 @@ def attention() -> list[str]:
 # --- long runs of the application
 
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
-LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
+LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}  # with the settings of the last run
+HARDER = {"gpt2": (6e-4, "at 6e-4")}  # a maximum learning rate that is shown beside them
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
 SKIPPED_HEAD = {"skip": ["head"]}  # flags of the runs whose head is left in bf16
 
@@ -201,13 +203,18 @@ def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
 
 
 def last_runs(
-    records: Iterable[Record], model: str, flags: dict[str, Any] | None = None
+    records: Iterable[Record],
+    model: str,
+    flags: dict[str, Any] | None = None,
+    lr: float | None = None,
 ) -> list[Record]:
     """Return each variant's and seed's last record, of those with the settings that the model's last bf16 run has.
 
-    Of levels, those with native products and these flags of the application. Empty without bf16.
+    Of levels, those with native products and these flags of the application; of all, those with this maximum learning
+    rate, if one is given. Empty without bf16.
     """
     own = [r for r in records if r["params"]["model"] == model]
+    own = [r for r in own if lr in (None, r["params"].get("lr"))]
     own = [r for r in own if r.get("compute") in (None, "native")]
     own = [r for r in own if r["params"].get("flags") == flags or r["variant"] in (BASE, AGAIN)]
     settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
@@ -219,15 +226,24 @@ def last_runs(
 def training(records: list[Record]) -> list[str]:
     rows = []
     for model, title in LONG_RUNS.items():
-        found = {s.variant: s for s in summarize(last_runs(records, model))}
-        names = (BASE, *([AGAIN] if AGAIN in found else []), "O0", "O1", "O2")
-        rows += [(f"{title}, {name}", *training_cells(found[name])) for name in names if found]
-        for s in summarize(last_runs(records, model, SKIPPED_HEAD)):
-            if s.variant not in (BASE, AGAIN):
-                apart = s._replace(faster=None)  # runs of another day
-                rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(apart)))
+        rows += long_runs(title, partial(last_runs, records, model))
+        if model in HARDER:
+            lr, words = HARDER[model]
+            rows += long_runs(f"{title} {words}", partial(last_runs, records, model, lr=lr))
     heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
+
+
+def long_runs(title: str, runs: Callable[..., list[Record]]) -> list[tuple[str, ...]]:
+    """Return a row for each level, then for those with the head in bf16."""
+    found = {s.variant: s for s in summarize(runs())}
+    names = (BASE, AGAIN, "O0", "O1", "O2")
+    rows = [(f"{title}, {n}", *training_cells(found[n])) for n in names if n in found]
+    for s in summarize(runs(flags=SKIPPED_HEAD)):
+        if s.variant not in (BASE, AGAIN):
+            apart = s._replace(faster=None)  # runs of another day
+            rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(apart)))
+    return rows
 
 
 def training_cells(s: Summary) -> tuple[str, ...]:
