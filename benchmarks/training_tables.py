@@ -278,8 +278,35 @@ def odd_sizes() -> list[str]:
     return lines(("size", *heads), rows)
 
 
+# before the names of models that are GPT-2 with a vocabulary, in the records of stability.py
+FORMATS = "formats: gpt2, "
+
+
+def formats() -> list[str]:
+    """Return how far O2's losses are off the mean of bf16's runs, by recipe, format and margin."""
+    found = {
+        (r["variant"], r["params"]["model"].removeprefix(FORMATS)): r
+        for r in read("stability")
+        if r["params"]["model"].startswith(FORMATS)
+    }
+    sizes = sorted({size for _, size in found})
+    own = {size: {r["bf16_loss"] for (_, s), r in found.items() if s == size} for size in sizes}
+    base = {size: fmean(losses) for size, losses in own.items()}
+    off = {key: percent(r["loss"] / base[key[1]] - 1) for key, r in found.items()}
+    spread = [[percent(x / base[s] - 1) for x in (min(own[s]), max(own[s]))] for s in sizes]
+    rows = [("bf16, its own runs", *(f"{low} to {high} %" for low, high in spread), "0")]
+    for variant in sorted({v for v, _ in found}):
+        runs = [found[variant, size] for size in sizes if (variant, size) in found]
+        broken = sum(not r["finite"] or r["skipped_steps"] > 0 for r in runs)
+        cells = [f"{off[variant, s]} %" if (variant, s) in off else "not measured" for s in sizes]
+        rows.append((variant, *cells, str(broken)))
+    heads = [f"vocabulary of {int(size):,}" for size in sizes]
+    return lines(("recipe and format", *heads, "not finite, or a step skipped"), rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "odd-sizes": odd_sizes,
+    "formats": formats,
     "end-to-end": end_to_end,
     "end-to-end-short": lambda: end_to_end(STEPS_IN_SHORT),
     "memory": memory,

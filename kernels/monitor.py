@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .fp8 import decode, encode_ocp
+from .fp8 import bits_of_magnitude, decode, encode_ocp
 from .launch import on_device
 from .reference.monitor import FIELDS, SUMS, thresholds
 
@@ -48,14 +48,14 @@ def _count_kernel(
             scale = tl.load(at, mask=inside, other=0.0)
         else:
             scale = tl.load(scale_ptr) + tl.zeros((FLAT,), dtype=tl.float32)
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = bits_of_magnitude(x)
         finite = bits < 0x7F800000
         inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
         magnitude = tl.where(finite, tl.abs(x), 0.0)
         scaled = magnitude * inverse
         told = finite & (scale == scale)
         largest = tl.maximum(largest, tl.where(finite, bits, 0))
-        scales = tl.maximum(scales, scale.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        scales = tl.maximum(scales, bits_of_magnitude(scale))
         small = told & (scaled <= ZERO)  # so is what lies outside
         lost = (small & (bits > 0)).to(tl.int32)
         under += lost

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fp8 import bits_of_magnitude
 from .states import E4M3_MAX, signed_values
 from .step import TYPES
 from .table import COLUMN, WIDTH
@@ -48,14 +49,14 @@ def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.
         block = first + tl.arange(0, _SPAN)
         exists = block < tl.load(row + _BLOCKS).to(tl.int32)
         x = tl.load(scale + block, mask=exists, other=0.0) * E4M3_MAX
-        bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+        bits = tl.max(bits_of_magnitude(x), 0)
     else:
         grad = pointer(row, _GRAD, TYPE, "any")
         bits = tl.zeros([TILE * 128], tl.int32)
         for i in range(0, span, TILE):
             at = (first + i).to(tl.int64) * 128 + tl.arange(0, TILE * 128)
             x = tl.load(grad + at, mask=at < numel, other=0.0).to(tl.float32)
-            bits = tl.maximum(bits, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            bits = tl.maximum(bits, bits_of_magnitude(x))
         bits = tl.max(bits, 0)
     tl.atomic_max(out_ptr, bits)
 
@@ -76,7 +77,7 @@ def _squares_kernel(
             scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
         else:
             x = x.to(tl.float32)
-            bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+            bits = tl.max(bits_of_magnitude(x), 1)
             scale = bits.to(tl.float32, bitcast=True)
             x = tl.where(scale[:, None] > 0, tl.div_rn(x, scale[:, None]), x)
         scale = scale.to(tl.float64)

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shape
 
 from .fp8 import (
+    bits_of_magnitude,
     block_offsets,
     casts_in_hardware,
     decode,
@@ -72,7 +73,7 @@ def _dequantize_blocks_kernel(
 def _amax_kernel(x_ptr, amax_ptr, numel, FLAT: tl.constexpr):
     offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
     x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
-    tl.atomic_max(amax_ptr, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0))
+    tl.atomic_max(amax_ptr, tl.max(bits_of_magnitude(x), axis=0))
 
 
 @triton.jit

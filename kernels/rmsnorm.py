@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8 import round_to
+from .fp8 import bits_of_magnitude, round_to
 from .launch import Launcher, on_device, raw_stream
 from .reference import rmsnorm as reference
 
@@ -56,7 +56,7 @@ def _rmsnorm_kernel(
         y = round_to(x * rstd[:, None] * w, y_ptr.dtype.element_ty)
         tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
         tl.store(rstd_ptr + r, rstd, mask=exists)
-        bits = tl.max(y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+        bits = tl.max(bits_of_magnitude(y), axis=1)
         # Rows that do not exist are NaN if eps is 0 or a weight infinite, and NaN would be the largest.
         most = tl.maximum(most, tl.where(exists, bits, 0))
     tl.store(parts_ptr + tl.program_id(0), tl.max(most, axis=0))

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from fp8stack.formats import E4M3, NUDGE
 
-from .fp8 import decode, encode
+from .fp8 import bits_of_magnitude, decode, encode
 
 PTX = tl.constexpr(isinstance(decode, triton.JITFunction) and torch.version.hip is None)
 E4M3_MAX = tl.constexpr(E4M3.max)
@@ -212,7 +212,7 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
     if PTX:
         amax = tl.reduce(x if SQUARED else tl.abs(x), 1, _larger)
     else:
-        amax = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+        amax = tl.max(bits_of_magnitude(x), 1).to(tl.float32, bitcast=True)
     if OCP:
         scale = tl.div_rn(amax, E4M3_MAX)
     else:

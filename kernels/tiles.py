@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fp8 import encode, round_to
+from .fp8 import bits_of_magnitude, encode, round_to
 from .states import (
     E4M3_MAX,
     decode_blocks,
@@ -167,6 +167,6 @@ def store_moment(
 @triton.jit
 def offer_maximum(amax, x, mask):
     """Raise a device integer to the bits of the largest magnitude; most programs find it raised already."""
-    bits = tl.where(mask, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    bits = tl.where(mask, bits_of_magnitude(x), 0)
     largest = tl.max(tl.max(bits, 1), 0)
     tl.atomic_max(amax, largest, mask=largest > tl.load(amax))

@@ -2,11 +2,12 @@
 
 `find_largest` doubles until a step runs out of memory, then halves the interval. After every attempt the ranks agree
 (a rank whose memory is fuller decides for all), so they all try the same sizes; what an attempt has taken is freed
-before the next. `split` then divides the sequences of a step among ranks and micro-batches.
+before the next. Where forward itself talks to other ranks (FSDP2), one that runs out of memory would leave the others
+waiting: there `predict_largest` measures what a step takes, and tries no size that is not expected to fit on all ranks.
+`split` then divides the sequences of a step among ranks and micro-batches.
 
 Limits: a step that fits when it is tried may not fit later, where memory is fragmented or other programs take it; then
-training ends with advice. Where forward itself talks to other ranks (FSDP2), all of them have to run out of memory at
-once, as they do with equal shards.
+training ends with advice. Only a GPU's memory is measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from fp8stack.errors import ConfigError
 REMEDY = (
     "Use a smaller model or --seq-len, activation checkpointing, --opt-level O2, or more ranks."
 )
+TOO_LARGE = f"--micro-batch auto: one sequence does not fit into memory. {REMEDY}"
+MARGIN = 0.95  # of the memory that is free, how much a predicted step may take
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,14 @@ def send(part: Tensor, device: torch.device) -> Tensor:
 
 
 def find_largest(
-    try_step: Callable[[int], None], limit: int, agree: Callable[[bool], bool] = bool
+    try_step: Callable[[int], None], limit: int, least: Callable[[int], int] = int
 ) -> int:
     """Return the largest micro-batch up to `limit` that `try_step` runs with.
 
     Args:
         try_step: runs a forward and backward of so many sequences; leaves nothing behind.
         limit: the largest to try, 1 or more.
-        agree: says whether it went well on all ranks.
+        least: returns the smallest of a number on all ranks, here 0 for one where the step did not fit.
 
     Raises:
         ConfigError: if not even one sequence fits.
@@ -64,13 +67,65 @@ def find_largest(
     while too_large - fits > 1:
         doubled = fits == 0 or too_large > limit
         size = min(max(2 * fits, 1), limit) if doubled else (fits + too_large) // 2
-        if agree(_runs(try_step, size)):
+        if least(_runs(try_step, size)):
             fits = size
         else:
             too_large = size
     if fits == 0:
-        raise ConfigError(f"--micro-batch auto: one sequence does not fit into memory. {REMEDY}")
+        raise ConfigError(TOO_LARGE)
     return fits
+
+
+def predict_largest(
+    try_step: Callable[[int], None],
+    limit: int,
+    least: Callable[[int], int] = int,
+    measure: Callable[[Callable[[int], None], int], float] | None = None,
+) -> int:
+    """Return the largest micro-batch up to `limit` that is expected to fit on all ranks.
+
+    A step takes c + b × sequences. For s of them that is a part u of the memory there is; so s / u sequences fit, and
+    more the less c is of it. Each size is tried that the ones before say will fit, from one sequence on; where s / u
+    is no larger, the last two sizes tell b.
+
+    Args:
+        try_step: runs a forward and backward of so many sequences; leaves nothing behind.
+        limit: the largest to try, 1 or more.
+        least: returns the smallest of a number on all ranks.
+        measure: runs such a step; returns the part that it took. By default `part_of_memory`.
+
+    Raises:
+        ConfigError: if not even one sequence fits.
+    """
+    measure = measure or part_of_memory
+    try:
+        try_step(1)  # makes what stays: optimizer states, communicators, compiled graphs
+        tried = [(1, measure(try_step, 1))]
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise ConfigError(TOO_LARGE) from None
+        raise
+    while True:
+        size, part = tried[-1]
+        fits = int(size / max(part, 1e-6))
+        if fits <= size and len(tried) > 1:
+            before, less = tried[-2]
+            more = (1 - part) * (size - before) / (part - less) if part > less else 0.0
+            fits = size + int(more + 1e-6)
+        following = least(min(fits, limit))
+        if following <= size:
+            return size
+        tried.append((following, measure(try_step, following)))
+
+
+def part_of_memory(try_step: Callable[[int], None], size: int) -> float:
+    """Return the part of the GPU's memory beside what is held now, less a margin, that a step takes at its peak."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    try_step(size)
+    return (torch.cuda.max_memory_reserved() - held) / (MARGIN * free)
 
 
 def _runs(try_step: Callable[[int], None], size: int) -> bool:

@@ -25,6 +25,11 @@ def gather(value: T) -> list[T]:
     return values
 
 
+def least(number: int) -> int:
+    """Return the smallest of a number on all ranks."""
+    return min(gather(number))
+
+
 def on_first_rank(action: Callable[[], T]) -> T:
     """Do something on the first rank; return its result, or raise its error, on all."""
     result: Any = None

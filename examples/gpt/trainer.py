@@ -291,16 +291,17 @@ class Trainer:
         target, wish = config.target_effective_batch_size, config.micro_batch
         if wish != "auto":
             return batching.split(target, int(wish), self.world, fixed=True)
-        if self.setup.sharded:
+        if self.setup.sharded and self.device.type != "cuda":
             raise ConfigError(
-                "--micro-batch auto is not for --parallel fsdp2, whose ranks wait for each other in every layer: one "
-                "that runs out of memory would leave the others waiting. Give a number, such as --micro-batch 4."
+                "--micro-batch auto: on a CPU it is not for --parallel fsdp2, where a rank that runs out of memory "
+                "would leave the others waiting. Give a number, such as --micro-batch 4."
             )
         limit = min(config.max_batch_size, math.ceil(target / self.world))
         was = resumed.manifest if resumed else {}
         facts = {**self._facts(), "world": self.world}
         known = was.get("micro_batch") if facts.items() <= was.items() else None
-        largest = batching.find_largest(self._try_step, min(limit, known or limit), self._agree)
+        search = batching.predict_largest if self.setup.sharded else batching.find_largest
+        largest = search(self._try_step, min(limit, known or limit), ranks.least)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         return batching.split(target, largest, self.world, fixed=largest == known)
@@ -321,9 +322,6 @@ class Trainer:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             del states
-
-    def _agree(self, fits: bool) -> bool:
-        return all(ranks.gather(fits))
 
     def _restore(self, progress: dict[str, Any], local: dict[str, Any] | None) -> None:
         """Put back what a checkpoint holds beside weights and states."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpt import batching
-from gpt.batching import Split, find_largest, split
+from gpt.batching import Split, find_largest, predict_largest, split
 
 from fp8stack.errors import ConfigError
 
@@ -77,6 +77,66 @@ def test_nothing_that_fits_and_other_errors_are_raised():
         find_largest(never, 8)
     with pytest.raises(RuntimeError, match="shapes differ"):
         find_largest(wrong, 8)
+
+
+@pytest.mark.parametrize("limit", [1, 5, 4096])
+@pytest.mark.parametrize("room", [1000, 1010, 1700, 80_000, 2_000_000])
+@pytest.mark.parametrize("fixed", [0, 7, 900])
+def test_a_size_is_predicted_and_never_too_large(fixed, room, limit):
+    """Steps of `fixed` + 100 a sequence, of a rank with that `room` and of one with a tenth more."""
+    tried = []
+
+    def measure(try_step, size):
+        try_step(size)
+        return (fixed + 100 * size) / room
+
+    def least(size):
+        return min(size, int(1.1 * size))
+
+    fits = 1 if fixed + 100 > room / 2 else min(limit, (room - fixed) // 100)
+    assert predict_largest(tried.append, limit, least, measure) == fits
+    assert tried == [1, *sorted(set(tried))]
+    assert len(tried) <= 8
+
+
+def test_the_fullest_rank_bounds_what_is_predicted():
+    tried = []
+
+    def measure(try_step, size):
+        try_step(size)
+        return size / 1000
+
+    assert predict_largest(tried.append, 4096, lambda size: min(size, 37), measure) == 37
+    assert tried == [1, 1, 37]
+
+
+def test_a_sequence_that_does_not_fit_is_said_and_other_errors_are_raised():
+    def never(try_step, size):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def wrong(try_step, size):
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(ConfigError, match="one sequence does not fit"):
+        predict_largest(print, 8, measure=never)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        predict_largest(print, 8, measure=wrong)
+
+
+@pytest.mark.gpu
+def test_a_prediction_fills_a_gpu_s_memory():
+    """Steps that take 3 GB and 1.5 GB a sequence: what is found fits, and leaves little more than the margin."""
+    tried = []
+
+    def try_step(size):
+        tried.append(size)
+        torch.empty(3 * 10**9 + size * 15 * 10**8, dtype=torch.uint8, device="cuda")
+
+    found = predict_largest(try_step, 4096)
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    assert tried[-1] == found
+    taken = 3e9 + found * 1.5e9
+    assert 0.9 * free - 3e9 <= taken <= free
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
