@@ -49,11 +49,10 @@ def state_scale(
     return scale
 
 
-# x × inverse, and NaN for an infinity; as PTX, since the subtraction must not be contracted with what made x
+# x × inverse, and NaN for an infinity, whose product with zero is one; in PTX, where nothing else is contracted
 _SCALE = tl.constexpr("""{
 .reg .f32 n;
-sub.rn.f32 n, $1, $1;
-add.rn.f32 n, n, $2;
+fma.rn.f32 n, $1, 0f00000000, $2;
 mul.rn.f32 $0, $1, n;
 }""")
 

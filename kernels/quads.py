@@ -56,9 +56,10 @@ def load_float(x_ptr, q, c, rows, cols, EVEN: tl.constexpr):
 @triton.jit
 def magnitude(x0, x1, x2, x3):
     """Return the bits of the largest magnitude of four float32, NaN being the largest."""
-    a = tl.maximum(bits_of_magnitude(x0), bits_of_magnitude(x1))
-    b = tl.maximum(bits_of_magnitude(x2), bits_of_magnitude(x3))
-    return tl.maximum(a, b)
+    nan: tl.constexpr = tl.PropagateNan.ALL
+    a = tl.maximum(tl.abs(x0), tl.abs(x1), propagate_nan=nan)  # whose operands' signs cost nothing
+    b = tl.maximum(tl.abs(x2), tl.abs(x3), propagate_nan=nan)
+    return bits_of_magnitude(tl.maximum(a, b, propagate_nan=nan))
 
 
 # $0 to $3: the columns of four rows of four bytes

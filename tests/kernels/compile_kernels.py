@@ -459,7 +459,7 @@ def straight_path(sass):
 def inspect(ptx):
     """Return how often PTX contracts, flushes, approximates or casts to FP8 in hardware: what would change bits."""
     patterns = {
-        "fused": r"\bfma\.",
+        "fused": r"\bfma\.(?!rn\.f32 [^,]+, [^,]+, 0f00000000,)",
         "flushing": r"\.ftz\b",
         "approximate": r"\.(approx|full)\b",
         "fp8": r"\.e[45]m[23]x2",
