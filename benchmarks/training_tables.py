@@ -187,11 +187,12 @@ def summarize(rows: list[Record]) -> list[Summary]:
         pairs = [(r, base[s]) for r in own if (s := r["params"]["seed"]) in base]
         gaps = [r["value"] / b["value"] - 1 for r, b in pairs if variant != BASE]
         alike = [] if variant == AGAIN else pairs
+        paced = [(r, b) for r, b in alike if r.get("git") == b.get("git")]  # of one day's code
         peak, planned = max(r["peak_gib"] for r in own), own[0]["estimate_gib"]
         found.append(Summary(
             variant, len(own), fmean(r["value"] for r in own), fmean(gaps) if gaps else None,
             stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None, fmean(r["tokens_per_second"] for r in own),
-            mean_ratio(alike, "tokens_per_second"), peak, mean_ratio(alike, "peak_gib"), planned,
+            mean_ratio(paced, "tokens_per_second"), peak, mean_ratio(alike, "peak_gib"), planned,
             planned and planned / peak - 1,
         ))  # fmt: skip
     return found
@@ -241,8 +242,7 @@ def long_runs(title: str, runs: Callable[..., list[Record]]) -> list[tuple[str, 
     rows = [(f"{title}, {n}", *training_cells(found[n])) for n in names if n in found]
     for s in summarize(runs(flags=SKIPPED_HEAD)):
         if s.variant not in (BASE, AGAIN):
-            apart = s._replace(faster=None)  # runs of another day
-            rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(apart)))
+            rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(s)))
     return rows
 
 
@@ -278,27 +278,32 @@ def odd_sizes() -> list[str]:
     return lines(("size", *heads), rows)
 
 
-# before the names of models that are GPT-2 with a vocabulary, in the records of stability.py
-FORMATS = "formats: gpt2, "
+FORMATS = "formats: gpt2, "  # before a vocabulary, in the names of stability.py's models
+SHORT = {"steps": 200, "compute": "native"}
 
 
-def formats() -> list[str]:
+def formats(records: list[Record]) -> list[str]:
     """Return how far O2's losses are off the mean of bf16's runs, by recipe, format and margin."""
     found = {
-        (r["variant"], r["params"]["model"].removeprefix(FORMATS)): r
-        for r in read("stability")
-        if r["params"]["model"].startswith(FORMATS)
+        (r["variant"], p["model"].removeprefix(FORMATS)): r
+        for r in records
+        if (p := r["params"])["model"].startswith(FORMATS) and p.items() >= SHORT.items()
     }
     sizes = sorted({size for _, size in found})
-    own = {size: {r["bf16_loss"] for (_, s), r in found.items() if s == size} for size in sizes}
-    base = {size: fmean(losses) for size, losses in own.items()}
-    off = {key: percent(r["loss"] / base[key[1]] - 1) for key, r in found.items()}
-    spread = [[percent(x / base[s] - 1) for x in (min(own[s]), max(own[s]))] for s in sizes]
-    rows = [("bf16, its own runs", *(f"{low} to {high} %" for low, high in spread), "0")]
-    for variant in sorted({v for v, _ in found}):
-        runs = [found[variant, size] for size in sizes if (variant, size) in found]
-        broken = sum(not r["finite"] or r["skipped_steps"] > 0 for r in runs)
-        cells = [f"{off[variant, s]} %" if (variant, s) in off else "not measured" for s in sizes]
+    own = [sorted({r["bf16_loss"] for (_, s), r in found.items() if s == size}) for size in sizes]
+    base = [fmean(losses) for losses in own]
+    ends = [
+        f"{percent(losses[0] / mean - 1)} to {percent(losses[-1] / mean - 1)} %"
+        for losses, mean in zip(own, base, strict=True)
+    ]
+    rows = [(f"bf16, {max(map(len, own), default=0)} runs", *ends, "")]
+    for variant in sorted({variant for variant, _ in found}):
+        runs = [found.get((variant, size)) for size in sizes]
+        broken = sum(not r["finite"] or r["skipped_steps"] > 0 for r in runs if r)
+        cells = [
+            f"{percent(r['loss'] / mean - 1)} %" if r else "not measured"
+            for r, mean in zip(runs, base, strict=True)
+        ]
         rows.append((variant, *cells, str(broken)))
     heads = [f"vocabulary of {int(size):,}" for size in sizes]
     return lines(("recipe and format", *heads, "not finite, or a step skipped"), rows)
@@ -306,7 +311,7 @@ def formats() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "odd-sizes": odd_sizes,
-    "formats": formats,
+    "formats": lambda: formats(read("stability")),
     "end-to-end": end_to_end,
     "end-to-end-short": lambda: end_to_end(STEPS_IN_SHORT),
     "memory": memory,

@@ -49,7 +49,7 @@ def state_scale(
     return scale
 
 
-# x × inverse, and NaN for an infinity, whose product with zero is one; in PTX, where nothing else is contracted
+# x × inverse, and NaN for an infinity, whose product with zero is NaN; in PTX, where nothing else is contracted
 _SCALE = tl.constexpr("""{
 .reg .f32 n;
 fma.rn.f32 n, $1, 0f00000000, $2;

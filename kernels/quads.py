@@ -57,7 +57,7 @@ def load_float(x_ptr, q, c, rows, cols, EVEN: tl.constexpr):
 def magnitude(x0, x1, x2, x3):
     """Return the bits of the largest magnitude of four float32, NaN being the largest."""
     nan: tl.constexpr = tl.PropagateNan.ALL
-    a = tl.maximum(tl.abs(x0), tl.abs(x1), propagate_nan=nan)  # whose operands' signs cost nothing
+    a = tl.maximum(tl.abs(x0), tl.abs(x1), propagate_nan=nan)  # max.NaN takes |x| for free
     b = tl.maximum(tl.abs(x2), tl.abs(x3), propagate_nan=nan)
     return bits_of_magnitude(tl.maximum(a, b, propagate_nan=nan))
 

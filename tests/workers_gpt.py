@@ -100,7 +100,7 @@ def check_ranks(rank, world, store, folder):
         assert changed[:2] == losses[source][:2]
         assert_near(changed, losses[source], (source, to))
     with pytest.raises(ConfigError, match="auto: on a CPU it is not for --parallel fsdp2"):
-        Trainer(configure(folder, **RANKS["fsdp2-O2"], run_name="auto", micro_batch="auto"))
+        Trainer(configure(folder, **RANKS["fsdp2-O2"], run_name="sharded", micro_batch="auto"))
     check_precision(folder, rank)
     check_rotation(folder)
     check_first_weights()

@@ -7,7 +7,8 @@ waiting: there `predict_largest` measures what a step takes, and tries no size t
 `split` then divides the sequences of a step among ranks and micro-batches.
 
 Limits: a step that fits when it is tried may not fit later, where memory is fragmented or other programs take it; then
-training ends with advice. Only a GPU's memory is measured.
+training ends with advice. What is measured is a GPU's memory and an eager step's, and not what a limit of the process
+leaves of it. Under FSDP2 the first sequence can still run out of memory on one rank; torchrun then ends the others.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def predict_largest(
 
     A step takes c + b × sequences. For s of them that is a part u of the memory there is; so s / u sequences fit, and
     more the less c is of it. Each size is tried that the ones before say will fit, from one sequence on; where s / u
-    is no larger, the last two sizes tell b.
+    is no larger, the last two sizes tell b. One sequence that takes more than half tells nothing of a second, which is
+    not tried then.
 
     Args:
         try_step: runs a forward and backward of so many sequences; leaves nothing behind.
@@ -99,7 +101,7 @@ def predict_largest(
     """
     measure = measure or part_of_memory
     try:
-        try_step(1)  # makes what stays: optimizer states, communicators, compiled graphs
+        try_step(1)  # makes what stays: optimizer states, communicators, libraries' workspaces
         tried = [(1, measure(try_step, 1))]
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
@@ -119,13 +121,15 @@ def predict_largest(
 
 
 def part_of_memory(try_step: Callable[[int], None], size: int) -> float:
-    """Return the part of the GPU's memory beside what is held now, less a margin, that a step takes at its peak."""
+    """Return the part that a step takes of the GPU's memory beside what is allocated now, less a margin."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    free, held = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    held = torch.cuda.memory_allocated()
+    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
     try_step(size)
-    return (torch.cuda.max_memory_reserved() - held) / (MARGIN * free)
+    # gaps between tensors that stay count as taken, though a small step may lie in them: the part is never too small
+    return (torch.cuda.max_memory_reserved() - held) / (MARGIN * room)
 
 
 def _runs(try_step: Callable[[int], None], size: int) -> bool:

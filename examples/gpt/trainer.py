@@ -296,32 +296,35 @@ class Trainer:
                 "--micro-batch auto: on a CPU it is not for --parallel fsdp2, where a rank that runs out of memory "
                 "would leave the others waiting. Give a number, such as --micro-batch 4."
             )
+        self._states: list[Any] = []  # in place of torch's, while sizes are tried
         limit = min(config.max_batch_size, math.ceil(target / self.world))
         was = resumed.manifest if resumed else {}
         facts = {**self._facts(), "world": self.world}
         known = was.get("micro_batch") if facts.items() <= was.items() else None
+        if self.setup.sharded and known and known <= limit:  # a prediction might be less now
+            return batching.split(target, known, self.world, fixed=True)
         search = batching.predict_largest if self.setup.sharded else batching.find_largest
         largest = search(self._try_step, min(limit, known or limit), ranks.least)
+        self._states.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         return batching.split(target, largest, self.world, fixed=largest == known)
 
     def _try_step(self, size: int) -> None:
         """Use the memory of a step: optimizer states, gradients, and forward and backward of a micro-batch."""
-        states: list[Any] = []
         tokens = torch.zeros(size, self.setup.model.seq_len, dtype=torch.int64, device=self.device)
         try:
             if isinstance(self.optimizer, BlockwiseOptimizer):
                 self.optimizer.ensure_states()
-            elif not self.optimizer.state:  # torch's AdamW makes them at its first step
-                states = [torch.empty_like(p) for p in self.model.parameters() for _ in range(2)]
+            elif not self.optimizer.state and not self._states:  # which torch's makes at its first
+                parameters = self.model.parameters()
+                self._states = [torch.empty_like(p) for p in parameters for _ in range(2)]
             for _ in range(2):  # the second one with the gradients of the first
                 with synchronized(self.forward, False), self.setup.autocast():
                     loss = self.forward(tokens, tokens)
                 loss.backward()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-            del states
 
     def _restore(self, progress: dict[str, Any], local: dict[str, Any] | None) -> None:
         """Put back what a checkpoint holds beside weights and states."""

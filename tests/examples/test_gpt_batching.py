@@ -1,13 +1,18 @@
 """Micro-batches: the largest that fits is found, also where memory really runs out, and steps are divided."""
 
+import json
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from gpt import batching
 from gpt.batching import Split, find_largest, predict_largest, split
+from helpers import need_gpus
+from workers_gpt import read, write_text
 
 from fp8stack.errors import ConfigError
 
@@ -83,31 +88,50 @@ def test_nothing_that_fits_and_other_errors_are_raised():
 @pytest.mark.parametrize("room", [1000, 1010, 1700, 80_000, 2_000_000])
 @pytest.mark.parametrize("fixed", [0, 7, 900])
 def test_a_size_is_predicted_and_never_too_large(fixed, room, limit):
-    """Steps of `fixed` + 100 a sequence, of a rank with that `room` and of one with a tenth more."""
+    """Steps of `fixed` + 100 a sequence."""
     tried = []
 
     def measure(try_step, size):
         try_step(size)
         return (fixed + 100 * size) / room
 
-    def least(size):
-        return min(size, int(1.1 * size))
-
     fits = 1 if fixed + 100 > room / 2 else min(limit, (room - fixed) // 100)
-    assert predict_largest(tried.append, limit, least, measure) == fits
+    assert predict_largest(tried.append, limit, measure=measure) == fits
     assert tried == [1, *sorted(set(tried))]
     assert len(tried) <= 8
 
 
-def test_the_fullest_rank_bounds_what_is_predicted():
-    tried = []
+@pytest.mark.parametrize(
+    "others", [(900, 100, 40_000), (0, 100, 3700), (3000, 10, 9000), (0, 1, 150)], ids=str
+)
+def test_ranks_that_differ_try_the_same_sizes(others):
+    """Of this rank 79 sequences fit, of the other one fewer: all that is tried fits on both, and hardly more would."""
+    meeting, given = threading.Barrier(2, timeout=60), {}
+    found, tried = {}, {0: [], 1: []}
+    ranks = {0: (100, 100, 8000), 1: others}  # fixed, of a sequence, room
 
-    def measure(try_step, size):
-        try_step(size)
-        return size / 1000
+    def least(rank, size):
+        given[rank] = size
+        meeting.wait()
+        smallest = min(given.values())
+        meeting.wait()
+        return smallest
 
-    assert predict_largest(tried.append, 4096, lambda size: min(size, 37), measure) == 37
-    assert tried == [1, 1, 37]
+    def search(rank):
+        fixed, each, room = ranks[rank]
+
+        def measure(try_step, size):
+            try_step(size)
+            return max(2 * each, fixed + each * size) / room  # a gap that one sequence lies in
+
+        found[rank] = predict_largest(tried[rank].append, 4096, partial(least, rank), measure)
+
+    threads = [threading.Thread(target=search, args=(rank,)) for rank in ranks]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    fits = min((room - fixed) // each for fixed, each, room in ranks.values())
+    assert tried[0] == tried[1]
+    assert 0.9 * fits <= found[0] == found[1] == tried[0][-1] <= fits
 
 
 def test_a_sequence_that_does_not_fit_is_said_and_other_errors_are_raised():
@@ -124,19 +148,47 @@ def test_a_sequence_that_does_not_fit_is_said_and_other_errors_are_raised():
 
 
 @pytest.mark.gpu
-def test_a_prediction_fills_a_gpu_s_memory():
-    """Steps that take 3 GB and 1.5 GB a sequence: what is found fits, and leaves little more than the margin."""
+def test_a_prediction_fills_a_gpu_s_memory(monkeypatch):
+    """Steps of 300 MB and 150 MB a sequence in 2 GB: what is found fits, and leaves little more than the margin."""
+    torch.cuda.empty_cache()
+    before, room = torch.cuda.memory_reserved(), 2 * 10**9
+
+    def left():  # of what this test may use: others use the GPU too
+        return room - torch.cuda.memory_reserved() + before, room
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
     tried = []
 
     def try_step(size):
         tried.append(size)
-        torch.empty(3 * 10**9 + size * 15 * 10**8, dtype=torch.uint8, device="cuda")
+        torch.empty(3 * 10**8 + size * 15 * 10**7, dtype=torch.uint8, device="cuda")
 
-    found = predict_largest(try_step, 4096)
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    try:
+        found = predict_largest(try_step, 4096)
+    finally:
+        torch.cuda.empty_cache()
     assert tried[-1] == found
-    taken = 3e9 + found * 1.5e9
-    assert 0.9 * free - 3e9 <= taken <= free
+    assert 0.85 * room <= 3e8 + found * 1.5e8 <= room
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+def test_sharded_ranks_find_a_micro_batch_that_fills_their_memory(tmp_path):
+    need_gpus(2)
+    text = write_text(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    sizes = ["--seq-len=1024", "--target-effective-batch-size=1024", "--max-batch-size=512"]
+    places = [f"--data={text}", f"--out={tmp_path}", "--run-name=filled"]
+    rest = ["--model=gpt2", "--parallel=fsdp2", "--steps=1", "--eval-freq=0", "--checkpoint-freq=0"]
+    command = [*torchrun, str(ROOT / "examples" / "train_gpt.py"), *sizes, *places, *rest]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "filled-fp8-o2"
+    facts = json.loads((run / "run.json").read_text())
+    assert 16 <= facts["micro_batch"] <= 512
+    (step,) = read(run / "metrics.jsonl")
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert facts["micro_batch"] == 512 or step["memory_gib"] > 0.45 * total  # half of what fits
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")

@@ -17,7 +17,6 @@ from gpt import GPT, ModelConfig, evaluation, logs
 from gpt.config import Config
 from gpt.evaluation import Question
 from gpt.guard import DivergedError, Guard
-from helpers import need_gpus
 from workers_gpt import read, train, write_text
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
@@ -299,31 +298,6 @@ def test_torchrun_starts_ranks(folder):
     )  # one rank logs
     records = read(folder / "ranks-fp8-o2" / "metrics.jsonl")
     assert all(r["comm/bytes"] > 0 for r in records if "loss" in r)
-
-
-@pytest.mark.gpu
-@pytest.mark.gpus
-def test_sharded_ranks_find_a_micro_batch_that_fills_their_memory(folder):
-    need_gpus(2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    sizes = [
-        "--seq-len",
-        "1024",
-        "--target-effective-batch-size",
-        "1024",
-        "--max-batch-size",
-        "512",
-    ]
-    places = ["--data", str(folder / "text.txt"), "--out", str(folder), "--run-name", "filled"]
-    rest = ["--model", "gpt2", "--parallel", "fsdp2", "--steps", "1", "--eval-freq", "0"]
-    command = [*torchrun, "2", str(SCRIPT), *sizes, *places, *rest, "--checkpoint-freq", "0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    facts = json.loads((folder / "filled-fp8-o2" / "run.json").read_text())
-    assert 16 <= facts["micro_batch"] <= 512
-    (step,) = read(folder / "filled-fp8-o2" / "metrics.jsonl")
-    total = torch.cuda.get_device_properties(0).total_memory / 2**30
-    assert facts["micro_batch"] == 512 or step["memory_gib"] > 0.45 * total  # half of what fits
 
 
 def test_a_run_says_at_once_what_takes_its_time(folder, capsys):

@@ -457,9 +457,13 @@ def straight_path(sass):
 
 
 def inspect(ptx):
-    """Return how often PTX contracts, flushes, approximates or casts to FP8 in hardware: what would change bits."""
+    """Return how often PTX contracts, flushes, approximates or casts to FP8 in hardware: what would change bits.
+
+    A product with zero that is added, which makes infinities NaN, changes no others: it is counted as itself.
+    """
     patterns = {
         "fused": r"\bfma\.(?!rn\.f32 [^,]+, [^,]+, 0f00000000,)",
+        "spoiling": r"\bfma\.rn\.f32 [^,]+, [^,]+, 0f00000000,",
         "flushing": r"\.ftz\b",
         "approximate": r"\.(approx|full)\b",
         "fp8": r"\.e[45]m[23]x2",

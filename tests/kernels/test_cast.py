@@ -249,8 +249,10 @@ def test_views_cast_as_in_the_reference(kernel, dtype, kernel_device):
 
 def test_casts_do_not_share_their_results(kernel_device):
     """Scales come from pieces of one allocation; a matrix of many parts may be followed by one of a single part."""
-    shapes = [(70, 240), (1, 1), (16, 256), (20, 20)]
-    inputs = [torch.randn(shapes[i % 4]) * 2.0 ** (i % 7) for i in range(80)]
+    shapes = [(70, 240), *[(1, 1), (16, 128), (20, 20)] * 3]
+    inputs = [
+        torch.randn(shapes[i % 10]) * 2.0 ** (i % 7) for i in range(66)
+    ]  # 64 to an allocation
     results = [triton_cast.cast(x.to(kernel_device), E4M3) for x in inputs]
     for x, result in zip(inputs, results, strict=True):
         for given, expected in zip(result, reference_cast.cast(x, E4M3), strict=True):

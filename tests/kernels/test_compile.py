@@ -126,6 +126,13 @@ def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden
     assert [r for r in exact if r[forbidden]] == []
 
 
+def test_infinities_become_nan_where_the_hardware_would_saturate_them(compiled):
+    """In casts whose scale is another matrix's: delayed ones, and those of SwiGLU."""
+    spoiling = {r["kernel"] for r in compiled["results"] if r["spoiling"] and r["sm"] == 90}
+    assert spoiling == {"_cast_delayed_kernel", "_swiglu_cast_kernel"}
+    assert not any(r["spoiling"] for r in compiled["results"] if r["sm"] != 90)
+
+
 def test_casts_use_the_hardware_where_it_rounds_as_we_do(compiled):
     casts = [r for r in compiled["results"] if r["kernel"] in CASTS]
     casts = [r for r in casts if (r["kernel"], r["case"]) not in CAST_NOTHING]
