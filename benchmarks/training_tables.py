@@ -84,6 +84,40 @@ def largest(r: Record | None) -> str:
     return f"{r['parameters'] / 1e9:.2f} B, {r['tokens_per_second']:,.0f} tokens/s"
 
 
+SIZES = ("1b", "3b", "7b", "13b")
+METHODS = {
+    "float32, torch's fused AdamW": "fp32 AdamW",
+    "bf16 autocast, torch's fused AdamW": "bf16 AdamW",
+    "bfloat16 weights, bitsandbytes AdamW8bit": "bf16, bitsandbytes 8bit",
+    "bfloat16 weights, torchao AdamW8bit": "bf16, torchao 8bit",
+    "bfloat16 weights, torchao AdamW4bit": "bf16, torchao 4bit",
+    "bfloat16 weights, flashoptim, 24 bits": "bf16, flashoptim 24bit",
+    "TransformerEngine's Linear, torch's fused AdamW": "TransformerEngine, AdamW",
+    "fp8stack O0": "fp8stack O0",
+    "fp8stack O1": "fp8stack O1",
+    "fp8stack O2": "fp8stack O2",
+    'fp8stack O2, `weight_cache="off"`': "fp8stack O2, cache off",
+    'cache off, `states="4bit"`': "fp8stack O2, 4bit",
+    "cache off, `step_in_backward=True`": "fp8stack O2, step in backward",
+    'fp8stack O2, `compute="te"`': "fp8stack O2, te",
+}
+
+
+def micro_batches(records: list[Record]) -> list[str]:
+    """Return how many sequences of 4,096 tokens fit on one H200, and how fast they are, by method and model."""
+    whole = [r for r in records if r["params"].get("gib") is None]
+    found = [by_variant(r for r in whole if r["params"]["model"] == size) for size in SIZES]
+    heads = [f"{max(r.get('parameters', 0) for r in runs.values()) / 1e9:.1f} B" for runs in found]
+    rows = [(name, *(fitting(runs.get(v)) for runs in found)) for name, v in METHODS.items()]
+    return lines(("sequences of 4,096 tokens that fit, tokens/s", *heads), rows)
+
+
+def fitting(r: Record | None) -> str:
+    if r is None:
+        return "not measured"
+    return f"{r['count']}, {r['tokens_per_second']:,.0f}" if r["count"] else "none"
+
+
 GRADIENTS = {
     "bf16 autocast": "bf16",
     'native, `"current"`': "native current",
@@ -319,5 +353,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 }
 if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error
     TABLES["gradients"] = gradients
+if {r["params"]["model"] for r in read("memory")} >= {*SIZES}:
+    TABLES["micro-batches"] = lambda: micro_batches(read("memory"))
 if (RESULTS / "training.jsonl").exists():
     TABLES["training"] = lambda: training(read("training"))

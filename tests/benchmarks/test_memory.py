@@ -5,6 +5,7 @@ import json
 import memory
 import pytest
 import torch
+import training_tables
 
 
 @pytest.mark.parametrize("base", [0.0, 30.0, 99.5])
@@ -48,6 +49,26 @@ def test_a_missing_peer_is_named_and_the_others_go_on(tmp_path, monkeypatch, cap
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1]) == {"failed": ["a peer, tiny"]}
     assert "fp32 AdamW" in out
+
+
+def test_the_table_of_micro_batches():
+    assert list(training_tables.METHODS.values()) == [m.name for m in memory.METHODS]
+    counts = {"1b": 14, "3b": 6, "7b": 2, "13b": 0}
+    records = [
+        {"variant": "bf16 AdamW", "count": n, "parameters": 10**9, "tokens_per_second": 1234.5 * n,
+         "params": {"model": model, "gib": None}} for model, n in counts.items()
+    ]  # fmt: skip
+    del records[3]["parameters"]  # of what does not fit
+    records.append(
+        {**records[0], "variant": "fp8stack O2", "params": {"model": "13b", "gib": None}}
+    )
+    limited = {**records[2], "count": 9, "params": {"model": "7b", "gib": 80.0}}
+    table = training_tables.micro_batches([*records, limited])
+    rows = {row[0]: row[1:] for row in ([c.strip() for c in r.split("|")[1:-1]] for r in table)}
+    assert rows["sequences of 4,096 tokens that fit, tokens/s"] == ["1.0 B"] * 4
+    cells = ["14, 17,283", "6, 7,407", "2, 2,469", "none"]
+    assert rows["bf16 autocast, torch's fused AdamW"] == cells
+    assert rows["fp8stack O1"] == ["not measured"] * 4
 
 
 def test_nothing_is_measured_beside_what_stayed(tmp_path, monkeypatch, capsys):
