@@ -95,12 +95,9 @@ def test_the_demo_ends_within_a_percent_and_six_minutes():
     for record in found.values():
         assert abs(record["value"] / found["baseline"]["value"] - 1) < 0.01
     # a run on a machine that has other work is a record of losses, not of time
-    timed = [r for r in records.read("demo") if "make_demo_seconds" in r]
-    timed = [r for r in timed if r["variant"] == "baseline"]
-    assert timed
-    for r in timed:  # by plain PyTorch's speed there: a slower machine may take longer, a slower fp8stack may not
-        machine = min(1, r["tokens_per_second"] / timed[0]["tokens_per_second"])
-        assert r["make_demo_seconds"] * machine < 360
+    times = [r["make_demo_seconds"] for r in records.read("demo") if "make_demo_seconds" in r]
+    assert times
+    assert max(times) < 360
 
 
 def test_steps_take_nothing_but_their_time():

@@ -77,11 +77,23 @@ def find_largest(
     return fits
 
 
+def part_of_memory(try_step: Callable[[int], None], size: int) -> float:
+    """Return the part that a step takes of the GPU's memory beside what is allocated now, less a margin."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
+    try_step(size)
+    # gaps between tensors that stay count as taken, though a small step may lie in them: the part is never too small
+    return (torch.cuda.max_memory_reserved() - held) / (MARGIN * room)
+
+
 def predict_largest(
     try_step: Callable[[int], None],
     limit: int,
     least: Callable[[int], int] = int,
-    measure: Callable[[Callable[[int], None], int], float] | None = None,
+    measure: Callable[[Callable[[int], None], int], float] = part_of_memory,
 ) -> int:
     """Return the largest micro-batch up to `limit` that is expected to fit on all ranks.
 
@@ -94,12 +106,11 @@ def predict_largest(
         try_step: runs a forward and backward of so many sequences; leaves nothing behind.
         limit: the largest to try, 1 or more.
         least: returns the smallest of a number on all ranks.
-        measure: runs such a step; returns the part that it took. By default `part_of_memory`.
+        measure: runs such a step; returns the part that it took.
 
     Raises:
         ConfigError: if not even one sequence fits.
     """
-    measure = measure or part_of_memory
     try:
         try_step(1)  # makes what stays: optimizer states, communicators, libraries' workspaces
         tried = [(1, measure(try_step, 1))]
@@ -118,18 +129,6 @@ def predict_largest(
         if following <= size:
             return size
         tried.append((following, measure(try_step, following)))
-
-
-def part_of_memory(try_step: Callable[[int], None], size: int) -> float:
-    """Return the part that a step takes of the GPU's memory beside what is allocated now, less a margin."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    room = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - held
-    try_step(size)
-    # gaps between tensors that stay count as taken, though a small step may lie in them: the part is never too small
-    return (torch.cuda.max_memory_reserved() - held) / (MARGIN * room)
 
 
 def _runs(try_step: Callable[[int], None], size: int) -> bool:
