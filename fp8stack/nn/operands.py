@@ -139,11 +139,10 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
         return cast_matrix(x, fmt, fmt_t, True, transposed, amax)
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
-    assert products.x_state is not None
+    state = products.graph_state if torch.compiler.is_compiling() else products.x_state
+    assert state is not None
     again = train and in_backward()  # evaluation took the next cast's scale, and goes on taking it
-    codes, turned, scale = ops.cast_delayed(
-        x, fmt, products.x_state.handle, train and not again, again
-    )
+    codes, turned, scale = ops.cast_delayed(x, fmt, state.handle, train and not again, again)
     if fmt_t is fmt or not transposed:
         return _without_t(Operand(codes, scale, turned, scale), transposed)
     return Operand(codes, scale, *cast_matrix(x, fmt_t, None, False, True)[2:])
@@ -333,11 +332,12 @@ class Products:
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
         self.formats = FORMATS[self.name]
         self.fast = bool(recipe.fp8_fast_accum)
-        self.x_state = self.g_state = None
+        self.x_state = self.g_state = self.graph_state = None
         if recipe.fp8_recipe == "delayed":
             history = recipe.amax_history_len, recipe.fp8_margin
             latest = recipe.amax_compute_algo == "most_recent"
             self.x_state, self.g_state = (DelayedState(*history, latest) for _ in range(2))
+            self.graph_state = self.x_state  # or a sibling's, which takes the same input
             if (weight := weights.weight) is not None:
                 # now: not in the memory of a graph that is being captured
                 for state in (self.x_state, self.g_state):

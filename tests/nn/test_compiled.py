@@ -48,6 +48,12 @@ def assert_compiles(make, shape, device, backend="aot_eager", rounds=2):
     return given
 
 
+def merging(compiler=lambda graph, _: make_boxed_func(graph)):
+    """Return a backend that removes what is computed twice, as Inductor does."""
+    partition = min_cut_rematerialization_partition
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+
+
 def assert_same_results(given):
     for one, other in zip(*given, strict=True):
         assert_same_bits(one, other)
@@ -107,8 +113,19 @@ def test_layers_that_share_an_input(recipe, device):
     assert_same_results(assert_compiles(make, (20, 32), device))
 
 
-def test_an_input_that_layers_share_is_cast_once_in_a_graph():
-    """Where the compiler removes what is computed twice, as Inductor does; a delayed history is each layer's own."""
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_fused_layers_that_share_an_input(recipe, device):
+    def make():
+        model = native(QKV(), device, fp8_recipe=recipe)
+        fuse(model)
+        return model
+
+    assert_same_results(assert_compiles(make, (20, 32), device, merging(), rounds=3))
+
+
+@pytest.mark.parametrize(("recipe", "fused"), [("current", 0), ("delayed", 0), ("delayed", 1)])
+def test_an_input_that_layers_share_is_cast_once_in_a_graph(recipe, fused):
+    """Where the compiler removes what is computed twice; a delayed history is each layer's own unless it is fused."""
     torch._dynamo.reset()
     casts = []
 
@@ -116,12 +133,14 @@ def test_an_input_that_layers_share_is_cast_once_in_a_graph():
         casts.extend(n for n in graph.graph.nodes if str(n.target).startswith("fp8stack.cast"))
         return make_boxed_func(graph)
 
-    backend = aot_autograd(
-        fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition
-    )
-    compiled = torch.compile(native(QKV()), fullgraph=True, backend=backend)
+    model = native(QKV(), fp8_recipe=recipe)
+    if fused:
+        fuse(model)
+        model = copy.deepcopy(model)  # which shares histories of its own
+    compiled = torch.compile(model, fullgraph=True, backend=merging(count))
     compiled(torch.randn(20, 32, requires_grad=True)).sum().backward()
-    assert len(casts) == 1 + 3 + 3  # the input, weights, gradients
+    inputs = 3 if recipe == "delayed" and not fused else 1
+    assert len(casts) == inputs + 3 + 3  # and weights, gradients
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
