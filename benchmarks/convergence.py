@@ -30,8 +30,7 @@ The text is the source of the installed PyTorch, tens of megabytes, so that no r
 large because this model learns to copy from its context in one sudden transition, whose step is a matter of luck when
 the gradient is noisy: with 8,192 tokens a step, runs of the baseline itself ended 14 % apart.
 
-Limits: a byte-level model of tens of millions of parameters on tens of megabytes of Python says little of a large
-model. It is a regression test of the numerics with a statement of noise, not a claim about every model.
+Limits: a byte-level model of this size on megabytes of Python is a regression test, and says little of a large one.
 """
 
 from __future__ import annotations
@@ -149,8 +148,11 @@ def build_peer(name: str, model: nn.Module, lr: float) -> Optimizer:
         for p in model.parameters():  # not the buffers: rotary tables stay exact
             p.data = p.data.bfloat16()
     numbers = ("params", "lr", "betas", "eps", "weight_decay")
-    groups = build_optimizer(model, lr).param_groups
-    return make_step(PEERS[peer], [{key: group[key] for key in numbers} for group in groups])[0]
+    groups = [{n: group[n] for n in numbers} for group in build_optimizer(model, lr).param_groups]
+    optimizer = make_step(PEERS[peer], groups)[0]
+    for group in optimizer.param_groups:  # flashoptim's is its default, and a schedule goes by it
+        group["initial_lr"] = group["lr"]
+    return optimizer
 
 
 def train_with_peer(name: str, settings: Settings, text: corpus.Corpus) -> Record:

@@ -349,11 +349,10 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "end-to-end": end_to_end,
     "end-to-end-short": lambda: end_to_end(STEPS_IN_SHORT),
     "memory": memory,
+    "micro-batches": lambda: micro_batches(read("memory")),
     "attention": attention,
 }
 if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error
     TABLES["gradients"] = gradients
-if {r["params"]["model"] for r in read("memory")} >= {*SIZES}:
-    TABLES["micro-batches"] = lambda: micro_batches(read("memory"))
 if (RESULTS / "training.jsonl").exists():
     TABLES["training"] = lambda: training(read("training"))

@@ -6,6 +6,7 @@ import socket
 import statistics
 from pathlib import Path
 
+import peer_tables
 import pytest
 import record_tables as records
 import tables
@@ -74,6 +75,9 @@ def mean_difference(name, variant, base="baseline", **params):
 def test_losses_are_within_their_bounds_of_the_baseline_s():
     for level in ("O0", "O1", "O2"):
         assert abs(mean_difference("convergence", level, dim=records.SMALL)) < 0.005
+    large = {v: {s: r["value"] for s, r in runs.items()} for v, runs in peer_tables.runs().items()}
+    for variant in ("O0", "O1", "O2", "fallback/fp8stack", "fallback/bitsandbytes"):
+        assert abs(statistics.mean(records.paired(large[variant], large["baseline"]))) < 0.005
     for formats, bound in {"8bit/split24": 0.003, "4bit/split24": 0.01}.items():
         assert abs(mean_difference("optimizer_parity", formats)) < bound
     assert {len(runs) for runs in records.by_seed("optimizer_parity").values()} == {3}

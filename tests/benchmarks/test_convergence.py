@@ -7,7 +7,18 @@ from pathlib import Path
 import convergence
 import pytest
 import torch
-from convergence import PEERS, any_skipped, by_variant, choose_peers, main, run, to_record
+from convergence import (
+    PEERS,
+    any_skipped,
+    build_peer,
+    by_variant,
+    choose_peers,
+    main,
+    run,
+    to_record,
+)
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 
 @pytest.fixture
@@ -75,6 +86,15 @@ def test_a_peer_steps_the_baseline(peer, weight, state, text):
     assert sizes["weight"] == sizes["grad"] == weight
     assert 2 < sizes["state"] < state
     assert baseline.bytes_per_parameter["m"] == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_schedule_begins_at_the_rate_given(peer):
+    pytest.importorskip(PEERS[peer].module)
+    optimizer = build_peer(peer, nn.Linear(64, 64, device="cuda"), 6e-4)
+    LambdaLR(optimizer, lambda step: 0.5)
+    assert {group["lr"] for group in optimizer.param_groups} == {3e-4}
 
 
 def test_peers_are_chosen_by_globs_and_by_the_dtype_of_weights(monkeypatch):
