@@ -151,7 +151,7 @@ def build_peer(name: str, model: nn.Module, lr: float) -> Optimizer:
     groups = [{n: group[n] for n in numbers} for group in build_optimizer(model, lr).param_groups]
     optimizer = make_step(PEERS[peer], groups)[0]
     for group in optimizer.param_groups:  # flashoptim's is its default, and a schedule goes by it
-        group["initial_lr"] = group["lr"]
+        group["initial_lr"] = float(group["lr"])
     return optimizer
 
 

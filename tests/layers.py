@@ -71,12 +71,10 @@ class QKV(nn.Module):
 
     def __init__(self, features=32):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(features, features, bias=False) for _ in range(3)
-        )
+        self.q, self.k, self.v = (nn.Linear(features, features, bias=False) for _ in range(3))
 
     def forward(self, x):
-        return self.q_proj(x) + self.k_proj(x) * self.v_proj(x)
+        return self.q(x) + self.k(x) * self.v(x)
 
 
 class Checkpointed(nn.Module):

@@ -27,7 +27,6 @@ from .linear import Fp8Linear, backward_once, check_input, crop, output_dtype, p
 from .mixed import mixed_class, unmix
 from .norm import FusedRMSNorm, fuse_norms
 from .operands import FORMATS, How, cast_gradient, cast_input, codes_for_backward, in_backward
-from .siblings import share_inputs
 
 NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Hugging Face's Llama and its kin
@@ -38,8 +37,7 @@ NAMES = (
 def fuse(model: nn.Module) -> list[str]:
     """Fuse the SwiGLU blocks and the RMSNorms of a model with native FP8 layers; return their names.
 
-    Layers beside each other that get one input share its history in graphs (`siblings.py`). `fp8stack.restore` undoes
-    all of it.
+    `fp8stack.restore` undoes it.
     """
     if not any(isinstance(module, Fp8Linear) for module in model.modules()):
         return []
@@ -49,7 +47,6 @@ def fuse(model: nn.Module) -> list[str]:
         if layers is not None and _is_swiglu(module, layers):
             module.__class__ = mixed_class(FusedSwiGLU, type(module), "Fused")
             fused.append(name)
-    share_inputs(model)
     return [*fused, *fuse_norms(model)]
 
 

@@ -71,8 +71,8 @@ def cast_matrix(
     return Operand(plain, scale, turned, scale_t)
 
 
-_last: list[tuple[Any, Any, Operand]] = []
-"""The activation cast last: a weak reference to it, what it was cast for, its operand. Any thread may replace it."""
+_last: list[tuple[Any, Any, Operand, Any]] = []
+"""The activation cast last: a weak reference, what it was cast for, operand and history. Any thread may replace it."""
 
 
 def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
@@ -88,12 +88,14 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     ):
         return _cast_x(x, products, train, transposed)
     key = (x._version, products.formats, products.fp8_recipe, train, _stream(x))
-    for tensor, known, operand in _last[:1]:
+    for tensor, known, operand, state in _last[:1]:
         if tensor() is x and known == key and (operand.codes_t.numel() or not transposed):
+            products.graph_state = state
             return operand
     _last.clear()  # frees it before the next is allocated
     operand = _cast_x(x, products, train, transposed)
-    _last[:] = [(weakref.ref(x, _forget), key, operand)]
+    products.graph_state = products.x_state
+    _last[:] = [(weakref.ref(x, _forget), key, operand, products.x_state)]
     return operand
 
 
@@ -139,7 +141,8 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
         return cast_matrix(x, fmt, fmt_t, True, transposed, amax)
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
-    state = products.graph_state if torch.compiler.is_compiling() else products.x_state
+    merged = torch.compiler.is_compiling() and transposed  # equal calls of a graph with a backward
+    state = (merged and products.graph_state) or products.x_state
     assert state is not None
     again = train and in_backward()  # evaluation took the next cast's scale, and goes on taking it
     codes, turned, scale = ops.cast_delayed(x, fmt, state.handle, train and not again, again)
@@ -322,6 +325,7 @@ class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and the codes of its weight."""
 
     chooser: Any = None  # of select="auto": nn/select.py
+    graph_state: Any = None  # that of the layer whose cast of the same input eager mode found last
     probe: Any = None  # a monitor's, while it samples: monitor.py
 
     def __init__(self, weights: WeightCache, recipe: Recipe, layer: str = "") -> None:
@@ -332,12 +336,11 @@ class Products:
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
         self.formats = FORMATS[self.name]
         self.fast = bool(recipe.fp8_fast_accum)
-        self.x_state = self.g_state = self.graph_state = None
+        self.x_state = self.g_state = None
         if recipe.fp8_recipe == "delayed":
             history = recipe.amax_history_len, recipe.fp8_margin
             latest = recipe.amax_compute_algo == "most_recent"
             self.x_state, self.g_state = (DelayedState(*history, latest) for _ in range(2))
-            self.graph_state = self.x_state  # or a sibling's, which takes the same input
             if (weight := weights.weight) is not None:
                 # now: not in the memory of a graph that is being captured
                 for state in (self.x_state, self.g_state):

@@ -521,7 +521,7 @@ def test_an_input_of_three_layers_is_cast_once(recipe, device, monkeypatch):
     y.sum().backward()
     assert len(seen) == 4 + 3  # and the gradient of each
     if recipe != "delayed":  # whose three layers would have three histories
-        parts = [layer(x.detach().clone()) for layer in (alone.q_proj, alone.k_proj, alone.v_proj)]
+        parts = [layer(x.detach().clone()) for layer in (alone.q, alone.k, alone.v)]
         assert_same_bits(parts[0] + parts[1] * parts[2], y)
 
 
