@@ -3,8 +3,11 @@
 With several, workers of pytest-xdist take turns on them; tests of several GPUs at once (`gpus`) run without workers.
 """
 
+import gc
 import os
+import signal
 import zlib
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -21,6 +24,10 @@ if not torch.cuda.is_available():
     # start look at the variable, and give the same bits then, however busy the machine is.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
+    if find_spec("triton"):
+        from interpreter import quicken  # imports Triton, which was told to interpret
+
+        quicken()
 os.environ.setdefault("FP8STACK_QUIET", "1")
 
 
@@ -34,6 +41,14 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules and 10,000 tests, which nothing frees: looking through them takes half a second each time
+
+
+def pytest_unconfigure():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +76,11 @@ def mesh(tmp_path):
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     yield distributed.device_mesh.init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Let processes that the test starts be interrupted, where a shell ignores that for its jobs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+import torch._dynamo  # noqa: F401 (every optimizer imports it, in two seconds)
 from gpt.checkpoints import list_checkpoints
 from workers_gpt import train, write_text
 

@@ -11,6 +11,8 @@ gpt.ModelConfig = functools.partial(gpt.ModelConfig, seq_len=64)
 sys.argv = sys.argv[1:]
 if "05_deepspeed" in sys.argv[0]:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or its Muon, which no script takes, is compiled
+    if "torch._dynamo" in sys.modules:  # has read that, in a fork
+        sys.modules["torch._dynamo"].config.disable = True
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -1,5 +1,8 @@
 """What the tests of data parallelism run in processes of their own."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -219,3 +222,34 @@ def check_sharded_gradients(rank, world, device, mesh, reduce_dtype, factor):
         )
     noise = (gradients[True] - gradients[False]).square().sum()
     assert 0 < noise <= gradients[False].square().sum() * 1e-3
+
+
+# --- stock DDP
+
+
+def check_stock(rank, world, folder, level):
+    """Train under DDP without a hook of ours; write the losses, and whether the weights of all ranks are the same."""
+    torch.set_num_threads(1)
+    enter(rank, world, f"{folder}/rendezvous", "cpu")
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if level != "baseline":
+        model, optimizer = fp8stack.initialize(model, optimizer, level)
+    parallel = DistributedDataParallel(model)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        if step % 5 == 3:
+            with parallel.no_sync():
+                parallel(*batch(1000 + 2 * step + rank)).backward()
+        loss = parallel(*batch(2 * step + rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    weights = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    both = [torch.empty_like(weights) for _ in range(world)]
+    dist.all_gather(both, weights)
+    result = {"losses": losses, "same": torch.equal(*both)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    leave()

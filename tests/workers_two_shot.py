@@ -3,6 +3,7 @@
 import os
 
 import torch
+from interpreter import quicken
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import two_shot, workspace
@@ -112,6 +113,7 @@ def expected(rank, world):
 def check_rank(rank, world, memories):
     """Run a rank in the interpreter, and compare its results with the reference."""
     torch.set_num_threads(1)
+    quicken()
     space = space_of(memories, "cpu", rank)
     calls, found = prepare(rank, world, space, "cpu")
     for call in calls:

@@ -105,7 +105,7 @@ def read_steps(folder, name):
 
 
 @pytest.mark.slow
-def test_what_is_interrupted_leaves_records_and_no_processes(shards, tmp_path):
+def test_what_is_interrupted_leaves_records_and_no_processes(shards, tmp_path, ctrl_c):
     script = Path(training.__file__)
     given = [*arguments(shards, tmp_path), "--model", "tiny", "--levels", "off", "O2"]
     command = [sys.executable, str(script), *given, "--steps", "20"]

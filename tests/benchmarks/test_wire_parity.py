@@ -143,7 +143,7 @@ def test_every_variant_trains_bfloat16_weights(variant, arguments):
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     kind = comm.DataParallel if variant.kind == "parallel" else DistributedDataParallel
     assert isinstance(wire_parity.wrap(variant, model), kind)
-    options = wire_parity.parse([*arguments, "--steps", "60", "--lr", "3e-3"])
+    options = wire_parity.parse([*arguments, "--batch", "2", "--steps", "60", "--lr", "3e-3"])
     numbers = wire_parity.train(variant, 0, options, CPU)
     assert len(numbers["train_loss"]) == 30
     assert numbers["steps_per_train_loss"] == 2

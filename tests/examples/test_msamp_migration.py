@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from workers_scripts import run_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "09_msamp_migration"
 BEFORE, AFTER = FOLDER / "train_msamp.py", FOLDER / "train_fp8stack.py"
@@ -26,13 +27,12 @@ def test_they_differ_in_five_lines():
     assert not any("fp8stack" in line for line in before[12:])
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_they_train_alike(level, tmp_path):
-    command = ["--steps", "30", "--opt-level", level]
+def run_processes(options, folder):
+    """Return what each of the scripts prints that are run as a stranger runs them."""
     running = [
         subprocess.Popen(
-            [sys.executable, str(path), *command],
-            cwd=tmp_path,
+            [sys.executable, str(path), *options],
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -44,6 +44,18 @@ def test_they_train_alike(level, tmp_path):
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
         outputs.append(out)
+    return outputs
+
+
+def run_forks(options, folder):
+    return [
+        run_script([str(path), *options], folder / path.stem, count=1) for path in (BEFORE, AFTER)
+    ]
+
+
+@pytest.mark.parametrize(("level", "run"), [("O1", run_forks), ("O2", run_processes)])
+def test_they_train_alike(level, run, tmp_path):
+    outputs = run(["--steps", "30", "--opt-level", level], tmp_path)
     assert outputs[0] == outputs[1]
     losses = [float(line.split()[-1]) for line in outputs[0].splitlines()]
     assert losses[-1] < 0.2 * losses[0]

@@ -1,5 +1,7 @@
-"""Examples and their twins in examples/plain, which are the same scripts without fp8stack: short, hardly different, and
-run as a stranger runs them."""
+"""Examples and their twins in examples/plain, which are the same scripts without fp8stack: short and hardly different.
+
+An example is run as a stranger runs it; a twin that torchrun would start, as forks of a process that imported torch.
+"""
 
 import difflib
 import os
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 import corpus
 import pytest
+from workers_scripts import run_script
 
 EXAMPLES = Path(corpus.__file__).parent
 SMALL = str(Path(__file__).parents[1] / "run_small.py")
@@ -18,20 +21,28 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
 ACCELERATE += ["--mixed_precision=bf16", "--dynamo_backend=no", "--main_process_port=0"]
 
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "FP8STACK_QUIET": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
 
 class Twin(NamedTuple):
     launch: list[str]
     options: list[str]  # beside --steps, --data and `saves`
     saves: str = "--checkpoint"
     needs: str = "torch"
+    forks: bool = False  # of the twin: what launches it says no more than which ranks there are
 
 
 TWINS = {
-    "03_gpt_ddp.py": Twin([*TORCHRUN, SMALL], ["--batch=1"]),
-    "04_gpt_fsdp2.py": Twin([*TORCHRUN, SMALL], ["--batch=1"]),
-    "04_gpt_titan.py": Twin([*TORCHRUN, SMALL], []),
+    "03_gpt_ddp.py": Twin([*TORCHRUN, SMALL], ["--batch=1"], forks=True),
+    "04_gpt_fsdp2.py": Twin([*TORCHRUN, SMALL], ["--batch=1"], forks=True),
+    "04_gpt_titan.py": Twin([*TORCHRUN, SMALL], [], forks=True),
     "05_deepspeed/train.py": Twin(
-        [*TORCHRUN, SMALL], ["--deepspeed_config=zero2.json"], needs="deepspeed"
+        [*TORCHRUN, SMALL], ["--deepspeed_config=zero2.json"], needs="deepspeed", forks=True
     ),
     "06_accelerate/train.py": Twin(
         [*ACCELERATE, SMALL], ["--batch=1", "--accumulate=2"], needs="accelerate"
@@ -70,34 +81,45 @@ def texts(tmp_path_factory):
     return folder
 
 
-def start(twin, script, texts, saved):
-    """Start a script for 10 steps."""
-    command = [sys.executable, *twin.launch, str(script), "--steps=10", *twin.options]
+def arguments_of(twin, script, texts, saved):
+    """Return a script and its arguments, for 10 steps."""
+    return [str(script), "--steps=10", *twin.options, f"--data={texts}", f"{twin.saves}={saved}"]
+
+
+def start(twin, *what):
+    """Start a script."""
     return subprocess.Popen(
-        [*command, f"--data={texts}", f"{twin.saves}={saved}"],
+        [sys.executable, *twin.launch, *arguments_of(twin, *what)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={
             **os.environ,
+            **ENVIRONMENT,
             "PYTHONPATH": str(EXAMPLES),  # not the root: transformers would find kernels/ there
-            "CUDA_VISIBLE_DEVICES": "",
-            "DS_ACCELERATOR": "cpu",
-            "FP8STACK_QUIET": "1",
-            "OMP_NUM_THREADS": "1",
         },
     )
 
 
-def last_loss(process):
+def last_loss(output, errors=""):
+    """Return the last loss that was printed."""
+    losses = re.findall(r"\bloss'?:? '?([\d.]+)", output)
+    assert losses, errors
+    return float(losses[-1])
+
+
+def end(process):
     """Return the last loss that it printed.
 
     The exit status of several ranks says nothing: torch's threads sometimes abort a process that ends in order.
     """
-    output, errors = process.communicate(timeout=300)
-    losses = re.findall(r"\bloss'?:? '?([\d.]+)", output)
-    assert losses, errors
-    return float(losses[-1])
+    return last_loss(*process.communicate(timeout=300))
+
+
+def fork(twin, *what, output):
+    """Run a script on two ranks that are forks; return the last loss."""
+    command = [SMALL, *arguments_of(twin, *what)]
+    return last_loss(run_script(command, output, **ENVIRONMENT))
 
 
 @pytest.mark.slow
@@ -105,10 +127,14 @@ def last_loss(process):
 def test_twins_train_alike_and_save(name, texts, tmp_path):
     twin = TWINS[name]
     pytest.importorskip(twin.needs)
-    folders = {"plain": EXAMPLES / "plain", "fp8": EXAMPLES}
-    started = [start(twin, f / name, texts, tmp_path / what) for what, f in folders.items()]
-    plain, ours = (last_loss(process) for process in started)
-    assert ours == pytest.approx(plain, rel=0.1)
+    process = start(twin, EXAMPLES / name, texts, tmp_path / "fp8")
+    plain = EXAMPLES / "plain" / name, texts, tmp_path / "plain"
+    expected = (
+        fork(twin, *plain, output=tmp_path / "log") if twin.forks else end(start(twin, *plain))
+    )
+    ours = end(process)
+    assert ours == pytest.approx(expected, rel=0.1)
     assert (tmp_path / "fp8").exists()
     if name == "04_gpt_fsdp2.py":  # a run goes on from its checkpoint
-        assert last_loss(start(twin, EXAMPLES / name, texts, tmp_path / "fp8")) < 0.9 * ours
+        again = fork(twin, EXAMPLES / name, texts, tmp_path / "fp8", output=tmp_path / "again")
+        assert again < 0.9 * ours

@@ -1,0 +1,36 @@
+"""Scripts that several ranks run, as forks (see ranks.py): for tests in which it is not their start that counts."""
+
+import os
+import runpy
+import socket
+import sys
+
+from ranks import start_ranks
+
+
+def group_of(count):
+    """Return the variables by which ranks meet."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+    return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def run_script(command, output, count=2, **variables):
+    """Run a script and its arguments as torchrun does, if it ends in order; return what the first rank printed."""
+    start_ranks(_run, (command, str(output), {**variables, **group_of(count)}), nprocs=count)
+    return output.read_text()
+
+
+def _run(rank, command, output, variables):
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    with open(output if rank == 0 else os.devnull, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+    sys.argv = list(command)
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads sometimes abort a process that ends in order
