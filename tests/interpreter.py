@@ -14,7 +14,8 @@ from triton.runtime import interpreter
 
 def quicken():
     """Shorten the interpreter's work in this process, where this Triton is one that works as described."""
-    if not hasattr(interpreter, "_LangPatchScope"):
+    used = ("_LangPatchScope", "_patch_lang", "_get_np_dtype", "interpreter_builder")
+    if not all(hasattr(interpreter, name) for name in used):
         return
     interpreter._patch_lang = _unless_patched(interpreter._patch_lang)
     interpreter._get_np_dtype = _remembering(interpreter._get_np_dtype)
