@@ -1,6 +1,7 @@
 """What several test files need: bitwise comparison, exact oracles, steps of optimizers, and small models with data."""
 
 import io
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,13 @@ def need_gpus(count: int) -> None:
     """Skip a test where there are fewer GPUs."""
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPUs")
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
 
 
 def bits(x: Tensor) -> Tensor:

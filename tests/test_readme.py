@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import socket
 import statistics
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import record_tables as records
 import tables
 import training_tables
 from bounds import BOUNDS, KINDS, bounds
+from helpers import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -24,12 +24,6 @@ def words(page):
 
 
 # --- code
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
 
 
 @pytest.mark.parametrize("page", WITH_CODE)

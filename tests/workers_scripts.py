@@ -2,18 +2,19 @@
 
 import os
 import runpy
-import socket
 import sys
 
+from helpers import free_port
 from ranks import start_ranks
 
 
 def group_of(count):
     """Return the variables by which ranks meet."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def run_script(command, output, count=2, **variables):
