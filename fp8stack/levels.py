@@ -58,7 +58,7 @@ class Recipe:
     pad: sizes that are no multiple of 16 ("blockwise": of 128). "auto": pad inside the layer. "skip": leave such layers
         out.
     select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
-    weight_cache: what native layers keep of a weight from step to step: "fp8+t" its codes for both GEMMs (2 bytes an
+    weight_cache: what native layers keep of a weight until the step: "fp8+t" its codes for both GEMMs (2 bytes an
         element), "fp8" those of the forward pass (1 byte; backward transposes them), "off" nothing: cast every time.
     matmuls: multiplications by bare parameters too (x @ self.w, einsum, F.linear), anywhere in the model's forward.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.

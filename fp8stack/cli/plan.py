@@ -6,7 +6,7 @@ The model is built on the meta device, and `initialize` itself decides and chang
 tensors without data, as `fp8stack.memory.measure` counts live ones: before, of the model and torch's optimizer; after,
 at the level. A function that returns a model alone is planned with torch's AdamW.
 
-Not counted: activations, and the FP8 copies of weights that layers keep from step to step.
+Not counted: activations, and the FP8 copies of weights that layers keep until the step.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ its own gets a subclass of its class, whose forward runs under a `TorchFunctionM
    parameter through the view, as autograd has it. A parameter [experts, in, out] makes one product per expert.
 4. What does not fit is left to torch and counted with the reason, in `BareMatmuls.left`.
 
-Codes of a weight are kept from step to step as those of a layer are: for whole parameters, their transposes and the
+Codes of a weight are kept until a step as those of a layer are: for whole parameters, their transposes and the
 slices `w[i]` of a stack, found by place in memory. Other parts of a parameter are cast at every use.
 
 The mode is entered by every forward, not by the model's alone, because activation checkpointing calls forward again

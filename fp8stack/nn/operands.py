@@ -5,6 +5,7 @@ up) share its codes. A norm that found out how large its output is leaves a note
 a pass over the same values. A weight is cast once for all micro-batches between two changes of it, and for
 recomputation: its `WeightCache` knows the codes by the weight's version counter. Writes through `.data` leave no trace
 there, so a training step by hand shows in something else: a backward ran, and no gradient waits for a step any more.
+An optimizer's step frees the codes: what runs behind it, a graph or an evaluation, casts anew and would not use them.
 With delayed scaling the cache also knows the scale, which the next cast takes while it fits, and so reads the weight
 once (`ops.recast`). In evaluation a weight is always cast anew, since moving averages are swapped in through `.data`;
 nor is anything remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,7 +190,9 @@ class WeightCodes(NamedTuple):
 
 
 class WeightCache:
-    """The codes of one weight, for the layers that share it."""
+    """The codes of one weight, for the layers that share it, until an optimizer's step."""
+
+    kept: ClassVar[weakref.WeakSet[WeightCache]] = weakref.WeakSet()  # those that hold codes
 
     def __init__(
         self,
@@ -216,11 +219,8 @@ class WeightCache:
         squares, follows = (recipe.fp8_recipe == name for name in ("blockwise", "delayed"))
         return cls(weight, recipe.weight_cache, turned, squares, follows)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
-        # the copy's weight is another
-        return WeightCache(None, self.keep, self.turned, self.squares, self.follows)
-
     def __reduce__(self) -> Any:
+        # The weight of a copy is another.
         return WeightCache, (None, self.keep, self.turned, self.squares, self.follows)
 
     def codes(self, weight: Tensor, train: bool, backward: bool) -> tuple[WeightCodes, str]:
@@ -237,7 +237,8 @@ class WeightCache:
                 return self._cast(weight, False), "off"
             # loaded by assignment, or a copy's
             self._weight, self._codes, self._scale = weakref.ref(weight), None, None
-        if not train or keep == "off" or _capturing(weight) or _in_inference(weight):
+        inference = torch.is_inference_mode_enabled() or weight.is_inference()
+        if not train or keep == "off" or _capturing(weight) or inference:
             return self._cast(weight, backward and keep == "fp8+t"), keep
         # Some optimizers' kernels change weights and no version.
         stream, device = _stream(weight), weight.get_device()
@@ -251,6 +252,7 @@ class WeightCache:
             if type(codes.forward) is Tensor:  # not a fake one's
                 self._codes, self._since = codes, -2 if in_backward() else _backward[0]
                 self._of, self._scale = of, codes.scale if self.follows else None
+                self.kept.add(self)
         return codes, keep
 
     def _stepped_by_hand(self, weight: Tensor) -> bool:
@@ -382,6 +384,8 @@ def count_steps() -> list[int]:
 
     def add(*_: Any) -> None:
         count[0] += 1
+        while WeightCache.kept:
+            WeightCache.kept.pop().forget()
 
     register_optimizer_step_post_hook(add)
     return count
@@ -389,10 +393,6 @@ def count_steps() -> list[int]:
 
 def _stream(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0
-
-
-def _in_inference(weight: Tensor) -> bool:
-    return torch.is_inference_mode_enabled() or weight.is_inference()
 
 
 def _capturing(x: Tensor) -> bool:

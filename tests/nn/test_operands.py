@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -42,6 +43,21 @@ def test_a_weight_is_cast_once_for_eight_micro_batches(recipe, keep, device):
             layer(torch.randn(16, 32, device=device, requires_grad=True)).sum().backward()
         assert casts_of(layer) == step + 1
         optimizer.step()
+
+
+@RECIPE
+@KEEPS
+def test_a_step_frees_the_codes_of_all_weights(recipe, keep, device):
+    layers = [linear(device=device, fp8_recipe=recipe, weight_cache=keep) for _ in range(2)]
+    optimizer = torch.optim.AdamW(layers[0].parameters())
+    for _ in range(2):
+        for layer in layers:
+            layer(torch.randn(16, 32, device=device, requires_grad=True)).sum().backward()
+        codes = [weakref.ref(layer.products.weights._codes.forward) for layer in layers]
+        assert all(one() is not None for one in codes)
+        optimizer.step()
+        assert all(one() is None for one in codes)
+    assert not WeightCache.kept
 
 
 @RECIPE
