@@ -23,9 +23,10 @@ class StoredLinear(nn.Linear):
 
 def stored_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in the dtype of x or autocast's, whatever the weight is stored in."""
-    if torch.is_autocast_enabled(x.device.type):  # autocast casts both itself
-        return nn.functional.linear(x, weight, bias)
-    return nn.functional.linear(x, weight.to(x.dtype), bias)
+    # autocast casts both itself
+    if weight.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
+        weight = weight.to(x.dtype)
+    return nn.functional.linear(x, weight, bias)
 
 
 class StoredEmbedding(nn.Embedding):
