@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import shlex
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import fp8stack
+from fp8stack import capability_te
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,6 +54,13 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
     with path.open("a") as file:
         for record in records:
             file.write(json.dumps({**record, **shared}) + "\n")
+
+
+def import_peer(name: str) -> Any:
+    """Import a module of another library. TransformerEngine by itself may load another cuDNN beside torch's."""
+    if name.partition(".")[0] == "transformer_engine" and capability_te.installation():
+        capability_te.load()
+    return importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import itertools
 import json
 import sys
@@ -35,7 +34,7 @@ from typing import Any
 
 import models
 import torch
-from common import ROOT, add_choices, append_records, read_choices
+from common import ROOT, add_choices, append_records, import_peer, read_choices
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -120,7 +119,7 @@ def build(method: Method, shape: Shape, device: str, recompute: bool) -> tuple[n
         scope = partial(torch.autocast, device, torch.bfloat16)
     if method.te:
         scope = use_te(model, scope)
-    kind = getattr(importlib.import_module(method.optimizer[0]), method.optimizer[1])
+    kind = getattr(import_peer(method.optimizer[0]), method.optimizer[1])
     optimizer = kind(model.parameters(), **HYPER, **method.hyper)
     if method.level:
         options = {"skip": models.PLAIN, **method.options}

@@ -20,7 +20,6 @@ fits partly into the L2 cache and can beat the copy. Peers run with their defaul
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 import tempfile
@@ -34,7 +33,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, add_choices, append_records, draw_bars, latest_run, read_choices
+from common import (
+    ROOT,
+    add_choices,
+    append_records,
+    draw_bars,
+    import_peer,
+    latest_run,
+    read_choices,
+)
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -157,7 +164,7 @@ def make_step(variant: Variant, parameters: Parameters) -> tuple[Optimizer, Step
         raise ConfigError("fp8stack.optim has no clip_grad_norm_")
     if variant.mode == "graph" and not parameters[0].is_cuda:
         raise ConfigError("a CUDA graph needs a GPU")
-    kind = getattr(importlib.import_module(variant.module), variant.kind)
+    kind = getattr(import_peer(variant.module), variant.kind)
     mine = issubclass(kind, fp8stack.optim.BlockwiseOptimizer)
     own = {"states": variant.states, "master": variant.master} if mine else {}
     if variant.kind == "Muon":

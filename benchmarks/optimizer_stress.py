@@ -29,7 +29,6 @@ quantizes with other code on a CPU, which never rounds a v to zero: only its row
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import sys
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, append_records
+from common import ROOT, append_records, import_peer
 from optimizer_step import count_bytes
 from rich import box
 from rich.console import Console
@@ -150,7 +149,7 @@ def measure(variant: Variant, case: Case, options: argparse.Namespace, seed: int
     shape, device = (options.size, options.size), options.device
     weight = nn.Parameter(torch.zeros(shape, device=device))
     exact = nn.Parameter(torch.zeros(shape, device=device, dtype=torch.float64))
-    kind = getattr(importlib.import_module(variant.module), variant.kind)
+    kind = getattr(import_peer(variant.module), variant.kind)
     optimizer = kind([weight], **hyper, weight_decay=0.0, **variant.options)
     reference = torch.optim.AdamW([exact], **hyper, weight_decay=0.0)
     sums = torch.zeros(3, dtype=torch.float64, device=device)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib
 import json
 import sys
 import time
@@ -37,7 +36,15 @@ from typing import Any
 
 import models
 import torch
-from common import ROOT, add_choices, append_records, draw_bars, latest_run, read_choices
+from common import (
+    ROOT,
+    add_choices,
+    append_records,
+    draw_bars,
+    import_peer,
+    latest_run,
+    read_choices,
+)
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -148,7 +155,7 @@ def use_fp8stack(model: nn.Module, variant: Variant) -> None:
 
 
 def use_torchao(model: nn.Module, variant: Variant, device: str) -> None:
-    float8 = importlib.import_module("torchao.float8")
+    float8 = import_peer("torchao.float8")
     config = float8.Float8LinearConfig.from_recipe_name(variant.recipe)
     config = replace(config, emulate=device == "cpu")
     float8.convert_to_float8_training(
@@ -157,9 +164,9 @@ def use_torchao(model: nn.Module, variant: Variant, device: str) -> None:
 
 
 def use_te(model: nn.Module, variant: Variant) -> Scope:
-    te = importlib.import_module("transformer_engine.pytorch")
-    recipes = importlib.import_module("transformer_engine.common.recipe")
-    quantization = importlib.import_module("transformer_engine.pytorch.quantization")
+    te = import_peer("transformer_engine.pytorch")
+    recipes = import_peer("transformer_engine.common.recipe")
+    quantization = import_peer("transformer_engine.pytorch.quantization")
     # Delayed scaling's update goes over the histories of all models there ever were.
     quantization.FP8GlobalStateManager.reset()
     (models.fuse_te if variant.fused else models.swap_te)(model, te)
