@@ -10,7 +10,8 @@ kernel is the whole cast.
 
 `recast` reads a matrix once: its first kernel casts with a scale from before, and each program leaves the largest
 magnitude of its tile in a place of its own. The second kernel, of few programs, compares those with the scale: it
-returns if that fits, else it casts every tile anew. All programs decide alike, by what none of them writes.
+returns if that fits, else it casts every tile anew. All programs decide alike, by what none of them writes: the first
+kernel leaves them that scale too, so that the second may write the next one over it.
 """
 
 from __future__ import annotations
@@ -116,14 +117,16 @@ def _recast_tiles_kernel(
         MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
     )  # fmt: skip
     tl.store(slots_ptr + tl.program_id(0), tl.max(tl.max(bits, axis=1), axis=0))
+    if tl.program_id(0) == 0:
+        tl.store(slots_ptr + tl.num_programs(0), previous.to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def _refit_kernel(
-    x_ptr, previous_ptr, slots_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
+    x_ptr, next_ptr, slots_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    MAX: tl.constexpr, SLOTS: tl.constexpr,
+    MAX: tl.constexpr, SLOTS: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(rows16, ROWS) * tl.cdiv(cols16, COLS)
     most = tl.zeros((SLOTS,), dtype=tl.int32)
@@ -131,10 +134,12 @@ def _refit_kernel(
         slot = first + tl.arange(0, SLOTS)
         most = tl.maximum(most, tl.load(slots_ptr + slot, mask=slot < tiles, other=0))
     own, inverse = scale_and_inverse(tl.max(most, axis=0), MAX)
-    previous = tl.load(previous_ptr)
+    previous = tl.load(slots_ptr + tiles).to(tl.float32, bitcast=True)
     fits = (own > previous * _LEAST) & (own <= previous * _MOST)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, tl.where(fits, previous, own))
+        if UPDATE:
+            tl.store(next_ptr, tl.where(fits, previous, own))
     if fits == 0:
         for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
             _cast_tile(
@@ -202,7 +207,7 @@ class _Geometry:
     parts_args: tuple[int, ...]
     grid: tuple[int, int, int]
     args: tuple[Any, ...]
-    slots: int  # for a magnitude of each tile; a power of two
+    slots: int  # for a magnitude of each tile and a scale; a power of two
 
 
 @lru_cache(maxsize=4096)
@@ -231,7 +236,7 @@ def _geometry(
             rows, cols, rows16, cols16,
             fmt.mantissa_bits, casts_in_hardware(device), codes, transposed, even, ROWS, COLS,
         ),
-        triton.next_power_of_2(max(programs, 1)),
+        triton.next_power_of_2(programs + 1),
     )  # fmt: skip
 
 
@@ -268,9 +273,11 @@ def cast(
 def recast(
     x: Tensor,  # as `cast` takes it
     fmt: MiniFloat,
-    previous: Tensor,  # float32 0-d: the scale that `cast` or `recast` returned for this matrix last
+    previous: Tensor,  # float32: begins with the scale that `cast` or `recast` returned for this matrix last
     codes: bool = True,
     transposed: bool = True,
+    update: bool = False,  # write the scale over `previous`, where the next cast finds it
+    eager: bool = False,  # as in `cast`
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
     """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
     x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0)
@@ -279,11 +286,11 @@ def recast(
     with on_device(x.device):
         stream = raw_stream(x)
         key = (g, x.dtype, x.data_ptr() % 16, previous.data_ptr() % 16)
-        slots, scale = _scratch.take(x, stream, g.slots)
+        slots, scale = _scratch.take(x, stream, g.slots) if eager else fresh(x, g.slots)
         _launch_recast(key, g.grid, stream, x, previous, slots, out, out_t, *g.args)
         _launch_refit(
-            key, (min(g.grid[0], PROGRAMS), 1, 1), stream,
-            x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS),
+            (*key, update), (min(g.grid[0], PROGRAMS), 1, 1), stream,
+            x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS), update,
         )  # fmt: skip
     return out, out_t, scale
 

@@ -39,6 +39,7 @@ _TRITON_MODULE = {
     "dequantize_blocks": "quantize",
     "quantize_tensor": "quantize",
     "cast": "cast",
+    "recast": "cast",
     "cast_1x128": "cast_blocks",
     "cast_128x128": "cast_blocks",
     "cast_delayed": "cast_delayed",
@@ -101,10 +102,18 @@ def cast(
 
 
 def recast(
-    x: Tensor, fmt: MiniFloat, previous: Tensor, codes: bool = True, transposed: bool = True
+    x: Tensor, fmt: MiniFloat, of: int, codes: bool = True, transposed: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `cast` does, with the scale `previous` of x's last cast while that fits; not under torch.compile."""
-    return _module("cast", x.is_cuda).recast(x, fmt, previous, codes, transposed)  # type: ignore[no-any-return]
+    """Return what `cast` does, with the scale of x's last such cast while that fits; see `reference/cast.py`.
+
+    `of` is the handle of a DelayedState, which keeps that scale and needs no history.
+    """
+    if torch.compiler.is_compiling():
+        result = torch.ops.fp8stack.recast(x, fmt.name, of, codes, transposed)
+    else:
+        last = STATES[of].on(x.device)
+        result = _module("cast", x.is_cuda).recast(x, fmt, last, codes, transposed, True, True)
+    return cast_("tuple[Tensor, Tensor, Tensor]", result)
 
 
 def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:
@@ -325,15 +334,6 @@ _register(
 )
 
 
-def _by_handle(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operator name a DelayedState by its handle."""
-
-    def run(x: Tensor, fmt: str, of: int, update: bool, again: bool) -> Any:
-        return function(x, fmt, STATES[of], update, again)
-
-    return run
-
-
 _register(
     "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     cast_blocks.cast_1x128,
@@ -348,7 +348,13 @@ _register(
     "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
     delayed.cast_delayed,
     lambda x, fmt, *_: fake_cast(x, fmt, True, True, None),
-    _by_handle,
+    lambda run: lambda x, fmt, of, *how: run(x, fmt, STATES[of], *how),
+)
+_register(
+    "recast(Tensor x, str fmt, int of, bool codes, bool transposed) -> (Tensor, Tensor, Tensor)",
+    matrix.recast,
+    lambda x, fmt, of, codes, turned: fake_cast(x, fmt, codes, turned, None),
+    lambda run: lambda x, fmt, of, *layouts: run(x, fmt, STATES[of].on(x.device), *layouts, True),
 )
 _register(
     "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool squares, ScalarType dtype) -> Tensor",

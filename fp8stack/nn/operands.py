@@ -6,7 +6,7 @@ a pass over the same values. A weight is cast once for all micro-batches between
 recomputation: its `WeightCache` knows the codes by the weight's version counter. Writes through `.data` leave no trace
 there, so a training step by hand shows in something else: a backward ran, and no gradient waits for a step any more.
 An optimizer's step frees the codes: what runs behind it, a graph or an evaluation, casts anew and would not use them.
-With delayed scaling the cache also knows the scale, which the next cast takes while it fits, and so reads the weight
+With delayed scaling the cache also keeps the scale, which the next cast takes while it fits, and so reads the weight
 once (`ops.recast`). In evaluation a weight is always cast anew, since moving averages are swapped in through `.data`;
 nor is anything remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are
 part of the graph, where Inductor joins the search for the largest magnitude to whatever made the tensor.
@@ -62,7 +62,7 @@ def cast_matrix(
 ) -> Operand:
     """Quantize a matrix with one scale, its own."""
     if torch.compiler.is_compiling() and x.numel():
-        amax = x.abs().amax()
+        amax = x.abs().amax().float()  # here, where Inductor needs no kernel for it
     if fmt_t is None or fmt_t is fmt or not codes or not transposed:
         own = fmt if codes or fmt_t is None else fmt_t
         plain, turned, scale = ops.cast(x, own, codes, transposed, amax)
@@ -206,11 +206,13 @@ class WeightCache:
         self.keep = keep  # a choice of Recipe.weight_cache
         self.turned = turned  # the weight is [in, out]
         self.squares = squares  # a scale for each 128×128
-        self.follows = follows  # a cast takes the scale of the last one while that fits
+        self.last = (
+            DelayedState(0) if follows else None
+        )  # its scale is the next cast's while that fits
+        self._unlearn()
         self._of: tuple[int, ...] = ()
         self._since = -1  # the backward that was the last one when the codes were made
         self._codes: WeightCodes | None = None
-        self._scale: Tensor | None = None  # of the last codes that were kept
         self.casts = 0  # how often this weight was cast
 
     @classmethod
@@ -221,7 +223,7 @@ class WeightCache:
 
     def __reduce__(self) -> Any:
         # The weight of a copy is another.
-        return WeightCache, (None, self.keep, self.turned, self.squares, self.follows)
+        return WeightCache, (None, self.keep, self.turned, self.squares, self.last is not None)
 
     def codes(self, weight: Tensor, train: bool, backward: bool) -> tuple[WeightCodes, str]:
         """Return the codes of `weight` and how backward gets its own: "fp8+t", as they are, else as in Recipe.
@@ -229,14 +231,15 @@ class WeightCache:
         `train` allows to keep the codes and find them again, `backward` says whether there will be a backward product.
         """
         if torch.compiler.is_compiling():
-            return self._cast(weight, backward), "fp8+t"
+            return self._cast(weight, backward, train and self.keep != "off"), "fp8+t"
         keep = "fp8+t" if self.squares and self.keep == "fp8" else self.keep
         if self._weight() is not weight:
             if not weight.is_leaf or torch.distributed.is_initialized():
                 # FSDP's whole weights come and go in memory that no counter tells about.
                 return self._cast(weight, False), "off"
             # loaded by assignment, or a copy's
-            self._weight, self._codes, self._scale = weakref.ref(weight), None, None
+            self._weight, self._codes = weakref.ref(weight), None
+            self._unlearn()
         inference = torch.is_inference_mode_enabled() or weight.is_inference()
         if not train or keep == "off" or _capturing(weight) or inference:
             return self._cast(weight, backward and keep == "fp8+t"), keep
@@ -246,12 +249,12 @@ class WeightCache:
         codes = self._codes
         if codes is None or self._of != of or self._stepped_by_hand(weight):
             self._codes = codes = None  # frees them before the next are allocated
-            # Another stream has not waited for the scale.
-            previous = self._scale if self._of[3:] in ((), (stream, device)) else None
-            codes = self._cast(weight, keep == "fp8+t", previous)
+            if self._of[3:] not in ((), (stream, device)):
+                self._unlearn()  # another stream has not waited for the scale
+            codes = self._cast(weight, keep == "fp8+t", True)
             if type(codes.forward) is Tensor:  # not a fake one's
                 self._codes, self._since = codes, -2 if in_backward() else _backward[0]
-                self._of, self._scale = of, codes.scale if self.follows else None
+                self._of = of
                 self.kept.add(self)
         return codes, keep
 
@@ -265,7 +268,7 @@ class WeightCache:
         leaf = weight if weight._base is None else weight._base  # of a view, the parameter
         return leaf.requires_grad and leaf.grad is None and not in_backward()
 
-    def _cast(self, weight: Tensor, backward: bool, previous: Tensor | None = None) -> WeightCodes:
+    def _cast(self, weight: Tensor, backward: bool, follow: bool = False) -> WeightCodes:
         if not torch.compiler.is_compiling():
             self.casts += 1
         if self.squares:
@@ -273,10 +276,10 @@ class WeightCache:
             codes = WeightCodes(*blocks[2:], *blocks[:2]) if self.turned else WeightCodes(*blocks)
             return codes if backward else codes._replace(backward=codes.backward.new_empty((0, 0)))
         layouts = not self.turned or backward, self.turned or backward
-        if previous is None:
-            plain, scale, turned, _ = cast_matrix(weight.detach(), E4M3, None, *layouts)
+        if follow and self.last is not None:
+            plain, turned, scale = ops.recast(weight.detach(), E4M3, self.last.handle, *layouts)
         else:
-            plain, turned, scale = ops.recast(weight.detach(), E4M3, previous, *layouts)
+            plain, scale, turned, _ = cast_matrix(weight.detach(), E4M3, None, *layouts)
         if self.turned:
             plain, turned = turned, plain
         return WeightCodes(plain, scale, turned, scale)
@@ -286,18 +289,17 @@ class WeightCache:
         """The weight, while it lives."""
         return self._weight()  # type: ignore[no-any-return]
 
-    @property
-    def scale(self) -> Tensor | None:
-        """The scale that the next cast takes if it fits, of weights that follow their last one."""
-        return self._scale
-
     def follow(self, scale: Tensor | None) -> None:
         """Let the next cast take this scale if it fits; kept codes are freed."""
-        weight = self._weight()
-        if weight is None or not self.follows:
-            return
         self._of, self._codes = (), None
-        self._scale = None if scale is None else scale.to(weight.device, copy=True)
+        self._unlearn()
+        if (weight := self._weight()) is not None and self.last and scale is not None:
+            self.last.on(weight.device)[0] = scale.to(weight.device)
+
+    def _unlearn(self) -> None:
+        if self.last and (weight := self._weight()) is not None:
+            self.last.tensor = None
+            self.last.on(weight.device)  # now: not in the memory of a graph that is being captured
 
     def forget(self) -> None:
         """Free the codes."""

@@ -58,15 +58,21 @@ def cast(
 def recast(
     x: Tensor,  # as `cast` takes it
     fmt: MiniFloat,
-    previous: Tensor,  # float32 0-d: the scale that `cast` or `recast` returned for this matrix last
+    previous: Tensor,  # float32: begins with the scale that `cast` or `recast` returned for this matrix last
     codes: bool = True,
     transposed: bool = True,
+    update: bool = False,  # write the scale over `previous`, where the next cast finds it
+    eager: bool = False,  # of the kernel's alone
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
     """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
+    last = previous.view(-1)[0]
     own, _ = scale_and_inverse(_amax(x), fmt)
     # a scale that is zero or not finite fits nothing, and nothing fits such a one
-    fits = (own > previous * LEAST) & (own <= previous * MOST)
-    return _cast_with(torch.where(fits, previous, own), x, fmt, codes, transposed)
+    fits = (own > last * LEAST) & (own <= last * MOST)
+    result = _cast_with(torch.where(fits, last, own), x, fmt, codes, transposed)
+    if update and x.numel():
+        last.copy_(result[2])
+    return result
 
 
 def _amax(x: Tensor) -> Tensor:  # float32, 0-d

@@ -95,7 +95,7 @@ TABLES = {
     "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
     "factor_ptr": "fp32", "group_ptr": "fp64", "group_of_ptr": "i32", "index_ptr": "i32", "steps_ptr": "fp32",
     "verdict_ptr": "fp32", "skipped_ptr": "fp32", "parts_ptr": "i32", "state_ptr": "fp32", "seed_ptr": "i32",
-    "slots_ptr": "i32", "previous_ptr": "fp32",
+    "slots_ptr": "i32", "previous_ptr": "fp32", "next_ptr": "fp32",
 }  # fmt: skip
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 

@@ -52,6 +52,10 @@ def sample_arguments(name, shape, device):
             of = delayed_state(device)
             yield x, "e4m3", of, False, False
             yield x.bfloat16(), "e5m2", of, False, True
+        case "recast":
+            KEPT.append(DelayedState(0))
+            yield x, "e4m3", KEPT[-1].handle, True, True
+            yield x.bfloat16(), "e4m3", KEPT[-1].handle, False, True
         case "matmul_blocks":
             a, a_scale = ops.cast_1x128(x, E4M3)[:2]
             for cast, squares in ((ops.cast_128x128, True), (ops.cast_1x128, False)):
@@ -82,7 +86,8 @@ INEXACT = (  # sums have an order, exponentials are the device's, and a state li
     "norm_blocks", "matmul_blocks", "swiglu_cast", "swiglu_backward_cast", "cast_delayed",
 )  # fmt: skip
 MATRICES = (
-    "cast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "swiglu_cast", "swiglu_backward_cast",
+    "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "swiglu_cast",
+    "swiglu_backward_cast",
 )  # fmt: skip
 
 
@@ -96,7 +101,8 @@ OPERATORS = sorted(
 def test_all_operators_are_sampled_here():
     assert OPERATORS == [
         "accumulate_blocks", "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
-        "matmul_blocks", "norm_blocks", "quantize_blocks", "quantize_tensor", "swiglu_backward_cast", "swiglu_cast",
+        "matmul_blocks", "norm_blocks", "quantize_blocks", "quantize_tensor", "recast", "swiglu_backward_cast",
+        "swiglu_cast",
     ]  # fmt: skip
     for name in OPERATORS:
         assert list(sample_arguments(name, (5, 200), "cpu")), name

@@ -1,6 +1,7 @@
 """Casts with the scale of the cast before: when it is kept, what it costs, and Triton against the reference."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.launch import Launcher
 from fp8stack.kernels.reference import cast as reference_cast
 from fp8stack.kernels.reference.cast import aligned
-from fp8stack.kernels.reference.cast_delayed import encode_saturating
+from fp8stack.kernels.reference.cast_delayed import DelayedState, encode_saturating
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -24,6 +25,13 @@ SHAPES = [(1, 1), (1, 130), (130, 1), (17, 33), (64, 128), (65, 130), (2, 3, 40)
 EDGE = 1 + 1 / 32
 KEPT = [1.0, 1.99, 0.98, 32 / 33 + 1e-6]  # previous scale / own scale
 LEFT = [2.0, 2.01, 0.96, 32 / 33 - 1e-6, 1e20, 1e-20, 0.0, -1.0, NAN, INF, -INF]
+
+
+triton_recast = partial(triton_cast.recast, eager=True)
+
+
+def recast(x, *arguments):
+    return (triton_recast if x.is_cuda else reference_cast.recast)(x, *arguments)
 
 
 def scalar(value, device="cpu"):
@@ -60,10 +68,10 @@ def test_a_scale_that_fits_is_kept_and_another_gives_a_cast(fmt, dtype, shape, d
     own = own_scale(x, fmt)
     for factor in KEPT:
         previous = own * factor
-        results = ops.recast(x.to(device), fmt, previous.to(device))
+        results = recast(x.to(device), fmt, previous.to(device))
         assert_cast_with(previous, results, x, fmt)
     for factor in LEFT:
-        results = ops.recast(x.to(device), fmt, (own * factor).to(device))
+        results = recast(x.to(device), fmt, (own * factor).to(device))
         assert_same(results, reference_cast.cast(x, fmt), f"factor {factor}")
 
 
@@ -90,18 +98,18 @@ def test_what_is_not_finite_or_has_no_scale_is_as_in_a_cast(bad, previous, devic
     """Anywhere in the matrix; and the next cast is a clean one."""
     x = torch.zeros(140, 300) if abs(bad) < 1 else torch.randn(140, 300)
     x[139, 299] = bad
-    results = ops.recast(x.to(device), E4M3, scalar(previous, device))
+    results = recast(x.to(device), E4M3, scalar(previous, device))
     assert_same(results, reference_cast.cast(x, E4M3))
     assert results[2].isnan() if not math.isfinite(bad) else results[2].eq(0)
     assert results[0].view(torch.uint8).eq(0).all()
     x = torch.randn(140, 300)
-    assert_same(ops.recast(x.to(device), E4M3, results[2]), reference_cast.cast(x, E4M3))
+    assert_same(recast(x.to(device), E4M3, results[2]), reference_cast.cast(x, E4M3))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 40)], ids=str)
 def test_nothing_is_cast_as_ever(shape, device):
     x = torch.empty(shape)
-    results = ops.recast(x.to(device), E4M3, scalar(1.0, device))
+    results = recast(x.to(device), E4M3, scalar(1.0, device))
     assert_same(results, reference_cast.cast(x, E4M3))
 
 
@@ -110,9 +118,9 @@ def test_a_layout_that_was_not_asked_for_is_empty(fmt, device):
     x = torch.randn(20, 140, device=device)
     for factor in (1.01, 4.0):
         previous = own_scale(x, fmt).to(device) * factor
-        codes, codes_t, scale = ops.recast(x, fmt, previous)
+        codes, codes_t, scale = recast(x, fmt, previous)
         for wanted in ((True, False), (False, True), (False, False)):
-            results = ops.recast(x, fmt, previous, *wanted)
+            results = recast(x, fmt, previous, *wanted)
             assert_same_bits(results[0], codes if wanted[0] else codes[:0, :0])
             assert_same_bits(results[1], codes_t if wanted[1] else codes_t[:0, :0])
             assert_same_bits(results[2], scale)
@@ -124,8 +132,8 @@ def test_a_cast_with_the_scale_that_the_last_one_gave_is_the_same(fmt, dtype, de
     x = torch.randn(140, 300).to(dtype)
     for factor in (*KEPT, *LEFT):
         previous = (own_scale(x, fmt) * factor).to(device)
-        first = ops.recast(x.to(device), fmt, previous)
-        again = ops.recast(x.to(device), fmt, first[2])
+        first = recast(x.to(device), fmt, previous)
+        again = recast(x.to(device), fmt, first[2])
         assert_same(again, first, f"factor {factor}")
         assert again[2].data_ptr() != first[2].data_ptr()  # which backward may still read
 
@@ -137,11 +145,44 @@ def test_a_scale_follows_a_weight_in_steps(device):
     for i in range(200):
         x = x * (1 + 0.02 * math.sin(i / 9) + (i % 50 == 49) * (3 if i % 100 == 49 else -0.9))
         own, previous = float(own_scale(x, E4M3)), float(scale)
-        scale = ops.recast(x.to(device), E4M3, scale)[2]
+        scale = recast(x.to(device), E4M3, scale)[2]
         fits = 0.5 < own / previous <= EDGE
         kept += fits
         assert float(scale) == (previous if fits else own)
     assert 100 < kept < 197
+
+
+@pytest.mark.parametrize("shape", [(20, 40), (150, 300)], ids=["one tile", "several"])
+def test_the_scale_is_written_for_the_next_cast_where_that_is_wanted(shape, kernel_device):
+    x = torch.randn(shape)
+    own = own_scale(x, E4M3)
+    for factor in (*KEPT, *LEFT):
+        for kernels, device in ((reference_cast, "cpu"), (triton_cast, kernel_device)):
+            last = torch.tensor([own * factor, 7.0, 8.0], device=device)
+            results = kernels.recast(x.to(device), E4M3, last, update=True)
+            assert_same(results, reference_cast.recast(x, E4M3, own * factor), f"factor {factor}")
+            assert_same_bits(last, torch.stack([results[2].cpu(), scalar(7.0), scalar(8.0)]))
+            kernels.recast(x.to(device) * 9, E4M3, last)
+            assert_same_bits(last[0], results[2])
+    for kernels, device in ((reference_cast, "cpu"), (triton_cast, kernel_device)):
+        last = torch.ones(1, device=device)
+        kernels.recast(torch.empty(0, 4, device=device), E4M3, last, update=True)
+        assert last.item() == 1
+
+
+def test_a_state_holds_the_scale_of_eager_casts_and_of_operators(device):
+    state, x = DelayedState(0), torch.randn(20, 40, device=device)
+    own = own_scale(x, E4M3)
+    for scale in (own, own, 0.8 * own, 0.8 * own):
+        x = x * (scale / own).to(device)
+        for cast in (ops.recast, torch.ops.fp8stack.recast):
+            fmt = E4M3 if cast is ops.recast else E4M3.name
+            results = cast(x, fmt, state.handle, True, True)
+            assert_same(results, reference_cast.recast(x.cpu(), E4M3, own))
+            assert_same_bits(state.tensor[0], own)
+    results = ops.recast(x * 100, E4M3, state.handle, False, True)
+    assert_same_bits(state.tensor[0], own_scale(x * 100, E4M3))
+    assert results[0].numel() == 0
 
 
 # --- what it costs
@@ -159,7 +200,7 @@ def test_no_value_errs_by_more_than_rounding_may(kind, growth, device):
         x[:, 5] *= 1e4
     previous = own_scale(x, E4M3)
     x = x * (1 + growth)
-    codes, _, scale = (t.cpu() for t in ops.recast(x.to(device), E4M3, previous.to(device)))
+    codes, _, scale = (t.cpu() for t in recast(x.to(device), E4M3, previous.to(device)))
     assert_same_bits(scale, previous)
     error = (codes.double() * scale.double() - x.double()).abs()
     step = E4M3.min_positive * scale.double()
@@ -181,7 +222,7 @@ def assert_casts_as_reference(x, fmt, previous, device, *layouts):
     base = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
     view = base.as_strided(x.shape, x.stride(), x.storage_offset())
     before = previous.to(device)
-    results = triton_cast.recast(view, fmt, before, *layouts)
+    results = triton_recast(view, fmt, before, *layouts)
     expected = reference_cast.recast(x, fmt, previous, *layouts)
     assert_same(results, expected)
     assert_same_bits(before, previous)
@@ -226,7 +267,7 @@ def test_views_cast_as_in_the_reference(dtype, kernel_device):
         for offset in (0, 1, 4):
             x = base[offset : offset + 40 * 130].view(40, 130)
             assert_casts_as_reference(x, E4M3, scalar(0.008), kernel_device)
-            given = triton_cast.recast(x.to(kernel_device), E4M3, scales.to(kernel_device)[1])
+            given = triton_recast(x.to(kernel_device), E4M3, scales.to(kernel_device)[1])
             assert_same(given, reference_cast.recast(x, E4M3, scales[1]))
     x = base[: 40 * 130].view(40, 130)
     for view in (x.t(), x[::2], x[:, 1:], x[5:6].expand(20, 130)):
@@ -260,7 +301,7 @@ def test_casts_do_not_share_their_results(kernel_device):
     for i, x in enumerate(inputs):
         previous = own_scale(x, E4M3) * (1.5 if i % 3 else 3)
         results.append(
-            (x, previous, triton_cast.recast(x.to(kernel_device), E4M3, previous.to(kernel_device)))
+            (x, previous, triton_recast(x.to(kernel_device), E4M3, previous.to(kernel_device)))
         )
         triton_cast.cast(x.to(kernel_device), E4M3, eager=True)
     for x, previous, result in results:
@@ -294,7 +335,7 @@ def test_elements_beyond_two_to_the_31_cast_like_the_first_ones(cols, rows_beyon
     rest = rows_beyond_int32 - first
     for factor in (0.98, 3.0):
         previous = own_scale(x, E4M3) * factor
-        results = triton_cast.recast(full, E4M3, previous.cuda())
+        results = triton_recast(full, E4M3, previous.cuda())
         expected = reference_cast.recast(x.cpu(), E4M3, previous)
         assert_same_bits(results[2], expected[2])
         assert_same_bits(results[0][first : first + rest], expected[0][:rest])
@@ -306,15 +347,15 @@ def test_elements_beyond_two_to_the_31_cast_like_the_first_ones(cols, rows_beyon
 @pytest.mark.gpu
 def test_a_captured_cast_reads_what_its_inputs_are_at_each_replay():
     x, previous = torch.randn(300, 400, device="cuda"), scalar(1.0, "cuda")
-    triton_cast.recast(x, E4M3, previous)  # compiles
+    triton_recast(x, E4M3, previous)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = triton_cast.recast(x, E4M3, previous)
+        results = triton_recast(x, E4M3, previous)
     for factor in (0.98, 1.5, 4.0, 0.98, 0.1):
         x.copy_(torch.randn(300, 400))
         previous.copy_(own_scale(x, E4M3) * factor)
-        triton_cast.recast(torch.randn(500, 500, device="cuda"), E4M3, previous)  # of eager mode
+        triton_recast(torch.randn(500, 500, device="cuda"), E4M3, previous)  # of eager mode
         graph.replay()
         expected = reference_cast.recast(x.cpu(), E4M3, previous.cpu())
         assert_same(results, expected, f"factor {factor}")
@@ -331,7 +372,7 @@ def test_casts_on_two_streams_keep_apart():
     for _ in range(5):
         for i, x in enumerate(inputs):
             with torch.cuda.stream(streams[i % 2]):
-                results.append((i, triton_cast.recast(x, E4M3, on_gpu[i])))
+                results.append((i, triton_recast(x, E4M3, on_gpu[i])))
     torch.cuda.synchronize()
     expected = [
         reference_cast.recast(x.cpu(), E4M3, s) for x, s in zip(inputs, scales, strict=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp8stack
-from fp8stack.kernels import ops
+from fp8stack.nn import load_scaling_state, scaling_state
 from fp8stack.nn.fused import fuse
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -126,7 +126,8 @@ def casts_in_graphs(model, *given, backward=True):
     casts = []
 
     def count(graph, _):
-        casts.extend(n for n in graph.graph.nodes if str(n.target).startswith("fp8stack.cast"))
+        names = "fp8stack.cast", "fp8stack.recast"
+        casts.extend(n for n in graph.graph.nodes if str(n.target).startswith(names))
         return make_boxed_func(graph)
 
     y = torch.compile(model, fullgraph=True, backend=merging(count))(*given)
@@ -208,23 +209,46 @@ def test_a_fused_block_whose_input_has_its_name(device):
     assert_same_bits(compiled(x=x), model(x=x.clone()))
 
 
-def test_compiled_weights_have_their_own_scales(device, monkeypatch):
-    """And what eager mode knew of them is there again after it."""
+def test_compiled_weights_keep_their_scales_as_those_of_eager_mode_do(device):
+    """And with them: what the one learned, the other takes over."""
     torch._dynamo.reset()
-    layer = linear(32, 48, device=device, fp8_recipe="delayed")
+    ours = linear(32, 48, device=device, fp8_recipe="delayed")
+    theirs = copy.deepcopy(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    scales = []
+    for factor, run in (
+        (1.0, ours), (0.8, compiled), (0.8, compiled), (1.1, ours), (0.6, compiled), (0.9, ours), (1.3, compiled),
+    ):  # fmt: skip
+        with torch.no_grad():
+            ours.weight.mul_(factor)
+            theirs.weight.mul_(factor)
+        x = torch.randn(20, 32, device=device)
+        for one, same in zip(results(run, x), results(theirs, x), strict=True):
+            assert_same_bits(one, same)
+        state, expected = (layer.products.weights.last.tensor for layer in (ours, theirs))
+        assert_same_bits(state[0], expected[0])
+        scales.append(float(state[0]))
+    # to 0.8, 0.64, 0.7, then 0.42, less than half; to 0.38, then 0.49, which outgrew that scale
+    assert scales == [scales[0]] * 4 + [scales[4]] * 2 + [scales[6]]
+    assert scales[4] < scales[6] < 0.5 * scales[0]
+
+
+@pytest.mark.parametrize("how", ["evaluation", "off"])
+def test_compiled_weights_have_their_own_scales_where_those_of_eager_mode_do(how, device):
+    torch._dynamo.reset()
+    keep = "off" if how == "off" else "fp8+t"
+    layer = linear(32, 48, device=device, fp8_recipe="delayed", weight_cache=keep)
     x = torch.randn(20, 32, device=device)
     results(layer, x)
-    before = float(layer.products.weights._codes.scale)
+    before = layer.products.weights.last.tensor.clone()
     with torch.no_grad():
         layer.weight.mul_(0.9)
-    expected = results(copy.deepcopy(layer), x)
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, "recast", None)
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        for one, same in zip(results(compiled, x), expected, strict=True):
-            assert_same_bits(one, same)
-    results(layer, x)
-    assert float(layer.products.weights._codes.scale) == before
+    layer.train(how != "evaluation")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected = copy.deepcopy(layer)
+    load_scaling_state(expected, {**scaling_state(layer), ".w": torch.zeros(())})
+    assert_same_bits(compiled(x), expected(x))
+    assert_same_bits(layer.products.weights.last.tensor, before)
 
 
 def test_dynamic_shapes_do_not_compile_for_each(device):
