@@ -46,18 +46,24 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        products, weight, bias = self.products, self.weight, self.bias  # a search in Python each
+        if torch.compiler.is_compiling():
+            return self._multiply(input)
+        # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
+        # parametrization be made in FP8.
+        with torch._C.DisableTorchFunction():
+            return self._multiply(input)
+
+    def _multiply(self, input: Tensor) -> Tensor:
+        products, weight, bias = self.products, self.weight, self.bias  # nn.Module looks up each
         chooser = products.chooser
         if chooser is not None:
             check_input(input, weight.shape[1], products.layer)
             if not chooser(input, weight, bias):
-                with torch._C.DisableTorchFunction():  # matmuls=True would make FP8 of it
+                with (
+                    torch._C.DisableTorchFunction()
+                ):  # matmuls=True would make FP8 of it in a graph
                     return stored_linear(input, weight, bias)
-        if torch.compiler.is_compiling():
-            return fp8_matmul(input, weight, bias, products, self.training)
-        # Under the mode of matmuls=True, each torch call in here would go through Python.
-        with torch._C.DisableTorchFunction():
-            return fp8_matmul(input, weight, bias, products, self.training)
+        return fp8_matmul(input, weight, bias, products, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.products}"

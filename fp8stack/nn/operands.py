@@ -5,7 +5,7 @@ up) share its codes. A norm that found out how large its output is leaves a note
 a pass over the same values. A weight is cast once for all micro-batches between two changes of it, and for
 recomputation: its `WeightCache` knows the codes by the weight's version counter. Writes through `.data` leave no trace
 there, so a training step by hand shows in something else: a backward ran, and no gradient waits for a step any more.
-An optimizer's step frees the codes: what runs behind it, a graph or an evaluation, casts anew and would not use them.
+An optimizer's step frees the codes, which have no use after it.
 With delayed scaling the cache also keeps the scale, which the next cast takes while it fits, and so reads the weight
 once (`ops.recast`). In evaluation a weight is always cast anew, since moving averages are swapped in through `.data`;
 nor is anything remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are
@@ -15,6 +15,7 @@ part of the graph, where Inductor joins the search for the largest magnitude to 
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -206,10 +207,9 @@ class WeightCache:
         self.keep = keep  # a choice of Recipe.weight_cache
         self.turned = turned  # the weight is [in, out]
         self.squares = squares  # a scale for each 128×128
-        self.last = (
-            DelayedState(0) if follows else None
-        )  # its scale is the next cast's while that fits
-        self._unlearn()
+        self.last_scale = DelayedState(0) if follows else None  # the next cast's while it fits
+        if self.last_scale and weight is not None:
+            self.last_scale.on(weight.device)  # now: CUDA graphs hold its address
         self._of: tuple[int, ...] = ()
         self._since = -1  # the backward that was the last one when the codes were made
         self._codes: WeightCodes | None = None
@@ -223,7 +223,8 @@ class WeightCache:
 
     def __reduce__(self) -> Any:
         # The weight of a copy is another.
-        return WeightCache, (None, self.keep, self.turned, self.squares, self.last is not None)
+        follows = self.last_scale is not None
+        return WeightCache, (None, self.keep, self.turned, self.squares, follows)
 
     def codes(self, weight: Tensor, train: bool, backward: bool) -> tuple[WeightCodes, str]:
         """Return the codes of `weight` and how backward gets its own: "fp8+t", as they are, else as in Recipe.
@@ -239,7 +240,6 @@ class WeightCache:
                 return self._cast(weight, False), "off"
             # loaded by assignment, or a copy's
             self._weight, self._codes = weakref.ref(weight), None
-            self._unlearn()
         inference = torch.is_inference_mode_enabled() or weight.is_inference()
         if not train or keep == "off" or _capturing(weight) or inference:
             return self._cast(weight, backward and keep == "fp8+t"), keep
@@ -249,9 +249,9 @@ class WeightCache:
         codes = self._codes
         if codes is None or self._of != of or self._stepped_by_hand(weight):
             self._codes = codes = None  # frees them before the next are allocated
-            if self._of[3:] not in ((), (stream, device)):
-                self._unlearn()  # another stream has not waited for the scale
-            codes = self._cast(weight, keep == "fp8+t", True)
+            # Another stream has not waited for the scale.
+            elsewhere = self._of[4:] == (device,) and self._of[3] != stream
+            codes = self._cast(weight, keep == "fp8+t", not elsewhere)
             if type(codes.forward) is Tensor:  # not a fake one's
                 self._codes, self._since = codes, -2 if in_backward() else _backward[0]
                 self._of = of
@@ -271,15 +271,16 @@ class WeightCache:
     def _cast(self, weight: Tensor, backward: bool, follow: bool = False) -> WeightCodes:
         if not torch.compiler.is_compiling():
             self.casts += 1
+        w = weight.detach()
         if self.squares:
-            blocks = ops.cast_128x128(weight.detach(), E4M3)
+            blocks = ops.cast_128x128(w, E4M3)
             codes = WeightCodes(*blocks[2:], *blocks[:2]) if self.turned else WeightCodes(*blocks)
             return codes if backward else codes._replace(backward=codes.backward.new_empty((0, 0)))
         layouts = not self.turned or backward, self.turned or backward
-        if follow and self.last is not None:
-            plain, turned, scale = ops.recast(weight.detach(), E4M3, self.last.handle, *layouts)
+        if follow and self.last_scale is not None:
+            plain, turned, scale = ops.recast(w, E4M3, self.last_scale.handle, *layouts)
         else:
-            plain, scale, turned, _ = cast_matrix(weight.detach(), E4M3, None, *layouts)
+            plain, scale, turned, _ = cast_matrix(w, E4M3, None, *layouts)
         if self.turned:
             plain, turned = turned, plain
         return WeightCodes(plain, scale, turned, scale)
@@ -290,16 +291,10 @@ class WeightCache:
         return self._weight()  # type: ignore[no-any-return]
 
     def follow(self, scale: Tensor | None) -> None:
-        """Let the next cast take this scale if it fits; kept codes are freed."""
+        """Let the next cast take this scale if it fits, its own if that is None; kept codes are freed."""
         self._of, self._codes = (), None
-        self._unlearn()
-        if (weight := self._weight()) is not None and self.last and scale is not None:
-            self.last.on(weight.device)[0] = scale.to(weight.device)
-
-    def _unlearn(self) -> None:
-        if self.last and (weight := self._weight()) is not None:
-            self.last.tensor = None
-            self.last.on(weight.device)  # now: not in the memory of a graph that is being captured
+        if self.last_scale and (weight := self._weight()) is not None:
+            self.last_scale.on(weight.device)[0] = 0.0 if scale is None else scale
 
     def forget(self) -> None:
         """Free the codes."""
@@ -386,8 +381,9 @@ def count_steps() -> list[int]:
 
     def add(*_: Any) -> None:
         count[0] += 1
-        while WeightCache.kept:
-            WeightCache.kept.pop().forget()
+        with suppress(KeyError):  # none is left, or another thread took it
+            while True:
+                WeightCache.kept.pop().forget()
 
     register_optimizer_step_post_hook(add)
     return count

@@ -23,7 +23,8 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of delayed scaling, empty where no layer scales so (copies).
 
     "LAYER.x" and "LAYER.g" are float32 [3 + amax_history_len] of input and gradient (`kernels/reference/cast_delayed`),
-    "LAYER.casts" int64 [2] how often both were cast, and "LAYER.w" float32, 0-d, the weight's scale, 0 if it has none.
+    "LAYER.casts" int64 [2] how often both were cast, and "LAYER.w" float32, 0-d, the weight's scale: 0 or absent if it
+    has none.
     """
     state: dict[str, Tensor] = {}
     for name, products in _delayed(model):
@@ -32,7 +33,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
         for kind, history in both.items():
             if history.tensor is not None:
                 state[f"{name}.{kind}"] = history.tensor.detach().clone()
-        last = products.weights.last
+        last = products.weights.last_scale
         if last is not None and last.tensor is not None:
             state[f"{name}.w"] = last.tensor[0].detach().clone()
     return state

@@ -178,7 +178,7 @@ ROWS = (
         "Build the modules with fuse_wgrad_accumulation=False.",
         "transformer_engine/pytorch/module/linear.py", _fused_gradient),
     Row(42, "cached-weights-zero3", "DeepSpeed", "warning",
-        "FP8 weights that are kept from step to step, and ZeRO-3",
+        "FP8 weights that are kept until the step, and ZeRO-3",
         "Every rank keeps the codes of whole weights, up to 2 bytes a parameter, which undoes the partitioning.",
         'Leave "weight_cache" out: the DeepSpeed adapter turns it off at stage 3. Leave is_first_microbatch of '
         "TransformerEngine's modules at None.",

@@ -7,6 +7,8 @@ The state of one operand is float32 [3 + history]:
     state[2]   where the next amax goes; the bits of an integer
     state[3:]  amax of the last steps, 0 where there was none
 
+That of a weight, which is read before it is scaled (`recast`), has no history, and of the rest only state[0].
+
 A cast that updates it writes its amax to the history, then scale = 2^margin × amax / max, of the history's largest or
 latest amax (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 4; margin: TransformerEngine's). An
 amax that is zero or not finite leaves scale and history as they are. Values beyond the scale saturate; those that are
@@ -60,7 +62,8 @@ class DelayedState:
         if self.tensor is None or self.tensor.device != device:
             with torch.inference_mode(False):
                 self.tensor = torch.zeros(self.size, dtype=torch.float32, device=device)
-                self._parts = torch.zeros(512, dtype=torch.int32, device=device)
+                if self.history:
+                    self._parts = torch.zeros(512, dtype=torch.int32, device=device)
             self.casts = 0
         self.casts += update
         return self.tensor

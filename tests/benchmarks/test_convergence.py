@@ -69,10 +69,9 @@ def test_gradients_that_are_not_finite_are_counted(text, monkeypatch):
 
 
 def skip_without(peer):
+    """Skip where a library is missing, without importing TransformerEngine: see `import_peer`."""
     library = PEERS[peer].module.partition(".")[0]
-    if (
-        find_spec(library) is None
-    ):  # TransformerEngine must not be imported to find out: see `import_peer`
+    if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast as reference
-from fp8stack.nn import forget_weights, fuse
+from fp8stack.nn import forget_weights, fuse, load_scaling_state, scaling_state
 from fp8stack.nn.operands import WeightCache
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -404,35 +404,58 @@ def test_weights_of_another_size_are_loaded(factor, device):
     assert_fresh(layer, x)
 
 
-@pytest.mark.parametrize("change", ["parameter", "assign", "deepcopy", "pickle", "save"])
-def test_another_weight_begins_with_its_own_scale(change, device):
+@pytest.mark.parametrize("change", ["deepcopy", "pickle", "save"])
+def test_a_copy_begins_with_its_own_scale(change, device):
     layer = delayed(device)
     x = torch.randn(16, 32, device=device)
     results(layer, x)
     before = scale_of(layer)
-    other = layer
-    if change == "parameter":
-        layer.weight = nn.Parameter(layer.weight.detach() * 0.9)
-    elif change == "assign":
-        layer.load_state_dict({k: 0.9 * v for k, v in layer.state_dict().items()}, assign=True)
+    scaled(layer, 0.9)
+    results(layer, x)
+    assert scale_of(layer) == before
+    if change == "deepcopy":
+        other = copy.deepcopy(layer)
+    elif change == "pickle":
+        other = pickle.loads(pickle.dumps(layer))
     else:
-        scaled(layer, 0.9)
-        results(layer, x)
-        assert scale_of(layer) == before
-        if change == "deepcopy":
-            other = copy.deepcopy(layer)
-        elif change == "pickle":
-            other = pickle.loads(pickle.dumps(layer))
-        else:
-            file = io.BytesIO()
-            torch.save(layer, file)
-            file.seek(0)
-            other = torch.load(file, weights_only=False)
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
     results(other, x)
     assert scale_of(other) == own_scale(other) < before
     scaled(other, 0.9)
     results(other, x)
     assert scale_of(other) > own_scale(other)  # and keeps it
+
+
+@pytest.mark.parametrize("change", ["parameter", "assign", "load", "functional", "scales"])
+def test_the_scale_keeps_its_place_which_cuda_graphs_hold(change, device):
+    """Whatever is in the place of the weight: a scale serves any that it fits."""
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    scale, place = scale_of(layer), layer.products.weights.last_scale.tensor
+    others = {k: 0.9 * v.detach() for k, v in layer.state_dict().items()}
+    if change == "parameter":
+        layer.weight = nn.Parameter(others["weight"])
+    elif change == "functional":
+        torch.func.functional_call(layer, others, x)
+        scaled(layer, 0.9)
+    elif change == "scales":
+        load_scaling_state(layer, {**scaling_state(layer), ".w": torch.tensor(scale * 0.9)})
+        scaled(layer, 0.8)
+        scale = float(torch.tensor(scale) * torch.tensor(0.9))
+    else:
+        layer.load_state_dict(others, assign=change == "assign")
+    results(layer, x)
+    assert scale_of(layer) == pytest.approx(scale, rel=1e-6) != own_scale(layer)
+    assert layer.products.weights.last_scale.tensor is place
+    assert float(place[0]) == scale_of(layer)
+    load_scaling_state(layer, {k: v for k, v in scaling_state(layer).items() if k != ".w"})
+    results(layer, x)
+    assert scale_of(layer) == own_scale(layer)
+    assert layer.products.weights.last_scale.tensor is place
 
 
 def test_evaluation_and_inference_take_the_weight_s_own_scale_and_leave_no_trace(device):
