@@ -794,3 +794,34 @@ def test_what_an_fp8_layer_calls_does_not_pass_through_the_mode(device, monkeypa
     assert torch.relu in seen
     assert torch._scaled_mm not in seen
     assert len(seen) < 8
+
+
+class LowRank(nn.Module):
+    """A parametrization with a product of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(128, 16)), nn.Parameter(torch.randn(16, 64))
+
+    def forward(self, weight):
+        return weight + self.a @ (self.b * 2)
+
+
+class LayerAndBare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.w = nn.Linear(64, 128), nn.Parameter(torch.randn(128, 64))
+
+    def forward(self, x):
+        return self.layer(x) @ self.w
+
+
+def test_the_weight_of_an_fp8_layer_is_computed_as_without_fp8(device):
+    model = LayerAndBare().to(device)
+    fp8stack.initialize(model, None, "O0", compute="native", matmuls=True, min_numel=1)
+    plain = copy.deepcopy(model)
+    torch.nn.utils.parametrize.register_parametrization(model.layer, "weight", LowRank().to(device))
+    with torch.no_grad():
+        plain.layer.weight.copy_(model.layer.weight)
+    x = torch.randn(16, 64, device=device)
+    assert_same_bits(model(x), plain(x))
