@@ -255,7 +255,8 @@ def test_graphs_of_inductor_keep_scales_in_memory_of_their_own():
             assert error <= 0.01 * same.norm(), f"step {step}"  # cuBLAS may add up in another order
         assert scaling_state(ours).keys() == scaling_state(theirs).keys()
         for key, value in scaling_state(theirs).items():
-            torch.testing.assert_close(scaling_state(ours)[key], value, rtol=1e-2, atol=0)
+            if not key.endswith(".casts"):  # replays are not counted
+                torch.testing.assert_close(scaling_state(ours)[key], value, rtol=1e-2, atol=0)
         held += [torch.full((64,), 7.0, device="cuda") for _ in range(200)]  # what is free is taken
         for model in (ours, theirs):
             with torch.no_grad():
