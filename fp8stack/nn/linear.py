@@ -59,9 +59,8 @@ class Fp8Linear(nn.Linear):
         if chooser is not None:
             check_input(input, weight.shape[1], products.layer)
             if not chooser(input, weight, bias):
-                with (
-                    torch._C.DisableTorchFunction()
-                ):  # matmuls=True would make FP8 of it in a graph
+                # In a graph matmuls=True would make FP8 of it.
+                with torch._C.DisableTorchFunction():
                     return stored_linear(input, weight, bias)
         return fp8_matmul(input, weight, bias, products, self.training)
 

@@ -5,11 +5,11 @@ up) share its codes. A norm that found out how large its output is leaves a note
 a pass over the same values. A weight is cast once for all micro-batches between two changes of it, and for
 recomputation: its `WeightCache` knows the codes by the weight's version counter. Writes through `.data` leave no trace
 there, so a training step by hand shows in something else: a backward ran, and no gradient waits for a step any more.
-An optimizer's step frees the codes, which have no use after it.
-With delayed scaling the cache also keeps the scale, which the next cast takes while it fits, and so reads the weight
-once (`ops.recast`). In evaluation a weight is always cast anew, since moving averages are swapped in through `.data`;
-nor is anything remembered while a CUDA graph is captured, whose replays read new weights. Under torch.compile casts are
-part of the graph, where Inductor joins the search for the largest magnitude to whatever made the tensor.
+An optimizer's step frees the codes, which have no use after it. With delayed scaling the cache also keeps the scale,
+which the next cast takes while it fits, and so reads the weight once (`ops.recast`). In evaluation a weight is always
+cast anew, since moving averages are swapped in through `.data`; nor is anything remembered while a CUDA graph is
+captured, whose replays read new weights. Under torch.compile casts are part of the graph, where Inductor joins the
+search for the largest magnitude to whatever made the tensor.
 """
 
 from __future__ import annotations
@@ -292,7 +292,8 @@ class WeightCache:
 
     def follow(self, scale: Tensor | None) -> None:
         """Let the next cast take this scale if it fits, its own if that is None; kept codes are freed."""
-        self._of, self._codes = (), None
+        self._of = ()
+        self.forget()
         if self.last_scale and (weight := self._weight()) is not None:
             self.last_scale.on(weight.device)[0] = 0.0 if scale is None else scale
 
@@ -376,7 +377,7 @@ def _cast_for_backward(weight: Tensor, how: How) -> tuple[Tensor, Tensor]:
 
 @cache
 def count_steps() -> list[int]:
-    """Return a count, kept up to date, of the steps of all optimizers since the first call."""
+    """Return a count, kept up to date, of the steps of all optimizers since the first call; each frees kept codes."""
     count = [0]
 
     def add(*_: Any) -> None:

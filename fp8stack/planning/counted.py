@@ -183,7 +183,7 @@ def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _copies(model: nn.Module, precision: Precision) -> tuple[int, int]:
-    """Return the bytes of FP8 codes of weights, which stay for a step, and of bfloat16 copies, as activations do."""
+    """Return the bytes of FP8 codes of weights, which the step frees, and of bfloat16 copies, which backward does."""
     codes: dict[torch.Tensor, int] = {}
     casts: dict[torch.Tensor, int] = {}
     for module in model.modules():

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import pytest
 from helpers import need_gpus
@@ -16,6 +15,8 @@ from workers_deepspeed_levels import (
     check_ways_in,
     check_zero_variants,
 )
+
+from fp8stack import capability_te
 
 pytest.importorskip("deepspeed")
 
@@ -66,6 +67,6 @@ def test_universal_checkpoints_change_the_number_of_ranks(tmp_path):
 @pytest.mark.parametrize("compute", ["native", "te"])
 def test_levels_on_gpus(compute, world, tmp_path):
     need_gpus(world)
-    if compute == "te" and find_spec("transformer_engine") is None:
-        pytest.skip("TransformerEngine is not installed")
+    if compute == "te" and not (installed := capability_te.installation()):
+        pytest.skip(installed.reason)
     spawn(check_gpus, world, tmp_path / "store", compute)
