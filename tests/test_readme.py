@@ -123,8 +123,8 @@ def test_whole_steps_are_faster_and_more_fits():
     assert base["value"] / best["value"] > 1.35
     assert best["resident"]["total"] / base["resident"]["total"] < 0.39
     assert abs(found["bf16 again"]["value"] / base["value"] - 1) < 0.01
-    compiled = found["O2 fused, delayed, fast sums compiled"]
-    assert found["bf16 compiled"]["value"] / compiled["value"] > 1.35
+    for compiled in ("O2 fused, delayed compiled", "O2 fused, delayed, fast sums compiled"):
+        assert found["bf16 compiled"]["value"] / found[compiled]["value"] > 1.35
     seven = records.by_variant(records.read("memory", model="7b", gib=80.0))
     assert seven["bf16 AdamW"]["count"] == 0
     assert seven["fp8stack O2"]["count"] >= 1
