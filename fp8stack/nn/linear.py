@@ -56,12 +56,10 @@ class Fp8Linear(nn.Linear):
     def _multiply(self, input: Tensor) -> Tensor:
         products, weight, bias = self.products, self.weight, self.bias  # nn.Module looks up each
         chooser = products.chooser
-        if chooser is not None:
-            check_input(input, weight.shape[1], products.layer)
-            if not chooser(input, weight, bias):
-                # In a graph matmuls=True would make FP8 of it.
-                with torch._C.DisableTorchFunction():
-                    return stored_linear(input, weight, bias)
+        if chooser is not None and not chooser(input, weight, bias, products.layer):
+            # In a graph matmuls=True would make FP8 of it.
+            with torch._C.DisableTorchFunction():
+                return stored_linear(input, weight, bias)
         return fp8_matmul(input, weight, bias, products, self.training)
 
     def extra_repr(self) -> str:
@@ -264,9 +262,10 @@ def check_values(x: Tensor, features: int, layer: str = "") -> None:
             f"{title(layer)} of {features} features got {x.dtype} input; it takes float32, bfloat16 and float16. "
             f"Cast it first, or leave the layer out with {_skip(layer)}."
         )
-    if not x.dim() or x.size(-1) != features:
+    shape = x.shape  # size(-1) takes four times as long
+    if not shape or shape[-1] != features:
         raise ModelError(
-            f"{title(layer)} got input of shape {tuple(x.shape)}; its last dimension must be {features}."
+            f"{title(layer)} got input of shape {tuple(shape)}; its last dimension must be {features}."
         )
 
 
@@ -286,6 +285,5 @@ def alignment_of(fp8_recipe: str) -> int:
 
 def output_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype that `nn.Linear` would give for this input: autocast's where it is on, else the input's."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    return x.dtype
+    device = "cuda" if x.is_cuda else x.device.type  # the name takes longer than the rest
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

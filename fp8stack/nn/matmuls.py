@@ -214,7 +214,7 @@ class _Mode(TorchFunctionMode):
         alike = alike or torch.is_autocast_enabled(x.device.type)
         if not dtypes.issubset(FLOATS) or weight.dtype is not parameter.dtype or not alike:
             return "dtypes"
-        if x.device != weight.device or x.device.type not in ("cpu", "cuda"):
+        if x.device != weight.device or not (x.is_cuda or x.is_cpu):
             return "devices"
         if weight.dim() == 3:
             apart = x.dim() == 2 or (x.dim() > 2 and x.shape[-3] == weight.shape[0])

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8stack.levels import Recipe
 
-from .linear import fp8_matmul, output_dtype
+from .linear import check_input, fp8_matmul, output_dtype
 from .operands import Products, WeightCache
 
 MARGIN = 0.97  # FP8 stays if it takes at most this share of the other's time
@@ -75,7 +75,7 @@ class Chooser:
         self._recipe, self._tell = recipe, tell
         self._told: set[str] = set()
         self._layers = {n: (m.in_features, m.out_features, m.bias is not None) for n, m in layers}
-        self._known: dict[tuple[Any, ...], bool] = {}
+        self._known: dict[tuple[Any, ...] | None, bool] = {}
         self._answers: dict[Shape, str] = {}
         torch.compiler.assume_constant_result(Chooser._at_trace_time)
         torch.compiler.assume_constant_result(Chooser._tell_all)
@@ -83,17 +83,20 @@ class Chooser:
     def __deepcopy__(self, memo: dict[int, Any]) -> Chooser:
         return self  # layers of a copied model choose as those they were copied from
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether to multiply x [..., in] by weight [out, in] in FP8."""
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = "") -> bool:
+        """Return whether to multiply x [..., in] by weight [out, in] in FP8. Raises ModelError as layers do."""
         about = bias is not None, not weight.requires_grad, x.dtype, weight.dtype, output_dtype(x)
         if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
+            check_input(x, weight.shape[1], layer)
             comptime(_note_sizes)  # they may be symbols, which are no constants
             return self._at_trace_time(*about, x.device)
-        key = (x.numel(), weight.shape, about, x.device)
+        # A key that is known has passed the check, which would add a tenth to a small layer's time.
+        key = None if x.is_nested else (type(x), x.shape, x.layout, x.device, weight.shape, about)
         if (known := self._known.get(key)) is not None:
             return known
+        check_input(x, weight.shape[1], layer)
         n, k = weight.shape
         shape = Shape(x.numel() // k, k, n, *about, x.device, False)
         obstacle = _obstacle(x.device, type(x) in (Tensor, nn.Parameter))

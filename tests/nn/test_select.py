@@ -13,11 +13,13 @@ import pytest
 import torch
 from helpers import assert_same_bits
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
+from fp8stack.errors import ModelError
 from fp8stack.levels import recipe_for
 from fp8stack.nn import select
 
@@ -278,6 +280,26 @@ def test_copies_and_pickles_choose_alike(clock):
     assert_same_bits(copy.deepcopy(model)(x), y)
     assert_same_bits(pickle.loads(pickle.dumps(model))(x), y)
     assert len(clock.shapes) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("features", [64, 32], ids=["fp8", "bf16"])
+def test_a_known_shape_does_not_let_other_tensors_pass(clock, mesh, features):
+    layer, x = make()[0 if features == 64 else 3], torch.randn(4, features)
+    layer(x)
+    layer(x)
+    others = {
+        "sparse": x.to_sparse(),
+        "nested": torch.nested.nested_tensor([x]),
+        "sharded": distribute_tensor(x, mesh, [Replicate()]),
+    }
+    for kind, other in others.items():
+        with pytest.raises(ModelError, match=f"got {kind}"):
+            layer(other)
+    with pytest.raises(ModelError, match="its last dimension must be"):
+        layer(x[:, 1:])
+    with pytest.raises(ModelError, match="takes float32"):
+        layer(x.long())
 
 
 def test_without_it_nothing_is_timed(clock):
