@@ -38,6 +38,9 @@ from .operands import Products, WeightCache
 MARGIN = 0.97  # FP8 stays if it takes at most this share of the other's time
 _ROUNDS, _ROUND_TIME = 5, 4e-3  # of a timing: seconds
 _MOST_CALLS = 30  # in a round: what the GPU's queue takes
+_MOST_SHAPES = (
+    4096  # looked up without a question: batches of ever new lengths must not fill the memory
+)
 _WARM_UP, _SEEDING = 3, 20  # calls; delayed scaling reads its operands twice in the first 16
 
 
@@ -102,6 +105,8 @@ class Chooser:
         obstacle = _obstacle(x.device, type(x) in (Tensor, nn.Parameter))
         fp8 = self._choose(shape, obstacle)
         if not obstacle or x.device.type == "cpu":  # the others pass
+            if len(self._known) >= _MOST_SHAPES:
+                self._known.clear()
             self._known[key] = fp8
         return fp8
 

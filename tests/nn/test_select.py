@@ -158,6 +158,15 @@ def test_numbers_of_tokens_close_to_each_other_share_an_answer(clock):
     ]  # fmt: skip
 
 
+def test_ever_new_lengths_do_not_fill_the_memory(clock, monkeypatch):
+    monkeypatch.setattr(select, "_MOST_SHAPES", 3)
+    model = make()
+    for rows in range(1, 9):
+        y = model[3](torch.ones(rows, 32))
+        assert_same_bits(y, plain(model[3], torch.ones(rows, 32)))
+        assert len(model[3].products.chooser._known) <= 3
+
+
 def test_dtypes_and_recipes_are_timed_apart(clock):
     layer = make()[0]
     x = torch.randn(16, 64)
