@@ -121,10 +121,12 @@ def _whole_steps() -> Iterator[Peak]:
 
 def _fitting() -> Iterator[Peak]:
     """The largest of what memory.py found to fit: sequences of a model, or blocks that are recomputed."""
-    precisions = {"bf16 AdamW": BASELINES["bf16"], "bf16, bitsandbytes 8bit": BASELINES["8bit"]}
-    for name, options in {"": {}, ", cache off": {"weight_cache": "off"}}.items():
-        recipe = recipe_for("O2", compute="native", skip=list(PLAIN), **options)
-        precisions[f"fp8stack O2{name}"] = at_level(recipe, torch.bfloat16)
+    names = {"fp32 AdamW": "fp32", "bf16 AdamW": "bf16", "bf16, bitsandbytes 8bit": "8bit"}
+    precisions = {name: BASELINES[base] for name, base in names.items()}
+    for method in (m for m in memory.METHODS if m.level):
+        weights = torch.float32 if method.autocast else torch.bfloat16
+        recipe = recipe_for(method.level, skip=list(PLAIN), **method.options)
+        precisions[method.name] = at_level(recipe, weights)
     for record in read("memory"):
         p, variant, count = record["params"], record["variant"], record["count"]
         if variant in precisions and record.get("peak_gib"):

@@ -1,6 +1,7 @@
 """The estimate of memory, against bytes that real models hold and that autograd really saves."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 
@@ -11,6 +12,7 @@ import record_tables
 import torch
 from peaks import shape_of
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8stack
 from fp8stack.errors import ConfigError
@@ -159,9 +161,12 @@ SEPARATE = at_level(recipe_for("O0", skip=["*k_proj", "*v_proj", "*gate_proj"]))
 def test_activations_are_what_autograd_saves(kind, precision):
     config = SIZES[kind]
     shape, tokens = replace(shape_of(config), rms=False), config.batch * config.sequence
-    _, _, _, saved = train(config, precision, steps=2, layer_norm=True)
+    # GPUs have no kernel for float32 with heads that share keys; CPUs do
+    written_out = kind == "llama" and precision == BASELINES["fp32"]
+    with sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext():
+        _, _, _, saved = train(config, precision, steps=2, layer_norm=True)
     stays = resident(shape.skeleton(precision.weights), precision)
-    each = activations(shape, precision, stays.fp8)
+    each = activations(shape, precision, stays.fp8, config.sequence)
     ours = tokens * (shape.layers * each.block + each.end + each.loss)
     assert ours == pytest.approx(saved, rel=0.005)
 
@@ -173,7 +178,7 @@ def test_norms_of_queries_and_keys_keep_what_layer_norm_saves():
         for heads in (shape.heads, shape.kv_heads):
             x = torch.randn(1, heads, shape.head_dim, requires_grad=True)
             torch.nn.functional.layer_norm(x, (shape.head_dim,))
-    a, b = (activations(s, BASELINES["fp32"], frozenset()).block for s in (shape, whole))
+    a, b = (activations(s, BASELINES["fp32"], frozenset(), 16).block for s in (shape, whole))
     assert b - a == sum(t.nbytes for t in saved)
 
 
@@ -196,6 +201,7 @@ def test_peaks_are_within_5_percent_of_what_was_measured():
     assert {f"llama-1b step {p}" for p in ("bf16", "O0", "O1", "O2")} <= names
     fitting = "bf16, bitsandbytes 8bit, 2", "fp8stack O2, 1", "fp8stack O2, cache off, 2"
     assert {f"6.7B {n} × 4096" for n in fitting} <= names
+    assert {"1.1B fp32 AdamW, 2 × 4096", "6.7B fp8stack O0, 2 × 4096"} <= names
     for peak in found:
         assert peak.estimate == pytest.approx(peak.gib, rel=0.05), peak.name
 

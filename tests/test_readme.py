@@ -66,6 +66,26 @@ def mean_difference(name, variant, base="baseline", **params):
     return statistics.mean(records.paired(found[variant], found[base]))
 
 
+def test_long_runs_at_o2_end_within_half_a_percent_of_bf16():
+    runs = records.read("training")
+    for model in training_tables.LONG_RUNS:
+        last = training_tables.last_runs(runs, model)
+        assert all(r["params"]["steps"] >= 1000 for r in last)
+        found = {s.variant: s for s in training_tables.summarize(last)}
+        assert {"bf16", "O0", "O1", "O2"} <= set(found)
+        assert abs(found["O2"].gap) < 0.005
+
+
+def test_short_runs_in_all_formats_and_odd_sizes_are_finite():
+    runs = records.read("stability")
+    assert len(runs) >= 100
+    for r in runs:
+        assert r["finite"]
+        assert r["skipped_steps"] == 0
+    # one choice is known to be bad, and warned of
+    assert {r["variant"] for r in runs if abs(r["value"]) > 0.05} == {"delayed e4m3, margin 2"}
+
+
 def test_losses_are_within_their_bounds_of_the_baseline_s():
     for level in ("O0", "O1", "O2"):
         assert abs(mean_difference("convergence", level, dim=records.SMALL)) < 0.005

@@ -38,9 +38,8 @@ from .operands import Products, WeightCache
 MARGIN = 0.97  # FP8 stays if it takes at most this share of the other's time
 _ROUNDS, _ROUND_TIME = 5, 4e-3  # of a timing: seconds
 _MOST_CALLS = 30  # in a round: what the GPU's queue takes
-_MOST_SHAPES = (
-    4096  # looked up without a question: batches of ever new lengths must not fill the memory
-)
+# looked up without a question; batches of ever new lengths must not fill the memory
+_MOST_SHAPES = 4096
 _WARM_UP, _SEEDING = 3, 20  # calls; delayed scaling reads its operands twice in the first 16
 
 

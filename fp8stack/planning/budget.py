@@ -120,15 +120,15 @@ def estimate(
     stays = _resident_of(model, precision, setup.accumulate)
     parts = _share(stays, precision, setup)
     always, gathered, reducing = _communication(stays, precision, setup)
-    tokens, kept, block, loss, at_loss = setup.batch * setup.seq, 0, 0, 0, 0
+    tokens, kept, block, loss, at_loss, at_scores = setup.batch * setup.seq, 0, 0, 0, 0, 0
     if shape is not None:
         sharded = not _whole(setup) and precision.autocast
         fp8 = stays.fp8 if isinstance(model, Shape) else _as_in_skeleton(stays.fp8)
-        each = activations(shape, precision, fp8, sharded)
+        each = activations(shape, precision, fp8, setup.seq, sharded)
         of_block = each.inputs if setup.checkpointing else each.block
         kept = tokens * (shape.layers * of_block + each.end + each.loss)
         block = tokens * each.block * setup.checkpointing
-        loss, at_loss = tokens * each.loss, tokens * each.at_loss
+        loss, at_loss, at_scores = (tokens * n for n in (each.loss, each.at_loss, each.at_scores))
     held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
     casts = min(stays.casts, parts["weight copies"])
     fp8_gradients = _fp8_gradients(precision, setup)
@@ -137,11 +137,11 @@ def estimate(
     largest, passing = stays.gradient, gathered + reducing
     moments = {
         "loss": held + early + kept + at_loss + gathered // 2,
-        "backward": held + early + kept - loss + block + largest + passing,
+        "backward": held + early + kept - loss + block + at_scores + largest + passing,
         "end": held - casts + parts["gradients"] + largest * fp8_gradients + passing,
     }
     parts["activations"] = kept + block
-    parts["temporary"] = max(at_loss, largest)
+    parts["temporary"] = max(at_loss, at_scores, largest)
     parts["communication"] = always + passing
     return Estimate(precision, parts, moments, stays.elements)
 

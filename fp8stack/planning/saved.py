@@ -13,14 +13,18 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | the same in FP8            | the codes of it, once for layers that share it   | 1 × inputs (1 + 4 / 128)  |
 | TransformerEngine's        | its own codes                                    | the same × layers         |
 | attention (flash, memory-efficient SDPA) | q, k, v, output; log-sum-exp a head | c (2 q + 2 kv) + 4 heads |
+| in float32 with heads that share keys | q, k and v for each head, scores | 4 (4 q + heads × sequence)      |
 | GELU                       | its input                                        | c f                       |
 | SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
 | cross entropy              | log-probabilities in float32                     | 4 V                       |
 
 The output of attention is also the input of o_proj: a layer in bfloat16 keeps it at no cost, one in FP8 adds its codes.
 (Where it has another layout, as cuDNN's has after rotary positions that change that of queries, o_proj keeps a copy.)
-Sums and rotary positions keep nothing. Attention scores are never kept: that is so for the kernels above, not for
-attention written out. At the loss, gradients of log-probabilities and of logits come on top, 8 V a token in float32.
+Sums and rotary positions keep nothing. SDPA has no kernel for float32 with heads that share keys and values (flash and
+cuDNN's take no float32, the memory-efficient one no shared heads), and writes attention out there, scores and all;
+backward of one block's, whose feed-forward is free by then, holds three tensors more of their size (measured).
+Elsewhere scores are never kept: that is so for SDPA's kernels, not for attention written out by hand. At the loss,
+gradients of log-probabilities and of logits come on top, 8 V a token in float32.
 
 Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); a model in eager
 mode, since torch.compile may keep less.
@@ -47,12 +51,15 @@ class Activations:
     end: int  # final norm and head
     loss: int  # log-probabilities
     at_loss: int  # gradients at the loss, beside all that was kept
+    at_scores: (
+        int  # at the gradients of one block's scores, where they are kept, beside all that was kept
+    )
 
 
 def activations(
-    shape: Shape, precision: Precision, fp8: frozenset[str], sharded_bf16: bool = False
+    shape: Shape, precision: Precision, fp8: frozenset[str], seq: int, sharded_bf16: bool = False
 ) -> Activations:
-    """Return what a token keeps.
+    """Return what a token keeps, of a sequence of `seq`.
 
     fp8: names of the Linear layers in FP8, as in `shape.skeleton()`.
     sharded_bf16: the model computes in bfloat16 throughout (FSDP2's and DeepSpeed's mixed precision).
@@ -75,7 +82,11 @@ def activations(
     statistics = 4 if shape.rms else 8
     norm = r * h + statistics
     attention = inputs(h, *(f"{first}{name}_proj" for name in qkv))
-    attention += c * 2 * (q + shape.kv_dim) + 4 * shape.heads
+    written_out = c == 4 and shape.kv_heads != shape.heads
+    scores = 4 * shape.heads * seq * written_out
+    attention += scores + (
+        4 * c * q if written_out else c * 2 * (q + shape.kv_dim) + 4 * shape.heads
+    )
     attention += inputs(q, f"{first}o_proj", kept=True)
     each = c * shape.head_dim + statistics
     attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
@@ -88,4 +99,5 @@ def activations(
         end=round(norm + inputs(h, "head")) + 2 * IDS,
         loss=4 * shape.vocab,
         at_loss=8 * shape.vocab,
+        at_scores=round(max(0, 3 * scores - norm - mlp)),
     )
