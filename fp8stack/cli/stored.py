@@ -143,6 +143,10 @@ def _read_folder(path: Path, data: bool) -> Stored:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if not (path / ".metadata").is_file():
+        if inside := sorted(p.name for p in path.iterdir() if (p / ".metadata").is_file()):
+            raise CheckpointError(
+                f"{path} is a folder of checkpoints; name one of {', '.join(inside)} in it."
+            )
         raise CheckpointError(
             f"{path} is a folder without .metadata: no checkpoint of torch.distributed.checkpoint, or one whose "
             f"writing was interrupted. {_DAMAGED}"
