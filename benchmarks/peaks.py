@@ -111,10 +111,17 @@ def _whole_steps() -> Iterator[Peak]:
     """Eager steps of end_to_end.py, once each: what is measured again begins with memory of variants before it."""
     precisions = {v: at_level(recipe_for(v, compute="native")) for v in ("O0", "O1", "O2")}
     precisions["bf16"] = BASELINES["bf16"]
+    for name, given in {
+        "": {},
+        ", delayed": {"fp8_recipe": "delayed"},
+        ", cache off": {"weight_cache": "off"},
+    }.items():
+        precisions[f"O2 fused{name}"] = at_level(recipe_for("O2", compute="native", **given))
     for record in read("end_to_end", model="llama-1b"):
         p, precision = record["params"], precisions.get(record["variant"])
         if precision:
-            shape, setup = shape_of(memory.MODELS["1b"]), Setup(p["batch"], p["seq"])
+            setup = Setup(p["batch"], p["seq"], fuse="fused" in record["variant"])
+            shape = shape_of(memory.MODELS["1b"])
             name = f"{p['model']} step {record['variant']}"
             yield Peak(name, shape, precision, setup, record["peak_gib"])
 

@@ -50,7 +50,7 @@ LEVELS = {
 }
 
 
-def train(config, precision, steps=1, layer_norm=False):
+def train(config, precision, steps=1, layer_norm=False, fuse=False):
     """Take steps at a precision; return the model, its optimizer and bytes that forward saved, without weights.
 
     layer_norm: it stands in for RMSNorm, of which torch keeps more on CPUs.
@@ -68,6 +68,8 @@ def train(config, precision, steps=1, layer_norm=False):
         fields = vars(precision.recipe) | {"level": None, "brief": None}
         given = {k: v for k, v in fields.items() if v is not None}
         model, optimizer = fp8stack.initialize(model, optimizer, precision.recipe.level, **given)
+    if fuse:
+        assert len(fp8stack.nn.fuse(model)) >= config.layers
     ids = torch.randint(config.vocab, (config.batch, config.sequence))
     saved = {}
     sizes = {t.shape for p in model.parameters() if p.ndim > 1 for t in (p, p.t())}
@@ -152,21 +154,31 @@ COMPUTED = [
 SEPARATE = at_level(recipe_for("O0", skip=["*k_proj", "*v_proj", "*gate_proj"]))
 
 
+FUSED = [
+    at_level(recipe_for("O2", fp8_recipe="delayed")),
+    at_level(recipe_for("O0"), torch.bfloat16),
+]
+
+
 @pytest.mark.parametrize(
     # of Llama q, k and v, and gate and up, are separate; GPT-2 has a joint layer
-    ("kind", "precision"),
-    [*product(SIZES, COMPUTED), ("llama", SEPARATE)],
+    ("kind", "precision", "fuse"),
+    [
+        *((*both, False) for both in product(SIZES, COMPUTED)),
+        ("llama", SEPARATE, False),
+        *(("llama", precision, True) for precision in FUSED),
+    ],
     ids=lambda value: getattr(value, "brief", value),
 )
-def test_activations_are_what_autograd_saves(kind, precision):
+def test_activations_are_what_autograd_saves(kind, precision, fuse):
     config = SIZES[kind]
     shape, tokens = replace(shape_of(config), rms=False), config.batch * config.sequence
     # GPUs have no kernel for float32 with heads that share keys; CPUs do
     written_out = kind == "llama" and precision == BASELINES["fp32"]
     with sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext():
-        _, _, _, saved = train(config, precision, steps=2, layer_norm=True)
+        _, _, _, saved = train(config, precision, steps=2, layer_norm=True, fuse=fuse)
     stays = resident(shape.skeleton(precision.weights), precision)
-    each = activations(shape, precision, stays.fp8, config.sequence)
+    each = activations(shape, precision, stays.fp8, config.sequence, fuse=fuse)
     ours = tokens * (shape.layers * each.block + each.end + each.loss)
     assert ours == pytest.approx(saved, rel=0.005)
 
@@ -198,7 +210,8 @@ def test_peaks_are_within_5_percent_of_what_was_measured():
     found = peaks.measured()  # test_readme.py compares the table of docs/estimate.md with them
     assert len(found) > 20
     names = {peak.name for peak in found}
-    assert {f"llama-1b step {p}" for p in ("bf16", "O0", "O1", "O2")} <= names
+    whole = "bf16", "O0", "O1", "O2", "O2 fused, delayed"
+    assert {f"llama-1b step {p}" for p in whole} <= names
     fitting = "bf16, bitsandbytes 8bit, 2", "fp8stack O2, 1", "fp8stack O2, cache off, 2"
     assert {f"6.7B {n} × 4096" for n in fitting} <= names
     assert {"1.1B fp32 AdamW, 2 × 4096", "6.7B fp8stack O0, 2 × 4096"} <= names

@@ -77,6 +77,7 @@ def add_parser(commands: Commands) -> None:
     sharing.add_argument("--ddp", action="store_true", help="torch's DDP at all levels")
     add("--checkpointing", action="store_true", help="keep only the inputs of blocks")
     add("--accumulate", action="store_true", help="several micro-batches a step")
+    add("--fuse", action="store_true", help="SwiGLU blocks are fused (fp8stack.nn.fuse)")
     add("--weights", choices=_DTYPES, help="what a level starts from; float32, or the model's")
     add("--gpu", metavar="NAME", help=", ".join(GPUS))
     add("--memory", type=_number, metavar="GiB", help="of one GPU, instead of its name")
@@ -96,7 +97,12 @@ def run(options: argparse.Namespace) -> int:
         _sharding(options),
         options.checkpointing,
         options.accumulate,
+        options.fuse,
     )
+    if setup.fuse and shape and (shape.bias or not shape.gated):
+        notes.append(
+            "--fuse changes nothing here: fp8stack.nn.fuse takes SwiGLU blocks without biases"
+        )
     if shape and 0 < shape.positions < setup.seq:
         raise ConfigError(
             f"--seq {setup.seq} is more than the {shape.positions} positions of the model."
@@ -120,7 +126,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     console.print(f"{data['parameters']:,} parameters" + (f": {_describe(shape)}" if shape else ""))
     sharding = "" if setup["sharding"] == "none" else f" ({setup['sharding']})"
     more = [f"{setup['ranks']} GPUs{sharding}"] if setup["ranks"] > 1 else []
-    more += [name for name in ("checkpointing", "accumulate") if setup[name]]
+    more += [name for name in ("checkpointing", "accumulate", "fuse") if setup[name]]
     console.print(
         f"Each GPU: {setup['batch']} × {setup['seq']} tokens{''.join(f', {m}' for m in more)}."
     )

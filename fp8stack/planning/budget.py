@@ -62,6 +62,7 @@ class Setup:
     sharding: str = "none"
     checkpointing: bool = False
     accumulate: bool = False  # several micro-batches a step
+    fuse: bool = False  # `fp8stack.nn.fuse` has fused SwiGLU blocks
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "ranks"):
@@ -124,7 +125,7 @@ def estimate(
     if shape is not None:
         sharded = not _whole(setup) and precision.autocast
         fp8 = stays.fp8 if isinstance(model, Shape) else _as_in_skeleton(stays.fp8)
-        each = activations(shape, precision, fp8, setup.seq, sharded)
+        each = activations(shape, precision, fp8, setup.seq, sharded, setup.fuse)
         of_block = each.inputs if setup.checkpointing else each.block
         kept = tokens * (shape.layers * of_block + each.end + each.loss)
         block = tokens * each.block * setup.checkpointing

@@ -16,6 +16,7 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | in float32 with heads that share keys | q, k and v for each head, scores | 4 (4 q + heads × sequence)      |
 | GELU                       | its input                                        | c f                       |
 | SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
+| the same in `nn.fuse`      | gate and up; down_proj's input is made again     | 2 c f                     |
 | cross entropy              | log-probabilities in float32                     | 4 V                       |
 
 The output of attention is also the input of o_proj: a layer in bfloat16 keeps it at no cost, one in FP8 adds its codes.
@@ -57,12 +58,18 @@ class Activations:
 
 
 def activations(
-    shape: Shape, precision: Precision, fp8: frozenset[str], seq: int, sharded_bf16: bool = False
+    shape: Shape,
+    precision: Precision,
+    fp8: frozenset[str],
+    seq: int,
+    sharded_bf16: bool = False,
+    fuse: bool = False,
 ) -> Activations:
     """Return what a token keeps, of a sequence of `seq`.
 
     fp8: names of the Linear layers in FP8, as in `shape.skeleton()`.
     sharded_bf16: the model computes in bfloat16 throughout (FSDP2's and DeepSpeed's mixed precision).
+    fuse: `fp8stack.nn.fuse` has fused what it can.
     """
     r = 2 if sharded_bf16 else precision.weights.itemsize
     c = 2 if precision.autocast or sharded_bf16 else r
@@ -91,8 +98,11 @@ def activations(
     each = c * shape.head_dim + statistics
     attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
     up = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
-    mlp = inputs(h, *(first + name for name in up)) + (3 if shape.gated else 1) * c * f
-    mlp += inputs(f, f"{first}down_proj")
+    mlp = inputs(h, *(first + name for name in up))
+    if fuse and is_fused(shape, precision, fp8):
+        mlp += 2 * c * f
+    else:
+        mlp += (3 if shape.gated else 1) * c * f + inputs(f, f"{first}down_proj")
     return Activations(
         block=round(2 * norm + attention + mlp),
         inputs=r * h,
@@ -100,4 +110,19 @@ def activations(
         loss=4 * shape.vocab,
         at_loss=8 * shape.vocab,
         at_scores=round(max(0, 3 * scores - norm - mlp)),
+    )
+
+
+def is_fused(shape: Shape, precision: Precision, fp8: frozenset[str]) -> bool:
+    """Return whether `fp8stack.nn.fuse` takes the feed-forward blocks; see `nn/fused.py`."""
+    recipe = precision.recipe
+    return (
+        shape.gated
+        and not shape.bias
+        and {f"blocks.0.{name}_proj" for name in ("gate", "up", "down")} <= fp8
+        and recipe is not None
+        and recipe.compute != "te"
+        and recipe.select != "auto"
+        and recipe.fp8_recipe in ("current", "delayed")
+        and recipe.fp8_format != "e5m2"
     )

@@ -102,6 +102,20 @@ def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
         assert 0.97 < theirs["O2"]["bytes"]["v"] / whole["O2"]["bytes"]["v"] < 1  # larger blocks
 
 
+def test_fused_blocks_keep_less_where_there_are_any(estimated):
+    options = ["--parameters", "1e9", "--seq", "4096"]
+    _, plain = estimated(*options)
+    data, fused = estimated(*options, "--fuse")
+    assert data["setup"]["fuse"]
+    assert fused["bf16"] == plain["bf16"]
+    for level in ("O0", "O1", "O2"):
+        less = 3 * data["shape"]["ffn"] * data["shape"]["layers"] * 4096
+        assert plain[level]["bytes"]["activations"] - fused[level]["bytes"]["activations"] == less
+    for other in (["--fp8-recipe", "blockwise"], ["--compute", "te"], ["--fp8-format", "e5m2"]):
+        assert estimated(*options, *other, "--fuse")[1] == estimated(*options, *other)[1]
+    assert not any("changes nothing" in note for note in data["notes"])
+
+
 def test_parameters_have_suffixes_and_gpus_any_spelling(estimated):
     plain, _ = estimated("--parameters", "1.5e9", "--gpu", "RTX 4090")
     for parameters, gpu in (("1.5B", "rtx4090"), ("1500m", "RTX-4090")):
@@ -127,6 +141,10 @@ def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
     assert data["setup"]["seq"] == 64  # all of its positions
     assert data["shape"]["tied"]
     assert "Conv1D" in data["notes"][0]
+    assert any(
+        "--fuse changes nothing" in n
+        for n in estimated("--hf-config", str(config), "--fuse")[0]["notes"]
+    )
     data, _ = estimated("--hf-config", str(config), "--hidden", "256")
     assert (data["shape"]["hidden"], data["shape"]["head_dim"]) == (256, 64)
     file = tmp_path / "own.py"
