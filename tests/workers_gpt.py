@@ -116,6 +116,19 @@ def check_ranks(rank, world, store, folder):
     leave()
 
 
+def check_one_rank(rank, world, store, folder):
+    """Shards of two ranks at O2 are one rank's again: its next step has the same weights, states and samples."""
+    torch.set_num_threads(1)
+    enter(rank, world, store, "cpu")
+    folder, name = Path(folder), "fsdp2-O2"
+    two = json.loads((folder / "ranks.json").read_text())[name]
+    one = resume(folder, step_of(folder, name, 2), **RANKS[name], run_name="one-rank")
+    assert one[:2] == two[:2]
+    assert abs(one[2] - two[2]) < 1e-6 * two[2], (one, two)
+    assert_near(one, two, "fewer")
+    leave()
+
+
 def check_precision(folder, rank):
     """Ranks of which one has no FP8 do not begin: their folders would be different ones."""
     answer = capability.Answer(False, "cuda:0 is NVIDIA A100 (8.0)")

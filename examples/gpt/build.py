@@ -14,6 +14,7 @@ Limits: at O2 a run cannot go from sharded parameters to whole ones or back.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ import fp8stack
 from fp8stack import comm
 from fp8stack.api import session_of
 from fp8stack.errors import CheckpointError, ConfigError
+from fp8stack.report import emit
 
 from .checkpoints import Checkpoint, load
 from .config import SCALING
@@ -132,11 +134,15 @@ class Setup:
                 f"Resume with --parallel {facts['parallel']}."
             )
         same = (facts["level"], facts["options"]) == (self.level.name, self.level.options)
-        model, optimizer = self.build(self.level if same else saved)
-        if same and facts.get("stepper", stepper(model, saved)) != stepper(model, saved):
-            same = False  # a device with FP8 wrote it, and this has none, or the other way round
-            del model, optimizer
-            model, optimizer = self.build(saved)
+        with _withheld_cards():
+            model, optimizer = self.build(self.level if same else saved)
+            if same and facts.get("stepper", stepper(model, saved)) != stepper(model, saved):
+                # a device with FP8 wrote it, and this has none, or the other way round
+                same = False
+                del model, optimizer
+                model, optimizer = self.build(saved)
+        if same and self.level.name != "off":
+            emit(fp8stack.get_report(model))
         states = contents(model, optimizer)
         progress, local = load(checkpoint.path, states)
         set_state_dict(
@@ -176,6 +182,21 @@ class Setup:
         with self.autocast():
             _settle(wrapped, self.device)
         return wrapped
+
+
+@contextlib.contextmanager
+def _withheld_cards() -> Iterator[None]:
+    """Keep fp8stack's cards out of the log, of a level that a run may leave before its first step; warnings stay."""
+
+    def is_trouble(entry: logging.LogRecord) -> bool:
+        return entry.levelno > logging.INFO
+
+    logger = logging.getLogger("fp8stack")
+    logger.addFilter(is_trouble)  # the level of the logger would not do: fp8stack lowers it
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_trouble)
 
 
 def stepper(model: GPT, level: Level) -> dict[str, str]:

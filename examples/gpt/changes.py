@@ -1,15 +1,15 @@
 """What a resumed run is asked for otherwise than the run that wrote its checkpoint: a warning each, or an error.
 
-Another model is refused (`build.py`). What is here lets a run go on, but with other samples or learning rates than it
-would have had: `describe` puts it into the manifests of checkpoints, and `report` compares. A checkpoint without an
-entry is not compared by it.
+Another model is refused (`build.py`). What is here lets a run go on, but with other samples, learning rates or states
+than it would have had: `describe` puts it into the manifests of checkpoints, and `report` compares. A checkpoint
+without an entry is not compared by it. Another level is what a run is asked for, and its states come with it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .options import warn
+from .options import as_flag, warn
 from .schedule import default_warm_up
 
 if TYPE_CHECKING:
@@ -27,13 +27,16 @@ MEANING = {
     "max_lr": SCHEDULE,
     "min_lr_ratio": SCHEDULE,
     "warmup_steps": SCHEDULE,
+    "optimizer_bits": "AdamW's states go over into the new format, and steps are rounded by it from here on",
 }
 
 
 def describe(config: Config, data: Data) -> dict[str, Any]:
-    """Return what decides on a run's samples and learning rates, as JSON has it."""
+    """Return what decides on a run's samples, learning rates and states, as JSON has it."""
     own = {name: getattr(config, name) for name in MEANING}
-    return {**own, "data": data.identity, "seq_len": data.seq_len}
+    level = config.bits_of_level
+    bits = {"optimizer_bits": config.optimizer_bits or level, "bits_of_level": level}
+    return {**own, **bits, "data": data.identity, "seq_len": data.seq_len}
 
 
 def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool = True) -> set[str]:
@@ -51,10 +54,11 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
     said = changed - {"seq_len", "seed"} if "data" in changed else changed  # nothing of it was read
     if all(x.get("warmup_steps") == default_warm_up(x.get("steps", 0)) for x in (was, now)):
         said = said - {"warmup_steps"}  # --steps says it
+    if all(x.get("optimizer_bits") == x.get("bits_of_level") for x in (was, now)):
+        said = said - {"optimizer_bits"}  # those of a level, and then of another
     if was.get("step", 0) >= now["steps"]:
         said = {name for name in said if MEANING[name] is not SCHEDULE}
     for name in MEANING:
         if name in said and (first or strict):
-            flag = "--" + name.replace("_", "-")
-            warn(f"{flag} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)
+            warn(f"{as_flag(name)} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)
     return changed

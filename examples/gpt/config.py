@@ -19,7 +19,7 @@ from fp8stack.levels import CHOICES, LEVELS, Recipe, recipe_for
 
 from . import model as models
 from .model import SIZES, ModelConfig
-from .options import Parser, add_flags, convert, option, read_yaml, warn
+from .options import Parser, add_flags, convert, in_flags, option, read_yaml, warn
 from .schedule import check_warm_up, default_warm_up
 from .tokens import ENCODINGS
 
@@ -183,14 +183,18 @@ class Config:
         """
         bits, scaling = self.optimizer_bits, {name: getattr(self, name) for name in SCALING}
         scaling = {name: value for name, value in scaling.items() if value != DEFAULTS[name]}
-        own = 8 if self.opt_level == "O2" else 32
-        states = {"states": STATES[bits]} if bits not in (None, own) else {}
+        states = {"states": STATES[bits]} if bits not in (None, self.bits_of_level) else {}
         if self.opt_level != "off":
             skip = {"skip": list(self.skip)} if self.skip else {}  # as a manifest has it
             return self.opt_level, {**scaling, **skip, **states}
         if not states:
             return None, {}
         return "O2", {"compute": "bf16", "gradients": "keep", "states": STATES[bits]}
+
+    @property
+    def bits_of_level(self) -> int:
+        """Return the bits of AdamW's states where no others are asked for."""
+        return 8 if self.opt_level == "O2" else 32
 
     def _check_run_name(self) -> None:
         """Raise ConfigError for a name that leads out of the folder of runs."""
@@ -278,10 +282,13 @@ def parse(argv: list[str] | None = None) -> Config:
     file = flags.pop("config")
     given = _checked(read_yaml(file, Config), f"{file}: ") if file else {}
     flags = _checked(flags, "--")
-    config = Config(**{**_without_overruled(given, flags), **flags})
+    try:
+        config = Config(**{**_without_overruled(given, flags), **flags})
+    except ConfigError as error:
+        raise ConfigError(in_flags(str(error), DEFAULTS)) from error
     if config.fp8_interval != 1:
         warn(
-            f"fp8_interval={config.fp8_interval} has no effect: fp8_recipe={config.fp8_recipe!r}, as every recipe "
+            f"--fp8-interval {config.fp8_interval} has no effect: --fp8-recipe {config.fp8_recipe}, as every recipe "
             "here, has new scales at each step; there is no interval to save work in. Leave it out.",
             config.strict,
         )

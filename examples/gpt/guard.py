@@ -7,6 +7,7 @@ import math
 from fp8stack.errors import Fp8StackError
 
 from .config import DEFAULTS, OF_FP8, PRECISIONS, Config
+from .options import as_flag
 
 
 class DivergedError(Fp8StackError, RuntimeError):
@@ -97,5 +98,5 @@ def _without_fp8(config: Config, in_te: bool) -> str:
         return f"--opt-level off ({plain})"
     if not config.fuse and not in_te:
         return f"--compute bf16 (products in {plain})"
-    flags = ", ".join("--" + name.replace("_", "-") for name in given)
+    flags = ", ".join(map(as_flag, given))
     return f"--opt-level off ({plain}), without {flags}"

@@ -8,9 +8,12 @@ or raises ConfigError with the option's name, the value and what is allowed.
 from __future__ import annotations
 
 import argparse
+import ast
 import math
+import re
+import shlex
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,10 @@ KINDS = {
     "tuple[str, ...]": "a text, or a list of them",
 }
 WORDS = {"true": True, "false": False}
+TEXT = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
+GIVEN = re.compile(
+    rf"\b([a-z]\w*)=(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|True\b|False\b|\((?:(?:{TEXT}),? ?)+\)|{TEXT})"
+)
 
 
 def option(
@@ -140,6 +147,31 @@ def warn(text: str, strict: bool) -> None:
     warnings.warn(text, Fp8StackWarning, stacklevel=3)
 
 
+def in_flags(text: str, names: Container[str]) -> str:
+    """Return a message of Python's options, such as "run_name='x'", in flags: "--run-name x"."""
+
+    def flag(given: re.Match[str]) -> str:
+        name = given[1]
+        if name not in names:
+            return given[0]
+        value = ast.literal_eval(given[2])
+        if isinstance(value, bool):
+            return switch(name)[not value]
+        values = value if isinstance(value, tuple) else [value]
+        return " ".join([as_flag(name), *(shlex.quote(str(part)) for part in values)])
+
+    return GIVEN.sub(flag, text)
+
+
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def switch(name: str) -> tuple[str, str]:
+    """Return the flags that turn an option on and off."""
+    return as_flag(name), "--no-fp8" if name == "use_fp8" else as_flag(f"no_{name}")
+
+
 def read_yaml(path: str, kind: type) -> dict[str, Any]:
     """Return the options that a YAML file gives for the dataclass `kind`, unchecked.
 
@@ -208,15 +240,15 @@ class Switch(argparse.Action):
 def add_flags(parser: argparse.ArgumentParser, kind: type) -> None:
     """Give `parser` a flag for each option of the dataclass `kind`; what is not given stays out of the result."""
     for rule in fields(kind):
-        flag = "--" + rule.name.replace("_", "-")
+        flag = as_flag(rule.name)
         name = str(rule.type).partition(" | ")[0]
         facts = rule.metadata
         default = "" if rule.default in (None, MISSING, ()) else f" ({rule.default})"
         help = f"{facts['help']}{default}".replace("%", "%%")
         if name == "bool":
-            negative = "--no-fp8" if rule.name == "use_fp8" else "--no-" + flag[2:]
+            both = switch(rule.name)
             parser.add_argument(
-                flag, negative, dest=rule.name, action=Switch, default=argparse.SUPPRESS, help=help
+                *both, dest=rule.name, action=Switch, default=argparse.SUPPRESS, help=help
             )
         elif name == "tuple[str, ...]":
             parser.add_argument(

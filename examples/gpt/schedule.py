@@ -40,8 +40,8 @@ def check_warm_up(config: Config) -> None:
     if config.warmup_steps > config.steps:
         share = config.steps / config.warmup_steps
         warnings.warn(
-            f"warmup_steps={config.warmup_steps} exceeds steps={config.steps}: the run ends at {share:.0%} of max_lr "
-            "and never decays. Use a shorter warm-up, some 2 to 10 % of the run, or more steps.",
+            f"--warmup-steps {config.warmup_steps} exceeds --steps {config.steps}: the run ends at {share:.0%} of "
+            "--max-lr and never decays. Use a shorter warm-up, some 2 to 10 % of the run, or more steps.",
             Fp8StackWarning,
             stacklevel=3,
         )

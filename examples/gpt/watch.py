@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import fp8stack
 from fp8stack.monitor import Finding, Monitor
 
+from . import options
 from .schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Watch:
 
 def as_flag(name: str, value: str | None) -> str:
     """Return an option of `fp8stack.initialize`, or a word for a learning rate, as the flag of train_gpt.py."""
-    flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+    flag = FLAGS.get(name, options.as_flag(name))
     return flag if value is None else f"{flag} {value}"
 
 

@@ -20,6 +20,7 @@ from ranks import start_ranks
 from workers_gpt import (
     RANKS,
     assert_near,
+    check_one_rank,
     check_ranks,
     configure,
     resume,
@@ -343,6 +344,7 @@ def test_two_ranks_resume_and_change_their_number(folder):
     store = str(folder / "store")
     start_ranks(check_ranks, (2, store, str(folder)), nprocs=2)
     two = json.loads((folder / "ranks.json").read_text())
+    start_ranks(check_one_rank, (1, store + "-one", str(folder)))
     for name, options in RANKS.items():
         alone = {**options, "parallel": "auto", "run_name": f"{name}-alone"}
         if name in ("ddp-O2", "dp-O1", "dp-fused"):
