@@ -65,7 +65,7 @@ _HERE = nullcontext()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one if it is a GPU that is not: Triton launches on the current one."""
+    """Make `device`, a tensor's, the current one if it is a GPU that is not: Triton launches on the current one."""
     # Tensors on the CPU have no index; `device.type` takes longer than both questions.
     if device.index is None or device.index == torch.cuda.current_device():
         return _HERE

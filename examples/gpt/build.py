@@ -141,8 +141,6 @@ class Setup:
                 same = False
                 del model, optimizer
                 model, optimizer = self.build(saved)
-        if same and self.level.name != "off":
-            emit(fp8stack.get_report(model))
         states = contents(model, optimizer)
         progress, local = load(checkpoint.path, states)
         set_state_dict(
@@ -151,7 +149,9 @@ class Setup:
             model_state_dict=states["model"],
             optim_state_dict=states["optimizer"],
         )
-        if not same:
+        if same and self.level.name != "off":
+            emit(fp8stack.get_report(model))
+        elif not same:
             model, optimizer = self._change_level(model, optimizer, saved)
         return model, optimizer, progress, local
 

@@ -285,7 +285,10 @@ def parse(argv: list[str] | None = None) -> Config:
     try:
         config = Config(**{**_without_overruled(given, flags), **flags})
     except ConfigError as error:
-        raise ConfigError(in_flags(str(error), DEFAULTS)) from error
+        ours = DEFAULTS.keys() - (
+            given.keys() - flags.keys()
+        )  # a file's keep the names that it has
+        raise ConfigError(in_flags(str(error), ours)) from error
     if config.fp8_interval != 1:
         warn(
             f"--fp8-interval {config.fp8_interval} has no effect: --fp8-recipe {config.fp8_recipe}, as every recipe "

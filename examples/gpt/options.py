@@ -31,7 +31,7 @@ KINDS = {
 WORDS = {"true": True, "false": False}
 TEXT = r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\""""
 GIVEN = re.compile(
-    rf"\b([a-z]\w*)=(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|True\b|False\b|\((?:(?:{TEXT}),? ?)+\)|{TEXT})"
+    rf"(?<![\w./?&(-])([a-z]\w*)=(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|True\b|False\b|\((?:(?:{TEXT}),? ?)+\)|{TEXT})"
 )
 
 
@@ -154,7 +154,10 @@ def in_flags(text: str, names: Container[str]) -> str:
         name = given[1]
         if name not in names:
             return given[0]
-        value = ast.literal_eval(given[2])
+        try:
+            value = ast.literal_eval(given[2])
+        except (SyntaxError, ValueError):  # it only looked like one
+            return given[0]
         if isinstance(value, bool):
             return switch(name)[not value]
         values = value if isinstance(value, tuple) else [value]

@@ -26,6 +26,8 @@ def draw(config: Config, picture: Path) -> list[float]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
+        if not str(error.name).startswith("matplotlib"):
+            raise
         raise ConfigError(
             'a picture needs the package matplotlib, which is not installed: pip install -e ".[plot]"'
         ) from error

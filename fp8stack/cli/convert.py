@@ -124,7 +124,8 @@ def _write(out: Path, weights: dict[str, Tensor], safe: bool) -> int:
 
 
 def _beside(source: Path, to: str) -> Path:
-    source = source.resolve()  # "latest" will be another
+    if source.is_dir():
+        source = source.resolve()  # "latest" will be another
     stem = source.name if source.is_dir() else source.stem
     suffix = ".safetensors" if to == "safetensors" else f"_{to}.pt"
-    return source.parent / f"{stem}{suffix}"
+    return source.absolute().parent / f"{stem}{suffix}"

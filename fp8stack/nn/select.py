@@ -38,7 +38,7 @@ from .operands import Products, WeightCache
 MARGIN = 0.97  # FP8 stays if it takes at most this share of the other's time
 _ROUNDS, _ROUND_TIME = 5, 4e-3  # of a timing: seconds
 _MOST_CALLS = 30  # in a round: what the GPU's queue takes
-# looked up without a question; batches of ever new lengths must not fill the memory
+# Shapes whose answers are kept: batches of ever new lengths must not fill the memory.
 _MOST_SHAPES = 4096
 _WARM_UP, _SEEDING = 3, 20  # calls; delayed scaling reads its operands twice in the first 16
 
@@ -77,7 +77,7 @@ class Chooser:
         self._recipe, self._tell = recipe, tell
         self._told: set[str] = set()
         self._layers = {n: (m.in_features, m.out_features, m.bias is not None) for n, m in layers}
-        self._known: dict[tuple[Any, ...] | None, bool] = {}
+        self._known: dict[tuple[Any, ...], bool] = {}
         self._answers: dict[Shape, str] = {}
         torch.compiler.assume_constant_result(Chooser._at_trace_time)
         torch.compiler.assume_constant_result(Chooser._tell_all)
@@ -94,8 +94,10 @@ class Chooser:
             check_input(x, weight.shape[1], layer)
             comptime(_note_sizes)  # they may be symbols, which are no constants
             return self._at_trace_time(*about, x.device)
+        if x.is_nested:  # and may have no shape
+            check_input(x, weight.shape[1], layer)
         # A key that is known has passed the check, which would add a tenth to a small layer's time.
-        key = None if x.is_nested else (type(x), x.shape, x.layout, x.device, weight.shape, about)
+        key = type(x), x.shape, x.layout, x.device, weight.shape, about
         if (known := self._known.get(key)) is not None:
             return known
         check_input(x, weight.shape[1], layer)

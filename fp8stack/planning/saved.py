@@ -13,7 +13,7 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | the same in FP8            | the codes of it, once for layers that share it   | 1 × inputs (1 + 4 / 128)  |
 | TransformerEngine's        | its own codes                                    | the same × layers         |
 | attention (flash, memory-efficient SDPA) | q, k, v, output; log-sum-exp a head | c (2 q + 2 kv) + 4 heads |
-| in float32 with heads that share keys | q, k and v for each head, scores | 4 (4 q + heads × sequence)      |
+| float32, `enable_gqa=True`  | q, k and v for each head, scores                | 4 (4 q + heads × sequence) |
 | GELU                       | its input                                        | c f                       |
 | SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
 | the same in `nn.fuse`      | gate and up; down_proj's input is made again     | 2 c f                     |
@@ -23,9 +23,10 @@ The output of attention is also the input of o_proj: a layer in bfloat16 keeps i
 (Where it has another layout, as cuDNN's has after rotary positions that change that of queries, o_proj keeps a copy.)
 Sums and rotary positions keep nothing. SDPA has no kernel for float32 with heads that share keys and values (flash and
 cuDNN's take no float32, the memory-efficient one no shared heads), and writes attention out there, scores and all;
-backward of one block's, whose feed-forward is free by then, holds three tensors more of their size (measured).
-Elsewhere scores are never kept: that is so for SDPA's kernels, not for attention written out by hand. At the loss,
-gradients of log-probabilities and of logits come on top, 8 V a token in float32.
+backward of one block's, whose feed-forward is free by then, holds three tensors more of their size (measured on one
+GPU without checkpointing). Models are taken to leave the sharing to SDPA; one that repeats keys itself keeps less.
+Elsewhere scores are never kept: that is so for SDPA's kernels (heads of 256 at most), not for attention written out by
+hand. At the loss, gradients of log-probabilities and of logits come on top, 8 V a token in float32.
 
 Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); a model in eager
 mode, since torch.compile may keep less.
@@ -52,9 +53,8 @@ class Activations:
     end: int  # final norm and head
     loss: int  # log-probabilities
     at_loss: int  # gradients at the loss, beside all that was kept
-    at_scores: (
-        int  # at the gradients of one block's scores, where they are kept, beside all that was kept
-    )
+    # at the gradients of one block's scores, where scores are kept, beside all that was kept
+    at_scores: int
 
 
 def activations(
@@ -118,6 +118,7 @@ def is_fused(shape: Shape, precision: Precision, fp8: frozenset[str]) -> bool:
     recipe = precision.recipe
     return (
         shape.gated
+        and shape.fusible
         and not shape.bias
         and {f"blocks.0.{name}_proj" for name in ("gate", "up", "down")} <= fp8
         and recipe is not None

@@ -44,6 +44,9 @@ class Shape:
     rms: bool = True  # RMSNorm; False: LayerNorm
     bias: bool = False  # of all Linear layers but the head
     qkv_bias: bool = False  # of these alone
+    fusible: bool = (
+        True  # its feed-forward is SwiGLU with SiLU and no biases, if it is gated: see nn/fused.py
+    )
     qk_norm: bool = False  # of each head's queries and keys
     joint_qkv: bool = False  # one layer makes queries, keys and values
     tied: bool = False  # the head is the embedding
@@ -221,6 +224,8 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
         head_dim=config.get("head_dim") or 0,
         bias=bool(config.get("attention_bias", False) and config.get("mlp_bias", False)),
         qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
+        fusible=not config.get("mlp_bias", False)
+        and config.get("hidden_act", "silu") in ("silu", "swish"),
         qk_norm=kind == "qwen3",
         tied=bool(config.get("tie_word_embeddings", False)),
     )

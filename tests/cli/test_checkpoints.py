@@ -253,6 +253,10 @@ def test_the_default_name_is_beside_the_checkpoint(saved, tmp_path, capsys):
     (tmp_path / "latest").symlink_to("step_2")  # which will be another step
     assert main(["convert", str(tmp_path / "latest"), "--to", "safetensors"]) == 0
     assert (tmp_path / "step_2.safetensors").is_file()
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "model.pt").symlink_to(tmp_path / "run.pt")  # as in caches of downloads
+    assert main(["convert", str(tmp_path / "here" / "model.pt"), "--to", "fp32"]) == 0
+    assert (tmp_path / "here" / "model_fp32.pt").is_file()
 
 
 def test_masters_without_names_are_refused(saved, tmp_path, capsys):
@@ -288,7 +292,7 @@ def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
         assert message in refused(capsys, "inspect", tmp_path / "cut.safetensors")
     assert "without .metadata" in refused(capsys, "inspect", tmp_path)
     shutil.copytree(folder / "dcp", tmp_path / "dcp")
-    assert "a folder of checkpoints; name one of dcp in it" in refused(capsys, "inspect", tmp_path)
+    assert f"such as {tmp_path / 'dcp'}." in refused(capsys, "inspect", tmp_path)
     (shard,) = (tmp_path / "dcp").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1000])
     assert f"{shard.name} is missing or truncated" in refused(capsys, "inspect", tmp_path / "dcp")

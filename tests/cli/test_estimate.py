@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import fp8stack
 from fp8stack.__main__ import main
 from fp8stack.planning import BASELINES, Setup, Shape, estimate
 
@@ -111,9 +113,46 @@ def test_fused_blocks_keep_less_where_there_are_any(estimated):
     for level in ("O0", "O1", "O2"):
         less = 3 * data["shape"]["ffn"] * data["shape"]["layers"] * 4096
         assert plain[level]["bytes"]["activations"] - fused[level]["bytes"]["activations"] == less
-    for other in (["--fp8-recipe", "blockwise"], ["--compute", "te"], ["--fp8-format", "e5m2"]):
-        assert estimated(*options, *other, "--fuse")[1] == estimated(*options, *other)[1]
     assert not any("changes nothing" in note for note in data["notes"])
+    for other in (["--fp8-recipe", "blockwise"], ["--compute", "te"], ["--fp8-format", "e5m2"]):
+        data, columns = estimated(*options, *other, "--fuse")
+        assert columns == estimated(*options, *other)[1]
+        assert any("--fuse changes nothing" in note for note in data["notes"])
+
+
+@pytest.mark.parametrize(
+    ("given", "fuses"),
+    [
+        ({}, True),
+        ({"mlp_bias": True}, False),
+        ({"hidden_act": "gelu"}, False),
+        ({"attention_bias": True}, True),
+    ],
+)
+def test_what_fuses_is_what_nn_fuse_takes(given, fuses, estimated, tmp_path):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            bias = given.get("mlp_bias", False)
+            self.gate_proj, self.up_proj = nn.Linear(64, 96, bias), nn.Linear(64, 96, bias)
+            self.down_proj = nn.Linear(96, 64, bias)
+            self.act = nn.GELU() if "hidden_act" in given else nn.SiLU()
+
+        def forward(self, x):
+            return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+    model, _ = fp8stack.initialize(nn.Sequential(Block()), None, "O0", compute="native")
+    assert bool(fp8stack.nn.fuse(model)) is fuses
+    config = tmp_path / "config.json"
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    config.write_text(json.dumps({"model_type": "llama", "vocab_size": 192, **sizes, **given}))
+    data, _ = estimated("--hf-config", str(config), "--fuse")
+    assert any("--fuse changes nothing" in note for note in data["notes"]) is not fuses
 
 
 def test_parameters_have_suffixes_and_gpus_any_spelling(estimated):

@@ -10,6 +10,7 @@ import torch
 from gpt import GPT, config
 from gpt.config import Config, parse
 from gpt.model import SIZES
+from gpt.options import in_flags
 
 import fp8stack
 from fp8stack.errors import ConfigError, Fp8StackWarning
@@ -126,6 +127,19 @@ def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):
     assert parse([*write("use_fp8: false"), "--use-fp8"]).opt_level == "O2"
     with pytest.raises(ConfigError, match="contradicts"):  # the file is wrong by itself
         parse([*write("opt_level: O1\nuse_fp8: false"), "--no-fp8"])
+
+
+def test_what_a_file_says_keeps_its_name_in_messages(write):
+    with pytest.raises(ConfigError, match=r"^fp8_margin=1 is of .* use --fp8-recipe delayed"):
+        parse(write("fp8_margin: 1"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["data=007", 'fp8_recipe="C:\\users" ', "x.steps=4", "h/?seed=3", "--steps=4", "other=1"],
+)
+def test_only_options_become_flags(text):
+    assert in_flags(text, config.DEFAULTS) == text
 
 
 def test_an_interval_of_scaling_is_explained_once():

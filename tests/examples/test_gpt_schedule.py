@@ -77,7 +77,8 @@ def test_a_picture_without_matplotlib_names_what_to_install(monkeypatch, capsys)
     assert 'pip install -e ".[plot]"' in error
 
 
-def test_help_lists_the_picture_and_an_unknown_flag_is_named(capsys):
+def test_help_lists_the_picture_and_an_unknown_flag_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
         plot_schedule.main(["--help"])
     assert ended.value.code == 0
