@@ -100,9 +100,7 @@ def run(options: argparse.Namespace) -> int:
         options.fuse,
     )
     if setup.fuse and not isinstance(model, Shape):
-        raise ConfigError(
-            "--fuse is planned for --parameters, --sizes and --hf-config, not for the code of a --model."
-        )
+        raise ConfigError("--fuse is for --parameters, --sizes and --hf-config, not for --model.")
     if shape and 0 < shape.positions < setup.seq:
         raise ConfigError(
             f"--seq {setup.seq} is more than the {shape.positions} positions of the model."
@@ -110,14 +108,9 @@ def run(options: argparse.Namespace) -> int:
     columns = [_column(model, shape, p, setup, memory) for p in precisions]
     plain = replace(setup, fuse=False)
     if setup.fuse and columns == [_column(model, shape, p, plain, memory) for p in precisions]:
-        notes.append(
-            "--fuse changes nothing here: fp8stack.nn.fuse takes SwiGLU blocks without biases, whose layers are native "
-            "FP8 with current or delayed scaling and inputs in E4M3"
-        )
+        notes.append("--fuse changes nothing: fp8stack.nn.fuse takes other blocks, or other FP8")
     if shape and shape.kv_heads != shape.heads:
-        notes.append(
-            "fp32 keeps attention scores: SDPA has no float32 kernel for heads that share keys and values"
-        )
+        notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
     data = {
         "parameters": columns[0]["parameters"],
         "shape": shape and asdict(shape),

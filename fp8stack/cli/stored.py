@@ -145,9 +145,7 @@ def _read_folder(path: Path, data: bool) -> Stored:
     if not (path / ".metadata").is_file():
         if inside := sorted(p.name for p in path.iterdir() if (p / ".metadata").is_file()):
             one = path / ("latest" if "latest" in inside else inside[-1])
-            raise CheckpointError(
-                f"{path} is a folder of checkpoints; name one of them, such as {one}."
-            )
+            raise CheckpointError(f"{path} is a folder of checkpoints; name one, such as {one}.")
         raise CheckpointError(
             f"{path} is a folder without .metadata: no checkpoint of torch.distributed.checkpoint, or one whose "
             f"writing was interrupted. {_DAMAGED}"

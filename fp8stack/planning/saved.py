@@ -91,9 +91,8 @@ def activations(
     attention = inputs(h, *(f"{first}{name}_proj" for name in qkv))
     written_out = c == 4 and shape.kv_heads != shape.heads
     scores = 4 * shape.heads * seq * written_out
-    attention += scores + (
-        4 * c * q if written_out else c * 2 * (q + shape.kv_dim) + 4 * shape.heads
-    )
+    qkv_o = 4 * c * q if written_out else c * 2 * (q + shape.kv_dim) + 4 * shape.heads
+    attention += qkv_o + scores
     attention += inputs(q, f"{first}o_proj", kept=True)
     each = c * shape.head_dim + statistics
     attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
@@ -115,15 +114,8 @@ def activations(
 
 def is_fused(shape: Shape, precision: Precision, fp8: frozenset[str]) -> bool:
     """Return whether `fp8stack.nn.fuse` takes the feed-forward blocks; see `nn/fused.py`."""
-    recipe = precision.recipe
-    return (
-        shape.gated
-        and shape.fusible
-        and not shape.bias
-        and {f"blocks.0.{name}_proj" for name in ("gate", "up", "down")} <= fp8
-        and recipe is not None
-        and recipe.compute != "te"
-        and recipe.select != "auto"
-        and recipe.fp8_recipe in ("current", "delayed")
-        and recipe.fp8_format != "e5m2"
-    )
+    recipe, layers = precision.recipe, {f"blocks.0.{x}_proj" for x in ("gate", "up", "down")}
+    if recipe is None or recipe.compute == "te" or recipe.select == "auto" or not layers <= fp8:
+        return False
+    scaled = recipe.fp8_recipe in ("current", "delayed") and recipe.fp8_format != "e5m2"
+    return scaled and shape.gated and shape.fusible and not shape.bias
