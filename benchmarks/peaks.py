@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
+import end_to_end
 import memory
 import torch
 from models import MODELS, PLAIN, Config
@@ -109,18 +110,14 @@ def _steps() -> Iterator[Peak]:
 
 def _whole_steps() -> Iterator[Peak]:
     """Eager steps of end_to_end.py, once each: what is measured again begins with memory of variants before it."""
-    precisions = {v: at_level(recipe_for(v, compute="native")) for v in ("O0", "O1", "O2")}
+    eager = {v.name: v for v in end_to_end.VARIANTS if v.level and not v.compiled}
+    precisions = {v.name: at_level(recipe_for(v.level, **v.options)) for v in eager.values()}
     precisions["bf16"] = BASELINES["bf16"]
-    for name, given in {
-        "": {},
-        ", delayed": {"fp8_recipe": "delayed"},
-        ", cache off": {"weight_cache": "off"},
-    }.items():
-        precisions[f"O2 fused{name}"] = at_level(recipe_for("O2", compute="native", **given))
     for record in read("end_to_end", model="llama-1b"):
         p, precision = record["params"], precisions.get(record["variant"])
         if precision:
-            setup = Setup(p["batch"], p["seq"], fuse="fused" in record["variant"])
+            variant = eager.get(record["variant"])
+            setup = Setup(p["batch"], p["seq"], fuse=variant is not None and variant.fused)
             shape = shape_of(memory.MODELS["1b"])
             name = f"{p['model']} step {record['variant']}"
             yield Peak(name, shape, precision, setup, record["peak_gib"])

@@ -285,9 +285,8 @@ def parse(argv: list[str] | None = None) -> Config:
     try:
         config = Config(**{**_without_overruled(given, flags), **flags})
     except ConfigError as error:
-        ours = DEFAULTS.keys() - (
-            given.keys() - flags.keys()
-        )  # a file's keep the names that it has
+        # options of the file keep the names that they have there
+        ours = DEFAULTS.keys() - (given.keys() - flags.keys())
         raise ConfigError(in_flags(str(error), ours)) from error
     if config.fp8_interval != 1:
         warn(

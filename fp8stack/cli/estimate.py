@@ -106,9 +106,10 @@ def run(options: argparse.Namespace) -> int:
             f"--seq {setup.seq} is more than the {shape.positions} positions of the model."
         )
     columns = [_column(model, shape, p, setup, memory) for p in precisions]
-    plain = replace(setup, fuse=False)
-    if setup.fuse and columns == [_column(model, shape, p, plain, memory) for p in precisions]:
-        notes.append("--fuse changes nothing: fp8stack.nn.fuse takes other blocks, or other FP8")
+    if setup.fuse:
+        plain = [estimate(model, p, replace(setup, fuse=False), shape).parts for p in precisions]
+        if plain == [column["bytes"] for column in columns]:
+            notes.append("--fuse changes nothing: nn.fuse takes other blocks, or other FP8")
     if shape and shape.kv_heads != shape.heads:
         notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
     data = {
