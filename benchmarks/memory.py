@@ -125,8 +125,10 @@ def build(method: Method, shape: Shape, device: str, recompute: bool) -> tuple[n
         options = {"skip": models.PLAIN, **method.options}
         model, optimizer = fp8stack.initialize(model, optimizer, method.level, **options)
     if recompute:
+        # TransformerEngine's enters its FP8 scope again, where torch's would recompute a block in bf16
+        again = capability_te.load().te.checkpoint if method.te else checkpoint
         for block in model.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(again, block.forward, use_reentrant=False)
     return model, optimizer, scope
 
 
