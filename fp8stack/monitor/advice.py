@@ -47,7 +47,8 @@ def in_python(name: str, value: str | None) -> str:
     """Return an option as `fp8stack.initialize` takes it."""
     if value is None:
         return {"lr": "the learning rate", "warm_up": "warm up longer"}.get(name, name)
-    return f'skip=["{value}"]' if name == "skip" else f'{name}="{value}"'
+    text = f'["{value}"]' if name == "skip" else value if value.isdigit() else f'"{value}"'
+    return f"{name}={text}"
 
 
 class Finding(NamedTuple):
@@ -132,12 +133,15 @@ def _broken(rule: Rule, kind: str, numbers: Numbers, layers: dict[str, Layer]) -
         order.sort(key=lambda layer: -sign * broken[layer])
     worst = order[0]
     says = rule.says.format(value=broken[worst], limit=rule.limit, operand=OPERANDS[kind])
-    remedy = rule.remedy or _wider(worst, kind, layers[worst])
+    remedy = rule.remedy or _wider(worst, kind, layers[worst], numbers[worst][kind])
     yield Finding(rule.field, kind, rule.above, tuple(order), says, remedy)
 
 
-def _wider(layer: str, kind: str, how: Layer) -> str:
+def _wider(layer: str, kind: str, how: Layer, found: dict[str, float]) -> str:
     skip = f"{{skip={layer}}}"
+    # even the largest element has a code below 1: its history remembers far larger ones
+    if how.fp8_recipe == "delayed" and found.get("amax", 1.0) < found.get("scale", 0.0):
+        return "use {amax_history_len=16}: the scale is that of far larger ones, of steps long past"
     if how.fp8_recipe == "blockwise":
         return f"leave the layer out with {skip}"
     if kind == "g" and how.fp8_format == "e4m3":

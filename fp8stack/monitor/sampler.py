@@ -321,11 +321,7 @@ class _Probe:
         return None
 
     def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 def _numbers(row: list[int]) -> dict[str, float]:

@@ -1,11 +1,12 @@
 """The memory of training on each GPU: what stays, what comes and goes, and when most is held at once.
 
 What stays is counted (`counted.py`), activations follow a formula (`saved.py`), and this module divides by
-ranks, adds the buffers of communication, and looks at three moments of a step:
+ranks, adds the buffers of communication, and looks at four moments of a step:
 
     loss       all activations, and the gradients of log-probabilities and logits
     backward   the first block to go back: all other activations (under checkpointing, one block's again), the buffers
                that gradients are reduced in
+    last       the last block to go back: its activations, and all gradients but its own and the embedding's
     end        all gradients, and the largest one in its own dtype; the optimizer's step holds no more (fused AdamW)
 
 The peak is the largest of them: gradients grow while activations go. With `accumulate` gradients are there throughout.
@@ -30,6 +31,7 @@ Limits: `CONTEXT` and `SLACK` are allowances, not measurements.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -121,7 +123,8 @@ def estimate(
     stays = _resident_of(model, precision, setup.accumulate)
     parts = _share(stays, precision, setup)
     always, gathered, reducing = _communication(stays, precision, setup)
-    tokens, kept, block, loss, at_loss, at_scores = setup.batch * setup.seq, 0, 0, 0, 0, 0
+    tokens, kept, block, alone, loss, at_loss, at_scores = setup.batch * setup.seq, 0, 0, 0, 0, 0, 0
+    absent = 0  # elements whose gradients come after the last block's activations
     if shape is not None:
         sharded = not _whole(setup) and precision.autocast
         fp8 = stays.fp8 if isinstance(model, Shape) else _as_in_skeleton(stays.fp8)
@@ -129,6 +132,8 @@ def estimate(
         of_block = each.inputs if setup.checkpointing else each.block
         kept = tokens * (shape.layers * of_block + each.end + each.loss)
         block = tokens * each.block * setup.checkpointing
+        alone = tokens * each.inputs * setup.checkpointing + tokens * each.block
+        absent = stays.block * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
         loss, at_loss, at_scores = (tokens * n for n in (each.loss, each.at_loss, each.at_scores))
     held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
     casts = min(stays.casts, parts["weight copies"])
@@ -136,9 +141,11 @@ def estimate(
     in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
     early = parts["gradients"] if setup.accumulate or in_buckets else 0
     largest, passing = stays.gradient, gathered + reducing
+    there = round(parts["gradients"] * (1 - absent / stays.elements))
     moments = {
         "loss": held + early + kept + at_loss + gathered // 2,
         "backward": held + early + kept - loss + block + at_scores + largest + passing,
+        "last": held - casts + max(early, there) + alone + at_scores + passing,
         "end": held - casts + parts["gradients"] + largest * fp8_gradients + passing,
     }
     parts["activations"] = kept + block
@@ -155,18 +162,11 @@ def largest_batch(
     shape: Shape | None = None,
 ) -> int:
     """Return the largest micro-batch whose total fits in `memory` bytes, 0 if none does."""
-    fits, too_many = 0, 1
-    while too_many <= 2**20 and _fits(
-        model, precision, replace(setup, batch=too_many), memory, shape
-    ):
-        fits, too_many = too_many, 2 * too_many
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if _fits(model, precision, replace(setup, batch=middle), memory, shape):
-            fits = middle
-        else:
-            too_many = middle
-    return fits
+    return bisect(
+        range(1, 2**20),
+        False,
+        key=lambda n: not _fits(model, precision, replace(setup, batch=n), memory, shape),
+    )
 
 
 def largest_model(shape: Shape, precision: Precision, setup: Setup, memory: int) -> Shape | None:
