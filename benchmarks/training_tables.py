@@ -104,12 +104,16 @@ SIZES = ("1b", "3b", "7b", "13b")
 
 
 def micro_batches(records: list[Record]) -> list[str]:
-    """Return how many sequences of 4,096 tokens fit on one H200, and how fast they are, by method and model."""
+    """Return how many sequences of 4,096 tokens fit on one H200, how fast they are, and what model fits, by method."""
     whole = [r for r in records if r["params"].get("gib") is None]
     found = [by_variant(r for r in whole if r["params"]["model"] == size) for size in SIZES]
     heads = [f"{max(r.get('parameters', 0) for r in runs.values()) / 1e9:.1f} B" for runs in found]
-    rows = [(name, *(fitting(runs.get(v)) for runs in found)) for name, v in METHODS.items()]
-    return lines(("sequences of 4,096 tokens that fit, tokens/s", *heads), rows)
+    most = by_variant(r for r in whole if r["params"]["model"] == "largest")
+    rows = [
+        (name, *(fitting(runs.get(v)) for runs in found), largest(most.get(v)))
+        for name, v in METHODS.items()
+    ]
+    return lines(("sequences of 4,096 tokens that fit, tokens/s", *heads, "largest model"), rows)
 
 
 def fitting(r: Record | None) -> str:

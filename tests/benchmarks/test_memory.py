@@ -62,13 +62,18 @@ def test_the_table_of_micro_batches():
     records.append(
         {**records[0], "variant": "fp8stack O2", "params": {"model": "13b", "gib": None}}
     )
+    most = {"count": 9, "parameters": 12.345e9, "params": {"model": "largest", "gib": None}}
+    records.append({**records[0], **most})
     limited = {**records[2], "count": 9, "params": {"model": "7b", "gib": 80.0}}
     table = training_tables.micro_batches([*records, limited])
     rows = {row[0]: row[1:] for row in ([c.strip() for c in r.split("|")[1:-1]] for r in table)}
-    assert rows["sequences of 4,096 tokens that fit, tokens/s"] == ["1.0 B"] * 4
-    cells = ["14, 17,283", "6, 7,407", "2, 2,469", "none"]
+    assert rows["sequences of 4,096 tokens that fit, tokens/s"] == [
+        *(["1.0 B"] * 4),
+        "largest model",
+    ]
+    cells = ["14, 17,283", "6, 7,407", "2, 2,469", "none", "12.35 B, 17,283 tokens/s"]
     assert rows["bf16 autocast, torch's fused AdamW"] == cells
-    assert rows["fp8stack O1"] == ["not measured"] * 4
+    assert rows["fp8stack O1"] == ["not measured"] * 5
 
 
 def test_nothing_is_measured_beside_what_stayed(tmp_path, monkeypatch, capsys):
