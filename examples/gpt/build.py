@@ -112,6 +112,8 @@ class Setup:
             raise ConfigError(f"--attention {self.model.attention}: {error}") from error
         if self.sharded:
             _shard(model, self.device.type, self.dtype)
+        if self.device.type == "cpu":
+            _check_memory(model, self.level)
         if not in_te:  # not before it is sharded: a model may be too large for one rank
             model.materialize(self.device)
         return model, make_optimizer(model, self.lr)
@@ -197,6 +199,24 @@ def _withheld_cards() -> Iterator[None]:
         yield
     finally:
         logger.removeFilter(is_trouble)
+
+
+def _check_memory(model: nn.Module, level: Level) -> None:
+    """Warn of a model that a CPU's memory does not hold: the system would kill the process without a word."""
+    if not hasattr(os, "sysconf"):  # Windows
+        return
+    each = (
+        6 if level.name == "O2" else 16
+    )  # bytes: weight, gradient, states; activations come on top
+    needed = each * sum(p.numel() for p in model.parameters()) / 2**30
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    if needed > there:
+        lower = "" if level.name == "O2" else ", or --opt-level O2"
+        warn(
+            f"weights, gradients and states take {needed:.1f} GiB, and this machine has {there:.1f} GiB of memory: the "
+            f"system may kill the run. Choose a smaller --model{lower}.",
+            level.strict,
+        )
 
 
 def stepper(model: GPT, level: Level) -> dict[str, str]:

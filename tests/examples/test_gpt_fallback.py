@@ -164,3 +164,20 @@ def test_products_that_are_asked_for_in_bf16_are_tagged_so(tmp_path):
     config = configure(tmp_path, compute="bf16")
     assert runs.choose_precision(config, torch.device("cpu")) == "bf16 O2"
     assert runs.choose_precision(configure(tmp_path), torch.device("cpu")) == "FP8 O2"
+
+
+@pytest.mark.parametrize(("level", "share"), [("off", 1.1), ("off", 0.9), ("O2", 1.1), ("O2", 0.9)])
+def test_a_model_beyond_the_memory_of_a_cpu_is_warned_of(level, share, tmp_path, monkeypatch):
+    write_text(tmp_path)
+    config = configure(tmp_path, opt_level=level)
+    trainer = Trainer(config)
+    trainer.log.close()
+    needed = (6 if level == "O2" else 16) * sum(p.numel() for p in trainer.model.parameters())
+    sizes = {"SC_PHYS_PAGES": round(share * needed), "SC_PAGE_SIZE": 1}
+    monkeypatch.setattr(build.os, "sysconf", sizes.get)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", Fp8StackWarning)
+        Trainer(config).log.close()
+    said = [str(w.message) for w in caught if "the system may kill the run" in str(w.message)]
+    assert len(said) == (share < 1)
+    assert all(text.endswith("--opt-level O2.") == (level == "off") for text in said)
