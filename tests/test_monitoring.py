@@ -328,6 +328,18 @@ def test_advice_on_gradients_far_below_those_that_a_history_remembers(history):
     assert all("Remedy: use amax_history_len=16:" in line for line in advice)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"amax_history_len": 16}, {"amax_compute_algo": "most_recent"}, {"fp8_recipe": "current"}],
+    ids=["short", "latest", "current"],
+)
+def test_a_history_that_is_short_already_is_not_to_be_shortened(options):
+    model, _ = make("O0", **{"fp8_recipe": "delayed", "fp8_format": "e4m3", **options})
+    broken = {"0": {"g": {"underflow": 1.0, "amax": 1.0, "scale": 9.0}}}
+    (finding,) = find(broken, {"0": Layer.of(model[0].products)})
+    assert finding.remedy.startswith("use {fp8_format=hybrid}")
+
+
 def test_advice_names_the_first_layer_with_numbers_that_are_not_finite():
     model, _ = make("O0")
     x = torch.randn(32, 64)

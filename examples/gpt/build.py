@@ -205,13 +205,13 @@ def _check_memory(model: nn.Module, level: Level) -> None:
     """Warn of a model that a CPU's memory does not hold: the system would kill the process without a word."""
     if not hasattr(os, "sysconf"):  # Windows
         return
-    each = (
-        6 if level.name == "O2" else 16
-    )  # bytes: weight, gradient, states; activations come on top
-    needed = each * sum(p.numel() for p in model.parameters()) / 2**30
+    # bytes of a weight, its gradient and states; activations come on top
+    each = 6 if level.name == "O2" else 16
+    numel = sum(p.numel() for p in model.parameters())
+    needed = each * numel / 2**30
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     if needed > there:
-        lower = "" if level.name == "O2" else ", or --opt-level O2"
+        lower = ", or --opt-level O2" if level.name != "O2" and 6 * numel / 2**30 < there else ""
         warn(
             f"weights, gradients and states take {needed:.1f} GiB, and this machine has {there:.1f} GiB of memory: the "
             f"system may kill the run. Choose a smaller --model{lower}.",

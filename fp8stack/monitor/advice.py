@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OVERFLOW = 1e-5
 """Fraction of elements clipped. FP8-LM (Peng et al., 2023, section 2.1) lowers its scale above 0.001 %."""
@@ -38,6 +38,13 @@ class Layer(NamedTuple):
 
     fp8_recipe: str
     fp8_format: str
+    history: int = 0  # steps that an amax lasts, of delayed scaling
+
+    @classmethod
+    def of(cls, products: Any) -> Layer:
+        g = products.g_state
+        lasts = 0 if g is None else 1 if g.most_recent else g.history
+        return cls(products.fp8_recipe, products.name, lasts)
 
 
 Spell = Callable[[str, str | None], str]  # an option, and the value that it is to have
@@ -114,12 +121,7 @@ RULES = (
 
 def find(numbers: Numbers, layers: dict[str, Layer]) -> list[Finding]:
     """Return what rules and operands are broken by layers, in the order of RULES."""
-    return [
-        found
-        for rule in RULES
-        for kind in OPERANDS
-        for found in _broken(rule, kind, numbers, layers)
-    ]
+    return [f for rule in RULES for kind in OPERANDS for f in _broken(rule, kind, numbers, layers)]
 
 
 def _broken(rule: Rule, kind: str, numbers: Numbers, layers: dict[str, Layer]) -> Iterator[Finding]:
@@ -140,7 +142,7 @@ def _broken(rule: Rule, kind: str, numbers: Numbers, layers: dict[str, Layer]) -
 def _wider(layer: str, kind: str, how: Layer, found: dict[str, float]) -> str:
     skip = f"{{skip={layer}}}"
     # even the largest element has a code below 1: its history remembers far larger ones
-    if how.fp8_recipe == "delayed" and found.get("amax", 1.0) < found.get("scale", 0.0):
+    if how.history > 16 and found.get("amax", 1.0) < found.get("scale", 0.0):
         return "use {amax_history_len=16}: the scale is that of far larger ones, of steps long past"
     if how.fp8_recipe == "blockwise":
         return f"leave the layer out with {skip}"

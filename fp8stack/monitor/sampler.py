@@ -90,7 +90,7 @@ class Monitor:
         self.every, self.layers = every, [name for name, _ in named]
         self.step: int | None = None  # of the numbers that `read` returned last
         self._modules = [module for _, module in named]
-        self._recipes = {n: Layer(m.products.fp8_recipe, m.products.name) for n, m in named}
+        self._recipes = {n: Layer.of(m.products) for n, m in named}
         self._updates = None if optimizer is None else Updates(layers, optimizer)
         self._model = weakref.ref(model)
         self._steps, self._open = 0, -1  # forwards; the step being sampled

@@ -7,6 +7,7 @@ ranks, adds the buffers of communication, and looks at four moments of a step:
     backward   the first block to go back: all other activations (under checkpointing, one block's again), the buffers
                that gradients are reduced in
     last       the last block to go back: its activations, and all gradients but its own and the embedding's
+               (at its scores, where those are kept, its own are there as well)
     end        all gradients, and the largest one in its own dtype; the optimizer's step holds no more (fused AdamW)
 
 The peak is the largest of them: gradients grow while activations go. With `accumulate` gradients are there throughout.
@@ -162,11 +163,11 @@ def largest_batch(
     shape: Shape | None = None,
 ) -> int:
     """Return the largest micro-batch whose total fits in `memory` bytes, 0 if none does."""
-    return bisect(
-        range(1, 2**20),
-        False,
-        key=lambda n: not _fits(model, precision, replace(setup, batch=n), memory, shape),
-    )
+
+    def is_too_large(batch: int) -> bool:
+        return not _fits(model, precision, replace(setup, batch=batch), memory, shape)
+
+    return bisect(range(1, 2**20), False, key=is_too_large)
 
 
 def largest_model(shape: Shape, precision: Precision, setup: Setup, memory: int) -> Shape | None:

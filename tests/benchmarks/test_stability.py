@@ -1,5 +1,6 @@
 """benchmarks/stability.py on a CPU: a small part of its grids, and what it calls a failure."""
 
+import contextlib
 import json
 
 import pytest
@@ -26,6 +27,18 @@ def test_records_hold_the_gap_to_bf16(tmp_path, capsys):
 def test_odd_sizes_train(tmp_path):
     arguments = ["--device", "cpu", "--steps", "2", "--output", str(tmp_path / "records.jsonl")]
     assert stability.main([*arguments, "--grid", "shapes", "--only", "current hybrid"]) == 0
+
+
+def test_the_median_of_the_layers_is_recorded():
+    shares = {"a": 0.5, "b": 0.1, "c": 0.2}
+
+    class Sample(contextlib.nullcontext):
+        def read(self, wait):
+            assert wait
+            return {n: {"g": {"underflow": s}, "x": {"underflow": 0.9}} for n, s in shares.items()}
+
+    assert stability.median_underflow(Sample()) == 0.2
+    assert stability.median_underflow(None) is None
 
 
 def test_no_steps_are_refused(capsys):
