@@ -197,7 +197,13 @@ BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in a
 LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}  # with the settings of the last run
 HARDER = {"gpt2": (6e-4, "at 6e-4")}  # a maximum learning rate that is shown beside them
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
-SKIPPED_HEAD = {"skip": ["head"]}  # flags of the runs whose head is left in bf16
+DELAYED = {"fp8-recipe": "delayed"}
+FLAGS: dict[str, dict[str, Any]] = {  # of runs that are shown below the plain ones
+    "head in bf16": {"skip": ["head"]},
+    "delayed": DELAYED,
+    "delayed, history of 16": {**DELAYED, "amax-history-len": 16},
+    "fused, delayed": {**DELAYED, "fuse": True},
+}
 
 
 class Summary(NamedTuple):
@@ -246,16 +252,21 @@ def last_runs(
     model: str,
     flags: dict[str, Any] | None = None,
     lr: float | None = None,
+    compute: str = "native",
 ) -> list[Record]:
     """Return each variant's and seed's last record, of those with the settings that the model's last bf16 run has.
 
-    Of levels, those with native products and these flags of the application; of all, those with this maximum learning
-    rate, if one is given. Empty without bf16.
+    Of levels, those with these products and flags of the application; of all, those with this maximum learning rate, if
+    one is given. Empty without bf16.
     """
     own = [r for r in records if r["params"]["model"] == model]
     own = [r for r in own if lr in (None, r["params"].get("lr"))]
-    own = [r for r in own if r.get("compute") in (None, "native")]
-    own = [r for r in own if r["params"].get("flags") == flags or r["variant"] in (BASE, AGAIN)]
+    own = [
+        r
+        for r in own
+        if r["variant"] in (BASE, AGAIN)
+        or (r["compute"], r["params"].get("flags")) == (compute, flags)
+    ]
     settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
     base = [s for s, r in zip(settings, own, strict=True) if r["variant"] == BASE]
     alike = [r for s, r in zip(settings, own, strict=True) if s in base[-1:]]
@@ -274,13 +285,16 @@ def training(records: list[Record]) -> list[str]:
 
 
 def long_runs(title: str, runs: Callable[..., list[Record]]) -> list[tuple[str, ...]]:
-    """Return a row for each level, then for those with the head in bf16."""
+    """Return a row for each level, then for those with flags of their own or TransformerEngine's products."""
     found = {s.variant: s for s in summarize(runs())}
     names = (BASE, AGAIN, "O0", "O1", "O2")
     rows = [(f"{title}, {n}", *training_cells(found[n])) for n in names if n in found]
-    for s in summarize(runs(flags=SKIPPED_HEAD)):
-        if s.variant not in (BASE, AGAIN):
-            rows.append((f"{title}, {s.variant}, head in bf16", *training_cells(s)))
+    others = {name: runs(flags=flags) for name, flags in FLAGS.items()}
+    others["TransformerEngine"] = runs(compute="te")
+    for name, records in others.items():
+        for s in summarize(records):
+            if s.variant not in (BASE, AGAIN):
+                rows.append((f"{title}, {s.variant}, {name}", *training_cells(s)))
     return rows
 
 

@@ -225,7 +225,8 @@ def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch, capsys):
 def record(variant, seed, value, peak, model="gpt2", **params):
     numbers = {"tokens_per_second": 10.0 * peak, "peak_gib": peak, "estimate_gib": 1.1 * peak}
     params = {"model": model, "seed": seed, "steps": 5, **params}
-    return {"variant": variant, "params": params, "value": value, **numbers}
+    compute = None if variant.startswith("bf16") else "native"
+    return {"variant": variant, "params": params, "value": value, "compute": compute, **numbers}
 
 
 def show(records, capsys):
@@ -284,6 +285,21 @@ def test_the_table_of_long_runs():
     assert rows["GPT-2 124M, O0"] == ["2.0400", "+2.00 ± 0.00 %", "3", *rest]
     assert rows["GPT-2 124M, O1"] == ["2.0800", "+4.00 ± 0.58 %", "3", *rest]
     assert rows["Llama 1B, O2"] == ["1.9800", "−1.00 %", "1", *rest]
+
+
+def test_runs_with_flags_or_another_library_have_rows_of_their_own():
+    flags = {"fp8-recipe": "delayed", "fuse": True}
+    others = [
+        record("O2", 0, 2.02, 3, flags=flags),
+        record("O2", 0, 9.0, 3, flags={"fuse": True}),  # of no row
+        {**record("O0", 0, 2.1, 3), "compute": "te"},
+    ]
+    table = training_tables.training([*runs_of("gpt2", (0,)), *others])
+    rows = {row[0]: row[1:] for row in ([c.strip() for c in r.split("|")[1:-1]] for r in table[2:])}
+    plain = [f"GPT-2 124M, {v}" for v in ("bf16", "O0", "O1", "O2")]
+    names = [*plain, "GPT-2 124M, O2, fused, delayed", "GPT-2 124M, O0, TransformerEngine"]
+    assert list(rows) == names
+    assert [rows[n][:2] for n in names[-2:]] == [["2.0200", "+1.00 %"], ["2.1000", "+5.00 %"]]
 
 
 def test_long_runs_are_compared_where_settings_are_those_of_the_last_bf16_run():
