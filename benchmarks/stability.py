@@ -39,6 +39,7 @@ from torch import Tensor
 
 import fp8stack
 from fp8stack.monitor import Monitor
+from fp8stack.monitor.advice import SHORT_HISTORY as SHORT
 
 sys.path.insert(0, str(ROOT / "examples"))
 import corpus
@@ -62,7 +63,6 @@ ODD: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 MARGINS = (0, 1, 2)
-SHORT = 16  # steps of a history
 LR = 6e-4
 Numbers = dict[str, Any]
 
@@ -89,6 +89,12 @@ def list_variants() -> list[Variant]:
 
 
 VARIANTS = list_variants()
+
+
+def of_grid(title: str, variants: list[Variant]) -> list[Variant]:
+    """Return the variants that a grid asks about: of odd sizes not how long a history is."""
+    odd = title.startswith("shapes")
+    return [v for v in variants if not (odd and "amax_history_len" in v.options)]
 
 
 def train(shape: models.Config, options: dict[str, Any] | None, run: argparse.Namespace) -> Numbers:
@@ -181,10 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         table = Table("O2", title=f"{title}: bf16 {base['loss']:.4f}", box=box.SIMPLE)
         table.add_column("loss", justify="right")
         table.add_column("gap", justify="right")
-        odd = title.startswith("shapes")  # where a length of histories is not the question
-        for variant in options.variants:
-            if odd and "amax_history_len" in variant.options:
-                continue
+        for variant in of_grid(title, options.variants):
             try:
                 numbers = train(shape, variant.options, options)
             except fp8stack.errors.Fp8StackError as error:

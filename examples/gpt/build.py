@@ -14,6 +14,7 @@ Limits: at O2 a run cannot go from sharded parameters to whole ones or back.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from collections.abc import Iterator
@@ -176,9 +177,11 @@ class Setup:
         if self.parallel != "ddp":
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
-        wrapped = nn.parallel.DistributedDataParallel(
-            model, device_ids=ids, broadcast_buffers=False
-        )
+        ddp = nn.parallel.DistributedDataParallel
+        # all ranks have the same angles of positions, the only buffers; torch 2.13 has another name for it
+        names = "forward_sync_buffers", "broadcast_buffers"
+        sync = next(name for name in names if name in inspect.signature(ddp).parameters)
+        wrapped = ddp(model, device_ids=ids, **{sync: False})
         if self.level.has_fp8_gradients:
             comm.register_fp8_hook(wrapped)
         with self.autocast():

@@ -22,5 +22,5 @@ export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
 status=0
 srun examples/slurm/node.sh --standalone --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   examples/train_gpt.py --resume auto "$@" || status=$?
-[[ $status != 138 ]] || scontrol requeue "$SLURM_JOB_ID" # 128 + SIGUSR1: the time is up, the run is not done
+examples/slurm/requeue.sh "$status"
 exit "$status"

@@ -26,5 +26,5 @@ rate=${rates[SLURM_ARRAY_TASK_ID / ${#levels[@]}]}
 status=0
 srun python examples/train_gpt.py --resume auto --opt-level "$level" --max-lr "$rate" \
   --run-name "sweep-$level-$rate" "$@" || status=$?
-[[ $status != 138 ]] || scontrol requeue "$SLURM_JOB_ID" # 128 + SIGUSR1: the time is up, the run is not done
+examples/slurm/requeue.sh "$status"
 exit "$status"

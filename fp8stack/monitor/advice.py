@@ -29,6 +29,9 @@ and E4M3 31.6, whatever the numbers are; less means that the range is too short 
 UPDATE_RATIO = (1e-4, 1e-2)
 """‖Δw‖ / ‖w‖ of a step. A decade to either side of the 1e-3 of Stanford's CS231n, "Ratio of weights:updates"."""
 
+SHORT_HISTORY = 16
+"""Steps after which a delayed scale forgets an amax. Ours: the remedy where a longer one keeps amaxes long past."""
+
 OPERANDS = {"x": "input", "w": "weight", "g": "gradient"}
 Numbers = dict[str, dict[str, dict[str, float]]]
 
@@ -142,8 +145,8 @@ def _broken(rule: Rule, kind: str, numbers: Numbers, layers: dict[str, Layer]) -
 def _wider(layer: str, kind: str, how: Layer, found: dict[str, float]) -> str:
     skip = f"{{skip={layer}}}"
     # even the largest element has a code below 1: its history remembers far larger ones
-    if how.history > 16 and found.get("amax", 1.0) < found.get("scale", 0.0):
-        return "use {amax_history_len=16}: the scale is that of far larger ones, of steps long past"
+    if how.history > SHORT_HISTORY and found.get("amax", 1.0) < found.get("scale", 0.0):
+        return f"use {{amax_history_len={SHORT_HISTORY}}}: the scale is that of far larger ones, of steps long past"
     if how.fp8_recipe == "blockwise":
         return f"leave the layer out with {skip}"
     if kind == "g" and how.fp8_format == "e4m3":

@@ -61,6 +61,8 @@ def test_the_grid_is_whole():
     assert len(names) == len(set(names)) == 3 + 3 * 3 * 2 + 1
     for v in stability.VARIANTS:
         assert v.options.get("amax_history_len", 1024) == (16 if "history 16" in v.name else 1024)
+    assert stability.of_grid("formats: gpt2, 50304", stability.VARIANTS) == stability.VARIANTS
+    assert len(stability.of_grid("shapes: even", stability.VARIANTS)) == 3 + 3 * 3 + 1
     odd = stability.ODD["all"]
     for name, sizes in stability.ODD.items():
         assert sizes.items() <= odd.items(), name
