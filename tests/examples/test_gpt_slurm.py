@@ -15,7 +15,7 @@ from workers_gpt import write_text
 
 FOLDER = Path(config.__file__).parents[1] / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
-JOBS = [path for path in SCRIPTS if path.stem != "node"]
+JOBS = [path for path in SCRIPTS if path.stem not in ("node", "requeue")]
 NODES = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-8]"}
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\nexit "${STATUS:-0}"\n'
 CONTROL = """#!/usr/bin/env bash
@@ -99,10 +99,15 @@ def test_many_nodes_meet_at_the_first(submit):
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
 def test_a_job_whose_time_is_up_is_requeued(submit, path):
-    more = {**NODES, "SLURM_ARRAY_TASK_ID": "0"}
+    array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "123456"}
+    more, job = (array, "123456_3") if path.stem == "sweep" else (NODES, "123456")
     again = str(128 + signal.SIGUSR1)
-    assert submit(path.name, STATUS=again, **more) == ["requeue", "123456"]
-    for status in ("1", "2", str(128 + signal.SIGTERM)):  # a preemption is Slurm's to requeue
+    assert submit(path.name, STATUS=again, **more) == ["requeue", job]
+    for status in (
+        "1",
+        "2",
+        str(128 + signal.SIGTERM),
+    ):  # of scancel, where nothing is said of a preemption
         assert submit(path.name, STATUS=status, **more) == []
 
 
@@ -140,7 +145,8 @@ def test_a_sweep_covers_every_level_at_every_rate(submit):
     tasks = int(re.search(r"--array=0-(\d+)", text)[1]) + 1
     runs = set()
     for task in range(tasks):
-        given = submit("sweep.sh", "--model", "tiny", SLURM_ARRAY_TASK_ID=str(task))
+        array = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_JOB_ID": "123456"}
+        given = submit("sweep.sh", "--model", "tiny", **array)
         assert given[:2] == ["python", "examples/train_gpt.py"]
         found = config.parse(given[2:])
         assert found.run_name.startswith(f"sweep-{found.opt_level}-")
