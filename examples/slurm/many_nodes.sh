@@ -27,5 +27,5 @@ status=0
 srun examples/slurm/node.sh --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   --rdzv-backend c10d --rdzv-endpoint "$first:$port" --rdzv-id "$SLURM_JOB_ID" \
   examples/train_gpt.py --resume auto "$@" || status=$?
-examples/slurm/requeue.sh "$status"
+[[ $status == 0 ]] || examples/slurm/requeue.sh "$status" || echo "the job is not requeued" >&2
 exit "$status"

@@ -22,5 +22,5 @@ export PATH="${VENV:-$PWD/.venv}/bin:$PATH"
 status=0
 srun examples/slurm/node.sh --standalone --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
   examples/train_gpt.py --resume auto "$@" || status=$?
-examples/slurm/requeue.sh "$status"
+[[ $status == 0 ]] || examples/slurm/requeue.sh "$status" || echo "the job is not requeued" >&2
 exit "$status"

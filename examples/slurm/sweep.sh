@@ -26,5 +26,5 @@ rate=${rates[SLURM_ARRAY_TASK_ID / ${#levels[@]}]}
 status=0
 srun python examples/train_gpt.py --resume auto --opt-level "$level" --max-lr "$rate" \
   --run-name "sweep-$level-$rate" "$@" || status=$?
-examples/slurm/requeue.sh "$status"
+[[ $status == 0 ]] || examples/slurm/requeue.sh "$status" || echo "the job is not requeued" >&2
 exit "$status"

@@ -19,7 +19,11 @@ JOBS = [path for path in SCRIPTS if path.stem not in ("node", "requeue")]
 NODES = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node[7-8]"}
 RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "$@" > "$RECORD"\nexit "${STATUS:-0}"\n'
 CONTROL = """#!/usr/bin/env bash
-[ "$1" = requeue ] && echo "$@" || printf 'node7\\nnode8\\n'
+case $1$2 in
+  requeue*) echo "$@" ;;
+  showjob) echo "JobId=${TASK_ID:-123456} PreemptTime=${PREEMPTED:-None}" ;;
+  showhostnames) printf 'node7\\nnode8\\n' ;;
+esac
 """
 DIRECTIVES = {
     "job-name": r"[\w-]+", "nodes": r"\d+", "ntasks-per-node": "1", "gpus-per-node": r"\d+", "array": r"0-\d+",
@@ -38,7 +42,8 @@ def submit(tmp_path):
     def submit(script, *arguments, **variables):
         record = tmp_path / "record"
         path = f"{tmp_path}:{os.environ['PATH']}"
-        environment = {**os.environ, "RECORD": str(record), "PATH": path, "SLURM_JOB_ID": "123456"}
+        outside = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+        environment = {**outside, "RECORD": str(record), "PATH": path, "SLURM_JOB_ID": "123456"}
         environment |= {"SLURM_SUBMIT_DIR": str(FOLDER.parents[1]), **variables}
         job = ["bash", FOLDER / script, *arguments]
         result = subprocess.run(job, env=environment, capture_output=True, text=True)
@@ -98,17 +103,21 @@ def test_many_nodes_meet_at_the_first(submit):
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_a_job_whose_time_is_up_is_requeued(submit, path):
+def test_a_job_is_requeued_when_its_time_is_up_and_after_a_preemption(submit, path):
     array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "123456"}
     more, job = (array, "123456_3") if path.stem == "sweep" else (NODES, "123456")
-    again = str(128 + signal.SIGUSR1)
+    again, ended = (str(128 + number) for number in (signal.SIGUSR1, signal.SIGTERM))
     assert submit(path.name, STATUS=again, **more) == ["requeue", job]
-    for status in (
-        "1",
-        "2",
-        str(128 + signal.SIGTERM),
-    ):  # of scancel, where nothing is said of a preemption
+    preempted = {**more, "PREEMPTED": "2026-11-23T11:07:32"}
+    assert submit(path.name, STATUS=ended, **preempted) == ["requeue", job]
+    for status in ("1", "2", ended):  # the last of scancel
         assert submit(path.name, STATUS=status, **more) == []
+
+
+def test_a_job_that_a_task_has_submitted_is_not_that_task(submit):
+    array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "777", "TASK_ID": "779"}
+    again = str(128 + signal.SIGUSR1)
+    assert submit("one_node.sh", STATUS=again, **array) == ["requeue", "123456"]
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])

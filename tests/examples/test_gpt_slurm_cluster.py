@@ -3,8 +3,9 @@
 Skipped where Slurm is not installed (Debian's packages slurmctld, slurmd and slurm-client).
 """
 
-import getpass
 import os
+import pwd
+import random
 import re
 import shutil
 import signal
@@ -22,6 +23,7 @@ from workers_gpt import write_text
 
 FOLDER = Path(config.__file__).parents[1] / "slurm"
 HOST = socket.gethostname().partition(".")[0]  # the first node's name, by which its ranks meet
+USER = pwd.getpwuid(os.getuid()).pw_name
 JOBS = ("one_node", "many_nodes", "sweep")
 PATH = f"{os.environ['PATH']}:/usr/sbin"
 pytestmark = pytest.mark.skipif(
@@ -34,6 +36,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
+FirstJobId={first}
 AuthType=auth/none
 CredType=cred/none
 AuthInfo=cred_expire=5
@@ -62,9 +65,11 @@ class Cluster:
     """Slurm's daemons, and its commands for them."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.log = folder / "log"
         ports = [free_port() for _ in range(3)]
-        text = CONF.format(host=HOST, ports=ports, user=getpass.getuser(), folder=folder)
+        text = CONF.format(
+            host=HOST, ports=ports, user=USER, folder=folder, first=random.randrange(1, 10**6)
+        )
         (folder / "slurm.conf").write_text(text)
         (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-7]\n")
         (folder / "cgroup.conf").touch()
@@ -77,7 +82,7 @@ class Cluster:
         self.daemons = [self._start(command) for command in (["slurmctld", "-D"], *nodes)]
 
     def _start(self, command):
-        with (self.folder / "log").open("a") as log:
+        with self.log.open("a") as log:
             return subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def run(self, *command):
@@ -104,31 +109,38 @@ class Cluster:
         found = re.search(r"JobState=(\w+).* Restarts=(\d+) .*ExitCode=(\d+):", text, re.DOTALL)
         return found[1], int(found[2]), int(found[3])
 
+    def jobs(self):
+        """Return how many jobs are there, those that end too; 0 of a controller that does not answer."""
+        asked = self.run("squeue", "--noheader")
+        return len(asked.stdout.splitlines()) if asked.returncode == 0 else 0
+
     def stop(self):
-        self.run("scancel", "--user", getpass.getuser())
-        wait_for(
-            lambda: not self.run("squeue", "--noheader").stdout, 60
-        )  # slurmd waits for its jobs
-        for daemon in reversed(self.daemons):
-            daemon.terminate()
-        for daemon in self.daemons:
-            daemon.wait(timeout=60)
+        self.run("scancel", "--user", USER)
+        try:
+            wait_for(lambda: not self.jobs(), 60)  # slurmd waits for them
+        finally:
+            for daemon in reversed(self.daemons):
+                daemon.terminate()
+            for daemon in self.daemons:
+                try:
+                    daemon.wait(timeout=30)
+                except subprocess.TimeoutExpired:
+                    daemon.kill()
 
 
-def wait_for(condition, seconds=120):
-    """Return what a condition has become, once it is true."""
+def wait_for(condition, seconds=120, log=None):
+    """Return once a condition is true; show the end of a log if it does not become so."""
     end = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < end, "it has not come"
+    while not condition():
+        assert time.monotonic() < end, log.read_text()[-2000:] if log else "it has not come"
         time.sleep(0.2)
-    return value
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     made = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
-        wait_for(made.is_up, 30)
+        wait_for(made.is_up, 30, made.log)
         yield made
     finally:
         made.stop()
@@ -158,7 +170,7 @@ sleep 1000
 
     def starts():
         lines = log.read_text().splitlines() if log.exists() else []
-        return [line.split() for line in lines if line[0].isdigit()]
+        return [line.split() for line in lines if line[:1].isdigit()]
 
     wait_for(lambda: len(starts()) == 2)
     assert starts() == [[array, array]] * 2, "a job with the number of the whole array"
@@ -171,7 +183,7 @@ sleep 1000
 def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_when_its_time_is_up(cluster, tmp_path):
     write_text(tmp_path)
     log = tmp_path / "job.log"
-    where = ["--output", log, "--gpus-per-node=1", "--cpus-per-task=1"]
+    where = ["--output", log, "--gpus-per-node=1", "--cpus-per-task=1", "--signal=USR1@1"]
     run = ["--model", "tiny", "--seq-len", "16", "--steps", "100000", "--no-fp8", "--device", "cpu"]
     run += ["--eval-freq", "0", "--log-freq", "1", "--checkpoint-freq", "100000"]
     data = ["--data", tmp_path / "text.txt", "--out", tmp_path]
@@ -184,16 +196,16 @@ def test_a_job_on_two_nodes_goes_on_after_a_preemption_and_when_its_time_is_up(c
     def newest():
         return list_checkpoints([tmp_path / "tiny-bf16" / "checkpoints"])[-1].step
 
-    wait_for(lambda: stepping(0))
+    wait_for(lambda: stepping(0), log=log)
     # by a job that needs all GPUs; the run ends within the time of grace, and Slurm calls that failed
     whole = ["--partition=high", "--nodes=2", "--gpus-per-node=8", "--output=/dev/null"]
     cluster.submit(*whole, "--wrap=true")
-    wait_for(lambda: stepping(1))
+    wait_for(lambda: stepping(1), log=log)
     assert cluster.state(job) == ("RUNNING", 1, 0)
     assert f"step_{newest():08d} (bf16), step {newest()}\n" in log.read_text()
     before = newest()
     cluster.call("scancel", "--signal=USR1", job)  # what --signal=USR1@300 sends
-    wait_for(lambda: stepping(2))
+    wait_for(lambda: stepping(2), log=log)
     assert cluster.state(job) == ("RUNNING", 2, 0)
     assert f"step_{newest():08d} (bf16), step {newest()}\n" in log.read_text()
     assert newest() > before
