@@ -194,8 +194,12 @@ def attention() -> list[str]:
 # --- long runs of the application
 
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
-LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}  # with the settings of the last run
-HARDER = {"gpt2": (6e-4, "at 6e-4")}  # a maximum learning rate that is shown beside them
+LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
+# settings of runs that are shown beside those, never in their place
+BESIDE: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt2": ({"lr": 6e-4}, "at 6e-4"),
+    "llama-1b": ({"data": "python-16m"}, "on another text"),
+}
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
 DELAYED = {"fp8-recipe": "delayed"}
 FLAGS: dict[str, dict[str, Any]] = {  # of runs that are shown below the plain ones
@@ -251,16 +255,17 @@ def last_runs(
     records: Iterable[Record],
     model: str,
     flags: dict[str, Any] | None = None,
-    lr: float | None = None,
+    beside: bool = False,
     compute: str = "native",
 ) -> list[Record]:
     """Return each variant's and seed's last record, of those with the settings that the model's last bf16 run has.
 
-    Of levels, those with these products and flags of the application; of all, those with this maximum learning rate, if
-    one is given. Empty without bf16.
+    Of levels, those with these products and flags of the application; of all, those that `BESIDE` names, or the others.
+    Empty without bf16.
     """
+    named = BESIDE[model][0].items()
     own = [r for r in records if r["params"]["model"] == model]
-    own = [r for r in own if lr in (None, r["params"].get("lr"))]
+    own = [r for r in own if (named <= r["params"].items()) == beside]
     own = [
         r
         for r in own
@@ -277,9 +282,8 @@ def training(records: list[Record]) -> list[str]:
     rows = []
     for model, title in LONG_RUNS.items():
         rows += long_runs(title, partial(last_runs, records, model))
-        if model in HARDER:
-            lr, words = HARDER[model]
-            rows += long_runs(f"{title} {words}", partial(last_runs, records, model, lr=lr))
+        beside = f"{title} {BESIDE[model][1]}"
+        rows += long_runs(beside, partial(last_runs, records, model, beside=True))
     heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
 

@@ -272,11 +272,14 @@ def test_the_table_of_long_runs():
     again = [record("bf16 again", s, 2.0 + 0.02 * s, 2, lr=1e-3) for s in (0, 1)]
     harder = [r for r in runs_of("gpt2", (0,), lr=6e-4) if r["variant"] in ("bf16", "O2")]
     llama = runs_of("llama-1b", (0,))
-    table = training_tables.training([*harder, *again, *gpt2, *llama])
+    text = [r for r in runs_of("llama-1b", (0,), data="python-16m") if r["variant"] != "O0"]
+    table = training_tables.training([*harder, *again, *gpt2, *llama, *text])
     rows = {row[0]: row[1:] for row in ([c.strip() for c in r.split("|")[1:-1]] for r in table[2:])}
     names = [f"GPT-2 124M, {v}" for v in ("bf16", "bf16 again", "O0", "O1", "O2")]
     names += ["GPT-2 124M at 6e-4, bf16", "GPT-2 124M at 6e-4, O2"]
-    assert list(rows) == [*names, *(f"Llama 1B, {v}" for v in ("bf16", "O0", "O1", "O2"))]
+    names += [f"Llama 1B, {v}" for v in ("bf16", "O0", "O1", "O2")]
+    names += [f"Llama 1B on another text, {v}" for v in ("bf16", "O1", "O2")]
+    assert list(rows) == names
     rest = ["30", "0.75", "3.00", "0.75", "+10.0 %"]
     assert rows["GPT-2 124M at 6e-4, O2"] == ["1.9800", "−1.00 %", "1", *rest]
     assert rows["GPT-2 124M, bf16"] == ["2.0000", "", "3", "40", "1.00", "4.00", "1.00", "+10.0 %"]
