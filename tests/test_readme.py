@@ -86,6 +86,14 @@ def test_short_runs_in_all_formats_and_odd_sizes_are_finite():
     assert {r["variant"] for r in runs if abs(r["value"]) > 0.05} == {"delayed e4m3, margin 2"}
 
 
+def test_a_history_of_16_steps_mends_gradients_in_e4m3():
+    runs = [r for r in records.read("stability") if "history 16" in r["variant"]]
+    e4m3 = [r for r in runs if "e4m3" in r["variant"]]
+    assert {r["params"]["compute"] for r in e4m3} == {"native", "te"}
+    assert all(abs(r["value"]) < 0.01 for r in e4m3)
+    assert all(r["underflow"] < 0.03 for r in runs if r["params"]["compute"] == "native")
+
+
 def test_losses_are_within_their_bounds_of_the_baseline_s():
     for level in ("O0", "O1", "O2"):
         assert abs(mean_difference("convergence", level, dim=records.SMALL)) < 0.005
