@@ -21,7 +21,7 @@ demo: $(BIN)/.demo
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(BIN)/.test
-	$(BIN)/pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/pytest -n auto --dist worksteal --instafail $(ARGS)
 
 test-gpu: $(BIN)/.test
 	$(BIN)/pytest -m "gpu and not gpus" -n $(JOBS) $(ARGS)

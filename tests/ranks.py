@@ -5,6 +5,7 @@ are forks of a server, one for each worker of pytest, that has imported those an
 no process group and no random numbers drawn, whatever the tests before have done. With a GPU, ranks are spawned.
 """
 
+import gc
 import os
 import sys
 from multiprocessing import forkserver
@@ -44,6 +45,7 @@ def _run(rank, environment, path, function, arguments):
     _set_environment(environment)
     sys.path[:] = path
     torch.seed()  # forks would draw the same numbers, and hide weights that nobody made equal
+    gc.freeze()  # modules, which stay: frameworks collect garbage often, a quarter of a second each time
     function(rank, *arguments)
 
 

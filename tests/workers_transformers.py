@@ -1,8 +1,10 @@
 """What the tests of fp8stack.integrations.transformers run in processes of their own: the real Trainer, on CPUs."""
 
+import gc
 import os
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -137,9 +139,16 @@ def inner_of(trainer):
     return trainer.optimizer.optimizer
 
 
+def load():
+    """Load transformers, which must not find this project's kernels, and have its many collections skip itself."""
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+    import_module("transformers.trainer")
+    gc.freeze()
+
+
 def check_one_process(rank, folder):
     """Every level, in float32 and under bf16: trains, logs, decays what the Trainer decays, and resumes."""
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+    load()
     for bf16 in (False, True):
         _, plain = trained(folder, None, bf16=bf16)
         for level in ("O0", "O1", "O2"):
@@ -161,7 +170,7 @@ def check_one_process(rank, folder):
 
 def check_gpu(rank, folder):
     """On a GPU: FP8 products, and fp16 with its GradScaler."""
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+    load()
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     for mode in ({}, {"bf16": True}, {"fp16": True}):
         _, plain = trained(folder, None, use_cpu=False, **mode)
@@ -249,7 +258,7 @@ def check_refusals(folder):
 
 def check_two_processes(rank, world, store, folder):
     """DDP, FSDP2, and DeepSpeed's ZeRO 2 and 3."""
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+    load()
     workers_accelerate.enter(rank, world, store)
     ddp = {"ddp_backend": "gloo", "bf16": True}
     _, plain = trained(folder, None, **ddp)

@@ -30,7 +30,8 @@ def test_nothing_more_is_tried_than_was_asked_for():
     assert memory.find_most(lambda n: {"peak_gib": None}, None, most=5)[::2] == (5, None)
 
 
-def test_methods_train_on_a_cpu(tmp_path, capsys):
+def test_methods_train_on_a_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)  # torchao's takes half a minute
     names = ["fp32 AdamW", "bf16, torchao 8bit", "fp8stack O2, 4bit"]
     output = tmp_path / "records.jsonl"
     arguments = ["--device", "cpu", "--model", "tiny", "--most", "1", "--output", str(output)]
