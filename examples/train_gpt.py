@@ -13,6 +13,7 @@ run, if one has. fp8stack's warnings are one line each, of the first rank.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -60,6 +61,8 @@ FIRST = os.environ.get("RANK", "0") == "0"  # of the ranks
 
 def main(argv: Sequence[str] | None = None) -> int:
     stopped = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a sample may have what a job's locale lacks
+        sys.stdout.reconfigure(errors="replace")
     try:
         config = parse(None if argv is None else list(argv))
         if config.list_checkpoints:
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stopped = train(config)
     except DivergedError as error:
         return fail(error, 1)
-    except Fp8StackError as error:
+    except (Fp8StackError, OSError) as error:
         return fail(error, 2)
     except RuntimeError as error:
         if not batching.is_out_of_memory(error):

@@ -47,11 +47,11 @@ class Recipe:
         bf16 with a warning where there is no FP8; the card says which and why.
     fp8_format: "hybrid" (E4M3 forward, E5M2 for the gradients of activations), "e4m3" (E4M3 for both) or "e5m2" (E5M2
         for activations and gradients; weights stay E4M3, since no GPU multiplies E5M2 by E5M2).
-    fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "delayed": that of the last
-        `amax_history_len` steps. "blockwise": one for each 1×128 of activations and gradients and 128×128 of weights,
-        E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on Blackwell.
+    fp8_recipe: where scales come from. "current": the tensor's own largest magnitude. "delayed": that of its last
+        `amax_history_len` casts, one a micro-batch. "blockwise": one for each 1×128 of activations and gradients and
+        128×128 of weights, E4M3 throughout. "mxfp8", "nvfp4": TransformerEngine's, on Blackwell.
     fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
-    amax_history_len, amax_compute_algo: of "delayed": how many steps count, and whether by their "max" or
+    amax_history_len, amax_compute_algo: of "delayed": how many casts count, and whether by their "max" or
         "most_recent".
     fp8_fast_accum: may forward products be summed with fewer bits? Hopper's tensor cores then keep about 14, which is
         faster. Gradients never are. None: no, except by TransformerEngine with "delayed", which knows no other way.

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import fp8stack
 from fp8stack import checkpoint
 from fp8stack.errors import CheckpointError, Fp8StackWarning, ModelError
-from fp8stack.nn import load_scaling_state, scaling_state
+from fp8stack.nn import load_scaling_state, reset_scaling, scaling_state
 from fp8stack.optim import SGD, Adam, AdamW
 
 MAKERS = {
@@ -119,8 +119,29 @@ def test_histories_that_do_not_fit_are_named(tmp_path):
     assert all(torch.equal(before[key], value) for key, value in scaling_state(longer).items())
     assert scaling_state(build("O2")[0]) == {}
     checkpoint.save(tmp_path / "run.pt", *original)
+    other.up(torch.randn(4, other.up.in_features)).sum().backward()
     with pytest.warns(Fp8StackWarning, match="begins with empty histories.*'head'"):
         checkpoint.load(tmp_path / "run.pt", other, None)
+    assert not any(history.any() for history in scaling_state(other).values())
+
+
+@pytest.mark.parametrize(
+    "empty", [reset_scaling, lambda m: load_scaling_state(m, scaling_state(delayed()[0]))]
+)
+def test_histories_that_are_emptied_leave_nothing_of_what_was_cast_before(empty):
+    model = delayed()[0]
+    x = torch.randn(4, model.up.in_features)
+
+    def amaxes():
+        model.up(x).sum().backward()
+        return scaling_state(model)
+
+    expected = amaxes()
+    (1000 * model.up(1000 * x)).sum().backward()
+    empty(model)
+    found = amaxes()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert not any(value.any() for key, value in found.items() if key not in expected)
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])

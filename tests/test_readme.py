@@ -162,6 +162,12 @@ def test_whole_steps_are_faster_and_more_fits():
     assert f"{ratio:.2f} times" in words("docs/training.md")
 
 
+def test_every_file_of_records_has_its_command_on_a_page():
+    page = (ROOT / "docs" / "measured.md").read_text()
+    names = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.jsonl")}
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
 def test_a_monitor_costs_less_than_a_hundredth():
     found = records.read("monitor_cost")
     assert found

@@ -1,6 +1,7 @@
 """What the tests of the training application run: small configurations, on one rank and on several."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from workers_comm import enter, leave
 
 from fp8stack import capability
 from fp8stack.errors import CheckpointError, ConfigError
+from fp8stack.nn import scaling_state
 
 BASE = {
     "model": "tiny",
@@ -102,6 +104,8 @@ def check_ranks(rank, world, store, folder):
     with pytest.raises(ConfigError, match="auto: on a CPU it is not for --parallel fsdp2"):
         Trainer(configure(folder, **RANKS["fsdp2-O2"], run_name="sharded", micro_batch="auto"))
     check_precision(folder, rank)
+    check_beginnings(folder)
+    check_samples(folder, rank)
     check_rotation(folder)
     check_first_weights()
     single = step_of(folder, "single", 2)
@@ -137,6 +141,26 @@ def check_precision(folder, rank):
             patch.setattr(capability, "fp8_hardware", lambda device: answer)
         with pytest.raises(ConfigError, match="ranks would compute in FP8 O2 and bf16 O2"):
             Trainer(configure(folder, run_name="mixed"))
+
+
+def check_beginnings(folder):
+    """The pass in which DDP finds its buckets leaves nothing in the histories of delayed scaling."""
+    options = {"parallel": "ddp", "opt_level": "O0", "fp8_recipe": "delayed"}
+    trainer = Trainer(configure(folder, **options, run_name="begins"))
+    assert_empty(trainer.model)
+
+
+def assert_empty(model):
+    state = scaling_state(model)
+    assert state
+    assert not any(history.any() for history in state.values())
+
+
+def check_samples(folder, rank):
+    """No rank writes a sample, for which all gather weights, where one lacks the tokenizer."""
+    trainer = Trainer(configure(folder, **RANKS["fsdp2-off"], run_name="samples"))
+    trainer.data.__dict__["readable"] = rank == 0
+    assert math.isfinite(trainer.evaluate())
 
 
 def check_rotation(folder):

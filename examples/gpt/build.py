@@ -38,12 +38,8 @@ from .model import GPT, ModelConfig
 from .options import warn
 from .ranks import rank_and_world
 
-OWN = (
-    "attention",
-    "checkpointing",
-    "fp8",
-    "seq_len",
-)  # of a ModelConfig: what a checkpoint does not depend on
+ACTIVATIONS = "attention", "checkpointing", "seq_len"  # of a ModelConfig: what memory depends on
+OWN = (*ACTIVATIONS, "fp8")  # what a checkpoint does not depend on
 
 
 @dataclass(frozen=True)
@@ -278,6 +274,12 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if name not in OWN}
 
 
+def activations(setup: Setup) -> dict[str, Any]:
+    """Return what the memory of a sequence depends on beside the architecture and the level."""
+    chosen = {name: value for name, value in asdict(setup.model).items() if name in ACTIVATIONS}
+    return {**chosen, "fuse": setup.level.fuse}
+
+
 def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     own, saved = architecture(config), checkpoint.manifest["architecture"]
     for name in sorted(own.keys() | saved.keys()):
@@ -302,6 +304,11 @@ def join_ranks(wish: str) -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
+        if local >= (there := torch.cuda.device_count()):
+            raise ConfigError(
+                f"local rank {local} has no GPU: PyTorch sees {there} here. Start at most {there} processes on a "
+                "machine (torchrun --nproc-per-node), or use --device cpu."
+            )
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")

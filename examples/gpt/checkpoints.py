@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import time
 import warnings
@@ -166,7 +167,7 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
     temporary.rename(final)
     _sync_folder(final.parent)
     if replaced:
-        shutil.rmtree(replaced)
+        _delete(replaced)
 
 
 def _together(folder: Path, action: Callable[[], T] | None) -> list[T]:
@@ -233,7 +234,7 @@ def _point(folder: Path, keep: int) -> None:
             (folder / BEST).unlink(missing_ok=True)
     for old in there[: -max(keep, 1)]:
         if old is not best or best.val_loss == math.inf:
-            _delete(old.path)
+            _delete(_hide(old.path))
 
 
 def clear(folder: Path) -> None:
@@ -241,26 +242,32 @@ def clear(folder: Path) -> None:
     _tidy(folder)
     for name in (LATEST, BEST):
         (folder / name).unlink(missing_ok=True)
-    for path in folder.glob("step_*"):
-        _delete(path)
+    for path in filter(is_named, [*folder.glob("step_*")]):
+        _delete(_hide(path))
 
 
 def _tidy(folder: Path) -> None:
     """Remove what killed processes have left."""
     for left in [*folder.glob(WRITING + "*"), *folder.glob(DELETING + "*")]:
-        shutil.rmtree(left)
+        _delete(left)
 
 
 def _delete(path: Path) -> None:
-    """Remove a checkpoint, under another name: half a one never bears the name of one."""
-    shutil.rmtree(_hide(path))
+    """Remove a hidden folder, or a file or link that was hidden as if it were one."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _hide(path: Path) -> Path:
+    """Give a checkpoint that is to be deleted another name: half a one never bears the name of one."""
     return path.rename(path.with_name(DELETING + path.name))
 
 
 # --- reading
+
+
+def is_named(path: Path) -> bool:
+    """Return whether it has a checkpoint's name and is no file: `fp8stack convert` puts its files beside them."""
+    return bool(re.fullmatch(r"step_\d{8,}", path.name)) and not os.path.isfile(path)
 
 
 def inspect(path: Path, sums: bool = True) -> Checkpoint:
@@ -275,16 +282,12 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
         checkpoint = Checkpoint(path, manifest)
         _ = checkpoint.age, checkpoint.nbytes
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_file():
-            raise unusable(
-                path, "is no checkpoint: it is a file, no folder", "it is a file"
-            ) from None
-        lacks = f"it has no {MANIFEST}"
-        raise unusable(path, f"is no checkpoint: {lacks}, which is written last", lacks) from None
+        none = f"it has no {MANIFEST}", "which is written last"
+        what, more = ("it is a file", "no folder") if path.is_file() else none
+        raise unusable(path, f"is no checkpoint: {what}, {more}", what) from None
     except OSError as error:
-        raise unusable(
-            path, f"cannot be read: {MANIFEST} ({error.strerror})", "cannot be read"
-        ) from None
+        what = f"cannot be read: {MANIFEST} ({error.strerror})"
+        raise unusable(path, what, "cannot be read") from None
     except (ValueError, KeyError, TypeError) as error:
         what = f"{MANIFEST} is damaged"
         raise unusable(path, f"is no checkpoint: {what} ({first_line(error)})", what) from None
@@ -301,9 +304,8 @@ def inspect(path: Path, sums: bool = True) -> Checkpoint:
         except FileNotFoundError:
             what = "missing"
         except OSError as error:
-            raise unusable(
-                path, f"cannot be read: {name} ({error.strerror})", "cannot be read"
-            ) from None
+            what = f"cannot be read: {name} ({error.strerror})"
+            raise unusable(path, what, "cannot be read") from None
         if what:
             reason, written = f"{name} is {what}", f"written: {size} bytes, CRC-32 {crc:08x}"
             raise unusable(path, f"is damaged: {reason} ({written})", reason)
@@ -315,7 +317,7 @@ def survey(folders: Iterable[Path]) -> tuple[list[Checkpoint], dict[Path, Unusab
     found, damaged = [], {}
     for folder in folders:
         try:  # not glob, to which a folder that cannot be read is an empty one
-            paths = sorted(path for path in folder.iterdir() if path.name.startswith("step_"))
+            paths = sorted(filter(is_named, folder.iterdir()))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:

@@ -52,7 +52,9 @@ class Config:
     data: str = option(
         "stdlib",
         "what to read: stdlib (Python's own library), a text file or folder, a folder of .bin or .parquet files, "
-        "fineweb-edu, openwebtext, tinyshakespeare, or hf:NAME of a dataset",
+        "fineweb-edu, openwebtext, tinyshakespeare, or hf:NAME of a dataset; hf:NAME:CONFIG of one that has several "
+        "configurations",
+        path=True,
     )
     text_column: str | None = option(
         None, 'of a dataset: its documents; by default "text", or the only one with text'
@@ -95,7 +97,9 @@ class Config:
         0, "of delayed: room of 2^margin above the largest value", least=0, most=16
     )
     fp8_interval: int = option(1, "steps between scales: fp8stack has new ones at each", least=1)
-    amax_history_len: int = option(1024, "of delayed: steps that count", least=1, most=2**16)
+    amax_history_len: int = option(
+        1024, "of delayed: casts that count, one a micro-batch", least=1, most=2**16
+    )
     amax_compute_algo: str = option(
         "max", "of delayed: how they count", choices=CHOICES["amax_compute_algo"]
     )
@@ -138,6 +142,7 @@ class Config:
         None,
         "auto: the newest checkpoint of this run in this precision, or a fresh start; latest: or one of its name in "
         "another precision; or the path of a checkpoint",
+        path=True,
     )
     overwrite: bool = option(False, "delete the checkpoints of an older run in the same folder")
     list_checkpoints: bool = option(False, "show the run's checkpoints and stop")

@@ -3,7 +3,8 @@
     step 250 | epoch 0 | loss 3.4568 | lr 6.00e-04 | norm 0.823 | dt 156.8 ms | tok/s 3345 | mem 16.1 GiB | FP8 O2
 
 `metrics.jsonl` has one JSON object a line: those of training with "step", "loss", "lr", "norm", "dt_ms",
-"tokens_per_second", "memory_gib", "epoch" and "time", those of evaluation with "step", "val_loss" and "time". The same
+"tokens_per_second", "memory_gib", "epoch", "tokens" and "time", those of evaluation with "step", "val_loss", "tokens"
+and "time". "tokens" are those of all steps so far, of which some may have had another batch before a resume. The same
 numbers go to TensorBoard and W&B, and with them what FP8 does to tensors ("fp8/fwd_scale", "fp8/bwd_scale", "fp8/amax",
 "fp8/underflow", "fp8/overflow") and to the wire ("comm/bytes").
 
@@ -11,7 +12,8 @@ The first rank logs, the others have a `RunLog` that does nothing. A run that is
 they say of later steps is cut off first. Numbers that are not finite are null in JSON.
 
 Limits: memory is PyTorch's peak on a GPU, the resident memory of this process on a CPU. W&B goes on in the same run,
-but takes nothing back: of steps that are done again it keeps what it got first.
+but takes nothing back: of steps that are done again it keeps what it got first. A run that goes on in another folder
+counts its earlier tokens as if those steps had been as large as the later ones.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from fp8stack.checkpoint import replacing
 from fp8stack.errors import ConfigError, Fp8StackWarning, first_line
 
 METRICS, RUN, BOARD = "metrics.jsonl", "run.json", "tensorboard"
@@ -61,7 +64,7 @@ class RunLog:
 
     Args:
         folder: of the run.
-        facts: of run.json: "name", "level", "precision" and the like; a resumed run replaces them.
+        facts: of run.json: "name", "precision", "tokens_per_step" and the like; a resumed run replaces them.
         first_step: steps that were done already; what metrics.jsonl says of later ones is cut off.
         last_step: of the bar.
         tensorboard, use_wandb: log there as well.
@@ -89,16 +92,17 @@ class RunLog:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            known = _wandb_id(folder) if first_step else None
+            before = _read_facts(folder) if first_step else {}
+            known = before.get("wandb")
             if use_wandb:
                 self.wandb = _open_wandb(folder, facts, known)
                 known = self.wandb.id
             facts = {**facts, "wandb": known}
             self.board = _open_board(folder, first_step) if tensorboard else None
+            last = _cut(folder / METRICS, first_step) if first_step else {}
+            self.counted = _count(last, before, facts, first_step)
             (folder / RUN).write_text(json.dumps(_finite(facts), indent=1) + "\n")
-            self.file = open(folder / METRICS, "a+" if first_step else "w")  # noqa: SIM115
-            if first_step:
-                _cut(self.file, first_step)
+            self.file = open(folder / METRICS, "a" if first_step else "w")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(
                 f"{folder} cannot be written ({error.strerror}). Give another folder as --out."
@@ -122,7 +126,7 @@ class RunLog:
             self.say(format_line(numbers, self.precision))
         self.bar.update(numbers["step"] - self.bar.n)
         of_model = {name: value for name, value in more.items() if name.count("/") == 1}
-        self._write({**numbers, "time": time.time(), **of_model})
+        self._write({**numbers, **of_model})
         scalars = {f"train/{k}": v for k, v in numbers.items() if k != "step"}
         self._publish({**scalars, **more}, numbers["step"])
 
@@ -134,7 +138,7 @@ class RunLog:
         self.say(" | ".join([f"step {step}", *parts, self.precision]))
         if sample:
             self.say(f"--- a sample\n{sample}\n---")
-        self._write({"step": step, **numbers, "time": time.time()})
+        self._write({"step": step, **numbers})
         self._publish({f"eval/{k}": v for k, v in numbers.items()}, step)
         if self.board and sample:
             with naming(self.folder / BOARD):
@@ -157,8 +161,11 @@ class RunLog:
                     stack.callback(part.close)
 
     def _write(self, entry: dict[str, Any]) -> None:
+        step, tokens, each = self.counted
+        tokens += (entry["step"] - step) * each
         with naming(self.folder / METRICS):
-            self.file.write(json.dumps(_finite(entry)) + "\n")
+            line = {**entry, "tokens": tokens, "time": time.time()}
+            self.file.write(json.dumps(_finite(line)) + "\n")
             self.file.flush()
 
     def _publish(self, scalars: dict[str, float], step: int) -> None:
@@ -194,19 +201,38 @@ def _finite(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, **bad}
 
 
-def _cut(file: Any, last: int) -> None:
-    """Remove the lines of steps after `last`, and one that was cut short when the run was killed."""
-    file.seek(0)
-    kept = []
-    for line in file:
+def _cut(path: Path, last: int) -> dict[str, Any]:
+    """Remove the lines of steps after `last`, and one that was cut short when the run was killed.
+
+    Return the last that stays, {} if there is none. The file is replaced: a kill meanwhile leaves all of it.
+    """
+    kept, final = [], {}
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= last and line.endswith("\n"):
+            entry = json.loads(line)
+            if entry["step"] <= last and line.endswith(b"\n"):
                 kept.append(line)
+                final = entry
         except ValueError:
             continue
-    file.seek(0)
-    file.truncate()
-    file.writelines(kept)
+    with replacing(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+    return final
+
+
+def _count(
+    last: dict[str, Any], before: dict[str, Any], facts: dict[str, Any], first_step: int
+) -> tuple[int, int, int]:
+    """Return what tokens are counted from: a step, the tokens up to it, and those of a step from there on.
+
+    Args:
+        last: line of metrics.jsonl that stays; one of an older record has no "tokens".
+        before: facts of the run up to now, whose steps may have been of another size.
+    """
+    each = facts["tokens_per_step"]
+    was = before.get("tokens_per_step", each)
+    step, tokens = (last["step"], last["tokens"]) if "tokens" in last else (0, 0)
+    return first_step, tokens + (first_step - step) * was, each
 
 
 def _open_board(folder: Path, first_step: int) -> Any:
@@ -220,17 +246,17 @@ def _open_board(folder: Path, first_step: int) -> Any:
             stacklevel=3,
         )
         return None
-    cut = first_step + 1 if first_step else None
-    return SummaryWriter(str(folder / BOARD), purge_step=cut)
+    # also of a run that begins: its folder may have curves of one before
+    return SummaryWriter(str(folder / BOARD), purge_step=first_step + 1)
 
 
-def _wandb_id(folder: Path) -> str | None:
-    """Return the name that W&B has given to the run in a folder, if it was logged there."""
+def _read_facts(folder: Path) -> dict[str, Any]:
+    """Return what run.json said of a run up to now: how W&B calls it, and how large its steps were."""
     try:
-        name: str | None = json.loads((folder / RUN).read_text()).get("wandb")
+        facts: dict[str, Any] = json.loads((folder / RUN).read_text())
     except (OSError, ValueError):
-        return None
-    return name
+        return {}
+    return facts
 
 
 def _open_wandb(folder: Path, facts: dict[str, Any], known: str | None) -> Any:

@@ -19,6 +19,7 @@ from .checkpoints import (
     clear,
     find,
     find_latest,
+    is_named,
     list_checkpoints,
     survey,
 )
@@ -68,7 +69,7 @@ def all_folders(config: Config) -> list[Path]:
 def check_fresh(config: Config, precision: str) -> None:
     """Raise ConfigError if a run would begin among checkpoints of an older one, which could be taken for its own."""
     run = run_folder(config, precision)
-    found = [path for folder in folders_of(run) for path in folder.glob("step_*")]
+    found = [p for folder in folders_of(run) for p in folder.glob("step_*") if is_named(p)]
     if found and not (config.resume or config.overwrite):
         raise ConfigError(
             f"{run} has {len(found)} checkpoints of an older run. Go on from them with --resume latest, begin in "

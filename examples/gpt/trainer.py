@@ -33,7 +33,7 @@ from torch import Tensor
 import fp8stack
 from fp8stack import comm
 from fp8stack.errors import ConfigError
-from fp8stack.nn import restore_scaling, scaling_state
+from fp8stack.nn import reset_scaling, restore_scaling, scaling_state
 from fp8stack.optim import BlockwiseOptimizer
 
 from . import batching, build, changes, checkpoints, evaluation, randomness, ranks, runs
@@ -44,7 +44,7 @@ from .guard import Guard
 from .logs import RunLog, read_memory
 from .schedule import learning_rate
 from .stopping import Signals
-from .watch import watch
+from .watch import sampling, watch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 START = {"step": 0, "losses": (), "val_losses": (), "data": None, "scaler": None}
@@ -105,8 +105,8 @@ class Trainer:
         self.guard = Guard(config, self.precision)
         self.monitor = watch(config, self.model, self.optimizer)
         self.signals, self.stopped = Signals(), 0
+        self.log = self._open_log()  # first: W&B may not let us in
         runs.remove_older(config, self.precision)
-        self.log = self._open_log()
         if resumed is not None:
             precision = resumed.manifest["precision"]
             self.log.say(f"resumed from {resumed.path} ({precision}), step {self.step}")
@@ -242,7 +242,8 @@ class Trainer:
             )
         self.val_losses.append((self.step, loss))
         sample = ""
-        if self.data.readable and math.isfinite(loss):
+        readable = ranks.least(self.data.readable)  # of shards, a node may lack the tokenizer
+        if readable and math.isfinite(loss):
             sample = evaluation.write_sample(self.model, self.data, self.config.seed, *where)
         self.log.evaluation(self.step, numbers, sample)
         for line in self.monitor.advice() if self.monitor else ():
@@ -304,7 +305,8 @@ class Trainer:
         if self.setup.sharded and known and known <= limit:  # a prediction might be less now
             return batching.split(target, known, self.world, fixed=True)
         search = batching.predict_largest if self.setup.sharded else batching.find_largest
-        largest = search(self._try_step, min(limit, known or limit), ranks.least)
+        with sampling(config, self.model):  # such steps need most
+            largest = search(self._try_step, min(limit, known or limit), ranks.least)
         self._states.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -335,8 +337,10 @@ class Trainer:
             self.data.train.load_state_dict(progress["data"])
         if progress["scaler"] is not None and self.scaler.is_enabled():
             self.scaler.load_state_dict(progress["scaler"])
-        if self.step:  # after DDP's and the search's own passes
+        if self.step:
             restore_scaling(self.model, (local or {}).get("scaling", {}))
+        else:  # DDP's and the search's own passes have larger gradients than training's
+            reset_scaling(self.model)
         if local is None:  # a run that begins, or a rank that was not there
             randomness.seed(self.config.seed + self.rank)
         else:
@@ -355,16 +359,10 @@ class Trainer:
             **runs.describe_host(self.device),
             "config": self.config.to_dict(),
         }
-        log = RunLog(
-            self.folder,
-            facts,
-            self.step,
-            self.config.steps,
-            self.config.tensorboard,
-            self.config.wandb,
-            active=self.rank == 0,
-        )
-        target = self.config.target_effective_batch_size
+        config, first = self.config, self.rank == 0
+        places = config.tensorboard, config.wandb
+        log = RunLog(self.folder, facts, self.step, config.steps, *places, active=first)
+        target = config.target_effective_batch_size
         if self.split.effective != target:
             log.say(
                 f"a step has {self.split.effective} sequences ({self.split.micro} × {self.world} ranks × "
@@ -382,6 +380,7 @@ class Trainer:
             "compute_dtype": self.config.compute_dtype,
             "model": self.config.model,
             "architecture": build.architecture(self.setup.model),
+            "activations": build.activations(self.setup),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "parallel": self.setup.parallel,
             "sharded": self.setup.sharded,

@@ -7,6 +7,8 @@ small and moments young, and at the end steps are meant to be small.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import fp8stack
@@ -68,3 +70,16 @@ def watch(config: Config, model: GPT, optimizer: Any) -> Watch | None:
     """Return what watches a model; None where no layers of fp8stack's own multiply, or none that a monitor sees."""
     native = config.opt_level != "off" and fp8stack.get_report(model).compute == "native"
     return Watch(config, model, optimizer) if native and not config.compile else None
+
+
+@contextmanager
+def sampling(config: Config, model: GPT) -> Iterator[None]:
+    """Have passes take the memory of a sampled step, in which no layers are fused; their numbers are dropped."""
+    sampled = watch(config, model, None)
+    if sampled:
+        sampled.begin_step(0)
+    try:
+        yield
+    finally:
+        if sampled:
+            sampled.monitor.remove()

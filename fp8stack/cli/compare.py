@@ -3,9 +3,10 @@
     fp8stack compare runs/bf16 runs/fp8 --png difference.png
 
 RUN_A is the baseline. Loss curves are brought to the same points, those of RUN_A that both runs reach: by step, or by
-tokens where the runs' steps have different numbers of them, RUN_B's values interpolated. Training losses are then
-averaged over a window around each point. A gap is RUN_B's loss over RUN_A's less one, of the last point and of the mean
-over all; the largest gap decides: over 5 % warns, over 10 % fails, with exit status 1. A lower loss is no gap.
+tokens where steps have different numbers of them, in the two runs or in one that was resumed with another batch;
+RUN_B's values are interpolated. Training losses are then averaged over a window around each point. A gap is RUN_B's
+loss over RUN_A's less one, of the last point and of the mean over all; the largest gap decides: over 5 % warns, over
+10 % fails, with exit status 1. A lower loss is no gap.
 
 Two runs of one name are told apart by the folders that they lie in.
 
@@ -76,23 +77,22 @@ def compare(a: Run, b: Run, window: int) -> tuple[dict[str, Any], dict[str, Pair
         if run.skipped:
             steps = counted(len(run.skipped), "step")
             notes.append(f"{run.name}: {steps} without a loss left out")
-    scales, axis = (1.0, 1.0), "step"
-    tokens = a.tokens_per_step, b.tokens_per_step
-    if tokens[0] and tokens[1] and tokens[0] != tokens[1]:
-        scales, axis = (float(tokens[0]), float(tokens[1])), "tokens"
-    elif tokens[0] != tokens[1]:
-        notes.append("one run does not say its tokens_per_step; curves are compared by step")
-    pairs = {"loss": align(a.curve("loss", scales[0]), b.curve("loss", scales[1]))}
+    xs, axis = (a.tokens(), b.tokens()), "tokens"
+    if not all(xs) or len({x / step for run in xs for step, x in run.items() if step}) < 2:
+        if all(xs) != any(xs):
+            notes.append("one run does not say its tokens_per_step; curves are compared by step")
+        xs, axis = ({}, {}), "step"
+    pairs = {"loss": align(a.curve("loss", xs[0]), b.curve("loss", xs[1]))}
     if not pairs["loss"][0]:
         raise ConfigError(
-            f"{a.name} and {b.name} have no {axis} in common: {_reach(a, scales[0])} and {_reach(b, scales[1])}. "
+            f"{a.name} and {b.name} have no {axis} in common: {_reach(a, xs[0])} and {_reach(b, xs[1])}. "
             "Compare runs over the same steps."
         )
     points = len(pairs["loss"][0])
     if left_out := len(a.training) - points:
         notes.append(
-            f"{counted(left_out, 'point')} of {a.name} left out: it is from {axis} {_reach(a, scales[0])}, "
-            f"{b.name} from {_reach(b, scales[1])}"
+            f"{counted(left_out, 'point')} of {a.name} left out: it is from {axis} {_reach(a, xs[0])}, "
+            f"{b.name} from {_reach(b, xs[1])}"
         )
     if points < window:
         notes.append(
@@ -100,7 +100,7 @@ def compare(a: Run, b: Run, window: int) -> tuple[dict[str, Any], dict[str, Pair
             "part of them. Give a smaller --window"
         )
     if a.evaluation and b.evaluation:
-        pairs["val_loss"] = align(a.curve("val_loss", scales[0]), b.curve("val_loss", scales[1]))
+        pairs["val_loss"] = align(a.curve("val_loss", xs[0]), b.curve("val_loss", xs[1]))
         if not pairs["val_loss"][0]:
             del pairs["val_loss"]
             notes.append("the runs were not evaluated over the same steps; training losses decide")
@@ -204,10 +204,8 @@ def plot(path: Path, data: dict[str, Any], pairs: dict[str, Pair]) -> None:
         gap = [100 * (y / base - 1) for (_, base), (_, y) in zip(of_a, of_b, strict=True)]
         style = "-" if key == "loss" else "o--"
         bottom.plot([x for x, _ in of_a], gap, style, markersize=4, label=_NAMES[key])
-    for limit, color in (
-        (data["limits"]["warn"], "tab:orange"),
-        (data["limits"]["fail"], "tab:red"),
-    ):
+    limits = data["limits"]
+    for limit, color in ((limits["warn"], "tab:orange"), (limits["fail"], "tab:red")):
         bottom.axhline(limit, color=color, linewidth=0.8, linestyle=":")
     bottom.axhline(0, color="0.5", linewidth=0.8)
     top.set_ylabel("loss")
@@ -227,6 +225,6 @@ def _ratio(a: Run, b: Run, key: str, of: Any) -> dict[str, float] | None:
     return {"a": first, "b": of(values[1]), "ratio": of(values[1]) / first}
 
 
-def _reach(run: Run, scale: float) -> str:
-    steps = list(run.training)
-    return f"{steps[0] * scale:g} to {steps[-1] * scale:g}"
+def _reach(run: Run, xs: dict[int, float]) -> str:
+    curve = run.curve("loss", xs)
+    return f"{curve[0][0]:g} to {curve[-1][0]:g}"

@@ -1,9 +1,10 @@
 """Records of training runs: a folder with `run.json` and `metrics.jsonl`, or a metrics file alone.
 
 `run.json` has the run's name, precision, parameters and tokens_per_step. A line of `metrics.jsonl` is a JSON object:
-of training, with "step" and "loss", or of evaluation, with "step" and "val_loss"; more keys may be there. A run that
-was resumed may have a step twice: the later line counts. The last line may be cut off, as when a run is killed. A loss
-of null is that of a step which was not taken, its gradients not being finite: left out, and told.
+of training, with "step" and "loss", or of evaluation, with "step" and "val_loss"; more keys may be there, such as
+"tokens", those of all steps so far, which tokens_per_step does not say of a run that was resumed with another batch. A
+run that was resumed may have a step twice: the later line counts. The last line may be cut off, as when a run is
+killed. A loss of null is that of a step which was not taken, its gradients not being finite: left out, and told.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ class Run:
     skipped: set[int] = field(default_factory=set)  # steps without a loss
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def tokens_per_step(self) -> float | None:
-        return self.info.get("tokens_per_step")
+    def tokens(self) -> dict[int, float]:
+        """Return tokens by step: as lines say where all do and they grow, else steps × tokens_per_step; {}: unknown."""
+        lines = sorted((self.evaluation | self.training).items())
+        told: dict[int, Any] = {step: line.get("tokens") for step, line in lines}
+        if all(map(_is_number, told.values())) and [*told.values()] == sorted({*told.values()}):
+            return told
+        return {step: step * each for step in told if (each := self.info.get("tokens_per_step"))}
 
-    def curve(self, key: str, scale: float = 1.0) -> Curve:
-        """Return "loss" or "val_loss" over steps × scale."""
+    def curve(self, key: str, xs: dict[int, float]) -> Curve:
+        """Return "loss" or "val_loss" over `xs` of steps, or over steps where it is empty."""
         lines = self.training if key == "loss" else self.evaluation
-        return [(step * scale, line[key]) for step, line in lines.items()]
+        return [(xs.get(step, step), line[key]) for step, line in lines.items()]
 
     def numbers(self, key: str) -> list[float]:
         """Return the values of a key of the training lines that have it."""

@@ -3,7 +3,7 @@
 from .convert import GEMM_LAYERS, forget_weights
 from .fused import fuse
 from .linear import Bf16Linear, Fp8Linear
-from .scaling import load_scaling_state, restore_scaling, scaling_state
+from .scaling import load_scaling_state, reset_scaling, restore_scaling, scaling_state
 from .storage import StoredEmbedding, StoredLinear
 from .te import TeLinear
 
@@ -17,6 +17,7 @@ __all__ = [
     "forget_weights",
     "fuse",
     "load_scaling_state",
+    "reset_scaling",
     "restore_scaling",
     "scaling_state",
 ]

@@ -93,7 +93,7 @@ def fp8_matmul(
     grad = torch.is_grad_enabled()
     x8 = cast_input(x, products, train, grad and weight.requires_grad)
     w8, mode = products.weights.codes(weight, train, grad and x.requires_grad)
-    probe = None if torch.compiler.is_compiling() else products.probe
+    probe = products.probe if train and not torch.compiler.is_compiling() else None
     if probe is not None:
         probe("x", x, x8.scale, products.formats.x)
         probe("w", weight, w8.scale, E4M3)

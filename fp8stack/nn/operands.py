@@ -349,7 +349,7 @@ class Products:
     def how(self, mode: str, train: bool, dtype: torch.dtype) -> How:
         """Return what backward needs to know."""
         state = -1 if self.g_state is None else self.g_state.handle
-        probe = None if torch.compiler.is_compiling() else self.probe
+        probe = self.probe if train and not torch.compiler.is_compiling() else None
         turned = self.weights.turned
         return How(turned, mode, self.name, self.fp8_recipe, state, train, dtype, self.fast, probe)
 

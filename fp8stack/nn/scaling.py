@@ -27,8 +27,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     has none.
     """
     state: dict[str, Tensor] = {}
-    for name, products in _delayed(model):
-        both = _histories(products)
+    for name, products, both in _delayed(model):
         state[f"{name}.casts"] = torch.tensor([history.casts for history in both.values()])
         for kind, history in both.items():
             if history.tensor is not None:
@@ -46,7 +45,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         CheckpointError: if the layers that scale so are others, or their histories of another length. Nothing is
             changed.
     """
-    layers = dict(_delayed(model))
+    layers = {name: (products, both) for name, products, both in _delayed(model)}
     given = {key.rpartition(".")[0] for key in state}
     if layers.keys() != given:
         some = sorted(layers.keys() ^ given)[0]
@@ -55,24 +54,28 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             f"the state of delayed scaling is of other layers: only {where} has {some!r}. Initialize the model as it "
             "was when the state was saved."
         )
-    for name, products in layers.items():
-        for kind, history in _histories(products).items():
+    for name, (_, histories) in layers.items():
+        for kind, history in histories.items():
             saved = state.get(f"{name}.{kind}")
             if saved is not None and saved.shape != (history.size,):
                 raise CheckpointError(
                     f"the history of {name}.{kind} has {saved.numel()} elements, and the recipe's has {history.size}: "
                     "amax_history_len is another."
                 )
-    for name, products in layers.items():
+    for name, (products, histories) in layers.items():
         casts = state[f"{name}.casts"].tolist()
         weight = products.weights.weight
-        for (kind, history), count in zip(_histories(products).items(), casts, strict=True):
-            saved = state.get(f"{name}.{kind}")
-            if saved is not None:
-                home = saved.device if weight is None else weight.device
-                history.on(home).copy_(saved)
-                history.casts = count
+        for (kind, history), count in zip(histories.items(), casts, strict=True):
+            saved = state.get(f"{name}.{kind}", torch.zeros(history.size))  # none: of no cast yet
+            history.on(saved.device if weight is None else weight.device).copy_(saved)
+            history.casts = count
         products.weights.follow(state.get(f"{name}.w"))
+
+
+def reset_scaling(model: nn.Module) -> None:
+    """Empty all histories, as of a new model: after passes whose magnitudes are not those of training."""
+    casts = {f"{name}.casts": torch.tensor([0, 0]) for name, *_ in _delayed(model)}
+    load_scaling_state(model, casts)
 
 
 def restore_scaling(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -85,19 +88,17 @@ def restore_scaling(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     try:
         load_scaling_state(model, state)
     except CheckpointError as error:
+        reset_scaling(model)
         text = f"fp8stack: delayed scaling begins with empty histories: {error}"
         warnings.warn(text, Fp8StackWarning, stacklevel=3)
 
 
-def _delayed(model: nn.Module) -> list[tuple[str, Products]]:
+def _delayed(model: nn.Module) -> list[tuple[str, Products, dict[str, DelayedState]]]:
+    """Return layers that scale so, with their histories of input and gradient."""
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, Fp8Linear) and module.products.x_state is not None:
-            found.append((name, module.products))
+        if isinstance(module, Fp8Linear):
+            x, g = module.products.x_state, module.products.g_state
+            if x is not None and g is not None:
+                found.append((name, module.products, {"x": x, "g": g}))
     return found
-
-
-def _histories(products: Products) -> dict[str, DelayedState]:
-    assert products.x_state is not None
-    assert products.g_state is not None
-    return {"x": products.x_state, "g": products.g_state}

@@ -14,6 +14,7 @@ def record(folder, losses, evaluations=None, **info):
     folder.mkdir(exist_ok=True)
     info = {"name": folder.name, "precision": "bf16", **info}
     speed, memory = info.pop("speed", 1000.0), info.pop("memory", 16.0)
+    tokens = info.pop("tokens", {})  # by step, of the lines that say so
     (folder / "run.json").write_text(json.dumps(info))
     lines = [
         {
@@ -22,6 +23,7 @@ def record(folder, losses, evaluations=None, **info):
             "dt_ms": 10.0,
             "tokens_per_second": speed,
             "memory_gib": memory,
+            **({"tokens": tokens[step]} if step in tokens else {}),
         }
         for step, loss in losses.items()
     ]
@@ -76,6 +78,26 @@ def test_curves_meet_at_tokens_where_batches_differ(tmp_path, compared):
     _, data = compared(a, c)
     assert data["axis"] == "step"
     assert "does not say its tokens_per_step" in data["notes"][0]
+
+
+def test_a_run_that_was_resumed_with_another_batch_lies_at_its_own_tokens(tmp_path, compared):
+    def of(count):
+        return 2 + 3 / (1 + count / 10_000)
+
+    even = {step: 2000 * step for step in range(1, 51)}
+    odd = {step: 1000 * step if step <= 50 else 2000 * step - 50_000 for step in range(1, 76)}
+    a = record(tmp_path / "a", {s: of(n) for s, n in even.items()}, tokens_per_step=2000)
+    options = {"tokens_per_step": 2000, "tokens": odd}  # in the end as large as a's
+    b = record(tmp_path / "b", {s: of(n) for s, n in odd.items()}, **options)
+    for pair in ((a, b), (b, a), (b, b)):
+        _, data = compared(*pair, "--window", "1")
+        assert data["axis"] == "tokens"
+        for found in data["losses"]["loss"].values():
+            assert abs(found["gap"]) < 0.3
+    for wrong in ({s: n for s, n in odd.items() if s > 50}, dict.fromkeys(odd, 2000)):
+        options["tokens"] = wrong  # of an older record in part; those of a step
+        b = record(tmp_path / "b", {s: of(n) for s, n in odd.items()}, **options)
+        assert compared(a, b)[1]["axis"] == "step"
 
 
 def test_align_interpolates_and_smooth_averages():

@@ -11,10 +11,12 @@ import pytest
 import torch
 from gpt import batching
 from gpt.batching import Split, find_largest, predict_largest, split
+from gpt.trainer import Trainer
 from helpers import need_gpus
-from workers_gpt import read, write_text
+from workers_gpt import assert_empty, configure, read, write_text
 
 from fp8stack.errors import ConfigError
+from fp8stack.nn import Fp8Linear
 
 ROOT = Path(batching.__file__).parents[2]
 REAL = """
@@ -189,6 +191,29 @@ def test_sharded_ranks_find_a_micro_batch_that_fills_their_memory(tmp_path):
     (step,) = read(run / "metrics.jsonl")
     total = torch.cuda.get_device_properties(0).total_memory / 2**30
     assert facts["micro_batch"] == 512 or step["memory_gib"] > 0.45 * total  # half of what fits
+
+
+def test_sizes_are_tried_as_in_the_step_that_needs_most_and_leave_nothing_behind(
+    tmp_path, monkeypatch
+):
+    """The first step is sampled, and so computed without fused layers, which need less."""
+    write_text(tmp_path)
+    try_step, probes = Trainer._try_step, []
+
+    def look(trainer, size):
+        try_step(trainer, size)
+        probes.append({layer.products.probe is None for layer in layers(trainer.model)})
+
+    def layers(model):
+        return [module for module in model.modules() if isinstance(module, Fp8Linear)]
+
+    monkeypatch.setattr(Trainer, "_try_step", look)
+    options = {"opt_level": "O2", "fuse": True, "fp8_recipe": "delayed", "micro_batch": "auto"}
+    trainer = Trainer(configure(tmp_path, **options))
+    assert probes == [{False}] * 3
+    assert all(layer.products.probe is None for layer in layers(trainer.model))
+    assert trainer.monitor.metrics(1) == {}
+    assert_empty(trainer.model)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")

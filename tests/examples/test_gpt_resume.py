@@ -74,7 +74,8 @@ def test_a_run_that_goes_on_as_it_was_keeps_its_micro_batch(folder):
     options = {"opt_level": "O2", "micro_batch": "auto", "run_name": "auto"}
     losses = train(folder, **options, max_batch_size=3)
     path = checkpoint(folder, options)
-    for changes, micro in (({}, 2), ({"opt_level": "O1"}, 4)):
+    cases = ({}, 2), ({"opt_level": "O1"}, 4), ({"seq_len": 8}, 4), ({"checkpointing": True}, 4)
+    for changes, micro in cases:
         again = resume(folder, path, **{**options, **changes}, max_batch_size=8)
         level = changes.get("opt_level", "O2").lower()
         facts = json.loads((folder / "again" / f"auto-fp8-{level}" / "run.json").read_text())

@@ -1,0 +1,128 @@
+"""What a run's folder had before is not lost, mixed in or taken for something else: records, curves, other files."""
+
+import io
+import sys
+import time
+import warnings
+
+import pytest
+import train_gpt
+from gpt import checkpoints, logs
+from gpt.runs import list_runs
+from gpt.trainer import Trainer
+from workers_gpt import configure, read, train, write_text
+
+from fp8stack.__main__ import main
+from fp8stack.errors import ConfigError, Fp8StackWarning
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpt")
+    write_text(folder)
+    return folder
+
+
+def test_a_file_that_convert_puts_beside_checkpoints_is_none_and_stays(folder):
+    options = {"run_name": "convert"}
+    train(folder, **options)
+    there = folder / "runs" / "convert-fp8-o2" / "checkpoints_fp8"
+    assert main(["convert", str(there / "latest"), "--to", "fp32"]) == 0
+    file = there / "step_00000004_fp32.pt"
+    content = file.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Fp8StackWarning)
+        assert "damaged" not in list_runs(configure(folder, **options))
+        train(folder, **options, resume="latest")
+        with pytest.raises(ConfigError, match="has 2 checkpoints"):
+            train(folder, **options)
+        train(folder, **options, overwrite=True)  # which saves twice
+    steps = ["step_00000002", "step_00000004", file.name]
+    assert sorted(path.name for path in there.iterdir()) == ["latest", *steps]
+    assert file.read_bytes() == content
+    checkpoints.clear(there)
+    assert [path.name for path in there.iterdir()] == [file.name]
+    train(folder, **options)  # which begins, as there are no checkpoints
+
+
+def test_an_older_run_is_there_still_when_wandb_does_not_let_the_new_one_in(folder, monkeypatch):
+    options = {"run_name": "wandb"}
+    train(folder, **options)
+    run = folder / "runs" / "wandb-fp8-o2"
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "run.json")}
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="--wandb: the module wandb is not installed"):
+        train(folder, **options, seed=5, wandb=True, overwrite=True)
+    assert {name: (run / name).read_bytes() for name in before} == before
+    found = checkpoints.list_checkpoints([run / "checkpoints_fp8"])
+    assert [checkpoint.step for checkpoint in found] == [2, 4]
+
+
+def test_a_record_is_cut_at_once_or_not_at_all(folder, monkeypatch):
+    options = {"run_name": "cut"}
+    train(folder, **options)
+    run = folder / "runs" / "cut-fp8-o2"
+    whole, path = (run / "metrics.jsonl").read_bytes(), run / "checkpoints_fp8" / "step_00000002"
+
+    def refuse(*paths):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fp8stack.checkpoint.os.replace", refuse)
+        with pytest.raises(ConfigError, match=r"cannot be written \(Input/output error\)"):
+            Trainer(configure(folder, **options, resume=str(path)))
+    assert (run / "metrics.jsonl").read_bytes() == whole
+    trainer = Trainer(configure(folder, **options, resume=str(path)))
+    kept = (run / "metrics.jsonl").read_bytes()  # now, where a kill would leave it so
+    assert kept == b"".join(whole.splitlines(keepends=True)[:2])
+    trainer.run()
+    assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+
+
+def test_tensorboard_shows_the_later_of_two_runs_that_began_in_a_folder(folder):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    options = {"run_name": "board", "tensorboard": True, "eval_freq": 1}
+    train(folder, **options)
+    time.sleep(1.1)  # files are ordered by the second of their names
+    losses = train(folder, **options, seed=5, steps=3, overwrite=True)
+    events = accumulator.EventAccumulator(str(folder / "runs" / "board-fp8-o2" / logs.BOARD))
+    events.Reload()
+    points = events.Scalars("train/loss")
+    assert [point.step for point in points] == [1, 2, 3]
+    assert [point.value for point in points] == pytest.approx(losses, rel=1e-6)
+    assert [point.step for point in events.Scalars("eval/val_loss")] == [1, 2, 3]
+
+
+def test_a_character_that_stdout_lacks_does_not_end_a_run(folder, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    flags = """--model tiny --seq-len 16 --steps 1 --warmup-steps 1 --target-effective-batch-size 3 --micro-batch 2
+        --eval-freq 0 --checkpoint-freq 0 --log-freq 1 --device cpu --no-tensorboard --run-name ascii"""
+    place = ["--data", str(folder / "text.txt"), "--out", str(folder / "runs")]
+    assert train_gpt.main([*flags.split(), *place]) == 0
+    assert b"(2 ? 1 ranks" in raw.getvalue()
+    assert b"step 1 |" in raw.getvalue()
+
+
+def test_tokens_are_counted_over_a_resume_with_another_batch(folder):
+    options = {"run_name": "tokens", "eval_freq": 2, "steps": 4}
+    train(folder, **options)
+    run = folder / "runs" / "tokens-fp8-o2"
+
+    def tokens():
+        return [(line["step"], line["tokens"]) for line in read(run / "metrics.jsonl")]
+
+    assert tokens() == [(1, 64), (2, 128), (2, 128), (3, 192), (4, 256), (4, 256)]
+    path = run / "checkpoints_fp8" / "step_00000002"
+    with pytest.warns(Fp8StackWarning, match="--target-effective-batch-size was 4, is now 8"):
+        train(folder, **options, resume=str(path), target_effective_batch_size=8)
+    assert tokens() == [(1, 64), (2, 128), (2, 128), (3, 256), (4, 384), (4, 384)]
+    old = "".join(f'{{"step": {step}, "loss": 3.0}}\n' for step in (1, 2))
+    (run / "metrics.jsonl").write_text(
+        old
+    )  # of before there was "tokens"; run.json says 128 a step
+    with pytest.warns(Fp8StackWarning, match="was 8, is now 4"):
+        trainer = Trainer(configure(folder, **options, resume="latest"))
+    assert trainer.log.counted == (4, 4 * 128, 64)
+    trainer.log.close()

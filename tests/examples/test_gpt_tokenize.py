@@ -1,0 +1,66 @@
+"""What tokenize_data.py sets aside: budgets of all parts together, and an error where nothing is left to train on."""
+
+import re
+
+import numpy as np
+import pytest
+from gpt import tokenize_data, windows
+
+DOCUMENTS = [letter * 30 for letter in "abcdefghij"]  # 32 tokens each: bytes, and a separator
+
+
+def write_documents(folder, texts):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    folder.mkdir()
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "x.parquet")
+    return ["--data", str(folder), "--encoding", "bytes"]
+
+
+@pytest.mark.parametrize("texts", [DOCUMENTS, DOCUMENTS[:2], ["a", "b" * 500]])
+def test_validation_that_leaves_nothing_to_train_on_is_refused_with_a_number_that_fits(
+    tmp_path, texts, capsys
+):
+    given = [*write_documents(tmp_path / "few", texts), "--shards", str(tmp_path / "shards")]
+    assert tokenize_data.main(given) == 2
+    error = capsys.readouterr().err
+    total = sum(map(len, texts)) + 2 * len(texts)
+    assert f"takes all {len(texts)} documents" in error
+    assert f"{total} tokens, and leaves none for training" in error
+    assert not (tmp_path / "shards").exists()
+    (number,) = re.findall(r"Give fewer, as --val-tokens (\d+)\.", error)
+    assert tokenize_data.main([*given, "--val-tokens", number]) == 0
+    _, train, held_out = windows.open_shards(tmp_path / "shards")
+    assert sum(map(len, train)) > 0
+    assert sum(map(len, held_out)) == int(number)
+
+
+def test_a_single_document_is_not_split(tmp_path, capsys):
+    given = [*write_documents(tmp_path / "one", ["a" * 99]), "--shards", str(tmp_path / "shards")]
+    assert tokenize_data.main(given) == 2
+    assert "one document cannot be for validation and for training" in capsys.readouterr().err
+    assert not (tmp_path / "shards").exists()
+
+
+def test_budgets_are_of_all_shards_together(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for index in range(3):
+        for name in ("train", "val"):
+            tokens = np.arange(index * 100, (index + 1) * 100, dtype=np.uint16)
+            tokens.tofile(source / f"{name}_{index}.bin")
+    given = ["--data", str(source), "--shards", str(tmp_path / "new")]
+    assert tokenize_data.main([*given, "--max-tokens", "150", "--val-tokens", "230"]) == 0
+    _, train, held_out = windows.open_shards(tmp_path / "new")
+    assert np.concatenate(train).tolist() == list(range(150))
+    assert np.concatenate(held_out).tolist() == list(range(230))
+
+
+def test_the_home_folder_may_be_given_as_a_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("a line\n" * 100)
+    given = ["--data", "~/book.txt", "--encoding", "bytes", "--shards", "~/shards"]
+    assert tokenize_data.main(given) == 0
+    assert (tmp_path / "shards" / "train_000000.bin").exists()
