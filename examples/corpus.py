@@ -30,8 +30,8 @@ MAX_BYTES = 32 * 2**20
 SNIFFED_BYTES = 4096  # a zero byte this early means a binary file, as git judges it
 HELD_OUT = 10  # one file in ten, or the last tenth of the text
 
-# Tests repeat what they test, installed packages differ between machines, and `encodings` is two
-# hundred tables of code points.
+# Of the standard library alone: of other text, whoever names a folder means all of it. Tests repeat what they test,
+# installed packages differ between machines, and `encodings` is two hundred tables of code points.
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test", "tests"}
 )
@@ -44,6 +44,7 @@ class Corpus:
     name: str  # what was read, for a report
     train: Tensor  # [bytes], uint8
     validation: Tensor  # [bytes], uint8
+    whole: int = 0  # bytes that the files have, where `max_bytes` let fewer be read
 
 
 def load(path: str | Path | None, seq_len: int, max_bytes: int = MAX_BYTES) -> Corpus:
@@ -52,16 +53,16 @@ def load(path: str | Path | None, seq_len: int, max_bytes: int = MAX_BYTES) -> C
     Raises FileNotFoundError if there is nothing at `path`, ValueError if there is too little text.
     """
     if path is None:
-        root, suffix = Path(sysconfig.get_paths()["stdlib"]), ".py"
+        root, suffix, skipped = Path(sysconfig.get_paths()["stdlib"]), ".py", SKIPPED_FOLDERS
         name = f"the standard library of Python {sysconfig.get_python_version()}"
     else:
-        root, suffix, name = Path(path), "", Path(path).name
+        root, suffix, skipped, name = Path(path), "", frozenset(), Path(path).name
     if not root.exists():
         raise FileNotFoundError(
             f"{root}: there is no such file or folder to train on. Give an existing text file or "
             "folder as --data, or leave it out to train on Python's standard library."
         )
-    texts = read_texts(root, suffix, max_bytes)
+    texts = read_texts(root, suffix, max_bytes, skipped)
     if not texts:
         raise ValueError(
             f"{root}: holds no text to train on; one file at least must be neither empty, nor "
@@ -74,10 +75,15 @@ def load(path: str | Path | None, seq_len: int, max_bytes: int = MAX_BYTES) -> C
             f"each must be longer than a window of {seq_len} bytes. Give more text as --data "
             f"({(HELD_OUT + 1) * (seq_len + 1)} bytes are enough) or a smaller --seq-len."
         )
-    return Corpus(name, train, validation)
+    is_full = sum(map(len, texts.values())) == max_bytes
+    return Corpus(
+        name, train, validation, whole=count_bytes(root, suffix, skipped) if is_full else 0
+    )
 
 
-def read_texts(root: Path, suffix: str, max_bytes: int) -> dict[str, bytes]:
+def read_texts(
+    root: Path, suffix: str, max_bytes: int, skipped: frozenset[str] = frozenset()
+) -> dict[str, bytes]:
     """Relative path -> content of the text files at `root`, by crc32 of the path, up to max_bytes.
 
     In the order of a hash the cap takes a fair sample of a large folder, not its first letters.
@@ -86,7 +92,7 @@ def read_texts(root: Path, suffix: str, max_bytes: int) -> dict[str, bytes]:
         folder, paths = root.parent, [root.name]
     else:
         folder = root
-        paths = sorted(find_files(root, suffix), key=lambda path: (hash_path(path), path))
+        paths = sorted(find_files(root, suffix, skipped), key=lambda path: (hash_path(path), path))
     texts: dict[str, bytes] = {}
     room = max_bytes
     for path in paths:
@@ -100,12 +106,20 @@ def read_texts(root: Path, suffix: str, max_bytes: int) -> dict[str, bytes]:
     return texts
 
 
-def find_files(root: Path, suffix: str) -> Iterator[str]:
-    """Relative paths, with forward slashes, of the files below `root` that are not hidden."""
+def count_bytes(root: Path, suffix: str, skipped: frozenset[str]) -> int:
+    """Bytes of all files at `root`, binary ones too: to open each would take as long as to read it."""
+    if root.is_file():
+        return root.stat().st_size
+    return sum((root / path).stat().st_size for path in find_files(root, suffix, skipped))
+
+
+def find_files(root: Path, suffix: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
+    """Relative paths, with forward slashes, of the files below `root` that are not hidden.
+
+    skipped: names of folders to stay out of.
+    """
     for folder, children, files in os.walk(root):
-        children[:] = [
-            child for child in children if child not in SKIPPED_FOLDERS and child[0] != "."
-        ]
+        children[:] = [child for child in children if child not in skipped and child[0] != "."]
         for file in files:
             path = Path(folder) / file
             # is_file: a broken link cannot be opened, and opening a pipe would wait for ever.

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from .data import Data
 
 AGAIN = "of text and shards, some of this epoch's come twice and others not at all"
+OTHER_SET = "validation losses are of another set of windows, and do not compare with those before"
 SCHEDULE = "from here on the learning rate is that of the new schedule"
 MEANING = {
     "data": "a position is one in its own data, so the new data is read from its beginning",
     "seq_len": f"windows are cut otherwise: {AGAIN}",
     "seed": f"windows come in another order: {AGAIN}",
     "target_effective_batch_size": "steps take another number of samples from here on; learning rates go by steps",
+    "eval_batches": OTHER_SET,
+    "eval_batch_size": OTHER_SET,
     "steps": SCHEDULE,
     "max_lr": SCHEDULE,
     "min_lr_ratio": SCHEDULE,
@@ -51,7 +54,11 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
         ConfigError: under `strict`, on all ranks.
     """
     changed = {name for name in MEANING if was.get(name, now[name]) != now[name]}
-    said = changed - {"seq_len", "seed"} if "data" in changed else changed  # nothing of it was read
+    said = set(changed)
+    if "data" in changed:  # nothing of it was read, and its validation is another anyway
+        said -= {"seq_len", "seed", "eval_batches", "eval_batch_size"}
+    if _count_windows(was) == _count_windows(now):  # the same ones, in batches of another size
+        said -= {"eval_batches", "eval_batch_size"}
     if all(x.get("warmup_steps") == default_warm_up(x.get("steps", 0)) for x in (was, now)):
         said = said - {"warmup_steps"}  # --steps says it
     if all(x.get("optimizer_bits") == x.get("bits_of_level") for x in (was, now)):
@@ -62,3 +69,8 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
         if name in said and (first or strict):
             warn(f"{as_flag(name)} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)
     return changed
+
+
+def _count_windows(course: dict[str, Any]) -> int:
+    """Return how many windows a validation takes, 0 of a checkpoint that does not say."""
+    return course.get("eval_batches", 0) * course.get("eval_batch_size", 0)

@@ -4,7 +4,7 @@
 |--------------------------------------------|-------------------------------|--------------|
 | stdlib; a text file or folder              | read at once, up to 32 MiB    | `corpus.py`  |
 | a folder of .bin files                     | tokens, mapped into memory    | `windows.py` |
-| a name, hf:NAME, a folder of .parquet      | documents, streamed           | `hub.py`     |
+| a name, hf:NAME[:CONFIG], .parquet files   | documents, streamed           | `hub.py`     |
 
 Batches are tokens and targets, int64 [size, seq_len], on the CPU. `train` yields them without end and in an order that
 depends on the seed and the position only; `validation` is a list, the same for every rank and evaluation.
@@ -12,6 +12,7 @@ depends on the seed and the position only; `validation` is a list, the same for 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -30,7 +31,7 @@ from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 from . import hub
 from .model import SIZES
 from .tokens import Encoding, encode_bytes, open_encoding
-from .windows import Batch, Windows, find_shards, open_shards, spaced_batches
+from .windows import Batch, Windows, find_shards, open_shards, reading, spaced_batches
 
 if TYPE_CHECKING:
     from .config import Config
@@ -112,8 +113,15 @@ def open_arrays(
 ) -> tuple[str, Encoding, list[np.ndarray], list[np.ndarray]]:
     """Return name, encoding, and the tokens for training and validation of a source that lies here.
 
-    max_bytes: that are read of text; shards are not limited.
+    max_bytes: that are read of text; shards are not limited. A warning says that there is more.
     """
+    with reading(config.data):
+        return _open_arrays(config, seq_len, max_bytes)
+
+
+def _open_arrays(
+    config: Config, seq_len: int, max_bytes: int
+) -> tuple[str, Encoding, list[np.ndarray], list[np.ndarray]]:
     path = Path(config.data)
     if config.text_column:
         raise ConfigError(
@@ -136,8 +144,15 @@ def open_arrays(
     encoding = open_encoding("bytes" if config.encoding == "auto" else config.encoding)
     try:
         text = corpus.load(None if config.data == "stdlib" else path, seq_len, max_bytes)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
+    if text.whole > max_bytes:
+        warnings.warn(
+            f"--data {config.data}: read {max_bytes / 2**20:.0f} MiB of {math.ceil(text.whole / 2**20)} MiB; "
+            "examples/gpt/tokenize_data.py takes all of it.",
+            Fp8StackWarning,
+            stacklevel=3,
+        )
     splits = [text.train.numpy(), text.validation.numpy()]
     if encoding.name != "bytes":
         splits = [encode_bytes(encoding, part.tobytes()) for part in splits]
@@ -168,5 +183,6 @@ def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     stream = hub.Stream(documents, encoding, seq_len, rank, world, 0 if held_out else read)
     path = Path(config.data)
     column = f" in {config.text_column}" if config.text_column else ""
-    identity = f"{path.name if path.exists() else path} (documents{column})"
+    with reading(path):
+        identity = f"{path.name if path.exists() else path} (documents{column})"
     return Data(config.data, identity, seq_len, stream, validation, encoding)

@@ -52,14 +52,17 @@ def validation_loss(
     device: torch.device,
     autocast: Autocast,
 ) -> float:
-    """Return the mean loss over all batches, the same on all ranks."""
+    """Return the mean loss over all batches' rows, the same on all ranks and, to rounding, for any size of batches."""
 
     def measure(batch: tuple[Tensor, Tensor]) -> float:
         tokens, targets = (part.to(device) for part in batch)
         with autocast():
             return float(model(tokens, targets))
 
-    return _mean(model, batches, measure, device)
+    # a last batch that is short counts for less; whole ones count 1, for the bits of a plain mean
+    size = max((len(tokens) for tokens, _ in batches), default=1)
+    weights = [len(tokens) / size for tokens, _ in batches]
+    return _mean(model, batches, weights, measure, device)
 
 
 def write_sample(
@@ -81,10 +84,12 @@ def read_questions(path: Path) -> list[Question]:
     """
     questions = []
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
+        # not splitlines: JSON's texts may hold U+2028 and others that it takes for ends of lines
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"is no UTF-8 text: {error}"
         raise ConfigError(
-            f"--hellaswag {path}: cannot be read ({error.strerror}). Give a JSONL file."
+            f"--hellaswag {path}: cannot be read ({reason}). Give a JSONL file."
         ) from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -120,7 +125,7 @@ def hellaswag_accuracy(
         scores = score_endings(model, question, encode, seq_len, device, autocast)
         return float(int(scores.argmax()) == question.label)
 
-    return _mean(model, questions, is_right, device)
+    return _mean(model, questions, [1.0] * len(questions), is_right, device)
 
 
 def score_endings(
@@ -154,9 +159,13 @@ def score_endings(
 
 @torch.no_grad()
 def _mean(
-    model: nn.Module, items: Sequence[T], measure: Callable[[T], float], device: torch.device
+    model: nn.Module,
+    items: Sequence[T],
+    weights: Sequence[float],
+    measure: Callable[[T], float],
+    device: torch.device,
 ) -> float:
-    """Return the mean of `measure` over all items; each rank takes every `world`-th."""
+    """Return the weighted mean of `measure` over all items; each rank takes every `world`-th."""
     rank, world = rank_and_world()
     training = model.training
     model.eval()
@@ -165,8 +174,8 @@ def _mean(
         mine = first + rank
         # the last one again, where there are no more
         value = measure(items[min(mine, len(items) - 1)])
-        total += value if mine < len(items) else 0.0
+        total += value * weights[mine] if mine < len(items) else 0.0
     model.train(training)
     if world > 1:
         dist.all_reduce(total)
-    return total.item() / len(items)
+    return total.item() / sum(weights)

@@ -11,6 +11,8 @@ Going back to a position reads the documents before it once more, without encodi
 
 from __future__ import annotations
 
+import os
+import re
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import numpy as np
 from fp8stack.errors import ConfigError, did_you_mean, first_line
 
 from .tokens import Encoding
-from .windows import Batch, check_state, is_held_out, to_batch
+from .windows import Batch, check_state, is_held_out, reading, to_batch
 
 Documents = Callable[[int], Generator[str, None, None]]  # those after the first n
 
@@ -73,13 +75,17 @@ def open_documents(data: str, column: str | None = None) -> tuple[Documents, Doc
         raise ConfigError(
             f'--data {data} needs the package datasets, which is not installed: pip install -e ".[train]".'
         ) from error
+    arguments = _arguments(data)
     try:
-        splits = load_dataset(**_arguments(data), streaming=True)
+        splits = load_dataset(**arguments, streaming=True)
         if "train" not in splits:
             raise ValueError(f"it has no split named train, but {', '.join(splits)}")
         row = next(iter(splits["train"]), {})
     except Exception as error:  # of the network, the Hub, files, formats: all of them end here
-        here = Path(data.removeprefix("hf:")).is_dir()
+        path, _ = _split_name(data)
+        if "config name is missing" in str(error).lower():
+            raise _no_configuration(path, error) from error
+        here = Path(path).is_dir()
         raise ConfigError(
             f"--data {data}: cannot be opened ({first_line(error) or type(error).__name__}). "
             + ("Write its files again, or give others." if here else ACCESS)
@@ -94,7 +100,7 @@ def _arguments(data: str) -> dict[str, Any]:
     if data in NAMES:
         named = NAMES[data]
         return {"path": named.path, "name": named.config, "revision": named.revision}
-    path, _, config = data.removeprefix("hf:").partition(":")
+    path, config = _split_name(data)
     for kind, pattern, options in (
         ("parquet", "*.parquet", {}),
         ("text", "*.txt", {"sample_by": "document"}),
@@ -105,11 +111,29 @@ def _arguments(data: str) -> dict[str, Any]:
         if rest:
             split = {"train": rest, **({"validation": held} if held else {})}
             return {"path": kind, "data_files": split, **options}
-    return {"path": path, "name": config or None}
+    return {"path": path, "name": config}
+
+
+def _split_name(data: str) -> tuple[str, str | None]:
+    """Return the dataset or folder that "hf:NAME:CONFIG" names, and its configuration."""
+    path, _, config = data.removeprefix("hf:").partition(":")
+    return os.path.expanduser(path), config or None
+
+
+def _no_configuration(path: str, error: Exception) -> ConfigError:
+    """Return what to say of a dataset that has several configurations, of which `datasets` lists the names."""
+    listed = re.search(r"configs: \[(.*?)\]", str(error))
+    names = re.findall(r"'([^']*)'", listed[1]) if listed else []
+    shown = f": {', '.join(names)}" if names else ""
+    return ConfigError(
+        f"--data hf:{path}: has several configurations{shown}. Choose one, as hf:NAME:CONFIG: "
+        f"--data hf:{path}:{names[0] if names else 'CONFIG'}."
+    )
 
 
 def _local_files(folder: Path, pattern: str) -> list[str]:
-    return sorted(map(str, folder.rglob(pattern))) if folder.is_dir() else []
+    with reading(folder):
+        return sorted(map(str, folder.rglob(pattern))) if folder.is_dir() else []
 
 
 def _text_column(data: str, row: dict[str, Any], wish: str | None) -> str:
@@ -169,10 +193,25 @@ class Stream:
         return to_batch(rows[:: self.seq_len], self.encoding.vocab_size)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "documents": self.read, "left": list(self.left)}
+        position = {"epoch": self.epoch, "documents": self.read, "left": list(self.left)}
+        return {**position, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_state(state, self.state_dict())
+        """Go to a position. As many documents as there stay out of training, where it says that they are more.
+
+        Raises:
+            ConfigError: for a position of another kind of source, or one with fewer documents for validation.
+        """
+        skipped = state.get("skipped", self.skipped)  # older checkpoints do not say
+        position = {name: value for name, value in state.items() if name != "skipped"}
+        check_state(position, {name: None for name in self.state_dict() if name != "skipped"})
+        if self.skipped > skipped:
+            raise ConfigError(
+                f"--data: validation would take the first {self.skipped} documents, of which the run has trained on "
+                f"all after the first {skipped}. Go on with the --eval-batches, --eval-batch-size and --seq-len that "
+                "it began with, or smaller ones."
+            )
+        self.skipped = skipped
         self.epoch, self.read, self.left = state["epoch"], state["documents"], list(state["left"])
         self._rest = None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import math
+import os
 import re
 import shlex
 import warnings
@@ -45,15 +46,18 @@ def option(
     most: float = math.inf,
     word: str = "",
     suffix: str = "",
+    path: bool = False,
 ) -> Any:
     """A field of a configuration.
 
     least, above, most: bounds of numbers; `above` is none of them.
     word: a text that is allowed beside numbers, such as "auto".
     suffix: of paths that are allowed beside choices, such as ".json".
+    path: may a text be a path? Then a ~ at its beginning is the home folder, as it is of options that are a Path:
+        YAML has no shell that would put it in, and of --out=~/x a shell does not either.
     """
     bounds = {"least": least, "above": above, "most": most}
-    facts = {"help": help, "choices": tuple(choices), "word": word, "suffix": suffix}
+    facts = {"help": help, "choices": tuple(choices), "word": word, "suffix": suffix, "path": path}
     return field(default=default, metadata={**facts, **bounds})
 
 
@@ -63,6 +67,11 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
     facts = rule.metadata
     if value is None and optional == "None":
         return None
+    if value is None:  # in YAML, a name without anything after it
+        raise ConfigError(
+            f"{given_as}: got None: the value is missing, which must be {describe(rule, kind)}. Give one, or leave the "
+            "option out."
+        )
     if facts["word"] and value == facts["word"]:
         return value
     if value is False and "off" in facts["choices"]:
@@ -72,6 +81,8 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
         fits = kind not in ("int", "float") or _is_within(facts, value)
     except (TypeError, ValueError):
         fits = False
+    if fits and (facts["path"] or facts["suffix"]):
+        value = os.path.expanduser(value)
     if facts["suffix"] and fits and value.endswith(facts["suffix"]):
         return value
     if not fits or (facts["choices"] and value not in facts["choices"]):
@@ -121,7 +132,7 @@ def _to_float(value: Any) -> float:
 
 
 def _to_str(value: Any) -> str:
-    if isinstance(value, (bool, dict, list)) or not str(value):
+    if value is None or isinstance(value, (bool, dict, list)) or not str(value):
         raise TypeError
     return str(value)
 
@@ -135,7 +146,7 @@ _CONVERTERS: dict[str, Any] = {
     "int": _to_int,
     "float": _to_float,
     "str": _to_str,
-    "Path": lambda value: Path(_to_str(value)),
+    "Path": lambda value: Path(os.path.expanduser(_to_str(value))),
     "tuple[str, ...]": _to_texts,
 }
 
@@ -188,7 +199,7 @@ def read_yaml(path: str, kind: type) -> dict[str, Any]:
             '--config needs the package PyYAML, which is not installed: pip install -e ".[train]", or give flags.'
         ) from error
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        given = yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
     except yaml.YAMLError as error:

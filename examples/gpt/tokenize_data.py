@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
@@ -78,18 +80,52 @@ def encode(documents: Iterator[str], encoding: Encoding, most: int) -> Iterator[
             return
 
 
+def first_tokens(parts: Iterable[np.ndarray], most: int) -> Iterator[np.ndarray]:
+    """Yield the first `most` tokens of arrays, which are one row in files."""
+    for part in parts:
+        if most:
+            yield part[:most]
+            most -= len(part[:most])
+
+
+def check_split(
+    options: argparse.Namespace, held_out: list[np.ndarray], train: Iterator[np.ndarray]
+) -> Iterator[np.ndarray]:
+    """Return the documents for training, all of them, if there are any.
+
+    Raises:
+        ConfigError: if those for validation are all there are: train_gpt.py takes no such shards.
+    """
+    first = next((part for part in train if len(part)), None)
+    if first is not None:
+        return itertools.chain([first], train)
+    lengths = [len(part) for part in held_out if len(part)]
+    if len(lengths) < 2:
+        raise ConfigError(
+            f"--data {options.data}: one document cannot be for validation and for training. Give more of them, or a "
+            "text file, which is split."
+        )
+    # whole documents are set aside, so that the last one has to stay beyond what is asked for
+    fitting = min(sum(lengths) // 10, sum(lengths[:-1]))
+    raise ConfigError(
+        f"--val-tokens {options.val_tokens}: takes all {len(lengths)} documents of --data {options.data}, "
+        f"{sum(lengths)} tokens, and leaves none for training. Give fewer, as --val-tokens {max(fitting, 1)}."
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--data", required=True, help="as of train_gpt.py")
+    parser.add_argument("--data", required=True, help="as of train_gpt.py, hf:NAME:CONFIG too")
     parser.add_argument("--text-column", metavar="NAME", help="of a dataset, as of train_gpt.py")
     parser.add_argument(
         "--encoding", default="auto", help="bytes, gpt2, or the path of a tokenizer.json"
     )
-    parser.add_argument("--shards", type=Path, required=True, help="folder to write")
+    parser.add_argument("--shards", required=True, help="folder to write")
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, help="(%(default)s)")
     parser.add_argument("--val-tokens", type=int, default=10_000_000, help="(%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=sys.maxsize, help="for training; all")
     options = parser.parse_args(argv)
+    options.shards = Path(os.path.expanduser(options.shards))
     try:
         train, held_out = write(options)
     except (ConfigError, OSError) as error:
@@ -108,19 +144,23 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
     column = ["--text-column", options.text_column] if options.text_column else []
     config = parse(["--data", options.data, "--encoding", options.encoding, *column])
     folder, size = options.shards, options.shard_tokens
-    if find_shards(folder):
+    with writing(folder):
+        old = find_shards(folder)
+    if old:
         raise ConfigError(f"--shards {folder}: has .bin files already. Give another folder.")
-    if hub.is_dataset(options.data):
+    if hub.is_dataset(config.data):
         encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
-        documents, separate = hub.open_documents(options.data, config.text_column)
+        documents, separate = hub.open_documents(config.data, config.text_column)
         text = separate(0) if separate else documents(0)
         held_out = list(encode(text, encoding, options.val_tokens))
         rest = documents(0 if separate else len(held_out))
         train = encode(rest, encoding, options.max_tokens)
+        if not separate:
+            train = check_split(options, held_out, train)
     else:
         _, encoding, train, held_out = open_arrays(config, seq_len=1, max_bytes=sys.maxsize)
-        train = [part[: options.max_tokens] for part in train]
-        held_out = [part[: options.val_tokens] for part in held_out]
+        train = first_tokens(train, options.max_tokens)
+        held_out = list(first_tokens(held_out, options.val_tokens))
     name = "tokenizer.json" if isinstance(encoding, TokenizerFile) else encoding.name
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -50,21 +50,43 @@ def test_one_file_is_cut_at_nine_tenths(tmp_path):
     assert (len(text.train), len(text.validation)) == (900, 100)
 
 
-def test_hidden_binary_test_and_broken_files_are_left_out(folder):
+def test_hidden_binary_and_broken_files_are_left_out(folder):
     before = corpus.load(folder, seq_len=32)
     (folder / ".secret").write_bytes(b"hidden " * 50)
     (folder / "image.png").write_bytes(b"\x89PNG\0\0" * 50)
-    (folder / "tests").mkdir()
-    (folder / "tests" / "test_it.py").write_bytes(b"test " * 50)
     (folder / "broken").symlink_to(folder / "nowhere")
     after = corpus.load(folder, seq_len=32)
     assert torch.equal(before.train, after.train)
     assert torch.equal(before.validation, after.validation)
 
 
+@pytest.mark.parametrize("name", sorted(corpus.SKIPPED_FOLDERS))
+def test_folders_that_the_standard_library_does_without_are_read_of_other_text(folder, name):
+    (folder / name).mkdir()
+    (folder / name / "more.txt").write_bytes(b"more of it " * 50)
+    text = corpus.load(folder, seq_len=32)
+    assert b"more of it" in bytes(text.train.tolist() + text.validation.tolist())
+
+
+def test_the_standard_library_is_read_without_its_tests_and_tables(folder, monkeypatch):
+    for name in corpus.SKIPPED_FOLDERS:
+        (folder / name).mkdir()
+        (folder / name / "more.py").write_bytes(b"more of it " * 50)
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
+    text = corpus.load(None, seq_len=32)
+    assert b"more of it" not in bytes(text.train.tolist() + text.validation.tolist())
+
+
 def test_large_folder_is_capped(folder):
     texts = corpus.read_texts(folder, ".py", 10_000)
     assert sum(map(len, texts.values())) == 10_000
+
+
+def test_text_that_is_capped_tells_how_much_there_is(folder):
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    assert corpus.load(folder, 32, max_bytes=10_000).whole == size
+    assert corpus.load(folder / "module_0.py", 32, max_bytes=1000).whole == 9 + len(TEXT)
+    assert corpus.load(folder, seq_len=32).whole == 0
 
 
 def test_text_that_is_not_unicode_is_welcome(tmp_path):

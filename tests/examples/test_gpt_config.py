@@ -106,6 +106,13 @@ def test_a_bad_flag_is_named_with_what_is_allowed(argv, message):
         ("run_name: [a]", "run_name: got .'a'., must be a text"),
         ("skip: {a: 1}", "skip: got {'a': 1}, must be a text, or a list of them"),
         ("steps: null", "steps: got None"),
+        (
+            "out:",
+            "x.yaml: out: got None: the value is missing, which must be a path. Give one, or leave",
+        ),
+        ("data:", "x.yaml: data: got None: the value is missing, which must be a text"),
+        ("skip:", "x.yaml: skip: got None: the value is missing"),
+        ("skip: [head, null]", "skip: got .'head', None., must be a text, or a list of them"),
         ("- a\n- b", "must be lines of"),
         ("a: [", "is not valid YAML"),
         ("opt_level: O1\nuse_fp8: false", "--no-fp8 contradicts"),
@@ -115,6 +122,27 @@ def test_a_bad_file_is_named_with_the_key(write, text, message):
     with pytest.raises(ConfigError, match=message) as error:
         parse(write(text))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("way", ["file", "flags"])
+def test_a_tilde_is_the_home_folder(write, tmp_path, monkeypatch, way):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"out": "~/runs", "data": "~/text", "resume": "~/last", "hellaswag": "~/x.jsonl"}
+    given["encoding"] = "~/own.json"
+    if way == "file":
+        write("".join(f"{name}: {value}\n" for name, value in given.items()))
+        found = parse(["--config", "~/x.yaml"])
+    else:
+        found = parse([f"--{name}={value}" for name, value in given.items()])
+    for name, value in given.items():
+        assert str(getattr(found, name)) == value.replace("~", str(tmp_path))
+    assert parse(["--run-name", "~x", "--data", "a~b"]).run_name == "~x"
+
+
+def test_the_help_of_data_names_configurations(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "hf:NAME:CONFIG" in capsys.readouterr().out
 
 
 def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_gpt
-from gpt import GPT, ModelConfig, evaluation, logs
+from gpt import GPT, ModelConfig, build, evaluation, logs
 from gpt.config import Config
 from gpt.evaluation import Question
 from gpt.guard import DivergedError, Guard
@@ -41,6 +41,19 @@ def run(folder, *arguments):
     return train_gpt.main(
         [*SMALL.split(), "--data", str(folder / "text.txt"), "--out", str(folder), *arguments]
     )
+
+
+def test_what_the_system_refuses_is_a_line(folder, capsys):
+    assert run(folder, "--out", str(folder / ("x" * 300))) == 2
+    assert "File name too long" in capsys.readouterr().err
+
+
+def test_a_process_without_a_gpu_of_its_own_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match=r"local rank 1 has no GPU.*--nproc-per-node"):
+        build.join_ranks("auto")
 
 
 def test_the_line_of_a_step_is_as_documented():
@@ -84,7 +97,7 @@ def test_a_run_leaves_its_record(folder, capsys):
     monitored = {"fp8/fwd_scale", "fp8/bwd_scale", "fp8/amax", "fp8/underflow", "fp8/overflow"}
     assert monitored <= steps[0].keys()  # a sample is logged once
     assert not monitored & steps[1].keys()
-    assert [set(r) for r in evaluations] == [{"step", "val_loss", "time"}] * 2
+    assert [set(r) for r in evaluations] == [{"step", "val_loss", "tokens", "time"}] * 2
     assert run(folder, "--run-name", "mine", "--list-checkpoints") == 0
     table = capsys.readouterr().out
     assert re.search(r"4 +\d\.\d{4} +\d\.\d{4}  FP8 O2 +0\.\d{3}  .*step_00000004 \(latest", table)
