@@ -71,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             stopped = train(config)
     except DivergedError as error:
         return fail(error, 1)
-    except (Fp8StackError, OSError) as error:
+    except Fp8StackError as error:
+        return fail(error, 2)
+    except OSError as error:
+        if error.filename is None:  # of a network, say: the traceback tells whose
+            raise
         return fail(error, 2)
     except RuntimeError as error:
         if not batching.is_out_of_memory(error):

@@ -274,7 +274,7 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if name not in OWN}
 
 
-def activations(setup: Setup) -> dict[str, Any]:
+def describe_activations(setup: Setup) -> dict[str, Any]:
     """Return what the memory of a sequence depends on beside the architecture and the level."""
     chosen = {name: value for name, value in asdict(setup.model).items() if name in ACTIVATIONS}
     return {**chosen, "fuse": setup.level.fuse}

@@ -39,7 +39,8 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
     own = {name: getattr(config, name) for name in MEANING}
     level = config.bits_of_level
     bits = {"optimizer_bits": config.optimizer_bits or level, "bits_of_level": level}
-    return {**own, **bits, "data": data.identity, "seq_len": data.seq_len}
+    windows = sum(len(tokens) for tokens, _ in data.validation)
+    return {**own, **bits, "data": data.identity, "seq_len": data.seq_len, "windows": windows}
 
 
 def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool = True) -> set[str]:
@@ -57,7 +58,7 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
     said = set(changed)
     if "data" in changed:  # nothing of it was read, and its validation is another anyway
         said -= {"seq_len", "seed", "eval_batches", "eval_batch_size"}
-    if _count_windows(was) == _count_windows(now):  # the same ones, in batches of another size
+    if was.get("windows", 0) == now["windows"]:  # the same ones, in batches of another size
         said -= {"eval_batches", "eval_batch_size"}
     if all(x.get("warmup_steps") == default_warm_up(x.get("steps", 0)) for x in (was, now)):
         said = said - {"warmup_steps"}  # --steps says it
@@ -69,8 +70,3 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
         if name in said and (first or strict):
             warn(f"{as_flag(name)} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)
     return changed
-
-
-def _count_windows(course: dict[str, Any]) -> int:
-    """Return how many windows a validation takes, 0 of a checkpoint that does not say."""
-    return course.get("eval_batches", 0) * course.get("eval_batch_size", 0)

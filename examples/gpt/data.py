@@ -148,8 +148,8 @@ def _open_arrays(
         raise ConfigError(str(error)) from error
     if text.whole > max_bytes:
         warnings.warn(
-            f"--data {config.data}: read {max_bytes / 2**20:.0f} MiB of {math.ceil(text.whole / 2**20)} MiB; "
-            "examples/gpt/tokenize_data.py takes all of it.",
+            f"--data {config.data}: read {max_bytes / 2**20:.0f} MiB of text, of {math.ceil(text.whole / 2**20)} "
+            "MiB of files; examples/gpt/tokenize_data.py takes all text.",
             Fp8StackWarning,
             stacklevel=3,
         )

@@ -64,7 +64,7 @@ def open_documents(data: str, column: str | None = None) -> tuple[Documents, Doc
         ConfigError: if no dataset is named, `datasets` is missing, the dataset cannot be opened, or has no column of
             text.
     """
-    named = data.removeprefix("hf:").partition(":")[0].split("/")
+    named = _split_name(data)[0].split("/")
     if data.startswith("hf:") and not set(named) - {"", ".", ".."}:  # folders, to `datasets`
         raise ConfigError(
             f"--data {data}: names no dataset. Give hf:NAME of one on huggingface.co, or the path of a folder."

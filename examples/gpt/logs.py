@@ -4,9 +4,9 @@
 
 `metrics.jsonl` has one JSON object a line: those of training with "step", "loss", "lr", "norm", "dt_ms",
 "tokens_per_second", "memory_gib", "epoch", "tokens" and "time", those of evaluation with "step", "val_loss", "tokens"
-and "time". "tokens" are those of all steps so far, of which some may have had another batch before a resume. The same
-numbers go to TensorBoard and W&B, and with them what FP8 does to tensors ("fp8/fwd_scale", "fp8/bwd_scale", "fp8/amax",
-"fp8/underflow", "fp8/overflow") and to the wire ("comm/bytes").
+and "time". "tokens" are those of all steps so far, of which some may have had another batch before a resume. All
+but the last two go to TensorBoard and W&B, and with them what FP8 does to tensors ("fp8/fwd_scale", "fp8/bwd_scale",
+"fp8/amax", "fp8/underflow", "fp8/overflow") and to the wire ("comm/bytes").
 
 The first rank logs, the others have a `RunLog` that does nothing. A run that is resumed goes on in the same files; what
 they say of later steps is cut off first. Numbers that are not finite are null in JSON.
@@ -86,34 +86,41 @@ class RunLog:
         active: bool = True,
     ) -> None:
         self.active, self.precision = active, facts["precision"]
+        self.folder, self.facts = folder, facts
+        self.steps, self.tensorboard = (first_step, last_step), tensorboard
         self.file = self.board = self.wandb = self.bar = None
-        if not active:
+        if active:
+            with self._creating():
+                folder.mkdir(parents=True, exist_ok=True)
+                self.before = _read_facts(folder) if first_step else {}
+                known = self.before.get("wandb")
+                if use_wandb:
+                    self.wandb = _open_wandb(folder, facts, known)
+                    known = self.wandb.id
+                self.facts = {**facts, "wandb": known}
+
+    def begin(self) -> None:
+        """Open the files, and take from them what is not before this run's first step."""
+        first, last = self.steps
+        if not self.active:
             return
-        self.folder = folder
+        with self._creating():
+            kept = _cut(self.folder / METRICS, first) if first else {}
+            self.counted = _count(kept, self.before, self.facts, first)
+            self.board = _open_board(self.folder, first) if self.tensorboard else None
+            (self.folder / RUN).write_text(json.dumps(_finite(self.facts), indent=1) + "\n")
+            self.file = open(self.folder / METRICS, "a" if first else "w")  # noqa: SIM115
+        hidden, name = not sys.stderr.isatty(), self.facts["name"]
+        self.bar = tqdm(total=last, initial=first, unit="step", desc=name, disable=hidden)
+
+    @contextmanager
+    def _creating(self) -> Iterator[None]:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            before = _read_facts(folder) if first_step else {}
-            known = before.get("wandb")
-            if use_wandb:
-                self.wandb = _open_wandb(folder, facts, known)
-                known = self.wandb.id
-            facts = {**facts, "wandb": known}
-            self.board = _open_board(folder, first_step) if tensorboard else None
-            last = _cut(folder / METRICS, first_step) if first_step else {}
-            self.counted = _count(last, before, facts, first_step)
-            (folder / RUN).write_text(json.dumps(_finite(facts), indent=1) + "\n")
-            self.file = open(folder / METRICS, "a" if first_step else "w")  # noqa: SIM115
+            yield
         except OSError as error:
             raise ConfigError(
-                f"{folder} cannot be written ({error.strerror}). Give another folder as --out."
+                f"{self.folder} cannot be written ({error.strerror}). Give another folder as --out."
             ) from None
-        self.bar = tqdm(
-            total=last_step,
-            initial=first_step,
-            unit="step",
-            desc=facts["name"],
-            disable=not sys.stderr.isatty(),
-        )
 
     def train(self, numbers: dict[str, Any], more: Mapping[str, float], show: bool = True) -> None:
         """Log a step; `more` has other numbers of it: "fp8/amax" of the model, "fp8/LAYER/x_amax" of a layer.

@@ -80,7 +80,7 @@ def encode(documents: Iterator[str], encoding: Encoding, most: int) -> Iterator[
             return
 
 
-def first_tokens(parts: Iterable[np.ndarray], most: int) -> Iterator[np.ndarray]:
+def take_first(parts: Iterable[np.ndarray], most: int) -> Iterator[np.ndarray]:
     """Yield the first `most` tokens of arrays, which are one row in files."""
     for part in parts:
         if most:
@@ -159,8 +159,8 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
             train = check_split(options, held_out, train)
     else:
         _, encoding, train, held_out = open_arrays(config, seq_len=1, max_bytes=sys.maxsize)
-        train = first_tokens(train, options.max_tokens)
-        held_out = list(first_tokens(held_out, options.val_tokens))
+        train = take_first(train, options.max_tokens)
+        held_out = list(take_first(held_out, options.val_tokens))
     name = "tokenizer.json" if isinstance(encoding, TokenizerFile) else encoding.name
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -105,8 +105,7 @@ class Trainer:
         self.guard = Guard(config, self.precision)
         self.monitor = watch(config, self.model, self.optimizer)
         self.signals, self.stopped = Signals(), 0
-        self.log = self._open_log()  # first: W&B may not let us in
-        runs.remove_older(config, self.precision)
+        self.log = self._open_log()
         if resumed is not None:
             precision = resumed.manifest["precision"]
             self.log.say(f"resumed from {resumed.path} ({precision}), step {self.step}")
@@ -243,6 +242,8 @@ class Trainer:
         self.val_losses.append((self.step, loss))
         sample = ""
         readable = ranks.least(self.data.readable)  # of shards, a node may lack the tokenizer
+        if self.data.readable and not readable and self.rank == 0 and len(self.val_losses) == 1:
+            self.log.say("there will be no samples of text: another rank lacks the tokenizer")
         if readable and math.isfinite(loss):
             sample = evaluation.write_sample(self.model, self.data, self.config.seed, *where)
         self.log.evaluation(self.step, numbers, sample)
@@ -362,6 +363,8 @@ class Trainer:
         config, first = self.config, self.rank == 0
         places = config.tensorboard, config.wandb
         log = RunLog(self.folder, facts, self.step, config.steps, *places, active=first)
+        runs.remove_older(config, self.precision)  # not before W&B has let us in
+        log.begin()
         target = config.target_effective_batch_size
         if self.split.effective != target:
             log.say(
@@ -380,7 +383,7 @@ class Trainer:
             "compute_dtype": self.config.compute_dtype,
             "model": self.config.model,
             "architecture": build.architecture(self.setup.model),
-            "activations": build.activations(self.setup),
+            "activations": build.describe_activations(self.setup),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "parallel": self.setup.parallel,
             "sharded": self.setup.sharded,

@@ -7,6 +7,7 @@ small and moments young, and at the end steps are meant to be small.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -82,4 +83,6 @@ def sampling(config: Config, model: GPT) -> Iterator[None]:
         yield
     finally:
         if sampled:
-            sampled.monitor.remove()
+            with warnings.catch_warnings():  # of passes that failed there is nothing to see
+                warnings.simplefilter("ignore")
+                sampled.monitor.remove()

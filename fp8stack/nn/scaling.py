@@ -73,7 +73,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def reset_scaling(model: nn.Module) -> None:
-    """Empty all histories, as of a new model: after passes whose magnitudes are not those of training."""
+    """Empty the histories of native layers, as of a new model: after passes that are not training's."""
     casts = {f"{name}.casts": torch.tensor([0, 0]) for name, *_ in _delayed(model)}
     load_scaling_state(model, casts)
 

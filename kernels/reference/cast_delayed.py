@@ -1,11 +1,11 @@
-"""A matrix in FP8 with a scale known before it is read: "delayed scaling", from the amax of the last steps.
+"""A matrix in FP8 with a scale known before it is read: "delayed scaling", from the amax of the last casts.
 
 The state of one operand is float32 [3 + history]:
 
     state[0]   scale of the next cast           value = code × scale
     state[1]   scale of the last cast           recomputation under activation checkpointing repeats it
     state[2]   where the next amax goes; the bits of an integer
-    state[3:]  amax of the last steps, 0 where there was none
+    state[3:]  amax of the last casts, 0 where there was none
 
 That of a weight, which is read before it is scaled (`recast`), has no history, and of the rest only state[0].
 

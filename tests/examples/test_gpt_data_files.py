@@ -72,7 +72,9 @@ def test_a_text_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
 def test_text_that_is_not_read_as_a_whole_is_said_once(tmp_path):
     book = tmp_path / "book.txt"
     book.write_bytes(b"a line\n" * (5 * 2**20))
-    with pytest.warns(Fp8StackWarning, match=r"book.txt: read 32 MiB of 35 MiB; .*all") as told:
+    with pytest.warns(
+        Fp8StackWarning, match=r"book.txt: read 32 MiB of text, of 35 MiB of files; .*all"
+    ) as told:
         open_data(Config(data=str(book), seq_len=SEQ))
     assert len(told) == 1
 

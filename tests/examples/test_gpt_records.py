@@ -13,7 +13,7 @@ from gpt.trainer import Trainer
 from workers_gpt import configure, read, train, write_text
 
 from fp8stack.__main__ import main
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,23 @@ def test_an_older_run_is_there_still_when_wandb_does_not_let_the_new_one_in(fold
     assert {name: (run / name).read_bytes() for name in before} == before
     found = checkpoints.list_checkpoints([run / "checkpoints_fp8"])
     assert [checkpoint.step for checkpoint in found] == [2, 4]
+
+
+def test_an_older_run_s_record_is_there_still_where_its_checkpoints_cannot_be_removed(
+    folder, monkeypatch
+):
+    options = {"run_name": "stuck"}
+    train(folder, **options)
+    run = folder / "runs" / "stuck-fp8-o2"
+    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "run.json")}
+
+    def refuse(path):
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr("gpt.runs.clear", refuse)
+    with pytest.raises(CheckpointError, match=r"cannot be emptied \(Permission denied\)"):
+        Trainer(configure(folder, **options, seed=5, overwrite=True))
+    assert {name: (run / name).read_bytes() for name in before} == before
 
 
 def test_a_record_is_cut_at_once_or_not_at_all(folder, monkeypatch):

@@ -87,7 +87,7 @@ def test_import_time_is_within_a_fifth_of_torch_s(monkeypatch):
     python("import fp8stack")
     measure = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
     best = {"torch": 1e9, "fp8stack": 1e9}
-    for _ in range(5):
+    for _ in range(10):
         for name in best:
             best[name] = min(best[name], float(python(measure.format(name)).stdout))
         if best["fp8stack"] <= 1.2 * best["torch"]:
