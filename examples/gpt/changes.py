@@ -58,7 +58,7 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
     said = set(changed)
     if "data" in changed:  # nothing of it was read, and its validation is another anyway
         said -= {"seq_len", "seed", "eval_batches", "eval_batch_size"}
-    if was.get("windows", 0) == now["windows"]:  # the same ones, in batches of another size
+    if was.get("windows", 0) == now.get("windows"):  # the same ones, in batches of another size
         said -= {"eval_batches", "eval_batch_size"}
     if all(x.get("warmup_steps") == default_warm_up(x.get("steps", 0)) for x in (was, now)):
         said = said - {"warmup_steps"}  # --steps says it
