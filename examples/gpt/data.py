@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,12 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
+from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean, reason_of
 
 from . import hub
 from .model import SIZES
 from .tokens import Encoding, encode_bytes, open_encoding
-from .windows import Batch, Windows, find_shards, open_shards, reading, spaced_batches
+from .windows import Batch, Windows, find_shards, open_shards, spaced_batches
 
 if TYPE_CHECKING:
     from .config import Config
@@ -86,6 +86,20 @@ class Data:
         return self.encoding.decode(tokens.tolist() if isinstance(tokens, Tensor) else list(tokens))
 
 
+@contextmanager
+def reading(data: str) -> Iterator[None]:
+    """Raise ConfigError where what `--data` names, or a file of it, cannot be read.
+
+    Path.exists and Path.is_dir raise too: below a folder that may not be entered, for a name that is too long.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--data {error.filename or data}: cannot be read: {reason_of(error)}"
+        ) from error
+
+
 def open_data(config: Config, rank: int = 0, world: int = 1) -> Data:
     """Open what `config.data` names, for one of `world` ranks.
 
@@ -93,16 +107,11 @@ def open_data(config: Config, rank: int = 0, world: int = 1) -> Data:
         ConfigError: if it does not exist, cannot be read, or is too little.
     """
     seq_len = config.seq_len or SIZES[config.model].seq_len
-    if hub.is_dataset(config.data):
-        data = _open_stream(config, seq_len, rank, world)
-    else:
-        name, encoding, train, held_out = open_arrays(config, seq_len)
-        vocab = encoding.vocab_size
-        windows = Windows(train, seq_len, config.seed, rank, world, vocab)
-        count, size = config.eval_batches, config.eval_batch_size
-        validation = spaced_batches(held_out, seq_len, count, size, vocab)
-        tokens = sum(map(len, (*train, *held_out)))
-        data = Data(name, f"{name} ({tokens} tokens)", seq_len, windows, validation, encoding)
+    with reading(config.data):
+        if hub.is_dataset(config.data):
+            data = _open_stream(config, seq_len, rank, world)
+        else:
+            data = _open_windows(config, seq_len, rank, world)
     if rank == 0 and data.encoding.note:
         print(f"data: {data.encoding.note}", flush=True)
     return data
@@ -115,13 +124,6 @@ def open_arrays(
 
     max_bytes: that are read of text; shards are not limited. A warning says that there is more.
     """
-    with reading(config.data):
-        return _open_arrays(config, seq_len, max_bytes)
-
-
-def _open_arrays(
-    config: Config, seq_len: int, max_bytes: int
-) -> tuple[str, Encoding, list[np.ndarray], list[np.ndarray]]:
     path = Path(config.data)
     if config.text_column:
         raise ConfigError(
@@ -167,6 +169,16 @@ def _nearest(path: Path) -> str:
     return did_you_mean(str(path), known)
 
 
+def _open_windows(config: Config, seq_len: int, rank: int, world: int) -> Data:
+    name, encoding, train, held_out = open_arrays(config, seq_len)
+    vocab = encoding.vocab_size
+    windows = Windows(train, seq_len, config.seed, rank, world, vocab)
+    count, size = config.eval_batches, config.eval_batch_size
+    validation = spaced_batches(held_out, seq_len, count, size, vocab)
+    tokens = sum(map(len, (*train, *held_out)))
+    return Data(name, f"{name} ({tokens} tokens)", seq_len, windows, validation, encoding)
+
+
 def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
     documents, held_out = hub.open_documents(config.data, config.text_column)
@@ -183,6 +195,5 @@ def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     stream = hub.Stream(documents, encoding, seq_len, rank, world, 0 if held_out else read)
     path = Path(config.data)
     column = f" in {config.text_column}" if config.text_column else ""
-    with reading(path):
-        identity = f"{path.name if path.exists() else path} (documents{column})"
+    identity = f"{path.name if path.exists() else path} (documents{column})"
     return Data(config.data, identity, seq_len, stream, validation, encoding)

@@ -24,7 +24,7 @@ import numpy as np
 from fp8stack.errors import ConfigError, did_you_mean, first_line
 
 from .tokens import Encoding
-from .windows import Batch, check_state, is_held_out, reading, to_batch
+from .windows import Batch, check_state, is_held_out, to_batch
 
 Documents = Callable[[int], Generator[str, None, None]]  # those after the first n
 
@@ -132,8 +132,7 @@ def _no_configuration(path: str, error: Exception) -> ConfigError:
 
 
 def _local_files(folder: Path, pattern: str) -> list[str]:
-    with reading(folder):
-        return sorted(map(str, folder.rglob(pattern))) if folder.is_dir() else []
+    return sorted(map(str, folder.rglob(pattern))) if folder.is_dir() else []
 
 
 def _text_column(data: str, row: dict[str, Any], wish: str | None) -> str:
@@ -193,8 +192,10 @@ class Stream:
         return to_batch(rows[:: self.seq_len], self.encoding.vocab_size)
 
     def state_dict(self) -> dict[str, Any]:
-        position = {"epoch": self.epoch, "documents": self.read, "left": list(self.left)}
-        return {**position, "skipped": self.skipped}
+        return {**self._position(), "skipped": self.skipped}
+
+    def _position(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "documents": self.read, "left": list(self.left)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position. As many documents as there stay out of training, where it says that they are more.
@@ -202,9 +203,9 @@ class Stream:
         Raises:
             ConfigError: for a position of another kind of source, or one with fewer documents for validation.
         """
-        skipped = state.get("skipped", self.skipped)  # older checkpoints do not say
-        position = {name: value for name, value in state.items() if name != "skipped"}
-        check_state(position, {name: None for name in self.state_dict() if name != "skipped"})
+        position = dict(state)
+        skipped = position.pop("skipped", self.skipped)  # older checkpoints do not say
+        check_state(position, self._position())
         if self.skipped > skipped:
             raise ConfigError(
                 f"--data: validation would take the first {self.skipped} documents, of which the run has trained on "

@@ -37,6 +37,11 @@ from fp8stack.checkpoint import replacing
 from fp8stack.errors import ConfigError, Fp8StackWarning, first_line
 
 METRICS, RUN, BOARD = "metrics.jsonl", "run.json", "tensorboard"
+# what to do where a run's files cannot be written: when it begins, and later
+ELSEWHERE = "Give another folder as --out."
+CONTINUE = (
+    "Make room, and continue with --resume latest; with another --out, give the checkpoint's path."
+)
 GIB = 2**30
 
 
@@ -90,7 +95,7 @@ class RunLog:
         self.steps, self.tensorboard = (first_step, last_step), tensorboard
         self.file = self.board = self.wandb = self.bar = None
         if active:
-            with self._creating():
+            with naming(folder, ELSEWHERE):
                 folder.mkdir(parents=True, exist_ok=True)
                 self.before = _read_facts(folder) if first_step else {}
                 known = self.before.get("wandb")
@@ -104,7 +109,7 @@ class RunLog:
         first, last = self.steps
         if not self.active:
             return
-        with self._creating():
+        with naming(self.folder, ELSEWHERE):
             kept = _cut(self.folder / METRICS, first) if first else {}
             self.counted = _count(kept, self.before, self.facts, first)
             self.board = _open_board(self.folder, first) if self.tensorboard else None
@@ -112,15 +117,6 @@ class RunLog:
             self.file = open(self.folder / METRICS, "a" if first else "w")  # noqa: SIM115
         hidden, name = not sys.stderr.isatty(), self.facts["name"]
         self.bar = tqdm(total=last, initial=first, unit="step", desc=name, disable=hidden)
-
-    @contextmanager
-    def _creating(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"{self.folder} cannot be written ({error.strerror}). Give another folder as --out."
-            ) from None
 
     def train(self, numbers: dict[str, Any], more: Mapping[str, float], show: bool = True) -> None:
         """Log a step; `more` has other numbers of it: "fp8/amax" of the model, "fp8/LAYER/x_amax" of a layer.
@@ -185,14 +181,13 @@ class RunLog:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path, remedy: str = CONTINUE) -> Iterator[None]:
     """Raise ConfigError, with the path and a remedy, for what the system says of a full disk and the like."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror or first_line(error)}). Make room, and continue with --resume "
-            "latest; with another --out, give the checkpoint's path."
+            f"{path} cannot be written ({error.strerror or first_line(error)}). {remedy}"
         ) from None
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from fp8stack.errors import ConfigError, first_line
 from gpt import hub
 from gpt.config import parse
-from gpt.data import open_arrays
+from gpt.data import open_arrays, reading
 from gpt.tokens import Encoding, TokenizerFile, open_encoding
 from gpt.windows import find_shards
 
@@ -71,21 +71,19 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def encode(documents: Iterator[str], encoding: Encoding, most: int) -> Iterator[np.ndarray]:
-    """Yield the tokens of each document and a separator, until there are `most`."""
-    for text in documents:
-        tokens = np.array([*encoding.encode(text), *encoding.separator], encoding.dtype)[:most]
-        most -= len(tokens)
-        yield tokens
-        if not most:
-            return
+    """Return the tokens of each document and a separator, until there are `most`."""
+    dtype, end = encoding.dtype, encoding.separator
+    return take_first((np.array([*encoding.encode(t), *end], dtype) for t in documents), most)
 
 
 def take_first(parts: Iterable[np.ndarray], most: int) -> Iterator[np.ndarray]:
-    """Yield the first `most` tokens of arrays, which are one row in files."""
+    """Yield the first `most` tokens of arrays that follow each other."""
     for part in parts:
-        if most:
-            yield part[:most]
-            most -= len(part[:most])
+        first = part[:most]
+        most -= len(first)
+        yield first
+        if not most:
+            return
 
 
 def check_split(
@@ -148,19 +146,20 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
         old = find_shards(folder)
     if old:
         raise ConfigError(f"--shards {folder}: has .bin files already. Give another folder.")
-    if hub.is_dataset(config.data):
-        encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
-        documents, separate = hub.open_documents(config.data, config.text_column)
-        text = separate(0) if separate else documents(0)
-        held_out = list(encode(text, encoding, options.val_tokens))
-        rest = documents(0 if separate else len(held_out))
-        train = encode(rest, encoding, options.max_tokens)
-        if not separate:
-            train = check_split(options, held_out, train)
-    else:
-        _, encoding, train, held_out = open_arrays(config, seq_len=1, max_bytes=sys.maxsize)
-        train = take_first(train, options.max_tokens)
-        held_out = list(take_first(held_out, options.val_tokens))
+    with reading(config.data):
+        if hub.is_dataset(config.data):
+            encoding = open_encoding("gpt2" if config.encoding == "auto" else config.encoding)
+            documents, separate = hub.open_documents(config.data, config.text_column)
+            text = separate(0) if separate else documents(0)
+            held_out = list(encode(text, encoding, options.val_tokens))
+            rest = documents(0 if separate else len(held_out))
+            train = encode(rest, encoding, options.max_tokens)
+            if not separate:
+                train = check_split(options, held_out, train)
+        else:
+            _, encoding, train, held_out = open_arrays(config, seq_len=1, max_bytes=sys.maxsize)
+            train = take_first(train, options.max_tokens)
+            held_out = list(take_first(held_out, options.val_tokens))
     name = "tokenizer.json" if isinstance(encoding, TokenizerFile) else encoding.name
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

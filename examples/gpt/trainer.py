@@ -23,6 +23,7 @@ import math
 import signal
 import time
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ class Trainer:
         self.monitor = watch(config, self.model, self.optimizer)
         self.signals, self.stopped = Signals(), 0
         self.log = self._open_log()
+        runs.remove_older(config, self.precision)  # not before W&B has let us in
+        self.log.begin()
         if resumed is not None:
             precision = resumed.manifest["precision"]
             self.log.say(f"resumed from {resumed.path} ({precision}), step {self.step}")
@@ -241,15 +244,20 @@ class Trainer:
             )
         self.val_losses.append((self.step, loss))
         sample = ""
-        readable = ranks.least(self.data.readable)  # of shards, a node may lack the tokenizer
-        if self.data.readable and not readable and self.rank == 0 and len(self.val_losses) == 1:
-            self.log.say("there will be no samples of text: another rank lacks the tokenizer")
-        if readable and math.isfinite(loss):
+        if self._readable and math.isfinite(loss):
             sample = evaluation.write_sample(self.model, self.data, self.config.seed, *where)
         self.log.evaluation(self.step, numbers, sample)
         for line in self.monitor.advice() if self.monitor else ():
             self.log.say(f"advice: {line}")
         return loss
+
+    @cached_property
+    def _readable(self) -> bool:
+        """Can all ranks turn tokens to text? Of shards, a node may lack the tokenizer; a sample takes all ranks."""
+        everywhere = bool(ranks.least(self.data.readable))
+        if self.data.readable and not everywhere:
+            self.log.say("there will be no samples of text: another rank lacks the tokenizer")
+        return everywhere
 
     def save(self, evaluate: bool = True) -> Path:
         """Write a checkpoint of this step, with its validation loss where one may be taken; return its folder."""
@@ -363,8 +371,6 @@ class Trainer:
         config, first = self.config, self.rank == 0
         places = config.tensorboard, config.wandb
         log = RunLog(self.folder, facts, self.step, config.steps, *places, active=first)
-        runs.remove_older(config, self.precision)  # not before W&B has let us in
-        log.begin()
         target = config.target_effective_batch_size
         if self.split.effective != target:
             log.say(

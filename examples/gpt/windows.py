@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fp8stack.errors import ConfigError, reason_of
+from fp8stack.errors import ConfigError
 
 from .tokens import ENCODINGS, Encoding, open_encoding
 
@@ -117,21 +115,7 @@ def to_batch(rows: np.ndarray, vocab: int) -> Batch:  # [B, T + 1]
     return windows[:, :-1], windows[:, 1:]
 
 
-# --- files
-
-
-@contextmanager
-def reading(path: Path | str) -> Iterator[None]:
-    """Raise ConfigError where what `--data` names, or a file of it, cannot be read.
-
-    Path.exists and Path.is_dir raise too: below a folder that may not be entered, for a name that is too long.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"--data {error.filename or path}: cannot be read: {reason_of(error)}"
-        ) from error
+# --- shards
 
 
 def is_held_out(path: Path) -> bool:
@@ -147,14 +131,11 @@ def open_shards(folder: Path) -> tuple[Encoding, list[np.ndarray], list[np.ndarr
     """Return the encoding, the arrays for training and those for validation.
 
     Raises:
-        ConfigError: for a folder without one of the two, a damaged file or one that cannot be read, or an unknown
-            encoding.
+        ConfigError: for a folder without one of the two, a damaged file, or an unknown encoding.
     """
     meta = folder / "meta.json"
-    with reading(meta):
-        content = meta.read_bytes() if meta.exists() else b'{"encoding": "gpt2"}'
     try:
-        name = json.loads(content)["encoding"]
+        name = json.loads(meta.read_bytes())["encoding"] if meta.exists() else "gpt2"
         known = name in ENCODINGS or name.endswith(".json")
     except (ValueError, KeyError, TypeError, AttributeError):
         known = False
@@ -176,13 +157,12 @@ def open_shards(folder: Path) -> tuple[Encoding, list[np.ndarray], list[np.ndarr
 
 
 def _map(path: Path, dtype: type[np.unsignedinteger]) -> np.ndarray:
-    with reading(path), open(path, "rb") as file:
+    with open(path, "rb") as file:
         start = file.read(8)
-        size = path.stat().st_size
+    size = path.stat().st_size
     skip = HEADER_BYTES if start[:4] == MAGIC.to_bytes(4, "little") else 0
     if size <= skip or (size - skip) % np.dtype(dtype).itemsize:
         raise ConfigError(
             f"{path}: {size} bytes are no {np.dtype(dtype).name} tokens; it is empty or truncated. Write it again."
         )
-    with reading(path):
-        return np.memmap(path, dtype=dtype, mode="r", offset=skip)
+    return np.memmap(path, dtype=dtype, mode="r", offset=skip)

@@ -7,6 +7,7 @@ import sys
 import tokenize
 import zipfile
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -79,20 +80,16 @@ def test_importing_is_cheap_and_touches_no_gpu():
 
 @pytest.mark.slow
 def test_import_time_is_within_a_fifth_of_torch_s(monkeypatch):
-    """The best of several runs each, of the processor's time, which a busy machine hardly changes.
+    """Both in one process, in the processor's time: how fast the machine is just then counts for both alike.
 
     With bytecode, as it is from the second import on; machines for tests may be told to write none.
     """
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     python("import fp8stack")
-    measure = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
-    best = {"torch": 1e9, "fp8stack": 1e9}
-    for _ in range(10):
-        for name in best:
-            best[name] = min(best[name], float(python(measure.format(name)).stdout))
-        if best["fp8stack"] <= 1.2 * best["torch"]:
-            break
-    assert best["fp8stack"] <= 1.2 * best["torch"], best
+    now = "time.process_time()"
+    measure = f"import time; a = {now}; import torch; b = {now}; import fp8stack; c = {now}"
+    ratios = [float(python(f"{measure}; print((c - a) / (b - a))").stdout) for _ in range(3)]
+    assert median(ratios) <= 1.2, ratios
 
 
 def lines_of_code(text):
