@@ -116,7 +116,9 @@ def attention_function(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
                 f'attention="flash" takes bfloat16 or float16, got {value.dtype}. Train under autocast '
                 '(--compute-dtype bfloat16), or use attention="sdpa".'
             )
-        return flash_attn_func(query.to(value.dtype), key.to(value.dtype), value, causal=True)
+        one_order = torch.are_deterministic_algorithms_enabled()  # of the sums in backward
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        return flash_attn_func(query, key, value, causal=True, deterministic=one_order)
 
     return attend_flash
 

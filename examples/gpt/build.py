@@ -277,7 +277,8 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
 def describe_activations(setup: Setup) -> dict[str, Any]:
     """Return what the memory of a sequence depends on beside the architecture and the level."""
     chosen = {name: value for name, value in asdict(setup.model).items() if name in ACTIVATIONS}
-    return {**chosen, "fuse": setup.level.fuse}
+    one_order = torch.are_deterministic_algorithms_enabled()  # flash keeps sums apart for it
+    return {**chosen, "fuse": setup.level.fuse, **({"deterministic": True} if one_order else {})}
 
 
 def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:

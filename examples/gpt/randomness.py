@@ -1,11 +1,15 @@
-"""The random number generators of a rank, as a checkpoint keeps them: torch's, the device's, and Python's."""
+"""What makes runs differ: random numbers, whose generators a checkpoint keeps (torch's, the device's and Python's), and
+kernels of a GPU that add up in whatever order their blocks come to it.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
 import torch
+import torch.utils.deterministic
 
 
 def seed(value: int) -> None:
@@ -27,3 +31,18 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def make_deterministic() -> None:
+    """Have this process add up in one order, from here on: before anything is computed on a GPU.
+
+    Of attention there is the flash kernel then, and the plain formula where that cannot be (float32, older GPUs): the
+    others have no backward of one order. PyTorch raises RuntimeError for an operation that has none.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # it finds bugs, and writes all memory twice
+    )
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)

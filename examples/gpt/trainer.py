@@ -64,6 +64,8 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        if config.deterministic:
+            randomness.make_deterministic()
         self.device = build.join_ranks(config.device)
         self.rank, self.world = ranks.rank_and_world()
         self.precision = runs.choose_precision(config, self.device)

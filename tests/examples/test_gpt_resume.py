@@ -97,6 +97,60 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
     assert losses[-1] < losses[0]
 
 
+@pytest.fixture
+def order_restored():
+    """PyTorch's algorithms are those of before once a test is done."""
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.mark.usefixtures("order_restored")
+def test_a_deterministic_run_adds_up_in_one_order(folder, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    options = {"micro_batch": "auto", "max_batch_size": 3, "run_name": "ordered"}
+    assert not torch.are_deterministic_algorithms_enabled()
+    first = Trainer(configure(folder, **options, deterministic=True))
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    losses = first.run()
+    path = checkpoint(folder, options)
+    more = {"deterministic": True, "resume": str(path), "out": folder / "again"}
+    again = Trainer(configure(folder, **options, **more))
+    assert again.split == first.split
+    assert again.run() == losses
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("order_restored")
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"opt_level": "off"},
+        {"opt_level": "off", "compute_dtype": "float32"},  # which flash attention does not take
+        {"opt_level": "O2"},
+        {"opt_level": "O2", "fp8_recipe": "delayed", "fuse": True, "model": "demo"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_long_windows_resume_with_the_same_bits_on_a_gpu_in_one_order(tmp_path, precision):
+    """Where attention's backward adds up several blocks of keys; with a sample of text, which is drawn on the GPU."""
+    text = write_text(tmp_path)
+    text.write_text(40 * text.read_text())
+    options = {
+        "model": "gpt2", "seq_len": 1024, "device": "cuda", "deterministic": True, "run_name": "ordered",
+        "target_effective_batch_size": 8, "micro_batch": 8, "steps": 8, "checkpoint_freq": 4, "eval_freq": 4,
+        **precision,
+    }  # fmt: skip
+    losses = train(tmp_path, **options)
+    (path,) = (tmp_path / "runs").glob("ordered-*/checkpoints*/step_00000004")
+    assert resume(tmp_path, path, **options) == losses
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["off", "O2"])
 def test_a_compiled_run_has_nearly_the_losses_of_an_eager_one(folder, level):
