@@ -13,6 +13,8 @@ first that is not; how far the last losses are apart; and the median of tokens/s
 left out, and of the one that went on. As a case ends, its record is added to `benchmarks/results/resume.jsonl`. Runs
 lie in a temporary folder, that of the system or TMPDIR's: a Llama's checkpoints have 14 GB.
 
+Why they would not: attention's backward on a GPU adds up in whatever order blocks come to it, unless told otherwise.
+
 Limits: equal losses are equal bits of a mean over all tokens of a step; weights are not compared.
 """
 

@@ -365,6 +365,23 @@ def formats(records: list[Record]) -> list[str]:
     return lines(("recipe and format", *heads, "not finite, or a step skipped"), rows)
 
 
+def resumed(records: list[Record]) -> list[str]:
+    """Return, for each model and level, what a run that was resumed repeats, and the speed of both ways."""
+    found: dict[tuple[str, str], dict[str, Record]] = {}
+    for r in records:
+        found.setdefault((r["params"]["model"], r["params"]["level"]), {})[r["variant"]] = r
+    rows = []
+    for (model, level), runs in found.items():
+        plain, ordered = runs["default"], runs["--deterministic"]
+        slower = percent(ordered["tokens_per_second"] / plain["tokens_per_second"] - 1)
+        same = [f"{r['value']} of {r['of']}" for r in (plain, ordered)]
+        speeds = [f"{r['tokens_per_second']:,.0f}" for r in (plain, ordered)]
+        name = ", ".join(filter(None, (model, level, plain["params"]["flags"])))
+        rows.append((name, same[0], speeds[0], same[1], speeds[1], f"{slower} %"))
+    heads = ("losses repeated", "tokens/s", "with `--deterministic`", "tokens/s", "")
+    return lines(("", *heads), rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "odd-sizes": odd_sizes,
     "formats": lambda: formats(read("stability")),
@@ -373,6 +390,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "memory": memory,
     "micro-batches": lambda: micro_batches(read("memory")),
     "attention": attention,
+    "resumed": lambda: resumed(read("resume")),
 }
 if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is an error
     TABLES["gradients"] = gradients

@@ -6,7 +6,8 @@ by `fp8stack.restore` and `initialize` where parameters are whole, and through f
 shards them, which nothing can undo in place.
 Step counts, moments and all bits of the masters carry over.
 
-What resumes bit for bit: "off", O0, O1 and O2, with the same ranks, micro-batch and --fuse.
+What resumes bit for bit: "off", O0, O1 and O2, with the same ranks, micro-batch and --fuse; on a GPU where kernels add
+up in one order (`randomness.make_deterministic`).
 
 Limits: at O2 a run cannot go from sharded parameters to whole ones or back.
 """

@@ -131,9 +131,7 @@ class Config:
         "auto", "over ranks", choices=("auto", "none", "ddp", "fsdp2", "dataparallel")
     )
     seed: int = option(0, "of weights, data order and samples", least=0, most=2**63 - 1)
-    deterministic: bool = option(
-        False, "the same bits in every run on a GPU too, which takes longer"
-    )
+    deterministic: bool = option(False, "the same bits in every run on a GPU too, which is slower")
     device: str = option("auto", "a GPU if there is any", choices=("auto", "cpu", "cuda"))
 
     # --- what is kept and told

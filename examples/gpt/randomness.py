@@ -41,8 +41,7 @@ def make_deterministic() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # it finds bugs, and writes all memory twice
-    )
+    # which is for finding bugs, and writes all memory twice
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)

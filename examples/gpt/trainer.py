@@ -6,8 +6,8 @@
 A step is `accumulation` micro-batches on every rank; gradients are averaged over ranks with the last one, clipped by
 their norm, and AdamW steps. A step whose loss or norm is not finite is left out (`guard.py`). Everything that a step
 depends on is in a checkpoint (weights, states, position in the data, random numbers, GradScaler) or a function of its
-number (the learning rate), so a run that is resumed goes on with the same bits: also one that a signal has stopped
-(`stopping.py`).
+number (the learning rate), so a run that is resumed goes on with the same bits (on a GPU with `--deterministic`): also
+one that a signal has stopped (`stopping.py`).
 
 It runs as one process, or as the ranks of torchrun. A run has a folder, OUT/NAME-PRECISION, with run.json,
 metrics.jsonl, tensorboard/ and its checkpoints.
