@@ -143,8 +143,8 @@ def _read_folder(path: Path, data: bool) -> Stored:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if not (path / ".metadata").is_file():
-        if inside := sorted(p.name for p in path.iterdir() if (p / ".metadata").is_file()):
-            one = path / ("latest" if "latest" in inside else inside[-1])
+        if found := sorted((*path.glob("*/.metadata"), *path.glob("*/*/.metadata"))):  # or a run
+            one = next((p.parent for p in found if p.parent.name == "latest"), found[-1].parent)
             raise CheckpointError(f"{path} is a folder of checkpoints; name one, such as {one}.")
         raise CheckpointError(
             f"{path} is a folder without .metadata: no checkpoint of torch.distributed.checkpoint, or one whose "

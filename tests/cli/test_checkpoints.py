@@ -293,6 +293,10 @@ def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
     assert "without .metadata" in refused(capsys, "inspect", tmp_path)
     shutil.copytree(folder / "dcp", tmp_path / "dcp")
     assert f"such as {tmp_path / 'dcp'}." in refused(capsys, "inspect", tmp_path)
+    run = tmp_path / "run"
+    for name in ("latest", "step_2"):
+        shutil.copytree(folder / "dcp", run / "checkpoints" / name)
+    assert f"such as {run / 'checkpoints' / 'latest'}." in refused(capsys, "inspect", run)
     (shard,) = (tmp_path / "dcp").glob("*.distcp")
     shard.write_bytes(shard.read_bytes()[:-1000])
     assert f"{shard.name} is missing or truncated" in refused(capsys, "inspect", tmp_path / "dcp")
