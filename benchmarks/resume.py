@@ -2,7 +2,7 @@
 
     python benchmarks/resume.py                                    # GPT-2 124M and a Llama of 1.1 B parameters
     python benchmarks/resume.py --only gpt2/O2 llama-1b/O2
-    python benchmarks/resume.py --device cpu --only tiny/O2 --steps 6
+    python benchmarks/resume.py --device cpu --only tiny/O2 --steps 6 --output FILE
 
 Each case, a model at a level ("off": plain PyTorch), is measured with `--deterministic` and without. A run of
 `examples/train_gpt.py` trains STEPS steps and leaves a checkpoint half-way; another process goes on from there.
@@ -54,8 +54,9 @@ class Case(NamedTuple):
 CASES = [
     Case("gpt2", "off", 64, 6e-4),
     Case("gpt2", "O2", 64, 6e-4),
-    Case("llama-1b", "O2", 8, 3e-4, ("--fp8-recipe", "delayed", "--fuse")),
+    Case("gpt2", "O2", 64, 6e-4, ("--compile",)),
     Case("llama-1b", "off", 8, 3e-4),
+    Case("llama-1b", "O2", 8, 3e-4, ("--fp8-recipe", "delayed", "--fuse")),
     Case("tiny", "O2", 4, 3e-3),  # for tests on a CPU
 ]
 ON_GPUS = ["gpt2/*", "llama-1b/*"]

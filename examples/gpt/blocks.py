@@ -116,9 +116,10 @@ def attention_function(kind: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
                 f'attention="flash" takes bfloat16 or float16, got {value.dtype}. Train under autocast '
                 '(--compute-dtype bfloat16), or use attention="sdpa".'
             )
-        one_order = torch.are_deterministic_algorithms_enabled()  # of the sums in backward
+        # of the sums in backward; versions before 2.4.1 do not know it
+        one_order = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
         query, key = query.to(value.dtype), key.to(value.dtype)
-        return flash_attn_func(query, key, value, causal=True, deterministic=one_order)
+        return flash_attn_func(query, key, value, causal=True, **one_order)
 
     return attend_flash
 

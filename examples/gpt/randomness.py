@@ -11,6 +11,10 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
+from fp8stack.errors import ConfigError
+
+WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which it adds up in one order
+
 
 def seed(value: int) -> None:
     torch.manual_seed(value)
@@ -34,14 +38,21 @@ def set_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def make_deterministic() -> None:
-    """Have this process add up in one order, from here on: before anything is computed on a GPU.
+    """Have this process add up in one order from here on, until it ends; nothing has been computed on a GPU yet.
 
-    Of attention there is the flash kernel then, and the plain formula where that cannot be (float32, older GPUs): the
-    others have no backward of one order. PyTorch raises RuntimeError for an operation that has none.
+    PyTorch raises RuntimeError for an operation that has no such order.
+
+    Raises:
+        ConfigError: if the environment has a workspace for cuBLAS that rules it out.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACES[0])
+    if (
+        workspace not in WORKSPACES
+    ):  # some versions of PyTorch raise in the first product, others take it
+        raise ConfigError(
+            f"--deterministic and CUBLAS_WORKSPACE_CONFIG={workspace}: cuBLAS adds up in one order with "
+            f"{' or '.join(WORKSPACES)} alone. Unset the variable, or set it to one of them."
+        )
     torch.use_deterministic_algorithms(True)
     # which is for finding bugs, and writes all memory twice
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    torch.backends.cuda.enable_cudnn_sdp(False)

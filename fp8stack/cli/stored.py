@@ -143,7 +143,8 @@ def _read_folder(path: Path, data: bool) -> Stored:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     if not (path / ".metadata").is_file():
-        if found := sorted((*path.glob("*/.metadata"), *path.glob("*/*/.metadata"))):  # or a run
+        # of a folder of checkpoints or of a run; hidden are those whose writing was interrupted
+        if found := sorted((*path.glob("[!.]*/.metadata"), *path.glob("[!.]*/[!.]*/.metadata"))):
             one = next((p.parent for p in found if p.parent.name == "latest"), found[-1].parent)
             raise CheckpointError(f"{path} is a folder of checkpoints; name one, such as {one}.")
         raise CheckpointError(

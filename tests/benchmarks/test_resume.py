@@ -4,6 +4,7 @@ import json
 
 import pytest
 import resume
+import training_tables
 
 
 @pytest.mark.slow
@@ -35,6 +36,19 @@ def test_steps_that_differ_are_counted(monkeypatch):
     record = resume.measure(options.cases[0], True, options)
     assert (record["value"], record["of"], record["first_other_step"]) == (1, 2, 4)
     assert record["last_loss_off"] == 1 / 8
+
+
+def test_a_case_that_ended_half_way_has_no_row():
+    records = [
+        {
+            "params": {"model": "gpt2", "level": "O2", "flags": flags}, "variant": variant, "value": 3, "of": 4,
+            "tokens_per_second": speed, "tokens_per_second_resumed": speed + 10,
+        }
+        for flags, variant, speed in (("", "default", 90), ("", "--deterministic", 80), ("--compile", "default", 99))
+    ]  # fmt: skip
+    assert training_tables.resumed(records)[2:] == [
+        "| gpt2, O2 | 3 of 4 | 90 | 3 of 4 | 80 | 11.1 and 10.0 % |"
+    ]
 
 
 def test_a_failure_of_the_application_is_shown(tmp_path):

@@ -294,6 +294,8 @@ def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
     shutil.copytree(folder / "dcp", tmp_path / "dcp")
     assert f"such as {tmp_path / 'dcp'}." in refused(capsys, "inspect", tmp_path)
     run = tmp_path / "run"
+    shutil.copytree(folder / "dcp", run / "checkpoints" / ".writing-step_2")
+    assert "without .metadata" in refused(capsys, "inspect", run)
     for name in ("latest", "step_2"):
         shutil.copytree(folder / "dcp", run / "checkpoints" / name)
     assert f"such as {run / 'checkpoints' / 'latest'}." in refused(capsys, "inspect", run)

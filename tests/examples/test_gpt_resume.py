@@ -29,6 +29,7 @@ from workers_gpt import (
     write_text,
 )
 
+from fp8stack import capability_te
 from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 
 OPTIONS = [
@@ -53,6 +54,16 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def order_restored(monkeypatch):
+    """PyTorch's algorithms and the environment are those of before once a test is done."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # to be noted as changed
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 def checkpoint(folder, options, step=2):
     run = next((folder / "runs").glob(f"{options['run_name']}-*"))
     return next(run.glob(f"checkpoints*/step_{step:08d}"))
@@ -70,12 +81,13 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on(folder, options):
     assert resume(folder, path, **options) == losses
 
 
+@pytest.mark.usefixtures("order_restored")
 def test_a_run_that_goes_on_as_it_was_keeps_its_micro_batch(folder):
     options = {"opt_level": "O2", "micro_batch": "auto", "run_name": "auto"}
     losses = train(folder, **options, max_batch_size=3)
     path = checkpoint(folder, options)
-    cases = ({}, 2), ({"opt_level": "O1"}, 4), ({"seq_len": 8}, 4), ({"checkpointing": True}, 4)
-    for changes, micro in cases:
+    cases = [{"opt_level": "O1"}, {"seq_len": 8}, {"checkpointing": True}, {"deterministic": True}]
+    for changes, micro in (({}, 2), *((changes, 4) for changes in cases)):
         again = resume(folder, path, **{**options, **changes}, max_batch_size=8)
         level = changes.get("opt_level", "O2").lower()
         facts = json.loads((folder / "again" / f"auto-fp8-{level}" / "run.json").read_text())
@@ -97,31 +109,24 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
     assert losses[-1] < losses[0]
 
 
-@pytest.fixture
-def order_restored():
-    """PyTorch's algorithms are those of before once a test is done."""
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.backends.cuda.enable_mem_efficient_sdp(True)
-    torch.backends.cuda.enable_cudnn_sdp(True)
+@pytest.mark.usefixtures("order_restored")
+def test_a_deterministic_run_adds_up_in_one_order(folder):
+    options = {"opt_level": "O2", "run_name": "ordered", "deterministic": True}
+    assert not torch.are_deterministic_algorithms_enabled()
+    losses = train(folder, **options)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert resume(folder, checkpoint(folder, options), **options) == losses
 
 
 @pytest.mark.usefixtures("order_restored")
-def test_a_deterministic_run_adds_up_in_one_order(folder, monkeypatch):
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    options = {"micro_batch": "auto", "max_batch_size": 3, "run_name": "ordered"}
+def test_a_workspace_that_keeps_no_order_is_refused(folder, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0: .* :4096:8 or :16:8 "):
+        train(folder, run_name="unordered", deterministic=True)
     assert not torch.are_deterministic_algorithms_enabled()
-    first = Trainer(configure(folder, **options, deterministic=True))
-    assert torch.are_deterministic_algorithms_enabled()
-    assert not torch.backends.cuda.mem_efficient_sdp_enabled()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    losses = first.run()
-    path = checkpoint(folder, options)
-    more = {"deterministic": True, "resume": str(path), "out": folder / "again"}
-    again = Trainer(configure(folder, **options, **more))
-    assert again.split == first.split
-    assert again.run() == losses
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert len(train(folder, run_name="ordered-16", deterministic=True)) == 4
 
 
 @pytest.mark.gpu
@@ -132,21 +137,26 @@ def test_a_deterministic_run_adds_up_in_one_order(folder, monkeypatch):
         {"opt_level": "off"},
         {"opt_level": "off", "compute_dtype": "float32"},  # which flash attention does not take
         {"opt_level": "O2"},
+        {"opt_level": "O2", "compile": True},
         {"opt_level": "O2", "fp8_recipe": "delayed", "fuse": True, "model": "demo"},
+        {"opt_level": "O2", "compute": "te"},
+        {"opt_level": "off", "blocks": "te"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
 def test_long_windows_resume_with_the_same_bits_on_a_gpu_in_one_order(tmp_path, precision):
-    """Where attention's backward adds up several blocks of keys; with a sample of text, which is drawn on the GPU."""
+    """Where attention's backward adds up several blocks of keys; with samples of text between the steps."""
+    if "te" in precision.values() and not capability_te.transformer_engine("cuda"):
+        pytest.skip("needs TransformerEngine")
     text = write_text(tmp_path)
     text.write_text(40 * text.read_text())
     options = {
         "model": "gpt2", "seq_len": 1024, "device": "cuda", "deterministic": True, "run_name": "ordered",
-        "target_effective_batch_size": 8, "micro_batch": 8, "steps": 8, "checkpoint_freq": 4, "eval_freq": 4,
+        "target_effective_batch_size": 8, "micro_batch": 8, "steps": 24, "checkpoint_freq": 12, "eval_freq": 12,
         **precision,
     }  # fmt: skip
     losses = train(tmp_path, **options)
-    (path,) = (tmp_path / "runs").glob("ordered-*/checkpoints*/step_00000004")
+    (path,) = (tmp_path / "runs").glob("ordered-*/checkpoints*/step_00000012")
     assert resume(tmp_path, path, **options) == losses
     assert losses[-1] < losses[0]
 
