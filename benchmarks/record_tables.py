@@ -239,6 +239,8 @@ LAYERS = {
     "fp8stack native, blockwise": "native blockwise",
     "fp8stack native, fused": "native fused",
     "fp8stack native, fused, delayed": "native fused, delayed",
+    "fp8stack native, fast sums": "native current, fast sums",
+    "fp8stack native, fused, delayed, fast sums": "native fused, delayed, fast sums",
     'fp8stack native, fused, `weight_cache="off"`': "native fused, cache off",
     "TransformerEngine, current": "te current",
     "TransformerEngine, delayed": "te delayed",
@@ -251,13 +253,14 @@ LAYERS = {
     "fp8stack native, compiled": "native current compile",
     "fp8stack native, delayed, compiled": "native delayed compile",
     "fp8stack native, fused, delayed, compiled": "native fused, delayed compile",
+    "fp8stack native, fused, delayed, fast sums, compiled": "native fused, delayed, fast sums compile",
     "torchao, tensorwise, compiled": "torchao tensorwise compile",
     "torchao, rowwise, compiled": "torchao rowwise compile",
 }
 LAYERS_IN_SHORT = (
-    "bf16", "fp8stack native", "fp8stack native, fused", "TransformerEngine, current",
-    "TransformerEngine, fused modules, current", "torchao, tensorwise", "bf16, compiled",
-    "fp8stack native, compiled", "torchao, tensorwise, compiled",
+    "bf16", "fp8stack native", "fp8stack native, fused, delayed", "TransformerEngine, current",
+    "TransformerEngine, fused modules, delayed", "torchao, tensorwise", "bf16, compiled",
+    "fp8stack native, fused, delayed, compiled", "torchao, tensorwise, compiled",
 )  # fmt: skip
 
 

@@ -201,6 +201,7 @@ def measure(variant: Variant, config: models.Config, options: argparse.Namespace
     start = time.perf_counter()
     if variant.compiled:
         step()
+        fp8stack.nn.forget_weights(model)  # as an optimizer's step would
         model.compile(backend="inductor" if cuda else "eager")  # needs no C++ compiler on a CPU
     for _ in range(WARM_UP):
         step()

@@ -195,10 +195,13 @@ def attention() -> list[str]:
 
 BASE, AGAIN = "bf16", "bf16 again"  # plain PyTorch, and the same with sums in another order
 LONG_RUNS = {"gpt2": "GPT-2 124M", "llama-1b": "Llama 1B"}
-# settings of runs that are shown beside those, never in their place
-BESIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "gpt2": ({"lr": 6e-4}, "at 6e-4"),
-    "llama-1b": ({"data": "python-16m"}, "on another text"),
+# titles and settings of runs that are shown beside those, never in their place
+BESIDE: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt2": {
+        "at 6e-4": {"lr": 6e-4, "data": "python-17m"},
+        "at 6e-4 on another text": {"lr": 6e-4, "data": "python-tts"},
+    },
+    "llama-1b": {"on another text": {"data": "python-16m"}},
 }
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
 DELAYED = {"fp8-recipe": "delayed"}
@@ -251,21 +254,25 @@ def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
     return fmean(r[key] / base[key] for r, base in pairs) if pairs else None
 
 
+def titled(record: Record) -> str:
+    """Return the title in `BESIDE` that a run is shown under; "": none."""
+    found = BESIDE.get(record["params"]["model"], {}).items()
+    return next((t for t, own in found if own.items() <= record["params"].items()), "")
+
+
 def last_runs(
     records: Iterable[Record],
     model: str,
     flags: dict[str, Any] | None = None,
-    beside: bool = False,
+    beside: str = "",
     compute: str = "native",
 ) -> list[Record]:
     """Return each variant's and seed's last record, of those with the settings that the model's last bf16 run has.
 
-    Of levels, those with these products and flags of the application; of all, those that `BESIDE` names, or the others.
-    Empty without bf16.
+    Of levels, those with these products and flags of the application; of all, those with the settings of that title in
+    `BESIDE`, or with none of these. Empty without bf16.
     """
-    named = BESIDE[model][0].items()
-    own = [r for r in records if r["params"]["model"] == model]
-    own = [r for r in own if (named <= r["params"].items()) == beside]
+    own = [r for r in records if r["params"]["model"] == model and titled(r) == beside]
     own = [
         r
         for r in own
@@ -281,9 +288,9 @@ def last_runs(
 def training(records: list[Record]) -> list[str]:
     rows = []
     for model, title in LONG_RUNS.items():
-        rows += long_runs(title, partial(last_runs, records, model))
-        beside = f"{title} {BESIDE[model][1]}"
-        rows += long_runs(beside, partial(last_runs, records, model, beside=True))
+        for beside in ("", *BESIDE[model]):
+            runs = partial(last_runs, records, model, beside=beside)
+            rows += long_runs(f"{title} {beside}".strip(), runs)
     heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)
 

@@ -270,13 +270,19 @@ def runs_of(model, seeds, **params):
 def test_the_table_of_long_runs():
     gpt2 = runs_of("gpt2", (0, 1, 2), lr=1e-3)
     again = [record("bf16 again", s, 2.0 + 0.02 * s, 2, lr=1e-3) for s in (0, 1)]
-    harder = [r for r in runs_of("gpt2", (0,), lr=6e-4) if r["variant"] in ("bf16", "O2")]
+    harder = [
+        r
+        for data in ("python-tts", "python-17m")
+        for r in runs_of("gpt2", (0,), lr=6e-4, data=data)
+        if r["variant"] in ("bf16", "O2")
+    ]
     llama = runs_of("llama-1b", (0,))
     text = [r for r in runs_of("llama-1b", (0,), data="python-16m") if r["variant"] != "O0"]
     table = training_tables.training([*harder, *again, *gpt2, *llama, *text])
     rows = {row[0]: row[1:] for row in ([c.strip() for c in r.split("|")[1:-1]] for r in table[2:])}
     names = [f"GPT-2 124M, {v}" for v in ("bf16", "bf16 again", "O0", "O1", "O2")]
-    names += ["GPT-2 124M at 6e-4, bf16", "GPT-2 124M at 6e-4, O2"]
+    harder = "GPT-2 124M at 6e-4", "GPT-2 124M at 6e-4 on another text"
+    names += [f"{title}, {v}" for title in harder for v in ("bf16", "O2")]
     names += [f"Llama 1B, {v}" for v in ("bf16", "O0", "O1", "O2")]
     names += [f"Llama 1B on another text, {v}" for v in ("bf16", "O1", "O2")]
     assert list(rows) == names
