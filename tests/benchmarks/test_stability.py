@@ -1,10 +1,12 @@
-"""benchmarks/stability.py on a CPU: a small part of its grids, and what it calls a failure."""
+"""benchmarks/stability.py on a CPU: a small part of its grids, and what it calls a failure; its table of formats."""
 
 import contextlib
 import json
+import math
 
 import pytest
 import stability
+import stability_tables
 
 
 @pytest.mark.slow
@@ -67,3 +69,30 @@ def test_the_grid_is_whole():
     for name, sizes in stability.ODD.items():
         assert sizes.items() <= odd.items(), name
     assert all(size % 16 for size in odd.values())
+
+
+def short_run(variant, vocabulary, loss, bf16, **params):
+    """Return a record of stability.py's."""
+    params = {"model": f"formats: gpt2, {vocabulary}", "steps": 200, "compute": "native", **params}
+    numbers = {"loss": loss, "bf16_loss": bf16, "finite": True, "skipped_steps": 0}
+    return {"variant": variant, "params": params, **numbers}
+
+
+def test_the_table_of_formats():
+    records = [
+        short_run("delayed", 50304, 2.2, 2.0),
+        short_run("delayed", 50257, 9.0, 1.9),
+        {**short_run("delayed", 50257, 2.1, 1.9), "skipped_steps": 3},  # the last one counts
+        {**short_run("current", 50257, math.nan, 2.1), "finite": False},
+        short_run("delayed", 50257, 9.0, 9.0, compute="te"),
+        short_run("delayed", 50257, 9.0, 9.0, steps=4),
+        short_run("delayed", 50257, 9.0, 9.0, model="shapes: even"),
+    ]
+    table = stability_tables.formats(records)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    assert rows[0][1:3] == ["vocabulary of 50,257", "vocabulary of 50,304"]
+    assert rows[2:] == [
+        ["bf16, 2 runs", "−5.00 to +5.00 %", "+0.00 to +0.00 %", ""],
+        ["current", "+nan %", "not measured", "1"],
+        ["delayed", "+5.00 %", "+10.00 %", "1"],
+    ]

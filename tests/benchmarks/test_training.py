@@ -1,7 +1,6 @@
 """benchmarks/training.py on a CPU: shards, what it writes down, runs that fail, and one that is interrupted."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -321,33 +320,6 @@ def test_long_runs_are_compared_where_settings_are_those_of_the_last_bf16_run():
         ("O0", 2.04), ("O1", 2.06), ("O2", 1.9), ("bf16", 2.0),
     ]  # fmt: skip
     assert training_tables.last_runs([*new[1:], flagged], "gpt2") == []
-
-
-def short_run(variant, vocabulary, loss, bf16, **params):
-    """Return a record of stability.py's."""
-    params = {"model": f"formats: gpt2, {vocabulary}", "steps": 200, "compute": "native", **params}
-    numbers = {"loss": loss, "bf16_loss": bf16, "finite": True, "skipped_steps": 0}
-    return {"variant": variant, "params": params, **numbers}
-
-
-def test_the_table_of_formats():
-    records = [
-        short_run("delayed", 50304, 2.2, 2.0),
-        short_run("delayed", 50257, 9.0, 1.9),
-        {**short_run("delayed", 50257, 2.1, 1.9), "skipped_steps": 3},  # the last one counts
-        {**short_run("current", 50257, math.nan, 2.1), "finite": False},
-        short_run("delayed", 50257, 9.0, 9.0, compute="te"),
-        short_run("delayed", 50257, 9.0, 9.0, steps=4),
-        short_run("delayed", 50257, 9.0, 9.0, model="shapes: even"),
-    ]
-    table = training_tables.formats(records)
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
-    assert rows[0][1:3] == ["vocabulary of 50,257", "vocabulary of 50,304"]
-    assert rows[2:] == [
-        ["bf16, 2 runs", "−5.00 to +5.00 %", "+0.00 to +0.00 %", ""],
-        ["current", "+nan %", "not measured", "1"],
-        ["delayed", "+5.00 %", "+10.00 %", "1"],
-    ]
 
 
 def test_losses_are_drawn_at_the_steps_that_runs_share():
