@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ from fp8stack.api import session_of
 from fp8stack.errors import CheckpointError, ConfigError
 from fp8stack.report import emit
 
+from . import host
 from .checkpoints import Checkpoint, load
 from .config import SCALING
 from .model import GPT, ModelConfig
@@ -128,10 +130,12 @@ class Setup:
         check_same_model(checkpoint, self.model)
         saved = level_of(facts)
         if facts["sharded"] != self.sharded and "O2" in (saved.name, self.level.name):
+            alone = facts["sharded"] and not dist.is_initialized()
+            torchrun = " under torchrun, which --nproc-per-node 1 is enough for" if alone else ""
             raise CheckpointError(
                 f"{checkpoint.path} was written at {saved.name} with --parallel {facts['parallel']}, and this run is "
                 f"{self.level.name} with {self.parallel}: at O2 whole and sharded parameters have other states. "
-                f"Resume with --parallel {facts['parallel']}."
+                f"Resume with --parallel {facts['parallel']}{torchrun}."
             )
         same = (facts["level"], facts["options"]) == (self.level.name, self.level.options)
         with _withheld_cards():
@@ -203,13 +207,10 @@ def _withheld_cards() -> Iterator[None]:
 
 def _check_memory(model: nn.Module, level: Level) -> None:
     """Warn of a model that a CPU's memory does not hold: the system would kill the process without a word."""
-    if not hasattr(os, "sysconf"):  # Windows
-        return
     # bytes of a weight, its gradient and states; activations come on top
     each = 6 if level.name == "O2" else 16
     numel = sum(p.numel() for p in model.parameters())
-    needed = each * numel / 2**30
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    needed, there = each * numel / 2**30, (host.memory_in_all() or math.inf) / 2**30
     if needed > there:
         lower = ", or --opt-level O2" if level.name != "O2" and 6 * numel / 2**30 < there else ""
         warn(
@@ -342,7 +343,10 @@ def _settle(ddp: nn.parallel.DistributedDataParallel, device: torch.device) -> N
 
 @contextlib.contextmanager
 def synchronized(forward: nn.Module, sync: bool) -> Iterator[None]:
-    """Average the gradients of backwards in this context over ranks, or leave that to a later one."""
+    """Average the gradients of backwards in this context over ranks, or leave that to a later one.
+
+    Under FSDP2 they are averaged in any case: to wait, each rank would have to hold those of the whole model.
+    """
     wait = hasattr(forward, "no_sync") and not sync
     with forward.no_sync() if wait else contextlib.nullcontext():
         yield

@@ -11,6 +11,7 @@ file's FP8 options are left out. Within one of the two, contradictions are error
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fp8stack.levels import CHOICES, LEVELS, Recipe, recipe_for
 from . import model as models
 from .model import SIZES, ModelConfig
 from .options import Parser, add_flags, convert, in_flags, option, read_yaml, warn
-from .schedule import check_warm_up, default_warm_up
+from .schedule import RATES, check_warm_up, default_warm_up
 from .tokens import ENCODINGS
 
 SCALING = (
@@ -116,7 +117,9 @@ class Config:
 
     # --- training
     steps: int = option(300, "of the optimizer, in all", least=1)
-    max_lr: float = option(3e-3, "highest learning rate", above=0)
+    max_lr: float | None = option(
+        None, "highest learning rate; by default what is usual for the model", above=0
+    )
     min_lr_ratio: float = option(0.1, "the last learning rate, over the highest", least=0, most=1)
     warmup_steps: int | None = option(
         None, "in which the learning rate rises; by default a tenth of all", least=0
@@ -166,6 +169,8 @@ class Config:
         object.__setattr__(self, "opt_level", level)
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", default_warm_up(self.steps))
+        if self.max_lr is None:
+            object.__setattr__(self, "max_lr", RATES[self.model])
         if level == "off":
             for name in OF_FP8:
                 if getattr(self, name) != DEFAULTS[name]:
@@ -175,6 +180,12 @@ class Config:
                     )
         self._check_run_name()
         self._check_fuse()
+        self._check_skip()
+        most, own = self.max_batch_size, self.micro_batch
+        if most != DEFAULTS["max_batch_size"] and own != "auto" and own > most:
+            raise ConfigError(
+                f"--micro-batch {own} is more than --max-batch-size {most}. Leave one of them out."
+            )
         if self.overwrite and self.resume:
             raise ConfigError(
                 "--overwrite deletes what --resume goes on from. Leave one of them out."
@@ -226,20 +237,31 @@ class Config:
                     "of the two."
                 )
 
+    def _check_skip(self) -> None:
+        """Raise ConfigError for patterns that name TransformerEngine's blocks or parts: those multiply as a whole."""
+        parts = "", ".attention_in", ".output", ".feed_forward"
+        names = [f"blocks.{i}{part}" for i in range(SIZES[self.model].layers) for part in parts]
+        found = [p for p in self.skip if any(fnmatchcase(name, p) for name in names)]
+        if self.blocks == "te" and found:
+            raise ConfigError(
+                f"--skip {found[0]} names layers of TransformerEngine's blocks (--blocks te), which multiply in FP8 as "
+                "a whole. Leave one of the two out."
+            )
+
     def recipe(self) -> Recipe | None:
         """Return what `fp8stack.initialize` is asked for; None: it is not called."""
         level, options = self.fp8_options()
         return level and recipe_for(level, **options)
 
-    def model_config(self, vocab: int) -> ModelConfig:
-        """Return the model to build for data of `vocab` tokens.
+    def model_config(self, vocab: int, fp8: bool = True) -> ModelConfig:
+        """Return the model to build for data of `vocab` tokens; `fp8`: products are, where the options say so.
 
         Raises:
             ConfigError: for parts that do not fit together.
         """
         given = {name: getattr(self, name) for name in ("seq_len", *PARTS)}
         given = {name: value for name, value in given.items() if value is not None}
-        in_te = self.blocks == "te" and self.opt_level != "off"
+        in_te = fp8 and self.blocks == "te" and self.opt_level != "off"
         try:
             return replace(
                 SIZES[self.model],
@@ -257,9 +279,11 @@ class Config:
 
     @property
     def precision(self) -> str:
-        """What is asked for: "FP8 O2", or "bf16"; `runs.choose_precision` says what a device has."""
-        off = self.opt_level == "off"
-        return PRECISIONS[self.compute_dtype] if off else f"FP8 {self.opt_level}"
+        """What is asked for: "FP8 O2", "bf16", or "bf16 8bit"; `runs.choose_precision` says what a device has."""
+        if self.opt_level != "off":
+            return f"FP8 {self.opt_level}"
+        bits = self.optimizer_bits or 32
+        return " ".join([PRECISIONS[self.compute_dtype], *[STATES[bits]] * (bits != 32)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all options as what JSON and YAML have."""

@@ -143,6 +143,10 @@ def open_arrays(
             f"existing text file or folder, one of {', '.join(hub.NAMES)}, or hf:NAME of any on huggingface.co; or "
             "leave it out to train on Python's standard library."
         )
+    if path.suffix in (".bin", ".parquet") and path.is_file():
+        raise ConfigError(
+            f"--data {path}: a single {path.suffix} file is no text. Give the folder that it is in, {path.parent}."
+        )
     encoding = open_encoding("bytes" if config.encoding == "auto" else config.encoding)
     try:
         text = corpus.load(None if config.data == "stdlib" else path, seq_len, max_bytes)

@@ -36,6 +36,7 @@ Encode = Callable[[str], Tensor]  # [T], int64
 Autocast = Callable[[], AbstractContextManager[object]]
 T = TypeVar("T")
 SAMPLE_TOKENS = 64
+AT_ONCE = 4  # questions in a forward
 PROMPT = "The "
 
 
@@ -121,40 +122,47 @@ def hellaswag_accuracy(
 ) -> float:
     """Return the share of questions answered right, the same on all ranks."""
 
-    def is_right(question: Question) -> float:
-        scores = score_endings(model, question, encode, seq_len, device, autocast)
-        return float(int(scores.argmax()) == question.label)
+    def share_right(part: Sequence[Question]) -> float:
+        scores = score_endings(model, part, encode, seq_len, device, autocast)
+        right = [int(s.argmax()) == q.label for s, q in zip(scores, part, strict=True)]
+        return sum(right) / len(part)
 
-    return _mean(model, questions, [1.0] * len(questions), is_right, device)
+    # of like length, for little padding
+    ordered = sorted(questions, key=lambda q: len(q.context) + max(map(len, q.endings)))
+    parts = [ordered[i : i + AT_ONCE] for i in range(0, len(ordered), AT_ONCE)]
+    return _mean(model, parts, [float(len(part)) for part in parts], share_right, device)
 
 
 def score_endings(
     model: nn.Module,
-    question: Question,
+    questions: Sequence[Question],
     encode: Encode,
     seq_len: int,
     device: torch.device,
     autocast: Autocast,
-) -> Tensor:  # [endings], float32, on the CPU: log-likelihood for each character
-    context = encode(question.context)
+) -> list[
+    Tensor
+]:  # for each question [endings], float32, on the CPU: log-likelihood for each character
     rows, tails, lengths = [], [], []
-    for ending in question.endings:
-        whole = encode(" " + ending)
-        tail = whole[: seq_len - 1]
-        rows.append(torch.cat((context, tail))[-(seq_len + 1) :])
-        tails.append(len(tail))
-        lengths.append(len(ending) * len(tail) / len(whole))
+    for question in questions:
+        context = encode(question.context)
+        for ending in question.endings:
+            whole = encode(" " + ending)
+            tail = whole[: seq_len - 1]
+            rows.append(torch.cat((context, tail))[-(seq_len + 1) :])
+            tails.append(len(tail))
+            lengths.append(len(ending) * len(tail) / len(whole))
     longest = max(len(row) for row in rows)
     tokens = torch.stack([F.pad(row, (0, longest - len(row))) for row in rows]).to(device)
     with autocast():
         logits = model(tokens[:, :-1])  # causal: what is padded comes after what counts
-    # [endings, T]: of each token after those before it
+    # [all endings, T]: of each token after those before it
     likelihood = -F.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
     scores = []
     for row, tail, length, own in zip(rows, tails, lengths, likelihood, strict=True):
         end = len(row) - 1
         scores.append(own[end - tail : end].sum() / length)
-    return torch.stack(scores).cpu()
+    return list(torch.stack(scores).cpu().split([len(q.endings) for q in questions]))
 
 
 @torch.no_grad()

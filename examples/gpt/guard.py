@@ -46,7 +46,8 @@ class Guard:
         if self.in_a_row == self.patience:
             what = f"{self.patience} steps in a row were not finite, and not taken"
             raise self._diverged(
-                f"step {step}: loss {loss:.4g} and gradient norm {norm:.4g}; {what}. Continue from the last checkpoint"
+                f"step {step}: loss {loss:.4g} and gradient norm {norm:.4g}; {what}. Continue from the last "
+                "checkpoint, if --list-checkpoints shows one, or begin again,"
             )
         return False
 
@@ -73,30 +74,29 @@ class Guard:
 def advise(config: Config, precision: str) -> list[str]:
     """Return what to try, the mildest first: flags that the application takes beside the run's own."""
     lower = f"--max-lr {config.max_lr / 2:g} (half of it)"
-    in_te = config.blocks == "te" and config.opt_level != "off"  # FP8 whatever --compute says
-    if not precision.startswith("FP8") and not in_te:
+    if not precision.startswith("FP8"):
         return [lower]
     advice = []
     # the other recipes take scales from the values themselves, and clip nothing
     if config.fp8_recipe == "delayed" and config.fp8_margin < 16:
         margin = config.fp8_margin + 1
         advice.append(f"--fp8-margin {margin} (room of {2**margin} times the largest value)")
-    native = config.compute != "te" and not in_te  # TransformerEngine has no e5m2
+    native = config.compute != "te" and config.blocks != "te"  # TransformerEngine has no e5m2
     wider = {"e4m3": "hybrid", "hybrid": "e5m2" if native else "", "e5m2": "hybrid"}
     if config.fp8_recipe in ("current", "delayed") and wider[config.fp8_format]:
         form = wider[config.fp8_format]
         advice.append(f"--fp8-format {form} (another range for activations or their gradients)")
-    return [*advice, lower, _without_fp8(config, in_te)]
+    return [*advice, lower, _without_fp8(config)]
 
 
-def _without_fp8(config: Config, in_te: bool) -> str:
+def _without_fp8(config: Config) -> str:
     """Return how to multiply without FP8: `--opt-level off` contradicts other flags on FP8."""
     plain = PRECISIONS[config.compute_dtype]
     given = [name for name in OF_FP8 if getattr(config, name) != DEFAULTS[name]]
     given += ["use_fp8"] * (config.use_fp8 is True)
     if not given:
         return f"--opt-level off ({plain})"
-    if not config.fuse and not in_te:
+    if not config.fuse:
         return f"--compute bf16 (products in {plain})"
     flags = ", ".join(map(as_flag, given))
     return f"--opt-level off ({plain}), without {flags}"

@@ -15,7 +15,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +29,12 @@ from .windows import Batch, check_state, is_held_out, to_batch
 Documents = Callable[[int], Generator[str, None, None]]  # those after the first n
 
 
-@dataclass(frozen=True)
-class Named:
-    path: str
-    config: str | None = None
-    revision: str | None = None
-
-
-NAMES = {
-    "fineweb-edu": Named("HuggingFaceFW/fineweb-edu", "sample-10BT"),
-    "openwebtext": Named("Skylion007/openwebtext"),
-    # The Hub's own conversion: the repository holds a script, which datasets 4 no longer runs.
-    "tinyshakespeare": Named("karpathy/tiny_shakespeare", revision="refs/convert/parquet"),
+NAMES = {  # and their configurations
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "tinyshakespeare": ("karpathy/tiny_shakespeare", None),
 }
+CONVERTED = "refs/convert/parquet"  # the branch with the Hub's own conversion of a dataset
 HELD_OUT = ("validation", "test")  # names of splits
 ACCESS = (
     "By name, it needs access to huggingface.co; on a machine without, copy its parquet files into a folder and give "
@@ -75,9 +68,21 @@ def open_documents(data: str, column: str | None = None) -> tuple[Documents, Doc
         raise ConfigError(
             f'--data {data} needs the package datasets, which is not installed: pip install -e ".[train]".'
         ) from error
-    arguments = _arguments(data)
+    load = partial(load_dataset, **_arguments(data), streaming=True)
     try:
-        splits = load_dataset(**arguments, streaming=True)
+        try:
+            splits = load()
+        except RuntimeError as error:
+            if "script" not in str(error).lower():
+                raise
+            splits = load(
+                revision=CONVERTED
+            )  # `datasets` runs no scripts, from 4 on not even if it is told to
+            print(
+                f"data: {data} comes with a script, which is not run; reading the Hub's own conversion to parquet, "
+                "which may hold less of a large dataset",
+                flush=True,
+            )
         if "train" not in splits:
             raise ValueError(f"it has no split named train, but {', '.join(splits)}")
         row = next(iter(splits["train"]), {})
@@ -92,14 +97,16 @@ def open_documents(data: str, column: str | None = None) -> tuple[Documents, Doc
         ) from error
     column = _text_column(data, row, column)
     held_out = next((splits[name] for name in HELD_OUT if name in splits), None)
-    return _documents(splits["train"], column), held_out and _documents(held_out, column)
+    parts = [
+        part and partial(_documents, data, part, column) for part in (splits["train"], held_out)
+    ]
+    return parts[0], parts[1]
 
 
 def _arguments(data: str) -> dict[str, Any]:
     """Return what `datasets.load_dataset` is to be called with."""
     if data in NAMES:
-        named = NAMES[data]
-        return {"path": named.path, "name": named.config, "revision": named.revision}
+        return dict(zip(("path", "name"), NAMES[data], strict=True))
     path, config = _split_name(data)
     for kind, pattern, options in (
         ("parquet", "*.parquet", {}),
@@ -159,8 +166,23 @@ def _text_column(data: str, row: dict[str, Any], wish: str | None) -> str:
     )
 
 
-def _documents(dataset: Any, column: str) -> Documents:
-    return lambda first: (row[column] or "" for row in dataset.skip(first))  # some have none
+def _documents(data: str, dataset: Any, column: str, first: int) -> Generator[str, None, None]:
+    """Yield the documents of a dataset after the first ones.
+
+    Raises:
+        ConfigError: where one cannot be read, of a damaged file or a network that is gone.
+    """
+    read = first
+    try:
+        for row in dataset.skip(first):
+            yield row[column] or ""  # some have none
+            read += 1
+    except Exception as error:  # as where it is opened
+        reason = first_line(error) or type(error).__name__
+        raise ConfigError(
+            f"--data {data}: what comes after {read} documents cannot be read ({reason}). Write damaged files "
+            "again, or wait for the network; then --resume latest."
+        ) from error
 
 
 class Stream:

@@ -140,6 +140,9 @@ class RunLog:
         parts = [f"{name} {value:.4f}" for name, value in numbers.items()]
         self.say(" | ".join([f"step {step}", *parts, self.precision]))
         if sample:
+            sample = "".join(
+                c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in sample
+            )
             self.say(f"--- a sample\n{sample}\n---")
         self._write({"step": step, **numbers})
         self._publish({f"eval/{k}": v for k, v in numbers.items()}, step)

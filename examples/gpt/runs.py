@@ -11,7 +11,7 @@ import torch
 
 import fp8stack
 from fp8stack.backends import choose_compute
-from fp8stack.errors import CheckpointError, ConfigError, first_line
+from fp8stack.errors import CheckpointError, ConfigError, did_you_mean, first_line
 from fp8stack.levels import LEVELS
 
 from .checkpoints import (
@@ -23,7 +23,8 @@ from .checkpoints import (
     list_checkpoints,
     survey,
 )
-from .config import PRECISIONS, Config
+from .config import PRECISIONS, STATES, Config
+from .logs import RUN
 from .options import warn
 from .ranks import gather, on_first_rank, rank_and_world
 
@@ -62,7 +63,8 @@ def folders_of(run: Path) -> list[Path]:
 def all_folders(config: Config) -> list[Path]:
     """Return where the checkpoints of runs of this name are, in all precisions."""
     kinds = PRECISIONS.values()
-    tags = [*kinds, *(f"{kind} {level}" for kind in ("FP8", *kinds) for level in LEVELS)]
+    few = [f"{kind} {states}" for kind in kinds for states in STATES.values() if states != "fp32"]
+    tags = [*kinds, *few, *(f"{kind} {level}" for kind in ("FP8", *kinds) for level in LEVELS)]
     return [folder for tag in tags for folder in folders_of(run_folder(config, tag))]
 
 
@@ -126,7 +128,7 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
     if not config.resume:
         return None
     if config.resume not in ("auto", "latest"):
-        return find(Path(config.resume))
+        return find(_existing(Path(config.resume)))
     own = run_folder(config, precision)
     again = (
         f"--resume {config.resume} does not begin over them: try again where they could not be read, begin in another "
@@ -141,6 +143,17 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
     if found is None and rank_and_world()[0] == 0:
         print(f"--resume {config.resume}: there is no checkpoint in {own}; starting at step 0")
     return found
+
+
+def _existing(path: Path) -> Path:
+    """Return a path that is there; raise CheckpointError on all ranks for one that is not."""
+    if not on_first_rank(path.exists):
+        close = did_you_mean(str(path), ["auto", "latest", *map(str, path.parent.glob("*"))])
+        raise CheckpointError(
+            f"--resume {path}: there is no such folder.{close} Give auto, latest, or the path of a checkpoint, as "
+            "--list-checkpoints shows them."
+        )
+    return path
 
 
 def _tell_of_later(config: Config, taken: Checkpoint, own: list[Path]) -> None:
@@ -164,7 +177,9 @@ def list_runs(config: Config) -> str:
     """Return a table of the checkpoints of a run, in all of its precisions; then those that are damaged, and why."""
     found, damaged = survey(all_folders(config))
     if not found and not damaged:
-        return f"there are no checkpoints in {run_folder(config, '*')}"
+        others = sorted(p.parent.name for p in config.out.glob(f"*/{RUN}"))
+        there = f"; runs in {config.out}: {', '.join(others)}" if others else ""
+        return f"there are no checkpoints in {run_folder(config, '*')}{there}"
     lines = [f"{'step':>8}  {'loss':>8}  {'val loss':>8}  {'precision':<9}  {'GiB':>8}  folder"]
     for checkpoint in found:
         facts, folder = checkpoint.manifest, checkpoint.path.parent

@@ -20,6 +20,19 @@ from fp8stack.errors import Fp8StackWarning
 if TYPE_CHECKING:
     from .config import Config
 
+# the highest rate of a model where none is given: GPT-3's of these sizes (arXiv:2005.14165, table 2.1), Llama 3's
+# (arXiv:2407.21783, table 3); the smallest models are for minutes of training
+RATES = {
+    "tiny": 3e-3,
+    "demo": 3e-3,
+    "gpt2": 6e-4,
+    "gpt2-medium": 3e-4,
+    "gpt2-large": 2.5e-4,
+    "gpt2-xl": 2e-4,
+    "llama-1b": 3e-4,
+    "llama-8b": 3e-4,
+}
+
 
 def learning_rate(config: Config, step: int) -> float:
     """Return the learning rate of a step, counted from 0; past the end of the run, the last one."""

@@ -35,9 +35,8 @@ import fp8stack
 from fp8stack import comm
 from fp8stack.errors import ConfigError
 from fp8stack.nn import reset_scaling, restore_scaling, scaling_state
-from fp8stack.optim import BlockwiseOptimizer
 
-from . import batching, build, changes, checkpoints, evaluation, randomness, ranks, runs
+from . import batching, build, changes, checkpoints, evaluation, fitting, randomness, ranks, runs
 from .build import Level, Setup, synchronized
 from .config import Config
 from .data import open_data
@@ -45,7 +44,7 @@ from .guard import Guard
 from .logs import RunLog, read_memory
 from .schedule import learning_rate
 from .stopping import Signals
-from .watch import sampling, watch
+from .watch import watch
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 START = {"step": 0, "losses": (), "val_losses": (), "data": None, "scaler": None}
@@ -75,7 +74,7 @@ class Trainer:
         name, options = config.fp8_options()
         level = Level(name or "off", options, config.strict, config.fuse)
         self.setup = Setup(
-            model=config.model_config(self.data.vocab_size),
+            model=config.model_config(self.data.vocab_size, fp8=self.precision.startswith("FP8")),
             level=level,
             parallel=build.choose_parallel(config.parallel, self.world, level),
             device=self.device,
@@ -100,7 +99,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=self.setup.dtype is torch.float16
         )
-        self.split = self._choose_split(resumed)
+        self.split = fitting.choose_split(self, resumed)
         if config.compile:  # not before: the sizes that were tried would make shapes dynamic
             for module in self.model.blocks if self.setup.sharded else [self.model]:
                 module.compile()
@@ -230,7 +229,9 @@ class Trainer:
         if sent:
             more["comm/bytes"] = sum(row["bytes"] for row in sent.values())
             more["comm/seconds"] = sum(row["seconds"] for row in sent.values())
-        self.log.train(numbers, more, show=is_due(self.step, self.config.log_freq))
+        begins_or_ends = self.step in (self.first + 1, self.config.steps)
+        shown = begins_or_ends or is_due(self.step, self.config.log_freq)
+        self.log.train(numbers, more, show=shown)
 
     # --- evaluation and checkpoints
 
@@ -283,7 +284,7 @@ class Trainer:
             progress,
             own,
             {
-                **self._facts(),
+                **self.facts(),
                 **self.course,
                 "micro_batch": self.split.micro,
                 "train_loss": _finite(loss),
@@ -294,54 +295,9 @@ class Trainer:
 
     # --- what __init__ is made of
 
-    def _choose_split(self, resumed: checkpoints.Checkpoint | None) -> batching.Split:
-        """Return how a step is made up; with `--micro-batch auto`, after trying.
-
-        A run that goes on as it was keeps its micro-batch, and so its bits, if that still fits.
-        """
-        config = self.config
-        target, wish = config.target_effective_batch_size, config.micro_batch
-        if wish != "auto":
-            return batching.split(target, int(wish), self.world, fixed=True)
-        if self.setup.sharded and self.device.type != "cuda":
-            raise ConfigError(
-                "--micro-batch auto: on a CPU it is not for --parallel fsdp2, where a rank that runs out of memory "
-                "would leave the others waiting. Give a number, such as --micro-batch 4."
-            )
-        self._states: list[Any] = []  # in place of torch's, while sizes are tried
-        limit = min(config.max_batch_size, math.ceil(target / self.world))
-        was = resumed.manifest if resumed else {}
-        facts = {**self._facts(), "world": self.world}
-        known = was.get("micro_batch") if facts.items() <= was.items() else None
-        if self.setup.sharded and known and known <= limit:  # a prediction might be less now
-            return batching.split(target, known, self.world, fixed=True)
-        search = batching.predict_largest if self.setup.sharded else batching.find_largest
-        with sampling(config, self.model):  # such steps need most
-            largest = search(self._try_step, min(limit, known or limit), ranks.least)
-        self._states.clear()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        return batching.split(target, largest, self.world, fixed=largest == known)
-
-    def _try_step(self, size: int) -> None:
-        """Use the memory of a step: optimizer states, gradients, and forward and backward of a micro-batch."""
-        tokens = torch.zeros(size, self.setup.model.seq_len, dtype=torch.int64, device=self.device)
-        try:
-            if isinstance(self.optimizer, BlockwiseOptimizer):
-                self.optimizer.ensure_states()
-            elif not self.optimizer.state and not self._states:  # which torch's makes at its first
-                parameters = self.model.parameters()
-                self._states = [torch.empty_like(p) for p in parameters for _ in range(2)]
-            for _ in range(2):  # the second one with the gradients of the first
-                with synchronized(self.forward, False), self.setup.autocast():
-                    loss = self.forward(tokens, tokens)
-                loss.backward()
-        finally:
-            self.optimizer.zero_grad(set_to_none=True)
-
     def _restore(self, progress: dict[str, Any], local: dict[str, Any] | None) -> None:
         """Put back what a checkpoint holds beside weights and states."""
-        self.step = progress["step"]
+        self.step = self.first = progress["step"]
         self.losses: list[float] = list(map(float, progress["losses"]))
         self.val_losses: list[tuple[int, float]] = list(progress["val_losses"])
         if progress["data"] is not None:
@@ -360,7 +316,7 @@ class Trainer:
     def _open_log(self) -> RunLog:
         facts = {
             "name": self.folder.name,
-            **self._facts(),
+            **self.facts(),
             "ranks": self.world,
             "tokens_per_step": self.split.effective * self.setup.model.seq_len,
             "micro_batch": self.split.micro,
@@ -373,15 +329,20 @@ class Trainer:
         config, first = self.config, self.rank == 0
         places = config.tensorboard, config.wandb
         log = RunLog(self.folder, facts, self.step, config.steps, *places, active=first)
-        target = config.target_effective_batch_size
-        if self.split.effective != target:
+        target, own = config.target_effective_batch_size, facts["tokens_per_step"]
+        nearest = f", the nearest above the {target} asked for" * (self.split.effective != target)
+        if self.step < config.steps:
             log.say(
-                f"a step has {self.split.effective} sequences ({self.split.micro} × {self.world} ranks × "
-                f"{self.split.accumulation}), the nearest above the {target} asked for"
+                f"a step has {own:,} tokens: {self.split.effective} sequences ({self.split.micro} × "
+                f"{self.world} rank{'s' * (self.world > 1)} × {self.split.accumulation}){nearest}"
+            )
+        if self.monitor is None and self.precision.startswith("FP8"):
+            log.say(
+                "there will be no fp8/ numbers: they are of native layers that are not compiled"
             )
         return log
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return what run.json and the manifests of checkpoints both say of the run."""
         return {
             "level": self.setup.level.name,

@@ -1,6 +1,7 @@
 """Micro-batches: the largest that fits is found, also where memory really runs out, and steps are divided."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt import batching
-from gpt.batching import Split, find_largest, predict_largest, split
+from gpt import batching, fitting, host
+from gpt.batching import Split, cautious, find_largest, predict_largest, split
 from gpt.trainer import Trainer
 from helpers import need_gpus
 from workers_gpt import assert_empty, configure, read, write_text
@@ -19,6 +20,22 @@ from fp8stack.errors import ConfigError
 from fp8stack.nn import Fp8Linear
 
 ROOT = Path(batching.__file__).parents[2]
+MEASURED = """
+import sys, torch
+sys.path[:0] = sys.argv[1:3]
+from gpt import batching, host
+
+host.memory_free = lambda: 2**31  # for two ranks
+measure = batching.part_of_host()
+blocks = []
+
+def try_step(size):
+    blocks.append(torch.ones(size * 2**18))  # MiB each
+    blocks.clear()
+
+sizes = (128, 256, 128) if measure else ()
+print([measure(try_step, size) * batching.MARGIN * 1024 for size in sizes])
+"""
 REAL = """
 import resource, sys, torch
 sys.path[:0] = sys.argv[1:3]
@@ -198,16 +215,16 @@ def test_sizes_are_tried_as_in_the_step_that_needs_most_and_leave_nothing_behind
 ):
     """The first step is sampled, and so computed without fused layers, which need less."""
     write_text(tmp_path)
-    try_step, probes = Trainer._try_step, []
+    try_step, probes = fitting._try_step, []
 
-    def look(trainer, size):
-        try_step(trainer, size)
+    def look(trainer, states, size):
+        try_step(trainer, states, size)
         probes.append({layer.products.probe is None for layer in layers(trainer.model)})
 
     def layers(model):
         return [module for module in model.modules() if isinstance(module, Fp8Linear)]
 
-    monkeypatch.setattr(Trainer, "_try_step", look)
+    monkeypatch.setattr(fitting, "_try_step", look)
     options = {"opt_level": "O2", "fuse": True, "fp8_recipe": "delayed", "micro_batch": "auto"}
     trainer = Trainer(configure(tmp_path, **options))
     assert probes == [{False}] * 3
@@ -223,6 +240,63 @@ def test_a_real_step_runs_out_of_memory_and_goes_on():
     assert result.returncode == 0, result.stderr
     found, largest = map(int, result.stdout.split())
     assert 2 <= found < largest < 4096
+
+
+# --- memory of a CPU, whose system kills what takes too much
+
+
+@pytest.mark.parametrize("limit", [1, 7, 64])
+@pytest.mark.parametrize("fits", [1, 2, 5, 31, 100])
+@pytest.mark.parametrize("constant", [0.0, 0.4])
+def test_sizes_beyond_a_cpu_s_memory_are_not_tried(constant, fits, limit):
+    tried = []
+
+    def measure(try_step, size):
+        try_step(size)
+        return constant + (1 - constant) * size / (fits + 0.5)
+
+    found = find_largest(cautious(tried.append, measure), limit)
+    assert max(tried) <= fits
+    # a single sequence that takes more than half tells nothing of a second one
+    alone = measure(lambda _: None, 1) > 0.5
+    assert found == (1 if alone else min(fits, limit))
+
+
+def test_what_a_step_takes_of_a_cpu_s_memory_is_measured():
+    command = [sys.executable, "-c", MEASURED, str(ROOT / "examples"), str(ROOT)]
+    environment = {**os.environ, "LOCAL_WORLD_SIZE": "2"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stderr
+    if result.stdout.strip() == "[]":
+        pytest.skip("this system does not tell")
+    for size, part in zip((128, 256, 128), json.loads(result.stdout), strict=True):
+        assert part == pytest.approx(size, abs=20)
+
+
+def test_limits_of_control_groups_count(tmp_path, monkeypatch):
+    """In version 2 and 1, below a group without a limit, and where the path is the host's."""
+    for proc, kinds, folder, names in (
+        ("0::/a/b", "", "a/b", ("memory.max", "memory.current", "inactive_file")),
+        ("4:memory:/host/own", "memory", "", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ):  # fmt: skip
+        root = tmp_path / (kinds or "unified")
+        (root / "self").mkdir(parents=True)
+        (root / "self/cgroup").write_text(f"{proc}\n1:cpu:/\n")
+        (root / "meminfo").write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+        monkeypatch.setattr(host, "PROC", root)
+        monkeypatch.setattr(host, "CGROUPS", root / "groups")
+        assert (host.memory_in_all(), host.memory_free()) == (2_048_000, 1_024_000)
+        group = root / "groups" / kinds / folder
+        group.mkdir(parents=True)
+        most, used, cache = names
+        (group / most).write_text("900000\n")
+        (group / used).write_text("500000\n")
+        (group / "memory.stat").write_text(f"anon 1\n{cache} 100000\n")
+        assert (host.memory_in_all(), host.memory_free()) == (900_000, 500_000)
+        (group / most).write_text("max\n")
+        assert (host.memory_in_all(), host.memory_free()) == (2_048_000, 1_024_000)
+    monkeypatch.setattr(host, "PROC", tmp_path / "nowhere")
+    assert (host.memory_in_all(), host.memory_free(), host.memory_peak()) == (None, None, None)
 
 
 @pytest.mark.parametrize(

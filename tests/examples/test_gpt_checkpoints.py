@@ -242,3 +242,22 @@ def test_a_path_without_checkpoints_and_another_format_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="of format 9, this program reads 1"):
         find(path)
     assert find_latest([tmp_path / "nowhere"]) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("latets", "latest"), ("here/step_00000003", "here/step_00000002")]
+)
+def test_a_path_that_is_not_there_is_said_to_be_that(given, meant, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("here/step_00000002").mkdir(parents=True)
+    found = rf"^--resume {given}: there is no such folder. Did you mean \"{meant}\"\? Give auto"
+    with pytest.raises(CheckpointError, match=found):
+        find_checkpoint(Config(resume=given), "bf16")
+
+
+def test_runs_of_other_names_are_listed_where_there_is_none_of_this(tmp_path):
+    for name in ("mine-bf16", "other-fp8-o2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    told = f"there are no checkpoints in {tmp_path}/demo-*; runs in {tmp_path}: mine-bf16, other-fp8-o2"
+    assert list_runs(Config(out=tmp_path)) == told

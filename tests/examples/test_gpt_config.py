@@ -11,6 +11,7 @@ from gpt import GPT, config
 from gpt.config import Config, parse
 from gpt.model import SIZES
 from gpt.options import in_flags
+from gpt.schedule import RATES
 
 import fp8stack
 from fp8stack.errors import ConfigError, Fp8StackWarning
@@ -79,6 +80,14 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
         (["--fuse", "--compute", "bf16"], "not with --compute bf16: without FP8"),
         (["--fuse", "--blocks", "te"], "not with --blocks te: .*TransformerEngine"),
         (["--fuse", "--parallel", "fsdp2"], "not with --parallel fsdp2: it shards norms before"),
+        (
+            ["--model", "gpt2", "--blocks", "te", "--skip", "blocks.0.*"],
+            r"^--skip blocks.0.\* names layers of Tr",
+        ),
+        (
+            ["--micro-batch", "4", "--max-batch-size", "2"],
+            "^--micro-batch 4 is more than --max-batch-size 2",
+        ),
         (["--kv-heads", "3"], "heads=8 query heads cannot share --kv-heads 3 .*divisor of heads"),
         (["--stepz", "3"], 'no option .--stepz.. Did you mean "--steps"'),
         (["--step", "3"], "no option '--step'"),  # flags cannot be shortened
@@ -244,6 +253,19 @@ def test_parts_of_the_model_can_be_exchanged():
     assert te.fp8.fp8_format == "e4m3"
     assert Config(model="llama-1b", blocks="te", opt_level="off").model_config(64).fp8 is None
     assert parse(["--seq-len", "32"]).model_config(64).seq_len == 32
+
+
+def test_each_model_has_its_usual_learning_rate():
+    assert RATES.keys() == SIZES.keys()
+    for name, rate in RATES.items():
+        assert parse(["--model", name]).max_lr == rate
+    assert parse(["--model", "gpt2", "--max-lr", "1e-3"]).max_lr == 1e-3
+
+
+def test_te_blocks_multiply_in_what_the_run_does():
+    config = parse(["--model", "gpt2", "--blocks", "te", "--skip", "head"])
+    assert config.model_config(50_304).fp8 == config.recipe()
+    assert config.model_config(50_304, fp8=False).fp8 is None
 
 
 def test_every_option_has_a_flag_and_help_and_survives_yaml(write, capsys):

@@ -292,6 +292,49 @@ def test_names_of_datasets_lead_to_the_hub():
     assert not hub.is_dataset("stdlib")
 
 
+def test_a_dataset_with_a_script_is_read_from_the_hub_s_conversion(monkeypatch, capsys):
+    """As `datasets` answers from 4.0 on; the Hub itself is not there."""
+    datasets, asked = pytest.importorskip("datasets"), []
+
+    def load(path, name, streaming, revision=None):
+        asked.append((path, name, revision))
+        if revision is None:
+            raise RuntimeError("Dataset scripts are no longer supported, but found openwebtext.py")
+        rows = [{"text": f"document {i}"} for i in range(3)]
+        return {"train": datasets.Dataset.from_list(rows).to_iterable_dataset()}
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    documents, held_out = hub.open_documents("openwebtext")
+    assert asked == [("Skylion007/openwebtext", None, r) for r in (None, "refs/convert/parquet")]
+    assert held_out is None
+    assert list(documents(1)) == ["document 1", "document 2"]
+    assert "comes with a script, which is not run" in capsys.readouterr().out
+
+
+def test_documents_that_cannot_be_read_later_are_an_error_that_says_where(tmp_path):
+    pytest.importorskip("datasets")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name in ("a", "b"):
+        rows = pa.table({"text": [f"{name} {i} " * 50 for i in range(40)]})
+        pq.write_table(rows, tmp_path / f"{name}.parquet")
+    whole = (tmp_path / "b.parquet").read_bytes()
+    (tmp_path / "b.parquet").write_bytes(whole[:400])
+    data = open_data(
+        Config(data=str(tmp_path), encoding="bytes", seq_len=SEQ, model="tiny", eval_batches=1)
+    )
+    batches = (data.train.next_batch(4) for _ in range(2000))
+    with pytest.raises(ConfigError, match=r"what comes after 40 documents cannot be read \("):
+        list(batches)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".bin"])
+def test_a_single_file_that_is_no_text_is_refused_with_its_folder(suffix, tmp_path):
+    file = tmp_path / f"one{suffix}"
+    file.write_bytes(bytes(4096))
+    with pytest.raises(ConfigError, match=re.escape(f"Give the folder that it is in, {tmp_path}")):
+        open_data(Config(data=str(file), seq_len=SEQ, model="tiny"))
+
+
 @pytest.mark.parametrize("name", ["hf:", "hf:.", "hf:..", "hf:../..", "hf::part", "hf:/"])
 def test_a_dataset_without_a_name_is_not_the_current_folder(name, folders, monkeypatch):
     monkeypatch.chdir(folders / "documents")  # whose files would be taken

@@ -146,7 +146,8 @@ def test_the_tag_is_what_fp8stack_chooses(ampere, tmp_path):
         ({}, "bf16 O2"),
         ({"compute_dtype": "float16", "opt_level": "O0"}, "fp16 O0"),
         ({"opt_level": "off"}, "bf16"),
-        ({"opt_level": "off", "optimizer_bits": 8}, "bf16"),
+        ({"opt_level": "off", "optimizer_bits": 32}, "bf16"),
+        ({"opt_level": "off", "optimizer_bits": 8}, "bf16 8bit"),
     ):
         assert runs.choose_precision(configure(tmp_path, **options), cpu) == tag
     with pytest.warns(Fp8StackWarning, match="A100"):
@@ -173,8 +174,7 @@ def test_a_model_beyond_the_memory_of_a_cpu_is_warned_of(level, share, tmp_path,
     trainer = Trainer(config)
     trainer.log.close()
     needed = (6 if level == "O2" else 16) * sum(p.numel() for p in trainer.model.parameters())
-    sizes = {"SC_PHYS_PAGES": round(share * needed), "SC_PAGE_SIZE": 1}
-    monkeypatch.setattr(build.os, "sysconf", sizes.get)
+    monkeypatch.setattr(build.host, "memory_in_all", lambda: round(share * needed))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", Fp8StackWarning)
         Trainer(config).log.close()

@@ -34,7 +34,7 @@ def told(flags, precision):
         (
             "--model=gpt2 --blocks=te --fp8-format=e4m3",
             "FP8 O2",
-            ["--fp8-format hybrid", "--opt-level off"],
+            ["--fp8-format hybrid", "--compute bf16"],
         ),
         ("--fp8-recipe=blockwise", "FP8 O2", ["--compute bf16"]),
         ("--fp8-recipe=blockwise --fp8-format=e4m3", "FP8 O2", ["--compute bf16"]),
@@ -44,7 +44,8 @@ def told(flags, precision):
         ("--compute=bf16", "bf16 O2", []),
         ("", "bf16 O2", []),  # a GPU without FP8
         ("--opt-level=off", "bf16", []),
-        ("--no-fp8 --optimizer-bits=8", "bf16", []),
+        ("--no-fp8 --optimizer-bits=8", "bf16 8bit", []),
+        ("--model=gpt2 --blocks=te --compute=bf16", "bf16 O2", []),
     ],
 )
 def test_advice_is_what_applies_to_the_run(flags, precision, advice):

@@ -118,7 +118,7 @@ def test_a_character_that_stdout_lacks_does_not_end_a_run(folder, monkeypatch):
         --eval-freq 0 --checkpoint-freq 0 --log-freq 1 --device cpu --no-tensorboard --run-name ascii"""
     place = ["--data", str(folder / "text.txt"), "--out", str(folder / "runs")]
     assert train_gpt.main([*flags.split(), *place]) == 0
-    assert b"(2 ? 1 ranks" in raw.getvalue()
+    assert b"(2 ? 1 rank ? 2)" in raw.getvalue()
     assert b"step 1 |" in raw.getvalue()
 
 

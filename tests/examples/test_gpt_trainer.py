@@ -17,7 +17,8 @@ from gpt import GPT, ModelConfig, build, evaluation, logs
 from gpt.config import Config
 from gpt.evaluation import Question
 from gpt.guard import DivergedError, Guard
-from workers_gpt import read, train, write_text
+from gpt.trainer import Trainer
+from workers_gpt import configure, read, train, write_text
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 
@@ -101,6 +102,35 @@ def test_a_run_leaves_its_record(folder, capsys):
     assert run(folder, "--run-name", "mine", "--list-checkpoints") == 0
     table = capsys.readouterr().out
     assert re.search(r"4 +\d\.\d{4} +\d\.\d{4}  FP8 O2 +0\.\d{3}  .*step_00000004 \(latest", table)
+
+
+def test_what_a_step_is_and_the_first_and_last_of_a_process_are_shown(folder, capsys):
+    options = ("--run-name", "ends", "--opt-level", "off", "--log-freq", "100", "--eval-freq", "0")
+    assert run(folder, *options, "--checkpoint-freq", "4") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^a step has 64 tokens: 4 sequences \(\d × 1 rank × \d\)$", out, re.M)
+    assert re.findall(r"^(step \d+) \| epoch", out, re.M) == ["step 1", "step 4"]
+    assert run(folder, *options, "--steps", "7", "--resume", "latest") == 0
+    shown = re.findall(r"^(step \d+) \| epoch", capsys.readouterr().out, re.M)
+    assert shown == ["step 5", "step 7"]
+
+
+def test_a_run_without_samples_of_fp8_says_so(folder, capsys):
+    for given in ({"compute": "native"}, {"compute": "bf16"}, {"compile": True}):
+        config = configure(folder, opt_level="O0", run_name="unseen", **given)
+        Trainer(config).log.close()
+        told = "there will be no fp8/ numbers" in capsys.readouterr().out
+        assert told == ("compile" in given)
+
+
+def test_a_sample_cannot_speak_to_the_terminal(folder, capsys):
+    log = logs.RunLog(
+        folder / "sampled", {"precision": "bf16", "name": "x", "tokens_per_step": 1}, 0, 1, False
+    )
+    log.begin()
+    log.evaluation(1, {"val_loss": 1.0}, "a\x1b[2J\x0e\tb\nc\r")
+    log.close()
+    assert "--- a sample\na\ufffd[2J\ufffd\tb\nc\ufffd\n---" in capsys.readouterr().out
 
 
 def test_tensorboard_has_the_same_numbers(folder):
@@ -240,7 +270,7 @@ def test_a_run_says_at_its_end_how_many_steps_it_left_out(folder, capsys):
     ("arguments", "message"),
     [
         (("--out", __file__), "cannot be written (Not a directory). Give another folder as --out"),
-        (("--resume", "nowhere"), "nowhere is no checkpoint"),
+        (("--resume", "nowhere"), "--resume nowhere: there is no such folder"),
         (("--parallel", "fsdp2"), "--parallel fsdp2 is for ranks that torchrun starts"),
         (("--hellaswag", "nowhere"), "--hellaswag nowhere: cannot be read"),
         (("--stepz", "3"), 'Did you mean "--steps"'),
@@ -368,11 +398,13 @@ def encode(text):
 def test_hellaswag_picks_the_likeliest_ending_for_its_length(folder, tmp_path):
     question = Question("aaaa", ("bcbcbcbc", "aaaa", "xyz", "aab"), 1)
     model, autocast = Repeats(), torch.no_grad
-    scores = evaluation.score_endings(model, question, encode, 64, torch.device("cpu"), autocast)
+    where = torch.device("cpu"), autocast
+    (scores,) = evaluation.score_endings(model, [question], encode, 64, *where)
     again, other = 3 - math.log(math.e**3 + 255), -math.log(math.e**3 + 255)
     expected = [9 * other / 8, (3 * again + 2 * other) / 4, 4 * other / 3, (again + 3 * other) / 3]
     assert scores.tolist() == pytest.approx(expected, rel=1e-5)
-    cut = evaluation.score_endings(model, question, encode, 4, torch.device("cpu"), autocast)
+    cut, again_cut = evaluation.score_endings(model, [question] * 2, encode, 4, *where)
+    assert cut.equal(again_cut)
     expected = [
         other * 9 / 8,
         (again + 2 * other) * 5 / 3 / 4,
