@@ -184,7 +184,9 @@ def check_first_weights():
     for tied in (False, True):
         config = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=48, seq_len=16, tied=tied)
         setups = [
-            Setup(config, Level("off", {}), parallel, torch.device("cpu"), torch.float32, 3, 1e-3)
+            Setup(
+                config, Level("off", {}), parallel, torch.device("cpu"), torch.float32, 3, 1e-3, 0.1
+            )
             for parallel in ("none", "fsdp2")
         ]
         tokens, after = torch.arange(16)[None], []

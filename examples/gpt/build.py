@@ -87,6 +87,7 @@ class Setup:
     dtype: torch.dtype  # of activations
     seed: int
     lr: float
+    weight_decay: float
 
     @property
     def sharded(self) -> bool:
@@ -116,7 +117,7 @@ class Setup:
             _check_memory(model, self.level)
         if not in_te:  # not before it is sharded: a model may be too large for one rank
             model.materialize(self.device)
-        return model, make_optimizer(model, self.lr)
+        return model, make_optimizer(model, self.lr, self.weight_decay)
 
     def resume(
         self, checkpoint: Checkpoint
@@ -256,11 +257,14 @@ def choose_parallel(wish: str, world: int, level: Level) -> str:
     return wish
 
 
-def make_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """AdamW with weight decay on the matrices and none on vectors."""
+def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with weight decay on the matrices, the first group, and none on vectors."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     on_gpu = next(model.parameters()).is_cuda
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=on_gpu or None)
 

@@ -30,6 +30,7 @@ MEANING = {
     "max_lr": SCHEDULE,
     "min_lr_ratio": SCHEDULE,
     "warmup_steps": SCHEDULE,
+    "weight_decay": "matrices decay by it from here on",
     "optimizer_bits": "AdamW's states go over into the new format, and steps are rounded by it from here on",
 }
 

@@ -124,6 +124,7 @@ class Config:
     warmup_steps: int | None = option(
         None, "in which the learning rate rises; by default a tenth of all", least=0
     )
+    weight_decay: float = option(0.1, "of matrices", least=0)
     max_grad_norm: float = option(1.0, "gradients are clipped to; 0: not at all", least=0)
     target_effective_batch_size: int = option(4, "sequences in a step of all ranks", least=1)
     max_batch_size: int = option(64, "most sequences that a rank computes at once", least=1)

@@ -81,6 +81,7 @@ class Trainer:
             dtype=DTYPES[config.compute_dtype],
             seed=config.seed,
             lr=config.max_lr,
+            weight_decay=config.weight_decay,
         )
         self.questions = evaluation.read_questions(config.hellaswag) if config.hellaswag else []
         if self.questions:
@@ -304,6 +305,7 @@ class Trainer:
             self.data.train.load_state_dict(progress["data"])
         if progress["scaler"] is not None and self.scaler.is_enabled():
             self.scaler.load_state_dict(progress["scaler"])
+        self.optimizer.param_groups[0]["weight_decay"] = self.config.weight_decay  # of matrices
         if self.step:
             restore_scaling(self.model, (local or {}).get("scaling", {}))
         else:  # DDP's and the search's own passes have larger gradients than training's

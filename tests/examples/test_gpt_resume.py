@@ -217,13 +217,20 @@ def test_a_resumed_run_says_what_is_asked_for_otherwise(folder):
         ({"seed": 3}, "--seed was 0, is now 3: windows come in another order"),
         ({"target_effective_batch_size": 8}, "batch-size was 4, is now 8: steps take another"),
         ({"steps": 5}, f"--steps was 4, is now 5: {schedule}"),
+        (
+            {"weight_decay": 0.5},
+            "--weight-decay was 0.1, is now 0.5: matrices decay by it from here",
+        ),
         ({"max_lr": 1e-3}, f"--max-lr was 0.003, is now 0.001: {schedule}"),
         ({"min_lr_ratio": 0.5}, f"--min-lr-ratio was 0.1, is now 0.5: {schedule}"),
         ({"warmup_steps": 1}, f"--warmup-steps was 2, is now 1: {schedule}"),
     ):
         with pytest.warns(Fp8StackWarning, match=expected) as told:
-            Trainer(configure(folder, **options, **changes)).log.close()
+            trainer = Trainer(configure(folder, **options, **changes))
+        trainer.log.close()
         assert len(told) == 1
+        decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+        assert decays == [changes.get("weight_decay", 0.1), 0.0]
         with pytest.raises(ConfigError, match=expected):
             Trainer(configure(folder, **options, **changes, strict=True))
 
