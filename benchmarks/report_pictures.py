@@ -200,7 +200,8 @@ def draw_frameworks(figure: Figure, rows: list[Record]) -> None:
 
 def draw_largest(figure: Figure, rows: list[Record]) -> None:
     labels = [f"{r['value'] / 1e9:.1f} B, {r['tokens_per_second']:,.0f} tokens/s" for r in rows]
-    bars(figure, rows, labels, "parameters of the largest model that trains")
+    billions = [{**r, "value": r["value"] / 1e9} for r in rows]
+    bars(figure, billions, labels, "billions of parameters of the largest model that trains")
 
 
 def draw_attention(figure: Figure, rows: list[Record]) -> None:

@@ -344,7 +344,7 @@ def draw(records: Path, model: str, picture: Path) -> None:
     labels = [f"{r['value']:.3g} ms{m}" for r, m in zip(rows, memory, strict=True)]
     draw_bars(
         rows, colors, labels, picture,
-        title=f"{model}: forward and backward", xlim=(0, 1.3 * rows[0]["value"]), xlabel="ms; and the peak of memory",
+        title=f"{model}: forward and backward", xlim=(0, 1.4 * rows[0]["value"]), xlabel="ms; and the peak of memory",
     )  # fmt: skip
 
 
