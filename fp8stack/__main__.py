@@ -37,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(commands.choices)
         meant = did_you_mean(given[0], commands.choices)
         parser.error(f"there is no command {given[0]!r}.{meant} Commands: {known}.")
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        command = commands.choices[options.command]
+        meant = did_you_mean(unknown[0], command._option_string_actions)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
     try:
         status: int = runs[options.command](options)

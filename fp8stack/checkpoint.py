@@ -28,12 +28,7 @@ from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.names import check_order, names_of, names_of_owned
 from .optim.state import MASTER_KEYS
-from .optim.state_dict import (
-    check_groups,
-    check_layout,
-    prepare,
-    to_torch,
-)
+from .optim.state_dict import check_groups, check_layout, prepare, to_torch
 
 
 def master_state_dict(

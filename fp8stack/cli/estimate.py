@@ -25,6 +25,7 @@ from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import LEVELS, Recipe
 from fp8stack.planning import (
     BASELINES,
+    FAMILIES,
     LLAMA,
     Make,
     Precision,
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
     from .output import Commands
 
 GPUS = {
-    "V100": 31, "RTX 3090": 23, "RTX 4090": 23, "RTX 5090": 31, "A100-40GB": 39, "L40S": 44, "A100": 79, "H100": 79,
-    "H200": 139, "B200": 178,
+    "T4": 14, "V100-16GB": 15, "V100": 31, "RTX 3090": 23, "RTX 4090": 23, "RTX 5090": 31, "A10": 22, "L4": 22,
+    "A40": 44, "L40": 44, "L40S": 44, "RTX A6000": 47, "RTX 6000 Ada": 47, "A100-40GB": 39, "A100": 79, "H100": 79,
+    "H100-NVL": 93, "GH200": 95, "H200": 139, "B200": 178,
 }  # fmt: skip
 """GiB that a program can have, rounded down."""
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
@@ -257,15 +259,16 @@ def _users_model(
         return copy.deepcopy(model).to(dtype)
 
     config: Any = getattr(model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else {}
     shape = None
     if sizes:
         shape = _shape_of(sizes)
-    elif hasattr(config, "to_dict"):
-        shape = shape_of_config(config.to_dict(), f"the model of {target}")
+    elif told.get("model_type") in FAMILIES:
+        shape = shape_of_config(told, f"the model of {target}")
     else:
         notes.append(
-            "activations are not estimated: the model has no Hugging Face config; give --layers, --hidden, --heads, "
-            "--kv-heads, --ffn and --vocab"
+            "activations are not estimated: the model has no Hugging Face config that is known here "
+            f"({', '.join(FAMILIES)}); give --layers, --hidden, --heads, --kv-heads, --ffn and --vocab"
         )
     if shape:
         _compare_counts(shape, sum(p.numel() for p in parameters), notes)
@@ -340,7 +343,9 @@ def _gpu(given: str) -> str:
 
 
 def _letters_and_digits(name: str) -> list[str]:
-    return re.findall(r"[a-z]+|[0-9]+", name.lower())
+    """Return a name's parts, without the words that people leave out."""
+    words = re.findall(r"[a-z]+|[0-9]+", name.lower())
+    return [word for word in words if word not in ("nvidia", "geforce", "rtx")]
 
 
 def _parameters(text: str) -> float:

@@ -1,9 +1,9 @@
 """`fp8stack inspect CKPT`: what is in a checkpoint: step, level, dtypes, formats of optimizer states, largest tensors.
 
 It takes what `fp8stack.checkpoint.save` or `torch.save` wrote, a folder of torch.distributed.checkpoint, or a
-safetensors file (`stored.py`). The level is told from the optimizer's formats, since no checkpoint names it: "O2" where
-states or masters are kept in fewer bits, "O1" where fp8stack's optimizer kept torch's formats, none where nothing shows
-(O0, or without fp8stack).
+safetensors file (`stored.py`). The level is that of the manifest beside a checkpoint of examples/train_gpt.py; others
+do not name it, and it is told from the optimizer's formats: "O2" where states or masters are kept in fewer bits, "O1"
+where fp8stack's optimizer kept torch's formats, none where nothing shows (O0, or without fp8stack).
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
 def draw(console: Console, data: dict[str, Any]) -> None:
     """Show a summary, dtypes, formats and the largest tensors."""
     step = "no step" if data["step"] is None else f"step {data['step']}"
-    level = data["level"] or "no level that shows (O0, or without fp8stack)"
+    level = (
+        data["extra"].get("precision")
+        or data["level"]
+        or "no level that shows (O0, or without fp8stack)"
+    )
     title = f"{data['path']}: {data['kind']}, {size(data['file_bytes'])}, {step}, {level}"
     console.print(title, soft_wrap=True)
     if data["extra"]:
@@ -148,6 +152,8 @@ def _step(stored: Stored) -> int | None:
 
 
 def _level(stored: Stored) -> str | None:
+    if told := stored.extra.get("level"):
+        return str(told)
     keys = {key for entry in stored.states.values() for key in entry}
     if keys & set(MASTER_KEYS) or any(key.endswith("_code") for key in keys):
         return "O2"

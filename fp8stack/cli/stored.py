@@ -190,7 +190,16 @@ def _read_folder(path: Path, data: bool) -> Stored:
         stored.model, stored.extra = stored.extra, {}
     if data:
         _tie(stored)
+    stored.extra |= _manifest(path / "manifest.json")
     return stored
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Return what examples/train_gpt.py says of a checkpoint, "step", "level" and "precision" among it; {}: nothing."""
+    try:
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+    except (OSError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
 
 
 def _tie(stored: Stored) -> None:

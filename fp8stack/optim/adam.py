@@ -64,13 +64,8 @@ class Adam(BlockwiseOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"maximize": maximize}
         self.numbers_of(defaults)
         super().__init__(params, defaults, **options)
 
@@ -85,15 +80,8 @@ class Adam(BlockwiseOptimizer):
         lr, betas, eps, decay = check_range(group)
         decoupled = self._is_decoupled(group)
         sign = -1.0 if group.get("maximize") else 1.0
-        return (
-            lr,
-            *betas,
-            eps,
-            decay if decoupled else 0.0,
-            0.0 if decoupled else decay,
-            sign,
-            0.0,
-        )
+        decays = (decay, 0.0) if decoupled else (0.0, decay)
+        return (lr, *betas, eps, *decays, sign, 0.0)
 
 
 class AdamW(Adam):

@@ -15,14 +15,7 @@ from fp8stack.kernels.reference.step import HYPER
 
 from .checks import rates_on_gpu
 from .gradients import check_gradient, gradient_parts
-from .sharded import (
-    local,
-    local_state,
-    reduce_largest,
-    reduce_squares,
-    share_of,
-    shares_of,
-)
+from .sharded import local, local_state, reduce_largest, reduce_squares, share_of, shares_of
 from .state import State, step_tensors
 
 if TYPE_CHECKING:

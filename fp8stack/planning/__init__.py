@@ -11,10 +11,11 @@ a forward pass keeps, `budget.py` puts both together for a GPU among several.
 from .budget import SHARDINGS, Estimate, Make, Setup, estimate, largest_batch, largest_model
 from .counted import BASELINES, KINDS, Precision, Resident, at_level, resident, use_after_step
 from .saved import Activations, activations
-from .shapes import LLAMA, Shape, read_config, shape_of_config
+from .shapes import FAMILIES, LLAMA, Shape, read_config, shape_of_config
 
 __all__ = [
     "BASELINES",
+    "FAMILIES",
     "KINDS",
     "LLAMA",
     "SHARDINGS",

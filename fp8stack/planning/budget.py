@@ -156,11 +156,7 @@ def estimate(
 
 
 def largest_batch(
-    model: Shape | Make,
-    precision: Precision,
-    setup: Setup,
-    memory: int,
-    shape: Shape | None = None,
+    model: Shape | Make, precision: Precision, setup: Setup, memory: int, shape: Shape | None = None
 ) -> int:
     """Return the largest micro-batch whose total fits in `memory` bytes, 0 if none does."""
 

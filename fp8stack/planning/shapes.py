@@ -168,14 +168,17 @@ LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _GPT2_LIKE = ("gpt2",)
+FAMILIES = (*_LLAMA_LIKE, *_GPT2_LIKE)
+"""The `model_type` of configurations that a shape can be made of."""
 
 
 def read_config(path: str | Path) -> Shape:
-    """Return the shape that a Hugging Face `config.json` describes.
+    """Return the shape that a Hugging Face `config.json` describes, or the one in a folder.
 
     Raises:
         ConfigError: for a file that cannot be read, or that is no configuration of a decoder known here.
     """
+    path = Path(path, "config.json") if Path(path).is_dir() else path
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -205,10 +208,9 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
             positions=_size(config, "n_positions", where),
         )
     if kind not in _LLAMA_LIKE:
-        known = (*_LLAMA_LIKE, *_GPT2_LIKE)
         raise ConfigError(
-            f"{where}: model_type={kind!r} is not known here; known: {', '.join(known)}."
-            f"{did_you_mean(str(kind), known)} Give the sizes as options (--layers, --hidden, --heads, ...), or the "
+            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}."
+            f"{did_you_mean(str(kind), FAMILIES)} Give the sizes as options (--layers, --hidden, --heads, ...), or the "
             "model as --model FILE:function."
         )
     heads = _size(config, "num_attention_heads", where)

@@ -105,6 +105,24 @@ def test_inspect_reads_level_step_and_formats(name, level, moments, masters, sav
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.parametrize(("level", "precision"), [("O1", "FP8 O1"), ("O2", "bf16 8bit")])
+def test_inspect_says_what_the_application_s_manifest_does(
+    level, precision, saved, tmp_path, capsys
+):
+    folder = tmp_path / "step_00000007"
+    shutil.copytree(saved[0] / "dcp", folder)
+    manifest = {"step": 7, "level": level, "precision": precision, "val_loss": 2.5, "files": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    data = inspected(capsys, folder)
+    assert (data["step"], data["level"]) == (7, level)
+    assert (data["extra"]["precision"], data["extra"]["val_loss"]) == (precision, 2.5)
+    assert main(["inspect", str(folder)]) == 0
+    assert f", step 7, {precision}\n" in capsys.readouterr().out
+    for damage in ("{", "[1]"):
+        (folder / "manifest.json").write_text(damage)
+        assert "manifest.json cannot be read" in refused(capsys, "inspect", folder)
+
+
 def test_inspect_reads_the_header_of_a_folder(saved, capsys):
     data = inspected(capsys, saved[0] / "dcp")
     assert data["kind"] == "torch.distributed.checkpoint"

@@ -10,6 +10,13 @@ import fp8stack
 from fp8stack.__main__ import main
 from fp8stack.planning import BASELINES, Setup, Shape, estimate
 
+NEOX = """
+def build():
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=128, intermediate_size=128, **sizes))
+"""
 MODELS = """
 import torch
 from torch import nn
@@ -157,9 +164,53 @@ def test_what_fuses_is_what_nn_fuse_takes(given, fuses, estimated, tmp_path):
 
 def test_parameters_have_suffixes_and_gpus_any_spelling(estimated):
     plain, _ = estimated("--parameters", "1.5e9", "--gpu", "RTX 4090")
-    for parameters, gpu in (("1.5B", "rtx4090"), ("1500m", "RTX-4090")):
+    for parameters, gpu in (
+        ("1.5B", "rtx4090"),
+        ("1500m", "RTX-4090"),
+        ("1.5B", "4090"),
+        ("1.5B", "NVIDIA GeForce RTX 4090"),
+    ):
         assert estimated("--parameters", parameters, "--gpu", gpu)[0] == plain
     assert plain["memory"] == 23 * 2**30
+
+
+def test_a_model_of_another_family_has_all_but_activations(estimated, tmp_path):
+    pytest.importorskip("transformers")
+    file = tmp_path / "neox.py"
+    file.write_text(NEOX)
+    data, columns = estimated("--model", f"{file}:build", "--gpu", "a6000")
+    assert (
+        "activations are not estimated: the model has no Hugging Face config that is known"
+        in data["notes"][0]
+    )
+    assert (data["shape"], data["memory"]) == (None, 47 * 2**30)
+    assert columns["fp32"]["bytes"]["weights"] == 4 * data["parameters"] > 0
+
+
+def test_a_folder_of_a_model_has_its_config(estimated, tmp_path, capsys):
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+    }
+    text = json.dumps({"model_type": "llama", "vocab_size": 192, **sizes})
+    (tmp_path / "config.json").write_text(text)
+    file, folder = (
+        estimated("--hf-config", str(tmp_path / name))[0] for name in ("config.json", "")
+    )
+    assert file == folder
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "--hf-config", str(tmp_path)])
+    assert f"{tmp_path / 'config.json'} cannot be read" in capsys.readouterr().err
+
+
+def test_an_option_that_is_not_known_is_one_of_a_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", *SMALL, "--gpus", "8"])
+    told = 'fp8stack estimate: error: unrecognized arguments: --gpus 8. Did you mean "--gpu"?\n'
+    assert capsys.readouterr().err == told
 
 
 def test_small_models_are_shown_in_mib(estimated, capsys):
