@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Generator
 from functools import partial
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from fp8stack.errors import ConfigError, did_you_mean, first_line
+from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean, first_line
 
 from .tokens import Encoding
 from .windows import Batch, check_state, is_held_out, to_batch
@@ -72,16 +73,15 @@ def open_documents(data: str, column: str | None = None) -> tuple[Documents, Doc
     try:
         try:
             splits = load()
-        except RuntimeError as error:
-            if "script" not in str(error).lower():
+        except (RuntimeError, ValueError) as error:  # of `datasets` from 4 on, and before
+            if not re.search("dataset scripts|custom code", str(error).lower()):
                 raise
-            splits = load(
-                revision=CONVERTED
-            )  # `datasets` runs no scripts, from 4 on not even if it is told to
-            print(
-                f"data: {data} comes with a script, which is not run; reading the Hub's own conversion to parquet, "
-                "which may hold less of a large dataset",
-                flush=True,
+            splits = load(revision=CONVERTED)
+            warnings.warn(
+                f"--data {data} comes with a script, which is not run: reading the Hub's own conversion to parquet, "
+                "which may hold less of a large dataset.",
+                Fp8StackWarning,
+                stacklevel=2,
             )
         if "train" not in splits:
             raise ValueError(f"it has no split named train, but {', '.join(splits)}")

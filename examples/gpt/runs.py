@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +149,7 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
 
 def _existing(path: Path) -> Path:
     """Return a path that is there; raise CheckpointError on all ranks for one that is not."""
-    if not on_first_rank(path.exists):
+    if not on_first_rank(partial(os.path.exists, path)):  # which raises nothing
         close = did_you_mean(str(path), ["auto", "latest", *map(str, path.parent.glob("*"))])
         raise CheckpointError(
             f"--resume {path}: there is no such folder.{close} Give auto, latest, or the path of a checkpoint, as "
