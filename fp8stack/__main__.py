@@ -9,6 +9,7 @@ Each command has --help and --json. Without a command the help is printed. Exit 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -40,9 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(given)
     if unknown:
         command = commands.choices[options.command]
-        meant = did_you_mean(unknown[0], command._option_string_actions)
+        own, names = command._option_string_actions, [u for u in unknown if u.startswith("-")]
+        meant = "".join(did_you_mean(name.partition("=")[0], own) for name in names)
         command.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
+    # which asks for a library of kernels that no command needs
+    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     try:
         status: int = runs[options.command](options)
     except Fp8StackError as error:

@@ -127,7 +127,7 @@ class Config:
     weight_decay: float = option(0.1, "of matrices", least=0)
     max_grad_norm: float = option(1.0, "gradients are clipped to; 0: not at all", least=0)
     target_effective_batch_size: int = option(4, "sequences in a step of all ranks", least=1)
-    max_batch_size: int = option(64, "most sequences that a rank computes at once", least=1)
+    max_batch_size: int = option(64, "the most that --micro-batch auto tries", least=1)
     micro_batch: int | str = option(
         "auto", "sequences that a rank computes at once; auto: what fits", least=1, word="auto"
     )
@@ -182,11 +182,6 @@ class Config:
         self._check_run_name()
         self._check_fuse()
         self._check_skip()
-        most, own = self.max_batch_size, self.micro_batch
-        if most != DEFAULTS["max_batch_size"] and own != "auto" and own > most:
-            raise ConfigError(
-                f"--micro-batch {own} is more than --max-batch-size {most}. Leave one of them out."
-            )
         if self.overwrite and self.resume:
             raise ConfigError(
                 "--overwrite deletes what --resume goes on from. Leave one of them out."
@@ -245,7 +240,7 @@ class Config:
         found = [p for p in self.skip if any(fnmatchcase(name, p) for name in names)]
         if self.blocks == "te" and found:
             raise ConfigError(
-                f"--skip {found[0]} names layers of TransformerEngine's blocks (--blocks te), which multiply in FP8 as "
+                f"--skip {found[0]} names layers of TransformerEngine's blocks (--blocks te), which are taken as "
                 "a whole. Leave one of the two out."
             )
 

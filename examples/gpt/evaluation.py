@@ -140,9 +140,8 @@ def score_endings(
     seq_len: int,
     device: torch.device,
     autocast: Autocast,
-) -> list[
-    Tensor
-]:  # for each question [endings], float32, on the CPU: log-likelihood for each character
+) -> list[Tensor]:
+    """Return for each question [endings], float32, on the CPU: the log-likelihood for each character."""
     rows, tails, lengths = [], [], []
     for question in questions:
         context = encode(question.context)

@@ -48,7 +48,10 @@ def choose_split(trainer: Trainer, resumed: Checkpoint | None) -> batching.Split
     try_size: Callable[[int], None] = partial(_try_step, trainer, states)
     if device.type == "cpu":
         _make_states(trainer, states)  # which stay, whatever the size
-        if measure := batching.part_of_host():
+        ranks.gather(0)  # the others of this machine have made theirs
+        measure = batching.part_of_host()
+        ranks.gather(0)  # and none has begun to try
+        if measure:
             try_size = batching.cautious(try_size, measure)
     search = batching.predict_largest if setup.sharded else batching.find_largest
     with sampling(config, trainer.model):  # such steps need most

@@ -61,10 +61,8 @@ def _limits() -> list[tuple[int, int]]:
         return []
     found = []
     for _, kinds, path in (line.split(":", 2) for line in lines):
-        if kinds not in (
-            "",
-            "memory",
-        ):  # of version 2, which has all kinds in one, and of version 1
+        # of version 2, which has all kinds in one, and of version 1
+        if kinds not in ("", "memory"):
             continue
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         if not kinds:

@@ -28,8 +28,6 @@ from .tokens import Encoding
 from .windows import Batch, check_state, is_held_out, to_batch
 
 Documents = Callable[[int], Generator[str, None, None]]  # those after the first n
-
-
 NAMES = {  # and their configurations
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
     "openwebtext": ("Skylion007/openwebtext", None),
@@ -76,13 +74,13 @@ def open_documents(data: str, column: str | None = None) -> tuple[Documents, Doc
         except (RuntimeError, ValueError) as error:  # of `datasets` from 4 on, and before
             if not re.search("dataset scripts|custom code", str(error).lower()):
                 raise
-            splits = load(revision=CONVERTED)
             warnings.warn(
                 f"--data {data} comes with a script, which is not run: reading the Hub's own conversion to parquet, "
                 "which may hold less of a large dataset.",
                 Fp8StackWarning,
                 stacklevel=2,
             )
+            splits = load(revision=CONVERTED)
         if "train" not in splits:
             raise ValueError(f"it has no split named train, but {', '.join(splits)}")
         row = next(iter(splits["train"]), {})
@@ -181,7 +179,7 @@ def _documents(data: str, dataset: Any, column: str, first: int) -> Generator[st
         reason = first_line(error) or type(error).__name__
         raise ConfigError(
             f"--data {data}: what comes after {read} documents cannot be read ({reason}). Write damaged files "
-            "again, or wait for the network; then --resume latest."
+            "again, or wait for the network, and start again (a run that has checkpoints: with --resume latest)."
         ) from error
 
 

@@ -49,11 +49,12 @@ if TYPE_CHECKING:
     from .output import Commands
 
 GPUS = {
-    "T4": 14, "V100-16GB": 15, "V100": 31, "RTX 3090": 23, "RTX 4090": 23, "RTX 5090": 31, "A10": 22, "L4": 22,
+    "T4": 14, "V100-16GB": 15, "V100": 31, "RTX 3090": 23, "RTX 4090": 23, "RTX 5090": 31, "A10": 21, "L4": 22,
     "A40": 44, "L40": 44, "L40S": 44, "RTX A6000": 47, "RTX 6000 Ada": 47, "A100-40GB": 39, "A100": 79, "H100": 79,
-    "H100-NVL": 93, "GH200": 95, "H200": 139, "B200": 178,
+    "H100-NVL": 93, "GH200": 94, "GH200-144GB": 142, "H200": 139, "B200": 178, "B300": 267,
 }  # fmt: skip
 """GiB that a program can have, rounded down."""
+_LEFT_OUT = r"nvidia|geforce|tesla|rtx|generation|pcie|sxm\d?|hbm\de?|(?<=\d)gb?\b"
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _MOST = 1e15  # parameters, far above all that are trained
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +65,7 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "estimate", brief)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--parameters", type=_parameters, metavar="N", help="such as 7e9 or 7B")
-    source.add_argument("--hf-config", metavar="config.json", help="of Hugging Face")
+    source.add_argument("--hf-config", metavar="config.json", help="of Hugging Face, or its folder")
     source.add_argument("--model", metavar="FILE:function", help="returns a model")
     source.add_argument("--sizes", action="store_true", help="all of it in the options below")
     for name in SIZES:
@@ -324,15 +325,16 @@ def _memory(options: argparse.Namespace) -> int | None:
 
 
 def _gpu(given: str) -> str:
-    """Return the known name with the letters and digits of the one given.
+    """Return the known name with the letters and digits of the one given, which may say the gigabytes too.
 
     Raises:
         ConfigError: where there is none, with the nearest.
     """
     asked, within = _letters_and_digits(given), []
-    for name in GPUS:
+    for name, gib in GPUS.items():
         own = _letters_and_digits(name)
-        if own == asked:
+        size = int(asked[-1]) if own == asked[:-1] and asked[-1].isdigit() else 0  # "H100 80GB"
+        if own == asked or 0 <= size - gib <= gib / 6:
             return name
         if set(own) <= set(asked):
             within.append(name)
@@ -344,8 +346,7 @@ def _gpu(given: str) -> str:
 
 def _letters_and_digits(name: str) -> list[str]:
     """Return a name's parts, without the words that people leave out."""
-    words = re.findall(r"[a-z]+|[0-9]+", name.lower())
-    return [word for word in words if word not in ("nvidia", "geforce", "rtx")]
+    return re.findall(r"[a-z]+|[0-9]+", re.sub(_LEFT_OUT, " ", name.lower()))
 
 
 def _parameters(text: str) -> float:

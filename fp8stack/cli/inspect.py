@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
 def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
     """Return what a checkpoint holds, as plain data."""
     tensors = {place_of(t): t for t in stored.model.values()}.values()  # tied ones once
+    told = {**stored.extra, **stored.manifest}
     dtypes: dict[str, dict[str, int]] = {}
     for t in tensors:
         row = dtypes.setdefault(_dtype(t), {"tensors": 0, "elements": 0, "bytes": 0})
@@ -73,6 +74,7 @@ def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
     return {
         "step": _step(stored),
         "level": _level(stored),
+        "precision": stored.manifest.get("precision"),
         "elements": sum(row["elements"] for row in dtypes.values()),
         "model": dtypes,
         "optimizer": {
@@ -82,7 +84,7 @@ def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
             }
             for name, kinds in formats.items()
         },
-        "extra": {k: v for k, v in stored.extra.items() if isinstance(v, (int, float, str, bool))},
+        "extra": {k: v for k, v in told.items() if isinstance(v, (int, float, str, bool))},
         "largest": [
             {"name": n, "dtype": _dtype(t), "shape": list(t.shape), "bytes": t.nbytes}
             for n, t in named[:largest]
@@ -93,11 +95,7 @@ def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
 def draw(console: Console, data: dict[str, Any]) -> None:
     """Show a summary, dtypes, formats and the largest tensors."""
     step = "no step" if data["step"] is None else f"step {data['step']}"
-    level = (
-        data["extra"].get("precision")
-        or data["level"]
-        or "no level that shows (O0, or without fp8stack)"
-    )
+    level = data["precision"] or data["level"] or "no level that shows (O0, or without fp8stack)"
     title = f"{data['path']}: {data['kind']}, {size(data['file_bytes'])}, {step}, {level}"
     console.print(title, soft_wrap=True)
     if data["extra"]:
@@ -143,7 +141,7 @@ def _format(key: str, entry: dict[str, Any], stored: Stored, parameter: str) -> 
 
 def _step(stored: Stored) -> int | None:
     """Return the step that was saved, or that of the optimizer."""
-    saved = stored.extra.get("step")
+    saved = {**stored.extra, **stored.manifest}.get("step")
     if isinstance(saved, int):
         return saved
     counts = [e.get("step") for e in stored.states.values()]
@@ -152,8 +150,8 @@ def _step(stored: Stored) -> int | None:
 
 
 def _level(stored: Stored) -> str | None:
-    if told := stored.extra.get("level"):
-        return str(told)
+    if stored.manifest:
+        return str(stored.manifest["level"])
     keys = {key for entry in stored.states.values() for key in entry}
     if keys & set(MASTER_KEYS) or any(key.endswith("_code") for key in keys):
         return "O2"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Stored:
 
     model: tensors by name. states: an optimizer's entries by the name of their parameter.
     header: what fp8stack's optimizer wrote of itself, if one did. extra: whatever else was saved.
+    manifest: what examples/train_gpt.py says of its checkpoint: "step", "level", "precision" and more.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Stored:
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     header: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
 
     def masters(self) -> dict[str, Tensor]:
         """Return float32 masters by the name of their parameter, where the optimizer kept some."""
@@ -190,16 +193,10 @@ def _read_folder(path: Path, data: bool) -> Stored:
         stored.model, stored.extra = stored.extra, {}
     if data:
         _tie(stored)
-    stored.extra |= _manifest(path / "manifest.json")
+    with suppress(OSError, ValueError, TypeError, KeyError):  # none, or another program's
+        told = json.loads((path / "manifest.json").read_bytes())
+        stored.manifest = {"level": told["level"], "precision": told["precision"], **told}
     return stored
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """Return what examples/train_gpt.py says of a checkpoint, "step", "level" and "precision" among it; {}: nothing."""
-    try:
-        return dict(json.loads(path.read_bytes())) if path.exists() else {}
-    except (OSError, TypeError, ValueError) as error:
-        raise _damaged(path, error) from error
 
 
 def _tie(stored: Stored) -> None:

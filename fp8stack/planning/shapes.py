@@ -182,7 +182,9 @@ def read_config(path: str | Path) -> Shape:
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
+        raise ConfigError(
+            f"{path} cannot be read as JSON: {reason_of(error)} Give a model's config.json, or its folder."
+        ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}; a configuration is an object.")
     return shape_of_config(config, str(path))

@@ -118,9 +118,22 @@ def test_inspect_says_what_the_application_s_manifest_does(
     assert (data["extra"]["precision"], data["extra"]["val_loss"]) == (precision, 2.5)
     assert main(["inspect", str(folder)]) == 0
     assert f", step 7, {precision}\n" in capsys.readouterr().out
-    for damage in ("{", "[1]"):
-        (folder / "manifest.json").write_text(damage)
-        assert "manifest.json cannot be read" in refused(capsys, "inspect", folder)
+    for other in ("{", "[1]", '{"level": 3}'):  # some other program's
+        (folder / "manifest.json").write_text(other)
+        data = inspected(capsys, folder)
+        assert (data["level"], data["precision"], "val_loss" in data["extra"]) == (
+            "O2",
+            None,
+            False,
+        )
+
+
+def test_what_a_user_calls_a_level_is_not_taken_for_one(saved, tmp_path, capsys):
+    contents = read_file(saved[0] / "O2.pt")
+    extra = {"level": 3, "precision": "bf16-mixed"}
+    torch.save({**contents, "extra": extra}, tmp_path / "game.pt")
+    data = inspected(capsys, tmp_path / "game.pt")
+    assert (data["level"], data["precision"], data["extra"]) == ("O2", None, extra)
 
 
 def test_inspect_reads_the_header_of_a_folder(saved, capsys):

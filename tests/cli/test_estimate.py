@@ -169,9 +169,33 @@ def test_parameters_have_suffixes_and_gpus_any_spelling(estimated):
         ("1500m", "RTX-4090"),
         ("1.5B", "4090"),
         ("1.5B", "NVIDIA GeForce RTX 4090"),
+        ("1.5B", "RTX 4090 24GB"),
     ):
         assert estimated("--parameters", parameters, "--gpu", gpu)[0] == plain
     assert plain["memory"] == 23 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("given", "gib"),
+    [
+        ("H100 80GB", 79),
+        ("NVIDIA H100 80GB HBM3", 79),
+        ("H100 NVL", 93),
+        ("NVIDIA A100-SXM4-40GB", 39),
+        ("A100-PCIE-80GB", 79),
+        ("V100 32GB", 31),
+        ("Tesla V100-SXM2-16GB", 15),
+        ("A10G", 21),
+        ("l4", 22),
+        ("6000 Ada", 47),
+        ("NVIDIA RTX 6000 Ada Generation", 47),
+        ("NVIDIA GH200 144G HBM3e", 142),
+        ("gh200-96gb", 94),
+        ("B300 288GB", 267),
+    ],
+)
+def test_gpus_go_by_the_names_that_people_and_drivers_give(given, gib, estimated):
+    assert estimated(*SMALL, "--opt-level", "bf16", "--gpu", given)[0]["memory"] == gib * 2**30
 
 
 def test_a_model_of_another_family_has_all_but_activations(estimated, tmp_path):
@@ -203,7 +227,9 @@ def test_a_folder_of_a_model_has_its_config(estimated, tmp_path, capsys):
     (tmp_path / "config.json").unlink()
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", "--hf-config", str(tmp_path)])
-    assert f"{tmp_path / 'config.json'} cannot be read" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{tmp_path / 'config.json'} cannot be read" in told
+    assert "Give a model's config.json, or its folder." in told
 
 
 def test_an_option_that_is_not_known_is_one_of_a_command(capsys):
@@ -211,6 +237,9 @@ def test_an_option_that_is_not_known_is_one_of_a_command(capsys):
         main(["estimate", *SMALL, "--gpus", "8"])
     told = 'fp8stack estimate: error: unrecognized arguments: --gpus 8. Did you mean "--gpu"?\n'
     assert capsys.readouterr().err == told
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", *SMALL, "--level=O2", "layers", "--gpus", "8"])
+    assert '--gpus 8. Did you mean "--opt-level"? Did you mean "--gpu"?' in capsys.readouterr().err
 
 
 def test_small_models_are_shown_in_mib(estimated, capsys):
@@ -283,8 +312,8 @@ def test_the_file_of_a_model_runs_once(tmp_path, capsys):
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
         ([*SMALL, "--batch", "0"], "batch=0 must be a whole number above 0"),
         ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
-        ([*SMALL, "--gpu", "H100 80GB"], 'Did you mean "H100"?'),
-        ([*SMALL, "--gpu", "NVIDIA A100-SXM4-40GB"], 'Did you mean "A100-40GB"?'),
+        ([*SMALL, "--gpu", "H100 96GB"], 'Did you mean "H100"?'),
+        ([*SMALL, "--gpu", "A100-40GB Max"], 'Did you mean "A100-40GB"?'),
         ([*SMALL, "--memory", "80B"], "'80B' is not a number above 0"),
         ([*SMALL, "--gpu", "H100", "--memory", "80"], "give one of them"),
         ([*SMALL, "--zero", "2"], "give --ranks above 1"),

@@ -273,6 +273,15 @@ def test_what_a_step_takes_of_a_cpu_s_memory_is_measured():
         assert part == pytest.approx(size, abs=20)
 
 
+def test_where_there_is_no_memory_nothing_fits(monkeypatch):
+    """A control group may have more than its limit."""
+    for free in (0, -(2**30)):
+        monkeypatch.setattr(host, "memory_free", lambda free=free: free)
+        monkeypatch.setattr(host, "memory_peak", lambda forget=False: 2**20 * (not forget))
+        measure = batching.part_of_host()
+        assert measure(lambda _: None, 1) > 1000
+
+
 def test_limits_of_control_groups_count(tmp_path, monkeypatch):
     """In version 2 and 1, below a group without a limit, and where the path is the host's."""
     for proc, kinds, folder, names in (

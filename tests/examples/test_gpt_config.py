@@ -84,10 +84,6 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
             ["--model", "gpt2", "--blocks", "te", "--skip", "blocks.0.*"],
             r"^--skip blocks.0.\* names layers of Tr",
         ),
-        (
-            ["--micro-batch", "4", "--max-batch-size", "2"],
-            "^--micro-batch 4 is more than --max-batch-size 2",
-        ),
         (["--kv-heads", "3"], "heads=8 query heads cannot share --kv-heads 3 .*divisor of heads"),
         (["--stepz", "3"], 'no option .--stepz.. Did you mean "--steps"'),
         (["--step", "3"], "no option '--step'"),  # flags cannot be shortened

@@ -403,8 +403,7 @@ def test_hellaswag_picks_the_likeliest_ending_for_its_length(folder, tmp_path):
     again, other = 3 - math.log(math.e**3 + 255), -math.log(math.e**3 + 255)
     expected = [9 * other / 8, (3 * again + 2 * other) / 4, 4 * other / 3, (again + 3 * other) / 3]
     assert scores.tolist() == pytest.approx(expected, rel=1e-5)
-    cut, again_cut = evaluation.score_endings(model, [question] * 2, encode, 4, *where)
-    assert cut.equal(again_cut)
+    (cut,) = evaluation.score_endings(model, [question], encode, 4, *where)
     expected = [
         other * 9 / 8,
         (again + 2 * other) * 5 / 3 / 4,
@@ -426,6 +425,24 @@ def test_hellaswag_picks_the_likeliest_ending_for_its_length(folder, tmp_path):
     assert run(folder, "--run-name", "swag", "--hellaswag", str(path), "--opt-level", "O0") == 0
     evaluations = [r for r in read(folder / "swag-fp8-o0" / "metrics.jsonl") if "val_loss" in r]
     assert all(0 <= r["hellaswag"] <= 1 for r in evaluations)
+
+
+def test_questions_of_hellaswag_are_scored_together_as_alone():
+    """Of other lengths, and with other numbers of endings; five of them, so that the last part has one."""
+    questions = [
+        Question("a" * n, tuple("ab" * (n + k) + "c" * k for k in range(1 + n % 4)), n % 2)
+        for n in (3, 1, 30, 7, 9)
+    ]
+    model, where = Repeats(), (torch.device("cpu"), torch.no_grad)
+    alone = [evaluation.score_endings(model, [q], encode, 32, *where)[0] for q in questions]
+    together = evaluation.score_endings(model, questions, encode, 32, *where)
+    assert [len(scores) for scores in together] == [len(q.endings) for q in questions]
+    for one, scores in zip(alone, together, strict=True):
+        torch.testing.assert_close(scores, one)
+    right = [int(s.argmax()) == q.label for s, q in zip(alone, questions, strict=True)]
+    assert 0 < sum(right) < 5
+    accuracy = evaluation.hellaswag_accuracy(model, questions, encode, 32, *where)
+    assert accuracy == pytest.approx(sum(right) / 5)
 
 
 @pytest.mark.parametrize(
