@@ -1,6 +1,7 @@
 """`fp8stack doctor`: what it reports of this machine, its self-tests, and the trouble it finds."""
 
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_it_prints_versions_capabilities_and_reasons(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert f"torch {torch.__version__}" in text
     assert "pure-torch reference kernels" in text or torch.cuda.is_available()
+
+
+def test_bitsandbytes_asks_for_no_kernels_of_the_cpu():
+    """In a process of its own: it asks once, when it is imported."""
+    pytest.importorskip("bitsandbytes")
+    command = [sys.executable, "-m", "fp8stack", "doctor", "--no-self-test", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(result.stdout)["environment"]["libraries"]["bitsandbytes"]
+    assert "gemm_4bit_forward" not in result.stderr
 
 
 def test_without_a_gpu_it_says_at_the_end_that_nothing_is_faster(capsys, monkeypatch):

@@ -26,7 +26,6 @@ def test_the_module_prints_json_and_nothing_else():
     command = [sys.executable, "-m", "fp8stack", "levels", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     data = json.loads(result.stdout)
-    assert "gemm_4bit_forward" not in result.stderr  # of bitsandbytes, where it is installed
     named = {(level["level"], level["preset"]): level for level in data["levels"]}
     assert named.keys() == {("O0", None), ("O1", None), ("O2", None), ("O2", "fp8-lm")}
     assert named["O2", "fp8-lm"]["master"] == "fp16"
