@@ -12,9 +12,11 @@ None stands for the optimizer where there is none. (At O2 it holds bits of the w
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +30,11 @@ from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.names import check_order, names_of, names_of_owned
 from .optim.state import MASTER_KEYS
-from .optim.state_dict import check_groups, check_layout, prepare, to_torch
+from .optim.state_dict import check_groups, check_layout, plain_numbers, prepare, to_torch
+from .tensor import is_sharded
+
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict}
+_PLAIN |= {Tensor, nn.Parameter}
 
 
 def master_state_dict(
@@ -102,7 +108,13 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     **extra: Any,
 ) -> None:
-    """Write model, optimizer and `extra` (numbers, strings, tensors, and lists and dicts of them) to `path`."""
+    """Write model, optimizer and `extra` (numbers, strings, tensors, and lists and dicts of them) to `path`.
+
+    Scalars of numpy, as schedules make them, are written as Python's.
+
+    Raises:
+        CheckpointError: if something is of a type that `load` would not read; it is named. `path` is as it was.
+    """
     states = None if optimizer is None else optimizer.state_dict()
     contents = {
         "model": model.state_dict(),
@@ -111,8 +123,34 @@ def save(
         "scaling": scaling_state(model),  # of fp8_recipe="delayed"; this rank's
         "extra": extra,
     }
+    contents = {kind: plain_numbers(value) for kind, value in contents.items()}
+    for kind, value in contents.items():
+        _check_loadable(value, kind)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save(contents, file)
+
+
+def _check_loadable(value: Any, place: str) -> None:
+    """Raise CheckpointError unless `weights_only=True` reads every part of `value`: what is written is to be read."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_loadable(key, f"{place}: the key {key!r}")
+            _check_loadable(part, f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            _check_loadable(part, f"{place}[{index}]")
+    if type(value) in _PLAIN or (isinstance(value, Tensor) and is_sharded(value)):
+        return
+    try:
+        torch.save(value, copy := io.BytesIO())
+        copy.seek(0)
+        torch.load(copy, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{place} is {type(value).__module__}.{type(value).__qualname__}, which checkpoints do not hold: they are "
+            "read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them (str(path), "
+            "vars(arguments), torch.from_numpy(array))."
+        ) from error
 
 
 @contextmanager
@@ -212,10 +250,11 @@ def load(
 def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     """Raise unless torch's own optimizer can make sense of `packed`."""
     check_layout(packed)
-    if "fp8stack" in packed:
+    names = {str(name) for entry in packed["state"].values() for name in entry}
+    if any(name.endswith("_code") or name in MASTER_KEYS for name in names):
         raise CheckpointError(
-            f"the checkpoint holds low-precision states, which {type(optimizer).__name__} of torch cannot read. "
-            "Initialize at the level it was saved from, then fp8stack.restore(model, optimizer)."
+            f"the checkpoint holds low-precision states or masters, which {type(optimizer).__name__} of torch cannot "
+            "read. Initialize at the level it was saved from, then fp8stack.restore(model, optimizer)."
         )
     check_groups(optimizer, packed)
 

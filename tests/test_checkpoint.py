@@ -1,7 +1,11 @@
 """Resume equals continue, bit for bit; states convert to and from torch; bad checkpoints change nothing."""
 
 import pickle
+from argparse import Namespace
+from collections import OrderedDict
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import TinyLM, assert_same_bits, through_file, train
@@ -429,6 +433,28 @@ def test_torch_s_optimizer_refuses_codes_instead_of_misreading_them():
         plain.step()
 
 
+def test_a_file_of_o1_goes_into_torch_s_optimizer_whose_states_it_holds(tmp_path):
+    saved, loaded = build("O1"), build("O0")
+    train(*saved, 2)
+    checkpoint.save(tmp_path / "run.pt", *saved, step=2)
+    assert checkpoint.load(tmp_path / "run.pt", *loaded) == {"step": 2}
+    assert type(loaded[1]) is torch.optim.AdamW
+    for p, q in zip(saved[0].parameters(), loaded[0].parameters(), strict=True):
+        assert_same_bits(p, q)
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert_same_bits(saved[1].state[p][name], loaded[1].state[q][name], name)
+    train(*loaded, 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"states": "fp32"}, {"states": "4bit", "master": "none"}])
+def test_a_file_of_o2_does_not_go_into_torch_s_optimizer(options, tmp_path):
+    saved = build("O2", **options)
+    train(*saved, 2)
+    checkpoint.save(tmp_path / "run.pt", *saved)
+    with pytest.raises(CheckpointError, match="low-precision states or masters"):
+        checkpoint.load(tmp_path / "run.pt", *build("O0"))
+
+
 def test_state_dict_hooks_of_torch_are_called():
     weight = nn.Parameter(torch.zeros(64, 128))
     optimizer = AdamW([weight])
@@ -516,3 +542,64 @@ def test_an_optimizer_s_file_names_what_it_owns_as_state_dicts_do():
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert set(names) <= model.state_dict().keys()
     assert len(pickle.dumps(optimizer)) < 4 * 512 * 512, "the third layer is not its own"
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_rate_of_numpy_is_saved_as_a_number(level, tmp_path):
+    model, optimizer = build(level)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 10))
+    train(model, optimizer, 2)
+    schedule.step()
+    assert isinstance(optimizer.param_groups[0]["lr"], np.float64)
+    if level == "O2":  # as torch's own, O0's has what the schedule put there
+        packed = through_file(optimizer.state_dict())
+        assert type(packed["param_groups"][0]["lr"]) is float
+    extra = {
+        "schedule": schedule.state_dict(),
+        "loss": np.float32(0.5),
+        "seen": {np.int64(3): [True]},
+    }
+    checkpoint.save(tmp_path / "run.pt", model, optimizer, **extra)
+    other = build(level)
+    found = checkpoint.load(tmp_path / "run.pt", *other)
+    assert found["loss"] == 0.5
+    assert found["seen"] == {3: [True]}
+    assert found["schedule"]["last_epoch"] == 1
+    assert other[1].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert_same_training((model, optimizer), other)
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"out": Path("a")}, r"extra\['out'\] is pathlib"),
+        (
+            {"run": {"arguments": [1, Namespace(a=1)]}},
+            r"extra\['run'\]\['arguments'\]\[1\] is argparse",
+        ),
+        ({"seen": {Path("a"): 1}}, r"extra\['seen'\]: the key .* is pathlib"),
+        ({"rates": np.ones(3)}, r"extra\['rates'\] is numpy.ndarray"),
+        ({"function": lambda: None}, r"extra\['function'\] is builtins.function"),
+    ],
+)
+def test_what_could_not_be_read_again_is_named_and_the_old_file_stays(extra, named, tmp_path):
+    model, optimizer = build("O2")
+    checkpoint.save(tmp_path / "run.pt", model, optimizer, step=1)
+    with pytest.raises(CheckpointError, match=named):
+        checkpoint.save(tmp_path / "run.pt", model, optimizer, step=2, **extra)
+    assert checkpoint.load(tmp_path / "run.pt", model, optimizer) == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_an_option_of_a_group_that_could_not_be_read_again_is_named(tmp_path):
+    model, optimizer = build("O2")
+    optimizer.param_groups[0]["of"] = Path("a")
+    with pytest.raises(CheckpointError, match=r"optimizer\['param_groups'\]\[0\]\['of'\]"):
+        checkpoint.save(tmp_path / "run.pt", model, optimizer)
+
+
+def test_plain_types_of_torch_and_python_are_saved(tmp_path):
+    model, optimizer = build("O1")
+    extra = {"a": {1, 2}, "b": torch.bfloat16, "c": torch.Size([1]), "d": OrderedDict(e=(1j, b"f"))}
+    checkpoint.save(tmp_path / "run.pt", model, optimizer, **extra)
+    assert checkpoint.load(tmp_path / "run.pt", model, optimizer) == extra

@@ -48,6 +48,7 @@ MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError)
 def tag(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Return `packed` (torch's state_dict) as plain dictionaries, with the entry that says what it is."""
     packed["state"] = {key: dict(entry) for key, entry in packed["state"].items()}
+    packed["param_groups"] = plain_numbers(packed["param_groups"])
     packed["fp8stack"] = {
         "format": FORMAT,
         "optimizer": _kind(optimizer),
@@ -192,7 +193,17 @@ def to_torch(
         if masters:
             kept = {name: value for name, value in entry.items() if name in MASTER_KEYS}
             state.setdefault(key, {}).update(kept)
-    return {"state": state, "param_groups": packed["param_groups"]}
+    return {"state": state, "param_groups": plain_numbers(packed["param_groups"])}
+
+
+def plain_numbers(value: Any) -> Any:
+    """Return `value` with numpy's scalars, which schedules make and `weights_only=True` refuses, as Python's."""
+    if type(value) is dict:
+        return {plain_numbers(key): plain_numbers(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain_numbers(part) for part in value)
+    is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if is_scalar else value
 
 
 def check_layout(packed: Any) -> None:
