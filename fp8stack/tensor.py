@@ -64,6 +64,9 @@ class BlockScaledTensor(torch.Tensor):
         dtype: torch.dtype = torch.float32,
         residual: tuple[Tensor, Tensor] | None = None,
     ) -> None:
+        if codes.dtype is torch.uint8:  # unpickled
+            codes = codes.view(E4M3.dtype)
+            residual = residual and (residual[0].view(E4M3.dtype), residual[1])
         if codes.dtype is not E4M3.dtype or tuple(scale.shape) != scale_shape(codes.shape):
             raise ConfigError(
                 f"BlockScaledTensor needs float8_e4m3fn codes and scales of shape {scale_shape(codes.shape)} for "
@@ -155,7 +158,29 @@ class BlockScaledTensor(torch.Tensor):
         return self.map_parts(torch.clone)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return BlockScaledTensor, (self.codes, self.scale, self.dtype, self.residual)
+        # as bytes: what pickle itself, without torch.save, writes of a float8 tensor cannot be read (torch 2.13)
+        residual = self.residual and (self.residual[0].view(torch.uint8), self.residual[1])
+        return BlockScaledTensor, (self.codes.view(torch.uint8), self.scale, self.dtype, residual)
+
+    # What torch does with memory itself, which a wrapper has none of.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.dequantize().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.dequantize().__dlpack__(**kwargs)
+
+    def is_shared(self) -> bool:
+        return all(t.is_shared() for t in self.parts())
+
+    def share_memory_(self) -> BlockScaledTensor:
+        for t in self.parts():
+            t.share_memory_()
+        self.__dict__.pop("addresses", None)
+        return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -3,7 +3,9 @@ gradients works on it."""
 
 import copy
 import io
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same_bits
@@ -169,8 +171,41 @@ def test_saves_and_loads(pair):
     file.seek(0)
     with torch.serialization.safe_globals([BlockScaledTensor]):
         loaded = torch.load(file, weights_only=True)
-    for a, b in zip(loaded.parts(), x.parts(), strict=True):
-        assert_same_bits(a.view(torch.uint8), b.view(torch.uint8))
+    for copied in (loaded, pickle.loads(pickle.dumps(x)), pickle.loads(pickle.dumps(loaded))):
+        assert copied.dtype is x.dtype
+        for a, b in zip(copied.parts(), x.parts(), strict=True):
+            assert a.dtype is b.dtype
+            assert_same_bits(a.view(torch.uint8), b.view(torch.uint8))
+    without = pickle.loads(pickle.dumps(x.clone().zero_()))
+    assert without.residual is None
+    assert not without.any()
+
+
+def test_what_reads_memory_gets_the_values(pair):
+    x, value = pair
+    assert x.tolist() == value.tolist()
+    assert torch.equal(torch.from_dlpack(x), value)
+    assert np.array_equal(x.numpy(force=True), value.cpu().numpy())
+    if not x.is_cuda:
+        assert np.array_equal(np.asarray(x), value.numpy())
+        assert np.array_equal(np.from_dlpack(x), value.numpy())
+        assert np.array_equal(x.numpy(), value.numpy())
+
+
+def test_shares_its_parts_with_other_processes(pair):
+    x, value = pair
+    x.add_(value)
+    before = x.addresses
+    module = nn.Linear(200, 6, device=x.device)
+    module.weight.grad = x
+    assert x.is_shared() == x.is_cuda
+    module.share_memory()
+    assert module.weight.grad.is_shared()
+    assert torch.equal(x, 2 * value)
+    if not x.is_cuda:
+        assert all(t.is_shared() for t in x.parts())
+        assert x.addresses != before
+        assert x.addresses == (x.codes.data_ptr(), x.scale.data_ptr())
 
 
 def test_refuses_parts_that_do_not_fit():
