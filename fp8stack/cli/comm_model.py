@@ -87,23 +87,23 @@ def _figures(e: Estimate) -> dict[str, Any]:
 
 
 def _rate(text: str) -> float:
-    return _above_zero(text, number_of(text), "a number")
+    return _limited(text, number_of(text), "a number", 1e6)
 
 
 def _count(text: str) -> int:
-    return _whole(text, number_of(text))
+    return _whole(text, number_of(text), 1e6)
 
 
 def _parameters(text: str) -> int:
-    return _whole(text, number_of(text, suffixes=True))
+    return _whole(text, number_of(text, suffixes=True), 1e15)
 
 
-def _whole(text: str, value: float) -> int:
-    kind = "a whole number"
-    return int(_above_zero(text, value if value.is_integer() else math.nan, kind))
+def _whole(text: str, value: float, most: float) -> int:
+    whole = value if value.is_integer() else math.nan
+    return int(_limited(text, whole, "a whole number", most))
 
 
-def _above_zero(text: str, value: float, kind: str) -> float:
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} above 0")
+def _limited(text: str, value: float, kind: str, most: float) -> float:
+    if not 0 < value <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {kind} above 0 and up to {most:g}")
     return value

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fp8stack.capability import FP8_CAPABILITY
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import LEVELS, Recipe
 from fp8stack.planning import (
@@ -49,11 +50,13 @@ if TYPE_CHECKING:
     from .output import Commands
 
 GPUS = {
-    "T4": 14, "V100-16GB": 15, "V100": 31, "RTX 3090": 23, "RTX 4090": 23, "RTX 5090": 31, "A10": 21, "L4": 22,
-    "A40": 44, "L40": 44, "L40S": 44, "RTX A6000": 47, "RTX 6000 Ada": 47, "A100-40GB": 39, "A100": 79, "H100": 79,
-    "H100-NVL": 93, "GH200": 94, "GH200-144GB": 142, "H200": 139, "B200": 178, "B300": 267,
+    "T4": (14, 75), "V100-16GB": (15, 70), "V100": (31, 70), "RTX 3090": (23, 86), "RTX 4090": (23, 89),
+    "RTX 5090": (31, 120), "A10": (21, 86), "L4": (22, 89), "A40": (44, 86), "L40": (44, 89), "L40S": (44, 89),
+    "RTX A6000": (47, 86), "RTX 6000 Ada": (47, 89), "A100-40GB": (39, 80), "A100": (79, 80), "H100": (79, 90),
+    "H100-NVL": (93, 90), "GH200": (94, 90), "GH200-144GB": (142, 90), "H200": (139, 90), "B200": (178, 100),
+    "B300": (267, 103),
 }  # fmt: skip
-"""GiB that a program can have, rounded down."""
+"""GiB that a program can have, rounded down, and the compute capability, times ten."""
 _LEFT_OUT = r"nvidia|geforce|tesla|rtx|generation|pcie|sxm\d?|hbm\de?|(?<=\d)gb?\b"
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _MOST = 1e15  # parameters, far above all that are trained
@@ -91,8 +94,11 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     notes: list[str] = []
     model, shape, weights = _model(options, notes)
-    precisions = [*BASELINES.values(), *_levels(options, _DTYPES.get(options.weights, weights))]
     memory = _memory(options)
+    precisions = [
+        *BASELINES.values(),
+        *_levels(options, _DTYPES.get(options.weights, weights), notes),
+    ]
     setup = Setup(
         options.batch,
         options.seq if options.seq is not None else (shape.positions if shape else 0) or 2048,
@@ -204,9 +210,9 @@ def _model(
 ) -> tuple[Shape | Make, Shape | None, torch.dtype]:
     """Return what to count, the shape that activations are computed from, and the dtype of the weights."""
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    if options.model:
+    if options.model is not None:
         return _users_model(options.model, sizes, notes)
-    if options.hf_config:
+    if options.hf_config is not None:
         anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
         shape = replace(read_config(options.hf_config), **{**sizes, **anew})
         if shape.positions:
@@ -276,7 +282,7 @@ def _users_model(
     return make, shape, parameters[0].dtype
 
 
-def _levels(options: argparse.Namespace, weights: torch.dtype) -> list[Precision]:
+def _levels(options: argparse.Namespace, weights: torch.dtype, notes: list[str]) -> list[Precision]:
     """Return the levels to show: the one asked for, else all, or O2 where fields of a recipe are given."""
     given = [name for name in (*FIELDS, "preset") if getattr(options, name) is not None]
     if options.opt_level in BASELINES:
@@ -290,6 +296,14 @@ def _levels(options: argparse.Namespace, weights: torch.dtype) -> list[Precision
     recipes = [recipe_of(argparse.Namespace(**{**vars(options), "opt_level": n})) for n in names]
     for recipe in recipes:
         _check_shared(recipe, options)
+    if options.gpu and divmod(GPUS[_gpu(options.gpu)][1], 10) < FP8_CAPABILITY:
+        lacking = f"{_gpu(options.gpu)} has no FP8 products (compute capability 8.9 and up has)"
+        if recipes[0].compute in ("native", "te"):
+            raise ConfigError(
+                f"--compute {recipes[0].compute}: {lacking}. Leave it out for bf16 ones."
+            )
+        notes.append(f"{lacking}: levels multiply in bf16 there")
+        recipes = [replace(recipe, compute="bf16") for recipe in recipes]
     return [at_level(recipe, weights) for recipe in recipes]
 
 
@@ -320,7 +334,7 @@ def _memory(options: argparse.Namespace) -> int | None:
     if options.memory and options.gpu:
         raise ConfigError("--gpu and --memory say the same; give one of them.")
     if options.gpu:
-        return GPUS[_gpu(options.gpu)] * 2**30
+        return GPUS[_gpu(options.gpu)][0] * 2**30
     return round(options.memory * 2**30) if options.memory else None
 
 
@@ -331,7 +345,7 @@ def _gpu(given: str) -> str:
         ConfigError: where there is none, with the nearest.
     """
     asked, within = _letters_and_digits(given), []
-    for name, gib in GPUS.items():
+    for name, (gib, _) in GPUS.items():
         own = _letters_and_digits(name)
         size = int(asked[-1]) if own == asked[:-1] and asked[-1].isdigit() else 0  # "H100 80GB"
         if own == asked or 0 <= size - gib <= gib / 6:

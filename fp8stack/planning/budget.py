@@ -44,7 +44,7 @@ from fp8stack.errors import ConfigError
 
 from .counted import Precision, Resident, resident
 from .saved import activations
-from .shapes import Shape
+from .shapes import MOST, Shape
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
 CONTEXT = 600 * 2**20  # bytes: CUDA context and cuBLAS' workspaces
@@ -70,8 +70,8 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "ranks"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number above 0.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+                raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}.")
         if self.sharding not in SHARDINGS:
             raise ConfigError(f"sharding={self.sharding!r} must be one of {', '.join(SHARDINGS)}.")
 

@@ -51,6 +51,8 @@ def test_it_prints_the_cost_model_for_every_number_of_hosts(capsys):
         (["--parameters", "B"], "'B' is not a whole number above 0"),
         (["--parameters", "7T"], "'7T' is not a whole number above 0"),
         (["--gpus", "8K"], "'8K' is not a whole number above 0"),
+        (["--hosts", "1e7"], "'1e7' is not a whole number above 0 and up to 1e+06"),
+        (["--parameters", "1e40"], "'1e40' is not a whole number above 0 and up to 1e+15"),
         (["--network", "nan"], "'nan' is not a number above 0"),
         (["--nvlink=-1"], "'-1' is not a number above 0"),
         (["--hosts", "1", "--gpus", "1"], "one GPU has nothing to reduce"),

@@ -297,6 +297,30 @@ def test_the_file_of_a_model_runs_once(tmp_path, capsys):
     assert "has no parameters" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("gpu", ["A100", "V100", "RTX 3090", "T4", "A10", "A40", "RTX A6000"])
+def test_levels_multiply_in_bf16_on_gpus_without_fp8(gpu, estimated):
+    found, there = estimated(*SMALL, "--gpu", gpu)
+    _, asked = estimated(*SMALL, "--gpu", gpu, "--compute", "bf16")
+    (note,) = (text for text in found["notes"] if "no FP8 products" in text)
+    assert note.startswith(f"{gpu} has no FP8 products")
+    assert there["O2"] == asked["O2"]
+    with_fp8, here = estimated(*SMALL, "--gpu", "H100")
+    assert there["O0"]["bytes"] != here["O0"]["bytes"]
+    assert not any("no FP8 products" in text for text in with_fp8["notes"])
+
+
+def test_what_is_no_level_needs_no_note_of_the_gpu(estimated):
+    found, _ = estimated(*SMALL, "--gpu", "A100", "--opt-level", "bf16")
+    assert not any("no FP8 products" in text for text in found["notes"])
+
+
+@pytest.mark.parametrize("gpu", ["RTX 4090", "RTX 5090", "L4", "L40S", "H200", "B200", "B300"])
+def test_other_gpus_have_fp8(gpu, estimated):
+    found, there = estimated(*SMALL, "--gpu", gpu)
+    assert not any("no FP8 products" in text for text in found["notes"])
+    assert there["O0"]["bytes"]["weight copies"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -304,13 +328,16 @@ def test_the_file_of_a_model_runs_once(tmp_path, capsys):
         (["--parameters", "many"], "'many' is not a number above 0"),
         (["--parameters", "1e5"], "fewer than the embeddings"),
         (["--parameters", "1e30"], "is not a number above 0 and up to 1e+15"),
-        ([*SMALL, "--seq", "0"], "seq=0 must be a whole number above 0"),
+        ([*SMALL, "--seq", "0"], "seq=0 must be a whole number from 1 to 16,777,216"),
         ([*SMALL, "--ffn", str(2**40)], "ffn=1099511627776 must be a whole number from 1 to"),
         (["--parameters", "7e9B"], "'7e9B' is not a number above 0"),
         (["--sizes", "--hidden", "64"], "--layers is missing"),
         (["--sizes"], "--layers and --hidden are missing"),
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
-        ([*SMALL, "--batch", "0"], "batch=0 must be a whole number above 0"),
+        ([*SMALL, "--batch", "0"], "batch=0 must be a whole number from 1 to"),
+        ([*SMALL, "--batch", "9" * 20], f"batch={'9' * 20} must be a whole number from 1 to"),
+        ([*SMALL, "--gpu", "A100", "--compute", "native"], "A100 has no FP8 products"),
+        ([*SMALL, "--gpu", "t4", "--compute", "te"], "T4 has no FP8 products"),
         ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
         ([*SMALL, "--gpu", "H100 96GB"], 'Did you mean "H100"?'),
         ([*SMALL, "--gpu", "A100-40GB Max"], 'Did you mean "A100-40GB"?'),
@@ -326,7 +353,9 @@ def test_the_file_of_a_model_runs_once(tmp_path, capsys):
         ([*SMALL, "--ranks", "2", "--zero", "1", "--preset", "fp8-lm"], "one scale a tensor"),
         ([*SMALL, "--ranks", "2", "--step-in-backward"], "is for one process"),
         (["--hf-config", "nowhere.json"], "cannot be read as JSON"),
+        (["--hf-config", ""], "cannot be read as JSON"),
         (["--model", "nowhere.py:make"], "no Python file"),
+        (["--model", ""], "must be a file and a function"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(options, message, capsys):
