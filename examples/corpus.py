@@ -116,10 +116,23 @@ def count_bytes(root: Path, suffix: str, skipped: frozenset[str]) -> int:
 def find_files(root: Path, suffix: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
     """Relative paths, with forward slashes, of the files below `root` that are not hidden.
 
-    skipped: names of folders to stay out of.
+    skipped: names of folders to stay out of. Links to folders are followed, but none is read twice.
+
+    Raises PermissionError at a folder that may not be read.
     """
-    for folder, children, files in os.walk(root):
-        children[:] = [child for child in children if child not in skipped and child[0] != "."]
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    entered: set[tuple[int, int]] = set()
+    for folder, children, files in os.walk(root, onerror=refuse, followlinks=True):
+        status = os.stat(folder)
+        key = status.st_dev, status.st_ino
+        if key in entered:
+            children.clear()
+            continue
+        entered.add(key)
+        children[:] = sorted(c for c in children if c not in skipped and c[0] != ".")
         for file in files:
             path = Path(folder) / file
             # is_file: a broken link cannot be opened, and opening a pipe would wait for ever.

@@ -11,6 +11,7 @@ Going back to a position reads the documents before it once more, without encodi
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import warnings
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import corpus
 import numpy as np
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean, first_line
@@ -42,7 +44,7 @@ ACCESS = (
 
 
 def is_dataset(data: str) -> bool:
-    return data in NAMES or data.startswith("hf:") or bool(_local_files(Path(data), "*.parquet"))
+    return data in NAMES or data.startswith("hf:") or bool(_local_files(Path(data), ".parquet"))
 
 
 def open_documents(data: str, column: str | None = None) -> tuple[Documents, Documents | None]:
@@ -106,13 +108,14 @@ def _arguments(data: str) -> dict[str, Any]:
     if data in NAMES:
         return dict(zip(("path", "name"), NAMES[data], strict=True))
     path, config = _split_name(data)
-    for kind, pattern, options in (
-        ("parquet", "*.parquet", {}),
-        ("text", "*.txt", {"sample_by": "document"}),
+    for kind, suffix, options in (
+        # a size of its own: by default it is that of the first rows of a file, which may have none
+        ("parquet", ".parquet", {"batch_size": 1000}),
+        ("text", ".txt", {"sample_by": "document"}),
     ):
-        files = _local_files(Path(path), pattern)
-        held = [file for file in files if is_held_out(Path(file))]
-        rest = [file for file in files if file not in held]
+        files = _local_files(Path(path), suffix)
+        held = [glob.escape(file) for file in files if is_held_out(Path(file))]
+        rest = [glob.escape(file) for file in files if not is_held_out(Path(file))]
         if rest:
             split = {"train": rest, **({"validation": held} if held else {})}
             return {"path": kind, "data_files": split, **options}
@@ -136,8 +139,9 @@ def _no_configuration(path: str, error: Exception) -> ConfigError:
     )
 
 
-def _local_files(folder: Path, pattern: str) -> list[str]:
-    return sorted(map(str, folder.rglob(pattern))) if folder.is_dir() else []
+def _local_files(folder: Path, suffix: str) -> list[str]:
+    files = corpus.find_files(folder, suffix) if folder.is_dir() else []
+    return sorted(str(folder / file) for file in files)
 
 
 def _text_column(data: str, row: dict[str, Any], wish: str | None) -> str:

@@ -5,8 +5,8 @@
 
 The folder gets train_000000.bin and so on, val_000000.bin, and meta.json, which names the encoding; the file of
 `--encoding tokenizer.json` is copied beside it. Text files are read as a whole, without train_gpt.py's limit of
-32 MiB. A file is complete or absent: it is written under another name and renamed. Streamed documents fill the
-validation shard first, unless the dataset has a split for it.
+32 MiB. The folder gets its files at the end, all of them or none: until then they are in `.partial` there. Streamed
+documents fill the validation shard first, unless the dataset has a split for it.
 """
 
 from __future__ import annotations
@@ -52,10 +52,30 @@ def write_shards(tokens: Iterable[np.ndarray], folder: Path, split: str, size: i
 
 
 def _write(parts: list[np.ndarray], path: Path) -> None:
-    partial = path.with_suffix(".partial")
-    with writing(path.parent):
-        np.concatenate(parts).tofile(partial)
-        partial.rename(path)
+    with writing(path.parent.parent):  # that of options: the file goes there
+        np.concatenate(parts).tofile(path)
+
+
+@contextlib.contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write in, whose files move to `folder` at the end; after an exception it is as it was."""
+    partial, is_new = folder / ".partial", not folder.exists()
+    try:
+        with writing(folder):
+            if partial.exists():  # of one that was killed
+                shutil.rmtree(partial)
+            partial.mkdir(parents=True)
+        yield partial
+        with writing(folder):
+            for path in sorted(partial.iterdir()):  # what they are of first: meta.json
+                path.replace(folder / path.name)
+            partial.rmdir()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if is_new:
+                folder.rmdir()
+        raise
 
 
 @contextlib.contextmanager
@@ -129,6 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     print(f"{options.shards}: {train:,} tokens for training, {held_out:,} for validation")
     return 0
 
@@ -161,13 +183,13 @@ def write(options: argparse.Namespace) -> tuple[int, int]:
             train = take_first(train, options.max_tokens)
             held_out = list(take_first(held_out, options.val_tokens))
     name = "tokenizer.json" if isinstance(encoding, TokenizerFile) else encoding.name
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(encoding, TokenizerFile):
-            with contextlib.suppress(shutil.SameFileError):  # it lies there already
-                shutil.copyfile(encoding.path, folder / name)
-        (folder / "meta.json").write_text(json.dumps({"encoding": name}) + "\n")
-    return write_shards(train, folder, "train", size), write_shards(held_out, folder, "val", size)
+    with filling(folder) as partial:
+        with writing(folder):
+            if isinstance(encoding, TokenizerFile):
+                shutil.copyfile(encoding.path, partial / name)
+            (partial / "meta.json").write_text(json.dumps({"encoding": name}) + "\n")
+        trained = write_shards(train, partial, "train", size)
+        return trained, write_shards(held_out, partial, "val", size)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,16 @@ def test_hidden_binary_and_broken_files_are_left_out(folder):
     assert torch.equal(before.validation, after.validation)
 
 
+def test_links_to_folders_are_followed_and_none_is_read_twice(folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "more.txt").write_bytes(b"more of it " * 50)
+    (elsewhere / "back").symlink_to(folder)
+    before = list(corpus.find_files(folder, ""))
+    (folder / "link").symlink_to(elsewhere)
+    (folder / "twice").symlink_to(elsewhere)
+    assert sorted(corpus.find_files(folder, "")) == sorted([*before, "link/more.txt"])
+
+
 @pytest.mark.parametrize("name", sorted(corpus.SKIPPED_FOLDERS))
 def test_folders_that_the_standard_library_does_without_are_read_of_other_text(folder, name):
     (folder / name).mkdir()

@@ -334,6 +334,24 @@ def test_documents_that_cannot_be_read_later_are_an_error_that_says_where(tmp_pa
         list(batches)
 
 
+def test_names_of_files_are_no_patterns_and_files_without_rows_are_passed_over(tmp_path):
+    pytest.importorskip("datasets")
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for folder, rows in (("run*", ["one", "two"]), ("run_other", ["other"])):
+        (tmp_path / folder).mkdir()
+        for name, part in (("a[1]", rows[:1]), ("b", []), ("c?", rows[1:])):
+            table = pa.table({"text": pa.array(part, pa.string())})
+            pq.write_table(table, tmp_path / folder / f"{name}.parquet")
+    documents, _ = hub.open_documents(str(tmp_path / "run*"))
+    assert list(documents(0)) == ["one", "two"]
+    assert list(documents(1)) == ["two"]
+    (tmp_path / "run*" / "d[2].txt").write_text("text")
+    for file in (tmp_path / "run*").glob("*.parquet"):
+        file.unlink()
+    documents, _ = hub.open_documents(f"hf:{tmp_path / 'run*'}")
+    assert list(documents(0)) == ["text"]
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".bin"])
 def test_a_single_file_that_is_no_text_is_refused_with_its_folder(suffix, tmp_path):
     file = tmp_path / f"one{suffix}"
@@ -380,11 +398,11 @@ def test_shards_are_not_written_over(folders, capsys):
 def test_shards_that_cannot_be_written_are_named_with_a_remedy(folders, tmp_path, capsys):
     source = folders / "text"
     (tmp_path / "file").write_text("")
-    (tmp_path / "full" / "train_000000.partial").mkdir(parents=True)
+    (tmp_path / "full" / "meta.json").mkdir(parents=True)
     for folder, reason in (
         ("/proc/x", "No such file or directory"),
         (tmp_path / "file" / "x", "Not a directory"),
-        (tmp_path / "full", "Is a directory"),  # a shard
+        (tmp_path / "full", "Is a directory"),  # meta.json
     ):
         given = ["--data", str(source), "--encoding", "bytes", "--shards", str(folder)]
         assert tokenize_data.main(given) == 2

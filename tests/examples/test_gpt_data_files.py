@@ -69,6 +69,23 @@ def test_a_text_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
         open_data(Config(data=str(tmp_path), seq_len=SEQ))
 
 
+@pytest.mark.parametrize("inside", ["", "closed"])
+def test_a_folder_that_may_not_be_read_is_named_not_left_out(tmp_path, monkeypatch, inside):
+    (tmp_path / "a.txt").write_text("a" * 500)
+    closed = tmp_path / inside
+    closed.mkdir(exist_ok=True)
+    real = os.scandir
+
+    def refuse(path):
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ConfigError, match=rf"^--data {closed}: cannot be read: Permission denied"):
+        open_data(Config(data=str(tmp_path), seq_len=SEQ))
+
+
 def test_text_that_is_not_read_as_a_whole_is_said_once(tmp_path):
     book = tmp_path / "book.txt"
     book.write_bytes(b"a line\n" * (5 * 2**20))

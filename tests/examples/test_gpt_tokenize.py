@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from gpt import tokenize_data, windows
 
+from fp8stack.errors import ConfigError
+
 DOCUMENTS = [letter * 30 for letter in "abcdefghij"]  # 32 tokens each: bytes, and a separator
 
 
@@ -64,3 +66,32 @@ def test_the_home_folder_may_be_given_as_a_tilde(tmp_path, monkeypatch):
     given = ["--data", "~/book.txt", "--encoding", "bytes", "--shards", "~/shards"]
     assert tokenize_data.main(given) == 0
     assert (tmp_path / "shards" / "train_000000.bin").exists()
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_shards_appear_all_or_none(tmp_path, monkeypatch, capsys, was_there):
+    given = write_documents(tmp_path / "few", DOCUMENTS)
+    shards = tmp_path / "shards"
+    given += ["--shards", str(shards), "--shard-tokens", "64", "--val-tokens", "32"]
+    if was_there:
+        (shards / ".partial").mkdir(parents=True)  # of one that was killed
+        (shards / ".partial" / "train_000099.bin").write_bytes(b"old")
+        (shards / "notes.txt").write_text("mine")
+    real = tokenize_data._write
+    for error in (ConfigError("the source broke off"), KeyboardInterrupt()):
+
+        def breaking(parts, path, error=error):
+            if path.name == "train_000002.bin":
+                raise error
+            real(parts, path)
+
+        monkeypatch.setattr(tokenize_data, "_write", breaking)
+        assert tokenize_data.main(given) == (2 if isinstance(error, ConfigError) else 130)
+        left = [path.name for path in shards.rglob("*")]
+        assert left == (["notes.txt"] if was_there else [])
+        assert shards.exists() == was_there
+    assert capsys.readouterr().err == "error: the source broke off\n"
+    monkeypatch.setattr(tokenize_data, "_write", real)
+    assert tokenize_data.main(given) == 0
+    names = {path.name for path in shards.iterdir()} - {"notes.txt"}
+    assert names == {"meta.json", "val_000000.bin", *(f"train_{i:06d}.bin" for i in range(5))}
