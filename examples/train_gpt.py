@@ -13,6 +13,7 @@ run, if one has. fp8stack's warnings are one line each, of the first rank.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -29,9 +30,13 @@ if __name__ == "__main__":  # before imports that take seconds
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C without a traceback
     if hasattr(signal, "SIGUSR1"):
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # which slurm/node.sh has torchrun ignore
+    for name in ("stdout", "stderr"):  # closed (>&-): its number would go to the next file opened
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     at_once = {"--help", "-h", "--list-checkpoints"} & {*sys.argv}
     if not at_once and os.environ.get("RANK", "0") == "0":
-        print("train_gpt: loading PyTorch and fp8stack", flush=True)
+        with contextlib.suppress(OSError):  # which `say` will tell
+            print("train_gpt: loading PyTorch and fp8stack", flush=True)
 
 import torch
 import torch.distributed as dist
@@ -43,7 +48,7 @@ try:
     from gpt import batching
     from gpt.config import Config, parse
     from gpt.guard import DivergedError
-    from gpt.logs import forgive_thread
+    from gpt.logs import forgive_thread, say
     from gpt.runs import list_runs
     from gpt.stopping import Signals
     from gpt.trainer import Trainer
@@ -66,9 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(None if argv is None else list(argv))
         if config.list_checkpoints:
-            print(list_runs(config))
-        else:
-            stopped = train(config)
+            return 0 if say(list_runs(config)) else 2
+        stopped = train(config)
     except DivergedError as error:
         return fail(error, 1)
     except Fp8StackError as error:
@@ -107,13 +111,14 @@ def announce(config: Config) -> None:
     if config.micro_batch == "auto":
         parts.append("trying how many sequences fit (--micro-batch auto)")
     if FIRST:
-        print(f"train_gpt: {', '.join(parts)}", flush=True)
+        say(f"train_gpt: {', '.join(parts)}")
 
 
 def fail(error: object, status: int) -> int:
     text = f"train_gpt: {error}"
     if not tell_torchrun(text) or FIRST:
-        print(text, file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr)
     return status
 
 

@@ -4,7 +4,8 @@
     fp8stack plan train.py:build_model
 
 Each command has --help and --json. Without a command the help is printed. Exit status: 0, 1 where the answer is no
-(doctor found trouble), 2 for no command and for what is wrong with arguments and files, said in one line on stderr.
+(doctor found trouble), 2 for no command and for what is wrong with arguments and files, said in one line on stderr,
+130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # of a file, or of stdout, which has no name
         what = f"{error.filename} cannot be used: " * (error.filename is not None)
         commands.choices[options.command].error(f"{what}{reason_of(error)}")
+    except KeyboardInterrupt:
+        return 130  # as a shell's of SIGINT
     return status
 
 

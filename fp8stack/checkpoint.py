@@ -113,7 +113,8 @@ def save(
     Scalars of numpy, as schedules make them, are written as Python's.
 
     Raises:
-        CheckpointError: if something is of a type that `load` would not read; it is named. `path` is as it was.
+        CheckpointError: if something is of a type that `load` would not read; it is named.
+        OSError: if the file cannot be written, as on a full disk. In both cases `path` is as it was.
     """
     states = None if optimizer is None else optimizer.state_dict()
     contents = {
@@ -155,8 +156,11 @@ def _check_loadable(value: Any, place: str) -> None:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the path of a file to write, which becomes `path` at the end; after an exception `path` is as it was."""
-    path = Path(path)
+    """Yield the path of a file to write, which becomes `path` at the end; after an exception `path` is as it was.
+
+    A link stays one: what it leads to is replaced.
+    """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
@@ -169,8 +173,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # as any new file; mkstemp's is private
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # a full disk, which torch.save tells of in riddles
         raise
 
 

@@ -268,6 +268,19 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_is_an_error_of_the_system(tmp_path, monkeypatch):
+    model, optimizer = build("O2")
+    checkpoint.save(tmp_path / "run.pt", model, optimizer, step=1)
+    full = open("/dev/full", "wb")  # noqa: SIM115
+    monkeypatch.setattr("fp8stack.checkpoint.open", lambda *_: full, raising=False)
+    with pytest.raises(OSError, match="No space left on device"):
+        checkpoint.save(tmp_path / "run.pt", model, optimizer, step=2)
+    monkeypatch.undo()
+    assert checkpoint.load(tmp_path / "run.pt", model, optimizer) == {"step": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+
+
 @pytest.fixture
 def saved(tmp_path):
     model, optimizer = build("O2")

@@ -29,6 +29,7 @@ from torch import Tensor
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean, reason_of
 
 from . import hub
+from .logs import say
 from .model import SIZES
 from .tokens import Encoding, encode_bytes, open_encoding
 from .windows import Batch, Windows, find_shards, open_shards, spaced_batches
@@ -113,7 +114,7 @@ def open_data(config: Config, rank: int = 0, world: int = 1) -> Data:
         else:
             data = _open_windows(config, seq_len, rank, world)
     if rank == 0 and data.encoding.note:
-        print(f"data: {data.encoding.note}", flush=True)
+        say(f"data: {data.encoding.note}")
     return data
 
 

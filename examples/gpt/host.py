@@ -1,4 +1,4 @@
-"""The memory of this machine's CPUs: how much there is, how much is free, and what this process has taken at most.
+"""The memory of this machine's CPUs: how much there is, how much is free, and what this process takes.
 
 A control group may hold less than the machine has, as in a container or a job of Slurm; then that counts. The system
 kills what takes more, without a word, so whoever tries has to ask first.
@@ -26,6 +26,14 @@ def memory_free() -> int | None:
     """Return the bytes that this process can still take, beside what others have."""
     free = (_meminfo("MemAvailable"), *(most - used for most, used in _limits()))
     return min((n for n in free if n is not None), default=None)
+
+
+def memory_now() -> int | None:
+    """Return the bytes that this process has in memory."""
+    try:
+        return _number(PROC / "self/status", "VmRSS")
+    except OSError:
+        return None
 
 
 def memory_peak(forget: bool = False) -> int | None:

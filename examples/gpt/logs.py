@@ -36,6 +36,8 @@ from tqdm import tqdm
 from fp8stack.checkpoint import replacing
 from fp8stack.errors import ConfigError, Fp8StackWarning, first_line
 
+from .host import memory_now
+
 METRICS, RUN, BOARD = "metrics.jsonl", "run.json", "tensorboard"
 # what to do where a run's files cannot be written: when it begins, and later
 ELSEWHERE = "Give another folder as --out."
@@ -57,11 +59,29 @@ def read_memory(device: torch.device) -> float:
     """Return GiB: PyTorch's peak on a GPU; on a CPU this process's resident memory, NaN where there is no /proc."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
+    return (memory_now() or math.nan) / GIB
+
+
+def say(text: str) -> bool:
+    """Print lines, above a bar; return whether stdout has taken them. One that takes no more is said, and left alone.
+
+    It is a pipe whose reader is gone, or a file on a full disk: no reason to end a run of days.
+    """
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return math.nan
-    return pages * os.sysconf("SC_PAGE_SIZE") / GIB
+        tqdm.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what waits in its buffer too
+        warnings.warn(
+            f"stdout cannot be written ({error.strerror}): nothing more is printed there. A run goes on, and its "
+            f"numbers are in its {METRICS}.",
+            Fp8StackWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 class RunLog:
@@ -151,10 +171,8 @@ class RunLog:
                 self.board.add_text("sample", sample, step)
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar."""
         if self.active:
-            tqdm.write(text)
-            sys.stdout.flush()
+            say(text)
 
     def close(self) -> None:
         """Close all files, also those behind one that cannot be written."""

@@ -26,7 +26,7 @@ from .checkpoints import (
     survey,
 )
 from .config import PRECISIONS, STATES, Config
-from .logs import RUN
+from .logs import RUN, say
 from .options import warn
 from .ranks import gather, on_first_rank, rank_and_world
 
@@ -143,7 +143,7 @@ def find_checkpoint(config: Config, precision: str) -> Checkpoint | None:
     elif config.resume == "latest":
         _tell_of_later(config, found, folders_of(own))
     if found is None and rank_and_world()[0] == 0:
-        print(f"--resume {config.resume}: there is no checkpoint in {own}; starting at step 0")
+        say(f"--resume {config.resume}: there is no checkpoint in {own}; starting at step 0")
     return found
 
 

@@ -88,6 +88,8 @@ def read(path: Path, data: bool = False) -> Stored:
         raise CheckpointError(f"there is no checkpoint at {path}. Check the path.")
     if path.is_dir():
         return _read_folder(path, data)
+    if not path.is_file():  # opening a pipe would wait for ever
+        raise CheckpointError(f"{path} is neither a file nor a folder. Check the path.")
     return _read_safetensors(path, data) if path.suffix == ".safetensors" else _read_file(path)
 
 
@@ -126,7 +128,7 @@ def _read_file(path: Path) -> Stored:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: {of_model!r} and {of_optimizer!r} are no state_dicts of a model and an optimizer "
-            f"({type(error).__name__}: {first_line(error)}). {_DAMAGED}"
+            f"({first_line(error)}). {_DAMAGED}"
         ) from error
     return Stored("fp8stack.checkpoint" if saved else "torch.save", model, states, header, extra)
 

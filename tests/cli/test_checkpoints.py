@@ -3,8 +3,11 @@
 import json
 import os
 import random
+import re
 import shutil
 import struct
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -19,6 +22,13 @@ from fp8stack.__main__ import main
 from fp8stack.checkpoint import master_state_dict, read_file
 from fp8stack.errors import CheckpointError
 
+LIMITED = """
+import resource, signal, sys
+import fp8stack.__main__, safetensors.torch
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+sys.exit(fp8stack.__main__.main(sys.argv[1:]))
+"""
 NUMEL = 96 * 64 + 64 * 64 + 64  # the tie once
 
 
@@ -381,6 +391,8 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
     assert "or a device" in refused(
         capsys, *options, tmp_path / "pipe"
     )  # which a rename would replace
+    told = "pipe is neither a file nor a folder"
+    assert told in refused(capsys, "inspect", tmp_path / "pipe")  # and does not wait for a writer
     long = tmp_path / ("x" * 300)  # a refusal of the system that no user escapes by being root
     told = f"{long} cannot be used: File name too long."
     assert told in refused(capsys, "inspect", long)
@@ -390,3 +402,52 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
     assert "invalid choice: 'fp16'" in refused(capsys, "convert", source, "--to", "fp16")
     assert source.read_bytes() == (saved[0] / "O2.pt").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["O2.pt", "file", "pipe"]
+
+
+def test_a_link_stays_one_and_what_it_leads_to_is_replaced(saved, tmp_path, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "w.pt").write_bytes(b"old")
+    (tmp_path / "link.pt").symlink_to("elsewhere/w.pt")
+    told = converted(capsys, saved[0] / "O2.pt", "bf16", tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink()
+    assert (tmp_path / "elsewhere" / "w.pt").stat().st_size == told["bytes"] > 3
+    assert len(list(tmp_path.rglob("*"))) == 3
+
+
+@pytest.mark.parametrize("to", ["fp32", "safetensors"])
+def test_a_disk_without_room_is_named_in_one_line(to, saved, tmp_path):
+    out = tmp_path / ("w.safetensors" if to == "safetensors" else "w.pt")
+    command = [
+        sys.executable,
+        "-c",
+        LIMITED,
+        "convert",
+        saved[0] / "O2.pt",
+        "--to",
+        to,
+        "--out",
+        out,
+    ]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"fp8stack convert: error: {out} cannot be written: ")
+    assert "File too large" in line
+    assert line.endswith("Nothing is left of it.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_is_no_checkpoint_and_the_reason_has_a_kind(tmp_path, capsys):
+    (tmp_path / "text.pt").write_text("hello there\n" * 9)
+    assert re.search(
+        r"not a checkpoint \(KeyError: ", refused(capsys, "inspect", tmp_path / "text.pt")
+    )
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch, saved, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fp8stack.cli.inspect.read", interrupted)
+    assert main(["inspect", str(saved[0] / "O2.pt")]) == 130
+    assert capsys.readouterr() == ("", "")

@@ -146,3 +146,38 @@ def test_the_largest_seed_trains(tmp_path):
     assert len(losses) == 4
     facts = json.loads(next((tmp_path / "runs").glob("*/run.json")).read_text())
     assert facts["seed"] == 2**63 - 1
+
+
+@pytest.mark.parametrize("where", ["full", "pipe", "closed", "both closed"])
+def test_a_run_goes_on_without_its_stdout(flags, where, tmp_path):
+    redirect = {
+        "full": "> /dev/full",
+        "pipe": "| head -n 1",
+        "closed": ">&-",
+        "both closed": ">&- 2>&-",
+    }[where]
+    arguments = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags, "--log-freq", "1"]
+    script = f'{{ "$@"; echo $? > {tmp_path}/status; }} {redirect}'
+    command = ["bash", "-c", script, "bash", *arguments, "--no-tensorboard"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (tmp_path / "status").read_text() == "0\n"
+    (metrics,) = (tmp_path / "runs").rglob("metrics.jsonl")
+    assert len(metrics.read_text().splitlines()) == 3
+    assert list((tmp_path / "runs").rglob("step_00000003"))
+    reason = {"full": "No space left on device", "pipe": "Broken pipe"}.get(where)
+    told = (
+        f"train_gpt: warning: stdout cannot be written ({reason}): nothing more is printed there."
+    )
+    assert result.stderr.startswith(told) if reason else result.stderr == ""
+    assert len(result.stderr.splitlines()) == bool(reason)
+
+
+def test_a_list_that_cannot_be_printed_is_one_line_and_status_2(flags):
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*command, "--list-checkpoints"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.returncode == 2
+    assert result.stderr.startswith("train_gpt: warning: stdout cannot be written (No space left")
+    assert len(result.stderr.splitlines()) == 1
