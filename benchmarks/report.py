@@ -218,7 +218,9 @@ def make_page(results: Path) -> str:
             f"{picture(section, rows)}{conditions(rows)}"
         )
     if not parts:
-        raise ValueError(f"{results} holds none of {', '.join(s.file for s in SECTIONS)}.")
+        raise ValueError(
+            f"{results} holds none of {', '.join(dict.fromkeys(s.file for s in SECTIONS))}."
+        )
     left = f"<p>Not recorded yet: {html.escape('; '.join(missing))}.</p>" if missing else ""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>fp8stack: what was measured</title>'

@@ -211,9 +211,7 @@ def is_saved(contents: Any) -> bool:
 
 
 def load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
     """Load what `save` wrote into `model` and `optimizer` and return its `extra`.
 

@@ -94,12 +94,7 @@ def cast_128x128(x: Tensor, fmt: MiniFloat) -> Codes:
 
 
 def _cast(
-    x: Tensor,
-    fmt: MiniFloat,
-    launch: Launcher,
-    rows: int,
-    scale: Tensor,
-    scale_t: Tensor,
+    x: Tensor, fmt: MiniFloat, launch: Launcher, rows: int, scale: Tensor, scale_t: Tensor
 ) -> Codes:
     x = x if x.is_contiguous() else x.detach().contiguous()
     cols = x.shape[-1]

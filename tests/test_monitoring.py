@@ -1,9 +1,12 @@
 """The monitor, on top of what it counts: how far steps move weights, advice, writers; ordinary steps pay nothing."""
 
+import gc
 import json
+import logging
 import math
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +39,11 @@ def step(model, optimizer, x=None):
     backward(model, x)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+        step(model, optimizer)
 
 
 def weights(model, optimizer):
@@ -159,6 +167,13 @@ def test_refuses_what_is_no_optimizer(given, message):
         Monitor(make()[0], given)
 
 
+def test_refuses_what_is_no_model():
+    model, optimizer = make()
+    for given in ((None,), (optimizer, model)):
+        with pytest.raises(ConfigError, match=f"model={type(given[0]).__name__} is not a torch"):
+            Monitor(*given)
+
+
 def test_refuses_an_optimizer_that_wraps_one():
     from accelerate import Accelerator
 
@@ -276,6 +291,36 @@ def test_advice_on_a_healthy_run_and_on_learning_rates():
             assert not advice or says in advice[0]
             assert not advice or advice[0].startswith(("0 (and 1 more layers): ", "2 (and 1"))
     assert UPDATE_RATIO[0] < 1e-3 < UPDATE_RATIO[1]
+
+
+class Half(nn.Sequential):
+    def forward(self, x):
+        return self[1](self[0](x))
+
+
+def test_a_layer_that_is_not_used_gets_no_advice_on_learning_rates():
+    model = Half(*(nn.Linear(64, 64) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute="native")
+    with Monitor(model, optimizer, every=1) as monitor:
+        step(model, optimizer)
+        assert monitor.read(wait=True)["2"]["w"]["update_ratio"] == 0
+        assert not [found for found in monitor.findings() if "2" in found.layers]
+        model.zero_grad()
+        optimizer.step()  # without gradients nothing moves, which is said as before
+        model(torch.randn(8, 64))
+        optimizer.step()
+        monitor.remove()
+        (found,) = (f for f in monitor.findings() if f.field == "update_ratio")
+        assert set(found.layers) == {"0", "1", "2"}
+
+
+def test_remove_after_the_model_is_gone():
+    model = make()[0]
+    monitor = Monitor(model)
+    del model
+    gc.collect()
+    monitor.remove()
 
 
 def test_advice_on_clipped_activations():
@@ -473,6 +518,17 @@ def test_wandb_gets_a_row_with_the_sampled_step(tmp_path, monkeypatch):
     assert summary["fp8/update_ratio"] == monitor.metrics()["fp8/update_ratio"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path):
+    model, optimizer = make()
+    (tmp_path / "log").symlink_to("/dev/full")
+    files = [tmp_path / "log", tmp_path / "other"]
+    said = pytest.warns(Fp8StackWarning, match="cannot write to .*log: No space left on device")
+    with Monitor(model, optimizer, every=1, to=files), said:
+        train(model, optimizer, 3)
+    assert len(lines(tmp_path / "other")) == 3
+
+
 def test_refuses_what_cannot_be_written_to(tmp_path):
     model, _ = make()
     for path in (tmp_path, tmp_path / "no" / "log"):  # not at the first sample
@@ -480,5 +536,9 @@ def test_refuses_what_cannot_be_written_to(tmp_path):
             Monitor(model, to=path)
     with pytest.raises(ConfigError, match="cannot write to 5"):
         Monitor(model, to=[5])
+    with pytest.raises(
+        ConfigError, match="cannot write to <Logger"
+    ):  # whose log(level, text) is another
+        Monitor(model, to=logging.getLogger("x"))
     with Monitor(model) as monitor, pytest.raises(ConfigError, match="cannot write to None"):
         monitor.log(None)

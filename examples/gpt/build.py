@@ -36,9 +36,9 @@ from fp8stack.report import emit
 
 from . import host
 from .checkpoints import Checkpoint, load
-from .config import SCALING
+from .config import PARTS, SCALING
 from .model import GPT, ModelConfig
-from .options import warn
+from .options import in_flags, warn
 from .ranks import rank_and_world
 
 ACTIVATIONS = "attention", "checkpointing", "seq_len"  # of a ModelConfig: what memory depends on
@@ -291,9 +291,12 @@ def check_same_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
     own, saved = architecture(config), checkpoint.manifest["architecture"]
     for name in sorted(own.keys() | saved.keys()):
         if own.get(name) != saved.get(name):
+            same = f"--model {checkpoint.manifest['model']}"
+            if name in PARTS:  # the model's own where no flag gives another
+                same += f" {in_flags(f'{name}={saved.get(name)!r}', PARTS)}"
             raise CheckpointError(
                 f"{checkpoint.path} is of a model with {name}={saved.get(name)!r}, this run's has {own.get(name)!r}. "
-                f"Resume with --model {checkpoint.manifest['model']} and the same encoding of text."
+                f"Resume with {same} and the same encoding of text."
             )
 
 

@@ -199,7 +199,8 @@ def read_yaml(path: str, kind: type) -> dict[str, Any]:
             '--config needs the package PyYAML, which is not installed: pip install -e ".[train]", or give flags.'
         ) from error
     try:
-        given = yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8")) or {}
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        given = yaml.safe_load(text) or {}
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
     except yaml.YAMLError as error:
@@ -210,6 +211,10 @@ def read_yaml(path: str, kind: type) -> dict[str, Any]:
             f'--config {path}: must be lines of "option: value", got a {type(given).__name__}.'
         )
     known = [rule.name for rule in fields(kind)]
+    lines = yaml.compose(text, yaml.SafeLoader).value if given else []  # with all of its keys
+    names = [str(key.value).replace("-", "_") for key, _ in lines]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ConfigError(f"--config {path}: gives {', '.join(twice)} twice. Leave one of them.")
     options = {str(key).replace("-", "_"): value for key, value in given.items()}
     for name in options:
         if name not in known:

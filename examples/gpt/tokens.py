@@ -160,7 +160,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
             f"{', '.join(ENCODINGS)}."
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_tokenizer(path, first_line(error)) from error
+        raise _no_tokenizer(path, f"{type(error).__name__}: {first_line(error)}") from error
     return ids
 
 

@@ -55,10 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    recipe: Recipe,
-    device: torch.device,
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe, device: torch.device
 ) -> dict[str, Any]:
     """Return the report of `initialize`, layers and bytes of a model on the meta device, to be trained on `device`.
 

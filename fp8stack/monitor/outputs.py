@@ -8,6 +8,7 @@ and W&B drops what belongs to an earlier step. `run.define_metric("fp8/*", step_
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -25,7 +26,7 @@ def check_writer(writer: Any) -> None:
             raise ConfigError(f"cannot write to {path}. Give a file in a folder that is there.")
         return
     methods = (getattr(writer, name, None) for name in ("add_scalar", "log"))
-    if not any(map(callable, methods)):
+    if isinstance(writer, logging.Logger) or not any(map(callable, methods)):
         raise ConfigError(
             f"cannot write to {writer!r}. Give a path (JSONL), a SummaryWriter (add_scalar) or a W&B run (log)."
         )

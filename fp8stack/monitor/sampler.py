@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, reason_of
 from fp8stack.formats import MiniFloat
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.reference import monitor as reference
@@ -58,11 +58,12 @@ class Monitor:
         every: steps from sample to sample. With gradient accumulation a micro-batch is a step.
         by_hand: `begin_step` is called by hand.
         to: where each sample is written when it has arrived: the path of a JSONL file, a TensorBoard writer, a W&B
-            run, or a list of them. On several ranks give it on one.
+            run, or a list of them. On several ranks give it on one. What finds no room on a disk is lost, with a
+            warning.
 
     Raises:
-        ConfigError: if `every` is not a positive integer, `optimizer` no optimizer of torch's, or something in `to`
-            cannot be written to.
+        ConfigError: if `model` is no module, `every` not a positive integer, `optimizer` no optimizer of torch's, or
+            something in `to` cannot be written to.
         ModelError: if the model is watched already.
     """
 
@@ -74,6 +75,10 @@ class Monitor:
         by_hand: bool = False,
         to: Any = (),
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"model={type(model).__name__} is not a torch.nn.Module. Use Monitor(model, optimizer)."
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(f"every={every!r} must be a number of steps, 1 or more.")
         self.to = list(to) if isinstance(to, list | tuple) else [to]
@@ -119,7 +124,8 @@ class Monitor:
             self._updates.remove()
         if self._handle is not None:
             self._handle.remove()
-        _watched.discard(self._model())  # type: ignore[arg-type]
+        if (model := self._model()) is not None:
+            _watched.discard(model)
 
     def read(self, wait: bool = False) -> Numbers:
         """Return the last sample that has arrived: {layer: {"x" | "w" | "g": {"amax": ..., ...}}}.
@@ -287,7 +293,10 @@ class Monitor:
         if self.step is not None and self.step != self._written:
             self._written, metrics = self.step, self.metrics()
             for writer in self.to:
-                write(writer, metrics, self.step)
+                try:
+                    write(writer, metrics, self.step)
+                except OSError as error:  # a full disk: no reason to end a training run
+                    _warn(f"Monitor cannot write to {writer}: {reason_of(error)}")
         self._due = False
 
     def count(self, index: int, kind: str, x: Tensor, scale: Tensor, fmt: MiniFloat) -> None:

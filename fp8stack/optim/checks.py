@@ -10,9 +10,7 @@ from torch import Tensor
 from fp8stack.errors import ConfigError
 
 
-def check_range(
-    group: dict[str, Any],
-) -> tuple[float, tuple[float, float], float, float]:
+def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], float, float]:
     """Return (lr, betas, eps, weight_decay) of a group, 0 for a learning rate on a GPU and what a group does not have.
 
     Raises:

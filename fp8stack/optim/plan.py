@@ -30,13 +30,7 @@ from fp8stack.kernels.table import COLUMN, deal, upload, upload_rows
 from fp8stack.tensor import BlockScaledTensor
 
 from .gradients import check_gradient, gradient_parts
-from .sharded import (
-    Share,
-    local,
-    local_state,
-    share_of,
-    shares_of,
-)
+from .sharded import Share, local, local_state, share_of, shares_of
 from .state import step_tensors
 
 if TYPE_CHECKING:

@@ -13,10 +13,7 @@ from . import config, layers, peers, states
 from .situation import Finding, Row, Situation
 
 ROWS: tuple[Row, ...] = tuple(
-    sorted(
-        (*config.ROWS, *states.ROWS, *layers.ROWS, *peers.ROWS),
-        key=lambda row: row.number,
-    )
+    sorted((*config.ROWS, *states.ROWS, *layers.ROWS, *peers.ROWS), key=lambda row: row.number)
 )
 """All rows, by number."""
 

@@ -34,11 +34,7 @@ _STATES = {
     ("half", "fp8"): "bf16",
     ("half", "half"): "bf16",
 }
-_EXACT = (
-    (torch.uint8, torch.float16),
-    (torch.uint8, torch.uint8),
-    (torch.float32, torch.float32),
-)
+_EXACT = ((torch.uint8, torch.float16), (torch.uint8, torch.uint8), (torch.float32, torch.float32))
 
 
 class LowBitOptimizer(optim.BlockwiseOptimizer):

@@ -104,6 +104,8 @@ def test_a_bad_flag_is_named_with_what_is_allowed(argv, message):
     ("text", "message"),
     [
         ("step: 3", 'no option .step.. Did you mean "steps"'),
+        ("steps: 5\nseed: 1\nsteps: 6", "x.yaml: gives steps twice. Leave one of them"),
+        ("max-lr: 1.0e-3\nmax_lr: 1.0e-4", "x.yaml: gives max_lr twice"),
         ("steps: many", "x.yaml: steps: got 'many', must be a whole number"),
         ("steps: 2.5", "steps: got 2.5"),
         ("steps: true", "steps: got True"),

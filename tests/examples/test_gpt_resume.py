@@ -433,10 +433,14 @@ def test_two_ranks_resume_and_change_their_number(folder):
 def test_a_checkpoint_of_another_model_is_refused(folder):
     train(folder, run_name="small", steps=2)
     path = checkpoint(folder, {"run_name": "small"})
-    with pytest.raises(
-        CheckpointError, match="is of a model with norm='rmsnorm', this run's has 'layernorm'"
+    for name, own, given, flag in (
+        ("norm", "rmsnorm", "layernorm", "--norm rmsnorm"),
+        ("qk_norm", True, False, "--qk-norm"),
+        ("positions", "rope", "learned", "--positions rope"),
     ):
-        resume(folder, path, norm="layernorm")
+        said = f"is of a model with {name}={own!r}, this run's has {given!r}. Resume with --model tiny {flag} and"
+        with pytest.raises(CheckpointError, match=re.escape(said)):
+            resume(folder, path, **{name: given})
     with pytest.raises(CheckpointError, match="Resume with --model tiny"):
         resume(folder, path, model="demo")
     assert configure(folder).model == "tiny"
