@@ -116,28 +116,33 @@ def count_bytes(root: Path, suffix: str, skipped: frozenset[str]) -> int:
 def find_files(root: Path, suffix: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
     """Relative paths, with forward slashes, of the files below `root` that are not hidden.
 
-    skipped: names of folders to stay out of. Links to folders are followed, but none is read twice.
+    skipped: names of folders to stay out of. Links to folders are followed, after all that is there by its own name,
+    and no folder is read twice. `lost+found`, which is the system's own, is left out.
 
-    Raises PermissionError at a folder that may not be read.
+    Raises OSError at a folder that may not be read.
     """
 
     def refuse(error: OSError) -> None:
         raise error
 
     entered: set[tuple[int, int]] = set()
-    for folder, children, files in os.walk(root, onerror=refuse, followlinks=True):
-        status = os.stat(folder)
-        key = status.st_dev, status.st_ino
-        if key in entered:
-            children.clear()
-            continue
-        entered.add(key)
-        children[:] = sorted(c for c in children if c not in skipped and c[0] != ".")
-        for file in files:
-            path = Path(folder) / file
-            # is_file: a broken link cannot be opened, and opening a pipe would wait for ever.
-            if file.endswith(suffix) and file[0] != "." and path.is_file():
-                yield path.relative_to(root).as_posix()
+    waiting = [root]
+    for start in waiting:  # which grows
+        for folder, children, files in os.walk(start, onerror=refuse):
+            status = os.stat(folder)
+            if status.st_ino and (status.st_dev, status.st_ino) in entered:
+                children.clear()
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            children[:] = sorted(
+                c for c in children if c not in skipped and c[0] != "." and c != "lost+found"
+            )
+            waiting += [path for c in children if (path := Path(folder) / c).is_symlink()]
+            for file in files:
+                path = Path(folder) / file
+                # is_file: a broken link cannot be opened, and opening a pipe would wait for ever.
+                if file.endswith(suffix) and file[0] != "." and path.is_file():
+                    yield path.relative_to(root).as_posix()
 
 
 def hash_path(path: str) -> int:

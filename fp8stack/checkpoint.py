@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -140,7 +141,10 @@ def _check_loadable(value: Any, place: str) -> None:
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
             _check_loadable(part, f"{place}[{index}]")
-    if type(value) in _PLAIN or (isinstance(value, Tensor) and is_sharded(value)):
+    has_more = isinstance(value, Tensor) and value.__dict__  # attributes, which are written too
+    if (type(value) in _PLAIN and not has_more) or (
+        isinstance(value, Tensor) and is_sharded(value)
+    ):
         return
     try:
         torch.save(value, copy := io.BytesIO())
@@ -150,7 +154,7 @@ def _check_loadable(value: Any, place: str) -> None:
         raise CheckpointError(
             f"{place} is {type(value).__module__}.{type(value).__qualname__}, which checkpoints do not hold: they are "
             "read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them (str(path), "
-            "vars(arguments), torch.from_numpy(array))."
+            "vars(arguments), torch.from_numpy(array), dict(...), list(...))."
         ) from error
 
 
@@ -160,7 +164,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     A link stays one: what it leads to is replaced.
     """
-    path = Path(os.path.realpath(path))
+    path, outer = Path(os.path.realpath(path)), sys.exc_info()[1]  # of a caller who handles one
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
@@ -175,8 +179,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # a full disk, which torch.save tells of in riddles
+        cause = error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause is not outer:
+            raise cause from None  # a full disk, which torch.save tells of in riddles
         raise
 
 
@@ -254,6 +259,12 @@ def load(
 def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     """Raise unless torch's own optimizer can make sense of `packed`."""
     check_layout(packed)
+    kind = packed.get("fp8stack", {}).get("optimizer")
+    of_torch = (c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
+    if kind and kind != (own := next(of_torch)):
+        raise CheckpointError(
+            f"this state is of {kind}, the optimizer is {own}. Make the optimizer that the checkpoint was saved from."
+        )
     names = {str(name) for entry in packed["state"].values() for name in entry}
     if any(name.endswith("_code") or name in MASTER_KEYS for name in names):
         raise CheckpointError(

@@ -101,7 +101,7 @@ class BlockScaledTensor(torch.Tensor):
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """Addresses of codes and scale, which stay where they are for the life of the tensor."""
+        """Addresses of codes and scale, which stay where they are until `share_memory_`."""
         return self.codes.data_ptr(), self.scale.data_ptr()
 
     def parts(self) -> tuple[Tensor, ...]:

@@ -281,6 +281,19 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
 
 
+def test_an_error_of_its_own_is_not_taken_for_one_that_the_caller_handles(tmp_path, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "save", fail)
+    model, optimizer = build("O2")
+    try:
+        open(tmp_path / "nowhere")  # noqa: SIM115
+    except OSError:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            checkpoint.save(tmp_path / "run.pt", model, optimizer)
+
+
 @pytest.fixture
 def saved(tmp_path):
     model, optimizer = build("O2")
@@ -459,6 +472,16 @@ def test_a_file_of_o1_goes_into_torch_s_optimizer_whose_states_it_holds(tmp_path
     train(*loaded, 1)
 
 
+def test_a_file_of_o1_does_not_go_into_another_kind_of_torch_s_optimizer(tmp_path):
+    saved, (model, _) = build("O1", "sgd"), build("O0")
+    train(*saved, 2)
+    checkpoint.save(tmp_path / "run.pt", *saved)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match="this state is of SGD, the optimizer is AdamW"):
+        checkpoint.load(tmp_path / "run.pt", model, optimizer)
+    train(model, optimizer, 1)  # whose groups are whole
+
+
 @pytest.mark.parametrize("options", [{}, {"states": "fp32"}, {"states": "4bit", "master": "none"}])
 def test_a_file_of_o2_does_not_go_into_torch_s_optimizer(options, tmp_path):
     saved = build("O2", **options)
@@ -582,6 +605,12 @@ def test_a_rate_of_numpy_is_saved_as_a_number(level, tmp_path):
     assert_same_training((model, optimizer), other)
 
 
+def marked(note):
+    tensor = torch.ones(1)
+    tensor.note = note
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
@@ -591,6 +620,7 @@ def test_a_rate_of_numpy_is_saved_as_a_number(level, tmp_path):
             r"extra\['run'\]\['arguments'\]\[1\] is argparse",
         ),
         ({"seen": {Path("a"): 1}}, r"extra\['seen'\]: the key .* is pathlib"),
+        ({"marked": marked(Path("a"))}, r"extra\['marked'\] is torch.Tensor"),
         ({"rates": np.ones(3)}, r"extra\['rates'\] is numpy.ndarray"),
         ({"function": lambda: None}, r"extra\['function'\] is builtins.function"),
     ],
@@ -613,6 +643,11 @@ def test_an_option_of_a_group_that_could_not_be_read_again_is_named(tmp_path):
 
 def test_plain_types_of_torch_and_python_are_saved(tmp_path):
     model, optimizer = build("O1")
-    extra = {"a": {1, 2}, "b": torch.bfloat16, "c": torch.Size([1]), "d": OrderedDict(e=(1j, b"f"))}
+    extra = {
+        "a": {1, 2},
+        "b": torch.bfloat16,
+        "c": torch.Size([1]),
+        "d": OrderedDict(e=(1j, b"f", np.int64(2))),
+    }
     checkpoint.save(tmp_path / "run.pt", model, optimizer, **extra)
     assert checkpoint.load(tmp_path / "run.pt", model, optimizer) == extra

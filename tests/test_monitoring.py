@@ -4,6 +4,8 @@ import gc
 import json
 import logging
 import math
+import resource
+import signal
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels.reference.quantize import quantize_tensor
 from fp8stack.monitor import OVERFLOW, UPDATE_RATIO, Monitor
 from fp8stack.monitor.advice import Layer, find
+from fp8stack.monitor.outputs import write
 
 NAN = math.nan
 
@@ -291,6 +294,35 @@ def test_advice_on_a_healthy_run_and_on_learning_rates():
             assert not advice or says in advice[0]
             assert not advice or advice[0].startswith(("0 (and 1 more layers): ", "2 (and 1"))
     assert UPDATE_RATIO[0] < 1e-3 < UPDATE_RATIO[1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_layer_that_is_used_and_stands_still_gets_advice(level):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}], lr=1e-3
+    )
+    model, optimizer = fp8stack.initialize(model, optimizer, level, compute="native")
+    with Monitor(model, optimizer, every=1) as monitor:
+        step(model, optimizer)
+        assert monitor.read(wait=True)["1"]["w"]["update_ratio"] == 0
+        (found,) = (f for f in monitor.findings() if f.field == "update_ratio" and not f.above)
+        assert found.layers == ("1",)
+
+
+def test_half_a_line_is_taken_back(tmp_path):
+    path, limit = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
+    write(path, {"a": 1.0}, 1)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limit[1]))
+        with pytest.raises(OSError, match="File too large"):
+            write(path, {"a": 2.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    write(path, {"a": 3.0}, 3)
+    assert [line["step"] for line in lines(path)] == [1, 3]
 
 
 class Half(nn.Sequential):

@@ -59,7 +59,7 @@ def _write(parts: list[np.ndarray], path: Path) -> None:
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
     """Yield a folder to write in, whose files move to `folder` at the end; after an exception it is as it was."""
-    partial, is_new = folder / ".partial", not folder.exists()
+    partial, is_new, moved = folder / ".partial", not folder.exists(), []
     try:
         with writing(folder):
             if partial.exists():  # of one that was killed
@@ -68,9 +68,13 @@ def filling(folder: Path) -> Iterator[Path]:
         yield partial
         with writing(folder):
             for path in sorted(partial.iterdir()):  # what they are of first: meta.json
+                if not (folder / path.name).exists():
+                    moved.append(folder / path.name)
                 path.replace(folder / path.name)
             partial.rmdir()
     except BaseException:
+        for path in moved:
+            path.unlink(missing_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         with contextlib.suppress(OSError):
             if is_new:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,15 @@ def write(writer: Any, metrics: dict[str, float], step: int) -> None:
     if isinstance(writer, str | os.PathLike):
         known = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
         line = json.dumps({"step": step, "time": time.time(), **known}, allow_nan=False)
-        with Path(writer).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        path = Path(writer)
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError:
+            with suppress(OSError):
+                os.truncate(path, size)  # no half a line, to which the next would be added
+            raise
     elif hasattr(writer, "add_scalar"):
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)

@@ -11,7 +11,8 @@ torch's own `Optimizer.load_state_dict` cannot be used: it casts every state ten
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections import OrderedDict
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -200,6 +201,10 @@ def plain_numbers(value: Any) -> Any:
     """Return `value` with numpy's scalars, which schedules make and `weights_only=True` refuses, as Python's."""
     if type(value) is dict:
         return {plain_numbers(key): plain_numbers(part) for key, part in value.items()}
+    if type(value) is OrderedDict:
+        result = copy(value)  # with its _metadata, if it is a model's
+        result.update((key, plain_numbers(part)) for key, part in value.items())
+        return result
     if type(value) in (list, tuple):
         return type(value)(plain_numbers(part) for part in value)
     is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0

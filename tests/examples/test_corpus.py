@@ -68,6 +68,14 @@ def test_links_to_folders_are_followed_and_none_is_read_twice(folder, tmp_path_f
     (folder / "link").symlink_to(elsewhere)
     (folder / "twice").symlink_to(elsewhere)
     assert sorted(corpus.find_files(folder, "")) == sorted([*before, "link/more.txt"])
+    (folder / "z_real").mkdir()
+    (folder / "z_real" / "own.txt").write_text("own")
+    (folder / "a_link").symlink_to("z_real")  # which comes first, and takes no name away
+    (folder / "lost+found").mkdir()
+    (folder / "lost+found" / "x.txt").write_text("x")
+    assert sorted(corpus.find_files(folder, "")) == sorted(
+        [*before, "link/more.txt", "z_real/own.txt"]
+    )
 
 
 @pytest.mark.parametrize("name", sorted(corpus.SKIPPED_FOLDERS))

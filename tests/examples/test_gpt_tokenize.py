@@ -1,6 +1,7 @@
 """What tokenize_data.py sets aside: budgets of all parts together, and an error where nothing is left to train on."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,6 +67,20 @@ def test_the_home_folder_may_be_given_as_a_tilde(tmp_path, monkeypatch):
     given = ["--data", "~/book.txt", "--encoding", "bytes", "--shards", "~/shards"]
     assert tokenize_data.main(given) == 0
     assert (tmp_path / "shards" / "train_000000.bin").exists()
+
+
+def test_an_interruption_among_the_last_renames_leaves_nothing(tmp_path, monkeypatch):
+    given = [*write_documents(tmp_path / "few", DOCUMENTS), "--val-tokens", "32"]
+    real = Path.replace
+
+    def interrupted(self, target):
+        if self.name.startswith("val"):
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    assert tokenize_data.main([*given, "--shards", str(tmp_path / "shards")]) == 130
+    assert not (tmp_path / "shards").exists()
 
 
 @pytest.mark.parametrize("was_there", [False, True])
