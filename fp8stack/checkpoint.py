@@ -31,7 +31,14 @@ from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.names import check_order, names_of, names_of_owned
 from .optim.state import MASTER_KEYS
-from .optim.state_dict import check_groups, check_layout, plain_numbers, prepare, to_torch
+from .optim.state_dict import (
+    check_groups,
+    check_header,
+    check_layout,
+    plain_numbers,
+    prepare,
+    to_torch,
+)
 from .tensor import is_sharded
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict}
@@ -259,12 +266,7 @@ def load(
 def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     """Raise unless torch's own optimizer can make sense of `packed`."""
     check_layout(packed)
-    kind = packed.get("fp8stack", {}).get("optimizer")
-    of_torch = (c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("torch."))
-    if kind and kind != (own := next(of_torch)):
-        raise CheckpointError(
-            f"this state is of {kind}, the optimizer is {own}. Make the optimizer that the checkpoint was saved from."
-        )
+    check_header(optimizer, packed)
     names = {str(name) for entry in packed["state"].values() for name in entry}
     if any(name.endswith("_code") or name in MASTER_KEYS for name in names):
         raise CheckpointError(

@@ -568,9 +568,8 @@ def test_refuses_what_cannot_be_written_to(tmp_path):
             Monitor(model, to=path)
     with pytest.raises(ConfigError, match="cannot write to 5"):
         Monitor(model, to=[5])
-    with pytest.raises(
-        ConfigError, match="cannot write to <Logger"
-    ):  # whose log(level, text) is another
+    # whose log(level, text) is another
+    with pytest.raises(ConfigError, match="cannot write to <Logger"):
         Monitor(model, to=logging.getLogger("x"))
     with Monitor(model) as monitor, pytest.raises(ConfigError, match="cannot write to None"):
         monitor.log(None)

@@ -18,22 +18,20 @@ PROC = Path("/proc")
 def memory_in_all() -> int | None:
     """Return the bytes that programs may have here."""
     return min(
-        (n for n in (_meminfo("MemTotal"), *(most for most, _ in _limits())) if n), default=None
+        (n for n in (_number("meminfo", "MemTotal"), *(most for most, _ in _limits())) if n),
+        default=None,
     )
 
 
 def memory_free() -> int | None:
     """Return the bytes that this process can still take, beside what others have."""
-    free = (_meminfo("MemAvailable"), *(most - used for most, used in _limits()))
+    free = (_number("meminfo", "MemAvailable"), *(most - used for most, used in _limits()))
     return min((n for n in free if n is not None), default=None)
 
 
 def memory_now() -> int | None:
     """Return the bytes that this process has in memory."""
-    try:
-        return _number(PROC / "self/status", "VmRSS")
-    except OSError:
-        return None
+    return _number("self/status", "VmRSS")
 
 
 def memory_peak(forget: bool = False) -> int | None:
@@ -41,21 +39,18 @@ def memory_peak(forget: bool = False) -> int | None:
     try:
         if forget:
             (PROC / "self/clear_refs").write_text("5")
-        return _number(PROC / "self/status", "VmHWM")
     except OSError:
         return None
+    return _number("self/status", "VmHWM")
 
 
-def _meminfo(name: str) -> int | None:
+def _number(file: str, name: str) -> int | None:
+    """Return the bytes that a line of a file of /proc names in kB, None where there is none."""
     try:
-        return _number(PROC / "meminfo", name)
+        lines = (PROC / file).read_text().splitlines()
     except OSError:
         return None
-
-
-def _number(path: Path, name: str) -> int | None:
-    """Return the bytes that a line of a file of /proc names in kB."""
-    for line in path.read_text().splitlines():
+    for line in lines:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return None

@@ -71,9 +71,8 @@ def say(text: str) -> bool:
         tqdm.write(text)
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what waits in its buffer too
+        # what waits in its buffer goes there too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         warnings.warn(
             f"stdout cannot be written ({error.strerror}): nothing more is printed there. A run goes on, and its "
             f"numbers are in its {METRICS}.",

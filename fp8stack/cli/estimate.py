@@ -296,8 +296,9 @@ def _levels(options: argparse.Namespace, weights: torch.dtype, notes: list[str])
     recipes = [recipe_of(argparse.Namespace(**{**vars(options), "opt_level": n})) for n in names]
     for recipe in recipes:
         _check_shared(recipe, options)
-    if options.gpu and divmod(GPUS[_gpu(options.gpu)][1], 10) < FP8_CAPABILITY:
-        lacking = f"{_gpu(options.gpu)} has no FP8 products (compute capability 8.9 and up has)"
+    name = _gpu(options.gpu) if options.gpu else None
+    if name and divmod(GPUS[name][1], 10) < FP8_CAPABILITY:
+        lacking = f"{name} has no FP8 products (compute capability 8.9 and up has)"
         if recipes[0].compute in ("native", "te"):
             raise ConfigError(
                 f"--compute {recipes[0].compute}: {lacking}. Leave it out for bf16 ones."

@@ -131,10 +131,8 @@ def _broken(rule: Rule, kind: str, numbers: Numbers, layers: dict[str, Layer]) -
     sign = 1 if rule.above else -1
     values = {n: k[kind][rule.field] for n, k in numbers.items() if rule.field in k.get(kind, {})}
     if rule.field == "update_ratio" and any(values.values()):
-        unused = {
-            n for n in layers if not numbers.get(n, {}).keys() - {"w"}
-        }  # in a step that moves others
-        values = {n: v for n, v in values.items() if v or n not in unused}
+        # a step that moves others leaves alone what was not used: layers of ours without inputs and gradients
+        values = {n: v for n, v in values.items() if v or n not in layers or len(numbers[n]) > 1}
     broken = {layer: v for layer, v in values.items() if sign * v > sign * rule.limit}
     if not broken:
         return

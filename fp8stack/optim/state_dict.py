@@ -87,7 +87,7 @@ def prepare(
     Weights change only where their master is converted to another format, since they are its rounding.
     """
     check_layout(packed)
-    _check_header(optimizer, packed)
+    check_header(optimizer, packed)
     check_groups(optimizer, packed)
     model = None if optimizer.named_by is None else optimizer.named_by()
     if model is not None and packed.get("fp8stack"):
@@ -225,15 +225,14 @@ def check_layout(packed: Any) -> None:
         )
 
 
-def _kind(optimizer: BlockwiseOptimizer) -> str:
-    """Return the name of the class of fp8stack.optim that an optimizer is of; a subclass has the same state."""
-    own = (
-        c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith("fp8stack.optim.")
-    )
-    return next(own)
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the class of fp8stack.optim, or torch's, that an optimizer is of; a subclass has its state."""
+    ours = ("fp8stack.optim.", "torch.optim.")
+    return next(c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith(ours))
 
 
-def _check_header(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> None:
+def check_header(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+    """Raise unless what fp8stack's optimizer wrote of its state, if one did, is whole and of this kind."""
     header = packed.get("fp8stack")
     if header is None:
         return  # torch's optimizer, or a caller that keeps only torch's two keys (DCP); entries tell their format
