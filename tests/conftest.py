@@ -20,14 +20,15 @@ if (
     os.environ["CUDA_VISIBLE_DEVICES"] = given[int(worker.removeprefix("gw")) % count]
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # Small tensors and a worker per core: waiting for a second thread costs more than the work. Processes that tests
-    # start look at the variable, and give the same bits then, however busy the machine is.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
     if find_spec("triton"):
         from interpreter import quicken  # imports Triton, which was told to interpret
 
         quicken()
+if worker or not torch.cuda.is_available():
+    # Small tensors and a worker per core: waiting for a second thread costs more than the work. Processes that tests
+    # start look at the variable, and give the same bits then, however busy the machine is.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
 os.environ.setdefault("FP8STACK_QUIET", "1")
 
 
