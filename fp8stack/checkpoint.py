@@ -132,37 +132,50 @@ def save(
         "scaling": scaling_state(model),  # of fp8_recipe="delayed"; this rank's
         "extra": extra,
     }
-    contents = {kind: plain_numbers(value) for kind, value in contents.items()}
-    for kind, value in contents.items():
-        _check_loadable(value, kind)
+    try:
+        contents = {kind: plain_numbers(value) for kind, value in contents.items()}
+        found = {kind: _find_unloadable(value) for kind, value in contents.items()}
+    except RecursionError:
+        raise CheckpointError(
+            "what is to be saved holds itself, or lists and dicts in each other, hundreds deep. Save it flat."
+        ) from None
+    for kind, one in found.items():
+        if one is None:
+            continue
+        place, part, error = one
+        raise CheckpointError(
+            f"{kind}{place} is {type(part).__module__}.{type(part).__qualname__}, which checkpoints do not "
+            "hold: they are read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them "
+            "(str(path), vars(arguments), torch.from_numpy(array), dict(...), list(...))."
+        ) from error
     with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save(contents, file)
 
 
-def _check_loadable(value: Any, place: str) -> None:
-    """Raise CheckpointError unless `weights_only=True` reads every part of `value`: what is written is to be read."""
+def _find_unloadable(value: Any) -> tuple[str, Any, Exception] | None:
+    """Return the place of a part of `value` that `weights_only=True` would not read, it and why; None without one."""
     if isinstance(value, dict):
         for key, part in value.items():
-            _check_loadable(key, f"{place}: the key {key!r}")
-            _check_loadable(part, f"{place}[{key!r}]")
+            if found := _find_unloadable(key):
+                return f": the key {key!r}", *found[1:]
+            if found := _find_unloadable(part):
+                return f"[{key!r}]{found[0]}", *found[1:]
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            _check_loadable(part, f"{place}[{index}]")
+            if found := _find_unloadable(part):
+                return f"[{index}]{found[0]}", *found[1:]
     has_more = isinstance(value, Tensor) and value.__dict__  # attributes, which are written too
     if (type(value) in _PLAIN and not has_more) or (
         isinstance(value, Tensor) and is_sharded(value)
     ):
-        return
+        return None
     try:
         torch.save(value, copy := io.BytesIO())
         copy.seek(0)
         torch.load(copy, weights_only=True)
     except Exception as error:
-        raise CheckpointError(
-            f"{place} is {type(value).__module__}.{type(value).__qualname__}, which checkpoints do not hold: they are "
-            "read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them (str(path), "
-            "vars(arguments), torch.from_numpy(array), dict(...), list(...))."
-        ) from error
+        return "", value, error
+    return None
 
 
 @contextmanager

@@ -69,8 +69,8 @@ class BlockScaledTensor(torch.Tensor):
             residual = residual and (residual[0].view(E4M3.dtype), residual[1])
         if codes.dtype is not E4M3.dtype or tuple(scale.shape) != scale_shape(codes.shape):
             raise ConfigError(
-                f"BlockScaledTensor needs float8_e4m3fn codes and scales of shape {scale_shape(codes.shape)} for "
-                f"codes of shape {tuple(codes.shape)}; got {codes.dtype} and {tuple(scale.shape)}."
+                "BlockScaledTensor needs float8_e4m3fn codes (or their bytes, uint8) and scales of shape "
+                f"{scale_shape(codes.shape)} for codes of shape {tuple(codes.shape)}; got {codes.dtype} and {tuple(scale.shape)}."
             )
         self.codes, self.scale, self.holder = codes, scale, [residual]
 

@@ -611,6 +611,10 @@ def marked(note):
     return tensor
 
 
+LOOP = []
+LOOP.append(LOOP)
+
+
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
@@ -623,6 +627,8 @@ def marked(note):
         ({"marked": marked(Path("a"))}, r"extra\['marked'\] is torch.Tensor"),
         ({"rates": np.ones(3)}, r"extra\['rates'\] is numpy.ndarray"),
         ({"function": lambda: None}, r"extra\['function'\] is builtins.function"),
+        ({"run": {Namespace: 1}}, r"extra\['run'\]: the key .* is builtins.type"),
+        ({"loop": LOOP}, r"holds itself"),
     ],
 )
 def test_what_could_not_be_read_again_is_named_and_the_old_file_stays(extra, named, tmp_path):
