@@ -70,7 +70,8 @@ class BlockScaledTensor(torch.Tensor):
         if codes.dtype is not E4M3.dtype or tuple(scale.shape) != scale_shape(codes.shape):
             raise ConfigError(
                 "BlockScaledTensor needs float8_e4m3fn codes (or their bytes, uint8) and scales of shape "
-                f"{scale_shape(codes.shape)} for codes of shape {tuple(codes.shape)}; got {codes.dtype} and {tuple(scale.shape)}."
+                f"{scale_shape(codes.shape)} for codes of shape {tuple(codes.shape)}; "
+                f"got {codes.dtype} and {tuple(scale.shape)}."
             )
         self.codes, self.scale, self.holder = codes, scale, [residual]
 
