@@ -3,7 +3,7 @@
     python benchmarks/comm.py --gpus 4                                          # everything
     python benchmarks/comm.py --gpus 4 --sizes 16M 1G --only 'nccl *' '*fp8'    # some sizes, some variants
     python benchmarks/comm.py --gpus 4 --graphs --sizes 16K 1M                  # the GPU's time alone
-    python benchmarks/comm.py --plot docs/assets/comm.svg                       # draws the latest run only
+    python benchmarks/comm.py --plot comm.svg                                   # draws the latest run only
 
 Sizes are bytes of bfloat16; every variant has that number of elements, in its own dtype. They are what an all_reduce
 or a reduce_scatter is given and what an all_gather returns. `nvlink` and `collective` are ours, over either transport:

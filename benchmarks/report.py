@@ -5,8 +5,9 @@
 
 A section is a picture of one file of records: memory, loss, step time over bytes, bandwidth over size, the roofline of
 products, whole steps, frameworks, gradients, attention. Sections whose records are missing are left out, and named at
-the end of the page. Each says on which GPU, with which versions, at which commit and by which command its records were
-made; where runs of several days are in a picture, all are listed. Numbers are the records', not rounded twice.
+the end of the page, as are files without a picture. Each says on which GPU, with which versions, at which commit and by
+which command its records were made; where runs of several days are in a picture, all are listed. Numbers are the
+records', not rounded twice.
 """
 
 from __future__ import annotations
@@ -222,6 +223,9 @@ def make_page(results: Path) -> str:
             f"{results} holds none of {', '.join(dict.fromkeys(s.file for s in SECTIONS))}."
         )
     left = f"<p>Not recorded yet: {html.escape('; '.join(missing))}.</p>" if missing else ""
+    drawn = {section.file for section in SECTIONS}
+    if bare := sorted(path.name for path in results.glob("*.jsonl") if path.name not in drawn):
+        left += f"<p>Records without a picture here: {html.escape(', '.join(bare))}.</p>"
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>fp8stack: what was measured</title>'
         f"<style>{STYLE}</style><h1>fp8stack: what was measured</h1><nav>{''.join(contents)}</nav>"

@@ -32,6 +32,7 @@ SCALING = (
     "amax_history_len",
     "amax_compute_algo",
     "fp8_fast_accum",
+    "weight_cache",
 )
 OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip")
 LEVEL = ("opt_level", "use_fp8")
@@ -62,7 +63,8 @@ class Config:
     )
     encoding: str = option(
         "auto",
-        "of text, or the path of a tokenizer.json; auto: bytes for local text, the shards' own",
+        "of text, or the path of a tokenizer.json; auto: bytes for local text, the shards' own, gpt2 for datasets and "
+        ".parquet files",
         choices=("auto", *ENCODINGS),
         suffix=".json",
     )
@@ -108,6 +110,11 @@ class Config:
         (), "layers to leave as they are, by name or pattern, as head or 'blocks.0.*'"
     )
     fp8_fast_accum: bool = option(False, "sum forward products with fewer bits, which is faster")
+    weight_cache: str = option(
+        "fp8+t",
+        "what native layers keep of a weight from forward to step: codes for both GEMMs, for one, or none",
+        choices=CHOICES["weight_cache"],
+    )
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
     )

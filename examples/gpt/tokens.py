@@ -71,16 +71,16 @@ class Gpt2:
             import tiktoken
         except ImportError as error:
             raise ConfigError(
-                "--encoding gpt2 needs the package tiktoken, which is not installed: "
+                "--encoding gpt2, which datasets and .parquet files have by default, needs the package tiktoken: "
                 'pip install -e ".[train]", or use --encoding bytes.'
             ) from error
         try:
             return tiktoken.get_encoding("gpt2")
         except Exception as error:  # of requests, of files, of checksums: whatever comes first
             raise ConfigError(
-                f"--encoding gpt2: tiktoken cannot load GPT-2's vocabulary ({first_line(error)}), which it downloads "
-                "once: run it where there is network access, with TIKTOKEN_CACHE_DIR set to a folder that both "
-                "machines see; or use --encoding bytes."
+                "--encoding gpt2, which datasets and .parquet files have by default: tiktoken cannot load GPT-2's "
+                f"vocabulary ({first_line(error)}), which it downloads once: run it where there is network access, "
+                "with TIKTOKEN_CACHE_DIR set to a folder that both machines see; or use --encoding bytes."
             ) from error
 
     def encode(self, text: str) -> list[int]:

@@ -33,6 +33,8 @@ def test_every_file_of_records_has_its_picture(page):
     assert page.count("<img ") == len(present) >= 7
     for section in present:
         assert f'id="{section.key}"' in page
+    undrawn = {path.name for path in report.RESULTS.glob("*.jsonl")} - {s.file for s in present}
+    assert undrawn == set(re.search(r"without a picture here: (.*?)\.</p>", page)[1].split(", "))
     assert not re.search(r'(src|href)="(?!data:|#)', page), "the page stands alone"
 
 
