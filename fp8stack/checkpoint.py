@@ -124,25 +124,23 @@ def save(
         CheckpointError: if something is of a type that `load` would not read; it is named.
         OSError: if the file cannot be written, as on a full disk. In both cases `path` is as it was.
     """
-    states = None if optimizer is None else optimizer.state_dict()
     contents = {
         "model": model.state_dict(),
-        "optimizer": states,
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
         "names": [] if optimizer is None else names_of_owned(model, optimizer),
         "scaling": scaling_state(model),  # of fp8_recipe="delayed"; this rank's
         "extra": extra,
     }
     try:
         contents = {kind: plain_numbers(value) for kind, value in contents.items()}
-        found = {kind: _find_unloadable(value) for kind, value in contents.items()}
+        places = ((kind, _find_unloadable(value)) for kind, value in contents.items())
+        found = next(((kind, *one) for kind, one in places if one), None)
     except RecursionError:
         raise CheckpointError(
             "what is to be saved holds itself, or lists and dicts in each other, hundreds deep. Save it flat."
         ) from None
-    for kind, one in found.items():
-        if one is None:
-            continue
-        place, part, error = one
+    if found:
+        kind, place, part, error = found
         raise CheckpointError(
             f"{kind}{place} is {type(part).__module__}.{type(part).__qualname__}, which checkpoints do not "
             "hold: they are read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them "
@@ -165,9 +163,8 @@ def _find_unloadable(value: Any) -> tuple[str, Any, Exception] | None:
             if found := _find_unloadable(part):
                 return f"[{index}]{found[0]}", *found[1:]
     has_more = isinstance(value, Tensor) and value.__dict__  # attributes, which are written too
-    if (type(value) in _PLAIN and not has_more) or (
-        isinstance(value, Tensor) and is_sharded(value)
-    ):
+    is_plain = type(value) in _PLAIN and not has_more
+    if is_plain or (isinstance(value, Tensor) and is_sharded(value)):
         return None
     try:
         torch.save(value, copy := io.BytesIO())

@@ -3,31 +3,28 @@
     fp8stack estimate --parameters 7e9 --seq 4096 --gpu H100
     fp8stack estimate --hf-config config.json --opt-level O2 --states 4bit --ranks 8 --zero 2 --batch 4 --memory 80
 
-The model is a number of parameters (a Llama-style shape is made of it, and said), a Hugging Face configuration, or a
-function of a Python file, which is called on the meta device. Levels stand beside AdamW in float32, AdamW on float32
-weights under bf16 autocast, and bitsandbytes' 8-bit AdamW on bfloat16 weights. `fp8stack.planning` says how it is
-estimated; nothing is allocated.
+The model (`estimated_model.py`) is a number of parameters (a Llama-style shape is made of it, and said), a Hugging Face
+configuration, weights that lie beside one, or a function of a Python file, which is called on the meta device. Levels
+stand beside AdamW in float32, AdamW on float32 weights under bf16 autocast, and bitsandbytes' 8-bit AdamW on bfloat16
+weights. `fp8stack.planning` says how it is estimated; nothing is allocated.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fp8stack.capability import FP8_CAPABILITY
-from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import LEVELS, Recipe
 from fp8stack.planning import (
     BASELINES,
-    FAMILIES,
-    LLAMA,
     Make,
     Precision,
     Setup,
@@ -36,13 +33,11 @@ from fp8stack.planning import (
     estimate,
     largest_batch,
     largest_model,
-    read_config,
-    shape_of_config,
 )
 
+from .estimated_model import SIZES, model_of
 from .output import add_command, number_of, show, size, table
 from .recipe import FIELDS, add_recipe, recipe_of
-from .target import build
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +53,6 @@ GPUS = {
 }  # fmt: skip
 """GiB that a program can have, rounded down, and the compute capability, times ten."""
 _LEFT_OUT = r"nvidia|geforce|tesla|rtx|generation|pcie|sxm\d?|hbm\de?|(?<=\d)gb?\b"
-SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _MOST = 1e15  # parameters, far above all that are trained
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -67,9 +61,11 @@ def add_parser(commands: Commands) -> None:
     brief = "the memory that training takes on each GPU, by kind, and what fits"
     parser = add_command(commands, "estimate", brief)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--parameters", type=_parameters, metavar="N", help="such as 7e9 or 7B")
+    source.add_argument(
+        "--parameters", type=partial(_number, suffixes=True), metavar="N", help="such as 7e9 or 7B"
+    )
     source.add_argument("--hf-config", metavar="config.json", help="of Hugging Face, or its folder")
-    source.add_argument("--model", metavar="FILE:function", help="returns a model")
+    source.add_argument("--model", metavar="FILE:function", help="returns a model; or its weights")
     source.add_argument("--sizes", action="store_true", help="all of it in the options below")
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
@@ -93,7 +89,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     notes: list[str] = []
-    model, shape, weights = _model(options, notes)
+    model, shape, weights = model_of(options, notes)
     memory = _memory(options)
     precisions = [
         *BASELINES.values(),
@@ -109,7 +105,9 @@ def run(options: argparse.Namespace) -> int:
         options.fuse,
     )
     if setup.fuse and not isinstance(model, Shape):
-        raise ConfigError("--fuse is for --parameters, --sizes and --hf-config, not for --model.")
+        raise ConfigError(
+            "--fuse is for --parameters, --sizes and --hf-config, not for --model FILE:function."
+        )
     if shape and 0 < shape.positions < setup.seq:
         raise ConfigError(
             f"--seq {setup.seq} is more than the {shape.positions} positions of the model."
@@ -205,83 +203,6 @@ def _column(
 # --- options
 
 
-def _model(
-    options: argparse.Namespace, notes: list[str]
-) -> tuple[Shape | Make, Shape | None, torch.dtype]:
-    """Return what to count, the shape that activations are computed from, and the dtype of the weights."""
-    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    if options.model is not None:
-        return _users_model(options.model, sizes, notes)
-    if options.hf_config is not None:
-        anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
-        shape = replace(read_config(options.hf_config), **{**sizes, **anew})
-        if shape.positions:
-            notes.append(
-                "layers are nn.Linear here; transformers' GPT-2 has Conv1D, which no level converts: see --model"
-            )
-    elif options.sizes or set(sizes) - {"vocab"}:
-        shape = _shape_of(sizes)
-    else:
-        shape = replace(LLAMA, **sizes).resized(options.parameters)
-        notes.append(
-            "the shape is a Llama's of about that many parameters; give --layers, ... for another"
-        )
-    if options.parameters:
-        _compare_counts(shape, options.parameters, notes)
-    return shape, shape, torch.float32
-
-
-def _compare_counts(shape: Shape, wanted: float, notes: list[str]) -> None:
-    if abs(shape.parameters / wanted - 1) > 0.05:
-        notes.append(f"the sizes make {shape.parameters:,} parameters, not {wanted:,.0f}")
-
-
-def _shape_of(sizes: dict[str, int]) -> Shape:
-    """Return a Llama of the sizes given, the others in a Llama's proportions."""
-    missing = [f"--{name}" for name in ("layers", "hidden") if name not in sizes]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise ConfigError(
-            f"sizes need --layers and --hidden at least; {' and '.join(missing)} {verb} missing."
-        )
-    hidden = sizes["hidden"]
-    heads = sizes.get("heads") or max(1, hidden // LLAMA.head_dim)
-    rest = {"heads": heads, "kv_heads": heads, "vocab": LLAMA.vocab}
-    rest["ffn"] = hidden * LLAMA.ffn // LLAMA.hidden
-    given: dict[str, Any] = {**rest, **sizes}
-    return Shape(**given)
-
-
-def _users_model(
-    target: str, sizes: dict[str, int], notes: list[str]
-) -> tuple[Make, Shape | None, torch.dtype]:
-    model, optimizer = build(target, meta=True)
-    if optimizer is not None:
-        notes.append("the function's optimizer is not looked at; all columns are AdamW's")
-    parameters = list(model.parameters())
-    if not parameters:
-        raise ModelError(f"the model of {target} has no parameters, so there is nothing to count.")
-
-    def make(dtype: torch.dtype) -> nn.Module:
-        return copy.deepcopy(model).to(dtype)
-
-    config: Any = getattr(model, "config", None)
-    told = config.to_dict() if hasattr(config, "to_dict") else {}
-    shape = None
-    if sizes:
-        shape = _shape_of(sizes)
-    elif told.get("model_type") in FAMILIES:
-        shape = shape_of_config(told, f"the model of {target}")
-    else:
-        notes.append(
-            "activations are not estimated: the model has no Hugging Face config that is known here "
-            f"({', '.join(FAMILIES)}); give --layers, --hidden, --heads, --kv-heads, --ffn and --vocab"
-        )
-    if shape:
-        _compare_counts(shape, sum(p.numel() for p in parameters), notes)
-    return make, shape, parameters[0].dtype
-
-
 def _levels(options: argparse.Namespace, weights: torch.dtype, notes: list[str]) -> list[Precision]:
     """Return the levels to show: the one asked for, else all, or O2 where fields of a recipe are given."""
     given = [name for name in (*FIELDS, "preset") if getattr(options, name) is not None]
@@ -362,10 +283,6 @@ def _gpu(given: str) -> str:
 def _letters_and_digits(name: str) -> list[str]:
     """Return a name's parts, without the words that people leave out."""
     return re.findall(r"[a-z]+|[0-9]+", re.sub(_LEFT_OUT, " ", name.lower()))
-
-
-def _parameters(text: str) -> float:
-    return _number(text, suffixes=True)
 
 
 def _number(text: str, suffixes: bool = False) -> float:

@@ -25,25 +25,20 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 
-from .mixed import mixed_class, unmix
+from .mixed import mixed_class
 from .operands import note_parts
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def fuse_norms(model: nn.Module) -> list[str]:
-    """Fuse the RMSNorms of a model; return their names. `unfuse_norms` undoes it."""
+    """Fuse the RMSNorms of a model; return their names. `fused.unfuse` undoes it."""
     fused = []
     for name, module in model.named_modules():
         if _is_rmsnorm(module):
             module.__class__ = mixed_class(FusedRMSNorm, type(module), "Fused")
             fused.append(name)
     return fused
-
-
-def unfuse_norms(model: nn.Module) -> None:
-    """Give the norms of `fuse_norms` their classes back."""
-    unmix(model, FusedRMSNorm)
 
 
 class FusedRMSNorm(nn.Module):

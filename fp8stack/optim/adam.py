@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .base import BlockwiseOptimizer, Options, ParamsT
@@ -50,7 +49,6 @@ class Adam(BlockwiseOptimizer):
 
     moments = ("exp_avg", "exp_avg_sq")
     algorithm = "adam"
-    torch_class: type[torch.optim.Optimizer] | None = torch.optim.Adam
     decoupled = False
 
     def __init__(
@@ -87,7 +85,6 @@ class Adam(BlockwiseOptimizer):
 class AdamW(Adam):
     """AdamW (Loshchilov and Hutter, 2019): Adam with decoupled weight decay, otherwise as `Adam` above."""
 
-    torch_class = torch.optim.AdamW
     decoupled = True
 
     def __init__(

@@ -55,7 +55,6 @@ class BlockwiseOptimizer(StateKeeper):
     # GradScaler hands over its scale and verdict instead of syncing
     _step_supports_amp_scaling = True
     algorithm: str
-    torch_class: type[torch.optim.Optimizer] | None = None
 
     def __init__(
         self,

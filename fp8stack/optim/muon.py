@@ -62,7 +62,6 @@ class Muon(BlockwiseOptimizer):
 
     moments = ("momentum_buffer", "exp_avg", "exp_avg_sq")
     algorithm = "muon"
-    torch_class = getattr(torch.optim, "Muon", None)
 
     def __init__(
         self,

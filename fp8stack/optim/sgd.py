@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
@@ -33,7 +32,6 @@ class SGD(BlockwiseOptimizer):
 
     moments = ("momentum_buffer",)
     algorithm = "sgd"
-    torch_class = torch.optim.SGD
 
     def __init__(
         self,

@@ -8,7 +8,10 @@
     step_size  = lr / (1 - beta1^step),  inv_sqrt_bc2 = 1 / sqrt(1 - beta2^step)     Adam; lr and 1 otherwise
     gain       = 1 - beta1 (Adam, Lion, Muon);  1 - dampening, but 1 at the first step (SGD)
 
-in float64 from `group`, then rounded to float32. The clip coefficient is torch.nn.utils.clip_grad_norm_'s.
+in float64 from `group`, then rounded to float32. Columns of `group`, a row a parameter group: lr, beta1, beta2, eps,
+decoupled_decay, coupled_decay, sign, dampening. `verdict` is what the gradients are found to be: unscale, max_norm
+(infinity where nothing is to be clipped), norm, largest, found_inf. The clip coefficient is
+torch.nn.utils.clip_grad_norm_'s.
 """
 
 from __future__ import annotations
@@ -18,24 +21,16 @@ from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
-GROUP = (
-    "lr", "beta1", "beta2", "eps", "decoupled_decay", "coupled_decay", "sign", "dampening",
-)  # fmt: skip
-"""Columns of the table of hyper-parameters, float64, one row a parameter group."""
-
 LEAST_EPS = 2.0**-126
 """Adam's epsilon counts as this at least, so that 0 / 0 is 0: no root of a positive float32 is as small."""
-
-VERDICT = ("unscale", "max_norm", "norm", "largest", "found_inf")
-"""What the gradients are found to be, float32 [5]; max_norm is infinity where nothing is to be clipped."""
 
 
 def scalars(
     algorithm: str,
-    group: Tensor,  # float64 [parameters, 8], see GROUP
+    group: Tensor,  # float64 [parameters, 8], see above
     active: Tensor,  # bool [parameters]: has a gradient
     steps: Tensor,  # float32 [parameters]; updated
-    verdict: Tensor,  # float32 [5], see VERDICT
+    verdict: Tensor,  # float32 [5], see above
     skipped: Tensor,  # float32, 0-d; updated
     index: Tensor,  # int32 [parameters]: what makes a parameter's noise its own
 ) -> Tensor:  # float32 [parameters, 16]

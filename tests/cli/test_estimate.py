@@ -223,8 +223,17 @@ def test_a_folder_of_a_model_has_its_config(estimated, tmp_path, capsys):
     file, folder = (
         estimated("--hf-config", str(tmp_path / name))[0] for name in ("config.json", "")
     )
+    weights = tmp_path / "model.safetensors"
+    weights.touch()
+    for model in (weights, tmp_path):
+        assert estimated("--model", str(model))[0] == file
     assert file == folder
     (tmp_path / "config.json").unlink()
+    for model in (weights, tmp_path):
+        with pytest.raises(SystemExit, match="2"):
+            main(["estimate", "--model", str(model)])
+        told = capsys.readouterr().err
+        assert f"there is no {tmp_path / 'config.json'} that would. Give that, --sizes, or" in told
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", "--hf-config", str(tmp_path)])
     told = capsys.readouterr().err
