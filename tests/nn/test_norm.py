@@ -17,7 +17,8 @@ from fp8stack.errors import ModelError
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.nn import operands
-from fp8stack.nn.norm import FusedRMSNorm, fuse_norms, unfuse_norms
+from fp8stack.nn.fused import unfuse
+from fp8stack.nn.norm import FusedRMSNorm, fuse_norms
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -115,7 +116,7 @@ def test_norms_are_found_by_their_class_and_by_what_they_compute(make, device):
     assert type(model[1]) is type(model[2][0])
     assert type(model[1]).__name__ == f"Fused{plain.__name__}"
     assert list(model.state_dict()) == keys
-    unfuse_norms(model)
+    unfuse(model)
     assert type(model[1]) is type(model[2][0]) is plain
 
 
@@ -306,7 +307,7 @@ def test_results_and_gradients_are_those_of_the_formula(make, dtype, shape, devi
     norm = fused(make(shape[-1]), device).to(dtype)
     x, gradient = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     exact = copy.deepcopy(norm)
-    unfuse_norms(exact)
+    unfuse(exact)
     close = torch.finfo(dtype).eps
     expected = results(exact.double(), x.double(), gradient.double())
     for value, true in zip(results(norm, x, gradient), expected, strict=True):
@@ -332,7 +333,7 @@ def count_kernels(monkeypatch):
 def test_what_the_kernels_do_not_do_the_own_forward_does(device, monkeypatch):
     norm = fused(LlamaRMSNorm(32), device)
     plain = copy.deepcopy(norm)
-    unfuse_norms(plain)
+    unfuse(plain)
     x = torch.randn(5, 32, device=device)
     seen = count_kernels(monkeypatch)
     for given in (x.bfloat16(), x.double(), x.as_subclass(OwnTensor)):
@@ -455,7 +456,7 @@ def test_second_derivatives_are_those_of_the_formula(make, frozen, loss, device)
     """As a gradient penalty wants them. The gradient of a sum is a constant, which needs none itself."""
     norm = fused(make(32), device).requires_grad_(not frozen)
     exact = copy.deepcopy(norm).double()
-    unfuse_norms(exact)
+    unfuse(exact)
     x = torch.randn(5, 32, device=device)
     given = []
     for module, leaf in ((norm, x.clone()), (exact, x.double())):
@@ -692,7 +693,7 @@ def test_copies_and_pickles_are_fused_too(device):
         assert other.weight is not norm.weight
         for one, same in zip(results(other, x), expected, strict=True):
             assert_same_bits(one, same)
-        unfuse_norms(other)
+        unfuse(other)
         assert type(other) is MetaRMSNorm
 
 
@@ -701,10 +702,10 @@ def test_unfusing_a_norm_under_a_class_of_others_says_what_to_do(device):
     fuse_norms(model)
     parametrize.register_parametrization(model[1], "weight", nn.Identity())
     with pytest.raises(ModelError, match=r"^1 is a ParametrizedFusedLlamaRMSNorm.*restore before"):
-        unfuse_norms(model)
+        unfuse(model)
     assert isinstance(model[0], FusedRMSNorm)  # nothing is changed
     parametrize.remove_parametrizations(model[1], "weight")
-    unfuse_norms(model)
+    unfuse(model)
     assert [type(m) for m in model] == [LlamaRMSNorm] * 2
 
 
@@ -750,7 +751,7 @@ def test_a_model_with_fused_norms_trains_as_one_without(level, device, monkeypat
         if fuse:
             assert fuse_norms(model) == ["blocks.0.norm", "blocks.1.norm", "norm"]
         losses[fuse] = train(model, optimizer, 12, device=device)
-        unfuse_norms(model)
+        unfuse(model)
         assert not any(isinstance(m, FusedRMSNorm) for m in model.modules())
     assert len(seen) == 12 * 2 * 3
     assert losses[True] == pytest.approx(losses[False], rel=0.02)
