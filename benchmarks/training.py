@@ -76,7 +76,7 @@ SKIPPED = 50  # steps at the start that are not timed
 WARM_UP = 100  # steps of the learning rate's
 PLAIN = {"off": BASE, "again": AGAIN}  # what is not a level, as it is recorded
 SWITCHES = {f.name.replace("_", "-") for f in fields(Config) if str(f.type).startswith("bool")}
-NOT_ESTIMATED = ("fuse", "compile", "blocks", "attention", "compute_dtype")
+NOT_ESTIMATED = ("fuse", "blocks", "attention", "compute_dtype")
 HEADS = ("loss", "gap", "tokens/s", "× bf16", "peak GiB", "× bf16", "estimate", "off by")
 Record = dict[str, Any]
 
@@ -233,6 +233,7 @@ def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
         return None
     batch, micro = MODELS[config.model], int(config.micro_batch)
     more = {"checkpointing": config.checkpointing, "accumulate": micro < batch.size}
+    more["compile"] = config.compile
     setup = planning.Setup(micro, batch.seq, **more)
     recipe = config.recipe()
     precision = planning.at_level(recipe) if recipe else planning.BASELINES["bf16"]

@@ -80,6 +80,7 @@ def add_parser(commands: Commands) -> None:
     add("--checkpointing", action="store_true", help="keep only the inputs of blocks")
     add("--accumulate", action="store_true", help="several micro-batches a step")
     add("--fuse", action="store_true", help="SwiGLU blocks are fused (fp8stack.nn.fuse)")
+    add("--compile", action="store_true", help="torch.compile has the whole model")
     add("--weights", choices=_DTYPES, help="what a level starts from; float32, or the model's")
     add("--gpu", metavar="NAME", help=", ".join(GPUS))
     add("--memory", type=_number, metavar="GiB", help="of one GPU, instead of its name")
@@ -103,6 +104,7 @@ def run(options: argparse.Namespace) -> int:
         options.checkpointing,
         options.accumulate,
         options.fuse,
+        options.compile,
     )
     if setup.fuse and not isinstance(model, Shape):
         raise ConfigError(
@@ -137,7 +139,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     console.print(f"{data['parameters']:,} parameters" + (f": {_describe(shape)}" if shape else ""))
     sharding = "" if setup["sharding"] == "none" else f" ({setup['sharding']})"
     more = [f"{setup['ranks']} GPUs{sharding}"] if setup["ranks"] > 1 else []
-    more += [name for name in ("checkpointing", "accumulate", "fuse") if setup[name]]
+    more += [name for name in ("checkpointing", "accumulate", "fuse", "compile") if setup[name]]
     console.print(
         f"Each GPU: {setup['batch']} × {setup['seq']} tokens{''.join(f', {m}' for m in more)}."
     )

@@ -12,6 +12,10 @@ ranks, adds the buffers of communication, and looks at four moments of a step:
 
 The peak is the largest of them: gradients grow while activations go. With `accumulate` gradients are there throughout.
 
+A compiled model (`compile`) makes copies of weights in its forward, keeps one of each, and frees it in backward. That
+is one function, which returns all gradients together, in the weights' dtypes: FP8 ones are made of them then, and those
+of earlier micro-batches are still beside them. With TransformerEngine's layers it is as in eager mode.
+
 How ranks share (from the libraries' defaults):
 
 | sharding | each rank holds                                       | communication                              |
@@ -66,6 +70,7 @@ class Setup:
     checkpointing: bool = False
     accumulate: bool = False  # several micro-batches a step
     fuse: bool = False  # `fp8stack.nn.fuse` has fused SwiGLU blocks
+    compile: bool = False  # torch.compile has the whole model
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq", "ranks"):
@@ -121,36 +126,46 @@ def estimate(
         mixed = precision.autocast or precision.weights is not torch.float32
         precision = replace(precision, weights=torch.float32, autocast=mixed)
     shape = model if isinstance(model, Shape) else shape
+    compiled = setup.compile and (precision.recipe is None or precision.recipe.compute != "te")
+    if compiled and precision.recipe is not None:  # whatever the cache keeps in eager mode
+        precision = replace(precision, recipe=replace(precision.recipe, weight_cache="fp8+t"))
     stays = _resident_of(model, precision, setup.accumulate)
     parts = _share(stays, precision, setup)
     always, gathered, reducing = _communication(stays, precision, setup)
-    tokens, kept, block, alone, loss, at_loss, at_scores = setup.batch * setup.seq, 0, 0, 0, 0, 0, 0
+    tokens, kept, block, alone, loss, at_loss, in_block = setup.batch * setup.seq, 0, 0, 0, 0, 0, 0
+    at_scores = 0
     absent = 0  # elements whose gradients come after the last block's activations
     if shape is not None:
         sharded = not _whole(setup) and precision.autocast
         fp8 = stays.fp8 if isinstance(model, Shape) else _as_in_skeleton(stays.fp8)
-        each = activations(shape, precision, fp8, setup.seq, sharded, setup.fuse)
+        each = activations(shape, precision, fp8, setup.seq, sharded, setup.fuse, compiled)
         of_block = each.inputs if setup.checkpointing else each.block
         kept = tokens * (shape.layers * of_block + each.end + each.loss)
         block = tokens * each.block * setup.checkpointing
         alone = tokens * each.inputs * setup.checkpointing + tokens * each.block
         absent = stays.block * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
         loss, at_loss, at_scores = (tokens * n for n in (each.loss, each.at_loss, each.at_scores))
+        in_block = tokens * max(each.at_scores, each.at_block)
+    copies, freed = parts["weight copies"], min(stays.casts, parts["weight copies"])
+    if compiled:  # codes that forward multiplies by are not kept
+        freed = parts["weight copies"] = copies - (copies - freed) // 2
     held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
-    casts = min(stays.casts, parts["weight copies"])
     fp8_gradients = _fp8_gradients(precision, setup)
     in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
     early = parts["gradients"] if setup.accumulate or in_buckets else 0
     largest, passing = stays.gradient, gathered + reducing
-    there = round(parts["gradients"] * (1 - absent / stays.elements))
+    grown, beside = parts["gradients"], early * compiled
+    if compiled and (fp8_gradients or not grown):
+        grown = stays.bytes["weights"]
+    there = round(grown * (1 - absent / stays.elements)) + beside
     moments = {
         "loss": held + early + kept + at_loss + gathered // 2,
-        "backward": held + early + kept - loss + block + at_scores + largest + passing,
-        "last": held - casts + max(early, there) + alone + at_scores + passing,
-        "end": held - casts + parts["gradients"] + largest * fp8_gradients + passing,
+        "backward": held + early + kept - loss + block + in_block + largest + passing,
+        "last": held - freed + max(early, there) + alone + at_scores + passing,
+        "end": held - freed + grown + beside + largest * fp8_gradients + passing,
     }
     parts["activations"] = kept + block
-    parts["temporary"] = max(at_loss, at_scores, largest)
+    parts["temporary"] = max(at_loss, in_block, largest)
     parts["communication"] = always + passing
     return Estimate(precision, parts, moments, stays.elements)
 

@@ -28,8 +28,12 @@ GPU without checkpointing). Models are taken to leave the sharing to SDPA; one t
 Elsewhere scores are never kept: that is so for SDPA's kernels (heads of 256 at most), not for attention written out by
 hand. At the loss, gradients of log-probabilities and of logits come on top, 8 V a token in float32.
 
-Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); a model in eager
-mode, since torch.compile may keep less.
+torch.compile of the whole model makes again what is cheap to make (`min_cut_rematerialization_partition`): SiLU(gate),
+copies of one input for several layers, and log-probabilities, of which it keeps the logits as the head put them out,
+c V, and two statistics. Their gradient is written over them (one in FP8 gets its codes, V); what a feed-forward block's
+backward holds beside all blocks is seen then, the gradients of its inside and of the residual stream.
+
+Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs).
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class Activations:
     at_loss: int  # gradients at the loss, beside all that was kept
     # at the gradients of one block's scores, where scores are kept, beside all that was kept
     at_scores: int
+    # at the gradients of a compiled feed-forward block, beside all but the loss; in eager mode the loss holds more
+    at_block: int
 
 
 def activations(
@@ -64,12 +70,14 @@ def activations(
     seq: int,
     sharded_bf16: bool = False,
     fuse: bool = False,
+    compile: bool = False,
 ) -> Activations:
     """Return what a token keeps, of a sequence of `seq`.
 
     fp8: names of the Linear layers in FP8, as in `shape.skeleton()`.
     sharded_bf16: the model computes in bfloat16 throughout (FSDP2's and DeepSpeed's mixed precision).
     fuse: `fp8stack.nn.fuse` has fused what it can.
+    compile: torch.compile has the whole model.
     """
     r = 2 if sharded_bf16 else precision.weights.itemsize
     c = 2 if precision.autocast or sharded_bf16 else r
@@ -81,7 +89,10 @@ def activations(
         """Return bytes of an input of `layers`, which another operation has kept already or not."""
         coded = sum(name in fp8 for name in layers)
         plain = 0 if kept else len(layers) - coded
-        codes, copies = coded if te else min(coded, 1), plain if r > c else min(plain, 1)
+        codes, copies = (
+            coded if te else min(coded, 1),
+            plain if r > c and not compile else min(plain, 1),
+        )
         return width * (code * codes + c * copies)
 
     h, q, f, first = shape.hidden, shape.q_dim, shape.ffn, "blocks.0."
@@ -101,14 +112,16 @@ def activations(
     if fuse and is_fused(shape, precision, fp8):
         mlp += 2 * c * f
     else:
-        mlp += (3 if shape.gated else 1) * c * f + inputs(f, f"{first}down_proj")
+        mlp += (1 + (2 - compile) * shape.gated) * c * f + inputs(f, f"{first}down_proj")
+    v, head = shape.vocab, "head" in fp8
     return Activations(
         block=round(2 * norm + attention + mlp),
         inputs=r * h,
         end=round(norm + inputs(h, "head")) + 2 * IDS,
-        loss=4 * shape.vocab,
-        at_loss=8 * shape.vocab,
+        loss=c * v + 8 if compile else 4 * v,
+        at_loss=v * head if compile else 8 * v,
         at_scores=round(max(0, 3 * scores - norm - mlp)),
+        at_block=compile * ((1 + shape.gated) * c * f + r * h),
     )
 
 

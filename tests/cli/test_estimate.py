@@ -127,6 +127,19 @@ def test_fused_blocks_keep_less_where_there_are_any(estimated):
         assert any("--fuse changes nothing" in note for note in data["notes"])
 
 
+def test_compiled_models_keep_less(estimated, capsys):
+    options = ["--parameters", "1e9", "--seq", "4096", "--batch", "4"]
+    _, plain = estimated(*options)
+    data, compiled = estimated(*options, "--compile")
+    assert data["setup"]["compile"]
+    for name in ("bf16", "8bit", "O0", "O1", "O2"):
+        for kind in ("activations", "weight copies"):
+            assert compiled[name]["bytes"][kind] <= plain[name]["bytes"][kind]
+        assert compiled[name]["peak"] < 0.9 * plain[name]["peak"]
+    assert main(["estimate", *options, "--compile"]) == 0
+    assert "4 × 4096 tokens, compile." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "fuses"),
     [
