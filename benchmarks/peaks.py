@@ -3,8 +3,8 @@
 `measured()` reads the records of `benchmarks/results/` that the estimate covers, a row's last one; `table()` is what
 `tables.py` writes. Shapes of the models of `models.py` and of the application are made here.
 
-Limits: learned choices of layers are not covered, nor fused ones of train_step.py; of its compiled Llamas the records
-hold codes that an eager step left behind.
+Limits: neither learned choices of layers, nor train_step.py's fused ones, nor its compiled Llamas with native layers,
+whose records hold codes that an eager step left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Peak(NamedTuple):
     def estimate(self) -> float:
         """GiB that the estimate says."""
         e = estimate(self.shape, self.precision, self.setup)
-        without = e.moments["loss"] - sum(e.parts[kind] for kind in ("masters", "m", "v"))
+        without = e.peak - sum(e.parts[kind] for kind in ("masters", "m", "v"))
         return (e.peak if self.optimizer else without) / 2**30
 
 

@@ -232,8 +232,8 @@ def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
     if any(getattr(config, name) != DEFAULTS[name] for name in NOT_ESTIMATED):
         return None
     batch, micro = MODELS[config.model], int(config.micro_batch)
-    more = {"checkpointing": config.checkpointing, "accumulate": micro < batch.size}
-    more["compile"] = config.compile
+    more = {name: getattr(config, name) for name in ("checkpointing", "compile")}
+    more["accumulate"] = micro < batch.size
     setup = planning.Setup(micro, batch.seq, **more)
     recipe = config.recipe()
     precision = planning.at_level(recipe) if recipe else planning.BASELINES["bf16"]

@@ -10,11 +10,8 @@ import peaks
 import pytest
 import record_tables
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from peaks import shape_of
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fp8stack
@@ -55,6 +52,10 @@ LEVELS = {
 
 def partitioned(graph, inputs):
     """Compile with the partitioner and the decompositions that Inductor has, and run what comes of it as it is."""
+    # here, since they may have other names in another torch
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
 
     def partition(joint, *args, **kwargs):
         return min_cut_rematerialization_partition(joint, *args, compiler="inductor", **kwargs)
@@ -69,7 +70,7 @@ def partitioned(graph, inputs):
 
 
 def train(config, precision, steps=1, layer_norm=False, fuse=False, compile=False):
-    """Take steps at a precision; return the model, its optimizer and bytes that forward saved, without weights.
+    """Take steps at a precision; return the model, its optimizer, copies of weights and bytes that forward saved else.
 
     layer_norm: it stands in for RMSNorm, of which torch keeps more on CPUs.
     compile: all steps but the first are compiled.
@@ -93,17 +94,19 @@ def train(config, precision, steps=1, layer_norm=False, fuse=False, compile=Fals
     saved = {}
     sizes = {t.shape for p in model.parameters() if p.ndim > 1 for t in (p, p.t())}
 
+    copies = {}  # that a graph makes: bfloat16 ones under autocast, and codes where forward is compiled
+
     def pack(tensor):
         storage = tensor.untyped_storage()
-        # a bfloat16 copy of a weight is no activation, nor are codes that a compiled forward makes of it
         casts = [torch.bfloat16] * precision.autocast + [torch.float8_e4m3fn] * compile
-        if not (tensor.dtype in casts and tensor.shape in sizes):
-            saved[storage._cdata] = storage  # which keeps it, so that no other gets its address
+        kind = copies if tensor.dtype in casts and tensor.shape in sizes else saved
+        kind[storage._cdata] = storage  # which keeps it, so that no other gets its address
         return tensor
 
     for step in range(steps):
         optimizer.zero_grad()
         saved.clear()
+        copies.clear()
         if compile and step == 1:
             torch.compiler.reset()  # else models of other tests count as recompilations of this one
             model.compile(backend=partitioned)
@@ -119,6 +122,8 @@ def train(config, precision, steps=1, layer_norm=False, fuse=False, compile=Fals
     stay = [*model.parameters(), *model.buffers(), *codes.values()]
     own = {t.untyped_storage()._cdata for t in stay}
     kept = sum(t.nbytes for t in codes.values())
+    if compile:
+        kept = sum(s.nbytes() for key, s in copies.items() if key not in own)
     return model, optimizer, kept, sum(s.nbytes() for key, s in saved.items() if key not in own)
 
 
@@ -226,19 +231,17 @@ def test_activations_are_what_autograd_saves(kind, precision, fuse):
 def test_activations_of_a_compiled_model_are_what_the_partitioner_keeps(kind, precision, fuse):
     two = SIZES[kind]
     shape, tokens, three = shape_of(two), two.batch * two.sequence, replace(two, layers=3)
-    saved = [train(c, precision, 2, fuse=fuse, compile=True)[-1] for c in (two, three)]
-    stays = resident(shape.skeleton(precision.weights), precision)
-    each, eager = (
-        activations(shape, precision, stays.fp8, two.sequence, fuse=fuse, compile=compile)
-        for compile in (True, False)
+    (copies, saved), (_, more) = (
+        train(c, precision, 2, fuse=fuse, compile=True)[2:] for c in (two, three)
     )
-    assert tokens * each.block == pytest.approx(saved[1] - saved[0], rel=0.002)
-    # in bfloat16 it may keep what the first block adds to the embeddings, instead of their sum
+    stays = resident(shape.skeleton(precision.weights), precision)
+    setup = Setup(two.batch, two.sequence, compile=True)
+    assert copies == pytest.approx(estimate(shape, precision, setup).parts["weight copies"], 0.005)
+    each = activations(shape, precision, stays.fp8, two.sequence, fuse=fuse, compile=True)
+    assert tokens * each.block == pytest.approx(more - saved, rel=0.002)
+    # in bfloat16 the partitioner may keep what the first block adds, not its sum with the embeddings: up to 3.5 % less
     ours = tokens * (2 * each.block + each.end + each.loss)
-    assert 0 <= ours / saved[0] - 1 < 0.035
-    assert each.block <= eager.block
-    assert each.loss < 0.6 * eager.loss
-    assert each.at_loss < 0.2 * eager.at_loss
+    assert 0 <= ours / saved - 1 < 0.035
 
 
 def test_norms_of_queries_and_keys_keep_what_layer_norm_saves():
@@ -266,13 +269,26 @@ def test_compiled_models_keep_one_copy_of_weights_and_return_gradients_together(
     assert compiled.moments["end"] == eager.moments["end"] - freed + more
     again = estimate(LLAMA, precision, replace(setup, compile=True, accumulate=True))
     assert again.moments["end"] == compiled.moments["end"] + again.parts["gradients"]
-    freed = at_level(recipe_for("O2", step_in_backward=True))
-    assert (
-        estimate(LLAMA, freed, replace(setup, compile=True)).moments["end"]
-        > 0.9 * (compiled.moments["end"])
+    released = estimate(
+        LLAMA, at_level(recipe_for("O2", step_in_backward=True)), replace(setup, compile=True)
     )
+    assert released.moments["end"] == compiled.moments["end"]
+    inputs = estimate(LLAMA, precision, replace(setup, compile=True, checkpointing=True))
+    assert inputs.parts["weight copies"] < 0.1 * compiled.parts["weight copies"]
     te = at_level(recipe_for("O2", compute="te"))
     assert estimate(LLAMA, te, Setup(compile=True)).moments == estimate(LLAMA, te, Setup()).moments
+
+
+def test_gradients_of_compiled_models_are_of_what_trains():
+    def make(dtype):
+        model = LLAMA.skeleton(dtype)
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.startswith("blocks.0."))
+        return model
+
+    frozen = estimate(make, at_level(recipe_for("O2")), Setup(compile=True))
+    assert frozen.parts["gradients"] < 0.02 * frozen.parts["weights"]
+    assert frozen.moments["end"] < 1.1 * frozen.parts["weights"]
 
 
 def test_moments_and_checkpointing():
@@ -299,7 +315,11 @@ def test_peaks_are_within_5_percent_of_what_was_measured():
     whole = "bf16", "O0", "O1", "O2", "O2 fused, delayed"
     assert {f"llama-1b step {p}" for p in whole} <= names
     compiled = "llama-1b step bf16", "llama-1b step O2 fused, delayed"
-    assert {*(f"{n} compiled" for n in compiled), "gpt2 bf16 compile"} <= names
+    assert {
+        *(f"{n} compiled" for n in compiled),
+        "gpt2 bf16 compile",
+        "llama bf16 compile",
+    } <= names
     fitting = "bf16, bitsandbytes 8bit, 2", "fp8stack O2, 1", "fp8stack O2, cache off, 2"
     assert {f"6.7B {n} × 4096" for n in fitting} <= names
     assert {"1.1B fp32 AdamW, 2 × 4096", "6.7B fp8stack O0, 2 × 4096"} <= names

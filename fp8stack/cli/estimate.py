@@ -119,6 +119,10 @@ def run(options: argparse.Namespace) -> int:
         plain = [estimate(model, p, replace(setup, fuse=False), shape).parts for p in precisions]
         if plain == [column["bytes"] for column in columns]:
             notes.append("--fuse changes nothing: nn.fuse takes other blocks, or other FP8")
+    if setup.compile and setup.ranks > 1:
+        notes.append(
+            "--compile was measured on one GPU; with more, gradients and FP8 codes of whole weights may add"
+        )
     if shape and shape.kv_heads != shape.heads:
         notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
     data = {

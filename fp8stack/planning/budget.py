@@ -12,9 +12,10 @@ ranks, adds the buffers of communication, and looks at four moments of a step:
 
 The peak is the largest of them: gradients grow while activations go. With `accumulate` gradients are there throughout.
 
-A compiled model (`compile`) makes copies of weights in its forward, keeps one of each, and frees it in backward. That
-is one function, which returns all gradients together, in the weights' dtypes: FP8 ones are made of them then, and those
-of earlier micro-batches are still beside them. With TransformerEngine's layers it is as in eager mode.
+A compiled model (`compile`) casts weights in its forward, whatever `weight_cache` says, keeps the copy that backward
+multiplies by, and frees it there; under checkpointing a block's are made again. Its backward is one function, which
+returns all gradients together, in the weights' dtypes: FP8 ones are made only then, while sums of earlier micro-batches
+lie beside them. TransformerEngine's layers are as in eager mode.
 
 How ranks share (from the libraries' defaults):
 
@@ -31,7 +32,8 @@ Under ZeRO a model is in bfloat16 and masters are float32 partitions, or bfloat1
 gathered weights are not kept, but for TransformerEngine's under ZeRO-3. Gradients are FP8 on the wire only under ZeRO
 and FSDP2.
 
-Limits: `CONTEXT` and `SLACK` are allowances, not measurements.
+Limits: `CONTEXT` and `SLACK` are allowances, not measurements. Compiled models that ranks share are counted as each
+rank's part of one that is not shared; whole gradients and copies of gathered weights may come on top.
 """
 
 from __future__ import annotations
@@ -127,13 +129,14 @@ def estimate(
         precision = replace(precision, weights=torch.float32, autocast=mixed)
     shape = model if isinstance(model, Shape) else shape
     compiled = setup.compile and (precision.recipe is None or precision.recipe.compute != "te")
-    if compiled and precision.recipe is not None:  # whatever the cache keeps in eager mode
-        precision = replace(precision, recipe=replace(precision.recipe, weight_cache="fp8+t"))
-    stays = _resident_of(model, precision, setup.accumulate)
+    counted = precision
+    if compiled and precision.recipe is not None:
+        counted = replace(precision, recipe=replace(precision.recipe, weight_cache="fp8+t"))
+    stays = _resident_of(model, counted, setup.accumulate)
     parts = _share(stays, precision, setup)
     always, gathered, reducing = _communication(stays, precision, setup)
-    tokens, kept, block, alone, loss, at_loss, in_block = setup.batch * setup.seq, 0, 0, 0, 0, 0, 0
-    at_scores = 0
+    tokens = setup.batch * setup.seq
+    kept, block, alone, loss, at_loss, in_block = 0, 0, 0, 0, 0, 0
     absent = 0  # elements whose gradients come after the last block's activations
     if shape is not None:
         sharded = not _whole(setup) and precision.autocast
@@ -144,24 +147,27 @@ def estimate(
         block = tokens * each.block * setup.checkpointing
         alone = tokens * each.inputs * setup.checkpointing + tokens * each.block
         absent = stays.block * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
-        loss, at_loss, at_scores = (tokens * n for n in (each.loss, each.at_loss, each.at_scores))
+        loss, at_loss = tokens * each.loss, tokens * each.at_loss
         in_block = tokens * max(each.at_scores, each.at_block)
     copies, freed = parts["weight copies"], min(stays.casts, parts["weight copies"])
     if compiled:  # codes that forward multiplies by are not kept
-        freed = parts["weight copies"] = copies - (copies - freed) // 2
+        copies -= (copies - freed) // 2
+        if setup.checkpointing:
+            copies = copies * (stays.outside + stays.block) // stays.elements
+        freed = parts["weight copies"] = copies
     held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
     fp8_gradients = _fp8_gradients(precision, setup)
     in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
     early = parts["gradients"] if setup.accumulate or in_buckets else 0
     largest, passing = stays.gradient, gathered + reducing
     grown, beside = parts["gradients"], early * compiled
-    if compiled and (fp8_gradients or not grown):
-        grown = stays.bytes["weights"]
+    if compiled and _whole(setup):
+        grown = stays.gradients
     there = round(grown * (1 - absent / stays.elements)) + beside
     moments = {
         "loss": held + early + kept + at_loss + gathered // 2,
         "backward": held + early + kept - loss + block + in_block + largest + passing,
-        "last": held - freed + max(early, there) + alone + at_scores + passing,
+        "last": held - freed + max(early, there) + alone + in_block + passing,
         "end": held - freed + grown + beside + largest * fp8_gradients + passing,
     }
     parts["activations"] = kept + block

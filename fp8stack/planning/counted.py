@@ -75,6 +75,7 @@ class Resident:
     block: int  # elements of the largest block
     casts: int  # bytes of the weight copies that backward frees
     gradient: int  # bytes of the largest one, in its parameter's dtype
+    gradients: int  # of all of them, likewise
     fp8: frozenset[str]  # names of Linear layers that multiply in FP8
 
     def grown(self, other: Resident, times: int) -> Resident:
@@ -82,7 +83,8 @@ class Resident:
         more = {k: self.bytes[k] + times * (other.bytes[k] - self.bytes[k]) for k in KINDS}
         elements = self.elements + times * (other.elements - self.elements)
         casts = self.casts + times * (other.casts - self.casts)
-        return replace(self, bytes=more, elements=elements, casts=casts)
+        gradients = self.gradients + times * (other.gradients - self.gradients)
+        return replace(self, bytes=more, elements=elements, casts=casts, gradients=gradients)
 
 
 def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -> Resident:
@@ -119,6 +121,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
             counted["host"] += counted[kind]
             counted[kind] = 0
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    trained = [p.nbytes for p in model.parameters() if p.requires_grad]
     blocks = [sum(p.numel() for p in block.parameters()) for each in lists[:1] for block in each]
     return Resident(
         counted,
@@ -126,7 +129,8 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         use.elements - sum(blocks),
         max(blocks, default=0),
         casts,
-        max((p.nbytes for p in model.parameters() if p.requires_grad), default=0),
+        max(trained, default=0),
+        sum(trained),
         frozenset(n for n, m in model.named_modules() if isinstance(m, Fp8Linear)),
     )
 

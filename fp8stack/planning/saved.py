@@ -30,8 +30,9 @@ hand. At the loss, gradients of log-probabilities and of logits come on top, 8 V
 
 torch.compile of the whole model makes again what is cheap to make (`min_cut_rematerialization_partition`): SiLU(gate),
 copies of one input for several layers, and log-probabilities, of which it keeps the logits as the head put them out,
-c V, and two statistics. Their gradient is written over them (one in FP8 gets its codes, V); what a feed-forward block's
-backward holds beside all blocks is seen then, the gradients of its inside and of the residual stream.
+c V, and two statistics. The logits' gradient is written over them; an FP8 head adds its codes in both layouts, 2 V. The
+loss then no longer hides what a feed-forward block's backward holds beside all blocks: gradients of its inside and of
+the residual stream.
 
 Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs).
 """
@@ -55,11 +56,11 @@ class Activations:
     block: int  # that one block keeps
     inputs: int  # of one block: all that is kept of it under activation checkpointing
     end: int  # final norm and head
-    loss: int  # log-probabilities
+    loss: int  # log-probabilities; compiled: logits and two statistics
     at_loss: int  # gradients at the loss, beside all that was kept
     # at the gradients of one block's scores, where scores are kept, beside all that was kept
     at_scores: int
-    # at the gradients of a compiled feed-forward block, beside all but the loss; in eager mode the loss holds more
+    # at the gradients of a compiled feed-forward block, beside all but the loss (eager: 0)
     at_block: int
 
 
@@ -89,10 +90,8 @@ def activations(
         """Return bytes of an input of `layers`, which another operation has kept already or not."""
         coded = sum(name in fp8 for name in layers)
         plain = 0 if kept else len(layers) - coded
-        codes, copies = (
-            coded if te else min(coded, 1),
-            plain if r > c and not compile else min(plain, 1),
-        )
+        codes = coded if te else min(coded, 1)
+        copies = plain if r > c and not compile else min(plain, 1)
         return width * (code * codes + c * copies)
 
     h, q, f, first = shape.hidden, shape.q_dim, shape.ffn, "blocks.0."
@@ -119,7 +118,7 @@ def activations(
         inputs=r * h,
         end=round(norm + inputs(h, "head")) + 2 * IDS,
         loss=c * v + 8 if compile else 4 * v,
-        at_loss=v * head if compile else 8 * v,
+        at_loss=2 * v * head if compile else 8 * v,
         at_scores=round(max(0, 3 * scores - norm - mlp)),
         at_block=compile * ((1 + shape.gated) * c * f + r * h),
     )

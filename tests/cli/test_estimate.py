@@ -138,6 +138,9 @@ def test_compiled_models_keep_less(estimated, capsys):
         assert compiled[name]["peak"] < 0.9 * plain[name]["peak"]
     assert main(["estimate", *options, "--compile"]) == 0
     assert "4 × 4096 tokens, compile." in capsys.readouterr().out
+    assert not any("measured on one GPU" in note for note in data["notes"])
+    data, _ = estimated(*options, "--compile", "--ranks", "2", "--fsdp")
+    assert any("measured on one GPU" in note for note in data["notes"])
 
 
 @pytest.mark.parametrize(
