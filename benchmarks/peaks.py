@@ -93,36 +93,33 @@ def _steps() -> Iterator[Peak]:
     def level(**given: str) -> Precision:
         return at_level(recipe_for("O0", skip=["head"], **given), torch.bfloat16)
 
-    plain = Precision("bf16", torch.bfloat16, False)
-    precisions = {"bf16 eager": plain, "bf16 compile": plain}
+    precisions = {"bf16": Precision("bf16", torch.bfloat16, False)}
     for recipe in ("current", "blockwise"):
         precisions[f"native {recipe}"] = level(fp8_recipe=recipe)
-        precisions[f"native {recipe} compile"] = level(fp8_recipe=recipe)
         precisions[f"fp8stack te {recipe}"] = level(fp8_recipe=recipe, compute="te")
         for keep in ("fp8", "off"):
             cached = level(fp8_recipe=recipe, weight_cache=keep)
             precisions[f"native {recipe}, cache {keep}"] = cached
     for record in read("train_step"):
         p, variant, peak = record["params"], record["variant"], record["extra"].get("peak_gib")
+        precision = precisions.get(variant.removesuffix(" eager").removesuffix(" compile"))
         leftover = p["model"] == "llama" and variant.startswith("native") and p["compiled"]
-        if variant in precisions and peak and not leftover:
+        if precision and peak and not leftover:
             config = replace(MODELS[p["model"]], vocab=p["vocab"], sequence=p["sequence"])
             setup = Setup(p["batch"], p["sequence"], compile=p["compiled"])
             name = f"{p['model']} {variant}"
-            yield Peak(name, shape_of(config), precisions[variant], setup, peak, optimizer=False)
+            yield Peak(name, shape_of(config), precision, setup, peak, optimizer=False)
 
 
 def _whole_steps() -> Iterator[Peak]:
     """Steps of end_to_end.py, once each: what is measured again begins with memory of variants before it."""
-    variants = {v.name: v for v in end_to_end.VARIANTS if v.level}
-    precisions = {n: at_level(recipe_for(v.level, **v.options)) for n, v in variants.items()}
-    precisions |= dict.fromkeys(("bf16", "bf16 compiled"), BASELINES["bf16"])
+    variants = {v.name: v for v in end_to_end.VARIANTS if not v.te}
     for record in read("end_to_end", model="llama-1b"):
-        p, precision = record["params"], precisions.get(record["variant"])
-        if precision:
-            variant, compiled = variants.get(record["variant"]), "compiled" in record["variant"]
-            fuse = variant is not None and variant.fused
-            setup = Setup(p["batch"], p["seq"], fuse=fuse, compile=compiled)
+        p, v = record["params"], variants.get(record["variant"])
+        if v:
+            level = v.level and at_level(recipe_for(v.level, **v.options))
+            precision = level or BASELINES["bf16"]
+            setup = Setup(p["batch"], p["seq"], fuse=v.fused, compile=v.compiled)
             shape = shape_of(memory.MODELS["1b"])
             name = f"{p['model']} step {record['variant']}"
             yield Peak(name, shape, precision, setup, record["peak_gib"])

@@ -232,9 +232,13 @@ def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
     if any(getattr(config, name) != DEFAULTS[name] for name in NOT_ESTIMATED):
         return None
     batch, micro = MODELS[config.model], int(config.micro_batch)
-    more = {name: getattr(config, name) for name in ("checkpointing", "compile")}
-    more["accumulate"] = micro < batch.size
-    setup = planning.Setup(micro, batch.seq, **more)
+    setup = planning.Setup(
+        micro,
+        batch.seq,
+        checkpointing=config.checkpointing,
+        accumulate=micro < batch.size,
+        compile=config.compile,
+    )
     recipe = config.recipe()
     precision = planning.at_level(recipe) if recipe else planning.BASELINES["bf16"]
     return planning.estimate(shape_of_gpt(model, batch.seq), precision, setup)

@@ -180,8 +180,6 @@ COMPUTED = [
     at_level(recipe_for("O2", compute="bf16")),
 ]
 SEPARATE = at_level(recipe_for("O0", skip=["*k_proj", "*v_proj", "*gate_proj"]))
-
-
 COMPILED = [
     Precision("bfloat16", torch.bfloat16, False),
     BASELINES["bf16"],
