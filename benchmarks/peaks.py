@@ -19,6 +19,7 @@ import memory
 import torch
 from models import MODELS, PLAIN, Config
 from record_tables import RESULTS, lines, read
+from training_tables import FLAGS
 
 from fp8stack.levels import recipe_for
 from fp8stack.planning import BASELINES, Precision, Setup, Shape, at_level, estimate
@@ -175,19 +176,21 @@ def _training() -> Iterator[Peak]:
     """
     for record in read("training"):
         p, variant, compute = record["params"], record["variant"], record.get("compute")
-        if record["estimate_gib"] is None or p.get(
-            "flags"
-        ):  # of a CPU; of options that are not read here
+        flags = p.get("flags", {})
+        title = next((t for t, own in FLAGS.items() if own == flags), "")
+        if not record["cc"] or (flags and not title):  # of a CPU; of options that are not read here
             continue
         shape = shape_of_gpt(asdict(replace(SIZES[p["model"]], vocab=VOCAB)), p["seq"])
         if shape.parameters != p["parameters"]:
             raise ValueError(
                 f"training.jsonl: {p['model']} has {p['parameters']:,} parameters there, {shape.parameters:,} here."
             )
-        micro = p.get("micro_batch", p["batch"])
+        # passes that the monitor samples fuse nothing, and so hold most
+        options = {name.replace("-", "_"): v for name, v in flags.items() if name != "fuse"}
         precision = BASELINES.get(variant.removesuffix(" again")) or at_level(
-            recipe_for(variant, compute=compute or "native")
+            recipe_for(variant, compute=compute or "native", **options)
         )
-        name = f"training {p['model']} {variant}{' te' * (compute == 'te')}"
+        micro = p.get("micro_batch", p["batch"])
         setup = Setup(micro, p["seq"], accumulate=micro < p["batch"])
+        name = f"training {p['model']} {variant}{' te' * (compute == 'te')}{title and f', {title}'}"
         yield Peak(name, shape, precision, setup, record["peak_gib"])

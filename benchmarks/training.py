@@ -76,7 +76,7 @@ SKIPPED = 50  # steps at the start that are not timed
 WARM_UP = 100  # steps of the learning rate's
 PLAIN = {"off": BASE, "again": AGAIN}  # what is not a level, as it is recorded
 SWITCHES = {f.name.replace("_", "-") for f in fields(Config) if str(f.type).startswith("bool")}
-NOT_ESTIMATED = ("fuse", "blocks", "attention", "compute_dtype")
+NOT_ESTIMATED = ("blocks", "attention", "compute_dtype")
 HEADS = ("loss", "gap", "tokens/s", "× bf16", "peak GiB", "× bf16", "estimate", "off by")
 Record = dict[str, Any]
 
@@ -228,7 +228,10 @@ def to_record(run: Run, seconds: float, options: argparse.Namespace) -> Record:
 
 
 def estimate(config: Config, model: dict[str, Any]) -> planning.Estimate | None:
-    """Return what `fp8stack estimate` says of a run, if it covers it; `model` are the fields of a ModelConfig."""
+    """Return what `fp8stack estimate` says of a run, if it covers it; `model` are the fields of a ModelConfig.
+
+    With `fuse` too that is of a model that is not fused, as passes that the monitor samples are.
+    """
     if any(getattr(config, name) != DEFAULTS[name] for name in NOT_ESTIMATED):
         return None
     batch, micro = MODELS[config.model], int(config.micro_batch)

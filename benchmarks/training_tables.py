@@ -31,8 +31,8 @@ STEPS_IN_SHORT = (
 
 
 def last_steps(records: Iterable[Record]) -> list[Record]:
-    """Return the whole steps of the last run that has eager ones, and the compiled ones of the last that has those."""
-    found, records = [], list(records)
+    """Return the whole steps of an H200's last run that has eager ones, and of its last that has compiled ones."""
+    found, records = [], [r for r in records if r["gpu"] == "NVIDIA H200"]
     for compiled in (False, True):
         own = [r for r in records if ("compiled" in r["variant"]) == compiled]
         found += [r for r in own if r["time"] == own[-1]["time"]]
@@ -201,7 +201,10 @@ BESIDE: dict[str, dict[str, dict[str, Any]]] = {
         "at 6e-4": {"lr": 6e-4, "data": "python-17m"},
         "at 6e-4 on another text": {"lr": 6e-4, "data": "python-tts"},
     },
-    "llama-1b": {"on another text": {"data": "python-16m"}},
+    "llama-1b": {
+        "on another text": {"data": "python-16m"},
+        "at 3e-4": {"lr": 3e-4, "data": "python-tts2"},
+    },
 }
 SETTINGS = ("batch", "seq", "steps", "lr", "warmup", "data")
 DELAYED = {"fp8-recipe": "delayed"}

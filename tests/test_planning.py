@@ -333,7 +333,7 @@ def test_records_of_long_runs_are_read_once_they_are_there(monkeypatch, tmp_path
     for module in (peaks, record_tables):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
     own = {"model": "gpt2", "parameters": 124_475_904, "batch": 16, "seq": 1024}
-    record = {"params": own, "estimate_gib": 1.0, "peak_gib": 2.0}
+    record = {"params": own, "cc": "9.0", "peak_gib": 2.0}
 
     def of_training(*changes):
         lines = [json.dumps({"variant": "O0", **record, **change}) for change in changes]
@@ -341,9 +341,13 @@ def test_records_of_long_runs_are_read_once_they_are_there(monkeypatch, tmp_path
         return {p.name: p for p in peaks.measured() if p.name.startswith("training")}
 
     te = {"compute": "te", "peak_gib": 15.618}  # as measured on an H200, with bf16
-    on_cpu, bf16 = {"variant": "O1", "estimate_gib": None}, {"variant": "bf16", "peak_gib": 16.631}
-    found = of_training({"compute": "native"}, {"peak_gib": 3.0}, te, on_cpu, bf16)
+    on_cpu, bf16 = {"variant": "O1", "cc": ""}, {"variant": "bf16", "peak_gib": 16.631}
+    skips, unread = (
+        {"params": {**own, "flags": f}} for f in ({"skip": ["head"]}, {"blocks": "te"})
+    )
+    found = of_training({"compute": "native"}, {"peak_gib": 3.0}, te, on_cpu, unread, bf16)
     assert list(found) == ["training gpt2 O0", "training gpt2 O0 te", "training gpt2 bf16"]
+    assert list(of_training(skips)) == ["training gpt2 O0, head in bf16"]
     assert found["training gpt2 O0"].gib == 3.0  # measured again
     for peak in list(found.values())[1:]:
         assert peak.estimate == pytest.approx(peak.gib, rel=0.01)

@@ -154,7 +154,8 @@ def test_what_is_estimated_is_the_model_that_trains(name):
     assert again.parts["activations"] == pytest.approx(off.parts["activations"] / 2, rel=0.01)
     assert estimate("O2", "--flag", "checkpointing=true").peak < o2.peak
     assert estimate("off", "--flag", "fuse=true").peak == off.peak, "flags are of levels"
-    assert estimate("O2", "--flag", "fuse=true") is None
+    assert estimate("O2", "--flag", "fuse=true").peak == o2.peak, "sampled steps fuse nothing"
+    assert estimate("O2", "--flag", "attention=math") is None
 
 
 def test_runs_of_other_settings_have_other_folders():
