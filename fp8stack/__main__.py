@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(commands.choices)
         meant = did_you_mean(given[0], commands.choices)
         parser.error(f"there is no command {given[0]!r}.{meant} Commands: {known}.")
+    if "" in given:
+        before = " ".join(given[: given.index("")])
+        parser.error(f"the argument after {before!r} is empty: is a variable of the shell not set?")
     options, unknown = parser.parse_known_args(given)
     if unknown:
         command = commands.choices[options.command]

@@ -101,6 +101,14 @@ def test_an_unknown_command_is_one_line_with_the_nearest(given, meant, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("given", [["inspect"], ["doctor", "--json", "--deepspeed"]])
+def test_an_empty_argument_is_not_the_current_folder(given, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main([*given, ""])
+    assert raised.value.code == 2
+    assert f"the argument after {' '.join(given)!r} is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [("7B", 7 * 10**9), ("1.1b", 1_100_000_000), ("350M", 350 * 10**6), ("2k", 2000)],
