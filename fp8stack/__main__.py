@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from fp8stack import __version__
 from fp8stack.cli import comm_model, compare, convert, doctor, estimate, inspect, levels, plan
-from fp8stack.cli.output import Parser
+from fp8stack.cli.output import Parser, keep_stdout
 from fp8stack.errors import Fp8StackError, did_you_mean, reason_of
 
 COMMANDS = (doctor, levels, plan, estimate, compare, inspect, convert, comm_model)
@@ -39,18 +39,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(commands.choices)
         meant = did_you_mean(given[0], commands.choices)
         parser.error(f"there is no command {given[0]!r}.{meant} Commands: {known}.")
-    if "" in given:
-        before = " ".join(given[: given.index("")])
-        parser.error(f"the argument after {before!r} is empty: is a variable of the shell not set?")
+    for place, text in enumerate(given):
+        if not text or (text.startswith("--") and text.endswith("=")):
+            before = " ".join([*given[:place], text]).strip()
+            parser.error(
+                f"the argument after {before!r} is empty: is a variable of the shell not set?"
+            )
     options, unknown = parser.parse_known_args(given)
     if unknown:
         command = commands.choices[options.command]
         own, names = command._option_string_actions, [u for u in unknown if u.startswith("-")]
         meant = "".join(did_you_mean(name.partition("=")[0], own) for name in names)
+        if given[0] in own:
+            command.error(f"{given[0]} goes behind the command, {options.command}.")
         command.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
     # which asks for a library of kernels that no command needs
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
+    if arguments is None:
+        keep_stdout()
     try:
         status: int = runs[options.command](options)
     except Fp8StackError as error:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import sys
 import tempfile
 from collections import OrderedDict
@@ -215,9 +216,10 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     except PermissionError as error:
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
     except pickle.UnpicklingError as error:  # which advises weights_only=False
+        other = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        held = f"it holds a {other[1]}" if other else "it is no checkpoint, or holds other types"
         raise CheckpointError(
-            f"{path} cannot be read: it is no checkpoint, or holds other types than tensors and plain ones. Save "
-            "state_dicts, not models."
+            f"{path} cannot be read: {held}, where tensors and plain types are read. Save state_dicts, not models."
         ) from error
     except MemoryError:
         raise

@@ -60,6 +60,10 @@ def check_model(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is one of torch.jit, whose layers cannot be changed. Initialize what it was scripted from."
+        )
     wrapper = next((c.__name__ for c in type(model).__mro__ if c.__name__ in _WRAPPERS), None)
     if wrapper:
         raise ModelError(

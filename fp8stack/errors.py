@@ -50,7 +50,7 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its kind, which the key that a KeyError has needs too."""
-    name, lines = type(error).__name__, str(error).splitlines()
+    name, lines = type(error).__name__, str(error).strip().splitlines()
     return f"{name}: {lines[0]}" if lines and isinstance(error, KeyError) else (lines or [name])[0]
 
 

@@ -386,6 +386,9 @@ def test_what_fits_is_the_largest_that_does():
     assert estimate(LLAMA.resized(1.08 * best.parameters), precision, setup).total > memory
     assert largest_batch(LLAMA, precision, setup, GIB) == 0
     assert largest_model(LLAMA, precision, setup, GIB // 2) is None
+    narrow = Shape(layers=100, hidden=64, heads=8, kv_heads=8, ffn=224, vocab=256)
+    small, large = (largest_model(narrow, precision, setup, n * GIB).parameters for n in (139, 500))
+    assert large > 3 * small
 
 
 @pytest.mark.parametrize("parameters", [2e8, 1e9, 7e9, 13e9, 70e9])

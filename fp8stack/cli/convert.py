@@ -114,7 +114,16 @@ def _write(out: Path, weights: dict[str, Tensor], safe: bool) -> int:
         if safe:
             first: dict[int, str] = {}
             ties = {name: first.setdefault(id(value), name) for name, value in weights.items()}
-            kept = {n: weights[n].contiguous() for n in first.values()}
+            kept, seen = {}, set()
+            for name in first.values():
+                if weights[name].layout is not torch.strided:
+                    raise ValueError(
+                        f"{name!r} is sparse, and safetensors are dense; use --out with .pt"
+                    )
+                value = weights[name].contiguous()
+                place = place_of(value)[0]  # such a file has no views of one storage
+                kept[name] = value.clone() if place in seen else value
+                seen.add(place)
             told = {name: other for name, other in ties.items() if name != other}
             safetensors().save_file(kept, temporary, metadata={"format": "pt", **told})
         else:

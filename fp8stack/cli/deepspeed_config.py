@@ -114,6 +114,8 @@ def read_config(path: Path) -> dict[str, Any]:
             raise ConfigError(
                 f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}."
             ) from error
+    except (ValueError, RecursionError) as error:  # whole numbers of thousands of digits
+        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(config, dict):
         raise ConfigError(
             f"{path} holds a {type(config).__name__}; a DeepSpeed configuration is a JSON object."

@@ -74,7 +74,7 @@ def add_parser(commands: Commands) -> None:
     add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or learned positions")
     add("--ranks", type=int, default=1, metavar="N", help="GPUs that share a model's training")
     sharing = parser.add_mutually_exclusive_group()
-    sharing.add_argument("--zero", type=int, choices=range(4), help="DeepSpeed's stage")
+    sharing.add_argument("--zero", type=int, choices=(1, 2, 3), help="DeepSpeed's stage")
     sharing.add_argument("--fsdp", action="store_true", help="FSDP2")
     sharing.add_argument("--ddp", action="store_true", help="torch's DDP at all levels")
     add("--checkpointing", action="store_true", help="keep only the inputs of blocks")
@@ -247,6 +247,8 @@ def _check_shared(recipe: Recipe, options: argparse.Namespace) -> None:
         check_recipe(recipe, options.zero)
     if recipe.step_in_backward and options.ranks > 1:
         raise ConfigError("--step-in-backward is for one process. Leave it out, or --ranks.")
+    if recipe.step_in_backward and options.accumulate:
+        raise ConfigError("--step-in-backward has no --accumulate: gradients are gone. Leave one.")
 
 
 def _sharding(options: argparse.Namespace) -> str:

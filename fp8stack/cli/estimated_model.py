@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8stack.errors import ConfigError, ModelError
+from fp8stack.checks import check_model
+from fp8stack.errors import ConfigError
+from fp8stack.levels import recipe_for
 from fp8stack.planning import FAMILIES, LLAMA, Make, Shape, read_config, shape_of_config
 
 from .target import build
@@ -74,6 +77,10 @@ def _shape_of(sizes: dict[str, int]) -> Shape:
             f"sizes need --layers and --hidden at least; {' and '.join(missing)} {verb} missing."
         )
     hidden = sizes["hidden"]
+    if "heads" not in sizes and hidden > LLAMA.head_dim and hidden % LLAMA.head_dim:
+        raise ConfigError(
+            f"--hidden {hidden} is no multiple of {LLAMA.head_dim}, the size of a Llama's heads. Give --heads."
+        )
     heads = sizes.get("heads") or max(1, hidden // LLAMA.head_dim)
     rest = {"heads": heads, "kv_heads": heads, "vocab": LLAMA.vocab}
     rest["ffn"] = hidden * LLAMA.ffn // LLAMA.hidden
@@ -87,9 +94,17 @@ def _users_model(
     model, optimizer = build(target, meta=True)
     if optimizer is not None:
         notes.append("the function's optimizer is not looked at; all columns are AdamW's")
+    check_model(model, recipe_for("O0"), planned=True)
     parameters = list(model.parameters())
-    if not parameters:
-        raise ModelError(f"the model of {target} has no parameters, so there is nothing to count.")
+    elements: Counter[torch.dtype] = Counter()
+    for p in parameters:
+        elements[p.dtype] += p.numel()
+    (weights, most), *others = elements.most_common()
+    if 100 * sum(n for _, n in others) > most:
+        kinds = " and ".join(str(dtype).removeprefix("torch.") for dtype in elements)
+        notes.append(
+            f"weights are {kinds}; all are counted as most of them are, or as --weights says"
+        )
 
     def make(dtype: torch.dtype) -> nn.Module:
         return copy.deepcopy(model).to(dtype)
@@ -108,4 +123,4 @@ def _users_model(
         )
     if shape:
         _compare_counts(shape, sum(p.numel() for p in parameters), notes)
-    return make, shape, parameters[0].dtype
+    return make, shape, weights

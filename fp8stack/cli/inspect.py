@@ -57,7 +57,7 @@ def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
     for t in tensors:
         row = dtypes.setdefault(_dtype(t), {"tensors": 0, "elements": 0, "bytes": 0})
         row["tensors"], row["elements"] = row["tensors"] + 1, row["elements"] + t.numel()
-        row["bytes"] += t.nbytes
+        row["bytes"] += _bytes(t)
     formats: dict[str, Counter[str]] = {}
     nbytes: Counter[str] = Counter()
     named = [(name, t) for name, t in stored.model.items()]
@@ -66,11 +66,11 @@ def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
             if not isinstance(value, Tensor):
                 continue
             part = next((key.removesuffix(s) for s in ("_code", "_scale") if key.endswith(s)), key)
-            nbytes["master" if key in MASTER_KEYS else part] += value.nbytes
+            nbytes["master" if key in MASTER_KEYS else part] += _bytes(value)
             named.append((f"{parameter} {key}", value))
             if value.ndim and not key.endswith("_scale"):
                 formats.setdefault(part, Counter())[_format(key, entry, stored, parameter)] += 1
-    named.sort(key=lambda pair: -pair[1].nbytes)
+    named.sort(key=lambda pair: -_bytes(pair[1]))
     return {
         "step": _step(stored),
         "level": _level(stored),
@@ -86,7 +86,7 @@ def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
         },
         "extra": {k: v for k, v in told.items() if isinstance(v, (int, float, str, bool))},
         "largest": [
-            {"name": n, "dtype": _dtype(t), "shape": list(t.shape), "bytes": t.nbytes}
+            {"name": n, "dtype": _dtype(t), "shape": list(t.shape), "bytes": _bytes(t)}
             for n, t in named[:largest]
         ],
     }
@@ -123,6 +123,10 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # nbytes is not defined for sparse ones
+
+
 def _format(key: str, entry: dict[str, Any], stored: Stored, parameter: str) -> str:
     """Return how a state is kept, read from its layout; see `fp8stack/optim/state.py`."""
     value, scale = entry[key], entry.get(f"{key.removesuffix('_code')}_scale")
@@ -135,8 +139,16 @@ def _format(key: str, entry: dict[str, Any], stored: Stored, parameter: str) -> 
     if value.is_floating_point():
         return f"{_dtype(value)}, block 128"
     weight = stored.model.get(parameter)
-    packed = weight is not None and value.shape != weight.shape
-    return "4-bit block 128" if packed else "8-bit block 128"
+    if weight is not None:
+        return "4-bit block 128" if value.shape != weight.shape else "8-bit block 128"
+    codes, blocks = value.shape[-1], scale.shape[-1]  # of a row; two codes of 4 bits are one
+    return (
+        "8-bit block 128"
+        if codes > 64 * blocks
+        else "4-bit block 128"
+        if blocks > 1
+        else "block 128"
+    )
 
 
 def _step(stored: Stored) -> int | None:

@@ -12,7 +12,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from fp8stack.errors import Fp8StackError
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 """Columns of what is not written to a terminal."""
+_stdout: TextIO | None = None  # of the program's results alone
 
 
 class Parser(argparse.ArgumentParser):
@@ -70,11 +72,22 @@ def show(
     except ImportError:
         what = "a table"
         raise MissingLibraryError(what, "rich", "cli", ", or use --json") from None
-    width = None if sys.stdout and sys.stdout.isatty() else WIDTH
+    out = _stdout or sys.stdout
+    width = None if out and out.isatty() else WIDTH
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as drawn:
         draw(console, data)
     _write(drawn.get())
+
+
+def keep_stdout() -> None:
+    """Keep stdout for the command's result; what else prints, a user's code and its processes, does so to stderr."""
+    global _stdout
+    with suppress(OSError, ValueError, AttributeError):  # one of the two is closed
+        own = os.dup(sys.stdout.fileno())
+        _stdout = open(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        sys.stdout = sys.stderr
 
 
 def _finite(value: Any) -> Any:
@@ -88,14 +101,15 @@ def _finite(value: Any) -> Any:
 
 def _write(text: str) -> None:
     """Print `text`, "?" for what the encoding of stdout lacks; a reader that leaves, as `head` does, is no error."""
-    if sys.stdout is None:  # closed by who started the program
+    out = _stdout or sys.stdout
+    if out is None:  # closed by who started the program
         return
-    encoding = sys.stdout.encoding or "utf-8"
+    encoding = out.encoding or "utf-8"
     try:
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-        sys.stdout.flush()
+        out.write(text.encode(encoding, "replace").decode(encoding))
+        out.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes at exit
         if not isinstance(error, BrokenPipeError):
             raise
 
@@ -108,7 +122,10 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     names = right.split()
     for name in header:
-        made.add_column(name, justify="right" if right == "*" or name in names else "left")
+        if right == "*" or name in names:
+            made.add_column(name, justify="right", no_wrap=True)
+        else:
+            made.add_column(name, overflow="fold")
     for row in rows:
         made.add_row(*map(str, row))
     return made

@@ -60,6 +60,12 @@ class Stored:
             if not entry.keys() & set(MASTER_KEYS):
                 continue
             if name not in self.model:
+                if name.isdigit():
+                    raise CheckpointError(
+                        "the optimizer's states have the numbers of parameters and not their names, as "
+                        "optimizer.state_dict() has them. Save what get_state_dict of torch.distributed.checkpoint."
+                        "state_dict returns."
+                    )
                 raise CheckpointError(
                     f"the optimizer holds bits of the weight {name!r}, and the model has no such tensor: the "
                     "checkpoint is damaged, of a wrapped model, or of an older fp8stack, which wrote no names. Load it "
@@ -95,6 +101,8 @@ def read(path: Path, data: bool = False) -> Stored:
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what is the same for tied tensors and for no others; those on the meta device are told apart."""
+    if tensor.layout is not torch.strided:
+        return id(tensor), tensor.shape, tensor.dtype
     where = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
     return where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -152,6 +160,10 @@ def _read_folder(path: Path, data: bool) -> Stored:
         if found := sorted((*path.glob("[!.]*/.metadata"), *path.glob("[!.]*/[!.]*/.metadata"))):
             one = next((p.parent for p in found if p.parent.name == "latest"), found[-1].parent)
             raise CheckpointError(f"{path} is a folder of checkpoints; name one, such as {one}.")
+        if found := sorted(path.glob("model*.safetensors")):
+            raise CheckpointError(
+                f"{path} is a folder of weights; name a file, such as {found[0]}."
+            )
         raise CheckpointError(
             f"{path} is a folder without .metadata: no checkpoint of torch.distributed.checkpoint, or one whose "
             f"writing was interrupted. {_DAMAGED}"
@@ -202,14 +214,22 @@ def _read_folder(path: Path, data: bool) -> Stored:
 
 
 def _tie(stored: Stored) -> None:
-    """Join what such a folder holds twice: a weight with no state of its own, and the bits of one that has."""
-    stepped = {name: t for name, t in stored.model.items() if name in stored.states}
-    for name, value in stored.model.items():
-        if name not in stepped:
-            twins = (
-                t for t in stepped.values() if t.dtype == value.dtype and torch.equal(t, value)
-            )
-            stored.model[name] = next(twins, value)
+    """Join what such a folder holds twice: matrices of the same bits, of which one at most has a state of its own.
+
+    Vectors and constants may be alike by chance: norms of ones and biases of zeros are.
+    """
+    found: dict[Any, list[Tensor]] = {}
+    for name in sorted(stored.model, key=lambda name: name not in stored.states):
+        value = stored.model[name]
+        start = value.flatten()[:64].tolist()
+        if value.ndim < 2 or bool((value == value.flatten()[:1]).all()):
+            continue
+        alike = found.setdefault((value.dtype, value.shape, *start), [])
+        twin = next((t for t in alike if torch.equal(t, value)), value)
+        if twin is value or name in stored.states:
+            alike.append(value)
+        else:
+            stored.model[name] = twin
 
 
 def _file_away(stored: Stored, path: tuple[str, ...], value: Tensor) -> None:
@@ -252,6 +272,8 @@ def _read_safetensors(path: Path, data: bool) -> Stored:
             model = load_file(path)
         except SafetensorError as error:
             raise _damaged(path, error) from error
+    for name in [n for n, other in told.items() if other in model and n not in model]:  # tied
+        model[name] = model[told.pop(name)]
     return Stored("safetensors", model, extra=told)
 
 

@@ -143,6 +143,8 @@ class Shape:
             layers = round((parameters - edge) / block)
             if layers < 1:
                 break
+            if layers > MOST:
+                continue
             proportion = layers / self.layers / wider
             if abs(math.log(proportion)) < off:
                 best, off = replace(shape, layers=layers), abs(math.log(proportion))
@@ -181,7 +183,11 @@ def read_config(path: str | Path) -> Shape:
     path = Path(path, "config.json") if Path(path).is_dir() else path
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # JSON's, or whole numbers of thousands of digits
         raise ConfigError(
             f"{path} cannot be read as JSON: {reason_of(error)} Give a model's config.json, or its folder."
         ) from error
@@ -194,6 +200,10 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
     """Return the shape of a Hugging Face configuration, given as a dict."""
     kind = config.get("model_type")
     if kind in _GPT2_LIKE:
+        if config.get("add_cross_attention"):
+            raise ConfigError(
+                f"{where}: add_cross_attention=True is not counted. Give the model as --model FILE:function."
+            )
         hidden = _size(config, "n_embd", where)
         return Shape(
             _size(config, "n_layer", where),
@@ -210,10 +220,11 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
             positions=_size(config, "n_positions", where),
         )
     if kind not in _LLAMA_LIKE:
+        experts = any("expert" in key for key in config)  # near by name, and another model
+        meant = "" if experts else did_you_mean(str(kind), FAMILIES)
         raise ConfigError(
-            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}."
-            f"{did_you_mean(str(kind), FAMILIES)} Give the sizes as options (--layers, --hidden, --heads, ...), or the "
-            "model as --model FILE:function."
+            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}.{meant} Give --sizes with "
+            "--layers, --hidden, --heads and so on, or the model as --model FILE:function."
         )
     heads = _size(config, "num_attention_heads", where)
     return Shape(
@@ -223,7 +234,7 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
         config.get("num_key_value_heads") or heads,
         _size(config, "intermediate_size", where),
         _size(config, "vocab_size", where),
-        head_dim=config.get("head_dim") or 0,
+        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else 0),
         bias=bool(config.get("attention_bias", False) and config.get("mlp_bias", False)),
         qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
         fusible=not config.get("mlp_bias", False)

@@ -281,8 +281,79 @@ def test_convert_writes_safetensors_with_the_tie(saved, tmp_path, capsys):
     assert torch.equal(model.head.weight, masters["O2"]["head.weight"])
     data = inspected(capsys, out)
     assert (data["kind"], data["elements"], data["level"]) == ("safetensors", NUMEL + 3, None)
+    assert "head.weight" not in data["extra"]
+    converted(capsys, out, "fp32", tmp_path / "whole.pt")
+    Tied().load_state_dict(torch.load(tmp_path / "whole.pt", weights_only=True))
     converted(capsys, out, "bf16", tmp_path / "half.safetensors")  # and from it
+    assert load_model(Tied(), tmp_path / "half.safetensors") == (set(), [])
     assert load_file(tmp_path / "half.safetensors")["inner.bias"].dtype is torch.bfloat16
+
+
+def test_a_folder_s_ties_are_matrices_of_the_same_bits(tmp_path, capsys):
+    """Also without states; norms of ones that are alike by chance stay apart, with their own values."""
+    torch.manual_seed(0)
+    norms = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.LayerNorm(64))
+    model = nn.ModuleDict({"tied": Tied(), "norms": norms}).bfloat16()
+    model["norms"][1].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", states="8bit")
+    for _ in range(3):
+        sum((p * torch.randn(p.shape)).sum() for p in model.parameters()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(norms[1].weight, norms[3].weight), "bfloat16 does not show so small steps"
+    named = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    plain = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    folders = {"named": named, "weights": {"model": named["model"]}, "plain": plain}
+    for name, states in folders.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is one process
+            save_folder(states, checkpoint_id=tmp_path / name, no_dist=True)
+    expected = {"named": master_state_dict(model, optimizer), "weights": model.state_dict()}
+    for name, weights in expected.items():
+        converted(capsys, tmp_path / name, "safetensors", tmp_path / f"{name}.safetensors")
+        held = load_file(tmp_path / f"{name}.safetensors")
+        assert expected[name].keys() - held.keys() in ({"tied.head.weight"}, {"tied.embed.weight"})
+        assert all(torch.equal(value, weights[key].to(value.dtype)) for key, value in held.items())
+    message = refused(capsys, "convert", tmp_path / "plain", "--to", "fp32")
+    assert "have the numbers of parameters and not their names" in message
+
+
+def test_a_folder_without_names_tells_states_of_4_bits(tmp_path, capsys):
+    model = nn.Linear(256, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", states="4bit", compute="bf16")
+    model(torch.randn(4, 256)).square().mean().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        save_folder(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            checkpoint_id=tmp_path,
+            no_dist=True,
+        )
+    formats = {k: row["formats"] for k, row in inspected(capsys, tmp_path)["optimizer"].items()}
+    assert formats["exp_avg"] == {"8-bit block 128": 1, "float32": 1}
+    assert formats["exp_avg_sq"] == {"4-bit block 128": 1, "float32": 1}
+
+
+def test_tensors_of_other_layouts_are_read(tmp_path, capsys):
+    whole = torch.randn(100)
+    torch.save(
+        {"a": whole[:50], "b": whole[25:75], "w": torch.eye(4).to_sparse()}, tmp_path / "x.pt"
+    )
+    assert inspected(capsys, tmp_path / "x.pt")["elements"] == 116
+    converted(capsys, tmp_path / "x.pt", "fp32", tmp_path / "y.pt")
+    told = refused(capsys, "convert", tmp_path / "x.pt", "--to", "safetensors")
+    assert "cannot be written: 'w' is sparse, and safetensors are dense" in told
+    torch.save({"a": whole[:50], "b": whole[25:75]}, tmp_path / "x.pt")
+    converted(capsys, tmp_path / "x.pt", "safetensors", tmp_path / "x.safetensors")
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["b"], whole[25:75])
+
+
+def test_a_folder_of_weights_is_told_from_a_broken_checkpoint(tmp_path, capsys):
+    (tmp_path / "model-00001-of-00002.safetensors").write_text("")
+    assert "is a folder of weights; name a file, such as" in refused(capsys, "inspect", tmp_path)
 
 
 def test_the_default_name_is_beside_the_checkpoint(saved, tmp_path, capsys):
@@ -354,7 +425,9 @@ def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
         assert f"but a dict with {[*contents]}" in message
     torch.save(Tied(), tmp_path / "model.pt")
     message = refused(capsys, "inspect", tmp_path / "model.pt")
-    assert "holds other types" in message
+    assert re.search(
+        r"it holds a \S*test_checkpoints.Tied, where tensors and plain types are read", message
+    )
     assert "weights_only" not in message  # torch's advice to unpickle it
 
 

@@ -79,6 +79,23 @@ def test_it_is_a_program_and_a_module_to_run():
         assert "    doctor " in nothing.stderr
 
 
+def test_stdout_is_the_results_alone(tmp_path):
+    """Whatever a user's code prints, in processes of its own and as Python ends, too."""
+    code = "import atexit, os, torch\ndef make():\n    os.system('echo noise'); print('noise')\n"
+    code += "    atexit.register(print, 'noise')\n    return torch.nn.Linear(8, 8)\n"
+    (tmp_path / "noisy.py").write_text(code)
+    command = [sys.executable, "-m", "fp8stack", "plan", f"{tmp_path}/noisy.py:make", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(done.stdout)["parameters"] == 72
+    assert done.stderr.count("noise") == 3
+
+
+def test_options_before_the_command_are_explained(capsys):
+    with pytest.raises(SystemExit):
+        main(["--json", "levels"])
+    assert "--json goes behind the command, levels." in capsys.readouterr().err
+
+
 def test_it_says_its_version(capsys):
     with pytest.raises(SystemExit) as raised:
         main(["--version"])

@@ -35,6 +35,17 @@ class Model(nn.Module):
 def plain():
     return Model().bfloat16()
 
+def mixed():
+    model = Model().bfloat16()
+    model.embed.float()
+    return model
+
+def lazy():
+    return nn.LazyLinear(3)
+
+def scripted():
+    return torch.jit.script(Model().embed)
+
 def frozen():
     return Model().requires_grad_(False)
 
@@ -378,9 +389,13 @@ def test_other_gpus_have_fp8(gpu, estimated):
         ([*SMALL, "--ranks", "2", "--zero", "1", "--preset", "fp8-lm"], "one scale a tensor"),
         ([*SMALL, "--ranks", "2", "--step-in-backward"], "is for one process"),
         (["--hf-config", "nowhere.json"], "cannot be read as JSON"),
-        (["--hf-config", ""], "cannot be read as JSON"),
+        (["--hf-config", ""], "the argument after 'estimate --hf-config' is empty"),
+        ([*SMALL, "--gpu="], "--gpu=' is empty: is a variable of the shell not set?"),
+        ([*SMALL, "--ranks", "2", "--zero", "0"], "invalid choice: 0"),
+        ([*SMALL, "--accumulate", "--step-in-backward"], "gradients are gone"),
+        (["--sizes", "--layers", "2", "--hidden", "1000"], "Give --heads"),
         (["--model", "nowhere.py:make"], "no Python file"),
-        (["--model", ""], "must be a file and a function"),
+        (["--model", "make"], "must be a file and a function"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(options, message, capsys):
@@ -391,3 +406,42 @@ def test_bad_input_is_one_line_and_status_2(options, message, capsys):
     assert message in error
     assert "Traceback" not in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("lazy", "weight is a lazy parameter without a shape"), ("scripted", "is one of torch.jit")],
+)
+def test_models_that_no_level_takes_are_refused(name, message, tmp_path, capsys):
+    (tmp_path / "models.py").write_text(MODELS)
+    for command in (["estimate", "--model"], ["plan"]):
+        with pytest.raises(SystemExit):
+            main([*command, f"{tmp_path}/models.py:{name}"])
+        assert message in capsys.readouterr().err
+
+
+def test_a_model_of_two_dtypes_is_counted_in_that_of_most_weights(estimated, tmp_path):
+    (tmp_path / "models.py").write_text(MODELS)
+    found, there = estimated("--model", f"{tmp_path}/models.py:mixed")
+    assert there["O0"]["bytes"]["weights"] == 2 * found["parameters"]
+    assert any("weights are float32 and bfloat16" in note for note in found["notes"])
+    assert not any(
+        "weights are" in n for n in estimated("--model", f"{tmp_path}/models.py:plain")[0]["notes"]
+    )
+
+
+def test_experts_are_not_taken_for_the_model_of_a_like_name(tmp_path, capsys):
+    for config, meant in (
+        ({"model_type": "lama"}, True),
+        ({"model_type": "mixtral", "num_local_experts": 8}, False),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(SystemExit):
+            main(["estimate", "--hf-config", str(tmp_path)])
+        error = capsys.readouterr().err
+        assert ("Did you mean" in error) == meant
+        assert "Give --sizes with --layers" in error
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": {"9" * 5000}}}')
+    with pytest.raises(SystemExit):
+        main(["estimate", "--hf-config", str(tmp_path)])
+    assert "cannot be read as JSON" in capsys.readouterr().err

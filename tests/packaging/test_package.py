@@ -113,7 +113,7 @@ def test_lines_of_code_are_what_is_executed():
 
 
 def test_the_library_stays_small():
-    """The budget of CONTRIBUTING.md: 19,150 lines of code; files under 400 lines, functions under 60 (kernels 120)."""
+    """The budget of CONTRIBUTING.md: 19,250 lines of code; files under 400 lines, functions under 60 (kernels 120)."""
     total = 0
     for folder in ("fp8stack", "kernels", "integrations"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -134,7 +134,7 @@ def test_the_library_stays_small():
                     )
                     start = body[1] if documented and len(body) > 1 else body[0]
                     assert node.end_lineno - start.lineno < limit, f"{path}:{node.name}"
-    assert total < 19_150
+    assert total < 19_250
 
 
 def test_every_public_name_has_a_docstring():
