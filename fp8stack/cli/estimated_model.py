@@ -121,6 +121,9 @@ def _users_model(
             "activations are not estimated: the model has no Hugging Face config that is known here "
             f"({', '.join(FAMILIES)}); give --layers, --hidden, --heads, --kv-heads, --ffn and --vocab"
         )
+    head = getattr(model, "get_output_embeddings", None)  # of transformers
+    if shape and callable(head) and head() is None:
+        notes.append("the model has no language-model head; activations are counted as with one")
     if shape:
         _compare_counts(shape, sum(p.numel() for p in parameters), notes)
     return make, shape, weights

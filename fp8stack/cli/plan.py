@@ -12,6 +12,7 @@ Not counted: activations, and the FP8 copies of weights that layers keep until t
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -80,11 +81,14 @@ def plan(
     moments = bool(after.keys() & {"m", "v"})
     if decisions.recipe.offload == "cpu" and device.type == "cuda":
         after["host"] = sum(after.pop(part, 0) for part in ("master", "m", "v"))
+    matrices = _matrices(model, kinds, decisions, session.returned, moments)
+    small = [m["name"] for m in matrices if math.prod(m["shape"]) < recipe.min_numel]
     return {
         "optimizer": kind,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "matrices": _matrices(model, kinds, decisions, session.returned, moments),
+        "matrices": matrices,
+        "small": small if decisions.recipe.gradients == "fp8" else [],
         "bytes": {"before": before, "after": after},
         "report": session.report.to_dict(),
     }
@@ -112,8 +116,10 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         if name.rpartition(".")[0] not in report["skipped"]:  # said of the module
             reasons.setdefault(reason, []).append(name or "the model")
     for reason, names in reasons.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        console.print(f"{names[0]}{more}: {reason}")
+        _print_reason(console, names, reason)
+    if data["small"]:
+        reason = "fewer elements than min_numel, so gradients and states stay as they are"
+        _print_reason(console, data["small"], reason)
     sums = {when: sum(parts.values()) for when, parts in both.items()}
     kinds = [p for p in PARTS if both["before"].get(p) or both["after"].get(p)]
     lines = [(p, *(size(both[when].get(p, 0)) for when in both)) for p in kinds]
@@ -124,6 +130,11 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     console.print("Activations and FP8 copies of weights come on top; nothing was allocated.")
     for fallback in report["fallbacks"]:
         console.print(f"fallback: {fallback}")
+
+
+def _print_reason(console: Console, names: list[str], reason: str) -> None:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    console.print(f"{names[0]}{more}: {reason}")
 
 
 def _matrices(

@@ -177,6 +177,10 @@ def test_the_table_has_matrices_reasons_and_bytes(models, capsys):
     assert 'blocks.0.down and 1 more: matches skip="*.down"' in text
     assert "position: Model uses it directly" in text
     assert "odd: out_features 3 is not a multiple of 16" in text
+    small = "odd.weight: fewer elements than min_numel, so gradients and states stay as they are"
+    assert small in text
+    assert main(["plan", "models.py:build", "--opt-level", "O0"]) == 0
+    assert "min_numel" not in capsys.readouterr().out
     total = next(row for row in rows if row[:1] == ["bytes/parameter"])
     assert float(total[1]) == 16
     assert 6 < float(total[2]) < 12
