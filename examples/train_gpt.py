@@ -147,4 +147,12 @@ if __name__ == "__main__":
     warnings.formatwarning = format_warning
     threading.excepthook = forgive_thread
     torch.set_float32_matmul_precision("high")
-    sys.exit(record(main)())
+    status = record(main)()
+    if (
+        status and "pyarrow" in sys.modules
+    ):  # its readers' threads abort a process that ends so early
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -21,6 +21,7 @@ OTHER_SET = "validation losses are of another set of windows, and do not compare
 SCHEDULE = "from here on the learning rate is that of the new schedule"
 MEANING = {
     "data": "a position is one in its own data, so the new data is read from its beginning",
+    "encoding": "tokens mean other text than the weights know, and data is read from its beginning",
     "seq_len": f"windows are cut otherwise: {AGAIN}",
     "seed": f"windows come in another order: {AGAIN}",
     "target_effective_batch_size": "steps take another number of samples from here on; learning rates go by steps",
@@ -41,7 +42,8 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
     level = config.bits_of_level
     bits = {"optimizer_bits": config.optimizer_bits or level, "bits_of_level": level}
     windows = sum(len(tokens) for tokens, _ in data.validation)
-    return {**own, **bits, "data": data.identity, "seq_len": data.seq_len, "windows": windows}
+    identity = {"data": data.identity, "encoding": data.encoding.identity}
+    return {**own, **bits, **identity, "seq_len": data.seq_len, "windows": windows}
 
 
 def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool = True) -> set[str]:

@@ -186,7 +186,7 @@ def _together(folder: Path, action: Callable[[], T] | None) -> list[T]:
         free = shutil.disk_usage(above).free / 2**30
         raise CheckpointError(
             f"no checkpoint could be written to {folder} ({failed[0]}; {free:.1f} GiB are free there). Those that are "
-            "there are as they were. Make room, or choose another folder (--out), and continue with --resume latest."
+            "there are as they were. Make room and continue with --resume latest, or another --out and the path of one."
         )
     return [value for value, _ in outcomes]
 

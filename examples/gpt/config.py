@@ -10,6 +10,7 @@ file's FP8 options are left out. Within one of the two, contradictions are error
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -158,7 +159,9 @@ class Config:
     )
     overwrite: bool = option(False, "delete the checkpoints of an older run in the same folder")
     list_checkpoints: bool = option(False, "show the run's checkpoints and stop")
-    eval_freq: int = option(100, "steps between evaluations; 0: none", least=0)
+    eval_freq: int = option(
+        100, "steps between evaluations, which checkpoints have too; 0: none", least=0
+    )
     eval_batches: int = option(16, "batches of an evaluation", least=1)
     eval_batch_size: int = option(4, "sequences in each", least=1)
     log_freq: int = option(10, "steps between log lines", least=1)
@@ -217,8 +220,15 @@ class Config:
         return 8 if self.opt_level == "O2" else 32
 
     def _check_run_name(self) -> None:
-        """Raise ConfigError for a name that leads out of the folder of runs."""
+        """Raise ConfigError for a name that leads out of the folder of runs, or that no folder can have."""
         name = self.run_name or ""
+        if len(os.fsencode(name)) > 200:  # file systems take 255 bytes, with the precision
+            raise ConfigError(
+                f"run_name={name[:20]!r}... has more than 200 bytes. Give a shorter one."
+            )
+        for text in (name, str(self.out)):
+            if any("\ud800" <= c <= "\udfff" for c in text):  # TensorBoard could not write there
+                raise ConfigError(f"{text!r} is not UTF-8. Give another --run-name or --out.")
         if name in (".", "..") or set(name) & set("/\\\0"):
             raise ConfigError(
                 f"run_name={name!r} must be the name of a folder in --out: without / and \\, and neither . nor .. . "
@@ -313,7 +323,7 @@ def parse(argv: list[str] | None = None) -> Config:
     add_flags(parser, Config)
     flags = parser.read(argv)
     file = flags.pop("config")
-    given = _checked(read_yaml(file, Config), f"{file}: ") if file else {}
+    given = {} if file is None else _checked(read_yaml(file, Config), f"{file}: ")
     flags = _checked(flags, "--")
     try:
         config = Config(**{**_without_overruled(given, flags), **flags})

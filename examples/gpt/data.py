@@ -200,5 +200,7 @@ def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     stream = hub.Stream(documents, encoding, seq_len, rank, world, 0 if held_out else read)
     path = Path(config.data)
     column = f" in {config.text_column}" if config.text_column else ""
-    identity = f"{path.name if path.exists() else path} (documents{column})"
+    held = hub.local_bytes(config.data)
+    size = f", {held} bytes" if held else ""
+    identity = f"{path.name if path.exists() else path} (documents{column}{size})"
     return Data(config.data, identity, seq_len, stream, validation, encoding)

@@ -97,9 +97,14 @@ def read_questions(path: Path) -> list[Question]:
             continue
         try:
             entry = json.loads(line)
-            question = Question(entry["ctx"], tuple(entry["endings"]), int(entry["label"]))
-            if not (question.context and all(question.endings)):
-                raise ValueError("an empty text or ending")
+            context, endings, label = entry["ctx"], entry["endings"], entry["label"]
+            if not isinstance(endings, list) or isinstance(label, float):
+                raise ValueError('"endings" must be a list, and "label" a whole number')
+            for text in (context, *endings):
+                if not isinstance(text, str) or not text:
+                    raise ValueError("an empty text or ending, or one that is no text")
+                text.encode()
+            question = Question(context, tuple(endings), int(label))
             if question.label not in range(len(question.endings)):
                 raise ValueError(f"there is no ending {question.label}")
         except (ValueError, KeyError, TypeError) as error:

@@ -12,11 +12,12 @@ Going back to a position reads the documents before it once more, without encodi
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,11 +86,15 @@ def open_documents(data: str, column: str | None = None) -> tuple[Documents, Doc
             splits = load(revision=CONVERTED)
         if "train" not in splits:
             raise ValueError(f"it has no split named train, but {', '.join(splits)}")
-        row = next(iter(splits["train"]), {})
+        row = _first_values(splits["train"])
     except Exception as error:  # of the network, the Hub, files, formats: all of them end here
         path, _ = _split_name(data)
         if "config name is missing" in str(error).lower():
             raise _no_configuration(path, error) from error
+        if Path(path).is_file():
+            raise ConfigError(
+                f"--data {data}: is a file. Give its folder, as --data hf:{Path(path).parent}."
+            ) from error
         here = Path(path).is_dir()
         raise ConfigError(
             f"--data {data}: cannot be opened ({first_line(error) or type(error).__name__}). "
@@ -122,6 +127,16 @@ def _arguments(data: str) -> dict[str, Any]:
     return {"path": path, "name": config}
 
 
+def local_bytes(data: str) -> int:
+    """Return the size of a dataset's files that lie in a folder; 0 of one of the Hub, or in other formats."""
+    folder, _ = _split_name(data)
+    parts = _arguments(data).get("data_files", {}).values()
+    names = [file for files in parts for file in files]
+    return sum(
+        os.path.getsize(f) for f in _local_files(Path(folder), "") if glob.escape(f) in names
+    )
+
+
 def _split_name(data: str) -> tuple[str, str | None]:
     """Return the dataset or folder that "hf:NAME:CONFIG" names, and its configuration."""
     path, _, config = data.removeprefix("hf:").partition(":")
@@ -144,8 +159,18 @@ def _local_files(folder: Path, suffix: str) -> list[str]:
     return sorted(str(folder / file) for file in files)
 
 
+def _first_values(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the first value of each column that is not missing, of some rows."""
+    found: dict[str, Any] = {}
+    for row in itertools.islice(rows, 100):
+        found |= {name: value for name, value in row.items() if found.get(name) is None}
+        if None not in found.values():
+            break
+    return found
+
+
 def _text_column(data: str, row: dict[str, Any], wish: str | None) -> str:
-    """Return the column of a dataset's documents, by its first row."""
+    """Return the column of a dataset's documents, by a value of each."""
     if not row:
         raise ConfigError(f"--data {data}: has no rows. Give other data.")
     texts = [name for name, value in row.items() if isinstance(value, str)]
@@ -180,7 +205,7 @@ def _documents(data: str, dataset: Any, column: str, first: int) -> Generator[st
             yield row[column] or ""  # some have none
             read += 1
     except Exception as error:  # as where it is opened
-        reason = first_line(error) or type(error).__name__
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(
             f"--data {data}: what comes after {read} documents cannot be read ({reason}). Write damaged files "
             "again, or wait for the network, and start again (a run that has checkpoints: with --resume latest)."

@@ -37,6 +37,7 @@ from fp8stack.checkpoint import replacing
 from fp8stack.errors import ConfigError, Fp8StackWarning, first_line
 
 from .host import memory_now
+from .lock import lock
 
 METRICS, RUN, BOARD = "metrics.jsonl", "run.json", "tensorboard"
 # what to do where a run's files cannot be written: when it begins, and later
@@ -112,10 +113,11 @@ class RunLog:
         self.active, self.precision = active, facts["precision"]
         self.folder, self.facts = folder, facts
         self.steps, self.tensorboard = (first_step, last_step), tensorboard
-        self.file = self.board = self.wandb = self.bar = None
+        self.file = self.board = self.wandb = self.bar = self.lock = None
         if active:
             with naming(folder, ELSEWHERE):
                 folder.mkdir(parents=True, exist_ok=True)
+                self.lock = lock(folder)
                 self.before = _read_facts(folder) if first_step else {}
                 known = self.before.get("wandb")
                 if use_wandb:
@@ -123,15 +125,23 @@ class RunLog:
                     known = self.wandb.id
                 self.facts = {**facts, "wandb": known}
 
+    def open(self) -> None:
+        """Open what can refuse, before `begin` or anybody takes something away."""
+        if not self.active:
+            return
+        with naming(self.folder / METRICS, ELSEWHERE):
+            open(self.folder / METRICS, "a").close()
+        with naming(self.folder / BOARD, ELSEWHERE):
+            self.board = _open_board(self.folder, self.steps[0]) if self.tensorboard else None
+
     def begin(self) -> None:
-        """Open the files, and take from them what is not before this run's first step."""
+        """Take from the files what is not before this run's first step."""
         first, last = self.steps
         if not self.active:
             return
         with naming(self.folder, ELSEWHERE):
             kept = _cut(self.folder / METRICS, first) if first else {}
             self.counted = _count(kept, self.before, self.facts, first)
-            self.board = _open_board(self.folder, first) if self.tensorboard else None
             (self.folder / RUN).write_text(json.dumps(_finite(self.facts), indent=1) + "\n")
             self.file = open(self.folder / METRICS, "a" if first else "w")  # noqa: SIM115
         hidden, name = not sys.stderr.isatty(), self.facts["name"]
@@ -176,6 +186,8 @@ class RunLog:
     def close(self) -> None:
         """Close all files, also those behind one that cannot be written."""
         with ExitStack() as stack:
+            if self.lock:
+                stack.callback(self.lock.close)
             if self.wandb:
                 stack.callback(self.wandb.finish)
             for part, name in ((self.bar, ""), (self.board, BOARD), (self.file, METRICS)):
@@ -235,7 +247,7 @@ def _cut(path: Path, last: int) -> dict[str, Any]:
             if entry["step"] <= last and line.endswith(b"\n"):
                 kept.append(line)
                 final = entry
-        except ValueError:
+        except (ValueError, KeyError, TypeError):
             continue
     with replacing(path) as temporary:
         temporary.write_bytes(b"".join(kept))
@@ -278,7 +290,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
         facts: dict[str, Any] = json.loads((folder / RUN).read_text())
     except (OSError, ValueError):
         return {}
-    return facts
+    return facts if isinstance(facts, dict) else {}
 
 
 def _open_wandb(folder: Path, facts: dict[str, Any], known: str | None) -> Any:

@@ -7,11 +7,12 @@ python examples/gpt/plot_schedule.py --steps 1000 --warmup-steps 50 --min-lr-rat
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it sees its own folder only
 
-from fp8stack.errors import ConfigError, Fp8StackError, reason_of
+from fp8stack.errors import ConfigError, Fp8StackError, Fp8StackWarning, reason_of
 from gpt.config import Config, parse
 from gpt.options import Parser
 from gpt.schedule import learning_rate
@@ -71,7 +72,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         own, rest = parser.parse_known_args(argv)
-        rates = draw(parse(rest), own.picture)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", Fp8StackWarning)
+            rates = draw(parse(rest), own.picture)
+        for warning in told:
+            print(f"warning: {warning.message}", file=sys.stderr)
     except Fp8StackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,8 @@ The rate of step s (from 0) is max_lr times
     m + (1 - m) × (1 + cos(π × done)) / 2           after, with m = min_lr_ratio and
                                                     done = (s - warmup_steps) / (steps - 1 - warmup_steps)
 
-so the highest is reached with the last step of the warm-up, and the last step of the run has m.
+so the highest is reached with the last step of the warm-up, and the last step of the run has m, if the warm-up leaves
+two steps or more.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def default_warm_up(steps: int) -> int:
 
 def check_warm_up(config: Config) -> None:
     """Warn of a warm-up that the run does not reach the end of."""
-    if config.warmup_steps > config.steps:
-        share = config.steps / config.warmup_steps
+    if config.warmup_steps >= max(config.steps - 1, 2):
+        share = min(1, config.steps / config.warmup_steps)
         warnings.warn(
-            f"--warmup-steps {config.warmup_steps} exceeds --steps {config.steps}: the run ends at {share:.0%} of "
-            "--max-lr and never decays. Use a shorter warm-up, some 2 to 10 % of the run, or more steps.",
+            f"--warmup-steps {config.warmup_steps} leave none of --steps {config.steps} to decay in: the run ends at "
+            f"{share:.0%} of --max-lr. Use a shorter warm-up, 2 to 10 % of the run, or more steps.",
             Fp8StackWarning,
             stacklevel=3,
         )

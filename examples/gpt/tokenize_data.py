@@ -147,6 +147,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--val-tokens", type=int, default=10_000_000, help="(%(default)s)")
     parser.add_argument("--max-tokens", type=int, default=sys.maxsize, help="for training; all")
     options = parser.parse_args(argv)
+    if not options.shards:
+        parser.error("--shards '': must be the path of a folder")
     options.shards = Path(os.path.expanduser(options.shards))
     try:
         train, held_out = write(options)

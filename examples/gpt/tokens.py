@@ -10,6 +10,7 @@ multiple of 16, impossible): models train on 320 and 50304 classes, and never se
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,7 @@ class Encoding(Protocol):
     dtype: type[np.unsignedinteger]  # what holds a token in a file
     separator: tuple[int, ...]  # between two documents
     note: str  # what a user is told once
+    identity: str  # the same for the same numbers of tokens, wherever the file lies
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -39,7 +41,8 @@ class Encoding(Protocol):
 class Bytes:
     """UTF-8 bytes: a vocabulary of 256, padded to 320."""
 
-    name, vocab_size, dtype, note = "bytes", 320, np.uint8, ""
+    name = identity = "bytes"
+    vocab_size, dtype, note = 320, np.uint8, ""
     separator = tuple(b"\n\n")
 
     def encode(self, text: str) -> list[int]:
@@ -56,7 +59,8 @@ class Gpt2:
     It is loaded at its first use: training on shards needs it for samples of text only.
     """
 
-    name, vocab_size, dtype = "gpt2", 50_304, np.uint16
+    name = identity = "gpt2"
+    vocab_size, dtype = 50_304, np.uint16
     separator = (50_256,)
     note = "vocabulary of 50257 tokens (GPT-2), padded to 50304, a multiple of 64"
 
@@ -103,6 +107,9 @@ class TokenizerFile:
         self.path, self.name = path, str(path)
         ids = _read_vocabulary(path)
         self.size = max(ids.values()) + 1
+        self.identity = (
+            f"a tokenizer of CRC-32 {zlib.crc32(repr(sorted(ids.items())).encode()):08x}"
+        )
         self.vocab_size = -(-self.size // MULTIPLE) * MULTIPLE
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         self.separator = tuple(ids[name] for name in SEPARATORS if name in ids)[:1]

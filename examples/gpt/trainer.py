@@ -94,7 +94,7 @@ class Trainer:
             first = self.rank == 0
             changed = changes.report(resumed.manifest, self.course, config.strict, first)
             self.model, self.optimizer, progress, local = self.setup.resume(resumed)
-            if "data" in changed:
+            if changed & {"data", "encoding"}:
                 progress["data"] = None
         self.forward = self.setup.wrap(self.model)
         self.scaler = torch.amp.GradScaler(
@@ -109,7 +109,8 @@ class Trainer:
         self.monitor = watch(config, self.model, self.optimizer)
         self.signals, self.stopped = Signals(), 0
         self.log = self._open_log()
-        runs.remove_older(config, self.precision)  # not before W&B has let us in
+        self.log.open()
+        runs.remove_older(config, self.precision)  # not before all else is in order
         self.log.begin()
         if resumed is not None:
             precision = resumed.manifest["precision"]

@@ -1,7 +1,9 @@
 """A run that is resumed in another precision: what it says of that, and what it must not promise."""
 
+import json
 import logging
 import warnings
+from functools import partial
 
 import pytest
 from gpt.trainer import Trainer
@@ -123,3 +125,42 @@ def test_a_run_goes_on_with_other_bits(folder):
     losses = trainer.run()
     assert len(losses) == 4
     assert_near(losses, expected, "bits")
+
+
+def test_another_vocabulary_and_other_documents_are_noticed(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("tokenizers")
+    from pyarrow import parquet
+
+    def write_rows(count):
+        parquet.write_table(
+            pyarrow.table({"text": ["a b c d " * 11 * count] * 9}), tmp_path / "x.parquet"
+        )
+
+    def write_vocabulary(words):
+        vocab = {word: index for index, word in enumerate(words)}
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": "?"}
+        content = {"model": model, "pre_tokenizer": {"type": "Whitespace"}, "version": "1.0"}
+        (tmp_path / "v.json").write_text(json.dumps(content))
+
+    options = {"opt_level": "off", "data": str(tmp_path), "encoding": str(tmp_path / "v.json")}
+    write_vocabulary("?abcd")
+    write_rows(9)
+    train(tmp_path, **options)
+    for change, message in (
+        (
+            partial(write_vocabulary, "?dcba"),
+            "--encoding was a tokenizer of CRC-32 .* mean other text",
+        ),
+        (partial(write_rows, 8), "--data was .* bytes.* is read from its beginning"),
+    ):
+        change()
+        with pytest.warns(Fp8StackWarning, match=message):
+            trainer = Trainer(configure(tmp_path, **options, resume="auto"))
+        assert trainer.data.train.left == []
+        trainer.log.close()
+        write_vocabulary("?abcd")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Fp8StackWarning)
+        write_rows(9)
+        Trainer(configure(tmp_path, **options, resume="auto")).log.close()

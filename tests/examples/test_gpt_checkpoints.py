@@ -220,7 +220,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint could be written.*choose another folder"
+        CheckpointError,
+        match=r"no checkpoint could be written.*another --out and the path of one",
     ):
         write(tmp_path / "file", 1)
     with pytest.raises(CheckpointError, match="no checkpoint could be written"):

@@ -337,3 +337,17 @@ def test_the_configurations_that_are_shipped_are_valid(path):
     found.model_config(SIZES[found.model].vocab)
     assert found.precision == ("bf16" if "bf16" in path.stem else "FP8 O2")
     assert found.target_effective_batch_size % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--config", ""], "--config : cannot be read"),
+        (["--run-name", "x" * 201], "has more than 200 bytes"),
+        (["--run-name", "caf\udce9"], "is not UTF-8"),
+    ],
+    ids=["no config", "long", "not UTF-8"],
+)
+def test_names_that_no_file_has_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(given)

@@ -235,7 +235,7 @@ def test_columns_of_a_dataset_are_named_and_chosen(tmp_path):
     for column, letter in (("a", "a"), ("body", "b")):
         data = opened({**both, "text": ["tt"] * 9}, text_column=column, **few)
         assert data.decode(data.train.next_batch(1)[0][0]).startswith(letter)
-        assert data.identity.endswith(f"(documents in {column})")
+        assert re.search(rf"\(documents in {column}, \d+ bytes\)$", data.identity)
     with pytest.raises(ConfigError, match="hf:nobody/nothing: has no rows"):
         hub._text_column("hf:nobody/nothing", {}, None)
     with pytest.raises(ConfigError, match=r"has no columns\. Leave it out"):
@@ -250,6 +250,12 @@ def test_rows_without_text_are_empty_documents(tmp_path):
     parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "x.parquet")
     documents, _ = hub.open_documents(str(tmp_path))
     assert list(documents(0)) == [rows[0], "", rows[2]]
+    rows = [None, *rows]  # of which the first says nothing of the column
+    parquet.write_table(pyarrow.table({"id": [1] * 4, "text": rows}), tmp_path / "x.parquet")
+    documents, _ = hub.open_documents(str(tmp_path))
+    assert list(documents(0)) == ["", rows[1], "", rows[3]]
+    with pytest.raises(ConfigError, match=r"x.parquet: is a file. Give its folder, as --data hf:"):
+        hub.open_documents(f"hf:{tmp_path / 'x.parquet'}")
 
 
 def test_shards_are_made_of_a_column(tmp_path, capsys):

@@ -67,3 +67,22 @@ def test_a_file_of_hellaswag_that_is_no_text_is_refused(tmp_path):
     path.write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ConfigError, match=r"hellaswag.jsonl: cannot be read \(is no UTF-8 text"):
         evaluation.read_questions(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"ctx": 5, "endings": ["a", "b"], "label": 0},
+        {"ctx": "a", "endings": [1, 2], "label": 0},
+        {"ctx": "a", "endings": "abcd", "label": 0},
+        {"ctx": "a", "endings": ["b", "c"], "label": 0.7},
+        {"ctx": "\ud800", "endings": ["b", "c"], "label": 0},
+    ],
+    ids=str,
+)
+def test_questions_that_are_no_texts_are_refused_before_the_run(line, tmp_path):
+    path = tmp_path / "hellaswag.jsonl"
+    good = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
+    with pytest.raises(ConfigError, match="line 2 is not an object with"):
+        evaluation.read_questions(path)

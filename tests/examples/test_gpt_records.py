@@ -1,13 +1,16 @@
 """What a run's folder had before is not lost, mixed in or taken for something else: records, curves, other files."""
 
 import io
+import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import train_gpt
 from gpt import checkpoints, logs
+from gpt.lock import lock
 from gpt.runs import list_runs
 from gpt.trainer import Trainer
 from workers_gpt import configure, read, train, write_text
@@ -94,7 +97,9 @@ def test_a_record_is_cut_at_once_or_not_at_all(folder, monkeypatch):
     assert kept == b"".join(whole.splitlines(keepends=True)[:2])
     trainer.run()
     assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert not [path for path in run.iterdir() if path.name.startswith(".")]
+    assert not [
+        path for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"
+    ]
 
 
 def test_tensorboard_shows_the_later_of_two_runs_that_began_in_a_folder(folder):
@@ -143,3 +148,66 @@ def test_tokens_are_counted_over_a_resume_with_another_batch(folder):
         trainer = Trainer(configure(folder, **options, resume="latest"))
     assert trainer.log.counted == (4, 4 * 128, 64)
     trainer.log.close()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from gpt.lock import lock
+file = lock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_one_run_s_at_a_time_and_free_when_that_is_killed(folder):
+    options = {"run_name": "two", "opt_level": "off"}
+    losses = train(folder, **options)
+    run = folder / "runs" / "two-bf16"
+    before = (run / "metrics.jsonl").read_bytes()
+    examples = str(Path(train_gpt.__file__).parent)
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {examples!r})\n{HOLD}",
+        str(run),
+    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        assert other.stdout.readline() == b"held\n"
+        for how in ({"overwrite": True}, {"resume": "auto"}):
+            with pytest.raises(
+                ConfigError, match=rf"in use by another run \(.*, process {other.pid}\)"
+            ):
+                train(folder, **options, **how)
+        assert (run / "metrics.jsonl").read_bytes() == before
+        assert len(list(run.glob("checkpoints/step_*"))) == 2
+        (run / ".lock").write_text("elsewhere, process 1\n")  # of a host that may have crashed
+        with pytest.raises(ConfigError, match=r"in use by another run \(elsewhere, process 1\)"):
+            lock(run, patience=0.1)
+        other.kill()
+    assert train(folder, **options, resume="auto") == losses
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_overwrite_deletes_nothing_where_the_new_run_cannot_begin(name, folder):
+    options = {"run_name": f"whole-{name[0]}", "tensorboard": True, "opt_level": "off"}
+    pytest.importorskip("tensorboard")
+    train(folder, **options)
+    run = folder / "runs" / f"whole-{name[0]}-bf16"
+    (run / name).rename(run / "moved")
+    (run / name).mkdir() if name == "metrics.jsonl" else (run / name).touch()
+    with pytest.raises(ConfigError, match=f"{name} cannot be written"):
+        train(folder, **options, overwrite=True)
+    assert len(list(run.glob("checkpoints/step_*"))) == 2
+
+
+def test_lines_of_a_record_that_are_no_steps_are_cut(folder):
+    options = {"run_name": "odd", "opt_level": "off"}
+    train(folder, **options)
+    run = folder / "runs" / "odd-bf16"
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('5\n{"loss": 3}\n')
+    (run / "run.json").write_text("[]")
+    train(folder, **options, steps=5, resume="auto")
+    assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]

@@ -33,9 +33,11 @@ def test_short_runs_have_a_rate_for_every_step(steps, warmup):
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of():
-    with pytest.warns(UserWarning, match=r"--warmup-steps 400 exceeds --steps 300.*75%"):
+    with pytest.warns(UserWarning, match=r"--warmup-steps 400 leave none of --steps 300.*75%"):
         run = parse(["--warmup-steps", "400"])
     assert learning_rate(run, 299) == pytest.approx(0.75 * run.max_lr)
+    with pytest.warns(UserWarning, match=r"leave none of --steps 10 to decay in: .* 100%"):
+        parse(["--steps", "10", "--warmup-steps", "9"])
 
 
 def test_the_picture_is_drawn_of_the_same_options(tmp_path, capsys):
