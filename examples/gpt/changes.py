@@ -42,7 +42,11 @@ def describe(config: Config, data: Data) -> dict[str, Any]:
     level = config.bits_of_level
     bits = {"optimizer_bits": config.optimizer_bits or level, "bits_of_level": level}
     windows = sum(len(tokens) for tokens, _ in data.validation)
-    identity = {"data": data.identity, "encoding": data.encoding.identity}
+    identity = {
+        "data": data.identity,
+        "encoding": data.encoding.identity,
+        "data_bytes": data.nbytes,
+    }
     return {**own, **bits, **identity, "seq_len": data.seq_len, "windows": windows}
 
 
@@ -69,6 +73,13 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
         said = said - {"optimizer_bits"}  # those of a level, and then of another
     if was.get("step", 0) >= now["steps"]:
         said = {name for name in said if MEANING[name] is not SCHEDULE}
+    sizes = [x.get("data_bytes", now.get("data_bytes", 0)) for x in (was, now)]
+    if sizes[0] != sizes[1] and "data" not in changed and (first or strict):
+        there = "so the run goes on after as many as before"
+        warn(
+            f"--data was {sizes[0]} bytes, is now {sizes[1]}: a position is a number of documents, {there}.",
+            strict,
+        )
     for name in MEANING:
         if name in said and (first or strict):
             warn(f"{as_flag(name)} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)

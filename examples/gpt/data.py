@@ -64,6 +64,9 @@ class Data:
     train: Train
     validation: list[Batch]
     encoding: Encoding
+    nbytes: int = (
+        0  # of streamed files, where they are known; a position is a number of their documents
+    )
 
     @property
     def vocab_size(self) -> int:
@@ -200,7 +203,6 @@ def _open_stream(config: Config, seq_len: int, rank: int, world: int) -> Data:
     stream = hub.Stream(documents, encoding, seq_len, rank, world, 0 if held_out else read)
     path = Path(config.data)
     column = f" in {config.text_column}" if config.text_column else ""
+    identity = f"{path.name if path.exists() else path} (documents{column})"
     held = hub.local_bytes(config.data)
-    size = f", {held} bytes" if held else ""
-    identity = f"{path.name if path.exists() else path} (documents{column}{size})"
-    return Data(config.data, identity, seq_len, stream, validation, encoding)
+    return Data(config.data, identity, seq_len, stream, validation, encoding, held)

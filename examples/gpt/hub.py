@@ -44,6 +44,10 @@ ACCESS = (
 )
 
 
+class UnreadableError(ConfigError):
+    """Documents that cannot be read, while others of the dataset were."""
+
+
 def is_dataset(data: str) -> bool:
     return data in NAMES or data.startswith("hf:") or bool(_local_files(Path(data), ".parquet"))
 
@@ -197,7 +201,7 @@ def _documents(data: str, dataset: Any, column: str, first: int) -> Generator[st
     """Yield the documents of a dataset after the first ones.
 
     Raises:
-        ConfigError: where one cannot be read, of a damaged file or a network that is gone.
+        UnreadableError: at one that cannot be read, of a damaged file or a network that is gone.
     """
     read = first
     try:
@@ -206,7 +210,7 @@ def _documents(data: str, dataset: Any, column: str, first: int) -> Generator[st
             read += 1
     except Exception as error:  # as where it is opened
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ConfigError(
+        raise UnreadableError(
             f"--data {data}: what comes after {read} documents cannot be read ({reason}). Write damaged files "
             "again, or wait for the network, and start again (a run that has checkpoints: with --resume latest)."
         ) from error

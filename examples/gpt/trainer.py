@@ -41,6 +41,7 @@ from .build import Level, Setup, synchronized
 from .config import Config
 from .data import open_data
 from .guard import Guard
+from .hub import UnreadableError
 from .logs import RunLog, read_memory
 from .schedule import learning_rate
 from .stopping import Signals
@@ -134,7 +135,11 @@ class Trainer:
         try:
             with comm.Statistics() as self.wire:
                 while self.step < config.steps:
-                    asked = self.take_step()
+                    position = self.data.train.state_dict()
+                    try:
+                        asked = self.take_step()
+                    except UnreadableError as error:
+                        raise self._kept(error, position) from error
                     last = self.step == config.steps
                     if asked and not last:
                         self.stop()
@@ -154,6 +159,14 @@ class Trainer:
         if self.stopped:
             ranks.gather(self.step)  # torchrun ends the others when the first is gone
         return self.losses
+
+    def _kept(self, error: UnreadableError, position: dict[str, Any]) -> UnreadableError:
+        """Write a checkpoint of the last whole step, where there is one rank: others may not have met this error."""
+        if self.world > 1 or not self.config.checkpoint_freq or self.step == self.first:
+            return error
+        self.data.train.load_state_dict(position)
+        path = self.save(evaluate=False)
+        return UnreadableError(f"{error} The steps so far are in {path}.")
 
     def stop(self) -> None:
         """Write a checkpoint, if there are to be any, and say how to go on; all ranks do, after the same step.

@@ -2,8 +2,8 @@
 
 import json
 import logging
+import re
 import warnings
-from functools import partial
 
 import pytest
 from gpt.trainer import Trainer
@@ -147,20 +147,43 @@ def test_another_vocabulary_and_other_documents_are_noticed(tmp_path):
     write_vocabulary("?abcd")
     write_rows(9)
     train(tmp_path, **options)
-    for change, message in (
-        (
-            partial(write_vocabulary, "?dcba"),
-            "--encoding was a tokenizer of CRC-32 .* mean other text",
-        ),
-        (partial(write_rows, 8), "--data was .* bytes.* is read from its beginning"),
+    write_vocabulary("?dcba")
+    with pytest.warns(
+        Fp8StackWarning, match="--encoding was a tokenizer of CRC-32 .* mean other text"
     ):
-        change()
-        with pytest.warns(Fp8StackWarning, match=message):
-            trainer = Trainer(configure(tmp_path, **options, resume="auto"))
-        assert trainer.data.train.left == []
-        trainer.log.close()
-        write_vocabulary("?abcd")
+        trainer = Trainer(configure(tmp_path, **options, resume="auto"))
+    trainer.log.close()
+    assert trainer.data.train.left == []
+    write_vocabulary("?abcd")
+    write_rows(8)
+    with pytest.warns(
+        Fp8StackWarning, match="--data was .* bytes, is now .* after as many as before"
+    ):
+        trainer = Trainer(configure(tmp_path, **options, resume="auto"))
+    trainer.log.close()
+    assert trainer.data.train.left != []
     with warnings.catch_warnings():
         warnings.simplefilter("error", Fp8StackWarning)
         write_rows(9)
         Trainer(configure(tmp_path, **options, resume="auto")).log.close()
+
+
+def test_documents_that_cannot_be_read_lose_no_step(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = ["for x in range(9): print(x)\n" * 3] * 9
+    for name, column in (("a", "text"), ("b", "text")):
+        parquet.write_table(pyarrow.table({column: rows}), tmp_path / f"{name}.parquet")
+    small = {"eval_batches": 1, "eval_batch_size": 1, "checkpoint_freq": 50, "steps": 16}
+    options = {"opt_level": "off", "data": str(tmp_path), "encoding": "bytes", **small}
+    expected = train(tmp_path, **options, run_name="whole")
+    parquet.write_table(pyarrow.table({"content": rows}), tmp_path / "b.parquet")
+    with pytest.raises(ConfigError, match=r"column names don't match.*steps so far are in") as told:
+        train(tmp_path, **options)
+    step = int(re.search(r"step_(\d+)", str(told.value))[1])
+    assert 2 < step < 16
+    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "b.parquet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Fp8StackWarning)  # that the file is another
+        assert train(tmp_path, **options, resume="auto") == expected

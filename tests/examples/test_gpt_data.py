@@ -235,7 +235,8 @@ def test_columns_of_a_dataset_are_named_and_chosen(tmp_path):
     for column, letter in (("a", "a"), ("body", "b")):
         data = opened({**both, "text": ["tt"] * 9}, text_column=column, **few)
         assert data.decode(data.train.next_batch(1)[0][0]).startswith(letter)
-        assert re.search(rf"\(documents in {column}, \d+ bytes\)$", data.identity)
+        assert data.identity.endswith(f"(documents in {column})")
+        assert data.nbytes == (tmp_path / "x.parquet").stat().st_size
     with pytest.raises(ConfigError, match="hf:nobody/nothing: has no rows"):
         hub._text_column("hf:nobody/nothing", {}, None)
     with pytest.raises(ConfigError, match=r"has no columns\. Leave it out"):
