@@ -148,9 +148,8 @@ if __name__ == "__main__":
     threading.excepthook = forgive_thread
     torch.set_float32_matmul_precision("high")
     status = record(main)()
-    if (
-        status and "pyarrow" in sys.modules
-    ):  # its readers' threads abort a process that ends so early
+    # threads of pyarrow's readers abort a process that ends so early
+    if status and "pyarrow" in sys.modules:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()

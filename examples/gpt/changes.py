@@ -21,6 +21,7 @@ OTHER_SET = "validation losses are of another set of windows, and do not compare
 SCHEDULE = "from here on the learning rate is that of the new schedule"
 MEANING = {
     "data": "a position is one in its own data, so the new data is read from its beginning",
+    "data_bytes": "a position is a number of documents, so the run goes on after as many as before",
     "encoding": "tokens mean other text than the weights know, and data is read from its beginning",
     "seq_len": f"windows are cut otherwise: {AGAIN}",
     "seed": f"windows come in another order: {AGAIN}",
@@ -38,16 +39,17 @@ MEANING = {
 
 def describe(config: Config, data: Data) -> dict[str, Any]:
     """Return what decides on a run's samples, learning rates and states, as JSON has it."""
-    own = {name: getattr(config, name) for name in MEANING}
     level = config.bits_of_level
-    bits = {"optimizer_bits": config.optimizer_bits or level, "bits_of_level": level}
-    windows = sum(len(tokens) for tokens, _ in data.validation)
-    identity = {
+    found = {
         "data": data.identity,
+        "data_bytes": f"{data.nbytes} bytes",
         "encoding": data.encoding.identity,
-        "data_bytes": data.nbytes,
+        "seq_len": data.seq_len,
+        "windows": sum(len(tokens) for tokens, _ in data.validation),
+        "optimizer_bits": config.optimizer_bits or level,
+        "bits_of_level": level,
     }
-    return {**own, **bits, **identity, "seq_len": data.seq_len, "windows": windows}
+    return {**{name: getattr(config, name) for name in MEANING if name not in found}, **found}
 
 
 def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool = True) -> set[str]:
@@ -64,7 +66,7 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
     changed = {name for name in MEANING if was.get(name, now[name]) != now[name]}
     said = set(changed)
     if "data" in changed:  # nothing of it was read, and its validation is another anyway
-        said -= {"seq_len", "seed", "eval_batches", "eval_batch_size"}
+        said -= {"data_bytes", "seq_len", "seed", "eval_batches", "eval_batch_size"}
     if was.get("windows", 0) == now.get("windows"):  # the same ones, in batches of another size
         said -= {"eval_batches", "eval_batch_size"}
     if all(x.get("warmup_steps") == default_warm_up(x.get("steps", 0)) for x in (was, now)):
@@ -73,14 +75,8 @@ def report(was: dict[str, Any], now: dict[str, Any], strict: bool, first: bool =
         said = said - {"optimizer_bits"}  # those of a level, and then of another
     if was.get("step", 0) >= now["steps"]:
         said = {name for name in said if MEANING[name] is not SCHEDULE}
-    sizes = [x.get("data_bytes", now.get("data_bytes", 0)) for x in (was, now)]
-    if sizes[0] != sizes[1] and "data" not in changed and (first or strict):
-        there = "so the run goes on after as many as before"
-        warn(
-            f"--data was {sizes[0]} bytes, is now {sizes[1]}: a position is a number of documents, {there}.",
-            strict,
-        )
     for name in MEANING:
         if name in said and (first or strict):
-            warn(f"{as_flag(name)} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)
+            flag = as_flag("data" if name == "data_bytes" else name)
+            warn(f"{flag} was {was[name]}, is now {now[name]}: {MEANING[name]}.", strict)
     return changed

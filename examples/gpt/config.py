@@ -10,7 +10,6 @@ file's FP8 options are left out. Within one of the two, contradictions are error
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -222,13 +221,13 @@ class Config:
     def _check_run_name(self) -> None:
         """Raise ConfigError for a name that leads out of the folder of runs, or that no folder can have."""
         name = self.run_name or ""
-        if len(os.fsencode(name)) > 200:  # file systems take 255 bytes, with the precision
-            raise ConfigError(
-                f"run_name={name[:20]!r}... has more than 200 bytes. Give a shorter one."
-            )
         for text in (name, str(self.out)):
             if any("\ud800" <= c <= "\udfff" for c in text):  # TensorBoard could not write there
                 raise ConfigError(f"{text!r} is not UTF-8. Give another --run-name or --out.")
+        if len(name.encode()) > 200:  # file systems take 255 bytes, with the precision
+            raise ConfigError(
+                f"run_name={name[:20]!r}... has more than 200 bytes. Give a shorter one."
+            )
         if name in (".", "..") or set(name) & set("/\\\0"):
             raise ConfigError(
                 f"run_name={name!r} must be the name of a folder in --out: without / and \\, and neither . nor .. . "

@@ -55,6 +55,7 @@ class Data:
     train: `next_batch(size)`, called by all ranks with the same size, returns this rank's part of the next
         size × world samples. Its state is the same on all ranks, and one of fewer or more ranks can load it.
     identity: what a position is one of: the same wherever it lies.
+    nbytes: of streamed files in a folder; a position is a number of their documents. 0: of others.
     vocab_size: of the model: padded.
     """
 
@@ -64,9 +65,7 @@ class Data:
     train: Train
     validation: list[Batch]
     encoding: Encoding
-    nbytes: int = (
-        0  # of streamed files, where they are known; a position is a number of their documents
-    )
+    nbytes: int = 0
 
     @property
     def vocab_size(self) -> int:

@@ -36,6 +36,13 @@ NAMES = {  # and their configurations
     "openwebtext": ("Skylion007/openwebtext", None),
     "tinyshakespeare": ("karpathy/tiny_shakespeare", None),
 }
+KINDS: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # of files, as `datasets` has them: how names end, and options
+    # a size of its own: by default it is that of the first rows of a file, which may have none
+    "parquet": (".parquet", {"batch_size": 1000}),
+    "text": (".txt", {"sample_by": "document"}),
+}
 CONVERTED = "refs/convert/parquet"  # the branch with the Hub's own conversion of a dataset
 HELD_OUT = ("validation", "test")  # names of splits
 ACCESS = (
@@ -117,28 +124,29 @@ def _arguments(data: str) -> dict[str, Any]:
     if data in NAMES:
         return dict(zip(("path", "name"), NAMES[data], strict=True))
     path, config = _split_name(data)
-    for kind, suffix, options in (
-        # a size of its own: by default it is that of the first rows of a file, which may have none
-        ("parquet", ".parquet", {"batch_size": 1000}),
-        ("text", ".txt", {"sample_by": "document"}),
-    ):
-        files = _local_files(Path(path), suffix)
-        held = [glob.escape(file) for file in files if is_held_out(Path(file))]
-        rest = [glob.escape(file) for file in files if not is_held_out(Path(file))]
-        if rest:
-            split = {"train": rest, **({"validation": held} if held else {})}
-            return {"path": kind, "data_files": split, **options}
-    return {"path": path, "name": config}
+    kind, train, held_out = _local_splits(data)
+    if not kind:
+        return {"path": path, "name": config}
+    splits = {"train": train, **({"validation": held_out} if held_out else {})}
+    files = {split: [glob.escape(file) for file in part] for split, part in splits.items()}
+    return {"path": kind, "data_files": files, **KINDS[kind][1]}
 
 
 def local_bytes(data: str) -> int:
     """Return the size of a dataset's files that lie in a folder; 0 of one of the Hub, or in other formats."""
-    folder, _ = _split_name(data)
-    parts = _arguments(data).get("data_files", {}).values()
-    names = [file for files in parts for file in files]
-    return sum(
-        os.path.getsize(f) for f in _local_files(Path(folder), "") if glob.escape(f) in names
-    )
+    _, train, held_out = _local_splits(data)
+    return sum(map(os.path.getsize, train + held_out))
+
+
+def _local_splits(data: str) -> tuple[str, list[str], list[str]]:
+    """Return what a folder's files are to `datasets`, those to train on, and those for validation; "": not known."""
+    folder = Path(_split_name(data)[0])
+    for kind, (suffix, _) in KINDS.items():
+        files = _local_files(folder, suffix) if data not in NAMES else []
+        train = [file for file in files if not is_held_out(Path(file))]
+        if train:
+            return kind, train, [file for file in files if is_held_out(Path(file))]
+    return "", [], []
 
 
 def _split_name(data: str) -> tuple[str, str | None]:

@@ -17,8 +17,10 @@ from typing import IO
 
 from fp8stack.errors import ConfigError
 
-with suppress(ImportError):
+try:
     import fcntl
+except ImportError:
+    fcntl = None
 
 NAME = ".lock"
 PATIENCE = 120.0  # seconds
@@ -51,10 +53,10 @@ def lock(folder: Path, patience: float = PATIENCE) -> IO[str]:
 
 def _take(file: IO[str]) -> bool:
     """Take the lock, or find that there are none; return False where another process has it."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except (NameError, OSError):  # of the system, or of this file system
-        return True
+    with suppress(OSError):  # a file system without
+        try:
+            if fcntl:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
     return True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, it sees its own folder only
 
-from fp8stack.errors import ConfigError, Fp8StackError, Fp8StackWarning, reason_of
+from fp8stack.errors import ConfigError, Fp8StackError, reason_of
 from gpt.config import Config, parse
 from gpt.options import Parser
 from gpt.schedule import learning_rate
@@ -72,11 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         own, rest = parser.parse_known_args(argv)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", Fp8StackWarning)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda text, *_: print(f"warning: {text}", file=sys.stderr)
             rates = draw(parse(rest), own.picture)
-        for warning in told:
-            print(f"warning: {warning.message}", file=sys.stderr)
     except Fp8StackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

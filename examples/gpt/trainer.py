@@ -132,10 +132,11 @@ class Trainer:
         if self.step >= config.steps:
             done = f"the checkpoint is at step {self.step}, --steps is {config.steps}"
             self.log.say(f"nothing left to do: {done}")
+        saves_alone = self.world == 1 and config.checkpoint_freq > 0
         try:
             with comm.Statistics() as self.wire:
                 while self.step < config.steps:
-                    position = self.data.train.state_dict()
+                    position = self.data.train.state_dict() if saves_alone else None
                     try:
                         asked = self.take_step()
                     except UnreadableError as error:
@@ -160,9 +161,12 @@ class Trainer:
             ranks.gather(self.step)  # torchrun ends the others when the first is gone
         return self.losses
 
-    def _kept(self, error: UnreadableError, position: dict[str, Any]) -> UnreadableError:
-        """Write a checkpoint of the last whole step, where there is one rank: others may not have met this error."""
-        if self.world > 1 or not self.config.checkpoint_freq or self.step == self.first:
+    def _kept(self, error: UnreadableError, position: dict[str, Any] | None) -> UnreadableError:
+        """Write a checkpoint of the last whole step, if its position was kept; return what to say.
+
+        It is with one rank alone: others may not have met this error.
+        """
+        if position is None or self.step == self.first:
             return error
         self.data.train.load_state_dict(position)
         path = self.save(evaluate=False)

@@ -114,22 +114,26 @@ def _write(out: Path, weights: dict[str, Tensor], safe: bool) -> int:
         if safe:
             first: dict[int, str] = {}
             ties = {name: first.setdefault(id(value), name) for name, value in weights.items()}
-            kept, seen = {}, set()
-            for name in first.values():
-                if weights[name].layout is not torch.strided:
-                    raise ValueError(
-                        f"{name!r} is sparse, and safetensors are dense; use --out with .pt"
-                    )
-                value = weights[name].contiguous()
-                place = place_of(value)[0]  # such a file has no views of one storage
-                kept[name] = value.clone() if place in seen else value
-                seen.add(place)
+            kept = _apart({name: weights[name] for name in first.values()})
             told = {name: other for name, other in ties.items() if name != other}
             safetensors().save_file(kept, temporary, metadata={"format": "pt", **told})
         else:
             with open(temporary, "wb") as file:
                 torch.save(weights, file)
     return out.stat().st_size
+
+
+def _apart(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as safetensors take them: dense, contiguous, and no two in one storage."""
+    made, storages = {}, set()
+    for name, value in weights.items():
+        if value.layout is not torch.strided:
+            raise ValueError(f"{name!r} is sparse, and safetensors are dense; use --out with .pt")
+        value = value.contiguous()
+        storage = value.untyped_storage().data_ptr()
+        made[name] = value.clone() if storage in storages else value
+        storages.add(storage)
+    return made
 
 
 def _beside(source: Path, to: str) -> Path:

@@ -139,16 +139,11 @@ def _format(key: str, entry: dict[str, Any], stored: Stored, parameter: str) -> 
     if value.is_floating_point():
         return f"{_dtype(value)}, block 128"
     weight = stored.model.get(parameter)
-    if weight is not None:
-        return "4-bit block 128" if value.shape != weight.shape else "8-bit block 128"
     codes, blocks = value.shape[-1], scale.shape[-1]  # of a row; two codes of 4 bits are one
-    return (
-        "8-bit block 128"
-        if codes > 64 * blocks
-        else "4-bit block 128"
-        if blocks > 1
-        else "block 128"
-    )
+    if weight is None and blocks == 1 and codes <= 64:  # of either
+        return "block 128"
+    packed = codes <= 64 * blocks if weight is None else value.shape != weight.shape
+    return "4-bit block 128" if packed else "8-bit block 128"
 
 
 def _step(stored: Stored) -> int | None:

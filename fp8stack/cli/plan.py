@@ -115,11 +115,12 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     for name, reason in {**report["skipped"], **report["kept"]}.items():
         if name.rpartition(".")[0] not in report["skipped"]:  # said of the module
             reasons.setdefault(reason, []).append(name or "the model")
-    for reason, names in reasons.items():
-        _print_reason(console, names, reason)
     if data["small"]:
-        reason = "fewer elements than min_numel, so gradients and states stay as they are"
-        _print_reason(console, data["small"], reason)
+        few = "fewer elements than min_numel, so gradients and states stay as they are"
+        reasons[few] = data["small"]
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        console.print(f"{names[0]}{more}: {reason}")
     sums = {when: sum(parts.values()) for when, parts in both.items()}
     kinds = [p for p in PARTS if both["before"].get(p) or both["after"].get(p)]
     lines = [(p, *(size(both[when].get(p, 0)) for when in both)) for p in kinds]
@@ -130,11 +131,6 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     console.print("Activations and FP8 copies of weights come on top; nothing was allocated.")
     for fallback in report["fallbacks"]:
         console.print(f"fallback: {fallback}")
-
-
-def _print_reason(console: Console, names: list[str], reason: str) -> None:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    console.print(f"{names[0]}{more}: {reason}")
 
 
 def _matrices(

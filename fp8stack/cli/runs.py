@@ -72,10 +72,8 @@ def read_run(path: str | Path) -> Run:
         where = f"{metrics}, line {number}"
         try:
             line = json.loads(text)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # JSON, or whole numbers of thousands of digits
+        # ValueErrors are JSON's, or of whole numbers of thousands of digits
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 run.notes.append(f"{where} is cut off and left out")
                 continue

@@ -221,14 +221,14 @@ def _tie(stored: Stored) -> None:
     found: dict[Any, list[Tensor]] = {}
     for name in sorted(stored.model, key=lambda name: name not in stored.states):
         value = stored.model[name]
-        start = value.flatten()[:64].tolist()
-        if value.ndim < 2 or bool((value == value.flatten()[:1]).all()):
+        if value.ndim < 2:
             continue
+        start = value.flatten()[:64].tolist()
         alike = found.setdefault((value.dtype, value.shape, *start), [])
-        twin = next((t for t in alike if torch.equal(t, value)), value)
-        if twin is value or name in stored.states:
+        twin = next((t for t in alike if torch.equal(t, value)), None)
+        if twin is None or name in stored.states:
             alike.append(value)
-        else:
+        elif bool((value != value.flatten()[0]).any()):
             stored.model[name] = twin
 
 

@@ -183,11 +183,8 @@ def read_config(path: str | Path) -> Shape:
     path = Path(path, "config.json") if Path(path).is_dir() else path
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # JSON's, or whole numbers of thousands of digits
+    # ValueErrors are JSON's, or of whole numbers of thousands of digits
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} cannot be read as JSON: {reason_of(error)} Give a model's config.json, or its folder."
         ) from error

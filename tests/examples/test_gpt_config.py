@@ -345,8 +345,9 @@ def test_the_configurations_that_are_shipped_are_valid(path):
         (["--config", ""], "--config : cannot be read"),
         (["--run-name", "x" * 201], "has more than 200 bytes"),
         (["--run-name", "caf\udce9"], "is not UTF-8"),
+        (["--run-name", "\ud800"], "is not UTF-8"),
     ],
-    ids=["no config", "long", "not UTF-8"],
+    ids=["no config", "long", "not UTF-8", "half a character"],
 )
 def test_names_that_no_file_has_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
