@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -299,12 +300,20 @@ def training(records: list[Record]) -> list[str]:
 
 
 def long_runs(title: str, runs: Callable[..., list[Record]]) -> list[tuple[str, ...]]:
-    """Return a row for each level, then for those with flags of their own or TransformerEngine's products."""
-    found = {s.variant: s for s in summarize(runs())}
-    names = (BASE, AGAIN, "O0", "O1", "O2")
-    rows = [(f"{title}, {n}", *training_cells(found[n])) for n in names if n in found]
+    """Return a row for each level, then for those with flags of their own or TransformerEngine's products.
+
+    Of bf16 those seeds that a level has too, for a mean beside theirs.
+    """
+    plain = runs()
     others = {name: runs(flags=flags) for name, flags in FLAGS.items()}
     others["TransformerEngine"] = runs(compute="te")
+    levels = [
+        r for rows in (plain, *others.values()) for r in rows if r["variant"] not in (BASE, AGAIN)
+    ]
+    paired = {r["params"]["seed"] for r in levels}
+    found = {s.variant: s for s in summarize([r for r in plain if r["params"]["seed"] in paired])}
+    names = (BASE, AGAIN, "O0", "O1", "O2")
+    rows = [(f"{title}, {n}", *training_cells(found[n])) for n in names if n in found]
     for name, records in others.items():
         for s in summarize(records):
             if s.variant not in (BASE, AGAIN):
@@ -321,6 +330,28 @@ def training_cells(s: Summary) -> tuple[str, ...]:
         f"{s.loss:.4f}", gap and f"{gap} %", str(s.seeds), f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}",
         ratios[1], off,
     )  # fmt: skip
+
+
+def repeats(records: list[Record]) -> list[str]:
+    """Return how far runs end apart that are the same in all: code, settings, seed and GPU."""
+    found: dict[str, list[Record]] = {}
+    for r in records:
+        same = [r[name] for name in ("variant", "compute", "git", "gpu", "params")]
+        found.setdefault(json.dumps(same, sort_keys=True), []).append(r)
+    rows = []
+    for runs in found.values():
+        if len(runs) < 2:
+            continue
+        losses, p = [r["value"] for r in runs], runs[0]["params"]
+        name = (
+            f"{LONG_RUNS[p['model']]} {titled(runs[0])}".strip()
+            + f", {runs[0]['variant']}, seed {p['seed']}"
+        )
+        mean = fmean(losses)
+        ends = ", ".join(f"{loss:.4f}" for loss in losses)
+        apart, deviation = (max(losses) - min(losses)) / mean, stdev(losses) / mean
+        rows.append((name, ends, f"{100 * apart:.2f} %", f"{100 * deviation:.2f} %"))
+    return lines(("the same run", "loss", "apart", "standard deviation"), rows)
 
 
 def resumed(records: list[Record]) -> list[str]:
@@ -356,3 +387,4 @@ if (RESULTS / "gradients.jsonl").exists():  # a table that no document shows is 
     TABLES["gradients"] = gradients
 if (RESULTS / "training.jsonl").exists():
     TABLES["training"] = lambda: training(read("training"))
+    TABLES["repeats"] = lambda: repeats(read("training"))

@@ -323,6 +323,43 @@ def test_long_runs_are_compared_where_settings_are_those_of_the_last_bf16_run():
     assert training_tables.last_runs([*new[1:], flagged], "gpt2") == []
 
 
+def test_runs_that_are_the_same_are_shown_as_repeats():
+    same = {"compute": None, "git": "a", "gpu": "x"}
+    params = {"model": "gpt2", "lr": 1e-3, "data": "d", "seed": 1}
+    runs = [{"variant": "bf16", "value": v, "params": params, **same} for v in (1.0, 1.02, 1.04)]
+    others = [
+        {**runs[0], "git": "b"},
+        {**runs[0], "variant": "O2", "compute": "native"},
+        {**runs[0], "params": {**params, "seed": 2}},
+    ]
+    *_, row = found = training_tables.repeats([*others, *runs])
+    assert len(found) == 3  # heads, rule, and one row
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == ["GPT-2 124M, bf16, seed 1", "1.0000, 1.0200, 1.0400", "3.92 %", "1.96 %"]
+
+
+def test_bf16_is_shown_with_the_seeds_that_levels_have():
+    def run(variant, seed, value):
+        params = {"model": "gpt2", "seed": seed} | dict.fromkeys(training_tables.SETTINGS, 0)
+        compute = None if variant == "bf16" else "native"
+        rest = {
+            "compute": compute,
+            "git": "a",
+            "gpu": "x",
+            "tokens_per_second": 1.0,
+            "peak_gib": 1.0,
+        }
+        return {"variant": variant, "value": value, "params": params, "estimate_gib": None, **rest}
+
+    runs = [run("bf16", 0, 2.0), run("bf16", 1, 9.0), run("O2", 0, 2.02)]
+    found = [line.split("|")[1:5] for line in training_tables.training(runs)[2:]]
+    found = [[cell.strip() for cell in row] for row in found]
+    assert found == [
+        ["GPT-2 124M, bf16", "2.0000", "", "1"],
+        ["GPT-2 124M, O2", "2.0200", "+1.00 %", "1"],
+    ]
+
+
 def test_losses_are_drawn_at_the_steps_that_runs_share():
     rows = [record(v, s, 1.0, 1) for v in ("bf16", "bf16 again", "O2") for s in (0, 1)]
     for r in rows:
