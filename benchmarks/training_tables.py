@@ -234,7 +234,12 @@ class Summary(NamedTuple):
 
 
 def summarize(rows: list[Record]) -> list[Summary]:
-    """Return a line for each variant among a model's runs; speed and memory of "bf16 again" are not compared."""
+    """Return a line for each variant among a model's runs; speed and memory of "bf16 again" are not compared.
+
+    Seeds are those that a level has, where there are levels, so that bf16's mean is beside theirs.
+    """
+    seeds = {r["params"]["seed"] for r in rows if r["variant"] not in (BASE, AGAIN)}
+    rows = [r for r in rows if not seeds or r["params"]["seed"] in seeds]
     base = {r["params"]["seed"]: r for r in rows if r["variant"] == BASE}
     found = []
     for variant in dict.fromkeys(r["variant"] for r in rows):
@@ -300,20 +305,12 @@ def training(records: list[Record]) -> list[str]:
 
 
 def long_runs(title: str, runs: Callable[..., list[Record]]) -> list[tuple[str, ...]]:
-    """Return a row for each level, then for those with flags of their own or TransformerEngine's products.
-
-    Of bf16 those seeds that a level has too, for a mean beside theirs.
-    """
-    plain = runs()
-    others = {name: runs(flags=flags) for name, flags in FLAGS.items()}
-    others["TransformerEngine"] = runs(compute="te")
-    levels = [
-        r for rows in (plain, *others.values()) for r in rows if r["variant"] not in (BASE, AGAIN)
-    ]
-    paired = {r["params"]["seed"] for r in levels}
-    found = {s.variant: s for s in summarize([r for r in plain if r["params"]["seed"] in paired])}
+    """Return a row for each level, then for those with flags of their own or TransformerEngine's products."""
+    found = {s.variant: s for s in summarize(runs())}
     names = (BASE, AGAIN, "O0", "O1", "O2")
     rows = [(f"{title}, {n}", *training_cells(found[n])) for n in names if n in found]
+    others = {name: runs(flags=flags) for name, flags in FLAGS.items()}
+    others["TransformerEngine"] = runs(compute="te")
     for name, records in others.items():
         for s in summarize(records):
             if s.variant not in (BASE, AGAIN):
@@ -343,11 +340,8 @@ def repeats(records: list[Record]) -> list[str]:
         if len(runs) < 2:
             continue
         losses, p = [r["value"] for r in runs], runs[0]["params"]
-        name = (
-            f"{LONG_RUNS[p['model']]} {titled(runs[0])}".strip()
-            + f", {runs[0]['variant']}, seed {p['seed']}"
-        )
-        mean = fmean(losses)
+        title, mean = f"{LONG_RUNS[p['model']]} {titled(runs[0])}".strip(), fmean(losses)
+        name = f"{title}, {runs[0]['variant']}, seed {p['seed']}"
         ends = ", ".join(f"{loss:.4f}" for loss in losses)
         apart, deviation = (max(losses) - min(losses)) / mean, stdev(losses) / mean
         rows.append((name, ends, f"{100 * apart:.2f} %", f"{100 * deviation:.2f} %"))

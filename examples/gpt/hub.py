@@ -36,9 +36,8 @@ NAMES = {  # and their configurations
     "openwebtext": ("Skylion007/openwebtext", None),
     "tinyshakespeare": ("karpathy/tiny_shakespeare", None),
 }
-KINDS: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # of files, as `datasets` has them: how names end, and options
+# of files, as `datasets` has them: how their names end, and options
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     # a size of its own: by default it is that of the first rows of a file, which may have none
     "parquet": (".parquet", {"batch_size": 1000}),
     "text": (".txt", {"sample_by": "document"}),
