@@ -26,6 +26,7 @@ from fp8stack.planning import BASELINES, Precision, Setup, Shape, at_level, esti
 
 sys.path.insert(0, str(RESULTS.parents[1] / "examples"))
 
+from gpt.config import Config as Options
 from gpt.model import SIZES
 
 VOCAB = 50_304  # of training.py's shards, padded by the application
@@ -188,7 +189,7 @@ def _training() -> Iterator[Peak]:
         # passes that the monitor samples fuse nothing, and so hold most
         options = {name.replace("-", "_"): v for name, v in flags.items() if name != "fuse"}
         precision = BASELINES.get(variant.removesuffix(" again")) or at_level(
-            recipe_for(variant, compute=compute or "native", **options)
+            Options(p["model"], opt_level=variant, compute=compute or "native", **options).recipe()
         )
         micro = p.get("micro_batch", p["batch"])
         setup = Setup(micro, p["seq"], accumulate=micro < p["batch"])

@@ -214,6 +214,7 @@ FLAGS: dict[str, dict[str, Any]] = {  # of runs that are shown below the plain o
     "delayed": DELAYED,
     "delayed, history of 16": {**DELAYED, "amax-history-len": 16},
     "fused, delayed": {**DELAYED, "fuse": True},
+    "32-bit states": {"optimizer-bits": 32},
 }
 
 
@@ -222,6 +223,7 @@ class Summary(NamedTuple):
 
     variant: str
     seeds: int
+    runs: int  # more than seeds where the same ran more than once
     loss: float
     gap: float | None  # mean over seeds, of bf16's loss
     error: float | None  # the standard error of that mean, of two seeds and more
@@ -236,21 +238,24 @@ class Summary(NamedTuple):
 def summarize(rows: list[Record]) -> list[Summary]:
     """Return a line for each variant among a model's runs; speed and memory of "bf16 again" are not compared.
 
-    Seeds are those that a level has, where there are levels, so that bf16's mean is beside theirs.
+    Seeds are those that a level has, where there are levels, so that bf16's mean is beside theirs. A seed that ran more
+    than once counts with its mean.
     """
     seeds = {r["params"]["seed"] for r in rows if r["variant"] not in (BASE, AGAIN)}
     rows = [r for r in rows if not seeds or r["params"]["seed"] in seeds]
-    base = {r["params"]["seed"]: r for r in rows if r["variant"] == BASE}
-    found = []
+    base = [r for r in rows if r["variant"] == BASE]
+    found, base_losses = [], losses_by_seed(base)
     for variant in dict.fromkeys(r["variant"] for r in rows):
         own = [r for r in rows if r["variant"] == variant]
-        pairs = [(r, base[s]) for r in own if (s := r["params"]["seed"]) in base]
-        gaps = [r["value"] / b["value"] - 1 for r, b in pairs if variant != BASE]
+        losses = losses_by_seed(own)
+        shared = [s for s in losses if s in base_losses and variant != BASE]
+        gaps = [losses[s] / base_losses[s] - 1 for s in shared]
+        pairs = [(r, b) for r in own for b in base if r["params"]["seed"] == b["params"]["seed"]]
         alike = [] if variant == AGAIN else pairs
         paced = [(r, b) for r, b in alike if r.get("git") == b.get("git")]  # of one day's code
         peak, planned = max(r["peak_gib"] for r in own), own[0]["estimate_gib"]
         found.append(Summary(
-            variant, len(own), fmean(r["value"] for r in own), fmean(gaps) if gaps else None,
+            variant, len(losses), len(own), fmean(losses.values()), fmean(gaps) if gaps else None,
             stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None, fmean(r["tokens_per_second"] for r in own),
             mean_ratio(paced, "tokens_per_second"), peak, mean_ratio(alike, "peak_gib"), planned,
             planned and planned / peak - 1,
@@ -258,8 +263,16 @@ def summarize(rows: list[Record]) -> list[Summary]:
     return found
 
 
+def losses_by_seed(runs: list[Record]) -> dict[int, float]:
+    """Return each seed's loss, the mean of its runs."""
+    found: dict[int, list[float]] = {}
+    for r in runs:
+        found.setdefault(r["params"]["seed"], []).append(r["value"])
+    return {seed: fmean(losses) for seed, losses in found.items()}
+
+
 def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
-    """Return the mean over seeds of a number over bf16's."""
+    """Return the mean over pairs of runs of a number over bf16's."""
     return fmean(r[key] / base[key] for r, base in pairs) if pairs else None
 
 
@@ -276,7 +289,7 @@ def last_runs(
     beside: str = "",
     compute: str = "native",
 ) -> list[Record]:
-    """Return each variant's and seed's last record, of those with the settings that the model's last bf16 run has.
+    """Return the records with the settings that the model's last bf16 run has, those of repeated runs too.
 
     Of levels, those with these products and flags of the application; of all, those with the settings of that title in
     `BESIDE`, or with none of these. Empty without bf16.
@@ -290,8 +303,7 @@ def last_runs(
     ]
     settings = [[r["params"].get(name) for name in SETTINGS] for r in own]
     base = [s for s, r in zip(settings, own, strict=True) if r["variant"] == BASE]
-    alike = [r for s, r in zip(settings, own, strict=True) if s in base[-1:]]
-    return list({(r["variant"], r["params"]["seed"]): r for r in alike}.values())
+    return [r for s, r in zip(settings, own, strict=True) if s in base[-1:]]
 
 
 def training(records: list[Record]) -> list[str]:
@@ -321,10 +333,11 @@ def long_runs(title: str, runs: Callable[..., list[Record]]) -> list[tuple[str, 
 def training_cells(s: Summary) -> tuple[str, ...]:
     gap = "" if s.gap is None else percent(s.gap)
     gap += "" if s.error is None else f" ± {100 * s.error:.2f}"
+    count = str(s.seeds) + (f" ({s.runs} runs)" if s.runs > s.seeds else "")
     ratios = ["" if ratio is None else f"{ratio:.2f}" for ratio in (s.faster, s.part)]
     off = "" if s.off is None else f"{100 * s.off:+.1f} %".replace("-", "−")
     return (
-        f"{s.loss:.4f}", gap and f"{gap} %", str(s.seeds), f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}",
+        f"{s.loss:.4f}", gap and f"{gap} %", count, f"{s.tokens:,.0f}", ratios[0], f"{s.peak:.2f}",
         ratios[1], off,
     )  # fmt: skip
 

@@ -318,7 +318,7 @@ def test_long_runs_are_compared_where_settings_are_those_of_the_last_bf16_run():
     others = [{**repeated, "compute": "te", "value": 9.0}, record("O2", 0, 9.0, 3, "tiny"), flagged]
     found = training_tables.last_runs([*new[:-1], *old, *new, repeated, *others], "gpt2")
     assert sorted((r["variant"], r["value"]) for r in found) == [
-        ("O0", 2.04), ("O1", 2.06), ("O2", 1.9), ("bf16", 2.0),
+        ("O0", 2.04), ("O0", 2.04), ("O1", 2.06), ("O1", 2.06), ("O2", 1.9), ("O2", 1.98), ("bf16", 2.0), ("bf16", 2.0),
     ]  # fmt: skip
     assert training_tables.last_runs([*new[1:], flagged], "gpt2") == []
 
@@ -358,6 +358,21 @@ def test_bf16_is_shown_with_the_seeds_that_levels_have():
         ["GPT-2 124M, bf16", "2.0000", "", "1"],
         ["GPT-2 124M, O2", "2.0200", "+1.00 %", "1"],
     ]
+
+
+def test_a_seed_that_ran_more_than_once_counts_with_its_mean():
+    base = [record("bf16", 0, x, 4) for x in (1.9, 2.1)] + [record("bf16", 1, 4.0, 4)]
+    ours = [record("O2", 0, x, 2) for x in (2.0, 2.1, 2.2)] + [record("O2", 1, 4.4, 2)]
+    other = {
+        **record("O2", 1, 4.4, 1),
+        "git": "of another day",
+    }  # its speed is beside no run of bf16
+    bf16, o2 = training_tables.summarize([*base, *ours, other])
+    assert (bf16.seeds, bf16.runs, o2.seeds, o2.runs) == (2, 3, 2, 5)
+    assert (bf16.loss, o2.loss) == pytest.approx((3.0, 3.25))
+    assert (o2.gap, o2.error) == pytest.approx((0.075, 0.025))
+    assert o2.faster == pytest.approx(0.5)
+    assert training_tables.training_cells(o2)[:3] == ("3.2500", "+7.50 ± 2.50 %", "2 (5 runs)")
 
 
 def test_losses_are_drawn_at_the_steps_that_runs_share():
