@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Collection
 from typing import Any
 
 import comm_tables
@@ -68,20 +69,23 @@ def draw_levels(figure: Figure, rows: list[Record]) -> None:
 
 
 def draw_losses(figure: Figure, rows: list[Record]) -> None:
-    """Mean validation curves, and below them each seed's difference to the baseline."""
+    """Mean validation curves, and below them each seed's difference to the baseline; a seed's own is its runs' mean."""
     figure.set_size_inches(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    curves: dict[str, dict[int, dict[int, float]]] = {}
+    runs: dict[str, dict[int, list[dict[int, float]]]] = {}
     for r in rows:
-        curves.setdefault(r["variant"], {})[r["params"]["seed"]] = dict(r["validation"])
+        own = runs.setdefault(r["variant"], {}).setdefault(r["params"]["seed"], [])
+        own.append(dict(r["validation"]))
+    curves = {
+        v: {seed: mean_curve(of_seed) for seed, of_seed in own.items()} for v, own in runs.items()
+    }
     base = curves.get("baseline") or curves["bf16"]
     ends, looks = [2.0], looks_of(list(curves))
     for level, by_seed in curves.items():
-        shared = [s for s in next(iter(by_seed.values())) if all(s in c for c in by_seed.values())]
-        mean = [statistics.mean(curve[step] for curve in by_seed.values()) for step in shared]
+        mean = mean_curve(by_seed.values())
         label = level.removeprefix("peer/")
         color, style = looks[level]
-        above.plot(shared, mean, style, color=color, marker=".", label=label)
+        above.plot(list(mean), list(mean.values()), style, color=color, marker=".", label=label)
         for seed, curve in by_seed.items():
             other = base.get(seed, {})
             off = {step: 100 * (curve[step] / other[step] - 1) for step in curve if step in other}
@@ -92,6 +96,12 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
     above.set(ylabel=f"validation loss, {rows[0]['unit']}")
     below.set(xlabel="step", ylabel="off the baseline, %", ylim=(-max(ends), max(ends)))
     figure.legend(loc="outside right upper", frameon=False, fontsize="small", handlelength=3)
+
+
+def mean_curve(curves: Collection[dict[int, float]]) -> dict[int, float]:
+    """Return the mean at the steps that all have."""
+    shared = [step for step in next(iter(curves)) if all(step in curve for curve in curves)]
+    return {step: statistics.mean(curve[step] for curve in curves) for step in shared}
 
 
 def looks_of(variants: list[str]) -> dict[str, tuple[str, str]]:

@@ -253,7 +253,7 @@ def summarize(rows: list[Record]) -> list[Summary]:
         pairs = [(r, b) for r in own for b in base if r["params"]["seed"] == b["params"]["seed"]]
         alike = [] if variant == AGAIN else pairs
         paced = [(r, b) for r, b in alike if r.get("git") == b.get("git")]  # of one day's code
-        peak, planned = max(r["peak_gib"] for r in own), own[0]["estimate_gib"]
+        peak, planned = max(r["peak_gib"] for r in own), own[-1]["estimate_gib"]
         found.append(Summary(
             variant, len(losses), len(own), fmean(losses.values()), fmean(gaps) if gaps else None,
             stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else None, fmean(r["tokens_per_second"] for r in own),
@@ -289,7 +289,7 @@ def last_runs(
     beside: str = "",
     compute: str = "native",
 ) -> list[Record]:
-    """Return the records with the settings that the model's last bf16 run has, those of repeated runs too.
+    """Return the records with the settings that the model's last bf16 run has, of all commits and repeated runs.
 
     Of levels, those with these products and flags of the application; of all, those with the settings of that title in
     `BESIDE`, or with none of these. Empty without bf16.

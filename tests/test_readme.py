@@ -74,11 +74,13 @@ def test_long_runs_at_o2_end_within_half_a_percent_of_bf16():
         found = {s.variant: s for s in training_tables.summarize(last)}
         assert {"bf16", "O0", "O1", "O2"} <= set(found)
         assert abs(found["O2"].gap) < 0.005
-    # the application's own rate
-    rows = training_tables.last_runs(runs, "llama-1b", beside="at 3e-4")
+
+
+def test_llama_is_not_told_from_bf16_at_the_rate_of_the_application():
+    rows = training_tables.last_runs(records.read("training"), "llama-1b", beside="at 3e-4")
     o2 = next(s for s in training_tables.summarize(rows) if s.variant == "O2")
-    assert o2.seeds == 3
-    assert abs(o2.gap) < 0.005
+    assert o2.seeds >= 3
+    assert abs(o2.gap) < 2 * o2.error
 
 
 def test_short_runs_in_all_formats_and_odd_sizes_are_finite():

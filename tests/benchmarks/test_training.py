@@ -363,20 +363,19 @@ def test_bf16_is_shown_with_the_seeds_that_levels_have():
 def test_a_seed_that_ran_more_than_once_counts_with_its_mean():
     base = [record("bf16", 0, x, 4) for x in (1.9, 2.1)] + [record("bf16", 1, 4.0, 4)]
     ours = [record("O2", 0, x, 2) for x in (2.0, 2.1, 2.2)] + [record("O2", 1, 4.4, 2)]
-    other = {
-        **record("O2", 1, 4.4, 1),
-        "git": "of another day",
-    }  # its speed is beside no run of bf16
+    other = {**record("O2", 1, 4.4, 1), "git": "b"}  # no run of bf16 to compare its speed with
     bf16, o2 = training_tables.summarize([*base, *ours, other])
     assert (bf16.seeds, bf16.runs, o2.seeds, o2.runs) == (2, 3, 2, 5)
     assert (bf16.loss, o2.loss) == pytest.approx((3.0, 3.25))
     assert (o2.gap, o2.error) == pytest.approx((0.075, 0.025))
     assert o2.faster == pytest.approx(0.5)
+    assert o2.estimate == 1.1, "the last run's"
     assert training_tables.training_cells(o2)[:3] == ("3.2500", "+7.50 ± 2.50 %", "2 (5 runs)")
 
 
 def test_losses_are_drawn_at_the_steps_that_runs_share():
     rows = [record(v, s, 1.0, 1) for v in ("bf16", "bf16 again", "O2") for s in (0, 1)]
+    rows += [record("O2", 0, 1.0, 1)]  # seed 0 once more, which counts with its mean
     for r in rows:
         often = r["variant"] == "bf16"
         worse = {"bf16": 1.0, "bf16 again": 1.01, "O2": 1.05}[r["variant"]]
@@ -386,13 +385,15 @@ def test_losses_are_drawn_at_the_steps_that_runs_share():
             for step in range(50 if often else 100, 301, 50 if often else 100)
         ]
     figure = Figure()
-    report_pictures.draw_losses(figure, rows[:-1])
+    rows[-1]["validation"] = [[step, 1.07 * 100 / step] for step in (100, 200, 300)]
+    kept = [r for r in rows if (r["variant"], r["params"]["seed"]) != ("O2", 1)]
+    report_pictures.draw_losses(figure, kept)
     above, below = figure.axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
     assert list(drawn) == ["bf16", "bf16 again", "O2"]
-    assert drawn["O2"] == [[step, pytest.approx(105 / step)] for step in (100, 200, 300)]
+    assert drawn["O2"] == [[step, pytest.approx(106 / step)] for step in (100, 200, 300)]
     off = [line.get_xydata().tolist() for line in below.lines]
-    assert off[-1] == [[step, pytest.approx(5)] for step in (100, 200, 300)]
+    assert off[-1] == [[step, pytest.approx(6)] for step in (100, 200, 300)]
     assert below.get_ylim()[1] > 5, "it is to be seen"
 
 
