@@ -36,6 +36,13 @@ def by_seed(name: str, **params: Any) -> dict[str, dict[int, float]]:
     return found
 
 
+def runs_by_seed(records: Iterable[Record]) -> dict[int, list[Record]]:
+    found: dict[int, list[Record]] = {}
+    for r in records:
+        found.setdefault(r["params"]["seed"], []).append(r)
+    return found
+
+
 def paired(values: dict[int, float], base: dict[int, float]) -> list[float]:
     """Return by how much values exceed those of the same seed, as fractions, in the order of seeds."""
     return [values[seed] / base[seed] - 1 for seed in sorted(values)]

@@ -31,7 +31,7 @@ from common import ROOT
 from matplotlib.figure import Figure
 from paired_runs import beside_baseline
 from record_tables import SMALL, by_variant
-from training_tables import LONG_RUNS, last_runs, last_steps
+from training_tables import LONG_RUNS, comparable_runs, last_steps
 
 RESULTS = ROOT / "benchmarks" / "results"
 Record = dict[str, Any]
@@ -127,7 +127,7 @@ SECTIONS = [
         Section(
             f"run-{model}", f"Long runs: {title}", "Validation loss of the training application at every level, and "
             'how far it is off that of bf16; "bf16 again" is off by the order of its sums alone.', "training.jsonl",
-            partial(last_runs, model=model), pictures.draw_losses,
+            partial(comparable_runs, model=model), pictures.draw_losses,
         )
         for model, title in LONG_RUNS.items()
     ),

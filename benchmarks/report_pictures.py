@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection
-from typing import Any
 
 import comm_tables
 from matplotlib.figure import Figure
+from record_tables import Record, runs_by_seed
 
-Record = dict[str, Any]
 OURS, PEER = "tab:orange", "0.7"
 LEVELS = {
     "baseline": "black",
@@ -72,13 +71,12 @@ def draw_losses(figure: Figure, rows: list[Record]) -> None:
     """Mean validation curves, and below them each seed's difference to the baseline; a seed's own is its runs' mean."""
     figure.set_size_inches(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    runs: dict[str, dict[int, list[dict[int, float]]]] = {}
-    for r in rows:
-        own = runs.setdefault(r["variant"], {}).setdefault(r["params"]["seed"], [])
-        own.append(dict(r["validation"]))
-    curves = {
-        v: {seed: mean_curve(of_seed) for seed, of_seed in own.items()} for v, own in runs.items()
-    }
+    curves = {}
+    for variant in dict.fromkeys(r["variant"] for r in rows):
+        seeds = runs_by_seed(r for r in rows if r["variant"] == variant)
+        curves[variant] = {
+            seed: mean_curve([dict(r["validation"]) for r in runs]) for seed, runs in seeds.items()
+        }
     base = curves.get("baseline") or curves["bf16"]
     ends, looks = [2.0], looks_of(list(curves))
     for level, by_seed in curves.items():

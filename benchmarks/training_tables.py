@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from record_tables import RESULTS, Record, by_variant, lines, percent, read
+from record_tables import RESULTS, Record, by_variant, lines, paired, percent, read, runs_by_seed
 
 STEPS = {
     "bf16 autocast, torch's fused AdamW": "bf16",
@@ -248,8 +248,8 @@ def summarize(rows: list[Record]) -> list[Summary]:
     for variant in dict.fromkeys(r["variant"] for r in rows):
         own = [r for r in rows if r["variant"] == variant]
         losses = losses_by_seed(own)
-        shared = [s for s in losses if s in base_losses and variant != BASE]
-        gaps = [losses[s] / base_losses[s] - 1 for s in shared]
+        compared = {s: x for s, x in losses.items() if s in base_losses}
+        gaps = [] if variant == BASE else paired(compared, base_losses)
         pairs = [(r, b) for r in own for b in base if r["params"]["seed"] == b["params"]["seed"]]
         alike = [] if variant == AGAIN else pairs
         paced = [(r, b) for r, b in alike if r.get("git") == b.get("git")]  # of one day's code
@@ -265,10 +265,7 @@ def summarize(rows: list[Record]) -> list[Summary]:
 
 def losses_by_seed(runs: list[Record]) -> dict[int, float]:
     """Return each seed's loss, the mean of its runs."""
-    found: dict[int, list[float]] = {}
-    for r in runs:
-        found.setdefault(r["params"]["seed"], []).append(r["value"])
-    return {seed: fmean(losses) for seed, losses in found.items()}
+    return {seed: fmean(r["value"] for r in own) for seed, own in runs_by_seed(runs).items()}
 
 
 def mean_ratio(pairs: list[tuple[Record, Record]], key: str) -> float | None:
@@ -282,7 +279,7 @@ def titled(record: Record) -> str:
     return next((t for t, own in found if own.items() <= record["params"].items()), "")
 
 
-def last_runs(
+def comparable_runs(
     records: Iterable[Record],
     model: str,
     flags: dict[str, Any] | None = None,
@@ -310,7 +307,7 @@ def training(records: list[Record]) -> list[str]:
     rows = []
     for model, title in LONG_RUNS.items():
         for beside in ("", *BESIDE[model]):
-            runs = partial(last_runs, records, model, beside=beside)
+            runs = partial(comparable_runs, records, model, beside=beside)
             rows += long_runs(f"{title} {beside}".strip(), runs)
     heads = ("tokens/s", "× bf16", "peak GiB", "× bf16", "estimate off by")
     return lines(("", "loss", "off bf16", "seeds", *heads), rows)

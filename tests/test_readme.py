@@ -69,7 +69,7 @@ def mean_difference(name, variant, base="baseline", **params):
 def test_long_runs_at_o2_end_within_half_a_percent_of_bf16():
     runs = records.read("training")
     for model in training_tables.LONG_RUNS:
-        last = training_tables.last_runs(runs, model)
+        last = training_tables.comparable_runs(runs, model)
         assert all(r["params"]["steps"] >= 1000 for r in last)
         found = {s.variant: s for s in training_tables.summarize(last)}
         assert {"bf16", "O0", "O1", "O2"} <= set(found)
@@ -77,7 +77,7 @@ def test_long_runs_at_o2_end_within_half_a_percent_of_bf16():
 
 
 def test_llama_is_not_told_from_bf16_at_the_rate_of_the_application():
-    rows = training_tables.last_runs(records.read("training"), "llama-1b", beside="at 3e-4")
+    rows = training_tables.comparable_runs(records.read("training"), "llama-1b", beside="at 3e-4")
     o2 = next(s for s in training_tables.summarize(rows) if s.variant == "O2")
     assert o2.seeds >= 3
     assert abs(o2.gap) < 2 * o2.error

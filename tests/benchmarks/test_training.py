@@ -316,11 +316,11 @@ def test_long_runs_are_compared_where_settings_are_those_of_the_last_bf16_run():
     flagged = record("O2", 0, 9.0, 3, lr=1e-4, warmup=500, flags={"fuse": True})
     repeated = record("O2", 0, 1.9, 3, lr=1e-4, warmup=500)
     others = [{**repeated, "compute": "te", "value": 9.0}, record("O2", 0, 9.0, 3, "tiny"), flagged]
-    found = training_tables.last_runs([*new[:-1], *old, *new, repeated, *others], "gpt2")
+    found = training_tables.comparable_runs([*new[:-1], *old, *new, repeated, *others], "gpt2")
     assert sorted((r["variant"], r["value"]) for r in found) == [
         ("O0", 2.04), ("O0", 2.04), ("O1", 2.06), ("O1", 2.06), ("O2", 1.9), ("O2", 1.98), ("bf16", 2.0), ("bf16", 2.0),
     ]  # fmt: skip
-    assert training_tables.last_runs([*new[1:], flagged], "gpt2") == []
+    assert training_tables.comparable_runs([*new[1:], flagged], "gpt2") == []
 
 
 def test_runs_that_are_the_same_are_shown_as_repeats():
@@ -339,19 +339,7 @@ def test_runs_that_are_the_same_are_shown_as_repeats():
 
 
 def test_bf16_is_shown_with_the_seeds_that_levels_have():
-    def run(variant, seed, value):
-        params = {"model": "gpt2", "seed": seed} | dict.fromkeys(training_tables.SETTINGS, 0)
-        compute = None if variant == "bf16" else "native"
-        rest = {
-            "compute": compute,
-            "git": "a",
-            "gpu": "x",
-            "tokens_per_second": 1.0,
-            "peak_gib": 1.0,
-        }
-        return {"variant": variant, "value": value, "params": params, "estimate_gib": None, **rest}
-
-    runs = [run("bf16", 0, 2.0), run("bf16", 1, 9.0), run("O2", 0, 2.02)]
+    runs = [record("bf16", 0, 2.0, 4), record("bf16", 1, 9.0, 4), record("O2", 0, 2.02, 2)]
     found = [line.split("|")[1:5] for line in training_tables.training(runs)[2:]]
     found = [[cell.strip() for cell in row] for row in found]
     assert found == [
@@ -375,7 +363,6 @@ def test_a_seed_that_ran_more_than_once_counts_with_its_mean():
 
 def test_losses_are_drawn_at_the_steps_that_runs_share():
     rows = [record(v, s, 1.0, 1) for v in ("bf16", "bf16 again", "O2") for s in (0, 1)]
-    rows += [record("O2", 0, 1.0, 1)]  # seed 0 once more, which counts with its mean
     for r in rows:
         often = r["variant"] == "bf16"
         worse = {"bf16": 1.0, "bf16 again": 1.01, "O2": 1.05}[r["variant"]]
@@ -385,16 +372,29 @@ def test_losses_are_drawn_at_the_steps_that_runs_share():
             for step in range(50 if often else 100, 301, 50 if often else 100)
         ]
     figure = Figure()
-    rows[-1]["validation"] = [[step, 1.07 * 100 / step] for step in (100, 200, 300)]
-    kept = [r for r in rows if (r["variant"], r["params"]["seed"]) != ("O2", 1)]
-    report_pictures.draw_losses(figure, kept)
+    report_pictures.draw_losses(figure, rows[:-1])
     above, below = figure.axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
     assert list(drawn) == ["bf16", "bf16 again", "O2"]
-    assert drawn["O2"] == [[step, pytest.approx(106 / step)] for step in (100, 200, 300)]
+    assert drawn["O2"] == [[step, pytest.approx(105 / step)] for step in (100, 200, 300)]
     off = [line.get_xydata().tolist() for line in below.lines]
-    assert off[-1] == [[step, pytest.approx(6)] for step in (100, 200, 300)]
+    assert off[-1] == [[step, pytest.approx(5)] for step in (100, 200, 300)]
     assert below.get_ylim()[1] > 5, "it is to be seen"
+
+
+def test_a_seed_that_ran_more_than_once_is_drawn_as_its_mean():
+    rows = [record("bf16", 0, 2.0, 1), *(record("O2", 0, x, 1) for x in (2.1, 2.3))]
+    for r in rows:
+        r |= {"unit": "nats/token", "validation": [[100, 2 * r["value"]], [200, r["value"]]]}
+    figure = Figure()
+    report_pictures.draw_losses(figure, rows)
+    above, below = figure.axes
+    assert above.lines[-1].get_xydata().tolist() == [
+        [100, pytest.approx(4.4)],
+        [200, pytest.approx(2.2)],
+    ]
+    *_, off = [line.get_xydata().tolist() for line in below.lines]
+    assert off == [[100, pytest.approx(10)], [200, pytest.approx(10)]]
 
 
 def test_what_is_said_of_attention_is_in_its_records():
