@@ -113,7 +113,7 @@ def test_lines_of_code_are_what_is_executed():
 
 
 def test_the_library_stays_small():
-    """The budget of CONTRIBUTING.md: 19,250 lines of code; files under 400 lines, functions under 60 (kernels 120)."""
+    """The budget of CONTRIBUTING.md: 19,250 lines of code; files up to 500 lines, functions under 60 (kernels 120)."""
     total = 0
     for folder in ("fp8stack", "kernels", "integrations"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -123,7 +123,7 @@ def test_the_library_stays_small():
             ):
                 continue
             text = path.read_text()
-            assert text.count("\n") < 400, path
+            assert text.count("\n") <= 500, path
             total += lines_of_code(text)
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef):
