@@ -1,23 +1,112 @@
 """Ranks that tests start as processes of their own, in a twentieth of a second instead of three.
 
-Nearly all that starting one takes is the import of torch and of frameworks, again in every rank. Without a GPU, ranks
-are forks of a server, one for each worker of pytest, that has imported those and done nothing else: it has no threads,
-no process group and no random numbers drawn, whatever the tests before have done. With a GPU, ranks are spawned.
+`run_ranks` is what a test calls: it starts the processes, has them join a process group, and runs a function of the
+test's own file in each, so that what ranks do stands beside the test.
+
+Nearly all that starting a process takes is the import of torch and of frameworks, again in every rank. Without a GPU,
+ranks are therefore forks of a server, one for each worker of pytest, that has imported those and done nothing else: it
+has no threads, no process group and no random numbers drawn, whatever the tests before have done. With a GPU, ranks are
+spawned.
 """
 
+import contextlib
 import gc
+import importlib.util
+import inspect
 import os
 import sys
+import tempfile
+from datetime import timedelta
 from multiprocessing import forkserver
+from pathlib import Path
 
 import torch.multiprocessing
 
 IMPORTED = [
-    "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
+    "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
     "helpers", "fp8stack.checkpoint", "fp8stack.comm", "fp8stack.kernels.step",
 ]  # fmt: skip
 DEEPSPEED = "deepspeed.runtime.zero.muon.muon_optimizer"  # which has torch import its compiler
 ENVIRONMENT = dict(os.environ)  # that of the session, before any test changes it
+
+
+def run_ranks(function, world, *arguments, device="cpu", timeout=60, barrier=True):
+    """Run `function(rank, *arguments)` in `world` processes that are the ranks of a group; return what each returned.
+
+        def add_up(rank, size):
+            x = torch.full((size,), rank + 1.0)
+            dist.all_reduce(x)
+            assert x.eq(3).all()
+            return x.sum().item()
+
+        def test_sums_over_ranks():
+            assert run_ranks(add_up, 2, 10) == [30.0, 30.0]
+
+    Before `function` is called, the rank joins the group and, with device="cuda", makes GPU `rank` the current one;
+    RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set as torchrun sets them. Afterwards all ranks wait for each
+    other, leave, and end. The environment and the path are those of the caller now; the random seed differs on every
+    rank. Starting ranks takes longer than most checks: do several in one call.
+
+    Args:
+        function: a module-level function of a test file or of any other module; a rank loads the file by its path.
+        world: the number of ranks.
+        arguments: numbers, strings, dtypes, tensors and the like: no instances of classes of the test's own file.
+        device: "cpu" joins a group over gloo, "cuda" over NCCL; None joins none, for frameworks that do it themselves.
+        timeout: seconds that a collective waits for the other ranks before it raises.
+        barrier: False: ranks end as soon as they return. For a group over NCCL that `function` leaves broken.
+
+    Returns:
+        A list of the results, by rank: None, numbers, strings, tensors on the CPU, and lists, tuples and dicts of them.
+        None stands for a rank that `function` ended by `os._exit(0)`.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: with the traceback of a rank that raised; the others are ended.
+    """
+    if "<" in function.__qualname__:
+        raise TypeError(f"{function.__qualname__} is no function at the top of its module")
+    named = function.__module__, inspect.getfile(function), function.__qualname__
+    with tempfile.TemporaryDirectory() as folder:
+        group = (world, folder, device, timeout, barrier)
+        start_ranks(_be_rank, (*group, named, arguments), nprocs=world)
+        written = [Path(folder, f"result{rank}.pt") for rank in range(world)]
+        return [torch.load(p, weights_only=True) if p.exists() else None for p in written]
+
+
+def _be_rank(rank, world, folder, device, timeout, barrier, named, arguments):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
+        os.environ[name] = os.environ[f"LOCAL_{name}"] = str(value)
+    function = _function(*named)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    if device is not None:
+        torch.distributed.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=timeout),
+        )
+    torch.save(function(rank, *arguments), Path(folder, f"result{rank}.pt"))
+    if device is None:
+        return
+    if barrier:
+        # A rank that left before the others are done would take connections with it. Where one has failed, its own
+        # error is the one to report, not that of the barrier.
+        with contextlib.suppress(RuntimeError):
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch's threads sometimes abort a process that ends in order
+
+
+def _function(module, path, name):
+    """Return a function of a file, which is loaded under the name that pytest gave it."""
+    if module not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module, path)
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return getattr(sys.modules[module], name)
 
 
 def start_ranks(function, arguments=(), nprocs=1):

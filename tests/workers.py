@@ -1,28 +1,10 @@
 """What tests run in processes of their own: importable by name there, as test modules are not."""
 
-import json
-import os
-import threading
-from pathlib import Path
-
 import torch
 from helpers import TinyLM, bits
 
 import fp8stack
 from fp8stack.errors import ConfigError
-
-
-def note_itself(rank, folder, names):
-    """Write down what a rank begins with; the last one is not to begin."""
-    if rank == 2:
-        raise ArithmeticError("on purpose")
-    noted = {
-        "environment": [os.environ.get(name) for name in names],
-        "threads": threading.active_count(),
-        "group": torch.distributed.is_initialized(),
-        "seed": torch.initial_seed(),
-    }
-    Path(folder, f"{rank}.json").write_text(json.dumps(noted))
 
 
 def try_to_release(rank, store, messages):
