@@ -2,11 +2,11 @@
 
 Two kernels. The first writes the largest magnitude of each of up to 512 parts of the matrix (as integers: NaN and
 infinity win); the second reduces those again in each program, which costs less than a launch that would do it once, and
-casts tiles, writing each as it lies and transposed (`quads.py`). So a cast holds no state, waits for nothing and needs
-no buffer zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in bfloat16. The
-first kernel walks from the end of the matrix to its start and the second from start to end: each begins with what was
-used last, which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`), the second
-kernel is the whole cast.
+casts tiles, writing each as it lies and transposed (`transpose_tiles.py`). So a cast holds no state, waits for nothing
+and needs no buffer zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in
+bfloat16. The first kernel walks from the end of the matrix to its start and the second from start to end: each begins
+with what was used last, which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`),
+the second kernel is the whole cast.
 
 `recast` reads a matrix once: its first kernel casts with a scale from before, and each program leaves the largest
 magnitude of its tile in a place of its own. The second kernel, of few programs, compares those with the scale: it
@@ -31,8 +31,16 @@ from fp8stack.formats import E4M3, E5M2, MiniFloat
 
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream
-from .quads import BYTES, load_float, load_rows, magnitude, place_tile, store_both, store_columns
 from .reference.cast import LEAST, MOST, aligned
+from .transpose_tiles import (
+    BYTES,
+    load_float,
+    load_rows,
+    magnitude,
+    place_tile,
+    store_both,
+    store_columns,
+)
 
 PARTS = 512
 FLAT = 8192

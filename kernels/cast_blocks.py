@@ -16,8 +16,15 @@ from fp8stack.formats import MiniFloat
 from .cast import encode_rows, encode_scaled
 from .fp8 import bits_of_magnitude, casts_in_hardware, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream
-from .quads import load_float, magnitude, place_tile, store_both, store_columns, store_rows
 from .reference.cast_blocks import Codes, in_fours, padded
+from .transpose_tiles import (
+    load_float,
+    magnitude,
+    place_tile,
+    store_both,
+    store_columns,
+    store_rows,
+)
 
 
 @triton.jit

@@ -17,9 +17,9 @@ from fp8stack.formats import MiniFloat
 from .cast import COLS, FLAT, PARTS, ROWS
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream
-from .quads import load_float, magnitude, place_tile, store_both
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
+from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
 _HEADER = tl.constexpr(HEADER)

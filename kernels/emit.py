@@ -14,11 +14,11 @@ from torch import Tensor
 
 from .fp8 import encode, scale_and_inverse
 from .norm import LAUNCH, TILE, span_of
+from .pointer_table import COLUMN, WIDTH
 from .reference.emit import HEADROOM
-from .states import E4M3_MAX
+from .state_codecs import E4M3_MAX
 from .step import TYPES
-from .table import COLUMN, WIDTH
-from .tiles import pointer
+from .tile_io import pointer
 
 _WIDTH, _HEADROOM = tl.constexpr(WIDTH), tl.constexpr(HEADROOM)
 _WEIGHT, _CODES, _SCALES = (tl.constexpr(COLUMN[n]) for n in ("weight", "emit", "emit_scale"))
@@ -61,7 +61,7 @@ def _next_kernel(table_ptr, hyper_ptr):
 
 
 def finish(
-    rows: Tensor,  # int64 [tensors, 16], see table.py
+    rows: Tensor,  # int64 [tensors, 16], see pointer_table.py
     owner: Tensor,  # int32 [programs], by `norm.spans`
     hyper: Tensor,  # float32 [tensors, 16]
     dtype: torch.dtype,  # of the weights

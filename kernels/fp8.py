@@ -1,6 +1,6 @@
 """Device-side casts between float32 and the FP8 formats; no other file of this project casts to FP8.
 
-The optimizer's own formats are in `states.py`.
+The optimizer's own formats are in `state_codecs.py`.
 
 The rounding is `reference/fp8.py`'s, instruction for instruction: add a power of two that leaves exactly the target's
 mantissa, and count steps with an integer subtraction. Hardware casts disagree: sm_80 has none, sm_89 rounds twice on

@@ -15,17 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import bits_of_magnitude
-from .states import E4M3_MAX, signed_values
+from .pointer_table import COLUMN, WIDTH
+from .state_codecs import E4M3_MAX, signed_values
 from .step import TYPES
-from .table import COLUMN, WIDTH
-from .tiles import places, pointer
+from .tile_io import places, pointer
 
 SPAN = 1024  # blocks of 128 that a program reads
 TILE = 16
 _SPAN, _WIDTH = tl.constexpr(SPAN), tl.constexpr(WIDTH)
-_GRAD, _GRAD_SCALE, _BLOCKS, _PER_ROW, _COLS, _FIRST = (
+_GRAD, _GRAD_BLOCK_SCALE, _BLOCKS, _PER_ROW, _COLS, _FIRST = (
     tl.constexpr(COLUMN[n])
-    for n in ("grad", "grad_scale", "blocks", "blocks_per_row", "cols", "first_span")
+    for n in ("grad", "grad_block_scale", "blocks", "blocks_per_row", "cols", "first_span")
 )
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -45,7 +45,7 @@ def span_of(table_ptr, owner_ptr):
 def _largest_kernel(table_ptr, owner_ptr, out_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
     row, first, span, numel = span_of(table_ptr, owner_ptr)
     if tl.uint8 == TYPE:
-        scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
+        scale = pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
         block = first + tl.arange(0, _SPAN)
         exists = block < tl.load(row + _BLOCKS).to(tl.int32)
         x = tl.load(scale + block, mask=exists, other=0.0) * E4M3_MAX
@@ -67,7 +67,7 @@ def _squares_kernel(
 ):  # fmt: skip
     row, first, span, _numel = span_of(table_ptr, owner_ptr)
     grad = pointer(row, _GRAD, TYPE, ROWS)
-    scale_ptr = pointer(row, _GRAD_SCALE, tl.float32, "any")
+    scale_ptr = pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
     total = tl.zeros([TILE], tl.float64)
     for i in range(0, span, TILE):
         block, inside, offset, mask, _bytes, _byte_mask = places(row, first + i, ROWS, TILE)
@@ -100,7 +100,7 @@ def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE:
     if factor != 1.0:
         row, first, span, numel = span_of(table_ptr, owner_ptr)
         if tl.uint8 == TYPE:
-            scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
+            scale = pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
             block = first + tl.arange(0, _SPAN)
             exists = block < tl.load(row + _BLOCKS).to(tl.int32)
             x = tl.load(scale + block, mask=exists, other=0.0)
@@ -119,7 +119,7 @@ def spans(row: Mapping[str, int]) -> int:
 
 
 def largest(
-    rows: Tensor,  # int64 [tensors, 16], see table.py
+    rows: Tensor,  # int64 [tensors, 16], see pointer_table.py
     owner: Tensor,  # int32 [programs], by `spans`
     dtype: torch.dtype,  # of the gradients; float8_e4m3fn: blocks
     out: Tensor,  # float32, 0-d, 0 or more: raised to the largest magnitude, NaN if there is one

@@ -28,7 +28,7 @@ from .fp8 import (
 )
 from .launch import Launcher, on_device, raw_stream
 from .reference import quantize as reference
-from .states import encode_state, root
+from .state_codecs import encode_state, root
 
 BLOCKS = 16
 FLAT = 4096

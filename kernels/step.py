@@ -1,8 +1,8 @@
 """One optimizer step on many tensors in one launch and one pass: decode, update, encode, in registers.
 
-The arithmetic is `reference/step.py`'s. The tensors stand in a table of pointers on the device (`table.py`), and each
-program owns 8 blocks of 128 elements of one of them. So a launch costs the same for one tensor or ten thousand, and
-each byte of state is read once and written once.
+The arithmetic is `reference/step.py`'s. The tensors stand in a table of pointers on the device (`pointer_table.py`),
+and each program owns 8 blocks of 128 elements of one of them. So a launch costs the same for one tensor or ten
+thousand, and each byte of state is read once and written once.
 
 States with one scale for the whole tensor (FP8-LM's) take two launches: the first only finds the new maxima, by integer
 atomics, the second does the work; a third kernel, of one program a tensor, then stores the new scales.
@@ -26,10 +26,18 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, rows_cols, scale_shape
 
 from .fp8 import casts_in_hardware, encode_e4m3
+from .pointer_table import COLUMN, WIDTH, owners, upload_rows
 from .reference.step import StepKind, StepTensors
-from .states import E4M3_MAX, decode_blocks, noise, power_of_two_scale, quotient, root, weighted_sum
-from .table import COLUMN, WIDTH, owners, upload_rows
-from .tiles import (
+from .state_codecs import (
+    E4M3_MAX,
+    decode_blocks,
+    noise,
+    power_of_two_scale,
+    quotient,
+    root,
+    weighted_sum,
+)
+from .tile_io import (
     load_master,
     load_moment,
     offer_maximum,
@@ -44,7 +52,7 @@ LAUNCH = {"num_warps": 2, "enable_fp_fusion": False}
 FLOAT16_MAX = tl.constexpr(65504.0)
 
 _WIDTH = tl.constexpr(WIDTH)
-_WEIGHT, _MASTER, _MASTER_SCALE, _GRAD, _GRAD_SCALE, _M, _M_SCALE, _V, _V_SCALE = (
+_WEIGHT, _MASTER, _MASTER_SCALE, _GRAD, _GRAD_BLOCK_SCALE, _M, _M_SCALE, _V, _V_SCALE = (
     tl.constexpr(COLUMN[name]) for name in StepTensors._fields
 )
 _FIRST, _EMIT, _EMIT_SCALE = (tl.constexpr(COLUMN[n]) for n in ("first", "emit", "emit_scale"))
@@ -83,7 +91,7 @@ def _step_kernel(
     m_codes = pointer(row, _M, M_TYPE, ROWS)
     v_codes = pointer(row, _V, V_TYPE, ROWS)
     master_scale = pointer(row, _MASTER_SCALE, tl.float32, "any")
-    grad_scale = pointer(row, _GRAD_SCALE, tl.float32, "any")
+    grad_block_scale = pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
     m_scale = pointer(row, _M_SCALE, tl.float32, "any")
     v_scale = pointer(row, _V_SCALE, tl.float32, "any")
     first = (program - tl.load(row + _FIRST).to(tl.int32)) * BLOCKS
@@ -94,7 +102,7 @@ def _step_kernel(
     w = load_master(weight, master, master_scale, offset, mask, MASTER, OTHER)
     g = tl.load(grad + offset, mask=mask, other=OTHER)
     if tl.uint8 == GRAD_TYPE:
-        scale = tl.load(grad_scale + block, mask=inside, other=OTHER) * grad_mul
+        scale = tl.load(grad_block_scale + block, mask=inside, other=OTHER) * grad_mul
         g = decode_blocks(g, scale, "e4m3")
     else:
         g = g.to(tl.float32) * grad_mul
@@ -243,7 +251,7 @@ def programs(row: Mapping[str, int]) -> int:
 
 def step_table(
     launch: Launch,
-    rows: Tensor,  # int64 [tensors, 16], see table.py
+    rows: Tensor,  # int64 [tensors, 16], see pointer_table.py
     owner: Tensor,  # int32 [programs]
     hyper: Tensor,  # float32 [tensors, 16], columns as `reference.step.HYPER`
     amax: Tensor,  # int32 [tensors, 4], zeros and left as zeros: for formats with one scale a tensor

@@ -22,10 +22,10 @@ from .cast import PARTS as NOTES
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
 from .launch import Launcher, on_device, raw_stream
-from .quads import load_rows, place_tile
 from .reference.cast import aligned
 from .reference.cast_delayed import SEEDED
 from .reference.swiglu import CURRENT, Scaling
+from .transpose_tiles import load_rows, place_tile
 
 PARTS, FLAT, ROWS, COLS = 1024, 2048, 64, 64  # measured on an H200, over [8192, 14336]
 _E4M3_MAX = tl.constexpr(E4M3.max)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fp8stack.formats import E4M3, FORMATS, MiniFloat
 from fp8stack.kernels.reference import step as reference
 from fp8stack.kernels.reference.master import split
+from fp8stack.kernels.reference.power_of_two import decode_tensor, encode_tensor
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
-from fp8stack.kernels.reference.scaled import decode_tensor, encode_tensor
 from fp8stack.kernels.reference.step import HYPER, StepKind, StepTensors, load_master
 
 
@@ -277,9 +277,9 @@ class Step:
 
     @property
     def gradient(self) -> Tensor:
-        if self.grad_scale is None:
+        if self.grad_block_scale is None:
             return self.grad.float()
-        return dequantize_blocks(self.grad, self.grad_scale, E4M3)
+        return dequantize_blocks(self.grad, self.grad_block_scale, E4M3)
 
     def _decode(self, kind: str, codes: Tensor | None, scale: Tensor | None) -> Tensor | None:
         if codes is None or scale is None:

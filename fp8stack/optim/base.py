@@ -96,7 +96,7 @@ class BlockwiseOptimizer(StateKeeper):
     # --- what a subclass says
 
     def family_of(self, group: dict[str, Any]) -> str:
-        """Return the algorithm whose scalars the parameters of `group` take; see `kernels/reference/scalars.py`."""
+        """Return the algorithm whose scalars `group` takes; see `kernels/reference/step_scalars.py`."""
         return self.algorithm
 
     def step_kind(self, group: dict[str, Any], parameter: nn.Parameter) -> StepKind:
@@ -117,7 +117,7 @@ class BlockwiseOptimizer(StateKeeper):
             """Return (the kernel's algorithm, whether weight decay is added to the gradient) for a group."""
 
         def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
-            """Return the hyper-parameters of a group in the order of `kernels/reference/scalars.py`.
+            """Return the hyper-parameters of a group in the order of `kernels/reference/step_scalars.py`.
 
             Raises:
                 ConfigError: for a value out of range.

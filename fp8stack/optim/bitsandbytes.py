@@ -33,7 +33,7 @@ from fp8stack import capability
 from fp8stack.errors import ConfigError, ModelError, UnsupportedDeviceError
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference import dynamic
+from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
 from fp8stack.tensor import is_sharded
 
@@ -208,7 +208,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
             entry[f"state{i}"] = codes
             if scale is not None:
                 entry[f"absmax{i}"] = scale
-                entry[f"qmap{i}"] = dynamic.table(i == 1, scale.device)
+                entry[f"qmap{i}"] = bitsandbytes_format.table(i == 1, scale.device)
         u.grad, self.inner.state = g, {u: entry}
         try:
             self.inner.prefetch_state(u)
@@ -288,8 +288,8 @@ def check_states(states: str) -> None:
 
 def _gradient(t: StepTensors, grad_mul: float) -> Tensor:
     """Return the gradient in float32, multiplied; itself where it is that already."""
-    if t.grad_scale is not None:
-        scale = t.grad_scale if grad_mul == 1 else t.grad_scale * grad_mul
+    if t.grad_block_scale is not None:
+        scale = t.grad_block_scale if grad_mul == 1 else t.grad_block_scale * grad_mul
         return ops.dequantize_blocks(t.grad, scale, E4M3)
     g = t.grad.float()
     return g if grad_mul == 1 else g * grad_mul

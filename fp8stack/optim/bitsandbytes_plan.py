@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fp8stack.formats import rows_cols, scale_shape
 from fp8stack.kernels import step
-from fp8stack.kernels.reference import dynamic
+from fp8stack.kernels.pointer_table import COLUMN
+from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.kernels.reference.step import StepKind, StepTensors
-from fp8stack.kernels.table import COLUMN
 
 from .gradients import gradient_parts
 from .passes import apply_hyper, split_kind
@@ -88,7 +88,7 @@ def _parts(weight: Tensor, state: State) -> Iterator[tuple[slice, int, int]]:
     Parts are multiples of 256 rows, and so start with a block of bitsandbytes' and a program of the step.
     """
     rows, cols = rows_cols(weight.shape)
-    length = max(PART // max(cols, 1) // dynamic.BLOCK, 1) * dynamic.BLOCK
+    length = max(PART // max(cols, 1) // bitsandbytes_format.BLOCK, 1) * bitsandbytes_format.BLOCK
     if "master_scale" in state:  # of the whole tensor
         length = max(rows, 1)
     for start in range(0, rows, length):
@@ -102,6 +102,8 @@ def _rows_of(t: StepTensors, here: slice) -> StepTensors:
     rows, cols = rows_cols(t.weight.shape)
     if here == slice(0, rows):
         return t
-    blocks = slice(*(-(-row * cols // dynamic.BLOCK) for row in (here.start, here.stop)))
+    blocks = slice(
+        *(-(-row * cols // bitsandbytes_format.BLOCK) for row in (here.start, here.stop))
+    )
     pieces = [x if x is None or x.ndim == 0 else x[blocks if x.ndim == 1 else here] for x in t]
     return StepTensors(*pieces)  # type: ignore[arg-type]

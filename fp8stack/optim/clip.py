@@ -137,7 +137,7 @@ _KEPT = 8  # tables of the last calls: gradients often come back to the same add
 def _tables(grads: list[Tensor]) -> list[Table]:
     """Return (dtype, layout, rows, owner) of the launches that read `grads`, all contiguous and on one device."""
     from fp8stack.kernels import norm, step
-    from fp8stack.kernels.table import deal, upload_rows
+    from fp8stack.kernels.pointer_table import deal, upload_rows
 
     device = grads[0].device
     addresses = [
@@ -150,7 +150,7 @@ def _tables(grads: list[Tensor]) -> list[Table]:
     parts = [gradient_parts(g) for g in grads]
     launches: dict[tuple[torch.dtype, str], list[dict[str, int]]] = {}
     for values, scale in parts:
-        row = step.table_row(values.shape, grad=values, grad_scale=scale)
+        row = step.table_row(values.shape, grad=values, grad_block_scale=scale)
         layout = step.row_layout(values.shape, (values,))
         launches.setdefault((values.dtype, layout), []).append(row)
     result = []

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import CheckpointError
-from fp8stack.kernels.reference import dynamic
+from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.tensor import is_sharded
 
 from .sharded import local
 from .state import State, is_second
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
-_BLOCKS = (dynamic.BLOCK, 2048)
+_BLOCKS = (bitsandbytes_format.BLOCK, 2048)
 
 
 def translate(entry: State, moments: tuple[str, ...], key: Any, decode: bool = False) -> State:
@@ -43,11 +43,14 @@ def translate(entry: State, moments: tuple[str, ...], key: Any, decode: bool = F
         for name in moments:
             codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
             if scale is not None and codes is not None and scale.ndim == 1:
-                values = dynamic.table(not is_second(name), codes.device)
+                values = bitsandbytes_format.table(not is_second(name), codes.device)
                 rest = {
                     k: v for k, v in entry.items() if k not in (f"{name}_code", f"{name}_scale")
                 }
-                entry = {**rest, name: dynamic.decode(codes, scale.to(codes.device), values)}
+                entry = {
+                    **rest,
+                    name: bitsandbytes_format.decode(codes, scale.to(codes.device), values),
+                }
     return {name: _plain(value) for name, value in entry.items()}
 
 
@@ -73,12 +76,12 @@ def _from_bitsandbytes(entry: State, moments: tuple[str, ...], key: Any) -> Stat
                 f"256 values and an absmax{i} for each 256 (or 2048) of them; there are {blocks}. The checkpoint is "
                 "damaged; use an earlier one."
             )
-        if block == dynamic.BLOCK and torch.equal(
-            values.cpu(), dynamic.table(not is_second(name), torch.device("cpu"))
+        if block == bitsandbytes_format.BLOCK and torch.equal(
+            values.cpu(), bitsandbytes_format.table(not is_second(name), torch.device("cpu"))
         ):
             result |= {f"{name}_code": codes, f"{name}_scale": scale}  # the same format
         else:
-            result[name] = dynamic.decode(codes, scale, values, block)
+            result[name] = bitsandbytes_format.decode(codes, scale, values, block)
     return result
 
 

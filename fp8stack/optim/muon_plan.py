@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.kernels import norm, step
+from fp8stack.kernels.pointer_table import COLUMN, deal, upload_rows
 from fp8stack.kernels.reference.step import StepKind, StepTensors
-from fp8stack.kernels.table import COLUMN, deal, upload_rows
 
 from . import plan
 from .muon import BATCH, as_matrices, learning_rate_ratio, orthogonalize

@@ -1,7 +1,8 @@
 """The launches of an optimizer's step on one GPU, kept from step to step.
 
-A plan holds a table of pointers with a row for each parameter (`kernels/table.py`), sorted by launch: parameters of the
-same formats share one, whatever group they are in, since every hyper-parameter is read from a table too. A step then is
+A plan holds a table of pointers with a row for each parameter (`kernels/pointer_table.py`), sorted by launch:
+parameters of the same formats share one, whatever group they are in, since every hyper-parameter is read from a table
+too. A step then is
 
     a check       are these the parameters, addresses and gradients of last time?   host; else upload, or plan anew
     examine       largest gradient, or norm                                         one launch per gradient dtype
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8stack.kernels import emit, norm, scalars, step
+from fp8stack.kernels import emit, norm, step, step_scalars
+from fp8stack.kernels.pointer_table import COLUMN, deal, upload, upload_rows
 from fp8stack.kernels.reference.step import StepKind, StepTensors
-from fp8stack.kernels.table import COLUMN, deal, upload, upload_rows
 from fp8stack.tensor import BlockScaledTensor
 
 from .gradients import check_gradient, gradient_parts
@@ -127,7 +128,7 @@ class Plan:
         # Storages, so that memory a kernel was told of is not freed behind its back by an assignment to `.data`.
         self._alive = [
             x.untyped_storage() for e in entries for n, x in e[5]._asdict().items()
-            if x is not None and n not in ("weight", "grad", "grad_scale")
+            if x is not None and n not in ("weight", "grad", "grad_block_scale")
         ]  # fmt: skip
         self._emitted = [e[6] for e in entries]
         self._held: list[Tensor] = []  # contiguous copies of this step's gradients
@@ -349,7 +350,7 @@ class Plan:
         """Take the step that the verdict allows."""
         held = self._row_major()
         with on_device(self.device):
-            scalars.scalars(
+            step_scalars.scalars(
                 self.family, self.rows, self.groups, self.group_of, self.index, self.steps,
                 self.verdict, skipped, self.hyper,
             )  # fmt: skip

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fp8stack.kernels.reference import norm
 from fp8stack.kernels.reference.emit import emit
-from fp8stack.kernels.reference.scalars import scalars
 from fp8stack.kernels.reference.step import HYPER
+from fp8stack.kernels.reference.step_scalars import scalars
 
 from .checks import rates_on_gpu
 from .gradients import check_gradient, gradient_parts
@@ -31,7 +31,7 @@ def update_parameter(
     parameter: nn.Parameter,
     state: State,
     gradient: tuple[Tensor, Tensor | None],  # as `gradient_parts`
-    row: Tensor,  # its scalars, see `kernels/reference/scalars.py`
+    row: Tensor,  # its scalars, see `kernels/reference/step_scalars.py`
 ) -> None:
     """Update one parameter and its state with the reference kernel."""
     held, weight = local_state(state), local(parameter).detach()
@@ -110,7 +110,7 @@ def _verdict(
     gradients: list[tuple[Tensor, tuple[Tensor, Tensor | None]]],  # (parameter, gradient_parts)
     device: torch.device,
 ) -> Tensor:
-    """Return what the gradients are found to be; see `kernels/reference/scalars.py`."""
+    """Return what the gradients are found to be; see `kernels/reference/step_scalars.py`."""
     scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler around the call
     found_inf = getattr(optimizer, "found_inf", None)
     clip = optimizer.max_grad_norm

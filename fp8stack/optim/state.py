@@ -53,7 +53,7 @@ from fp8stack.formats import (
     scale_shape,
 )
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference import dynamic, master, scaled
+from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
 from fp8stack.levels import CHOICES
 
@@ -113,7 +113,7 @@ def zero_moment(
             f"{name}_scale": torch.ones((), dtype=torch.float32, device=device),
         }
     if states == BITSANDBYTES:
-        blocks = -(-parameter.numel() // dynamic.BLOCK)
+        blocks = -(-parameter.numel() // bitsandbytes_format.BLOCK)
         return {
             f"{name}_code": torch.zeros(shape, dtype=torch.uint8, device=device),
             f"{name}_scale": torch.zeros(blocks, dtype=torch.float32, device=device),
@@ -128,9 +128,9 @@ def encode_moment(name: str, value: Tensor, parameter: Tensor, states: str) -> S
     if fmt is not None:
         codes, scale = ops.quantize_blocks(value, fmt)
     elif states == "fp8-lm":
-        codes, scale = scaled.encode_tensor(value, tensor_format(name), lift=is_second(name))
+        codes, scale = power_of_two.encode_tensor(value, tensor_format(name), lift=is_second(name))
     elif states == BITSANDBYTES:
-        codes, scale = dynamic.encode(value, signed=not is_second(name))
+        codes, scale = bitsandbytes_format.encode(value, signed=not is_second(name))
     else:
         return {name: value.to(float_dtype(parameter, states), copy=True)}
     return {f"{name}_code": codes, f"{name}_scale": scale}
@@ -146,11 +146,11 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
         return None
     scale = state[f"{name}_scale"]
     if scale.ndim == 1:  # the codes may be paged
-        values = dynamic.table(not is_second(name), scale.device)
-        return dynamic.decode(codes.to(scale.device), scale, values)
+        values = bitsandbytes_format.table(not is_second(name), scale.device)
+        return bitsandbytes_format.decode(codes.to(scale.device), scale, values)
     fmt = stored_format(name, codes, scale, shape)
     if fmt is None:
-        return scaled.decode_tensor(codes, scale)
+        return power_of_two.decode_tensor(codes, scale)
     return ops.dequantize_blocks(codes, scale, fmt, shape=shape)
 
 
@@ -185,8 +185,8 @@ def encode_master(value: Tensor, kind: str | None) -> tuple[Tensor, State]:
         weight, remainder = master.split(value, _SPLIT[kind])
         return weight, {"remainder": remainder}
     if kind == "fp16":
-        codes, scale = scaled.encode_tensor(value.contiguous(), torch.float16)
-        weight = scaled.decode_tensor(codes, scale).bfloat16()
+        codes, scale = power_of_two.encode_tensor(value.contiguous(), torch.float16)
+        weight = power_of_two.decode_tensor(codes, scale).bfloat16()
         return weight, {"master": codes, "master_scale": scale}
     if kind == "fp32":
         return value, {"master": value.clone(memory_format=torch.contiguous_format)}
@@ -220,7 +220,11 @@ def step_kind(
 
 
 def step_tensors(
-    weight: Tensor, grad: Tensor, grad_scale: Tensor | None, moments: tuple[str, ...], state: State
+    weight: Tensor,
+    grad: Tensor,
+    grad_block_scale: Tensor | None,
+    moments: tuple[str, ...],
+    state: State,
 ) -> StepTensors:
     """Return the tensors that a step on one parameter reads and writes."""
     parts: list[Tensor | None] = [None, None, None, None]
@@ -229,4 +233,4 @@ def step_tensors(
         parts[at] = state.get(f"{name}_code", state.get(name))
         parts[at + 1] = state.get(f"{name}_scale")
     value = state.get("remainder", state.get("master"))
-    return StepTensors(weight, value, state.get("master_scale"), grad, grad_scale, *parts)
+    return StepTensors(weight, value, state.get("master_scale"), grad, grad_block_scale, *parts)

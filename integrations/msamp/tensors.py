@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels.reference import fp8
-from fp8stack.kernels.reference.scaled import power_of_two_scale
+from fp8stack.kernels.reference.power_of_two import power_of_two_scale
 
 Number: TypeAlias = Tensor | float
 

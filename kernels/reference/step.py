@@ -29,8 +29,8 @@ from fp8stack.formats import E4M3, FORMATS
 
 from .fp8 import decode, noise, sqrt_rn
 from .master import dither, join, split
+from .power_of_two import decode_tensor, encode_tensor
 from .quantize import as_blocks, dequantize_blocks, from_blocks, quantize_blocks
-from .scaled import decode_tensor, encode_tensor
 
 HYPER = (
     "grad_mul", "decay", "step_size", "inv_sqrt_bc2", "apply", "beta1", "gain", "beta2", "one_minus_beta2", "eps",
@@ -57,8 +57,8 @@ class StepTensors(NamedTuple):
     # int8 or int16 remainder of a bfloat16 weight, float32, or float16 with master_scale
     master: Tensor | None
     master_scale: Tensor | None  # float32, 0-d
-    grad: Tensor  # float32, bfloat16, float16, or e4m3 codes with grad_scale
-    grad_scale: Tensor | None  # float32 [rows, ceil(cols / 128)]
+    grad: Tensor  # float32, bfloat16, float16, or e4m3 codes with grad_block_scale
+    grad_block_scale: Tensor | None  # float32 [rows, ceil(cols / 128)]
     m: Tensor | None  # codes with m_scale, or floating point
     m_scale: Tensor | None  # float32 [rows, ceil(cols / 128)], or 0-d for "tensor"
     v: Tensor | None
@@ -70,10 +70,10 @@ def step(kind: StepKind, t: StepTensors, hyper: Tensor) -> None:
     apply, seed = hyper[4], hyper[11].view(torch.int32)
     grad_mul, weight_decay = hyper[0], hyper[10]
     w = load_master(t.weight, t.master, t.master_scale)
-    if t.grad_scale is None:
+    if t.grad_block_scale is None:
         g = t.grad.float() * grad_mul
     else:
-        blocks = as_blocks(decode(t.grad, E4M3)) * (t.grad_scale * grad_mul).unsqueeze(-1)
+        blocks = as_blocks(decode(t.grad, E4M3)) * (t.grad_block_scale * grad_mul).unsqueeze(-1)
         g = from_blocks(blocks, t.grad.shape)
     if kind.coupled:
         g = g + weight_decay * w

@@ -32,8 +32,8 @@ from fp8stack.kernels import (
     norm,
     quantize,
     rmsnorm,
-    scalars,
     step,
+    step_scalars,
     swiglu,
     two_shot,
 )
@@ -367,7 +367,7 @@ CASES = {
     ],
 }
 SIZES = {
-    "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": scalars.SIZE, "PARTS": cast.PARTS,
+    "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": step_scalars.SIZE, "PARTS": cast.PARTS,
     "SLOTS": cast.SLOTS,
 }  # fmt: skip
 TILES = {  # [rows, columns] of one program

@@ -12,8 +12,8 @@ import triton.language as tl
 from helpers import assert_same_bits, grid
 
 from fp8stack.formats import E5M2, FORMATS, NUDGE
-from fp8stack.kernels import states
-from fp8stack.kernels.reference import fp8, master, quantize, scaled
+from fp8stack.kernels import state_codecs
+from fp8stack.kernels.reference import fp8, master, power_of_two, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -33,16 +33,16 @@ def _values_kernel(
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     code = tl.load(codes_ptr + at)
     if SIGNED:
-        tl.store(out_ptr + at, states.signed_values(code, SHIFT, MASK))
+        tl.store(out_ptr + at, state_codecs.signed_values(code, SHIFT, MASK))
     else:
-        tl.store(out_ptr + at, states.unsigned_values(code, SHIFT, MASK))
+        tl.store(out_ptr + at, state_codecs.unsigned_values(code, SHIFT, MASK))
 
 
 @triton.jit
 def _decode_kernel(codes_ptr, scale_ptr, out_ptr, FORMAT: tl.constexpr):
     block = tl.program_id(0) * 8 + tl.arange(0, 8)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
-    value = states.decode_blocks(tl.load(codes_ptr + at), tl.load(scale_ptr + block), FORMAT)
+    value = state_codecs.decode_blocks(tl.load(codes_ptr + at), tl.load(scale_ptr + block), FORMAT)
     tl.store(out_ptr + at, value)
 
 
@@ -53,7 +53,7 @@ def _encode_kernel(
     block = tl.program_id(0) * 8 + tl.arange(0, 8)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     random = tl.load(random_ptr + at).to(tl.uint32, bitcast=True)
-    code, scale = states.encode_state(tl.load(x_ptr + at), random, FORMAT, FAST)
+    code, scale = state_codecs.encode_state(tl.load(x_ptr + at), random, FORMAT, FAST)
     tl.store(codes_ptr + at, code)
     tl.store(scale_ptr + block, scale)
 
@@ -61,9 +61,9 @@ def _encode_kernel(
 @triton.jit
 def _pack_kernel(codes_ptr, packed_ptr, again_ptr):
     row = tl.arange(0, 8)[:, None]
-    packed = states.pack_codes(tl.load(codes_ptr + row * 128 + tl.arange(0, 128)[None, :]), 8)
+    packed = state_codecs.pack_codes(tl.load(codes_ptr + row * 128 + tl.arange(0, 128)[None, :]), 8)
     tl.store(packed_ptr + row * 64 + tl.arange(0, 64)[None, :], packed)
-    again = states.unpack_codes(packed, 8)
+    again = state_codecs.unpack_codes(packed, 8)
     tl.store(again_ptr + row * 128 + tl.arange(0, 128)[None, :], again)
 
 
@@ -72,18 +72,18 @@ def _join_kernel(weight_ptr, low_ptr, out_ptr, WIDE: tl.constexpr, SIZE: tl.cons
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     weight, low = tl.load(weight_ptr + at), tl.load(low_ptr + at)
     if WIDE:
-        tl.store(out_ptr + at, states.join(weight, low.to(tl.int32)))
+        tl.store(out_ptr + at, state_codecs.join(weight, low.to(tl.int32)))
     else:
-        tl.store(out_ptr + at, states.join24(weight, low))
+        tl.store(out_ptr + at, state_codecs.join24(weight, low))
 
 
 @triton.jit
 def _split_kernel(x_ptr, high_ptr, low_ptr, WIDE: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     if WIDE:
-        high, low = states.split32(tl.load(x_ptr + at))
+        high, low = state_codecs.split32(tl.load(x_ptr + at))
     else:
-        high, low = states.split24(tl.load(x_ptr + at))
+        high, low = state_codecs.split24(tl.load(x_ptr + at))
     tl.store(high_ptr + at, high)
     tl.store(low_ptr + at, low)
 
@@ -92,16 +92,16 @@ def _split_kernel(x_ptr, high_ptr, low_ptr, WIDE: tl.constexpr, SIZE: tl.constex
 def _dither_kernel(x_ptr, index_ptr, seed_ptr, words_ptr, out_ptr):
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     seed = tl.load(seed_ptr).to(tl.int32, bitcast=True)
-    word = states.noise(tl.load(index_ptr + at), seed)
+    word = state_codecs.noise(tl.load(index_ptr + at), seed)
     tl.store(words_ptr + at, word.to(tl.int64))
-    tl.store(out_ptr + at, states.dither(tl.load(x_ptr + at), word & 0xFFFF))
+    tl.store(out_ptr + at, state_codecs.dither(tl.load(x_ptr + at), word & 0xFFFF))
 
 
 @triton.jit
 def _power_kernel(amax_ptr, scale_ptr, LARGEST: tl.constexpr):
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
     bits = tl.load(amax_ptr + at).to(tl.int32, bitcast=True)
-    tl.store(scale_ptr + at, states.power_of_two_scale(bits, LARGEST))
+    tl.store(scale_ptr + at, state_codecs.power_of_two_scale(bits, LARGEST))
 
 
 # --- codes
@@ -329,5 +329,5 @@ def test_power_of_two_scale_is_the_references(largest, kernel_device, random_bit
     amax = torch.cat([exact, *near, ends, random_bits(2048)])[:2048].abs()
     out = torch.empty(2048, device=kernel_device)
     _power_kernel[(2,)](amax.to(kernel_device), out, largest, **LAUNCH)
-    expected = torch.stack([scaled.power_of_two_scale(x, largest) for x in amax])
+    expected = torch.stack([power_of_two.power_of_two_scale(x, largest) for x in amax])
     assert_same_bits(out, expected)

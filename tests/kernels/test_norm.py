@@ -9,9 +9,9 @@ from helpers import assert_same_bits
 from fp8stack.formats import E4M3
 from fp8stack.kernels import norm as triton_norm
 from fp8stack.kernels import step as triton_step
+from fp8stack.kernels.pointer_table import firsts, owners, upload_rows
 from fp8stack.kernels.reference import norm as reference
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
-from fp8stack.kernels.table import firsts, owners, upload_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -53,7 +53,7 @@ class Table:
         self.grads = [
             (g.clone().to(device), None if s is None else s.clone().to(device)) for g, s in grads
         ]
-        rows = [triton_step.table_row(g.shape, grad=g, grad_scale=s) for g, s in self.grads]
+        rows = [triton_step.table_row(g.shape, grad=g, grad_block_scale=s) for g, s in self.grads]
         counts = [triton_norm.spans(row) for row in rows]
         for row, first in zip(rows, firsts(counts), strict=True):
             row["first_span"] = first
@@ -259,7 +259,7 @@ def test_nothing_is_written_beyond_a_gradient(dtype, kernel_device):
         larger.append(torch.ones(t.numel() + 256, dtype=raw, device=kernel_device))
         middles.append(larger[-1][128 : 128 + t.numel()].view(t.dtype).view(t.shape))
         middles[-1].copy_(t)
-    row = triton_step.table_row(g.shape, grad=middles[0], grad_scale=middles[1])
+    row = triton_step.table_row(g.shape, grad=middles[0], grad_block_scale=middles[1])
     where = torch.device(kernel_device)
     rows, owner = upload_rows([row], where), owners([triton_norm.spans(row)], where)
     triton_norm.multiply(rows, owner, g.dtype, torch.tensor(0.0, device=kernel_device))

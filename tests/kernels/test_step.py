@@ -198,7 +198,7 @@ def test_any_shape_steps(shape, states, of_m, of_root, device):
 @ALL
 def test_skipped_step_changes_no_bit(case, device):
     x = Step(case, (5, 200), device)
-    (x.grad if x.grad_scale is None else x.grad_scale).view(-1)[1:2].fill_(math.nan)
+    (x.grad if x.grad_block_scale is None else x.grad_block_scale).view(-1)[1:2].fill_(math.nan)
     before = x.written()
     options = {"step": 4, "lr": 0.1, "decay": 0.1, "coupled": 0.1}
     x.step(make_hyper(case.algorithm, apply=0.0, **options))

@@ -7,7 +7,7 @@ import torch
 from helpers import BF16, Step, StepCase, assert_same_bits, make_hyper
 
 from fp8stack.formats import BLOCK, E4M3
-from fp8stack.kernels.reference.scaled import decode_tensor, encode_tensor, power_of_two_scale
+from fp8stack.kernels.reference.power_of_two import decode_tensor, encode_tensor, power_of_two_scale
 
 BLOCK_STATES = ["8bit", "fp8", "4bit", "4bit-experimental"]
 INF = math.inf

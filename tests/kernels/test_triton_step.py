@@ -12,9 +12,9 @@ from helpers import BF16, FP16, STEP_CASES, Step, StepCase, assert_same_bits, bi
 
 from fp8stack.formats import E4M3, FORMATS
 from fp8stack.kernels import step as triton_step
+from fp8stack.kernels.pointer_table import COLUMN, WIDTH, firsts, owners, upload_rows
 from fp8stack.kernels.reference import step as reference
 from fp8stack.kernels.reference.quantize import unpack
-from fp8stack.kernels.table import COLUMN, WIDTH, firsts, owners, upload_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -429,7 +429,7 @@ def test_row_without_blocks_is_neither_read_nor_written(kernel_device):
     together = [x.copy(kernel_device) for x in alone]
     hypers = [make_hyper(apply=float(i != 1)) for i in range(3)]
     launch, rows, owner, hyper, amax = table_of(together, hypers, kernel_device)
-    for name in ("grad", "grad_scale", "blocks"):
+    for name in ("grad", "grad_block_scale", "blocks"):
         rows[1, COLUMN[name]] = 0
     triton_step.step_table(launch, rows, owner, hyper, amax, False)
     for i, (x, ours) in enumerate(zip(alone, together, strict=True)):

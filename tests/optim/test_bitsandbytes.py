@@ -22,7 +22,7 @@ from fp8stack.errors import (
     ModelError,
     UnsupportedDeviceError,
 )
-from fp8stack.kernels.reference import dynamic
+from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.memory import measure
 from fp8stack.optim import base
 from fp8stack.optim import bitsandbytes as ours
@@ -349,20 +349,22 @@ def test_small_tensors_and_those_named_keep_float32():
 def test_the_format_is_bitsandbytes():
     for signed in (True, False):
         values = bnb.functional.create_dynamic_map(signed=signed)
-        assert torch.equal(values, dynamic.table(signed, torch.device("cpu")))
+        assert torch.equal(values, bitsandbytes_format.table(signed, torch.device("cpu")))
         x = torch.randn(100, 77) if signed else torch.randn(100, 77).square()
-        codes, scale = dynamic.encode(x, signed)
+        codes, scale = bitsandbytes_format.encode(x, signed)
         theirs, state = bnb.functional.quantize_blockwise(x, code=values, blocksize=256)
         assert torch.equal(scale, state.absmax)
-        decoded = dynamic.decode(theirs, state.absmax, values)
+        decoded = bitsandbytes_format.decode(theirs, state.absmax, values)
         assert torch.equal(decoded, bnb.functional.dequantize_blockwise(theirs, state))
-        error = (dynamic.decode(codes, scale, values) - x).abs()
+        error = (bitsandbytes_format.decode(codes, scale, values) - x).abs()
         smallest = values.abs()[values != 0].min() * scale.max()
         assert (error <= (decoded - x).abs() * (1 + 1e-5) + smallest).all()
     zero_and_tiny = torch.zeros(256).index_fill(0, torch.tensor([0, 1]), 1e-12)
     zero_and_tiny[1] = 1.0
-    codes, scale = dynamic.encode(zero_and_tiny, signed=False)
-    decoded = dynamic.decode(codes, scale, dynamic.table(False, torch.device("cpu")))
+    codes, scale = bitsandbytes_format.encode(zero_and_tiny, signed=False)
+    decoded = bitsandbytes_format.decode(
+        codes, scale, bitsandbytes_format.table(False, torch.device("cpu"))
+    )
     assert decoded[0] > 0  # a v that became zero would explode the update
     assert (decoded[2:] == 0).all()
 

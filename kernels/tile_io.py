@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from .fp8 import bits_of_magnitude, encode, round_to
-from .states import (
+from .pointer_table import COLUMN
+from .state_codecs import (
     E4M3_MAX,
     decode_blocks,
     dither,
@@ -23,7 +24,6 @@ from .states import (
     split32,
     unpack_codes,
 )
-from .table import COLUMN
 
 _BLOCKS, _PER_ROW, _COLS = (tl.constexpr(COLUMN[n]) for n in ("blocks", "blocks_per_row", "cols"))
 

@@ -1,4 +1,4 @@
-"""The scalars of a step, computed on the device in one small launch; the twin of `reference/scalars.py`."""
+"""The scalars of a step, computed on the device in one small launch; the twin of `reference/step_scalars.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
-from .reference.scalars import LEAST_EPS
-from .table import COLUMN, WIDTH
+from .pointer_table import COLUMN, WIDTH
+from .reference.step_scalars import LEAST_EPS
 
 SIZE = 128
 _WIDTH, _GRAD = tl.constexpr(WIDTH), tl.constexpr(COLUMN["grad"])

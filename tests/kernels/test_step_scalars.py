@@ -7,11 +7,11 @@ import torch
 from helpers import assert_same_bits
 
 from fp8stack.formats import GRAD_LIMIT
-from fp8stack.kernels import scalars as triton_scalars
-from fp8stack.kernels.reference import scalars as reference
+from fp8stack.kernels import step_scalars as triton_scalars
+from fp8stack.kernels.pointer_table import COLUMN, WIDTH
+from fp8stack.kernels.reference import step_scalars as reference
 from fp8stack.kernels.reference.fp8 import noise
 from fp8stack.kernels.reference.step import HYPER
-from fp8stack.kernels.table import COLUMN, WIDTH
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 COLUMNS = (
-    "weight", "master", "master_scale", "m", "m_scale", "v", "v_scale", "grad", "grad_scale", "blocks",
+    "weight", "master", "master_scale", "m", "m_scale", "v", "v_scale", "grad", "grad_block_scale", "blocks",
     "blocks_per_row", "cols", "first", "first_span", "emit", "emit_scale",
 )  # fmt: skip
 WIDTH = 16
