@@ -8,6 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
+import compare
 import pytest
 import torch
 import train_gpt
@@ -21,6 +22,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.
 PROGRAMS = {
     "fp8stack": fp8stack_main,
     "python examples/train_gpt.py": train_gpt.main,
+    "python examples/compare.py": compare.main,
     "python examples/gpt/tokenize_data.py": tokenize_data.main,
 }
 FEWER = ["--steps", "8", "--target-effective-batch-size", "4", "--micro-batch", "2"]
@@ -29,11 +31,6 @@ SMALL = [*FEWER, "--model", "tiny", "--seq-len", "32", "--eval-batches", "2", "-
 COMPARED = "python examples/train_gpt.py --model tiny --seq-len 64 --steps 200 --eval-batches 4 --device cpu"
 HERE = {
     "docs/checkpoints.md": ["fp8stack convert run.pt --to safetensors", "fp8stack inspect run.pt"],
-    "docs/estimate.md": [
-        f"{COMPARED} --no-fp8",
-        COMPARED,
-        "fp8stack compare runs/tiny-bf16 runs/tiny-fp8-o2 --png difference.png",
-    ],
     "docs/training.md": [
         "python examples/train_gpt.py",
         "python examples/train_gpt.py --config examples/configs/tiny.yaml --opt-level O1",
@@ -43,6 +40,9 @@ HERE = {
         "python examples/train_gpt.py --resume latest",
         "python examples/train_gpt.py --list-checkpoints",
         "python examples/train_gpt.py --resume latest --opt-level off",
+        f"{COMPARED} --no-fp8",
+        COMPARED,
+        "python examples/compare.py runs/tiny-bf16 runs/tiny-fp8-o2 --png difference.png",
     ],
 }
 ELSEWHERE = {  # the test that runs a page's other commands
@@ -96,8 +96,7 @@ def test_every_command_is_run_or_has_its_reason():
     said = " ".join([*NOT_RUN.values(), *ELSEWHERE.values()])
     for path in re.findall(r"tests/[\w/.]+\w|\.ci\b", said):
         assert (ROOT / path).exists(), path
-    others = set(shown("docs/estimate.md")) - set(HERE["docs/estimate.md"])
-    assert others == {"fp8stack estimate --parameters 7e9 --seq 4096 --gpu H100"}
+    assert shown("docs/estimate.md") == ["fp8stack estimate --parameters 7e9 --seq 4096 --gpu H100"]
 
 
 def test_a_checkpoint_is_converted_and_shown_from_its_file_alone(run, tmp_path, capsys):
@@ -114,21 +113,21 @@ def test_a_checkpoint_is_converted_and_shown_from_its_file_alone(run, tmp_path, 
 
 
 def test_two_runs_are_compared_as_shown(run, tmp_path, capsys):
-    page = "docs/estimate.md"
-    plain, fp8, compare = HERE[page]
+    page = "docs/training.md"
+    *_, plain, fp8, both = HERE[page]
     for command in (plain, fp8):
         run(page, command, *FEWER)
     capsys.readouterr()
-    run(page, compare)
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    run(page, both)
+    printed = capsys.readouterr().out.splitlines()
     table = next(
         block
         for block in re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), re.S)
         if "tiny-bf16" in block
     ).splitlines()
     assert printed[0].split() == table[0].split()
-    names = [re.split(r"  +", line.strip())[0] for line in table[2:8]]
-    assert [re.split(r"  +", line.strip())[0] for line in printed[2:8]] == names
+    names = [re.split(r"  +", line.strip())[0] for line in table[1:7]]
+    assert [re.split(r"  +", line.strip())[0] for line in printed[1:7]] == names
     assert "final validation loss" in names
     assert (tmp_path / "difference.png").read_bytes().startswith(b"\x89PNG")
 
@@ -139,7 +138,7 @@ def test_the_application_runs_as_shown(run, tmp_path, capsys):
     (tmp_path / "my_texts" / "a.txt").write_text(
         "to be or not to be, that is the question.\n" * 600
     )
-    first, configured, plain, helped, _, latest, listed, onward = HERE[page]
+    first, configured, plain, helped, _, latest, listed, onward, *_ = HERE[page]
     run(page, first, *SMALL)
     run(page, configured, *SMALL)
     run(page, plain, *SMALL)

@@ -2,7 +2,7 @@
 # A sweep, as a job array: every level at every learning rate, each on one GPU; arguments go to train_gpt.py:
 #
 #   sbatch examples/slurm/sweep.sh --model gpt2 --data data/fineweb-edu --steps 2000
-#   fp8stack compare runs/sweep-off-6e-4-bf16 runs/sweep-O2-6e-4-fp8-o2
+#   python examples/compare.py runs/sweep-off-6e-4-bf16 runs/sweep-O2-6e-4-fp8-o2
 #SBATCH --job-name=fp8stack-sweep
 #SBATCH --array=0-7
 #SBATCH --nodes=1

@@ -1,0 +1,169 @@
+"""examples/compare.py: gaps, speed and memory of recorded runs, and records that are wrong."""
+
+import json
+import math
+
+import pytest
+from compare import align, main, smooth
+
+
+def record(folder, losses, evaluations=None, tokens=None, speed=1000.0, memory=16.0, **info):
+    """Write a run: losses, evaluations and tokens by step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"name": folder.name, **info}))
+    lines = [
+        {"step": step, "loss": loss, "tokens_per_second": speed, "memory_gib": memory}
+        | ({"tokens": tokens[step]} if step in (tokens or {}) else {})
+        for step, loss in losses.items()
+    ]
+    lines += [{"step": step, "val_loss": loss} for step, loss in (evaluations or {}).items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(folder)
+
+
+def falling(n=100, factor=1.0, every=1, stretch=1.0):
+    return {s: factor * (2 + 3 / (1 + s * stretch / 10)) for s in range(every, n + 1, every)}
+
+
+@pytest.fixture
+def compared(capsys):
+    def run(*options):
+        status = main([*options, "--json"])
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("factor", "status", "verdict"),
+    [(0.8, 0, "ok"), (1.04, 0, "ok"), (1.07, 0, "warn"), (1.12, 1, "fail")],
+)
+def test_a_gap_warns_and_fails(factor, status, verdict, tmp_path, compared):
+    evaluations = {50: 3.0, 100: 2.0}
+    a = record(tmp_path / "a", falling(), evaluations)
+    b = record(tmp_path / "b", falling(factor=factor), evaluations, speed=1500.0, memory=8.0)
+    given, data = compared(a, b)
+    assert (given, data["verdict"]) == (status, verdict)
+    gaps = {name: of["gap"] for name, of in data["losses"].items()}
+    assert gaps["final training loss"] == pytest.approx(100 * (factor - 1))
+    assert gaps["mean training loss"] == pytest.approx(100 * (factor - 1))
+    assert gaps["final validation loss"] == 0
+    assert data["gap"]["percent"] == pytest.approx(max(0, 100 * (factor - 1)))
+    assert data["tokens_per_second"] == {"a": 1000.0, "b": 1500.0, "ratio": 1.5}
+    assert data["memory_gib"]["ratio"] == 0.5
+    assert compared(a, b, "--warn", "0.5", "--fail", "1")[0] == int(factor > 1.01)
+
+
+def test_curves_meet_at_tokens_where_batches_differ(tmp_path, compared):
+    a = record(tmp_path / "a", falling(100), tokens_per_step=1000)
+    b = record(tmp_path / "b", falling(30, stretch=2.0), tokens_per_step=2000)  # of the same tokens
+    _, data = compared(a, b, "--window", "1")
+    assert (data["axis"], data["points"]) == ("tokens", 59)  # 2 to 60 thousand tokens
+    for of in data["losses"].values():
+        assert abs(of["gap"]) < 0.3  # what is lost between points of a line through b's
+    c = record(tmp_path / "c", falling(100, every=10))  # without tokens_per_step
+    _, data = compared(a, c)
+    assert data["axis"] == "step"
+    assert "does not say its tokens" in data["notes"][0]
+
+
+def test_a_run_that_was_resumed_with_another_batch_lies_at_its_own_tokens(tmp_path, compared):
+    def of(count):
+        return 2 + 3 / (1 + count / 10_000)
+
+    even = {step: 2000 * step for step in range(1, 51)}
+    odd = {step: 1000 * step if step <= 50 else 2000 * step - 50_000 for step in range(1, 76)}
+    losses = {s: of(n) for s, n in odd.items()}
+    a = record(tmp_path / "a", {s: of(n) for s, n in even.items()}, tokens_per_step=2000)
+    b = record(tmp_path / "b", losses, tokens=odd, tokens_per_step=2000)
+    for pair in ((a, b), (b, a), (b, b)):
+        _, data = compared(*pair, "--window", "1")
+        assert data["axis"] == "tokens"
+        assert all(abs(found["gap"]) < 0.3 for found in data["losses"].values())
+    for wrong in ({s: n for s, n in odd.items() if s > 50}, dict.fromkeys(odd, 2000)):
+        b = record(tmp_path / "b", losses, tokens=wrong, tokens_per_step=2000)
+        assert compared(a, b)[1]["axis"] == "step"
+
+
+def test_align_interpolates_and_smooth_averages():
+    a, b = [(x, 1.0) for x in range(5)], [(1, 10.0), (3, 30.0)]
+    assert align(a, b) == ([(1, 1.0), (2, 1.0), (3, 1.0)], [(1, 10.0), (2, 20.0), (3, 30.0)])
+    assert align(a, []) == ([], [])
+    curve = [(x, float(x)) for x in range(6)]
+    assert smooth(curve, 1) == curve
+    assert smooth(curve, 3) == [(0, 0.5), (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 4.5)]
+
+
+def test_what_is_left_out_is_told(tmp_path, compared):
+    """Steps done twice, a line that was cut off, skipped steps, and points that the second run does not reach."""
+    a = record(tmp_path / "a", falling())
+    b = tmp_path / "b"
+    record(b, falling(40, factor=2.0))
+    again = [json.dumps({"step": s, "loss": v}) for s, v in {**falling(40), 7: None}.items()]
+    with (b / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(again) + '\n{"step": 41, "lo')
+    status, data = compared(a, str(b / "metrics.jsonl"), "--window", "50")  # the file alone will do
+    assert (status, data["points"], data["memory_gib"]) == (0, 40, None)  # later lines have none
+    assert abs(data["gap"]["percent"]) < 0.5
+    cut, skipped, short, window = data["notes"]
+    assert "line 81 is cut off" in cut
+    assert "1 skipped steps" in skipped
+    assert "60 points of a left out" in short
+    assert "fewer points than --window 50" in window
+
+
+def test_runs_of_one_name_are_told_apart_and_shown(tmp_path, capsys):
+    from matplotlib.image import imread
+
+    evaluations = {50: 3.0, 100: 2.0}
+    old = record(tmp_path / "old" / "gpt", falling(), evaluations)
+    new = record(tmp_path / "new" / "gpt", falling(factor=1.07), evaluations)
+    png = tmp_path / "out.png"
+    assert main([old, new, "--png", str(png)]) == 0
+    text = capsys.readouterr().out
+    assert text.split()[:2] == [old, new]
+    assert "final validation loss" in text
+    assert "largest gap: +7.00 %" in text
+    assert "a warning" in text
+    picture = imread(png)
+    assert min(picture.shape[:2]) > 500
+    assert picture.std() > 0.05  # not empty
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{}", ""], "line 1 is no line of a log"),
+        (['{"step": 1}', ""], "line 1 is no line of a log"),
+        (["no", '{"step": 1, "loss": 1.0}'], "line 1 is no line of a log"),
+        (['{"step": 1, "loss": NaN}'], "the run diverged"),
+        (['{"step": 1, "loss": 0}'], "the run diverged"),
+        (['{"step": 1, "loss": 1.0}', '{"step": 2, "loss": null}'], "the run diverged"),
+        (['{"step": 1, "val_loss": null}'], "the run diverged"),
+        (['{"step": 1, "val_loss": 1.0}'], "has no training lines"),
+        (['{"step": 200, "loss": 1.0}'], "have no step in common"),
+    ],
+)
+def test_bad_records_are_one_line_and_status_2(lines, message, tmp_path, capsys):
+    a = record(tmp_path / "a", falling())
+    b = tmp_path / "b.jsonl"
+    b.write_text("\n".join([*lines, '{"step": 300}'] if lines[-1] == "" else lines) + "\n")
+    fails([a, str(b)], message, capsys)
+
+
+def test_bad_options_are_one_line_and_status_2(tmp_path, capsys):
+    a = record(tmp_path / "a", falling())
+    fails([a, str(tmp_path / "none")], "No such file", capsys)
+    fails([a, a, "--window", "0"], "--window must be at least 1", capsys)
+    fails([a, a, "--warn", "20"], "--warn from 0 to --fail", capsys)
+    fails([a, a, "--png", str(tmp_path / "no" / "x.png")], "cannot be written", capsys)
+    fails([a, record(tmp_path / "inf", {1: 1.0, 2: math.inf})], "loss is inf at step 2", capsys)
+
+
+def fails(options, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(options)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
