@@ -101,7 +101,7 @@ class Variant:
     module: str = "fp8stack.optim"
     kind: str = "AdamW"
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    mode: str = "step"  # "clip", after clip_grad_norm_; "graph", replayed from a CUDA graph; "emit", FP8 weights too
+    mode: str = "step"  # "clip", after clip_grad_norm_; "graph", replayed from a CUDA graph
 
 
 def list_variants() -> Iterator[Variant]:
@@ -110,11 +110,10 @@ def list_variants() -> Iterator[Variant]:
     yield Variant("fp8stack clipped", *default, mode="clip")
     yield Variant("fp8stack max_grad_norm", *default, options={"max_grad_norm": 1.0})
     yield Variant("fp8stack graph", *default, mode="graph")
-    yield Variant("fp8stack emit", *default, mode="emit")
     yield Variant("fp8stack offload", *default, options={"offload": "cpu"})
     yield Variant("fp8stack Muon", *default, kind="Muon")
     yield Variant("fp8stack bitsandbytes", *default, module="fp8stack.optim.bitsandbytes")
-    ours = "8bit/split24/bf16 fp8/split24/fp8 4bit/split24/fp8 4bit-experimental/split24/fp8"
+    ours = "8bit/split24/bf16 fp8/split24/fp8 4bit/split24/fp8"
     for formats in f"{ours} fp8-lm/fp16/fp8 bf16/split32/fp8 fp32/fp32/fp8 8bit/none/fp8".split():
         weight = "fp32" if formats.startswith("fp32") else "bf16"
         yield Variant(f"fp8stack {formats}", *formats.split("/"), weight)
@@ -170,9 +169,6 @@ def make_step(variant: Variant, parameters: Parameters) -> tuple[Optimizer, Step
     if variant.kind == "Muon":
         return make_muon(kind, own, parameters)
     optimizer = kind(parameters, **HYPER, **own, **variant.options)
-    if variant.mode == "emit":
-        optimizer.emit([p for p in parameters if p.ndim > 1])
-        return optimizer, optimizer.step
     if variant.mode == "clip":
         return optimizer, lambda: (clip(parameters, 1.0), optimizer.step())
     if variant.mode == "step":
@@ -220,8 +216,6 @@ def count_bytes(parameters: Parameters, optimizer: Optimizer) -> Numbers:
     host = 0
     for p in parameters:
         parts = [("weight", p.data), ("grad", p.grad)]
-        if p in getattr(optimizer, "emitting", {}):
-            parts.append(("weight", optimizer.emitting[p].codes))
         for key, value in optimizer.state.get(p, {}).items():
             parts.append(("master" if key.startswith(MASTER_KEYS) else "state", value))
         for part, value in parts:
@@ -252,8 +246,7 @@ def measure(variant: Variant, model: str, options: argparse.Namespace) -> Number
         step()
         peak = (torch.cuda.max_memory_allocated() - resident) / 2**20
     step_ms, cpu_ms, count = time_steps(step, options.steps, cuda)
-    emitted = sizes["weight"] - 2 if variant.mode == "emit" else 0  # written, not read
-    rate = (2 * sizes["total"] - sizes["grad"] - emitted) * elements / step_ms / 1e9
+    rate = (2 * sizes["total"] - sizes["grad"]) * elements / step_ms / 1e9
     numbers: Numbers = {
         "step_ms": step_ms,
         "cpu_ms": None if timed_only else cpu_ms,

@@ -96,7 +96,7 @@ FP8_LM = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}  # ui
 VARIANTS = [
     *(
         Variant(f"{OURS} {states}", options={"states": states})
-        for states in ("8bit", "fp8", "4bit", "4bit-experimental", "bf16", "fp8-lm", "fp32")
+        for states in ("8bit", "fp8", "4bit", "bf16", "fp8-lm", "fp32")
     ),
     Variant("torch fp32", "torch.optim"),
     Variant("bitsandbytes 8bit", "bitsandbytes.optim", "AdamW8bit"),

@@ -166,7 +166,6 @@ def demo() -> list[str]:
 STEPS = {
     "fp8stack, default": "fp8stack",
     "fp8stack, norm and clipping included": "fp8stack max_grad_norm",
-    "fp8stack, FP8 weights for the next forward included": "fp8stack emit",
     "fp8stack, states and masters in host memory": "fp8stack offload",
     'fp8stack, `states="4bit"`': "fp8stack 4bit/split24/fp8",
     "torch fused, float32": "torch fused fp32",

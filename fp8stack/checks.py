@@ -256,10 +256,10 @@ def recipe_on_bitsandbytes(
     missing = missing_option(counterpart.counterpart, optimizer.param_groups, paged)
     if missing:
         raise ModelError(f'{missing}. Use optimizer_backend="fp8stack".')
-    if getattr(optimizer, "release", None) is not None or getattr(optimizer, "emitting", None):
+    if getattr(optimizer, "release", None) is not None:
         raise ModelError(
-            "this optimizer steps in backward, or emits FP8 weights, on its own. Leave that to initialize "
-            '(step_in_backward=True), or use optimizer_backend="fp8stack".'
+            "this optimizer steps in backward on its own. Leave that to initialize (step_in_backward=True), "
+            'or use optimizer_backend="fp8stack".'
         )
     own = [states for states, _ in getattr(optimizer, "overrides", {}).values()]
     for states in [*own, *(group.get("states", "8bit") for group in optimizer.param_groups)]:

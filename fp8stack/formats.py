@@ -12,15 +12,13 @@ finite value. The exponent-zero codes are subnormals, so zero is exact. Codes ta
 | s1e3m4    | 1, 3, 4                  | 31      | 2^-6         | Adam's m, momentum                         |
 | ue3m5     | 0, 3, 5                  | 31.5    | 2^-7         | Adam's v, stored as its square root        |
 | e4m3_root | as e4m3                  | 448     | 2^-9         | v as its square root, `states="fp8"`       |
-| s1e2m1    | 1, 2, 1 (4 bits)         | 6       | 2^-1         | m, `states="4bit-experimental"`            |
 | ue3m1     | 0, 3, 1 (4 bits)         | 24      | 2^-3         | v as its square root, `states="4bit"`      |
-| ue3m1_raised | as ue3m1, from 1 on   | 24      | 1            | the same, `states="4bit-experimental"`     |
 
-E4M3 and E5M2 are the OCP 8-bit formats (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1), s1e2m1
-is the OCP's FP4. The others spend every code on finite values: optimizer states need relative precision within a block
+E4M3 and E5M2 are the OCP 8-bit formats (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1).
+The others spend every code on finite values: optimizer states need relative precision within a block
 of 128, and a block that holds a NaN or an infinity says so in its scale. Rounding is to nearest, ties to even for e4m3
 and e5m2 (as the hardware does), away from zero for the others, where what lies within 2^-20 of a tie counts as one;
-those of 4 bits round stochastically, because a moment in steps of a third would never move to its nearest neighbour.
+ue3m1 rounds stochastically, because a moment in steps of a third would never move to its nearest neighbour.
 
 **Block scaling.** A tensor of shape [d0, ...] is read as rows = d0, cols = numel / d0 (a 1-d or 0-d tensor is one
 row). Codes have the tensor's shape; scales are float32 [rows, ceil(cols / 128)]; a block never crosses a row, so any
@@ -30,7 +28,7 @@ slice along dim 0 is a plain slice of both.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -61,7 +59,6 @@ class MiniFloat:
     squared: bool = False  # True: the codes hold the square root of a non-negative value
     bits: int = 8  # 4: two codes a byte, the even column in the low half
     stochastic: bool = False  # True: rounded up with a probability equal to the fraction cut off
-    least: int = 1  # of a squared format: the smallest code that a positive value gets
 
     def __reduce__(self) -> str:
         """Copies and pickles are the constant below: formats are compared by identity."""
@@ -94,17 +91,12 @@ UE3M5 = MiniFloat("ue3m5", 5, -2, 31.5, signed=False, squared=True)
 E4M3_ROOT = MiniFloat(
     "e4m3_root", 3, -6, 448.0, signed=False, dtype=torch.float8_e4m3fn, squared=True
 )
-S1E2M1 = MiniFloat("s1e2m1", 1, 0, 6.0, bits=4, stochastic=True)
 UE3M1 = MiniFloat("ue3m1", 1, -2, 24.0, signed=False, squared=True, bits=4, stochastic=True)
-# An m in FP4 is at least 1/12 of its block's largest, or zero: a root of v beside it must not sink to 1/192.
-UE3M1_RAISED = replace(UE3M1, name="ue3m1_raised", least=6)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of tensors that are cast to these formats."""
 
-FORMATS: dict[str, MiniFloat] = {
-    f.name: f for f in (E4M3, E5M2, S1E3M4, UE3M5, E4M3_ROOT, S1E2M1, UE3M1, UE3M1_RAISED)
-}
+FORMATS: dict[str, MiniFloat] = {f.name: f for f in (E4M3, E5M2, S1E3M4, UE3M5, E4M3_ROOT, UE3M1)}
 
 
 def rows_cols(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:

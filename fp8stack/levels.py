@@ -30,7 +30,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "select": ("all", "auto"),
         "weight_cache": ("fp8+t", "fp8", "off"),
         "gradients": ("keep", "fp8"),
-        "states": ("keep", "8bit", "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32"),
+        "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
         "master": ("keep", "split24", "split32", "fp16", "fp32", "none"),
         "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
         "offload": ("none", "cpu"),
@@ -62,7 +62,7 @@ class Recipe:
         element), "fp8" those of the forward pass (1 byte; backward transposes them), "off" nothing: cast every time.
     matmuls: multiplications by bare parameters too (x @ self.w, einsum, F.linear), anywhere in the model's forward.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
-    states: "8bit", "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state.py`.
+    states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state.py`.
     master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding).
     skip: fnmatch patterns of module names to leave entirely as they are, e.g. ("*head",).
     min_numel: matrices with fewer elements, and all vectors, keep full-precision gradients and states.
@@ -182,7 +182,7 @@ class Recipe:
                 f"offload={self.offload!r} moves states of fp8stack's own optimizers, not those of bitsandbytes. "
                 'Use optimizer_backend="bitsandbytes-paged", or "fp8stack".'
             )
-        if self.states in ("4bit", "4bit-experimental"):
+        if self.states == "4bit":
             return  # bitsandbytes has none: fp8stack steps, and says so
         formats = {"states": self.states, **{p: s for p, s, _ in self.states_for if s}}
         for name, states in formats.items():
@@ -198,7 +198,7 @@ class Recipe:
         weight = 4.0 if self.master == "keep" else 2.0
         masters = {"keep": 0, "none": 0, "split24": 1, "split32": 2, "fp16": 2, "fp32": 4}
         gradient = 1 + 4 / BLOCK if self.gradients == "fp8" else weight
-        codes = {"8bit": 2.0, "fp8": 2.0, "4bit": 1.5, "4bit-experimental": 1.0}.get(self.states)
+        codes = {"8bit": 2.0, "fp8": 2.0, "4bit": 1.5}.get(self.states)
         dense = {"keep": 8.0, "fp32": 8.0, "bf16": 4.0, "fp8-lm": 3.0}
         moments = dense[self.states] if codes is None else codes + 8 / BLOCK
         return weight + masters[self.master] + gradient + moments

@@ -133,11 +133,8 @@ def decode_blocks(code, scale, FORMAT: tl.constexpr):  # uint8 [blocks, 128], fl
         return signed_values(code, 6, 0x1FC01FC0) * (scale * 4096.0)[:, None]
     elif FORMAT == "ue3m5":
         return unsigned_values(code, 5, 0x1FE01FE0) * (scale * 4096.0)[:, None]
-    elif FORMAT == "ue3m1" or FORMAT == "ue3m1_raised":
+    elif FORMAT == "ue3m1":
         return decode(code, 1, -14, False) * (scale * 4096.0)[:, None]
-    elif FORMAT == "s1e2m1":
-        byte = (code & 7) | ((code & 8) << 4)
-        return decode(byte, 1, -14, True) * (scale * 16384.0)[:, None]
     else:  # e4m3, e4m3_root
         return signed_values(code, 7, 0x3F803F80) * (scale * 256.0)[:, None]
 
@@ -193,7 +190,7 @@ def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, random, RANDOM: tl.constexpr):
             size < 2.0**-14, (size * 16777216.0).to(tl.int32), (bits >> 13) - (112 << 10)
         )
         code = (half + (1 << (CUT - 1))) >> CUT
-    code = tl.minimum(code, 7 if SIGN else 15) if CUT == 9 else code  # a code of 4 bits
+    code = tl.minimum(code, 15) if CUT == 9 else code  # a code of 4 bits
     code = tl.where(x == x, code, 0)
     if SIGN:
         negative = (x.to(tl.int32, bitcast=True) < 0) | (x != x)
@@ -205,10 +202,7 @@ def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, random, RANDOM: tl.constexpr):
 def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """Quantize a tile [blocks, 128] of moments, or of roots of second moments; return uint8 codes and scales."""
     OCP: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e4m3_root"
-    RAISED: tl.constexpr = FORMAT == "ue3m1_raised"
-    SQUARED: tl.constexpr = (
-        FORMAT == "ue3m5" or FORMAT == "ue3m1" or RAISED or FORMAT == "e4m3_root"
-    )
+    SQUARED: tl.constexpr = FORMAT == "ue3m5" or FORMAT == "ue3m1" or FORMAT == "e4m3_root"
     if PTX:
         amax = tl.reduce(x if SQUARED else tl.abs(x), 1, _larger)
     else:
@@ -216,23 +210,15 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
     if OCP:
         scale = tl.div_rn(amax, E4M3_MAX)
     else:
-        LARGEST: tl.constexpr = (
-            31.0 if FORMAT == "s1e3m4" else 31.5 if FORMAT == "ue3m5" else 6.0 if FORMAT == "s1e2m1" else 24.0
-        )  # fmt: skip
+        LARGEST: tl.constexpr = 31.0 if FORMAT == "s1e3m4" else 31.5 if FORMAT == "ue3m5" else 24.0
         scale = amax * (1.0 / LARGEST)
     scale = tl.where(scale >= TINY, scale, 0.0)
     finite = amax < float("inf")
     inverse = tl.where((scale > 0) & finite, reciprocal(scale, FAST), 0.0)
     scale = tl.where(finite, scale, float("nan"))
-    UNIT: tl.constexpr = 1.0 if OCP else (2.0**-14 if FORMAT == "s1e2m1" else 2.0**-12) * _NUDGE
+    UNIT: tl.constexpr = 1.0 if OCP else 2.0**-12 * _NUDGE
     LEAST: tl.constexpr = (
-        E4M3_MIN
-        if FORMAT == "e4m3_root"
-        else 2.0**-19
-        if FORMAT == "ue3m5"
-        else 2.0**-12
-        if RAISED
-        else 2.0**-15
+        E4M3_MIN if FORMAT == "e4m3_root" else 2.0**-19 if FORMAT == "ue3m5" else 2.0**-15
     )
     y = x * (inverse * UNIT)[:, None]
     if OCP:
@@ -245,8 +231,6 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
         code = pack_signed(y) if PTX else cut(y, 6, 0x80, 0, False)
     elif FORMAT == "ue3m5":
         code = pack_unsigned(y) if PTX else cut(y, 5, 0, 0, False)
-    elif FORMAT == "s1e2m1":
-        code = cut(y, 9, 8, random, True)
     else:
         code = cut(y, 9, 0, random, True)
     return code, scale

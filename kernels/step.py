@@ -68,7 +68,7 @@ def _step_kernel(
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     OTHER: tl.constexpr = None if ROWS == "flat" else 0  # a block of padding is never written
-    FOUR_BITS: tl.constexpr = V == "ue3m1" or V == "ue3m1_raised"
+    FOUR_BITS: tl.constexpr = V == "ue3m1"
     ROOTED: tl.constexpr = V == "ue3m5" or FOUR_BITS or V == "e4m3_root"
     program = tl.program_id(0)
     tensor = tl.load(owner_ptr + program)
@@ -109,7 +109,7 @@ def _step_kernel(
     if COUPLED:
         g = g + tl.load(hyper + 10) * w
     random = offset
-    if MASTER == "dithered" or V == "dithered" or FOUR_BITS or M == "s1e2m1":
+    if MASTER == "dithered" or V == "dithered" or FOUR_BITS:
         random = noise(offset, tl.load(hyper + 11).to(tl.int32, bitcast=True))
 
     new_m = g

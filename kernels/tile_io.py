@@ -119,7 +119,7 @@ def load_moment(
     codes, scale, block, inside, offset, mask, packed, packed_mask,
     KIND: tl.constexpr, OTHER: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    if KIND == "ue3m1" or KIND == "ue3m1_raised" or KIND == "s1e2m1":
+    if KIND == "ue3m1":
         byte = tl.load(codes + packed, mask=packed_mask, other=OTHER)
         block_scale = tl.load(scale + block, mask=inside, other=OTHER)
         return decode_blocks(unpack_codes(byte, BLOCKS), block_scale, KIND)
@@ -158,7 +158,7 @@ def store_moment(
     else:
         code, block_scale = encode_state(x, random, KIND, FAST)
         tl.store(scale + block, block_scale, mask=inside)
-        if KIND == "ue3m1" or KIND == "ue3m1_raised" or KIND == "s1e2m1":
+        if KIND == "ue3m1":
             tl.store(codes + packed, pack_codes(code, BLOCKS), mask=packed_mask)
         else:
             tl.store(codes + offset, code, mask=mask)

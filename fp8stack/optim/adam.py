@@ -35,7 +35,7 @@ class Adam(BlockwiseOptimizer):
         params, lr, betas, eps, weight_decay, maximize: as in torch; `lr` may be a tensor. A parameter group may have
             "states" and "master" of its own, and "flat": True, whose vectors are many parameters end to end (ZeRO's
             partitions) and are kept as matrices are.
-        states: "8bit" (default), "fp8", "4bit", "4bit-experimental", "fp8-lm", "bf16", "fp32", or "keep" (the
+        states: "8bit" (default), "fp8", "4bit", "fp8-lm", "bf16", "fp32", or "keep" (the
             parameter's dtype); see `fp8stack/optim/state.py`.
         master: "split24" (default), "split32", "fp16", "fp32", "none" (stochastic rounding), or "keep": no master.
         min_numel: matrices with fewer elements, and all vectors, keep float32 states.

@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, ModelError
+from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.kernels.reference.step import step as reference_kernel
 from fp8stack.levels import CHOICES
-from fp8stack.tensor import is_sharded
 
 from . import state_dict as checkpoint_format
 from .checks import rates_on_gpu
-from .emitted import Emitted
 from .keeper import StateKeeper, check_formats
 from .reference import reference_step
 from .release import GradientRelease
@@ -81,7 +79,6 @@ class BlockwiseOptimizer(StateKeeper):
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
         self.portable = False  # see `state_dict`
         self.named_by: weakref.ref[nn.Module] | None = None  # the model, for readers of files
-        self.emitting: dict[Tensor, Emitted] = {}
         self._kernels: list[Any] = []  # what the plans were made for, by group
         self._captured: list[Plan] = []
         self._plans: dict[Tensor | None, dict[tuple[torch.device, str], Plan]] = {}
@@ -176,7 +173,6 @@ class BlockwiseOptimizer(StateKeeper):
 
     def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
         numbers = [self.numbers_of(group) for group in self.param_groups]
-        self.prepare_emitted(chosen)
         first = next(p for p in chosen if p.grad is not None)
         if triton_runs_on(first.device):
             self._step_with_plans(chosen, numbers, only)
@@ -220,7 +216,6 @@ class BlockwiseOptimizer(StateKeeper):
         for plan in plans.values():
             plan.run(skipped if plan is first else torch.zeros((), device=plan.device))
             torch.autograd.graph.increment_version(plan.stepped)
-        self.note_emitted(chosen)
         if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured.extend(plans.values())  # replays read their tables
         if self.max_grad_norm is not None:
@@ -240,64 +235,12 @@ class BlockwiseOptimizer(StateKeeper):
         """Step one tensor in plain torch."""
         reference_kernel(kind, tensors, hyper)
 
-    def prepare_emitted(self, chosen: Sequence[Tensor]) -> None:
-        """Cast the weights that were changed since they were emitted: a step that is skipped leaves their codes."""
-        for p, emitted in self._emitting_of(chosen):
-            if p.grad is not None and not emitted.is_of(p):
-                emitted.current(p)
-
-    def note_emitted(self, chosen: Sequence[Tensor]) -> None:
-        """Remember that the step just taken wrote the codes of the weights as they are."""
-        for p, emitted in self._emitting_of(chosen):
-            if p.grad is not None:
-                emitted.note(p)
-
-    def _emitting_of(self, chosen: Sequence[Tensor]) -> Iterable[tuple[Tensor, Emitted]]:
-        if len(chosen) == 1:  # step_in_backward
-            return [(p, self.emitting[p]) for p in chosen if p in self.emitting]
-        return self.emitting.items()
-
     def _examine(self, plan: Plan) -> None:
         """Fill the verdict on one device's gradients."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         clip = math.inf if self.max_grad_norm is None else self.max_grad_norm
         plan.set_verdict(scale, found_inf, clip)
         plan.examine(want_norm=self.max_grad_norm is not None)
-
-    # --- FP8 weights
-
-    def emit(self, parameters: Iterable[Tensor]) -> None:
-        """Let every step also write these weights in FP8, for the next forward; `emitted` has them.
-
-        That is one more byte to write for each element, where a cast of its own reads four and writes one.
-
-        Raises:
-            ModelError: for a sharded parameter, whose scale is all ranks'.
-        """
-        for p in parameters:
-            if is_sharded(p):
-                raise ModelError(
-                    f"a weight of shape {tuple(p.shape)} is sharded (DTensor): its FP8 scale depends on all ranks, so "
-                    "a step cannot emit it. Cast it after the all-gather."
-                )
-            if p not in self.emitting:
-                self.emitting[p] = Emitted(p)
-        self._forget_plans()
-
-    def emitted(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes (float8_e4m3fn, the parameter's shape) and scale (float32, 0-d) of a weight as it is now.
-
-        The last step wrote them; a weight that somebody else has changed since is cast here.
-
-        Raises:
-            ConfigError: for a weight that `emit` was not asked for.
-        """
-        if parameter not in self.emitting:
-            raise ConfigError(
-                f"a weight of shape {tuple(parameter.shape)} is not emitted. "
-                "Ask for it first: optimizer.emit([weight])."
-            )
-        return self.emitting[parameter].current(parameter)
 
     # --- state_dict and parameter groups
 
@@ -349,7 +292,6 @@ class BlockwiseOptimizer(StateKeeper):
             "state": {p: dict(entry) for p, entry in self.state.items()},
             "on_new_parameters": None,
             "release": None,
-            "emitting": {},
             "grad_norm": None,
             "skipped_steps": float(self.skipped_steps),
         }

@@ -15,7 +15,7 @@ are kept in 8 bits is fp8stack's rule, not the element count of bitsandbytes; it
 
 Limits: up to four launches for each part, and that wait, so a step cannot be captured in a CUDA graph. SGD needs
 momentum, and has neither Nesterov's nor dampening. L2 regularization needs the weight in float32 beside the gradient:
-it takes more memory and launches, but for SGD with float32 weights. No step emits FP8 weights: `emitted` casts them.
+it takes more memory and launches, but for SGD with float32 weights.
 States are neither sharded nor in other formats than "8bit" and "fp32"; what `paged` allocates is never freed by
 bitsandbytes, so one optimizer keeps its pages for good.
 """
@@ -157,12 +157,6 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         from .bitsandbytes_plan import BitsandbytesPlan  # Triton is imported when a GPU is used
 
         return BitsandbytesPlan(self, entries, device, family)
-
-    def prepare_emitted(self, chosen: Sequence[Tensor]) -> None:
-        """Nothing is emitted: `emitted` casts a weight that a step has changed."""
-
-    def note_emitted(self, chosen: Sequence[Tensor]) -> None:
-        pass
 
     def step_tensors(
         self, group: dict[str, Any], kind: StepKind, tensors: StepTensors, hyper: Tensor

@@ -37,8 +37,8 @@ class BitsandbytesPlan(Plan):
         self.optimizer = optimizer
         super().__init__(optimizer, *args)
 
-    def launches_of(self, kind: StepKind, t: StepTensors, group: int, emit: bool) -> Any:
-        return super().launches_of(kind, t, group, False)[0], group
+    def launches_of(self, kind: StepKind, t: StepTensors, group: int) -> Any:
+        return super().launches_of(kind, t, group)[0], group
 
     def _row_major(self) -> list[tuple[Tensor, Tensor]]:
         held = super()._row_major()

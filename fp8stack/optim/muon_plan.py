@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8stack.kernels import norm, step
+from fp8stack.kernels import step
 from fp8stack.kernels.pointer_table import COLUMN, deal, upload_rows
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 
@@ -48,13 +48,11 @@ class MuonPlan(plan.Plan):
         self._matrices: Counter[Any] = Counter()  # so far, by what a batch has in common
         super().__init__(optimizer, parameters, device, family)
 
-    def launches_of(
-        self, kind: StepKind, t: StepTensors, group: int, emit: bool
-    ) -> tuple[step.Launch, Batch]:
+    def launches_of(self, kind: StepKind, t: StepTensors, group: int) -> tuple[step.Launch, Batch]:
         direction, apply = split_kind(kind)
         buffer = self._buffer(t.weight.shape)
         first = step.launch_of(direction, direction_tensors(buffer, t))
-        second = step.launch_of(apply, apply_tensors(buffer, t), emit)
+        second = step.launch_of(apply, apply_tensors(buffer, t))
         batch = Batch(group, t.weight.shape, second, 0)
         size = max(1, BATCH // max(1, t.weight.numel()))
         number = self._matrices[first, batch] // size
@@ -71,10 +69,10 @@ class MuonPlan(plan.Plan):
         for s in self.segments:
             buffer, mine = self._buffer(s.batch.shape), range(start, start + len(s.parameters))
             start += len(s.parameters)
-            rows = [self.row(apply_tensors(buffer, tensors[i]), i) for i in mine]
+            pieces = [apply_tensors(buffer, tensors[i]) for i in mine]
+            rows = [step.table_row(t.weight.shape, **t._asdict()) for t in pieces]
             s.update = s.batch.apply
             s.weight_owner = deal(rows, step.programs, "first", self.device)
-            s.weight_spans = deal(rows, norm.spans, "first_span", self.device)
             s.weight_rows = upload_rows(rows, self.device)
 
     def step_segment(self, s: plan.Segment) -> None:

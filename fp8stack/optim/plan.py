@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8stack.kernels import emit, norm, step, step_scalars
+from fp8stack.kernels import norm, step, step_scalars
 from fp8stack.kernels.pointer_table import COLUMN, deal, upload, upload_rows
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.tensor import BlockScaledTensor
@@ -80,7 +80,7 @@ class Segment:
         self.grad_dtype: torch.dtype = dtype
         # What weights are updated by, which is not what reads gradients in every plan.
         self.update, self.weight_rows = self.launch, self.rows
-        self.weight_owner, self.weight_spans = self.owner, self.spans
+        self.weight_owner = self.owner
         self.fp8 = dtype is torch.float8_e4m3fn
         # A vector's gradient at the address of the last one is laid out as the last one was.
         self.vectors = all(p.ndim < 2 for p in self.parameters)
@@ -118,9 +118,8 @@ class Plan:
             kind, moments = optimizer.step_kind(group, p), optimizer.moments_of(group)
             gradient = gradient_parts(local(p.grad).contiguous())
             tensors = step_tensors(weight, *gradient, moments, local_state(state))
-            emitted = optimizer.emitting.get(p)
-            key = Key(*self.launches_of(kind, tensors, g, emitted is not None), share_of(p))
-            entries.append((key, index, g, p, state, tensors, emitted))
+            key = Key(*self.launches_of(kind, tensors, g), share_of(p))
+            entries.append((key, index, g, p, state, tensors))
         order = {key: i for i, key in enumerate(dict.fromkeys(e[0] for e in entries))}
         entries.sort(key=lambda e: order[e[0]])
         self.parameters = [e[3] for e in entries]
@@ -130,26 +129,17 @@ class Plan:
             x.untyped_storage() for e in entries for n, x in e[5]._asdict().items()
             if x is not None and n not in ("weight", "grad", "grad_block_scale")
         ]  # fmt: skip
-        self._emitted = [e[6] for e in entries]
         self._held: list[Tensor] = []  # contiguous copies of this step's gradients
         self._build([e[0] for e in entries], [e[5] for e in entries])
         self._number([e[2] for e in entries], [e[4] for e in entries])
 
-    def launches_of(
-        self, kind: StepKind, t: StepTensors, group: int, emit: bool
-    ) -> tuple[step.Launch, Any]:
+    def launches_of(self, kind: StepKind, t: StepTensors, group: int) -> tuple[step.Launch, Any]:
         """Return the launch that reads the gradient of `t`, and what else must be equal to share it."""
-        return step.launch_of(kind, t, emit), None
-
-    def row(self, t: StepTensors, number: int) -> dict[str, int]:
-        """Return the row of a table for parameter `number`."""
-        emitted = self._emitted[number]
-        extra = {} if emitted is None else {"emit": emitted.codes, "emit_scale": emitted.scales}
-        return step.table_row(t.weight.shape, **t._asdict(), **extra)
+        return step.launch_of(kind, t), None
 
     def _build(self, keys: list[Key], tensors: list[StepTensors]) -> None:
         """Make the table, and the segments of it that share a launch."""
-        rows = [self.row(t, i) for i, t in enumerate(tensors)]
+        rows = [step.table_row(t.weight.shape, **t._asdict()) for t in tensors]
         runs = [(k, len(list(run))) for k, run in groupby(keys)]
         n, device, start = len(rows), self.device, 0
         self.hyper = torch.zeros(n, 16, dtype=torch.float32, device=device)
@@ -356,10 +346,6 @@ class Plan:
             )  # fmt: skip
             for s in self.segments:
                 self.step_segment(s)
-                if s.update.emit:
-                    dtype = s.update.dtypes[0]
-                    assert dtype is not None
-                    emit.finish(s.weight_rows, s.weight_spans, s.hyper, dtype)
         for parameter, weight in held:
             parameter.copy_(weight)
 

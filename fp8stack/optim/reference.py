@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.kernels.reference import norm
-from fp8stack.kernels.reference.emit import emit
 from fp8stack.kernels.reference.step import HYPER
 from fp8stack.kernels.reference.step_scalars import scalars
 
@@ -42,9 +41,6 @@ def update_parameter(
     for key, value in here.items():
         if value is not held[key]:
             held[key].copy_(value)
-    if parameter in optimizer.emitting:
-        emitted = optimizer.emitting[parameter]
-        emit(rows, emitted.codes, emitted.scales, row[4])
     # channels_last, or a transposed view: blocks are row-major
     if rows.data_ptr() != weight.data_ptr():
         weight.copy_(rows)
@@ -89,7 +85,6 @@ def reference_step(
                 update_parameter(optimizer, group, p, state, parts, row)
         counted = torch.zeros((), device=device)  # a skip counts once
     torch.autograd.graph.increment_version([p for _, _, p, _, _ in work])
-    optimizer.note_emitted([p for _, _, p, _, _ in work])
     optimizer.skipped_steps = skipped
     if optimizer.max_grad_norm is not None:
         optimizer.grad_norm = verdict[2] * verdict[0]

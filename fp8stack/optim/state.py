@@ -5,7 +5,6 @@
 | "8bit" (default)    | s1e3m4, block 128       | sqrt(v) as ue3m5, block 128 | 2.06   | 3 % of m, 1.6 % of root |
 | "fp8"               | e4m3, block 128         | sqrt(v) as e4m3, block 128  | 2.06   | 6 % and 6 %             |
 | "4bit"              | s1e3m4, block 128       | sqrt(v) as ue3m1, dithered  | 1.56   | 3 % and 33 %, unbiased  |
-| "4bit-experimental" | s1e2m1 (FP4), dithered  | the same, from 1/24 on      | 1.06   | 50 % and 33 %, unbiased |
 | "fp8-lm"            | e4m3, one scale         | float16, one scale          | 3      | the FP8-LM paper's      |
 | "bf16"              | bfloat16                | bfloat16, dithered          | 4      | 0.4 % and 0.8 %         |
 | "fp32"              | float32                 | float32                     | 8      | nothing                 |
@@ -44,10 +43,8 @@ from torch import Tensor
 from fp8stack.formats import (
     E4M3,
     E4M3_ROOT,
-    S1E2M1,
     S1E3M4,
     UE3M1,
-    UE3M1_RAISED,
     UE3M5,
     MiniFloat,
     scale_shape,
@@ -63,7 +60,6 @@ _BLOCK_FORMATS: dict[str, tuple[MiniFloat, MiniFloat]] = {
     "8bit": (S1E3M4, UE3M5),
     "fp8": (E4M3, E4M3_ROOT),
     "4bit": (S1E3M4, UE3M1),
-    "4bit-experimental": (S1E2M1, UE3M1_RAISED),
 }
 STATES, MASTERS = CHOICES["states"], CHOICES["master"]
 BITSANDBYTES = "bitsandbytes"
@@ -160,7 +156,7 @@ def stored_format(name: str, codes: Tensor, scale: Tensor, shape: torch.Size) ->
         return None
     states = "fp8"
     if codes.dtype is torch.uint8:
-        states = "8bit" if codes.shape == shape else "4bit-experimental"
+        states = "8bit" if codes.shape == shape else "4bit"
     return block_format(name, states)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, ModelError
-from fp8stack.formats import S1E2M1, S1E3M4
+from fp8stack.formats import UE3M1
 from fp8stack.tensor import is_sharded
 
 from .foreign import translate
@@ -32,6 +32,7 @@ from .state import (
     decode_moment,
     encode_master,
     encode_moment,
+    is_second,
     zero_master,
     zero_moment,
 )
@@ -362,10 +363,16 @@ def _check_names(optimizer: BlockwiseOptimizer, entry: State, parameter: Tensor,
 def _check_shape(name: str, entry: State, parameter: Tensor, key: Any) -> None:
     """Raise unless codes are as many as the parameter's elements, one or two in a byte."""
     codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
-    if codes is None or scale is None:
+    if codes is None or scale is None or codes.shape == parameter.shape:
         return
-    known = {tuple(fmt.codes_shape(parameter.shape)) for fmt in (S1E3M4, S1E2M1)}
-    if tuple(codes.shape) not in known:
+    packed = tuple(codes.shape) == UE3M1.codes_shape(parameter.shape)
+    if packed and not is_second(name):
+        raise CheckpointError(
+            f'state of parameter {key} (shape {tuple(parameter.shape)}): {name} is kept as "4bit-experimental", which '
+            "this version of fp8stack does not have. Load it with the version that wrote it and export it with "
+            "fp8stack.checkpoint.torch_state_dict."
+        )
+    if not packed:
         raise CheckpointError(
             f"state of parameter {key} (shape {tuple(parameter.shape)}): {name} is of shape {tuple(codes.shape)}. "
             "The checkpoint is of another model, or truncated; use the one saved with this model."

@@ -10,7 +10,7 @@ Per block (or tensor), with `max` the format's largest value, all in float32:
 
 (The optimizer formats take amax × (1 / max), one multiplication, for scale, and x × (NUDGE / scale).) A `squared`
 format stores square roots: x is replaced by sqrt(x) first and squared after decoding. A positive element never gets
-code 0 there (it is lifted to the format's `least`, 1/4032 of the block's largest for ue3m5), since a second moment that
+code 0 there (it is lifted to code 1, 1/4032 of the block's largest for ue3m5), since a second moment that
 flushes to zero makes Adam divide by epsilon; an element that is exactly zero keeps code 0. Codes of 4 bits lie two in a
 byte, [rows, ceil(cols / 2)], the even column in the lower half.
 """
@@ -78,7 +78,7 @@ def quantize_blocks(
         random = None if seed is None else as_blocks(noise(x.shape, seed))
         codes = encode(scaled, fmt, random)
         if fmt.squared:
-            codes = torch.where(blocks > 0, codes.clamp(min=fmt.least), codes)
+            codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
     codes = from_blocks(codes, x.shape).contiguous()
     return (pack(codes) if fmt.bits == 4 else codes), scale
 

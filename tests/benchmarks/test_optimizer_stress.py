@@ -11,9 +11,8 @@ import torch
 from optimizer_stress import CASES, VARIANTS, Variant, gradients, main, measure, parse
 
 SMALL = ("--device", "cpu", "--size", "64", "--steps", "40")
-BOUNDED = {  # bytes of state
-    "8bit": 2.125, "fp8": 2.125, "4bit": 1.625, "4bit-experimental": 1.125, "fp8-lm": 3, "bf16": 4, "fp32": 8
-}  # fmt: skip
+# bytes of state
+BOUNDED = {"8bit": 2.125, "fp8": 2.125, "4bit": 1.625, "fp8-lm": 3, "bf16": 4, "fp32": 8}
 CASE = {case.name: case for case in CASES}
 VARIANT = {variant.name: variant for variant in VARIANTS}
 

@@ -61,7 +61,7 @@ def saved(tmp_path_factory):
     """A folder with checkpoints: "O2.pt" and so on, and "dcp"; and the masters of each."""
     folder, masters = tmp_path_factory.mktemp("checkpoints"), {}
     variants = {"plain": (None, {}), "O0": ("O0", {}), "O1": ("O1", {}), "O2": ("O2", {})}
-    variants["4bit"] = ("O2", {"states": "4bit-experimental", "master": "split32"})
+    variants["4bit"] = ("O2", {"states": "4bit", "master": "split32"})
     variants["fp8-lm"] = ("O2", {"preset": "fp8-lm"})
     for name, (level, overrides) in variants.items():
         model, optimizer = make(level, **overrides)

@@ -22,7 +22,6 @@ BUDGETS = {  # (kernel, case): instructions an element
     ("_step_kernel", "adam 8bit split24, fp8 gradient, exact"): 97,
     ("_step_kernel", "adam fp8 split24, fp8 gradient"): 88,
     ("_step_kernel", "adam 4bit split24, fp8 gradient"): 88,
-    ("_step_kernel", "adam 4bit-experimental none, fp8 gradient"): 103,
     ("_step_kernel", "adam fp32 keep, fp32 gradient"): 31.5,
     ("_step_kernel", "lion 8bit split24, fp8 gradient"): 47.5,
     ("_step_kernel", "muon 8bit direction, fp8 gradient"): 34,

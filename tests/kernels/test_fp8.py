@@ -34,7 +34,7 @@ def value_of(code, name):
     exponent_bits, mantissa_bits, bias, signed = {
         "e4m3": (4, 3, 7, True), "e5m2": (5, 2, 15, True), "e4m3_root": (4, 3, 7, True),
         "s1e3m4": (3, 4, 3, True), "ue3m5": (3, 5, 3, False),
-        "s1e2m1": (2, 1, 1, True), "ue3m1": (3, 1, 3, False), "ue3m1_raised": (3, 1, 3, False),
+        "ue3m1": (3, 1, 3, False),
     }[name]  # fmt: skip
     negative = signed and code >> (exponent_bits + mantissa_bits)
     sign = -1.0 if negative else 1.0

@@ -150,7 +150,7 @@ def test_muons_direction_is_rounded_to_the_weights_dtype_once(states, device):
     assert_same_bits(narrow.m, wide.m)
 
 
-@pytest.mark.parametrize("states", ["8bit", "fp8", "4bit-experimental", "fp8-lm", "fp32"])
+@pytest.mark.parametrize("states", ["8bit", "fp8", "fp8-lm", "fp32"])
 def test_muons_direction_without_gradient_and_momentum_is_zero(states, device):
     x = Step(StepCase("muon", states), (5, 200), device).zero_states()
     x.grad.zero_()
@@ -209,7 +209,7 @@ def test_skipped_step_changes_no_bit(case, device):
         assert not torch.equal(bits(getattr(x, name)), bits(value)), f"{name} was not updated"
 
 
-@pytest.mark.parametrize("states", ["fp32", "8bit", "fp8", "4bit", "4bit-experimental", "bf16", "fp8-lm"])  # fmt: skip
+@pytest.mark.parametrize("states", ["fp32", "8bit", "fp8", "4bit", "bf16", "fp8-lm"])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("algorithm", ["adam", "sgd", "nesterov", "lion"])
 def test_zero_gradient_from_zero_state_moves_weights_by_decay_only(
@@ -236,7 +236,7 @@ def test_zero_gradient_decays_the_moments(device):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("states", ["8bit", "fp8", "4bit", "4bit-experimental"])
+@pytest.mark.parametrize("states", ["8bit", "fp8", "4bit"])
 def test_non_finite_gradient_that_is_applied_poisons_one_block_of_state(bad, states, device):
     x = Step(StepCase("adam", states, "split24"), (4, 256), device)
     x.grad[2, 5] = bad
