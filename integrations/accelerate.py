@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -33,9 +32,8 @@ from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.deepspeed.section import find_section
 from fp8stack.integrations.known import Situation, check, raise_or_warn
 from fp8stack.integrations.known.situation import comes_from
+from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe, recipe_for
-from fp8stack.nn import GEMM_LAYERS
-from fp8stack.report import Report
 
 _OTHERS = {
     "FSDP": "FSDP1 joins parameters to flat vectors, which have no rows to make blocks of. Use "
@@ -43,20 +41,6 @@ _OTHERS = {
     "MEGATRON_LM": "Megatron-LM has layers and an optimizer of its own. Use DDP, FSDP2 or DeepSpeed",
     "XLA": "fp8stack has no kernels for XLA devices. Use CUDA GPUs",
 }
-
-
-@dataclass(frozen=True)
-class Attached:
-    """What an Accelerator's model trains with."""
-
-    level: str
-    wrapper: str  # "no wrapper", "DistributedDataParallel", "FSDP2" or "DeepSpeed ZeRO-2"
-    layers: int  # Linear layers that multiply in FP8 (in bf16 where FP8 is missing)
-    fp8_reduction: bool  # are gradients sent between processes in FP8?
-
-    def __str__(self) -> str:
-        wire = "in FP8" if self.fp8_reduction else "in full precision, if at all"
-        return f"fp8stack {self.level}: {self.wrapper}, {self.layers} converted layers, gradients sent {wire}"
 
 
 def prepare(
@@ -114,7 +98,7 @@ def prepare(
     return tuple(prepared)
 
 
-def attach(accelerator: Any, model: Any) -> Attached:
+def attach(accelerator: Any, model: Any) -> Verification:
     """Finish a model that was initialized before `accelerator.prepare`; return what it trains with.
 
     Registers the hook that averages DDP's gradients in FP8 (from O1 on), before the first backward; verifies a
@@ -134,7 +118,7 @@ def attach(accelerator: Any, model: Any) -> Attached:
     return finish(accelerator, model)
 
 
-def finish(accelerator: Any, model: Any) -> Attached:
+def finish(accelerator: Any, model: Any) -> Verification:
     """Do what `attach` does, but do not look for known incompatibilities."""
     kind = kind_of(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
@@ -143,36 +127,34 @@ def finish(accelerator: Any, model: Any) -> Attached:
             "accelerator.prepare returned."
         )
     if kind == "DEEPSPEED":
-        found = deepspeed.verify(model)
-        name = f"DeepSpeed ZeRO-{found.stage}"
-        return Attached(found.level, name, found.layers, bool(found.reduction))
+        return deepspeed.verify(model)
     wrapped = getattr(model, "_orig_mod", model)  # compiled
-    bare = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-    session = session_of(getattr(bare, "_orig_mod", bare))
-    recipe, modules = session.recipe, dict(bare.named_modules())
-    layers = [m for m in modules.values() if isinstance(m, GEMM_LAYERS)]
-    _check_moved(bare, session.report, len(layers))
-    reduces, shards = recipe.gradients == "fp8", isinstance(bare, FSDPModule)
-    if shards:
-        if recipe.level != "O0" and not session.lasting:
-            raise ModelError(
-                f"this model was brought to {recipe.level} before FSDP2 replaced its parameters. Leave "
-                "fp8stack.initialize out, and accelerator.prepare to fp8stack.integrations.accelerate.prepare."
-            )
-        fsdp.verify(bare)
-        return Attached(recipe.level, "FSDP2", len(layers), reduces)
-    if bare is wrapped:
-        return Attached(recipe.level, "no wrapper", len(layers), False)
-    if reduces:
-        try:
+    parallel = isinstance(wrapped, DistributedDataParallel)
+    bare: Any = wrapped.module if parallel else wrapped
+    bare = getattr(bare, "_orig_mod", bare)
+    session, sharded = session_of(bare), isinstance(bare, FSDPModule)
+    recipe = session.recipe
+    if sharded and recipe.level != "O0" and not session.lasting:
+        raise ModelError(
+            f"this model was brought to {recipe.level} before FSDP2 replaced its parameters. Leave "
+            "fp8stack.initialize out, and accelerator.prepare to fp8stack.integrations.accelerate.prepare."
+        )
+    if sharded:
+        return fsdp.verify_sharded(bare)
+    if not parallel:
+        return verify_initialized(bare)
+    reduces = {"DistributedDataParallel": True} if recipe.gradients == "fp8" else {}
+    found = verify_initialized(bare, None, "DistributedDataParallel", reduces)
+    try:
+        if reduces:
             register_fp8_hook(wrapped)
-        except RuntimeError as error:
-            raise ModelError(
-                f"gradients of this model cannot be reduced in FP8: {error}. DistributedDataParallel takes one "
-                "communication hook, before its first backward: call attach once, and leave comm_hook out of "
-                "DistributedDataParallelKwargs."
-            ) from error
-    return Attached(recipe.level, "DistributedDataParallel", len(layers), reduces)
+    except RuntimeError as error:
+        raise ModelError(
+            f"gradients of this model cannot be reduced in FP8: {error}. DistributedDataParallel takes one "
+            "communication hook, before its first backward: call attach once, and leave comm_hook out of "
+            "DistributedDataParallelKwargs."
+        ) from error
+    return found
 
 
 def kind_of(accelerator: Any) -> str:
@@ -255,17 +237,3 @@ def sectioned(
     finally:
         if fresh:
             del config["fp8stack"]
-
-
-def _check_moved(model: nn.Module, report: Report, layers: int) -> None:
-    """Raise ModelError if the model is otherwise than `initialize` left it."""
-    if layers != len(report.converted):
-        raise ModelError(
-            f"{len(report.converted)} layers were converted, and {layers} are there: something replaced modules "
-            "between fp8stack.initialize and here."
-        )
-    if report.device.startswith("CPU") and next(model.parameters()).is_cuda:
-        raise ModelError(
-            "this model was initialized on the CPU, for which its layers were chosen, and is on a GPU now. Call "
-            "model.to(accelerator.device) before fp8stack.initialize, or use prepare, which does."
-        )

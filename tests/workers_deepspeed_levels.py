@@ -468,7 +468,7 @@ def check_verification(deepspeed, engine):
     fp8_deepspeed.verify(engine)
     up = engine.module.up
     engine.module.up = nn.Linear(up.in_features, up.out_features)
-    with pytest.raises(ModelError, match="3 layers were converted, and 2 are there"):
+    with pytest.raises(ModelError, match="up was converted and is an ordinary layer again"):
         fp8_deepspeed.verify(engine)
     engine.module.up = up
     engine.micro_steps = 1
@@ -476,7 +476,7 @@ def check_verification(deepspeed, engine):
         fp8_deepspeed.verify(engine)
     engine.micro_steps = 0
     del engine.optimizer.allreduce_bucket
-    with pytest.raises(ModelError, match="somebody replaced the methods"):
+    with pytest.raises(ModelError, match="allreduce_bucket does not reduce its gradients in FP8"):
         fp8_deepspeed.verify(engine)
     engine.optimizer.optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     with pytest.raises(ModelError, match="the optimizer is AdamW, not fp8stack's"):

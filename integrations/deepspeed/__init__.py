@@ -13,7 +13,8 @@ replaced (`reduction.py`). O2: the optimizer is replaced by fp8stack's, which ke
 partitions, and where those are bfloat16 8 more bits of the weights. DeepSpeed is neither patched nor subclassed.
 """
 
-from .engine import Handle, initialize, install
-from .verification import Verification, verify
+from fp8stack.integrations.verification import Verification
+
+from .engine import Handle, initialize, install, verify
 
 __all__ = ["Handle", "Verification", "initialize", "install", "verify"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ import fp8stack
 from fp8stack.api import carry_out, decide
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations.known import Situation, check, raise_or_warn
+from fp8stack.integrations.verification import Verification, compare
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.report import emit
+from fp8stack.report import Report, emit
 from fp8stack.session import Session
 
 from .optimizer import (
@@ -45,7 +46,6 @@ from .section import (
     stage_of,
     with_config,
 )
-from .verification import Applied, not_stepped, verify
 
 OLDEST = (0, 18)
 Started = tuple[Any, Any, Any, Any]  # engine, optimizer, loader, scheduler
@@ -181,7 +181,7 @@ def _run(
         for number, partition in partitions_of(started[0].optimizer):
             optimizer.note_formats(optimizer.param_groups[number], [partition])
     if section is not None and recipe is not None and session is not None:
-        _attach(started[0], section, recipe, session, left_out)
+        _attach(started[0], recipe, session, left_out)
     return started
 
 
@@ -258,12 +258,10 @@ def _take_back_first_step(wrapper: Any, inner: BlockwiseOptimizer) -> None:
             copy_of_it.data.copy_(weight.data)
 
 
-def _attach(
-    engine: Any, section: Section, recipe: Recipe, session: Session, left_out: list[str]
-) -> None:
+def _attach(engine: Any, recipe: Recipe, session: Session, left_out: list[str]) -> None:
     """Replace the reduction of gradients, show the card and make sure that it is true."""
     report, stage = session.report, engine.zero_optimization_stage()
-    applied = engine.fp8stack = Applied(section, recipe, report, left_out)
+    applied = engine.fp8stack = Applied(recipe, report, left_out)
     report.level, report.bytes_per_parameter = recipe.level, 0.0
     report.gradients = "DeepSpeed's"
     if recipe.gradients == "fp8":
@@ -278,3 +276,79 @@ def _attach(
         )
     emit(report)
     verify(engine)
+
+
+# --- verification
+
+
+@dataclass
+class Applied:
+    """What was done for one engine: `engine.fp8stack`."""
+
+    recipe: Recipe  # as ZeRO can have it
+    report: Report
+    left_out: list[str]  # trainable parameters that were not in the optimizer
+    reduction: Fp8Reduction | None = None
+
+
+def verify(engine: Any) -> Verification:
+    """Return what runs in a DeepSpeed engine.
+
+    Raises:
+        ModelError: if that is not what the config's section "fp8stack" asks for; the message lists every difference.
+    """
+    applied = getattr(engine, "fp8stack", None)
+    if not isinstance(applied, Applied):
+        config = getattr(engine, "config", None) or {}
+        asked = isinstance(config, dict) and "fp8stack" in config
+        raise ModelError(
+            ('the config has a section "fp8stack", and nobody has read it: ' if asked else "")
+            + "this engine was not made by fp8stack. Make it with fp8stack.integrations.deepspeed.initialize, or call "
+            "fp8stack.integrations.deepspeed.install() before deepspeed.initialize, Accelerate or Trainer."
+        )
+    recipe, reduction, stage = applied.recipe, applied.reduction, engine.zero_optimization_stage()
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    differences = []
+    if stage != stage_of(engine.config):
+        differences.append(
+            f"the config has ZeRO stage {stage_of(engine.config)}, the engine {stage}"
+        )
+    if reduction is not None and not reduction.calls and reduction.attached():
+        passed = engine.micro_steps
+        if passed >= engine.gradient_accumulation_steps():
+            differences.append(f"{passed} batches have passed, and no gradient was reduced in FP8")
+    if recipe.states != "keep" and not isinstance(inner, BlockwiseOptimizer):
+        differences.append(
+            f"the optimizer is {type(inner).__name__}, not fp8stack's: something replaced it (Trainer and Accelerate "
+            "do under DeepSpeed; pass optimizer_cls_and_kwargs, or describe it in the JSON)"
+        )
+    elif recipe.states != "keep":
+        missing = set(not_stepped(engine.module, _groups_of(engine))) - set(applied.left_out)
+        differences += [f"{name} is trainable, and not stepped" for name in sorted(missing)]
+    return compare(
+        recipe.level,
+        engine.module,
+        applied.report,
+        inner,
+        f"DeepSpeed ZeRO-{stage}",
+        dict.fromkeys(reduction.names, reduction.attached()) if reduction else {},
+        differences,
+        stage=stage,
+        reduced=reduction.calls if reduction else 0,
+    )
+
+
+def not_stepped(model: nn.Module, groups: Iterable[Iterable[Any]]) -> list[str]:
+    """Return the names of trainable parameters that are in none of the groups."""
+    owned = {p for group in groups for p in group}
+    return [n for n, p in model.named_parameters() if p.requires_grad and p not in owned]
+
+
+def _groups_of(engine: Any) -> list[list[Any]]:
+    """Return the model's parameters that the engine's optimizer steps, by group."""
+    wrapper = engine.optimizer
+    for name in ("fp16_groups", "bit16_groups", "bf16_groups"):
+        if hasattr(wrapper, name):
+            groups: list[list[Any]] = getattr(wrapper, name)
+            return groups
+    return [group["params"] for group in wrapper.param_groups]

@@ -16,7 +16,6 @@ Limits: `restore` cannot undo it. FSDP2 only: the flat vectors of FSDP1 have no 
 """
 
 from .shard import fully_shard_fp8
-from .sharded import attach
-from .verification import verify
+from .sharded import attach, verify, verify_sharded
 
-__all__ = ["attach", "fully_shard_fp8", "verify"]
+__all__ = ["attach", "fully_shard_fp8", "verify", "verify_sharded"]

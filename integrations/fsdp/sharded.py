@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8stack.api import Decisions, carry_out, decide
+from fp8stack.api import Decisions, carry_out, decide, session_of
 from fp8stack.comm.fsdp import (
     compute_dtype_of,
     is_hybrid,
+    reduces_in_fp8,
     register_fp8_all_gather,
     register_fp8_reduce_scatter,
     units_of,
 )
+from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report, emit
@@ -143,6 +145,27 @@ def without_wire(recipe: Recipe) -> Recipe:
 def device_of_kind(kind: str) -> torch.device:
     """Return the device that this rank gathers weights on."""
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def verify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Report:
+    """Check on the live objects that what was asked for is what runs; return the report of the call.
+
+    Raises:
+        ModelError: with all that is wrong: layers that are FP8 no more, gradients that are not reduced in FP8, states
+            that are not quantized or not sharded like their parameters, an optimizer of other parameters.
+    """
+    verify_sharded(model, None if optimizer is None else [optimizer])
+    return session_of(model).report
+
+
+def verify_sharded(model: nn.Module, stepped: Iterable[Any] | None = None) -> Verification:
+    """Do what `verify` does, and return what was found; `stepped` are the optimizers that the caller steps."""
+    units = units_of(model, "verify")
+    for unit in units.values():
+        unit.reshard()  # so that the model's parameters are the sharded ones
+    reducers = {name or "the root": reduces_in_fp8(unit) for name, unit in units.items()}
+    reducers = reducers if on_wire(session_of(model).recipe) else {}
+    return verify_initialized(model, stepped, "FSDP2", reducers)
 
 
 # --- classes and dtypes

@@ -22,8 +22,7 @@ import fp8stack  # noqa: E402
 from fp8stack import BlockScaledTensor  # noqa: E402
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError  # noqa: E402
 from fp8stack.integrations import lightning  # noqa: E402
-from fp8stack.integrations.lightning import Fp8Callback, Fp8Precision  # noqa: E402
-from fp8stack.integrations.lightning.precision import sessions_in  # noqa: E402
+from fp8stack.integrations.lightning import Fp8Callback, Fp8Precision, sessions_in  # noqa: E402
 
 
 def fit(module, *arguments, epochs=1, steps=4, callbacks=(), path=None, **more):
@@ -225,7 +224,7 @@ def test_fp8_that_is_off_raises():
 
     with pytest.raises(ModelError, match=r"model\.up was converted and is an ordinary layer again"):
         fit(Module(), callbacks=[Undone()])
-    with pytest.raises(ModelError, match="the Trainer steps SGD, and not the optimizer"):
+    with pytest.raises(ModelError, match="SGD is stepped, and not the AdamW that fp8stack"):
         fit(Module(), callbacks=[Replaced()])
 
 
