@@ -4,19 +4,21 @@
     python benchmarks/monitor_cost.py --device cpu --model tiny --steps 4 --blocks 2
 
 At O2, every Linear layer in FP8. A block is --steps steps, queued without waiting and timed as a whole, of which the
-monitor samples one and writes it to a JSON-lines file. `cost` is the median block with a monitor over the median block
-without one, minus one. `sampled` is the time of a step that is sampled, `plain` of one that is not.
+monitor samples the first. After the last one its numbers are read, as far as they have arrived, and written to a file
+as a line of JSON. `cost` is the median block with a monitor over the median block without one, minus one. `sampled` is the time of a step that is sampled, `plain` of one that is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +58,32 @@ def measure(
         optimizer.step()
         optimizer.zero_grad()
 
-    def monitored(every: int) -> contextlib.AbstractContextManager[Any]:
-        return Monitor(model, optimizer, every=every, to=[folder / "monitor.jsonl"])
+    @contextlib.contextmanager
+    def monitored(every: int) -> Iterator[Callable[[], None]]:
+        """Yield a step of which a monitor samples one in `every`, and the last of so many writes the numbers."""
+        left = itertools.cycle(reversed(range(every)))
+        with Monitor(model, optimizer, every=every) as monitor:
+
+            def logged_step() -> None:
+                step()
+                if next(left) == 0:
+                    with (folder / "monitor.jsonl").open("a") as file:
+                        file.write(json.dumps(monitor.metrics()) + "\n")
+
+            yield logged_step
+            assert monitor.read(wait=True), "nothing was sampled"
 
     for _ in range(WARM_UP):
         step()
-    with monitored(1):
-        step()  # compiles
+    with monitored(1) as logged:
+        logged()  # compiles
     plain, watched = [], []
     for _ in range(options.blocks):
         plain.append(time_block(step, options.steps, options.device))
-        with monitored(options.steps) as monitor:
-            watched.append(time_block(step, options.steps, options.device))
-            assert monitor.read(wait=True), "nothing was sampled"
-    with monitored(1):
-        sampled = [time_block(step, 1, options.device) for _ in range(5)]
+        with monitored(options.steps) as logged:
+            watched.append(time_block(logged, options.steps, options.device))
+    with monitored(1) as logged:
+        sampled = [time_block(logged, 1, options.device) for _ in range(5)]
     single = [time_block(step, 1, options.device) for _ in range(5)]
     return {
         "cost": statistics.median(watched) / statistics.median(plain) - 1,

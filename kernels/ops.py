@@ -242,6 +242,11 @@ def kernel_backend() -> tuple[str, str]:
     return ("reference", error) if error else ("triton", "Triton is installed")
 
 
+def count(x: Tensor, scale: Tensor, fmt: MiniFloat, out: Tensor, squares: bool) -> None:
+    """Add the statistics of a cast to `out` (int64 [10]); see `reference/monitor.py`. Never in a graph."""
+    _module("monitor", x.is_cuda).count(x, scale, fmt, out, squares)
+
+
 def triton_runs_on(device: torch.device) -> bool:
     """Return whether kernels that work on many tensors at once, through pointers, run on `device`."""
     return device.type == "cuda" and kernel_backend()[0] == "triton"

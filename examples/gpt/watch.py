@@ -1,12 +1,13 @@
 """What FP8 does to the tensors of a run: a sample every so many steps, and advice on what its monitor finds.
 
-Advice is in flags of train_gpt.py, and given once: again where other layers have come to break the same rule. How far
-steps move the weights says something of the learning rate where that is near its highest: in the warm-up weights are
-small and moments young, and at the end steps are meant to be small.
+Advice names flags of train_gpt.py. It is given once, and again when other layers come to break the same rule. Update
+ratios are judged only where the learning rate is near its highest: in the warm-up weights are small and moments young,
+and at the end steps are meant to be small.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from .model import GPT
 
 MONITORED = 50  # steps between samples
-FLAGS = {"lr": "--max-lr", "warm_up": "raise --warmup-steps"}
+WORDS = {"the learning rate": "--max-lr", "warm up longer": "raise --warmup-steps"}
 
 
 class Watch:
@@ -44,7 +45,7 @@ class Watch:
 
     def advice(self) -> list[str]:
         """Return what there is to say of the last sample, and was not said before."""
-        return [f.text(as_flag) for f in self.monitor.findings() if self._is_news(f)]
+        return [in_flags(f.text) for f in self.monitor.findings() if self._is_news(f)]
 
     def _is_news(self, finding: Finding) -> bool:
         if finding.field == "update_ratio" and not self._steps_are_large():
@@ -61,10 +62,16 @@ class Watch:
         return warm and learning_rate(config, step) >= config.max_lr / 2
 
 
-def as_flag(name: str, value: str | None) -> str:
-    """Return an option of `fp8stack.initialize`, or a word for a learning rate, as the flag of train_gpt.py."""
-    flag = FLAGS.get(name, options.as_flag(name))
-    return flag if value is None else f"{flag} {value}"
+def in_flags(text: str) -> str:
+    """Return a sentence in which options of `fp8stack.initialize` and learning rates are flags of train_gpt.py."""
+    says, found, remedy = text.partition("Remedy: ")
+    for word, flag in WORDS.items():
+        remedy = remedy.replace(word, flag)
+    # fp8_recipe="current" is --fp8-recipe current, and skip=["blocks.3.fc1"] is --skip blocks.3.fc1
+    remedy = re.sub(
+        r'(\w+)=\[?"?([^\s\],":]+)"?\]?', lambda m: f"{options.as_flag(m[1])} {m[2]}", remedy
+    )
+    return says + found + remedy.replace("fp8_margin", options.as_flag("fp8_margin"))
 
 
 def watch(config: Config, model: GPT, optimizer: Any) -> Watch | None:

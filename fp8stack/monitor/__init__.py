@@ -2,24 +2,18 @@
 
     from fp8stack.monitor import Monitor
 
-    with Monitor(model, optimizer, every=100, to=[SummaryWriter(), "run/fp8.jsonl"]) as monitor:
-        for batch in loader:
+    with Monitor(model, optimizer, every=100) as monitor:
+        for step, batch in enumerate(loader):
             ...                                             # forward, backward, optimizer step
+            if step % 100 == 0:
+                run.log(monitor.metrics(wait=True))         # a W&B run; any logger takes the dict
     print(*monitor.advice(), sep="\n")
 
-`sampler.py` samples the operands of FP8 layers, `updates.py` how far a step moves their weights, `outputs.py` writes
-the numbers to TensorBoard, W&B or JSONL, and `advice.py` holds them against thresholds.
+`sampler.py` samples the operands of FP8 layers, `updates.py` measures how far a step moves their weights, and
+`advice.py` compares the numbers with thresholds.
 """
 
-from .advice import DEAD_BLOCKS, LEAST_SNR_DB, OVERFLOW, UNDERFLOW, UPDATE_RATIO, Finding
+from .advice import RULES, Finding
 from .sampler import Monitor
 
-__all__ = [
-    "DEAD_BLOCKS",
-    "LEAST_SNR_DB",
-    "OVERFLOW",
-    "UNDERFLOW",
-    "UPDATE_RATIO",
-    "Finding",
-    "Monitor",
-]
+__all__ = ["RULES", "Finding", "Monitor"]

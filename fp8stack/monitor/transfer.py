@@ -1,28 +1,39 @@
-"""Numbers on their way from the device to the host, which does not wait for them."""
+"""Numbers of the device that the host reads without waiting for them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Transfer:
-    """A copy of `values` (any shape) to pinned memory, behind what is queued on the device now."""
+class Arrivals:
+    """The numbers that have arrived last, and a copy that may be on its way.
 
-    def __init__(self, values: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
-        self._host.copy_(values, non_blocking=True)
+    `values` are nested lists, and `label` is what they were sent with; None and [] before the first have arrived.
+    """
+
+    def __init__(self) -> None:
+        self.label: Any = None
+        self.values: list[Any] = []
+        self._pending: tuple[Any, Tensor, torch.cuda.Event | None] | None = None
+
+    def send(self, label: Any, values: Tensor) -> None:
+        """Copy `values` to the host behind the work that is queued now; an earlier copy still on its way is dropped."""
+        self.take()
+        host, event = values.to("cpu", non_blocking=True, copy=True), None  # pinned, from a GPU
         if values.is_cuda:
-            with torch.cuda.device(values.device):
-                self._event = torch.cuda.Event()
-                self._event.record()
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(values.device))
+        self._pending = label, host, event
 
-    def take(self, wait: bool = False) -> list[list[float]] | None:
-        """Return the numbers as nested lists, or None if they are not there yet; with `wait`, wait for them."""
-        if self._event is not None and wait:
-            self._event.synchronize()
-        if self._event is not None and not self._event.query():
-            return None
-        numbers: list[list[float]] = self._host.tolist()
-        return numbers
+    def take(self, wait: bool = False) -> None:
+        """Take the copy if it has arrived; with `wait`, wait for it."""
+        if self._pending is None:
+            return
+        label, host, event = self._pending
+        if event is not None and wait:
+            event.synchronize()
+        if event is None or event.query():
+            self.label, self.values, self._pending = label, host.tolist(), None

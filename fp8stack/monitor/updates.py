@@ -1,18 +1,19 @@
 """How far an optimizer step moves the weights of layers: ‖Δw‖ / ‖w‖, of a sample of their elements.
 
-A copy of all weights would cost as much memory as they do. So of each weight up to 2^14 elements are kept from before
-the step to after it, 64 KiB a layer, taken at equal distances through the matrix; the distance has no factor in common
-with the number of columns, so all of them are met. Both norms are of the same elements. Where the squares of n elements
-have the kurtosis k of their elements, the norm of the sample is off by sqrt((k - 1) / n) / 2 of itself (one standard
-deviation): 0.6 % for Gaussian numbers, 4 % where k is 100. A weight of up to 2^14 elements is read as a whole.
+A copy of all weights would cost as much memory as the weights. So up to 2^14 elements of each weight are kept from
+before the step to after it, 64 KiB a layer. They are taken at equal distances through the matrix; the distance has no
+factor in common with the number of columns, so that all columns are met. Both norms are of the same elements. If the
+squares of n elements come from a distribution of kurtosis k, the norm of the sample is off by sqrt((k - 1) / n) / 2 of
+itself (one standard deviation): 0.6 % for Gaussian numbers, 4 % where k is 100. A weight of up to 2^14 elements is read
+as a whole.
 
-What moves is what the optimizer accumulates in: of fp8stack's own, bfloat16 weight and remainder, or another master.
-The weight alone would tell mostly of its rounding. With `master="none"` that is what moves, steps of 2^-8 drawn at
-random, and the ratio is larger than that of what was added.
+The ratio is that of the values in which the optimizer accumulates: with fp8stack's own optimizers the bfloat16 weight
+and its remainder, or another master. The weight alone would show little but its rounding. With `master="none"` the
+weight itself moves, in random steps of 2^-8, and the ratio is larger than that of the update that was added.
 
 The hooks are on the optimizer from the beginning of a sampled step to that of the next one, and the results are copied
-to the host without waiting. A step that is skipped for its gradients moves nothing: 0. Left out are weights that
-the optimizer does not own (DeepSpeed's ZeRO steps copies) and states in host memory (`offload="cpu"`).
+to the host without waiting. A step that is skipped because of its gradients moves nothing: its ratio is 0. Left out are
+weights that the optimizer does not own (DeepSpeed's ZeRO steps copies) and states in host memory (`offload="cpu"`).
 """
 
 from __future__ import annotations
@@ -30,38 +31,37 @@ from fp8stack.optim.base import BlockwiseOptimizer
 from fp8stack.optim.sharded import local, local_state
 from fp8stack.optim.state import MASTER_KEYS, decode_master
 
-from .transfer import Transfer
+from .transfer import Arrivals
 
 SAMPLE = 2**14
 """Elements of a weight that are compared, at most."""
 
 
 class Updates:
-    """Measures the steps of an optimizer that `arm` asks for, on the weights of layers, by name.
+    """Measures the steps of an optimizer that `arm` asks for, on the weights of layers, by name; none without one.
 
     Raises:
         ConfigError: for what is no optimizer of torch's, or only wraps one.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], optimizer: Any) -> None:
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            inner = getattr(optimizer, "optimizer", None)
+        if optimizer is not None and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            wraps = " but wraps one: pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
             raise ConfigError(
-                f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer"
-                + (" but wraps one: pass its .optimizer." if inner is not None else ".")
-                + " Pass the one that fp8stack.initialize returned; a number of steps goes into every=..."
+                f"optimizer={type(optimizer).__name__} is not a torch.optim.Optimizer{wraps}. Pass the one that "
+                "fp8stack.initialize returned; a number of steps goes into every=..."
             )
-        self.ratios: dict[str, float] = {}  # by layer, of the last measured step that has arrived
-        self.step: int | None = None  # its sample
         self._layers, self._optimizer = dict(layers), optimizer
         self._handles: list[Any] = []
         self._before: dict[str, tuple[Tensor, Tensor]] = {}  # weights, and their samples
-        self._armed = -1  # the sample whose step is to come
-        self._transfer: tuple[int, list[str], Transfer] | None = None
+        self._armed = -1  # the sampled step whose optimizer step is yet to come, or -1
+        self._arrivals = Arrivals()  # the two norms, labelled with the sampled step and the layers
 
     def arm(self, step: int) -> None:
         """Measure the next step of the optimizer, for the sample `step`."""
         self.remove()
+        if self._optimizer is None:
+            return
         self._armed = step
         self._handles = [
             self._optimizer.register_step_pre_hook(self._take),
@@ -77,54 +77,43 @@ class Updates:
         self._handles, self._before, self._armed = [], {}, -1
 
     def settle(self) -> None:
-        """Take the hooks off if they are done; not in a hook, since torch goes through them then."""
-        if self._handles and self._armed < 0:
+        """Take the hooks off if they are done. They cannot do it: torch iterates over the hooks while they run."""
+        if self._armed < 0:
             self.remove()
 
-    @property
-    def busy(self) -> bool:
-        """Is there a step to come, or a result on its way?"""
-        return self._armed >= 0 or self._transfer is not None
-
-    def arrive(self, wait: bool = False) -> None:
-        """Take the ratios of a step that have arrived, or wait for them."""
-        if self._transfer is None:
-            return
-        step, names, transfer = self._transfer
-        norms = transfer.take(wait)
-        if norms is not None:
-            self._transfer, self.step = None, step
-            moved = zip(names, *norms, strict=True)
-            self.ratios = {name: d / w if w else 0.0 for name, d, w in moved}
+    def read(self, wait: bool = False) -> tuple[int | None, dict[str, float]]:
+        """Return the last sample whose step was measured and has arrived, and the ratio of each layer."""
+        self._arrivals.take(wait)
+        step, names = self._arrivals.label or (None, [])
+        norms = zip(names, *self._arrivals.values, strict=True) if names else ()
+        return step, {name: moved / norm if norm else 0.0 for name, moved, norm in norms}
 
     @torch.no_grad()
     def _take(self, *_: Any) -> None:
-        if self._armed < 0 or self._before or torch.compiler.is_compiling() or _capturing():
+        if self._armed < 0 or self._before or _in_a_graph():
             return
         owned = {p for group in self._optimizer.param_groups for p in group["params"]}
-        weights = {
-            name: module.weight for name, module in self._layers.items() if module.weight in owned
-        }
+        weights = {n: m.weight for n, m in self._layers.items() if m.weight in owned}
         if not weights:
             text = "the optimizer owns no weight of the FP8 layers: there is no update/weight ratio"
             warnings.warn(f"fp8stack: {text}", Fp8StackWarning, stacklevel=2)
+        ours = isinstance(self._optimizer, BlockwiseOptimizer)
         for name, weight in weights.items():
             assert isinstance(weight, Tensor)
-            if local(weight).numel() and not self._is_offloaded(weight):
+            if local(weight).numel() and not (ours and self._optimizer.offloads(weight)):
                 self._before[name] = weight, self._sample(weight)
 
     @torch.no_grad()
     def _compare(self, *_: Any) -> None:
         step, before = self._armed, self._before
         self._armed, self._before = -1, {}
-        devices = {sample.device for _, sample in before.values()}
-        if len(devices) != 1 or torch.compiler.is_compiling() or _capturing():
+        if len({sample.device for _, sample in before.values()}) != 1 or _in_a_graph():
             return
         old = [sample for _, sample in before.values()]
         new = [self._sample(weight) for weight, _ in before.values()]
         norms = torch._foreach_norm(torch._foreach_sub(new, old)), torch._foreach_norm(old)
         values = torch.stack([torch.stack(list(n)) for n in norms])
-        self._transfer = step, list(before), Transfer(values)
+        self._arrivals.send((step, list(before)), values)
 
     def _sample(self, weight: Tensor) -> Tensor:
         """Return elements of a weight, float32 [SAMPLE or fewer], in a tensor of their own."""
@@ -139,9 +128,8 @@ class Updates:
         some = {k: v.reshape(-1)[::stride] if v.ndim else v for k, v in state.items()}
         return decode_master(part.reshape(-1)[::stride], some)
 
-    def _is_offloaded(self, weight: Tensor) -> bool:
-        return isinstance(self._optimizer, BlockwiseOptimizer) and self._optimizer.offloads(weight)
 
-
-def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def _in_a_graph() -> bool:
+    """Return whether what runs now is compiled, or captured in a CUDA graph: nothing can be read there."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return capturing or torch.compiler.is_compiling()

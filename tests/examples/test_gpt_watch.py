@@ -27,7 +27,7 @@ def test_an_advice_is_given_once_and_again_where_layers_join(folder):
     watch, found = trainer.monitor, []
     watch.monitor = SimpleNamespace(findings=lambda: found, step=0)
 
-    def told(*layers, field="overflow", operand="x", remedy="use {fp8_recipe=current}"):
+    def told(*layers, field="overflow", operand="x", remedy='use fp8_recipe="current"'):
         found[:] = [Finding(field, operand, True, layers, "it is clipped", remedy)]
         return watch.advice()
 
@@ -37,18 +37,21 @@ def test_an_advice_is_given_once_and_again_where_layers_join(folder):
     assert told("c", "a") == ["c (and 1 more layers)" + first.partition("layers)")[2]]
     assert told("c", "b") == []
     assert len(told("a", operand="g")) == len(told("a", field="dead_blocks")) == 1
-    assert (
-        "--skip blocks.0.attention.query."
-        in told("d", remedy="or {skip=blocks.0.attention.query}")[0]
-    )
-    assert "raise --fp8-margin by one" in told("e", remedy="raise {fp8_margin} by one")[0]
+    for layer, remedy, flags in (
+        ("d", 'or skip=["blocks.0.attention.query"]', "or --skip blocks.0.attention.query."),
+        ("e", "raise fp8_margin by one", "raise --fp8-margin by one."),
+        ("f", "use amax_history_len=16: the scale", "use --amax-history-len 16: the scale."),
+    ):
+        assert told(layer, remedy=remedy)[0].endswith(f"Remedy: {flags}")
     trainer.log.close()
 
 
 def test_how_far_steps_move_weights_counts_near_the_highest_learning_rate(folder):
     trainer = Trainer(configure(folder, steps=100, warmup_steps=10))
     watch = trainer.monitor
-    found = Finding("update_ratio", "w", True, ("a",), "it moves", "lower {lr}, or {warm_up}")
+    found = Finding(
+        "update_ratio", "w", True, ("a",), "it moves", "lower the learning rate, or warm up longer"
+    )
     given = []
     for step in (None, 0, 9, 10, 50, 90, 99):
         watch._told.clear()
