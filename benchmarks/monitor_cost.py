@@ -5,7 +5,8 @@
 
 At O2, every Linear layer in FP8. A block is --steps steps, queued without waiting and timed as a whole, of which the
 monitor samples the first. After the last one its numbers are read, as far as they have arrived, and written to a file
-as a line of JSON. `cost` is the median block with a monitor over the median block without one, minus one. `sampled` is the time of a step that is sampled, `plain` of one that is not.
+as a line of JSON. `cost` is the median block with a monitor over the median block without one, minus one. `sampled` is
+the time of a step that is sampled, `plain` of one that is not.
 """
 
 from __future__ import annotations
