@@ -30,8 +30,8 @@ from fp8stack.comm import register_fp8_hook
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.deepspeed.section import find_section
-from fp8stack.integrations.known import Situation, check, raise_or_warn
-from fp8stack.integrations.known.situation import comes_from
+from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or_warn
+from fp8stack.integrations.incompatibilities.training_run import comes_from
 from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe, recipe_for
 
@@ -188,14 +188,12 @@ def check_driver(accelerator: Any, model: Any, optimizer: Any, recipe: Recipe | 
     Raises:
         ConfigError: for FP8 of Accelerate's own, or a combination that is known to fail.
     """
-    situation = Situation(model=model, optimizer=optimizer, recipe=recipe, driver=accelerator)
-    # what concerns DeepSpeed alone is looked for when its engine is made
-    ours = ("Accelerate", "Transformers")
-    raise_or_warn(
-        f for f in check(situation)
-        if not situation.config or f.row.where in ours or f.row.id == "offload-replaces-optimizer"
-    )  # fmt: skip
-    backend, _ = situation.accelerate_fp8
+    run = TrainingRun(model=model, optimizer=optimizer, recipe=recipe, accelerator=accelerator)
+    # The DeepSpeed adapter looks for all other rows when the engine is made.
+    late = "offload-replaces-optimizer"
+    raise_or_warn(f for f in check(run) if not run.config or f.row.name == late)
+    handlers = {n: f"{n.lower()}_recipe_handler" for n in ("TE", "AO", "MSAMP")}
+    backend = next((n for n, h in handlers.items() if getattr(accelerator, h, None)), "")
     if backend or accelerator.mixed_precision == "fp8":
         raise ConfigError(
             f'Accelerator(mixed_precision="fp8") has {backend or "a backend"} convert the same layers, and FP8 cannot '

@@ -1,51 +1,40 @@
 """`fp8stack doctor --deepspeed`: what is known not to work with a DeepSpeed configuration and a model.
 
 The configuration is read as DeepSpeed reads it: JSON, with comments where hjson is installed. The level is that of its
-"fp8stack" section, or the one given, or O2. The model is made by a function of a Python file. Nothing is trained and
+"fp8stack" section, or the one given, or O2. The model is made by a function of a Python file. Nothing is trained, and
 DeepSpeed is not imported.
 """
 
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8stack.errors import ConfigError, reason_of
+from fp8stack.errors import ConfigError, first_line, reason_of
 from fp8stack.integrations.deepspeed.optimizer import OURS, type_of
 from fp8stack.integrations.deepspeed.optimizer import build as build_optimizer
 from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of, zero_of
-from fp8stack.integrations.known import Situation, check, with_allowed
-from fp8stack.levels import Recipe
+from fp8stack.integrations.incompatibilities import TrainingRun, check, with_allowed
 
+from . import machine
 from .output import table
 from .target import build
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-SECTIONS = {
-    "optimizer",
-    "scheduler",
-    "zero_optimization",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "amp",
-    "msamp",
-    "data_types",
-}
-KEYS = SECTIONS | {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp8stack", "torch_autocast",
-    "communication_data_type", "gradient_clipping", "prescale_gradients", "sparse_gradients", "pipeline", "compile",
-    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "activation_checkpointing", "tensor_parallel",
-    "checkpoint", "hybrid_engine", "elasticity", "autotuning", "steps_per_print", "wall_clock_breakdown",
-    "flops_profiler", "comms_logger",
-}  # fmt: skip
-"""Of the top level of a DeepSpeed configuration, which has at least one of these."""
+SECTIONS = (
+    "amp", "bf16", "bfloat16", "data_types", "fp16", "msamp", "optimizer", "scheduler", "zero_optimization",
+)  # fmt: skip
+"""Keys whose values are JSON objects."""
+KEYS = (
+    *SECTIONS, "communication_data_type", "compile", "fp8stack", "gradient_accumulation_steps", "gradient_clipping",
+    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
+)  # fmt: skip
+"""A DeepSpeed configuration has at least one of these."""
 
 
 def diagnose(path: str, target: str | None = None, opt_level: str | None = None) -> dict[str, Any]:
@@ -60,47 +49,39 @@ def diagnose(path: str, target: str | None = None, opt_level: str | None = None)
         ModelError: for a function that cannot be called, or returns something else.
     """
     config = read_config(Path(path))
-    default = None if "fp8stack" in config else "O2"
-    section = find_section(config, opt_level or default)
+    section = find_section(config, opt_level or (None if "fp8stack" in config else "O2"))
     model, optimizer = (None, None) if target is None else build(target)
     recipe = None if section is None else section.recipe
     if recipe is not None:
         check_recipe(recipe, stage_of(config))
-    if optimizer is None:
-        _check_type(config, recipe)
-    situation = Situation(config, model, optimizer, recipe)
-    findings = with_allowed(check(situation), section.allow if section else ())
+    kind = type_of(config)
+    makes = kind in OURS or (kind and recipe and recipe.states != "keep")
+    if optimizer is None and makes:  # raises for one that fp8stack cannot make
+        build_optimizer(config, [torch.nn.Parameter(torch.empty(8, 8, device="meta"))], recipe)
+    found = check(TrainingRun(config, model, optimizer, recipe))
     return {
         "config": path,
         "level": None if recipe is None else recipe.level,
-        "versions": dict(situation.versions),
+        "versions": machine.installed_versions(),
         "findings": [
             {
                 "severity": f.severity,
-                "number": f.row.number,
-                "name": f.row.id,
+                "name": f.row.name,
                 "where": f.where,
                 "value": f.value,
                 "symptom": f.row.symptom,
                 "remedy": f.row.remedy,
             }
-            for f in findings
+            for f in with_allowed(found, section.allow if section else ())
         ],
     }
-
-
-def _check_type(config: dict[str, Any], recipe: Recipe | None) -> None:
-    """Raise ConfigError for an optimizer of the JSON that cannot be made, where fp8stack would make it."""
-    if type_of(config) in OURS or (type_of(config) and recipe and recipe.states != "keep"):
-        build_optimizer(config, [torch.nn.Parameter(torch.empty(8, 8, device="meta"))], recipe)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        ConfigError: if there is none, the message names line and column; if it has no key of DeepSpeed's; or
-            another value than an object for a section or an optimizer's "params".
+        ConfigError: for a file that cannot be read or holds something else, or a section that is no object.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -108,49 +89,34 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from error
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         config = _read_hjson(text)
         if config is None:
-            raise ConfigError(
-                f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}."
-            ) from error
-    except (ValueError, RecursionError) as error:  # whole numbers of thousands of digits
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from error
-    if not isinstance(config, dict):
+            raise ConfigError(f"{path} is not JSON: {first_line(error)}.") from error
+    if not isinstance(config, dict) or not config.keys() & {*KEYS}:
+        held = f"has the keys {[*config]}" if isinstance(config, dict) else f"is {config!r}"
         raise ConfigError(
-            f"{path} holds a {type(config).__name__}; a DeepSpeed configuration is a JSON object."
-        )
-    if not config.keys() & KEYS:
-        held = f"keys are {', '.join(config):.80}" if config else "it is empty"
-        raise ConfigError(
-            f"{path} has no key of a DeepSpeed configuration ({held}). Give the file that holds "
+            f"{path} {held:.100}: no DeepSpeed configuration. Give the JSON object that holds "
             '"train_batch_size", "zero_optimization" and so on.'
         )
     if isinstance(config.get("zero_optimization"), bool):  # deprecated, but DeepSpeed reads it
         config["zero_optimization"] = zero_of(config)
-    _check_objects(config, SECTIONS, str(path))
-    _check_objects(config.get("optimizer") or {}, {"params"}, f'"optimizer" of {path}')
+    sections = {key: config.get(key) for key in SECTIONS}
+    if isinstance(sections["optimizer"], dict):
+        sections["params"] = sections["optimizer"].get("params")
+    for key, value in sections.items():
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f'"{key}": {json.dumps(value)} in {path} must be an object.')
     return config
-
-
-def _check_objects(held: dict[str, Any], keys: set[str], where: str) -> None:
-    """Raise ConfigError if a value under one of `keys` is neither an object nor null."""
-    for key in sorted(keys & held.keys()):
-        if held[key] is not None and not isinstance(held[key], dict):
-            raise ConfigError(
-                f'"{key}": {json.dumps(held[key])} in {where} must be an object, such as {{"{key}": {{...}}}}.'
-            )
 
 
 def _read_hjson(text: str) -> Any:
     """Return what DeepSpeed's own reader makes of a text; None if it cannot, or is not installed."""
-    if find_spec("hjson") is None:
-        return None
-    import hjson
-
     try:
+        import hjson
+
         return json.loads(json.dumps(hjson.loads(text)))
-    except hjson.HjsonDecodeError:
+    except (ImportError, ValueError, RecursionError):
         return None
 
 
@@ -163,14 +129,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     if not findings:
         console.print("Nothing known stands against it.")
         return
-    rows = (
-        (f["severity"], f["number"], f["name"], f"{f['where']}: {f['value']}") for f in findings
-    )
-    console.print(table(("severity", "#", "name", "found"), rows, right="#"))
-    for number, text in {f["number"]: f"{f['symptom']} {f['remedy']}" for f in findings}.items():
-        console.print(f"{number}. {text}")
-    severities = [f["severity"] for f in findings]
-    names = {"error": "errors", "warning": "warnings", "info": "notes"}
-    counts = {names[s]: severities.count(s) for s in names if s in severities}
-    told = (f"{n} {name[:-1] if n == 1 else name}" for name, n in counts.items())
-    console.print(f"\n{', '.join(told)}")
+    rows = ((f["severity"], f["name"], f"{f['where']}: {f['value']}") for f in findings)
+    console.print(table(("severity", "name", "found"), rows))
+    for name, text in {f["name"]: f"{f['symptom']} {f['remedy']}" for f in findings}.items():
+        console.print(f"{name}: {text}")

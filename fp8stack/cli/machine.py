@@ -13,9 +13,11 @@ import torch
 from fp8stack import __version__
 from fp8stack.backends import choose_compute, choose_stepper
 from fp8stack.errors import Fp8StackError
-from fp8stack.integrations.known.situation import installed_versions
 from fp8stack.levels import Recipe
 
+LIBRARIES = (
+    "torch", "deepspeed", "accelerate", "transformers", "lightning", "torchao", "bitsandbytes", "transformer_engine",
+)  # fmt: skip
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -40,6 +42,12 @@ def driver() -> str | None:
     except OSError:
         return None
     return found.group(1) if found else "of no version"
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the libraries that are installed, by name."""
+    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
+    return {name: installed[name] for name in LIBRARIES if name in installed}
 
 
 def environment() -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What is known to go wrong on a machine, found before anything is trained: `fp8stack doctor` prints it.
 
 Each finding has a severity, what was found, and what to do. An error stops fp8stack or its GPU kernels; a warning costs
-speed, or breaks something beside it. What concerns a DeepSpeed configuration or a model is `integrations/known/`'s;
-its rows that need neither are asked here too.
+speed, or breaks something beside it. What concerns a DeepSpeed configuration or a model is in
+`integrations/incompatibilities/`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import torch
 
 import fp8stack.kernels
 from fp8stack.capability_te import cudnn_folders, cudnn_remedy
-from fp8stack.integrations.known import Situation, check
 from fp8stack.kernels.ops import kernel_backend
-from fp8stack.levels import recipe_for
 
 from . import machine
 
@@ -38,10 +36,6 @@ def find() -> list[Trouble]:
     """Return what is known to be wrong with this machine, errors first."""
     versions = installed()
     found = [*_gpu(), *_cudnn(), *_versions(versions), *_hidden(versions)]
-    for known in check(Situation(recipe=recipe_for("O2"))):
-        if known.severity != "info":
-            what = f"{known.where}: {known.value}. {known.row.symptom}"
-            found.append(Trouble(known.severity, what, known.row.remedy))
     return sorted(found, key=lambda t: t.severity != "error")
 
 

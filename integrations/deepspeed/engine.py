@@ -20,7 +20,7 @@ from torch import nn
 import fp8stack
 from fp8stack.api import carry_out, decide
 from fp8stack.errors import ConfigError, ModelError
-from fp8stack.integrations.known import Situation, check, raise_or_warn
+from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or_warn
 from fp8stack.integrations.verification import Verification, compare
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
@@ -148,8 +148,8 @@ def _run(
     if section is not None:
         section = with_formats_of(given, section)
         recipe, lacking = fit_to_zero(section, config)
-        situation = Situation(config, model, given, recipe, hosts=_hosts())
-        raise_or_warn(check(situation), allow=section.allow)
+        run = TrainingRun(config, model, given, recipe, hosts=_hosts())
+        raise_or_warn(check(run), allow=section.allow)
     optimizer = _optimizer_of(arguments, config, recipe)
     check_optimizer(optimizer, config, recipe)
     session = None
