@@ -116,7 +116,7 @@ def test_the_section_decides(files, capsys):
     assert (status, "· O1" in text, "warning" in text) == (0, True, True)
     status, text = diagnose(capsys, CLEAN | allowed, "--opt-level", "O1")
     assert (status, "· O1" in text) == (0, True)
-    off = {"fp8stack": {"enabled": False}, "fp16": {"enabled": True}}
+    off = CLEAN | {"fp8stack": {"enabled": False}, "fp16": {"enabled": True}}
     status, text = diagnose(capsys, off)
     assert (status, "fp8stack not enabled" in text, "Nothing" in text) == (0, True, True)
     assert "· O0" in diagnose(capsys, CLEAN, "--opt-level", "O0")[1]
