@@ -10,12 +10,12 @@ from . import capability, checkpoint, comm, errors, formats, levels, memory, mon
 from .api import get_report, initialize, restore
 from .levels import Recipe
 from .tensor import BlockScaledTensor
-
-__version__ = "0.1.0.dev0"
+from .version import __version__
 
 __all__ = [
     "BlockScaledTensor",
     "Recipe",
+    "__version__",
     "capability",
     "checkpoint",
     "comm",

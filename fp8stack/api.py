@@ -21,27 +21,50 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from .backends import choose_compute, choose_stepper, other_scaling
-from .checks import COPIED, check_model, check_optimizer, find_converted
-from .errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError, did_you_mean
+from . import capability
+from .capability_te import transformer_engine_recipe
+from .conflicts import (
+    BF16_ASKED,
+    BF16_PRODUCTS,
+    FOUR_BITS,
+    FP8_PRODUCTS,
+    ON_CPU,
+    idle_options,
+    refuse_conflicts,
+)
+from .conversion import (
+    COPIED,
+    Session,
+    change_dtype,
+    check_model,
+    check_optimizer,
+    convert_optimizer,
+    counterpart_on_bitsandbytes,
+    find_converted,
+    quantize_gradients,
+    return_state,
+    store_weights,
+)
+from .errors import (
+    ConfigError,
+    Fp8StackError,
+    Fp8StackWarning,
+    ModelError,
+    UnsupportedDeviceError,
+    did_you_mean,
+)
 from .formats import scale_shape
+from .kernels.ops import kernel_backend
 from .levels import Recipe, recipe_for
 from .nn.convert import LayerPlan, apply_gemms, plan_layers, skipped_modules
 from .nn.fused import unfuse
 from .nn.matmuls import apply_matmuls
 from .nn.select import Chooser
 from .optim import BlockwiseOptimizer
+from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.keeper import is_large_matrix
 from .optim.state import MASTER_KEYS, zero_master, zero_moment
-from .report import Report, emit, say
-from .session import (
-    Session,
-    change_dtype,
-    convert_optimizer,
-    quantize_gradients,
-    return_state,
-    store_weights,
-)
+from .report import Report, emit, report_of, say
 from .tensor import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -119,9 +142,8 @@ def decide(
     compute, reason, fallbacks = choose_compute(recipe, device)
     recipe, told = choose_stepper(recipe, optimizer, device)
     fallbacks += told
-    fallbacks += other_scaling(recipe) if compute != "bf16" else []
-    if recipe.offload == "cpu" and device.type == "cpu":
-        fallbacks.append('offload="cpu" changes nothing: the model is on the CPU')
+    if device.type == "cpu":
+        fallbacks += idle_options(recipe, ON_CPU)
     skipped, idle = skipped_modules(model, recipe)
     fallbacks += idle
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
@@ -136,7 +158,7 @@ def decide(
     fallbacks += notes
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
-    report = _report(recipe, plan, compute, reason, device, fallbacks)
+    report = report_of(recipe, plan, compute, reason, device, fallbacks)
     return Decisions(recipe, compute, skipped, quantized, formats, plan, report)
 
 
@@ -315,55 +337,136 @@ def _formats_by_parameter(
     return formats
 
 
-def _gemm(recipe: Recipe, compute: str) -> str:
-    """Return what the card calls the format of GEMMs."""
-    if compute == "bf16":
-        return "bf16"
-    if recipe.fp8_recipe in ("mxfp8", "nvfp4"):
-        return recipe.fp8_recipe
-    if recipe.fp8_recipe == "blockwise":
-        return "fp8 e4m3, blockwise scaling"
-    formats = {"hybrid": "e4m3/e5m2", "e4m3": "e4m3", "e5m2": "e5m2, weights e4m3"}
-    return f"fp8 {formats[recipe.fp8_format]}, {recipe.fp8_recipe} scaling"
+# --- what multiplies, and what steps
 
 
-def _report(
-    recipe: Recipe,
-    plan: LayerPlan,
-    compute: str,
-    reason: str,
-    device: torch.device,
-    fallbacks: list[str],
-) -> Report:
-    from . import __version__
+class Compute(NamedTuple):
+    """What multiplies: "te", "native" or "bf16"; why that one; and what falls back and why."""
 
-    words = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}
-    states = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
-    if recipe.optimizer_backend.startswith("bitsandbytes"):
-        paged = " paged" * recipe.optimizer_backend.endswith("paged")
-        states["8bit"] = f"bitsandbytes 8-bit block 256{paged}"
-    where = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (reference kernels)"
+    name: str
+    reason: str
+    fallbacks: list[str]
+
+
+def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
+    """Choose what multiplies in Linear layers.
+
+    Raises:
+        UnsupportedDeviceError: where what the recipe names does not run on `device`.
+    """
+    fallbacks = _missing_kernels(recipe, device)
+    if recipe.compute == "bf16":
+        return Compute("bf16", "asked for", fallbacks + idle_options(recipe, BF16_ASKED))
+    if recipe.compute == "te":
+        answer = _te_for(recipe, device)
+        if not answer:
+            raise UnsupportedDeviceError(f'compute="te": {answer.reason}')
+        return Compute("te", "asked for", fallbacks + idle_options(recipe, FP8_PRODUCTS))
+    answer = capability.fp8_gemm(device)
+    if not answer and recipe.compute == "native":
+        raise UnsupportedDeviceError(
+            f'compute="native": {answer.reason}. Use compute="auto" for bf16 GEMMs there.'
+        )
+    if not answer:
+        told = f"{answer.reason}; using bf16 GEMMs instead"
+        idle = idle_options(recipe, BF16_PRODUCTS)
+        return Compute("bf16", answer.reason, [*fallbacks, told, *idle])
+    own, why = capability.native_recipe(recipe.fp8_recipe, device), ""
+    if own:
+        reason = "asked for" if recipe.compute == "native" else answer.reason
+        return Compute("native", reason, fallbacks + idle_options(recipe, FP8_PRODUCTS))
+    if recipe.compute == "auto":
+        te = _te_for(recipe, device)
+        if te:
+            idle = idle_options(replace(recipe, compute="te"), FP8_PRODUCTS)
+            return Compute("te", f"{own.reason}; {te.reason}", fallbacks + idle)
+        why = f"; {te.reason}"
+    raise UnsupportedDeviceError(
+        f'fp8_recipe={recipe.fp8_recipe!r}: {own.reason}{why}. Use fp8_recipe="current".'
     )
-    return Report(
-        level=recipe.level,
-        device=where,
-        version=__version__,
-        gemm=_gemm(recipe, compute),
-        compute=compute,
-        compute_reason=reason,
-        gradients="used in backward and freed"
-        if recipe.step_in_backward
-        else words[recipe.gradients],
-        states=states.get(recipe.states, recipe.states)
-        + (" in pinned host memory" if recipe.offload == "cpu" and device.type == "cuda" else ""),
-        master="the weight" if recipe.master == "keep" else recipe.master,
-        converted=[name for name, _ in plan.gemm],
-        skipped=dict(plan.skipped),
-        stored=[name for name, _ in plan.stored],
-        kept=dict(plan.kept),
-        fallbacks=fallbacks,
-    )
+
+
+def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
+    """Return what falls back for want of Triton; raise where the optimizer's kernels do not run at all."""
+    if recipe.level != "O0":
+        answer = capability.fp8_optimizer(device)
+        if not answer:
+            raise UnsupportedDeviceError(
+                f"{recipe.level}: {answer.reason}. Move the model there, or use O0."
+            )
+    if device.type == "cuda":
+        backend, why = kernel_backend()
+        if backend == "reference":
+            return [f"{why}; using the slower torch reference kernels instead of Triton"]
+    return []
+
+
+def _te_for(recipe: Recipe, device: torch.device) -> capability.Answer:
+    """Return whether TransformerEngine can multiply as `recipe` says, with the reason."""
+    try:
+        replace(recipe, compute="te")  # which finds options that do not go with it
+    except ConfigError as error:
+        return capability.Answer(False, str(error))
+    answer = capability.transformer_engine(device)
+    return transformer_engine_recipe(recipe.fp8_recipe, device) if answer else answer
+
+
+def choose_stepper(
+    recipe: Recipe, optimizer: torch.optim.Optimizer | None, device: torch.device
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the `optimizer_backend` that will step, and what falls back and why.
+
+    Raises:
+        ConfigError, ModelError, UnsupportedDeviceError: where bitsandbytes is asked for and cannot step.
+    """
+    wanted = recipe.optimizer_backend
+    if recipe.states == "keep" or optimizer is None:
+        return recipe, []
+    if isinstance(optimizer, BitsandbytesOptimizer):
+        return replace(recipe, optimizer_backend=optimizer.backend), []
+    own = replace(recipe, optimizer_backend="fp8stack")
+    if wanted.startswith("bitsandbytes"):
+        if idle := idle_options(recipe, FOUR_BITS):
+            return own, idle
+        _check_on_bitsandbytes(recipe, optimizer, device)
+        return recipe, []
+    ours = isinstance(optimizer, BlockwiseOptimizer)
+    ours = ours or counterpart_on_bitsandbytes(optimizer) is None
+    if wanted == "fp8stack" or ours or recipe.states != "8bit" or recipe.offload != "none":
+        return own, []
+    fp8 = capability.fp8_hardware(device)
+    if fp8:
+        return own, []
+    why = f"{fp8.reason}, without FP8"
+    try:
+        other = replace(recipe, optimizer_backend="bitsandbytes")
+        _check_on_bitsandbytes(other, optimizer, device)
+    except Fp8StackError as error:
+        return own, [f"{why}; using fp8stack's optimizer, not bitsandbytes': {error}"]
+    choice = 'optimizer_backend="fp8stack" keeps that'
+    return other, [f"{why}; using bitsandbytes' optimizer instead of fp8stack's ({choice})"]
+
+
+def _check_on_bitsandbytes(
+    recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Raise unless bitsandbytes can step instead of `optimizer`."""
+    check_bitsandbytes(device, paged=recipe.optimizer_backend == "bitsandbytes-paged")
+    refuse_conflicts(recipe, optimizer=optimizer)
+    if counterpart_on_bitsandbytes(optimizer) is None:
+        kind = type(optimizer)
+        raise ModelError(
+            f"bitsandbytes has no counterpart of {kind.__module__}.{kind.__qualname__}. Use AdamW, Adam or SGD of "
+            'torch or fp8stack.optim, fp8stack.optim.Lion, or optimizer_backend="fp8stack".'
+        )
+    if getattr(optimizer, "release", None) is not None:
+        raise ModelError(
+            "this optimizer steps in backward on its own. Leave that to initialize (step_in_backward=True), or use "
+            'optimizer_backend="fp8stack".'
+        )
+
+
+# --- the report
 
 
 def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:

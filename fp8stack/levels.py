@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from .conflicts import refuse_conflicts
 from .errors import ConfigError, did_you_mean
 from .formats import BLOCK
 
@@ -119,78 +120,21 @@ class Recipe:
         object.__setattr__(self, "states_for", _formats(self.states_for))
         if not isinstance(self.step_in_backward, bool):
             raise ConfigError(f"step_in_backward={self.step_in_backward!r} must be True or False.")
-        if self.states == "keep" and self.states_for:
-            raise ConfigError(
-                f"states_for={ {p: s for p, s, _ in self.states_for} } has no effect at {self.level}, which leaves "
-                'optimizer states alone. Use opt_level="O2", or give states="fp32" as well.'
-            )
-        if self.states == "keep" and self.offload != "none":
-            raise ConfigError(
-                f"offload={self.offload!r} moves the states that O2 makes, and {self.level} leaves them alone. "
-                'Use opt_level="O2", or give states="fp32" as well.'
-            )
-        if self.states == "keep" and self.master != "keep":
-            raise ConfigError(
-                f'states="keep" leaves the optimizer as it is, so master={self.master!r} has no place to be kept. '
-                'Use master="keep", or states="fp32" for float32 states beside it.'
-            )
         self._check_scaling()
-        self._check_backend()
+        refuse_conflicts(self)
 
     def _check_scaling(self) -> None:
-        """Raise ConfigError for options of scaling that are no numbers, or that `fp8_recipe` has no use for."""
+        """Raise ConfigError for options of scaling that are of the wrong type."""
         for name, least, most in (("fp8_margin", 0, 16), ("amax_history_len", 1, 2**16)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                 raise ConfigError(f"{name}={value!r} must be an integer from {least} to {most}.")
-        for name in ("fp8_margin", "amax_history_len", "amax_compute_algo"):
-            value = getattr(self, name)
-            if self.fp8_recipe != "delayed" and value != _DEFAULTS[name]:
-                raise ConfigError(
-                    f"{name}={value!r} is of delayed scaling, and fp8_recipe={self.fp8_recipe!r} keeps no history. "
-                    'Leave it out, or use fp8_recipe="delayed".'
-                )
-        if self.fp8_format == "e5m2" and self.fp8_recipe not in ("current", "delayed"):
-            raise ConfigError(
-                f"fp8_recipe={self.fp8_recipe!r} is E4M3 throughout: its block scales replace the range of "
-                f'fp8_format={self.fp8_format!r}. Leave that out, or use fp8_recipe="current".'
-            )
         if not isinstance(self.matmuls, bool):
             raise ConfigError(f"matmuls={self.matmuls!r} must be True or False.")
         if self.fp8_fast_accum is not None and not isinstance(self.fp8_fast_accum, bool):
             raise ConfigError(
                 f"fp8_fast_accum={self.fp8_fast_accum!r} must be True, False or None."
             )
-        if self.fp8_fast_accum and self.fp8_recipe not in ("current", "delayed"):
-            raise ConfigError(
-                f"fp8_fast_accum=True is of scales for whole tensors, and fp8_recipe={self.fp8_recipe!r} has one for "
-                'each block. Leave it out, or use fp8_recipe="current".'
-            )
-
-    def _check_backend(self) -> None:
-        """Raise ConfigError where `optimizer_backend` cannot have the states asked for."""
-        backend = self.optimizer_backend
-        if backend != "auto" and self.states == "keep":
-            raise ConfigError(
-                f"optimizer_backend={backend!r} has no effect at {self.level}, which leaves optimizer states alone. "
-                'Use opt_level="O2".'
-            )
-        if not backend.startswith("bitsandbytes"):
-            return
-        if self.offload != "none":
-            raise ConfigError(
-                f"offload={self.offload!r} moves states of fp8stack's own optimizers, not those of bitsandbytes. "
-                'Use optimizer_backend="bitsandbytes-paged", or "fp8stack".'
-            )
-        if self.states == "4bit":
-            return  # bitsandbytes has none: fp8stack steps, and says so
-        formats = {"states": self.states, **{p: s for p, s, _ in self.states_for if s}}
-        for name, states in formats.items():
-            if states != "8bit" and (name == "states" or states != "fp32"):
-                raise ConfigError(
-                    f'{name}={states!r}: bitsandbytes keeps states as "8bit", those of single parameters also as '
-                    '"fp32". Use optimizer_backend="fp8stack" for other formats.'
-                )
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -202,9 +146,6 @@ class Recipe:
         dense = {"keep": 8.0, "fp32": 8.0, "bf16": 4.0, "fp8-lm": 3.0}
         moments = dense[self.states] if codes is None else codes + 8 / BLOCK
         return weight + masters[self.master] + gradient + moments
-
-
-_DEFAULTS = {f.name: f.default for f in fields(Recipe)}
 
 
 def _check_choice(name: str, value: Any, where: str = "") -> None:

@@ -15,6 +15,10 @@ from typing import Any
 
 import torch
 
+from .levels import Recipe
+from .nn.convert import LayerPlan
+from .version import __version__
+
 logger = logging.getLogger("fp8stack")
 logger.addHandler(logging.NullHandler())
 
@@ -92,6 +96,55 @@ class Report:
             for line in lines
         )
         return "\n".join([first.strip(), *rest])
+
+
+def _gemm(recipe: Recipe, compute: str) -> str:
+    """Return what the card calls the format of GEMMs."""
+    if compute == "bf16":
+        return "bf16"
+    if recipe.fp8_recipe in ("mxfp8", "nvfp4"):
+        return recipe.fp8_recipe
+    if recipe.fp8_recipe == "blockwise":
+        return "fp8 e4m3, blockwise scaling"
+    formats = {"hybrid": "e4m3/e5m2", "e4m3": "e4m3", "e5m2": "e5m2, weights e4m3"}
+    return f"fp8 {formats[recipe.fp8_format]}, {recipe.fp8_recipe} scaling"
+
+
+def report_of(
+    recipe: Recipe,
+    plan: LayerPlan,
+    compute: str,
+    reason: str,
+    device: torch.device,
+    fallbacks: list[str],
+) -> Report:
+    words = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}
+    states = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
+    if recipe.optimizer_backend.startswith("bitsandbytes"):
+        paged = " paged" * recipe.optimizer_backend.endswith("paged")
+        states["8bit"] = f"bitsandbytes 8-bit block 256{paged}"
+    where = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (reference kernels)"
+    )
+    return Report(
+        level=recipe.level,
+        device=where,
+        version=__version__,
+        gemm=_gemm(recipe, compute),
+        compute=compute,
+        compute_reason=reason,
+        gradients="used in backward and freed"
+        if recipe.step_in_backward
+        else words[recipe.gradients],
+        states=states.get(recipe.states, recipe.states)
+        + (" in pinned host memory" if recipe.offload == "cpu" and device.type == "cuda" else ""),
+        master="the weight" if recipe.master == "keep" else recipe.master,
+        converted=[name for name, _ in plan.gemm],
+        skipped=dict(plan.skipped),
+        stored=[name for name, _ in plan.stored],
+        kept=dict(plan.kept),
+        fallbacks=fallbacks,
+    )
 
 
 def emit(report: Report) -> None:

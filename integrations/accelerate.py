@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8stack
 from fp8stack.api import session_of
 from fp8stack.comm import register_fp8_hook
+from fp8stack.conflicts import ACCELERATE, check_option
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.deepspeed.section import find_section
@@ -34,13 +35,6 @@ from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or
 from fp8stack.integrations.incompatibilities.training_run import comes_from
 from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe, recipe_for
-
-_OTHERS = {
-    "FSDP": "FSDP1 joins parameters to flat vectors, which have no rows to make blocks of. Use "
-    "FullyShardedDataParallelPlugin(fsdp_version=2)",
-    "MEGATRON_LM": "Megatron-LM has layers and an optimizer of its own. Use DDP, FSDP2 or DeepSpeed",
-    "XLA": "fp8stack has no kernels for XLA devices. Use CUDA GPUs",
-}
 
 
 def prepare(
@@ -169,8 +163,8 @@ def kind_of(accelerator: Any) -> str:
             "by pip install 'fp8stack[accelerate]'."
         )
     kind = str(accelerator.distributed_type.value)
-    if kind in _OTHERS and not (kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)):
-        raise ConfigError(f"this Accelerator runs {kind}: {_OTHERS[kind]}.")
+    if not (kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)):
+        check_option("distributed_type", kind, ACCELERATE)
     return kind
 
 

@@ -34,12 +34,13 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8stack
 from fp8stack.api import session_of
 from fp8stack.comm import register_fp8_hook
+from fp8stack.conflicts import FABRIC, LIGHTNING, check_option, refuse_conflicts
+from fp8stack.conversion import Session
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.verification import verify_initialized
 from fp8stack.levels import recipe_for
 from fp8stack.monitor import Monitor
-from fp8stack.session import Session
 from fp8stack.tensor import is_sharded
 
 __all__ = ["Fp8Callback", "Fp8Precision", "setup"]
@@ -55,23 +56,6 @@ _OF_TRAINING = {
 _INNER = (
     "tensor_init_context", "module_init_context", "forward_context", "convert_input", "convert_output",
 )  # fmt: skip
-_REFUSED = {
-    "offload": ("cpu", "the Trainer moves the states of optimizers to the device of the module"),
-    "step_in_backward": (
-        True,
-        "the Trainer clips and accumulates gradients between backward and step",
-    ),
-}
-_STRATEGIES = {
-    "DeepSpeedStrategy": "DeepSpeed converts dtypes and steps itself. Leave it out, put a section "
-    '"fp8stack" into the config and call fp8stack.integrations.deepspeed.install()',
-    "FSDPStrategy": "FSDP1 joins parameters to flat vectors, which have no rows to make blocks of. Use "
-    "ModelParallelStrategy (FSDP2)",
-}
-_FABRIC_SHARDS = (
-    "it shards in fabric.setup_module. Call that, build the optimizer, call fp8stack.integrations.fsdp.attach("
-    "model.module, optimizer, opt_level), then fabric.setup_optimizers"
-)
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 # by plugins of this and earlier Trainers
@@ -106,9 +90,7 @@ class _Precision:
         **overrides: Any,
     ) -> None:
         self.recipe = recipe_for(opt_level, preset, **overrides)
-        for name, (value, reason) in _REFUSED.items():
-            if getattr(self.recipe, name) == value:
-                raise ConfigError(f"{name}={value!r} is not for Lightning: {reason}. Leave it out.")
+        refuse_conflicts(self.recipe, LIGHTNING)
         if precision not in PRECISIONS:
             raise ConfigError(
                 f"precision={precision!r} is none of {', '.join(PRECISIONS)}, which Fp8Precision can be combined with."
@@ -137,7 +119,7 @@ class _Precision:
                 "Fp8Precision is a plugin for the Trainer: Fabric does not show plugins the optimizers. Use "
                 "fp8stack.integrations.lightning.setup(fabric, model, optimizer, opt_level=...) instead."
             )
-        _check_strategy(trainer.strategy, "Fp8Precision", _STRATEGIES)
+        _check_strategy(trainer.strategy)
         if trainer.state.fn == "fit":
             for part in _converted & sessions_in(module).keys():
                 fp8stack.restore(part)
@@ -308,7 +290,7 @@ def setup(
         ModelError, UnsupportedDeviceError: as `fp8stack.initialize`.
     """
     recipe, strategy = recipe_for(opt_level, preset, **overrides), fabric.strategy
-    _check_strategy(strategy, "setup()", {**_STRATEGIES, "ModelParallelStrategy": _FABRIC_SHARDS})
+    _check_strategy(strategy, FABRIC)
     model = fabric.to_device(strategy.precision.convert_module(model))
     if fabric.world_size > 1:  # as DDP will; the lower bits of weights are kept before it does
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -326,11 +308,11 @@ def setup(
     return made
 
 
-def _check_strategy(strategy: Any, caller: str, others: dict[str, str]) -> None:
-    """Raise ConfigError for strategies that have a way of their own to fp8stack, or none."""
+def _check_strategy(strategy: Any, *more: str) -> None:
+    """Raise ConfigError for a strategy with which a level is applied in another way."""
     for kind in type(strategy).__mro__:
-        if kind.__name__ in others:
-            raise ConfigError(f"{caller} has no part in {kind.__name__}: {others[kind.__name__]}.")
+        for place in (LIGHTNING, *more):
+            check_option("strategy", kind.__name__, place)
 
 
 def _find_lightning() -> Any:

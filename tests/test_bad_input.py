@@ -278,7 +278,7 @@ def test_mixed_devices_are_found_without_a_gpu(monkeypatch):
         raising=False,
     )
     with pytest.raises(ModelError, match=r"embed.weight on cpu, head.weight on cuda:1"):
-        fp8stack.checks.check_model(model, recipe_for("O2"))
+        fp8stack.conversion.check_model(model, recipe_for("O2"))
 
 
 def test_empty_parameter_groups(model):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import fp8stack
-from fp8stack.backends import choose_compute
+from fp8stack.api import choose_compute
 from fp8stack.errors import CheckpointError, ConfigError, did_you_mean, first_line
 from fp8stack.levels import LEVELS
 

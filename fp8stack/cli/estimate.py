@@ -21,6 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8stack.capability import FP8_CAPABILITY
+from fp8stack.conflicts import (
+    ACCUMULATION,
+    DEEPSPEED,
+    FSDP2,
+    SEVERAL_PROCESSES,
+    ZERO,
+    refuse_conflicts,
+)
 from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import LEVELS, Recipe
 from fp8stack.planning import (
@@ -237,18 +245,14 @@ def _levels(options: argparse.Namespace, weights: torch.dtype, notes: list[str])
 
 def _check_shared(recipe: Recipe, options: argparse.Namespace) -> None:
     """Raise ConfigError for what a level cannot do on several ranks."""
-    if options.fsdp:
-        from fp8stack.integrations.fsdp.checks import sharded_recipe
-
-        sharded_recipe(recipe.level, None, {name: getattr(recipe, name) for name in FIELDS})
-    if options.zero:
-        from fp8stack.integrations.deepspeed.section import check_recipe
-
-        check_recipe(recipe, options.zero)
-    if recipe.step_in_backward and options.ranks > 1:
-        raise ConfigError("--step-in-backward is for one process. Leave it out, or --ranks.")
-    if recipe.step_in_backward and options.accumulate:
-        raise ConfigError("--step-in-backward has no --accumulate: gradients are gone. Leave one.")
+    places = {
+        FSDP2: options.fsdp,
+        DEEPSPEED: options.zero,
+        ZERO: options.zero,
+        SEVERAL_PROCESSES: options.ranks > 1,
+        ACCUMULATION: options.accumulate,
+    }
+    refuse_conflicts(recipe, *(place for place, given in places.items() if given))
 
 
 def _sharding(options: argparse.Namespace) -> str:

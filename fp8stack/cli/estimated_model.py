@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8stack.checks import check_model
+from fp8stack.conversion import check_model
 from fp8stack.errors import ConfigError
 from fp8stack.levels import recipe_for
 from fp8stack.planning import FAMILIES, LLAMA, Make, Shape, read_config, shape_of_config

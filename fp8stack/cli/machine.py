@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from fp8stack import __version__
-from fp8stack.backends import choose_compute, choose_stepper
+from fp8stack.api import choose_compute, choose_stepper
 from fp8stack.errors import Fp8StackError
 from fp8stack.levels import Recipe
+from fp8stack.version import __version__
 
 LIBRARIES = (
     "torch", "deepspeed", "accelerate", "transformers", "lightning", "torchao", "bitsandbytes", "transformer_engine",

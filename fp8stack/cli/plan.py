@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fp8stack.api import Decisions, carry_out, decide
-from fp8stack.checks import check_model
+from fp8stack.conversion import check_model
 from fp8stack.errors import Fp8StackWarning
 from fp8stack.levels import Recipe
 from fp8stack.memory import PARTS

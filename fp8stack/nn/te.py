@@ -38,7 +38,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from fp8stack import capability_te
-from fp8stack.errors import ConfigError, Fp8StackWarning, UnsupportedDeviceError
+from fp8stack.errors import Fp8StackWarning, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
 from .linear import check_input, output_dtype, title
@@ -95,16 +95,7 @@ def check_recipe(recipe: Recipe, device: torch.device) -> None:
         ConfigError: for a format, or a way to sum, that it has not.
         UnsupportedDeviceError: for a recipe that it has not on this device, with its reason.
     """
-    if recipe.fp8_format == "e5m2":
-        raise ConfigError(
-            'fp8_format="e5m2" (activations in E5M2) is not a format of TransformerEngine, which has "hybrid" and '
-            '"e4m3". Use compute="native" for it.'
-        )
-    if recipe.fp8_fast_accum is False and recipe.fp8_recipe == "delayed":
-        raise ConfigError(
-            'fp8_fast_accum=False: TransformerEngine always sums forward products of fp8_recipe="delayed" fast. '
-            'Use compute="native" or fp8_recipe="current" for precise sums.'
-        )
+    replace(recipe, compute="te")  # which finds options that do not go with it
     answer = capability_te.transformer_engine_recipe(recipe.fp8_recipe, device)
     if not answer:
         other = "" if recipe.fp8_recipe == "current" else ' Use fp8_recipe="current".'

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fp8stack import capability
-from fp8stack.errors import ConfigError, ModelError, UnsupportedDeviceError
+from fp8stack import capability, conflicts
+from fp8stack.conflicts import check_group, check_option
+from fp8stack.errors import ModelError, UnsupportedDeviceError
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format
@@ -70,8 +71,9 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
     _inner: Any = None
 
     def __init__(self, params: ParamsT, *args: Any, paged: bool = False, **options: Any) -> None:
-        if options.get("offload", "none") != "none":
-            raise ConfigError("bitsandbytes' optimizers cannot be offloaded. Use paged=True.")
+        check_option("offload", options.get("offload", "none"), conflicts.BITSANDBYTES)
+        if paged and isinstance(self, SGD):
+            check_option("optimizer_backend", "bitsandbytes-paged", conflicts.IS_SGD)
         self.paged, self._pages = paged, dict[tuple[Tensor, str], Tensor]()
         super().__init__(params, *args, **options)
         devices = {p.device for group in self.param_groups for p in group["params"]}
@@ -95,9 +97,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         return self._inner
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
-        missing = missing_option(self.counterpart, [group], self.paged)
-        if missing:
-            raise ConfigError(f"{missing}. Use fp8stack.optim.{type(self).__name__} for it.")
+        check_group(group, conflicts.BITSANDBYTES, *[conflicts.IS_SGD] * isinstance(self, SGD))
         return super().numbers_of(group)
 
     # --- state
@@ -250,34 +250,13 @@ def check_bitsandbytes(device: torch.device, paged: bool) -> None:
     answer = capability.bitsandbytes_optimizer(device)
     if not answer:
         raise UnsupportedDeviceError(f"{answer.reason}.")
-    if paged and device.type != "cuda":
-        raise UnsupportedDeviceError(
-            f"paged optimizers keep states in managed memory of CUDA; the parameters are on {device}. "
-            'Move the model to a GPU first, or use optimizer_backend="bitsandbytes".'
-        )
-
-
-def missing_option(counterpart: str, groups: Sequence[dict[str, Any]], paged: bool) -> str:
-    """Return what bitsandbytes' optimizer does not have and a group asks for, or an empty string."""
-    if counterpart == "SGD8bit":
-        if paged:
-            return "bitsandbytes has no paged SGD"
-        for group in groups:
-            if not group["momentum"]:
-                return "bitsandbytes' SGD8bit needs momentum > 0"
-            for option in ("nesterov", "dampening"):
-                if group[option]:
-                    return f"bitsandbytes' SGD8bit has no {option}={group[option]}"
-    return ""
+    if paged and device.type == "cpu":
+        check_option("optimizer_backend", "bitsandbytes-paged", conflicts.ON_CPU)
 
 
 def check_states(states: str) -> None:
     """Raise ConfigError unless bitsandbytes' optimizers keep `states`."""
-    if states not in ("8bit", "fp32"):
-        raise ConfigError(
-            f'bitsandbytes\' optimizers keep states as "8bit" or "fp32", not as {states!r}. '
-            'Use optimizer_backend="fp8stack" for other formats.'
-        )
+    check_option("states", states, conflicts.BITSANDBYTES)
 
 
 def _gradient(t: StepTensors, grad_mul: float) -> Tensor:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fp8stack import conflicts
+from fp8stack.conflicts import check_option
 from fp8stack.errors import ConfigError, GradientError
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class GradientRelease:
     """The hooks that step parameters in backward; `remove()` takes them off."""
 
     def __init__(self, optimizer: BlockwiseOptimizer) -> None:
-        check_no_clipping(optimizer)
+        if optimizer.max_grad_norm is not None:
+            check_option("max_grad_norm", optimizer.max_grad_norm, conflicts.RELEASE)
         check_single_process()
         self._optimizer = optimizer
         self._stepped: set[Tensor] = set()
@@ -87,22 +90,9 @@ def _step_weakly(own: weakref.ref[GradientRelease], parameter: Tensor) -> None:
         release._step(parameter)
 
 
-def check_no_clipping(optimizer: BlockwiseOptimizer) -> None:
-    """Raise ConfigError where a step needs the norm of all gradients."""
-    if optimizer.max_grad_norm is not None:
-        raise ConfigError(
-            f"step_in_backward frees each gradient before the last one is known, so max_grad_norm="
-            f"{optimizer.max_grad_norm} has no norm to clip by. Leave one of them out."
-        )
-
-
 def check_single_process() -> None:
     """Raise ConfigError where gradients would have to be reduced over ranks first."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        ranks = distributed.get_world_size()
-        if ranks > 1:
-            raise ConfigError(
-                f"step_in_backward uses each gradient before it could be reduced over the {ranks} ranks of this "
-                "process group. Leave it out when training on several GPUs."
-            )
+    initialized = distributed.is_available() and distributed.is_initialized()
+    if initialized and distributed.get_world_size() > 1:
+        check_option("step_in_backward", True, conflicts.SEVERAL_PROCESSES)

@@ -19,13 +19,13 @@ from torch import nn
 
 import fp8stack
 from fp8stack.api import carry_out, decide
+from fp8stack.conversion import Session
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or_warn
 from fp8stack.integrations.verification import Verification, compare
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report, emit
-from fp8stack.session import Session
 
 from .optimizer import (
     OURS,

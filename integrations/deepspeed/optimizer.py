@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack import optim
-from fp8stack.checks import needs_whole_matrices
+from fp8stack.conflicts import ZERO, refuse_settings
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.keeper import is_large_matrix
 
-from .section import Section, check_scales, stage_of
+from .section import Section, stage_of
 
 OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"FP8AdamW": optim.AdamW}
 """Names that a JSON may give as an optimizer's type, for fp8stack's own."""
@@ -111,16 +111,8 @@ def check_optimizer(optimizer: Any, config: Mapping[str, Any], recipe: Recipe | 
             "ZeRO's partitions, or float32 copies. They would be lost. Pass an optimizer that has not stepped; "
             "engine.load_checkpoint brings states."
         )
-    if stage and needs_whole_matrices(optimizer):
-        raise ModelError(
-            f"Muon's direction depends on all of a matrix, and ZeRO stage {stage} makes one flat tensor of many. Use "
-            "AdamW, or ZeRO stage 0."
-        )
-    own = [(group.get("states"), group.get("master")) for group in optimizer.param_groups]
-    if isinstance(optimizer, BlockwiseOptimizer):
-        own += [(optimizer.states, optimizer.master), *optimizer.overrides.values()]
-    for states, master in own:
-        check_scales(str(states), str(master), stage)
+    if stage:
+        refuse_settings(optimizer, ZERO)
 
 
 def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: bool) -> None:

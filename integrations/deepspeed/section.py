@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refuse_conflicts
 from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import Recipe, recipe_for
 
@@ -166,11 +167,7 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Recipe, list[
     master = recipe.master
     if master not in ("keep", "fp32") and not _keeps_bf16(config, stage, lacking):
         if "master" in section.given:
-            raise ConfigError(
-                f'"fp8stack": {{"master": {master!r}}} needs bfloat16 partitions: "bf16": {{"enabled": true}}, ZeRO '
-                "stage 1 or more, no offload_optimizer, and DeepSpeed 0.18.3 or later, which has "
-                "bf16_master_weights_and_grads. Leave it out for DeepSpeed's float32 masters."
-            )
+            check_option("master", master, ZERO_FLOAT32)
         master = "keep"
     cache = recipe.weight_cache
     if stage == 3 and "weight_cache" not in section.given:
@@ -181,27 +178,7 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Recipe, list[
 
 def check_recipe(recipe: Recipe, stage: int) -> None:
     """Raise ConfigError for options that have no place in DeepSpeed, at any stage or at this one."""
-    for states, master in ((recipe.states, recipe.master), *(own[1:] for own in recipe.states_for)):
-        check_scales(states, master, stage)
-    if recipe.step_in_backward:
-        raise ConfigError(
-            '"fp8stack": {"step_in_backward": true} has no place in DeepSpeed, whose engine steps. Leave it out.'
-        )
-    if recipe.optimizer_backend.startswith("bitsandbytes"):
-        raise ConfigError(
-            f'"fp8stack": {{"optimizer_backend": {recipe.optimizer_backend!r}}}: in DeepSpeed fp8stack\'s own '
-            "optimizers step, whose states its checkpoints can hold. Leave it out."
-        )
-
-
-def check_scales(states: str, master: str, stage: int) -> None:
-    """Raise ConfigError for formats with one scale a tensor where ZeRO makes tensors of many parameters."""
-    if stage and (states == "fp8-lm" or master == "fp16"):
-        which = f"states={states!r} has" if states == "fp8-lm" else f"master={master!r} has"
-        raise ConfigError(
-            f"{which} one scale a tensor, and ZeRO stage {stage} makes one tensor of all parameters of a group: those "
-            'of small gradients would become zero. Use block scales: states="8bit", master="split24".'
-        )
+    refuse_conflicts(recipe, DEEPSPEED, *[ZERO] * bool(stage))
 
 
 def allow_ours(config: dict[str, Any]) -> None:

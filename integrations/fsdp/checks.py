@@ -10,38 +10,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8stack.api import Decisions
-from fp8stack.checks import needs_whole_matrices
+from fp8stack.conflicts import FSDP2, refuse_conflicts
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.levels import Recipe, recipe_for
 from fp8stack.optim.sharded import check_placements
 from fp8stack.tensor import is_sharded
 
-_OTHERS = {
-    "FullyShardedDataParallel": "FSDP1 joins the parameters of a module to one flat vector, which has no rows to make "
-    "blocks of. Shard with fully_shard (FSDP2) instead",
-    "DistributedDataParallel": "it keeps whole parameters on every rank. Call fp8stack.initialize on the bare model, "
-    "wrap it, and fp8stack.comm.register_fp8_hook",
-    "DeepSpeedEngine": "ZeRO shards parameters in its own way. Use fp8stack.integrations.deepspeed",
-    "OptimizedModule": "its layers are those of the module that was compiled. Pass that one, and compile it in place "
-    "afterwards: model.compile()",
-}
-_SCALES = "keeps one scale for a whole tensor, which its shards cannot share"
-_REFUSED: dict[str, dict[Any, str]] = {
-    "step_in_backward": {True: "steps each gradient as it arrives, and FSDP2's arrive reduced"},
-    "offload": {"cpu": "moves whole states; FSDP2's CPUOffloadPolicy moves parameters and states"},
-    "matmuls": {True: "finds products by their parameters, which FSDP2 replaces in each forward"},
-    "states": {"fp8-lm": _SCALES},
-    "master": {"fp16": _SCALES},
-    "optimizer_backend": dict.fromkeys(
-        ("bitsandbytes", "bitsandbytes-paged"), "has no sharded states; fp8stack's own kernels have"
-    ),
-}
-
 
 def sharded_recipe(opt_level: str, preset: str | None, overrides: dict[str, Any]) -> Recipe:
     recipe = recipe_for(opt_level, preset, **overrides)
-    for name in _REFUSED:
-        _refuse(name, getattr(recipe, name))
+    refuse_conflicts(recipe, FSDP2)
     if recipe.states == "keep":
         return recipe
     return replace(recipe, optimizer_backend="fp8stack")
@@ -51,17 +29,8 @@ def check_kinds(model: Any, optimizer: Any, recipe: Recipe) -> None:
     """Raise ModelError for what is no model of FSDP2's, and for optimizers that need whole matrices."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    for name, module in model.named_modules():
-        for kind in type(module).__mro__:
-            if kind.__name__ in _OTHERS and not (name and kind.__name__ == "OptimizedModule"):
-                which = name or "the model"
-                raise ModelError(
-                    f"{which} is wrapped in {kind.__name__}: {_OTHERS[kind.__name__]}."
-                )
-    if recipe.states != "keep" and needs_whole_matrices(optimizer):
-        raise ModelError(
-            "Muon's direction depends on all of a matrix, which no rank has under FSDP2. Use AdamW, or O1."
-        )
+    given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    refuse_conflicts(recipe, FSDP2, optimizer=given, model=model)
 
 
 def check_owned(model: nn.Module, optimizer: Any) -> None:
@@ -80,9 +49,6 @@ def check_owned(model: nn.Module, optimizer: Any) -> None:
 
 def check_decisions(decisions: Decisions, recipe: Recipe, fp8_all_gather: bool) -> None:
     """Raise for what sharded parameters and their collectives cannot have."""
-    for states, master in decisions.formats.values():
-        _refuse("states", states, "states_for: ")
-        _refuse("master", master, "states_for: ")
     for p in decisions.quantized if recipe.states != "keep" else ():
         states, master = decisions.formats.get(p, (recipe.states, recipe.master))
         check_placements(p, states, master, states not in ("keep", "fp32"))
@@ -98,13 +64,4 @@ def check_decisions(decisions: Decisions, recipe: Recipe, fp8_all_gather: bool) 
         raise ConfigError(
             f"FSDP2 of torch {torch.__version__} has no set_custom_all_gather, which fp8_all_gather=True needs; "
             "update torch."
-        )
-
-
-def _refuse(name: str, value: Any, where: str = "") -> None:
-    """Raise ConfigError for an option that sharded parameters cannot have."""
-    refused = _REFUSED[name]
-    if value in refused:
-        raise ConfigError(
-            f"{where}{name}={value!r} is not for sharded parameters: it {refused[value]}. Leave it out."
         )

@@ -22,11 +22,11 @@ from fp8stack.comm.fsdp import (
     register_fp8_reduce_scatter,
     units_of,
 )
+from fp8stack.conversion import Session
 from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report, emit
-from fp8stack.session import Session
 from fp8stack.tensor import is_sharded
 
 from .checks import check_decisions, check_kinds, check_owned, sharded_recipe

@@ -1,0 +1,438 @@
+"""Which options do not go together: one table for `initialize`, every integration and the command line.
+
+A `Rule` says that an option must not have certain values in certain contexts, with the reason and the remedy. An option
+is a field of a recipe, a setting of an optimizer, or what a model is wrapped in. A context is a place where a recipe is
+used (FSDP2, DeepSpeed, a device), or something that the recipe or the optimizer itself brings ("block scales").
+
+    refuse_conflicts(recipe, FSDP2, optimizer=optimizer)    # raises for the first rule that is broken
+    check_option("step_in_backward", True, SEVERAL_PROCESSES)
+
+Every message is made in one place and says what was given, where, why not, and what to do. A rule with
+`error=Fp8StackWarning` describes an option that is ignored: `idle_options` returns its message as a fallback, which
+`initialize` warns of, and refuses under `strict=True`.
+
+This module imports nothing but the errors, because recipes check themselves with it. It therefore knows optimizers and
+wrappers by the names of their classes, and recipes by the names of their fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .errors import ConfigError, Fp8StackError, Fp8StackWarning, ModelError, UnsupportedDeviceError
+
+# Places, which callers name.
+INITIALIZE = "fp8stack.initialize"
+FSDP2 = "FSDP2"
+DEEPSPEED = "DeepSpeed"
+ZERO = "ZeRO, stage 1 or more"
+ZERO_FLOAT32 = "the float32 masters of DeepSpeed"
+LIGHTNING = "Lightning"
+FABRIC = "Lightning's Fabric"
+ACCELERATE = "Accelerate"
+SEVERAL_PROCESSES = "several processes"
+ACCUMULATION = "gradient accumulation"
+ON_CPU = "a model on the CPU"
+FP8_PRODUCTS = "FP8 products"  # what multiplies, as it was chosen
+BF16_PRODUCTS = "bf16 products"
+PLACES = (
+    INITIALIZE, FSDP2, DEEPSPEED, ZERO, ZERO_FLOAT32, LIGHTNING, FABRIC, ACCELERATE, SEVERAL_PROCESSES, ACCUMULATION,
+    ON_CPU, FP8_PRODUCTS, BF16_PRODUCTS,
+)  # fmt: skip
+
+# Contexts that a recipe brings.
+STATES_KEPT = "states as given"
+STATES_CONVERTED = "converted states"
+NOTHING_CONVERTED = "gradients and states as given"
+NO_HISTORY = "scales without a history"
+BLOCK_SCALES = "block scales"
+OWN_SCALES = "scales that products by bare parameters do not have"
+FLOAT32_STATES = "float32 states"
+FOUR_BITS = "4-bit states"
+BITSANDBYTES = "bitsandbytes"
+RELEASE = "step_in_backward"
+BARE_MATMULS = "matmuls"
+TE = "TransformerEngine"
+TE_DELAYED = "delayed scaling of TransformerEngine"
+BF16_ASKED = "bf16 products, asked for"
+
+# Contexts that an optimizer brings.
+FOREIGN = "an optimizer of another library"
+NO_COUNTERPART = "an optimizer without a counterpart"
+IS_SGD = "SGD"
+
+TORCH_OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = tuple(
+    getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "SGD", "Muon")
+    if hasattr(torch.optim, name)  # torch has Muon from 2.9 on
+)
+"""The exact types that O2 converts. A subclass may do anything in its step, so it is not taken for its base."""
+
+WRAPPERS = (
+    "DistributedDataParallel",
+    "DataParallel",  # torch's and fp8stack's
+    "FullyShardedDataParallel",
+    "DeepSpeedEngine",
+    "OptimizedModule",  # what torch.compile(model) returns
+)
+"""Names of the classes of modules that wrap a whole model."""
+
+
+class Rule(NamedTuple):
+    """`option` cannot have one of `values` where all of `contexts` hold. No values: any but the default is meant."""
+
+    option: str
+    values: tuple[Any, ...]
+    contexts: tuple[str, ...]
+    reason: str
+    remedy: str
+    error: type[Exception] = ConfigError
+
+
+class Setting(NamedTuple):
+    """An option and its value, as somebody set it; `text` is what a message calls it."""
+
+    option: str
+    value: Any
+    text: str
+
+
+class Conflict(NamedTuple):
+    """A rule that is broken, and the message about it."""
+
+    rule: Rule
+    message: str
+
+
+_BNB = ("bitsandbytes", "bitsandbytes-paged")
+_ONE_SCALE = "it keeps one scale for a whole tensor"
+_FLAT = "it joins parameters to flat vectors, which have no rows to make blocks of"
+_TORCH_NAMES = ", ".join(f"torch.optim.{kind.__name__}" for kind in TORCH_OPTIMIZERS)
+_USE_O2 = 'Use opt_level="O2", or give states="fp32" as well'
+_USE_CURRENT = 'Leave it out, or use fp8_recipe="current"'
+_USE_DELAYED = 'Leave it out, or use fp8_recipe="delayed"'
+_USE_OURS = 'Use optimizer_backend="fp8stack", or an optimizer of fp8stack.optim itself'
+_OFF_OR_O1 = 'Switch it off, or use opt_level="O1"'
+_LEAVE = "Leave it out"
+
+# fmt: off
+_NO_HISTORY = "it belongs to delayed scaling, and other scales keep no history"
+_RULES = (
+    # --- one option of a recipe and another
+    Rule("states_for", (), (STATES_KEPT,), "the optimizer's states are left alone", _USE_O2),
+    Rule("offload", ("cpu",), (STATES_KEPT,), "it moves the states that O2 makes", _USE_O2),
+    Rule("master", (), (STATES_KEPT,), "the optimizer is left as it is, so a master has no place to be kept",
+         'Use master="keep", or states="fp32" for float32 states beside it'),
+    Rule("optimizer_backend", (), (STATES_KEPT,), "the optimizer's states are left alone", 'Use opt_level="O2"'),
+    Rule("fp8_margin", (), (NO_HISTORY,), _NO_HISTORY, _USE_DELAYED),
+    Rule("amax_history_len", (), (NO_HISTORY,), _NO_HISTORY, _USE_DELAYED),
+    Rule("amax_compute_algo", (), (NO_HISTORY,), _NO_HISTORY, _USE_DELAYED),
+    Rule("fp8_format", ("e5m2",), (BLOCK_SCALES,), "that is E4M3 throughout: block scales replace the range of E5M2",
+         _USE_CURRENT),
+    Rule("fp8_fast_accum", (True,), (BLOCK_SCALES,), "fast sums need one scale a tensor, not one a block",
+         _USE_CURRENT),
+    Rule("fp8_recipe", ("delayed", "mxfp8", "nvfp4"), (BARE_MATMULS, FP8_PRODUCTS),
+         'products by bare parameters use "current" scaling', "", Fp8StackWarning),
+
+    # --- what multiplies
+    Rule("fp8_format", ("e5m2",), (TE,), 'TransformerEngine has "hybrid" and "e4m3" only', 'Use compute="native"'),
+    Rule("select", ("auto",), (TE,), "it times native layers", 'Use compute="native"'),
+    Rule("fp8_fast_accum", (False,), (TE_DELAYED,), "TransformerEngine always sums these forward products fast",
+         'Use compute="native" or fp8_recipe="current" for precise sums'),
+    Rule("weight_cache", (), (TE, FP8_PRODUCTS), "it is an option of native layers", "", Fp8StackWarning),
+    *(Rule(option, (), (BF16_ASKED,), "it is an option of FP8 products", "", Fp8StackWarning)
+      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "weight_cache", "select", "matmuls")),
+    Rule("matmuls", (True,), (BF16_PRODUCTS,), "bare parameters are multiplied as they were", "", Fp8StackWarning),
+    Rule("offload", ("cpu",), (ON_CPU,), "the states are in host memory already", "", Fp8StackWarning),
+
+    # --- the optimizer
+    *(Rule("optimizer", (), (context, NO_COUNTERPART), "fp8stack has no counterpart of this class",
+           f'Use one of {_TORCH_NAMES}, an optimizer of fp8stack.optim, or opt_level="O1"', ModelError)
+      for context in (STATES_CONVERTED, RELEASE)),
+    *(Rule(option, (True,), (context,), f"it needs {why}, which fp8stack's optimizers do not have", _OFF_OR_O1,
+           ModelError)
+      for context in (STATES_CONVERTED, RELEASE)
+      for option, why in (("amsgrad", "a third state"), ("differentiable", "a step recorded by autograd"))),
+    Rule("step_in_backward", (True,), (NOTHING_CONVERTED, FOREIGN),
+         "only fp8stack's optimizers can step in backward, and yours is left as it is",
+         'Use opt_level="O1" or "O2"'),
+    Rule("max_grad_norm", (), (RELEASE,),
+         "each gradient is freed before the last one is known, so there is no norm to clip by",
+         "Leave one of them out"),
+    Rule("step_in_backward", (True,), (SEVERAL_PROCESSES,),
+         "each gradient is used before it could be reduced over the processes",
+         "Leave it out when training on several GPUs"),
+    Rule("step_in_backward", (True,), (ACCUMULATION,), "each gradient is used and freed as it arrives",
+         "Leave one of them out"),
+
+    # --- bitsandbytes' optimizers
+    Rule("offload", ("cpu",), (BITSANDBYTES,), "it moves the states of fp8stack's own optimizers",
+         'Use optimizer_backend="bitsandbytes-paged", or "fp8stack"'),
+    Rule("optimizer_backend", _BNB, (FLOAT32_STATES,), 'bitsandbytes keeps states as "8bit"', _USE_OURS),
+    Rule("states", ("keep", "fp8", "4bit", "fp8-lm", "bf16"), (BITSANDBYTES,),
+         'bitsandbytes keeps states as "8bit", those of single parameters also as "fp32"', _USE_OURS),
+    Rule("optimizer_backend", _BNB, (FOUR_BITS,),
+         "bitsandbytes has no 4-bit optimizer; fp8stack's kernels are used instead", "", Fp8StackWarning),
+    Rule("optimizer_backend", ("bitsandbytes-paged",), (ON_CPU,), "paged states lie in managed memory of CUDA",
+         'Move the model to a GPU first, or use optimizer_backend="bitsandbytes"', UnsupportedDeviceError),
+    Rule("optimizer_backend", ("bitsandbytes-paged",), (IS_SGD,), "bitsandbytes has no paged SGD", _USE_OURS),
+    Rule("algorithm", ("muon",), (BITSANDBYTES,), "bitsandbytes has no counterpart of it", _USE_OURS, ModelError),
+    Rule("momentum", (0,), (BITSANDBYTES, IS_SGD), "bitsandbytes' SGD8bit needs momentum > 0", _USE_OURS),
+    *(Rule(option, (), (BITSANDBYTES, IS_SGD), "bitsandbytes' SGD8bit does not have it", _USE_OURS)
+      for option in ("nesterov", "dampening")),
+
+    # --- FSDP2
+    Rule("step_in_backward", (True,), (FSDP2,),
+         "it steps each gradient as it arrives, and FSDP2's arrive before they are reduced", _LEAVE),
+    Rule("offload", ("cpu",), (FSDP2,), "it moves whole states",
+         f"{_LEAVE}: FSDP2's CPUOffloadPolicy moves parameters and states"),
+    Rule("matmuls", (True,), (FSDP2,), "it finds products by their parameters, which FSDP2 replaces in each forward",
+         _LEAVE),
+    Rule("states", ("fp8-lm",), (FSDP2,), f"{_ONE_SCALE}, which its shards cannot share", _LEAVE),
+    Rule("master", ("fp16",), (FSDP2,), f"{_ONE_SCALE}, which its shards cannot share", _LEAVE),
+    Rule("optimizer_backend", _BNB, (FSDP2,), "it has no sharded states; fp8stack's own kernels have", _LEAVE),
+    Rule("algorithm", ("muon",), (FSDP2, STATES_CONVERTED),
+         "its direction depends on all of a matrix, which no rank has", "Use AdamW, or O1", ModelError),
+
+    # --- DeepSpeed, whose ZeRO makes one flat tensor of the parameters of a group
+    Rule("step_in_backward", (True,), (DEEPSPEED,), "DeepSpeed's engine steps", _LEAVE),
+    Rule("optimizer_backend", _BNB, (DEEPSPEED,),
+         "fp8stack's own optimizers step there, whose states its checkpoints can hold", _LEAVE),
+    *(Rule(option, (value,), (ZERO,),
+           f"{_ONE_SCALE}, and ZeRO makes one tensor of all parameters of a group: those of small gradients would "
+           "become zero", 'Use block scales: states="8bit", master="split24"')
+      for option, value in (("states", "fp8-lm"), ("master", "fp16"))),
+    Rule("master", ("split24", "split32", "fp16", "none"), (ZERO_FLOAT32,), "it needs bfloat16 partitions",
+         'Set "bf16": {"enabled": true}, ZeRO stage 1 or more and no offload_optimizer, with DeepSpeed 0.18.3 or '
+         "later (bf16_master_weights_and_grads), or leave it out for DeepSpeed's float32 masters"),
+    Rule("algorithm", ("muon",), (ZERO,),
+         "its direction depends on all of a matrix, and ZeRO makes one flat tensor of many",
+         "Use AdamW, or ZeRO stage 0", ModelError),
+
+    # --- Lightning and Accelerate
+    Rule("offload", ("cpu",), (LIGHTNING,),
+         "the Trainer moves the states of optimizers to the device of the module", _LEAVE),
+    Rule("step_in_backward", (True,), (LIGHTNING,),
+         "the Trainer clips and accumulates gradients between backward and step", _LEAVE),
+    Rule("strategy", ("DeepSpeedStrategy",), (LIGHTNING,), "DeepSpeed converts dtypes and steps itself",
+         f'{_LEAVE}, put a section "fp8stack" into the config and call fp8stack.integrations.deepspeed.install()'),
+    Rule("strategy", ("FSDPStrategy",), (LIGHTNING,), f"FSDP1: {_FLAT}", "Use ModelParallelStrategy (FSDP2)"),
+    Rule("strategy", ("ModelParallelStrategy",), (FABRIC,), "it shards in fabric.setup_module",
+         "Call that, build the optimizer, call fp8stack.integrations.fsdp.attach(model.module, optimizer, opt_level), "
+         "then fabric.setup_optimizers"),
+    Rule("distributed_type", ("FSDP",), (ACCELERATE,), f"FSDP1: {_FLAT}",
+         "Use FullyShardedDataParallelPlugin(fsdp_version=2)"),
+    Rule("distributed_type", ("MEGATRON_LM",), (ACCELERATE,), "Megatron-LM has layers and an optimizer of its own",
+         "Use DDP, FSDP2 or DeepSpeed"),
+    Rule("distributed_type", ("XLA",), (ACCELERATE,), "fp8stack has no kernels for XLA devices", "Use CUDA GPUs"),
+
+    # --- wrappers of models ("model": around all of it, "module": around a part)
+    Rule("model", WRAPPERS[:4], (INITIALIZE,), "it works with the parameters as they were when it was made",
+         "Initialize the bare model, then wrap it", ModelError),
+    *(Rule(where, (wrapper,), (FSDP2,), reason, remedy, ModelError)
+      for where in ("model", "module")
+      for wrapper, reason, remedy in (
+          ("FullyShardedDataParallel", f"FSDP1: {_FLAT}", "Shard with fully_shard (FSDP2)"),
+          ("DistributedDataParallel", "it keeps whole parameters on every rank",
+           "Call fp8stack.initialize on the bare model, wrap it, and fp8stack.comm.register_fp8_hook"),
+          ("DeepSpeedEngine", "ZeRO shards parameters in its own way", "Use fp8stack.integrations.deepspeed"))),
+    Rule("model", ("OptimizedModule",), (FSDP2,), "its layers are those of the module that was compiled",
+         "Pass that one, and compile it in place afterwards: model.compile()", ModelError),
+)
+# fmt: on
+RULES: dict[str, tuple[Rule, ...]] = {
+    option: tuple(rule for rule in _RULES if rule.option == option)
+    for option in dict.fromkeys(rule.option for rule in _RULES)
+}
+"""The table, by option."""
+
+
+def find_conflicts(
+    recipe: Any,
+    *places: str,
+    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module | None = None,
+) -> Iterator[Conflict]:
+    """Yield the rules that a recipe, an optimizer and a model break in `places`."""
+    contexts = dict(zip(places, places, strict=True)) | contexts_of(recipe)
+    settings = settings_of(recipe)
+    if optimizer is not None:
+        contexts |= contexts_of_optimizer(optimizer)
+        settings += settings_of_optimizer(optimizer)
+    if model is not None:
+        settings += wrappers_in(model)
+    return broken_rules(settings, contexts)
+
+
+def refuse_conflicts(recipe: Any, *places: str, **given: Any) -> None:
+    """Raise the error of the first rule that is broken; arguments as of `find_conflicts`."""
+    _raise_first(find_conflicts(recipe, *places, **given))
+
+
+def idle_options(recipe: Any, *contexts: str) -> list[str]:
+    """Return messages about the options of a recipe that have no effect because of one of `contexts`."""
+    found = (c for c in find_conflicts(recipe, *contexts) if c.rule.error is Fp8StackWarning)
+    return [message for rule, message in found if set(rule.contexts) & set(contexts)]
+
+
+def check_option(option: str, value: Any, *contexts: str) -> None:
+    """Raise if `option` cannot have `value` where all of `contexts` hold."""
+    setting = Setting(option, value, f"{option}={value!r}")
+    _raise_first(broken_rules([setting], dict(zip(contexts, contexts, strict=True))))
+
+
+def refuse_settings(optimizer: torch.optim.Optimizer, *contexts: str) -> None:
+    """Raise if options of an optimizer do not go with `contexts`, whatever the recipe is."""
+    _raise_first(
+        broken_rules(settings_of_optimizer(optimizer), dict(zip(contexts, contexts, strict=True)))
+    )
+
+
+def check_group(group: Mapping[str, Any], *contexts: str) -> None:
+    """Raise if a parameter group has an option that does not go with `contexts`, which all hold."""
+    _raise_first(broken_rules(settings_of_group(group), dict(zip(contexts, contexts, strict=True))))
+
+
+def broken_rules(settings: Iterable[Setting], contexts: Mapping[str, str]) -> Iterator[Conflict]:
+    """Yield the rules that settings break in contexts, whose values are what messages call them."""
+    for setting in settings:
+        for rule in RULES.get(setting.option, ()):
+            holds = all(context in contexts for context in rule.contexts)
+            if holds and (not rule.values or setting.value in rule.values):
+                yield Conflict(rule, _message(setting, rule, contexts[rule.contexts[0]]))
+
+
+def _message(setting: Setting, rule: Rule, context: str) -> str:
+    if rule.error is Fp8StackWarning:
+        return f"{setting.text} has no effect with {context}: {rule.reason}"
+    return f"{setting.text} does not go with {context}: {rule.reason}. {rule.remedy}."
+
+
+def _raise_first(conflicts: Iterable[Conflict]) -> None:
+    for rule, message in conflicts:
+        if issubclass(rule.error, Fp8StackError):
+            raise rule.error(message)
+
+
+# --- what recipes, optimizers and models set
+
+
+def settings_of(recipe: Any) -> list[Setting]:
+    """Return the fields of a recipe that differ from their defaults, and the formats of single parameters."""
+    result = []
+    for field in fields(recipe):
+        value = getattr(recipe, field.name)
+        if field.name not in ("level", "brief", "states_for") and value != field.default:
+            result.append(Setting(field.name, value, f"{field.name}={value!r}"))
+    for pattern, *formats in recipe.states_for:
+        result.append(Setting("states_for", pattern, f"states_for[{pattern!r}]"))
+        result += settings_of_formats(formats, where=f"states_for[{pattern!r}]: ")
+    return result
+
+
+def settings_of_formats(*formats: Sequence[str], where: str = "") -> list[Setting]:
+    """Return pairs of states and master as settings; `where` says who set them."""
+    pairs = (pair for both in formats for pair in zip(("states", "master"), both, strict=True))
+    return [Setting(name, value, f"{where}{name}={value!r}") for name, value in pairs if value]
+
+
+def contexts_of(recipe: Any) -> dict[str, str]:
+    """Return the contexts that a recipe brings, each with the setting that brings it."""
+    states = f"states={recipe.states!r} ({recipe.level})"
+    scaling = f"fp8_recipe={recipe.fp8_recipe!r}"
+    compute = f"compute={recipe.compute!r}"
+    four_bits = recipe.states == "4bit"
+    bitsandbytes = recipe.optimizer_backend in _BNB and not four_bits  # which has none
+    holds = {
+        STATES_KEPT: (recipe.states == "keep", states),
+        STATES_CONVERTED: (recipe.states != "keep", states),
+        NOTHING_CONVERTED: (recipe.states == recipe.gradients == "keep", states),
+        FLOAT32_STATES: (recipe.states == "fp32", states),
+        FOUR_BITS: (four_bits, states),
+        NO_HISTORY: (recipe.fp8_recipe != "delayed", scaling),
+        BLOCK_SCALES: (recipe.fp8_recipe not in ("current", "delayed"), scaling),
+        BITSANDBYTES: (bitsandbytes, f"optimizer_backend={recipe.optimizer_backend!r}"),
+        RELEASE: (recipe.step_in_backward, "step_in_backward=True"),
+        BARE_MATMULS: (recipe.matmuls, "matmuls=True"),
+        TE: (recipe.compute == "te", compute),
+        TE_DELAYED: (recipe.compute == "te" and recipe.fp8_recipe == "delayed", scaling),
+        BF16_ASKED: (recipe.compute == "bf16", compute),
+    }
+    return {context: text for context, (true, text) in holds.items() if true}
+
+
+def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:
+    """Return what rules look at: the class, options of groups, the norm to clip by."""
+    kind: Any = type(optimizer)
+    result = [Setting("optimizer", kind, f"{kind.__module__}.{kind.__qualname__}")]
+    if is_fp8stack_optimizer(optimizer):
+        ours: Any = optimizer
+        result += settings_of_formats((ours.states, ours.master), *ours.overrides.values())
+    for group in optimizer.param_groups:
+        result += settings_of_group(group)
+        if _is(optimizer, "Muon") and group.get("algorithm", "muon") == "muon":
+            result.append(Setting("algorithm", "muon", "Muon"))
+    clip = getattr(optimizer, "max_grad_norm", None)
+    if clip is not None:
+        result.append(Setting("max_grad_norm", clip, f"max_grad_norm={clip!r}"))
+    return result
+
+
+def settings_of_group(group: Mapping[str, Any]) -> list[Setting]:
+    """Return what rules look at in a parameter group."""
+    given = {"momentum": group["momentum"]} if "momentum" in group else {}
+    options = ("amsgrad", "differentiable", "nesterov", "dampening", "states", "master")
+    given |= {option: group[option] for option in options if group.get(option)}
+    return [Setting(option, value, f"{option}={value!r}") for option, value in given.items()]
+
+
+def contexts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the contexts that an optimizer brings, each with its class."""
+    ours, name = is_fp8stack_optimizer(optimizer), type(optimizer).__name__
+    holds = {
+        FOREIGN: not ours,
+        NO_COUNTERPART: not ours and type(optimizer) not in TORCH_OPTIMIZERS,
+        IS_SGD: _is(optimizer, "SGD"),
+    }
+    return {context: name for context, true in holds.items() if true}
+
+
+def is_fp8stack_optimizer(optimizer: object) -> bool:
+    """Return whether this is one of fp8stack's optimizers, or of a class derived from one."""
+    return any(kind.__module__.startswith("fp8stack.optim") for kind in type(optimizer).__mro__)
+
+
+def has_counterpart(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer of fp8stack steps as this one does, with all its options."""
+    if is_fp8stack_optimizer(optimizer):
+        return True
+    options = ("amsgrad", "differentiable")
+    lacking = any(group.get(option) for group in optimizer.param_groups for option in options)
+    return type(optimizer) in TORCH_OPTIMIZERS and not lacking
+
+
+def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
+    """Return whether this is torch's or fp8stack's optimizer of this name."""
+    if not is_fp8stack_optimizer(optimizer):
+        return type(optimizer) is getattr(torch.optim, name, None)
+    return any(kind.__name__ == name for kind in type(optimizer).__mro__)
+
+
+def wrappers_in(model: nn.Module) -> list[Setting]:
+    """Return the wrappers around a model and around parts of it."""
+    found = ((name, wrapper_of(module)) for name, module in model.named_modules())
+    return [
+        Setting("module" if name else "model", kind, f"{name or 'the model'}, wrapped in {kind},")
+        for name, kind in found
+        if kind
+    ]
+
+
+def wrapper_of(module: nn.Module) -> str:
+    """Return which of WRAPPERS a module is, or an empty string."""
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), "")

@@ -1,0 +1,362 @@
+"""What `initialize` needs to know of a model and its optimizer, and the changes that it makes to them.
+
+First the checks: everything that can be wrong with a model or an optimizer, apart from options that do not go together
+(`conflicts.py`). Then the changes, each recorded in a `Session`, from which `restore` undoes them. Functions that check
+change nothing, and functions that change check nothing: `api.py` calls the former before the latter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from . import optim
+from .comm import GradientHandle
+from .conflicts import (
+    INITIALIZE,
+    SEVERAL_PROCESSES,
+    TORCH_OPTIMIZERS,
+    has_counterpart,
+    refuse_conflicts,
+    wrapper_of,
+)
+from .errors import ModelError
+from .formats import FLOATS
+from .levels import Recipe
+from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
+from .nn.convert import Conversion, LayerPlan, apply_storage
+from .nn.matmuls import runs_matmuls
+from .optim import BlockwiseOptimizer
+from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
+from .optim.keeper import is_large_matrix
+from .optim.state_dict import adopt, reformat, to_torch
+from .report import Report
+from .tensor import is_sharded
+
+COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
+    kind: getattr(optim, kind.__name__) for kind in TORCH_OPTIMIZERS
+}
+"""fp8stack's optimizer for each of torch's that O2 converts."""
+
+COPIED = (
+    "A copy of an initialized model (deepcopy, pickle) cannot be restored: load its "
+    "fp8stack.checkpoint.master_state_dict into a fresh model."
+)
+
+
+def check_model(
+    model: nn.Module,
+    recipe: Recipe,
+    initialized: bool = True,
+    sharded: bool = False,
+    planned: bool = False,
+) -> torch.device:
+    """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
+
+    `initialized` says whether `restore` would know it, `sharded` whether its parameters may be DTensors, `planned`
+    whether they may be on the meta device.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "the model is one of torch.jit, whose layers cannot be changed. Initialize what it was scripted from."
+        )
+    if wrapper_of(model):
+        refuse_conflicts(recipe, INITIALIZE, model=model)
+    done = find_converted(model)
+    if done:
+        remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
+        if not initialized:
+            remedy = (
+                f"Restore the model that it was initialized in, if it is a part of one. {COPIED}"
+            )
+        raise ModelError(f"{done} is already converted by fp8stack. {remedy}")
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise ModelError("the model has no parameters, so there is nothing to convert.")
+    for name, parameter in parameters.items():
+        _check_parameter(name, parameter, recipe, sharded, planned)
+    devices: dict[torch.device, str] = {}
+    for name, parameter in parameters.items():
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ModelError(
+            f"the parameters lie on several devices ({found}). Move the model to one: model.to(device)."
+        )
+    if recipe.gradients == "fp8":
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise ModelError(
+                    f"{name} is {type(module).__name__}(sparse=True), whose sparse gradients have no FP8 form. "
+                    f'Use sparse=False, or initialize with gradients="keep".'
+                )
+    return next(iter(devices))
+
+
+def find_converted(model: nn.Module) -> str:
+    """Return the name of a module that `initialize` converted, or an empty string."""
+    ours = (*GEMM_LAYERS, StoredLinear, StoredEmbedding)
+    found = (n for n, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m))
+    return next((name or "the model" for name in found), "")
+
+
+def _check_parameter(
+    name: str, parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned: bool
+) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise ModelError(
+            f"{name} is a lazy parameter without a shape; run one batch through the model first."
+        )
+    if parameter.is_meta and not planned:
+        raise ModelError(
+            f"{name} is on the meta device; materialize the model first: model.to_empty(device=...), then load weights."
+        )
+    if is_sharded(parameter.data) and not sharded:
+        raise ModelError(
+            f"{name} is sharded (DTensor); use fp8stack.integrations.fsdp.attach, or call fp8stack.initialize at O0 on "
+            "the whole model, before fully_shard."
+        )
+    if not parameter.is_floating_point():
+        raise ModelError(
+            f"{name} is {parameter.dtype}; parameters must be floating point. Register it as a buffer instead."
+        )
+    if recipe.level != "O0" and parameter.requires_grad and parameter.dtype not in FLOATS:
+        raise ModelError(
+            f"{name} is {parameter.dtype}; {recipe.level} takes float32, bfloat16 and float16 parameters. "
+            "Convert the model first: model.float()."
+        )
+    gradient = parameter.grad
+    if recipe.gradients == "fp8" and gradient is not None:
+        _check_gradient(name, gradient)
+
+
+def _check_gradient(name: str, gradient: Tensor) -> None:
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise ModelError(
+            f"{name} has a {kind} gradient, which has no FP8 form. Clear it with optimizer.zero_grad()."
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[str]:
+    """Raise if `optimizer` does not fit the model or the recipe; return the trainable parameters it does not own."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if not group["params"]:
+            raise ModelError(f"parameter group {index} of the optimizer is empty. Leave it out.")
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, p in trainable.items() if p not in owned]
+    if trainable and len(missing) == len(trainable):
+        foreign = len(owned - set(model.parameters()))
+        raise ModelError(
+            f"the optimizer owns none of the model's {len(trainable)} trainable parameters"
+            f"{f' ({foreign} parameters of something else)' if foreign else ''}. Build it from this model: "
+            f"{type(optimizer).__name__}(model.parameters(), ...), after anything that replaces parameters."
+        )
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized()
+    several = several and distributed.get_world_size() > 1
+    refuse_conflicts(recipe, *[SEVERAL_PROCESSES] * several, optimizer=optimizer)
+    if recipe.states != "keep" and isinstance(optimizer, BlockwiseOptimizer):
+        _check_formats(optimizer, recipe)
+    return missing
+
+
+def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:
+    """Raise unless the recipe says what one of fp8stack's optimizers was made with."""
+    made_with = {n: getattr(optimizer, n) for n in ("states", "master", "min_numel", "offload")}
+    if isinstance(optimizer, BitsandbytesOptimizer) and recipe.optimizer_backend != "auto":
+        made_with["optimizer_backend"] = optimizer.backend
+    for name, own in made_with.items():
+        wanted = getattr(recipe, name)
+        if own != wanted:
+            raise ModelError(
+                f"the optimizer was made with {name}={own!r}, the recipe says {name}={wanted!r}. "
+                f"Make it with {name}={wanted!r}, or initialize(..., {name}={own!r})."
+            )
+
+
+def counterpart_on_bitsandbytes(
+    optimizer: torch.optim.Optimizer,
+) -> type[BitsandbytesOptimizer] | None:
+    """Return bitsandbytes' optimizer of the same kind, None if it has none."""
+    kind: Any = type(optimizer)
+    return COUNTERPARTS.get(COUNTERPART_OF.get(kind, kind))
+
+
+# --- changes
+
+
+@dataclass
+class Session:
+    """What one `initialize` call changed, so that `restore` can undo it."""
+
+    recipe: Recipe
+    report: Report
+    source: torch.optim.Optimizer | None  # the optimizer that was given
+    returned: torch.optim.Optimizer | None
+    conversion: Conversion = field(default_factory=Conversion)
+    gradients: GradientHandle = field(default_factory=GradientHandle)
+    # weights that became bfloat16, with the dtype they had
+    stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
+    # group options that were changed, with what they were
+    flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    lasting: str = ""  # why `restore` cannot undo it, and what else to do
+
+    def __reduce__(self) -> Any:
+        """None, in copies and pickles of the model that keeps it: they are not initialized."""
+        return type(None), ()
+
+
+def convert_optimizer(
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    session: Session,
+    formats: dict[nn.Parameter, tuple[str, str]],
+) -> torch.optim.Optimizer:
+    """Return the optimizer that steps at this level; the given one where its states stay as they are."""
+    if recipe.gradients == "keep" and recipe.states == "keep":
+        return optimizer
+    kind: Any = COUNTERPART_OF.get(type(optimizer))
+    extra: dict[str, Any] = {}
+    backend = recipe.optimizer_backend
+    if backend.startswith("bitsandbytes") and not isinstance(optimizer, BitsandbytesOptimizer):
+        kind = counterpart_on_bitsandbytes(optimizer)
+        extra["paged"] = backend == "bitsandbytes-paged"
+        extra["max_grad_norm"] = getattr(optimizer, "max_grad_norm", None)
+    elif isinstance(optimizer, BlockwiseOptimizer):
+        reformat(optimizer, {p: own for p, own in formats.items() if p not in optimizer.overrides})
+        return optimizer
+    if kind is None or not has_counterpart(optimizer):
+        # torch's multi-tensor steps would dequantize all gradients at once; one at a time keeps the memory saved.
+        for group in optimizer.param_groups:
+            for flag in ("foreach", "fused"):
+                if flag in group:
+                    session.flags.append((group, flag, group[flag]))
+                    group[flag] = False
+        return optimizer
+    names = (
+        "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "ns_coefficients",
+        "ns_steps", "adjust_lr_fn",
+    )  # fmt: skip
+    defaults = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
+    options = {name: optimizer.param_groups[0].get(name, value) for name, value in defaults.items()}
+    new: BlockwiseOptimizer = kind(
+        [dict(group) for group in optimizer.param_groups],
+        **options,
+        states=recipe.states,
+        master=recipe.master,
+        min_numel=recipe.min_numel,
+        offload=recipe.offload,
+        **extra,
+    )
+    new.defaults.update(defaults)  # which its groups need not have, but later ones get
+    new.overrides.update(formats.items())
+    new.overrides.update(getattr(optimizer, "overrides", {}))
+    new.param_groups = optimizer.param_groups
+    for group in new.param_groups:
+        new.numbers_of(group)
+    adopt(new, optimizer)
+    optimizer.state.clear()
+    _hand_over(optimizer, new, session)
+    return new
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, session: Session) -> None:
+    """Copy the user's hooks to the new optimizer, and let the old one say so if it is used by mistake."""
+    for action in ("step", "state_dict", "load_state_dict"):
+        for when in ("pre", "post"):
+            hooks = f"_optimizer_{action}_{when}_hooks"
+            getattr(new, hooks).update(getattr(optimizer, hooks))
+
+    def refuse(*_: Any) -> None:
+        raise ModelError(
+            "this optimizer was handed to fp8stack.initialize; use the optimizer that it returned."
+        )
+
+    def mark_called(*_: Any) -> None:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+
+    session.hooks.append(optimizer.register_step_pre_hook(refuse))
+    session.hooks.append(optimizer.register_state_dict_pre_hook(refuse))
+    session.hooks.append(optimizer.register_load_state_dict_pre_hook(refuse))
+    session.hooks.append(new.register_step_post_hook(mark_called))
+
+
+def store_weights(model: nn.Module, plan: LayerPlan, session: Session) -> None:
+    """Turn the planned weights to bfloat16 and give their remaining bits to the optimizer."""
+    apply_storage(model, plan, session.conversion)
+    optimizer = session.returned
+    for _, parameter in plan.stored:
+        if not isinstance(optimizer, BlockwiseOptimizer):
+            continue
+        # more than the weight, where there is a master already
+        value = optimizer.master_weight(parameter)
+        if parameter.dtype is not torch.bfloat16:
+            session.stored.append((parameter, parameter.dtype))
+            change_dtype(parameter, parameter.detach().bfloat16())
+        optimizer.set_master(parameter, value)
+
+
+def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:
+    """Replace the storage of `parameter` by `value`, of another dtype; a gradient follows."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = value
+    if gradient is not None:
+        parameter.grad = gradient.to(value.dtype)
+
+
+def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: Session) -> None:
+    """Let gradients become FP8 as they arrive, or be used and freed at once."""
+    if session.recipe.step_in_backward and isinstance(session.returned, BlockwiseOptimizer):
+        session.returned.step_in_backward()
+        return
+    if session.recipe.gradients != "fp8":
+        return
+    names = {p: name for name, p in model.named_parameters()}
+    session.gradients.attach(quantized, names)
+    if isinstance(session.returned, BlockwiseOptimizer):
+        handle, min_numel = session.gradients, session.recipe.min_numel
+
+        def attach_new(parameters: list[nn.Parameter]) -> None:
+            handle.attach((p for p in parameters if is_large_matrix(p, min_numel)), {})
+
+        session.returned.on_new_parameters = attach_new
+
+
+def return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
+    """Give the optimizer that was converted its state back: torch's in the dtypes it would hold."""
+    if isinstance(source, BlockwiseOptimizer):  # of another backend
+        adopt(source, returned)
+        returned.state.clear()
+        return
+    for group in source.param_groups:  # one that was added since has not all of torch's options
+        for name, value in source.defaults.items():
+            group.setdefault(name, value)
+    exported = to_torch(returned)["state"]
+    index = 0
+    for group in source.param_groups:
+        for parameter in group["params"]:
+            for key, value in exported.get(index, {}).items():
+                step = key == "step"
+                source.state[parameter][key] = (
+                    _step_for(group, value) if step else value.to(parameter.dtype)
+                )
+            index += 1
+    returned.state.clear()
+
+
+def _step_for(group: dict[str, Any], step: Tensor) -> Tensor:
+    """torch keeps the step count on the host unless a group is capturable or fused."""
+    return step if group.get("capturable") or group.get("fused") else step.cpu()
