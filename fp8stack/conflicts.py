@@ -276,7 +276,8 @@ def refuse_conflicts(recipe: Any, *places: str, **given: Any) -> None:
 
 def idle_options(recipe: Any, *contexts: str) -> list[str]:
     """Return messages about the options of a recipe that have no effect because of one of `contexts`."""
-    found = (c for c in find_conflicts(recipe, *contexts) if c.rule.error is Fp8StackWarning)
+    places = (context for context in contexts if context in PLACES)
+    found = (c for c in find_conflicts(recipe, *places) if c.rule.error is Fp8StackWarning)
     return [message for rule, message in found if set(rule.contexts) & set(contexts)]
 
 

@@ -417,7 +417,7 @@ def check_refusals(rank, world, store):
     refused("checkpoint_format.*universal", section(checkpoint_format="universal"))
     refused("O1.* was passed.*O2.*in one place", section(opt_level="O2"), opt_level="O1")
     zero = {"zero_optimization": {"stage": 2}}
-    refused("one scale a tensor", {**section(preset="fp8-lm"), **zero})
+    refused("one scale for a whole tensor", {**section(preset="fp8-lm"), **zero})
     refused("engine steps", section(step_in_backward=True))
     refused("needs bfloat16 partitions", {**section(master="split24"), **zero})
     refused("own optimizers", section(optimizer_backend="bitsandbytes"))

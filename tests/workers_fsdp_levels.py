@@ -338,15 +338,15 @@ def check_bad_input():
         ("master", "fp16", "one scale for a whole tensor"),
         ("optimizer_backend", "bitsandbytes", "no sharded states"),
     ):
-        with refused(ConfigError, f"{name}={value!r} is not for sharded.*{reason}", model):
+        with refused(ConfigError, f"{name}={value!r} does not go with FSDP2.*{reason}", model):
             attach(model, optimizer, **{name: value})
-    with refused(ConfigError, "states='fp8-lm' is not for sharded", whole_model):
+    with refused(ConfigError, "states='fp8-lm' does not go with FSDP2", whole_model):
         shard_fp8(whole_model, adamw(whole_model), preset="fp8-lm")
     with refused(ConfigError, r"Did you mean \"skip\"", model):
         attach(model, optimizer, skipp=["head"])
     with refused(ConfigError, r"fp8_all_gather=True .*compute is bf16", model):
         attach(model, optimizer, compute="bf16", fp8_all_gather=True)
-    with refused(ConfigError, "states_for: master='fp16' is not for sharded", model):
+    with refused(ConfigError, "states_for.*master='fp16' does not go with FSDP2", model):
         attach(model, optimizer, states_for={"head": {"master": "fp16"}})
     with refused(ModelError, "O2 converts gradients for an optimizer", model):
         attach(model)
@@ -358,9 +358,11 @@ def check_bad_input():
         shard(late),
     ):
         attach(late, early)
-    with refused(ModelError, "O2 converts torch.optim.Adam.*not torch.optim.*RMSprop", whole_model):
+    with refused(
+        ModelError, "RMSprop does not go with states='8bit'.*torch.optim.Adam", whole_model
+    ):
         shard_fp8(whole_model, torch.optim.RMSprop(whole_model.parameters()))
-    with refused(ModelError, "Muon's direction depends", model):
+    with refused(ModelError, "Muon does not go with FSDP2.*all of a matrix", model):
         attach(model, fp8stack.optim.Muon(model.parameters()))
     with refused(ModelError, "is sharded already.*attach", model):
         shard_fp8(model, optimizer)
@@ -377,11 +379,13 @@ def check_bad_input():
     with refused(ModelError, "on the meta device; materialize", shard(meta)):
         attach(meta, adamw(meta))
     wrapped = DistributedDataParallel(make())
-    with pytest.raises(ModelError, match="DistributedDataParallel: it keeps whole parameters"):
+    with pytest.raises(
+        ModelError, match=r"DistributedDataParallel.* FSDP2: it keeps whole parameters"
+    ):
         attach(wrapped, adamw(wrapped))
     one = FullyShardedDataParallel(make(), device_id=HERE.device)
     for call in (attach, shard_fp8):
-        with pytest.raises(ModelError, match=r"FSDP1 joins the parameters.*fully_shard \(FSDP2\)"):
+        with pytest.raises(ModelError, match=r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)"):
             call(one, adamw(one))
     with pytest.raises(ModelError, match=r"OptimizedModule.*model.compile\(\)"):
         attach(torch.compile(model), optimizer)

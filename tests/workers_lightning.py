@@ -145,7 +145,7 @@ def check_fabric(rank, world):
     for parameter in model.parameters():
         assert_equal_everywhere(parameter.detach())
     sharding = Fabric(accelerator="cpu", devices=world, strategy=FabricModelParallel(shard, 1, 1))
-    with pytest.raises(ConfigError, match=r"no part in ModelParallelStrategy.*fsdp.attach"):
+    with pytest.raises(ConfigError, match=r"'ModelParallelStrategy' does not go.*fsdp.attach"):
         setup(sharding, TinyLM(), None, "O0")
 
 
@@ -219,7 +219,7 @@ def check_deepspeed(rank, world):
         )
 
     with pytest.raises(
-        ConfigError, match=r"no part in DeepSpeedStrategy: .*deepspeed\.install\(\)"
+        ConfigError, match=r"DeepSpeedStrategy. does not go with Lightning: .*deepspeed\.install\(\)"
     ):
         fit(Unscheduled(), "O2")
     module = Unscheduled()

@@ -163,7 +163,7 @@ BF16 = '{"bf16": {"enabled": true}}'
         ('{"zero_optimization": 2}', [], '"zero_optimization": 2 in ds_config.json must be an object'),
         ('{"fp8stack": {"opt_level": "O1"}}', ["--opt-level", "O2"], "opt_level='O2' was passed"),
         (BF16, ["--opt-level", "02"], "opt_level must be one of"),
-        ('{"fp8stack": {"step_in_backward": true}}', [], "has no place in DeepSpeed"),
+        ('{"fp8stack": {"step_in_backward": true}}', [], "does not go with DeepSpeed"),
         (BF16, ["--model", "models.py"], "must be a file and a function"),
         (BF16, ["--model", "model.py:build"], "there is no Python file 'model.py'"),
         (BF16, ["--model", "models.py:biuld"], "no function 'biuld'. Did you mean \"build\"?"),

@@ -268,8 +268,11 @@ def test_a_plugin_for_the_trainer_is_refused_by_fabric():
         ({"precision": "16-mixed"}, r"precision='16-mixed' is none of 32-true.*Did you mean"),
         ({"state": "8bit"}, r'no option \'state\'. Did you mean "states"'),
         ({"enabled": False}, "no option 'enabled'"),
-        ({"offload": "cpu"}, "offload='cpu' is not for Lightning: the Trainer moves the states"),
-        ({"step_in_backward": True}, "step_in_backward=True is not for Lightning"),
+        (
+            {"offload": "cpu"},
+            "offload='cpu' does not go with Lightning: the Trainer moves the states",
+        ),
+        ({"step_in_backward": True}, "step_in_backward=True does not go with Lightning"),
     ],
 )
 def test_bad_options_are_refused_when_the_plugin_is_made(options, message):
