@@ -219,7 +219,8 @@ def check_deepspeed(rank, world):
         )
 
     with pytest.raises(
-        ConfigError, match=r"DeepSpeedStrategy. does not go with Lightning: .*deepspeed\.install\(\)"
+        ConfigError,
+        match=r"DeepSpeedStrategy. does not go with Lightning: .*deepspeed\.install\(\)",
     ):
         fit(Unscheduled(), "O2")
     module = Unscheduled()
