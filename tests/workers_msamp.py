@@ -264,7 +264,7 @@ def check_accelerate(rank, world, store):
 
 def check_deepspeed(rank, world, store, folder):
     """`from msamp import deepspeed`: the section gives the level, and accelerate's handler does."""
-    import workers_deepspeed as ds
+    import engines as ds
 
     real = ds.enter(rank, world, store)
     enable()
@@ -280,14 +280,14 @@ def check_deepspeed(rank, world, store, folder):
             json.dump({**config, "msamp": {"enabled": True, "opt_level": level}}, file)
         args = type("Arguments", (), {"deepspeed_config": path})()
         engine = start(deepspeed, ds, args=args)
-        assert isinstance(engine.module[0], Fp8Linear)
+        assert isinstance(engine.module.up, Fp8Linear)
         check_states(ds.inner_of(engine), quantized, engine, ds, rank)
         assert args.deepspeed_config == path
 
     with open(path, "w") as file:
         json.dump({**config, "msamp": {"enabled": False}}, file)
     engine = start(deepspeed, ds, args=args)
-    assert type(engine.module[0]) is nn.Linear
+    assert type(engine.module.up) is nn.Linear
     check_states(ds.inner_of(engine), False, engine, ds, rank)
 
     config = ds.configure(2, "bf16")
@@ -337,7 +337,7 @@ def check_accelerate_with_deepspeed(ds):
         model = ds.build()
         prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
         engine = prepared[0]
-        assert isinstance(engine.module[0], Fp8Linear)
+        assert isinstance(engine.module.up, Fp8Linear)
         assert engine.zero_optimization_stage() == 2
         check_states(ds.inner_of(engine), True, engine, ds, 0)
         accelerator.free_memory()

@@ -1,18 +1,232 @@
 """fp8stack.integrations.accelerate: the real Accelerator on CPUs, as real processes."""
 
+import os
 import subprocess
 import sys
 
 import pytest
-from ranks import start_ranks
-from workers_accelerate import (
-    check_gpu,
-    check_launchers,
-    check_one_process,
-    check_two_processes,
-)
+import torch
+import torch.distributed as dist
+from engines import forget_accelerators, forget_launch, import_deepspeed, let_shard
+from helpers import TinyLM, assert_same_bits, batch
+from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8stack
+from fp8stack import comm, optim
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.integrations.accelerate import attach, prepare
 
 pytest.importorskip("accelerate")
+
+PRECISIONS = ("no", "bf16")
+STEPS = 20
+
+
+def driver(precision="no", **options):
+    """Return a new Accelerator, which shares nothing with those before."""
+    from accelerate import Accelerator
+
+    forget_accelerators()
+    os.environ["ACCELERATE_USE_CPU"] = str("deepspeed_plugin" not in options)
+    return Accelerator(mixed_precision=precision, **options)
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = TinyLM(**options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
+
+
+def started(accelerator, level, **overrides):
+    """Return model, optimizer and scheduler as prepared, at a level or, for None, without fp8stack."""
+    if level is None:
+        return accelerator.prepare(*build())
+    return prepare(accelerator, *build(), opt_level=level, **overrides)
+
+
+def train(accelerator, model, optimizer, scheduler, steps=STEPS, start=0):
+    """Take steps of this process's batches, clipped; return the losses, on one process as on each of several."""
+    losses = []
+    for step in range(start, start + steps):
+        with accelerator.accumulate(model):
+            loss = model(*batch(step * accelerator.num_processes + accelerator.process_index))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach().float())
+    return torch.stack(losses)
+
+
+def assert_as_good(losses, plain):
+    assert losses[-5:].mean() < 0.5 * losses[0]
+    assert losses[-10:].mean() == pytest.approx(plain[-10:].mean().item(), rel=0.05)
+
+
+def resume(folder, make):
+    """What is saved in the middle goes on bit for bit where it is loaded, random numbers included."""
+    accelerator, *own = make()
+    train(accelerator, *own, steps=6)
+    accelerator.save_state(folder)
+    drawn, after = torch.rand(3), train(accelerator, *own, steps=6, start=6)
+    accelerator, *again = make()
+    train(accelerator, *again, steps=2)  # which loading undoes
+    accelerator.load_state(folder)
+    assert_same_bits(torch.rand(3), drawn)
+    assert_same_bits(train(accelerator, *again, steps=6, start=6), after)
+    assert again[2].get_last_lr() == own[2].get_last_lr() != [3e-3]
+    for p, q in zip(own[0].parameters(), again[0].parameters(), strict=True):
+        assert_same_bits(p.detach(), q.detach())
+    return accelerator, again[0]
+
+
+def at_every_level(precision, wrapper, folder=None):
+    """Train at every level as without fp8stack, resume if there is a folder; return what is left of the last."""
+    accelerator = driver(precision, gradient_accumulation_steps=2)
+    plain = train(accelerator, *started(accelerator, None))
+    for level in ("O0", "O1", "O2"):
+
+        def make(level=level):
+            accelerator = driver(precision, gradient_accumulation_steps=2)
+            return accelerator, *started(accelerator, level)
+
+        accelerator, model, optimizer, scheduler = make()
+        assert (type(model) is DistributedDataParallel) == (wrapper == "DistributedDataParallel")
+        if wrapper == "no wrapper":
+            found = attach(accelerator, model)
+            assert (found.level, found.wrapper, found.layers) == (level, wrapper, 3)
+        assert type(optimizer.optimizer) is (torch if level == "O0" else fp8stack).optim.AdamW
+        with comm.Statistics() as statistics:
+            losses = train(accelerator, model, optimizer, scheduler)
+        assert_as_good(losses, plain)
+        assert bool(statistics.collect()) == (level != "O0" and accelerator.num_processes > 1)
+        assert_equal_everywhere(model)
+        if folder:
+            accelerator, model = resume(f"{folder}/{wrapper}{precision}{level}", make)
+    return accelerator, model, losses
+
+
+def assert_equal_everywhere(model):
+    for p in model.parameters() if dist.is_initialized() else ():
+        first = p.detach().clone()
+        dist.broadcast(first, 0)
+        assert_same_bits(p.detach(), first)
+
+
+# --- one process
+
+
+def use_one_process(rank, folder):
+    """On one process: every level trains, clips, accumulates, saves, resumes; by hand it is the same."""
+    forget_launch()
+    for precision in PRECISIONS:
+        accelerator, model, losses = at_every_level(precision, "no wrapper", folder)
+    accelerator.save_model(model, f"{folder}/model")
+    assert accelerator.unwrap_model(model) is model
+    from safetensors.torch import load_file
+
+    saved = load_file(f"{folder}/model/model.safetensors")
+    assert saved.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(saved[name], tensor)
+    go_by_hand(losses)
+    scale_losses()
+    leave_hooked_layers()
+    refuse()
+
+
+def go_by_hand(expected):
+    """`initialize`, `accelerator.prepare` and `attach` give what `prepare` gives (the last of the levels above)."""
+    accelerator = driver("bf16", gradient_accumulation_steps=2)
+    model, optimizer, scheduler = build()
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2")
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    assert attach(accelerator, model).level == "O2"
+    assert_same_bits(train(accelerator, model, optimizer, scheduler), expected)
+
+
+def scale_losses():
+    """float16's GradScaler: gradients are unscaled before they are clipped, and a bad step is skipped."""
+    for level in ("O1", "O2"):
+        accelerator = driver()
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        model, optimizer, scheduler = started(accelerator, level)
+        losses = train(accelerator, model, optimizer, scheduler, steps=15)
+        assert losses[-1] < 0.5 * losses[0]
+        before = [p.detach().clone() for p in model.parameters()]
+        accelerator.backward(model(*batch(0)) * torch.inf)
+        optimizer.step()
+        # it was decided on the device, as by torch's fused ones
+        assert not optimizer.step_was_skipped
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert_same_bits(p.detach(), old)
+        assert accelerator.scaler.get_scale() == 128.0
+
+
+def leave_hooked_layers():
+    """Layers whose forward is accelerate's, as those of dispatched models, are left alone."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    accelerator, given = driver(), build()
+    add_hook_to_module(given[0].head, ModelHook())
+    own = prepare(accelerator, *given, opt_level="O2")
+    assert "forward" in fp8stack.get_report(own[0]).skipped["head"]
+    losses = train(accelerator, *own)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def refuse():
+    """An error that says what to do, before the model is touched."""
+    from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, MSAMPRecipeKwargs
+
+    fsdp1 = FullyShardedDataParallelPlugin(fsdp_version=1)
+    for words, make, options in (
+        ("opt_level must be one of .*'02'", driver, {"opt_level": "02"}),
+        ("master_dtype", driver, {"master_dtype": "fp16"}),
+        ("must be an accelerate.Accelerator, got Linear", lambda: torch.nn.Linear(2, 2), {}),
+        ("has AO convert the same layers.*bf16",
+         lambda: driver("fp8", kwargs_handlers=[AORecipeKwargs()]), {}),
+        ("has MSAMP convert the same layers",
+         lambda: driver("fp8", kwargs_handlers=[MSAMPRecipeKwargs()]), {}),
+        ("FSDP.* does not go with Accelerate: FSDP1.*fsdp_version=2", lambda: let_shard(driver(), fsdp1), {}),
+    ):  # fmt: skip
+        model, optimizer, scheduler = build()
+        before = [type(m) for m in model.modules()]
+        with pytest.raises(ConfigError, match=words):
+            prepare(make(), model, optimizer, scheduler, **options)
+        assert [type(m) for m in model.modules()] == before
+        assert all(p.dtype is torch.float32 for p in model.parameters())
+
+    # accelerator.prepare itself fails: the model is given back as it was
+    accelerator, (model, optimizer, _) = driver(), build()
+    unreadable = torch.utils.data.DataLoader.__new__(torch.utils.data.DataLoader)
+    with pytest.raises(AttributeError):
+        prepare(accelerator, model, optimizer, unreadable)
+    assert type(model.up) is torch.nn.Linear
+
+    accelerator = driver()
+    bare, optimizer, _ = started(accelerator, None)
+    changed = started(accelerator, "O2")[0]
+    changed.up = torch.nn.Linear(128, 256)
+    for words, model in (
+        ("TinyLM was not prepared", build()[0]),
+        ("was not initialized", bare),
+        ("up was converted and is an ordinary layer again", changed),
+    ):
+        with pytest.raises(ModelError, match=words):
+            attach(accelerator, model)
+    with pytest.raises(ModelError, match=r"prepared already.*bare model"):
+        prepare(accelerator, bare, optimizer)
+
+
+@pytest.mark.slow
+def test_one_process(tmp_path):
+    run_ranks(use_one_process, 1, str(tmp_path), device=None)
+
 
 ALONE = """
 import sys
@@ -34,22 +248,160 @@ def test_neither_library_is_needed_to_import_and_errors_say_how_to_install_them(
     assert "'fp8stack[transformers]'" in result.stdout
 
 
-@pytest.mark.slow
-def test_one_process(tmp_path):
-    start_ranks(check_one_process, (str(tmp_path),), nprocs=1)
+# --- two processes
+
+
+def use_two_processes(rank, folder):
+    """DDP, FSDP2 and DeepSpeed: trained on two processes, reduced in FP8, saved and resumed."""
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    deepspeed = import_deepspeed()
+    use_ddp(folder)
+    use_fsdp2(folder)
+    use_deepspeed(deepspeed, folder)
+
+
+def use_ddp(folder):
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    for precision in PRECISIONS:
+        place = folder if precision == "bf16" else None
+        accelerator, model, *_ = at_every_level(precision, "DistributedDataParallel", place)
+    with pytest.raises(ModelError, match=r"one communication hook.*call attach once"):
+        attach(accelerator, model)
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    accelerator = driver(kwargs_handlers=[handler])
+    with pytest.raises(ModelError, match="leave comm_hook out"):
+        started(accelerator, "O1")
+
+
+def use_fsdp2(folder):
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    def make(level, precision="bf16"):
+        accelerator = driver(precision)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=1,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        if precision != "no":
+            plugin.set_mixed_precision(precision)
+        let_shard(accelerator, plugin)
+        return accelerator, *started(accelerator, level)
+
+    plain = train(*make(None))
+    for level in ("O0", "O1", "O2"):
+        accelerator, *own = make(level)
+        found = attach(accelerator, own[0])
+        assert (found.wrapper, found.fp8_reduction) == ("FSDP2", level != "O0")
+        assert isinstance(own[1].optimizer, optim.AdamW) == (level == "O2")
+        assert_as_good(train(accelerator, *own), plain)
+    resume(f"{folder}/fsdp", lambda: make("O2"))
+    with pytest.warns(Fp8StackWarning, match="no compute dtype"):
+        make("O2", "no")
+
+
+def use_deepspeed(deepspeed, folder):
+    from accelerate.utils import DeepSpeedPlugin
+
+    def make(stage, level=None, section=None, offload=False, **overrides):
+        zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+        config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 4}
+        config |= {} if section is None else {"fp8stack": section}
+        plugin = DeepSpeedPlugin(hf_ds_config={**config, "bf16": {"enabled": True}})
+        accelerator = driver("bf16", deepspeed_plugin=plugin)
+        if level is None and section is None:
+            return accelerator, *accelerator.prepare(*build())
+        return accelerator, *prepare(accelerator, *build(), opt_level=level, **overrides)
+
+    original = deepspeed.initialize
+    for stage in (2, 3):
+        plain = train(*make(stage))
+        accelerator, *own = make(stage, "O2")
+        found = attach(accelerator, own[0])
+        assert (found.level, found.wrapper) == ("O2", f"DeepSpeed ZeRO-{stage}")
+        assert found.fp8_reduction
+        losses = train(accelerator, *own)
+        assert_as_good(losses, plain)
+        assert "fp8stack" not in accelerator.state.deepspeed_plugin.deepspeed_config
+        assert_same_bits(train(*make(stage, section={"opt_level": "O2"})), losses)
+    accelerator, *own = make(2, "O2", offload=True)
+    assert type(own[1].optimizer.optimizer) is optim.AdamW, "not DeepSpeedCPUAdam"
+    resume(f"{folder}/zero", lambda: make(2, "O2"))
+    section = {"opt_level": "O2"}
+    for words, level, options in (
+        (r"O1.*was passed.*one place", "O1", {"section": section}),
+        (r"\['skip'\] were passed.*one place", None, {"section": section, "skip": ["*head"]}),
+        (r"no key 'stats'.*states", "O2", {"stats": "8bit"}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make(2, level, **options)
+    assert deepspeed.initialize is original
+    accelerator, model, *_ = make(2)
+    with pytest.raises(ModelError, match="was not made by fp8stack"):
+        attach(accelerator, model)
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    arguments = 2, str(tmp_path / "store"), str(tmp_path)
-    start_ranks(check_two_processes, arguments, nprocs=2)
+    run_ranks(use_two_processes, 2, str(tmp_path))
+
+
+# --- notebooks and GPUs
+
+
+def launch_from_notebooks(rank):
+    """What notebooks call, cell after cell: each launch trains at its level, in this process or in two."""
+    from accelerate import debug_launcher, notebook_launcher
+
+    forget_launch()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    for level in ("O1", "O2", None):
+        notebook_launcher(train_in_a_cell, (level,), num_processes=1)
+    debug_launcher(train_in_a_cell, ("O2",), num_processes=2)
+
+
+def train_in_a_cell(level):
+    accelerator = driver()
+    model, optimizer, scheduler = started(accelerator, level)
+    losses = train(accelerator, model, optimizer, scheduler)
+    assert losses[-5:].mean() < 0.8 * losses[:5].mean()
+    held = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+    assert any(x.element_size() == 1 for x in held) == (level == "O2")
+    assert_equal_everywhere(model)
 
 
 @pytest.mark.slow
 def test_launchers_of_notebooks():
-    start_ranks(check_launchers, nprocs=1)
+    run_ranks(launch_from_notebooks, 1, device=None)
+
+
+def move_to_gpu(rank):
+    """On a GPU: `prepare` moves the model before it chooses layers; by hand that is said where it was forgotten."""
+    from accelerate import Accelerator
+
+    forget_launch()
+    accelerator = Accelerator(mixed_precision="bf16")
+    own = prepare(accelerator, *build(), opt_level="O2")
+    assert not fp8stack.get_report(own[0]).device.startswith("CPU")
+    assert all(p.is_cuda for p in own[0].parameters())
+    losses = []
+    for step in range(STEPS):
+        loss = own[0](*(t.cuda() for t in batch(step)))
+        accelerator.backward(loss)
+        own[1].step()
+        own[1].zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    model, optimizer, _ = build()
+    model, optimizer = fp8stack.initialize(model, optimizer, "O0")
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with pytest.raises(ModelError, match=r"initialized on the CPU.*model.to\(device\)"):
+        attach(accelerator, model)
 
 
 @pytest.mark.gpu
 def test_models_are_moved_first():
-    start_ranks(check_gpu, nprocs=1)
+    run_ranks(move_to_gpu, 1, device=None)

@@ -1,20 +1,320 @@
-"""fp8stack's optimizers handed to DeepSpeed as they are: the real engine, on CPUs, as real processes."""
+"""fp8stack.integrations.deepspeed: levels in the real engine, on CPUs, as real processes."""
+
+import copy
+import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import start_ranks
-from workers_deepspeed import check_bad_gradients, check_groups_and_accumulation, check_zero
+import torch.distributed as dist
+from engines import (
+    VOCABULARY,
+    Bigrams,
+    batches,
+    build,
+    configure,
+    import_deepspeed,
+    inner_of,
+    loss_of,
+    make_adamw,
+    make_flat,
+    start,
+    start_plain,
+    train,
+)
+from helpers import assert_same_bits, need_gpus
+from ranks import run_ranks
+from torch import nn
+
+import fp8stack
+from fp8stack import capability_te, optim
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
+from fp8stack.integrations import deepspeed as fp8_deepspeed
+from fp8stack.nn import Fp8Linear
 
 pytest.importorskip("deepspeed")
 
+STEPS = 40
+MATRICES = sum(p.numel() for p in build().parameters() if p.ndim > 1)
 
-def spawn(work, world, store, *arguments):
-    start_ranks(work, (world, str(store), *arguments), nprocs=world)
+
+def same_on_all_ranks(engine):
+    """Assert that the weights have the same bits on all ranks (of ZeRO-3: that nobody can tell)."""
+    for p in engine.module.parameters():
+        mine = p.detach().float()
+        other = mine.clone()
+        dist.broadcast(other, 0)
+        assert_same_bits(mine, other)
 
 
+def check_states(inner, low_master, least=1):
+    """8-bit moments of `least` elements, and 8 bits beside bfloat16 partitions; what is small keeps float32."""
+    large = [e for p, e in inner.state.items() if inner.quantizes(p)]
+    for entry in large:
+        assert entry["exp_avg_code"].dtype is entry["exp_avg_sq_code"].dtype is torch.uint8
+        assert ("remainder" in entry) == low_master
+    numel = sum(e["exp_avg_code"].numel() for e in large)
+    assert numel * dist.get_world_size() >= least
+    nbytes = sum(t.nbytes for e in large for t in e.values())
+    # a row's last block may be short
+    assert nbytes <= (3.1 if low_master else 2.1) * numel + 100 * len(large)
+    small = [e for p, e in inner.state.items() if not inner.quantizes(p)]
+    assert all(e["exp_avg"].dtype is torch.float32 for e in small)
+
+
+def learns(losses):
+    return losses[-5:].mean() < losses[:5].mean() - 0.3
+
+
+# --- every level in every stage
+
+
+def train_at_every_level(rank, stage, folder):
+    """Every level trains as the engine does without it, is what it says, and resumes bit for bit.
+
+    Level None is fp8stack's optimizer handed to DeepSpeed as it is, beside partitions of float32 or 16 bits.
+    """
+    deepspeed = import_deepspeed()
+
+    def make(level, dtype, low_master):
+        if level is not None:
+            return start(configure(stage, dtype, level))
+        config = configure(stage, dtype, zero_force_ds_cpu_optimizer=False)
+        if low_master:
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        return start_plain(deepspeed, config, make_flat)
+
+    for dtype in ("fp32", "bf16"):
+        plain = train(start_plain(deepspeed, configure(stage, dtype)), STEPS, rank)
+        low = bool(stage) and dtype == "bf16"
+        cases = [("O0", False), ("O1", False), ("O2", low), (None, False), *[(None, True)] * low]
+        for level, low_master in cases:
+            engine = make(level, dtype, low_master)
+            losses = train(engine, STEPS, rank)
+            assert losses[-10:].mean() < 0.8 * losses[0]
+            assert abs(losses[-10:].mean() / plain[-10:].mean() - 1) < 0.02
+            if level is not None:
+                found = fp8_deepspeed.verify(engine)
+                assert (found.level, found.stage, found.layers) == (level, stage, 3)
+                assert bool(found.reduction) == (level != "O0")
+                assert found.reduced >= STEPS * (level != "O0")
+            inner, ours = inner_of(engine), level in ("O2", None)
+            assert isinstance(inner, optim.AdamW) == ours
+            if ours:
+                check_states(inner, low_master, 1 if level else MATRICES)
+            if stage < 3:
+                same_on_all_ranks(engine)
+            place = f"{folder}/{level}{dtype}{low_master}"
+            engine.save_checkpoint(place, tag="here")
+            after = train(engine, 3, rank, seed=2)
+            again = make(level, dtype, low_master)
+            again.load_checkpoint(place, tag="here")
+            assert_same_bits(train(again, 3, rank, seed=2), after)
+            for p, q in zip(engine.module.parameters(), again.module.parameters(), strict=True):
+                assert_same_bits(p.detach(), q.detach())
+
+
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_states_stay_in_eight_bits_and_training_resumes(stage, tmp_path):
-    spawn(check_zero, 2, tmp_path / "store", stage, str(tmp_path))
+def test_levels_train_verify_and_resume(stage, world, tmp_path):
+    run_ranks(train_at_every_level, world, stage, str(tmp_path))
+
+
+def train_on_gpus(rank, compute):
+    """On GPUs: every stage and dtype trains at O2, states are what they should be, and FP8 alone is the same in all."""
+    deepspeed = import_deepspeed("cuda")
+    for dtype in ("fp32", "bf16", "fp16"):
+        alone = []
+        for stage in (0, 1, 2, 3):
+            engine = start(configure(stage, dtype, "O0", section={"compute": compute}))
+            alone.append(train(engine, 10, rank))
+            assert fp8_deepspeed.verify(engine).layers == 3
+            expected = train(start_plain(deepspeed, configure(stage, dtype)), 60, rank)
+            engine = start(configure(stage, dtype, "O2", section={"compute": compute}))
+            losses = train(engine, 60, rank)
+            assert abs(losses[-10:].mean() / expected[-10:].mean() - 1) < 0.02
+            assert fp8_deepspeed.verify(engine).reduced
+            assert engine.fp8stack.report.compute == compute
+            check_states(inner_of(engine), low_master=bool(stage) and dtype == "bf16")
+            if stage < 3:
+                same_on_all_ranks(engine)
+        # stage 0 adds up in another order and rounds to 16 bits at other places, which flips codes of FP8
+        for other in alone[1:]:
+            torch.testing.assert_close(other, alone[1], rtol=1e-3, atol=0)
+        torch.testing.assert_close(alone[0], alone[1], rtol=2e-2, atol=0)
+    if compute == "native":
+        skip_on_overflow(rank)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("compute", ["native", "te"])
+def test_levels_on_gpus(compute, world):
+    need_gpus(world)
+    if compute == "te" and not (installed := capability_te.installation()):
+        pytest.skip(installed.reason)
+    run_ranks(train_on_gpus, world, compute, device="cuda")
+
+
+# --- what else ZeRO does
+
+
+def vary_zero(rank):
+    """zero.Init, ties, offload, accumulation, clipping, sums in float32, sub-groups, groups that ZeRO empties."""
+    deepspeed = import_deepspeed()
+    config = configure(3, "bf16", "O2", zero={"stage3_param_persistence_threshold": 0})
+    expected = train(start(config), 20, rank)
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Bigrams()
+    assert model.up.weight.shape == (0,)
+    engine = start(config, model)
+    assert engine.module.up.products.weights.keep == "off"
+    losses = train(engine, 20, rank)
+    assert fp8_deepspeed.verify(engine).layers == 3
+    # initialized under zero.Init: other random numbers on other shapes, the same task
+    assert abs(losses[-5:].mean() / expected[-5:].mean() - 1) < 0.05
+
+    for stage in (1, 2, 3):
+        engine = start(configure(stage, "bf16", "O2"), build(tied=True))
+        assert learns(train(engine, 20, rank))
+        assert engine.module.head.weight is engine.module.embed.weight
+        fp8_deepspeed.verify(engine)
+
+        offload = {"offload_optimizer": {"device": "cpu"}}
+        engine = start(configure(stage, "bf16", "O2", zero=offload))
+        assert learns(train(engine, 20, rank))
+        check_states(inner_of(engine), low_master=False)
+
+        several = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
+        small = {"sub_group_size": 9000, "reduce_bucket_size": 5000}
+        for zero in ({"reduce_scatter": False}, small):
+            engine = start(configure(stage, "bf16", "O2", zero=zero, **several))
+            assert learns(train(engine, 20, rank, accumulation=2))
+            assert fp8_deepspeed.verify(engine).reduced
+            assert all(entry["step"] == 20 for entry in inner_of(engine).state.values())
+
+        config = configure(stage, "bf16", zero=small, gradient_accumulation_steps=3)
+        engine = start_plain(deepspeed, config, lambda model: make_flat(model, groups=2))
+        plain = train(start_plain(deepspeed, config), 30, rank, accumulation=3)
+        losses = train(engine, 30, rank, accumulation=3)
+        assert abs(losses[-20:].mean() / plain[-20:].mean() - 1) < 0.02
+        assert len(inner_of(engine).state) >= 2
+        check_states(inner_of(engine), low_master=False)
+        assert all(entry["step"] == 30 for entry in inner_of(engine).state.values())
+
+    wide = {"data_types": {"grad_accum_dtype": "fp32"}}  # BF16_Optimizer
+    engine = start(configure(1, "bf16", "O2", **wide))
+    assert type(engine.optimizer).__name__ == "BF16_Optimizer"
+    assert learns(train(engine, 20, rank))
+    assert fp8_deepspeed.verify(engine).reduced
+    check_states(inner_of(engine), low_master=False)
+    skip_bad_gradients(rank)
+
+
+def skip_bad_gradients(rank):
+    """A NaN on one rank: no rank's partition is stepped, and the next step is as good as ever."""
+    for stage in (1, 2, 3):
+        for dtype in ("fp32", "bf16"):
+            engine = start(configure(stage, dtype, "O2"))
+            train(engine, 3, rank)
+            inner = inner_of(engine)
+            before = [p.detach().clone() for p in inner.state]
+            loss = loss_of(engine, *next(batches(rank, 1)))
+            engine.backward(loss * (torch.nan if rank == 0 else 1.0))
+            engine.step()
+            for p, old in zip(inner.state, before, strict=True):
+                assert_same_bits(p.detach(), old)
+            assert train(engine, 3, rank).isfinite().all()
+            changed = [not torch.equal(p, old) for p, old in zip(inner.state, before, strict=True)]
+            assert all(changed)
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().is_fp16_supported():  # not by every CPU
+        skip_on_overflow(rank)
+
+
+def skip_on_overflow(rank):
+    """A loss too large for float16 skips the step, on all ranks."""
+    for stage in (0, 2, 3):
+        engine = start(configure(stage, "fp16", "O2"))
+
+        def all_at(count, engine=engine):
+            return all(float(e["step"]) == count for e in inner_of(engine).state.values())
+
+        train(engine, 3, rank)
+        assert all_at(3)
+        loss = loss_of(engine, *next(batches(rank, 1)))
+        engine.backward(loss * (torch.inf if rank == 0 else 1.0))
+        engine.step()
+        assert all_at(3)
+        train(engine, 2, rank)
+        assert all_at(5)
+
+
+def test_what_else_zero_does():
+    run_ranks(vary_zero, 2)
+
+
+# --- reduction
+
+
+class Experts(nn.Module):
+    """A mixture of two experts between an embedding and a head."""
+
+    def __init__(self, ranks):
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 64)
+        expert = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        room = {"capacity_factor": 4.0, "use_rts": False}
+        self.mixture = MoE(64, expert, num_experts=2, ep_size=ranks, k=1, **room)
+        self.head = nn.Linear(64, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.mixture(x)[0]).float()
+
+
+def reduce_as_deepspeed(rank):
+    """FP8 reduces to what DeepSpeed does: also where ranks share a sequence, and for experts."""
+    deepspeed = import_deepspeed()
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
+    from deepspeed.utils import safe_get_full_grad
+
+    def gradients(level, stage, dtype, scatter=True, shared=1, experts=False):
+        torch.manual_seed(0)
+        model = Experts(dist.get_world_size()) if experts else Bigrams()
+        groups = list(model.parameters())
+        if experts and stage:
+            groups = split({"params": groups, "name": "all"})
+        optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        # products like DeepSpeed's: what differs is the wire
+        config = configure(stage, dtype, level, {"reduce_scatter": scatter}, {"compute": "bf16"})
+        initialize = deepspeed.initialize if level is None else fp8_deepspeed.initialize
+        engine = initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine.sequence_parallel_size = engine.optimizer.sequence_parallel_size = shared
+        engine.backward(loss_of(engine, *next(batches(rank, 1))))
+        if experts and stage:  # those of this rank
+            parts = engine.optimizer.averaged_gradients.values()
+            return [torch.cat([g.flatten() for g in part]).float() for part in parts]
+        read = safe_get_full_grad if stage else lambda p: p.grad
+        return [read(p).clone() for p in model.parameters()]
+
+    stages = (0, True), (2, True), (2, False), (3, True), (3, False)
+    cases = [(stage, "fp32", scatter, shared) for stage, scatter in stages for shared in (1, 2)]
+    for case in (*cases, (0, "fp32", True, 1, True), (2, "bf16", True, 1, True)):
+        expected, found = gradients(None, *case), gradients("O1", *case)
+        assert expected
+        for one, other in zip(expected, found, strict=True):
+            assert (other - one).norm() < 0.06 * one.norm(), case
+
+
+def test_reduces_what_deepspeed_reduces():
+    run_ranks(reduce_as_deepspeed, 2)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 40])
@@ -33,12 +333,311 @@ def test_parts_of_a_rank_lie_together_in_whole_blocks(world):
         assert not got[:, part:].any()
 
 
-def test_groups_that_come_and_go(tmp_path):
-    spawn(check_groups_and_accumulation, 2, tmp_path / "store")
+# --- on one rank: ways in, groups of parameters, schedulers, refusals
 
 
-def test_a_bad_gradient_on_one_rank_steps_none(tmp_path):
-    spawn(check_bad_gradients, 2, tmp_path / "store")
+def use_one_rank(rank, folder):
+    deepspeed = import_deepspeed()
+    start_in_every_way(deepspeed, folder)
+    install_and_remove(deepspeed)
+    drive_schedulers()
+    group_parameters(deepspeed)
+    keep_float32_masters()
+    refuse_options(deepspeed, folder)
+    refuse_optimizers()
+    see_differences(deepspeed)
+
+
+def test_one_rank(tmp_path):
+    run_ranks(use_one_rank, 1, str(tmp_path))
+
+
+def start_in_every_way(deepspeed, folder):
+    """Arguments of deepspeed.initialize, files, and the JSON's optimizer give the same bits."""
+    config = configure(2, "bf16", "O2")
+    expected, untouched = train(start(config), 5, 0), copy.deepcopy(config)
+    path = f"{folder}/config.json"
+    with open(path, "w") as file:
+        json.dump(config, file)
+    model = build()
+    arguments = SimpleNamespace(deepspeed_config=path, local_rank=0)
+    engine = fp8_deepspeed.initialize(arguments, model, make_adamw(model))[0]
+    assert_same_bits(train(engine, 5, 0), expected)
+    assert arguments.deepspeed_config == path
+    model = build()
+    adam = {"lr": 3e-3, "weight_decay": 0.01}
+    for engine in (
+        start(config, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)),
+        start(config, model, optimizer=optim.AdamW(model.parameters(), lr=3e-3)),
+        *(start({**config, "optimizer": {"type": kind, "params": options}})
+          for kind, options in (("AdamW", {**adam, "betas": [0.9, 0.999]}),
+                                ("Adam", {**adam, "torch_adam": True}),
+                                ("FP8AdamW", {"lr": 3e-3}))),
+    ):  # fmt: skip
+        assert type(inner_of(engine)) is optim.AdamW
+        assert_same_bits(train(engine, 5, 0), expected)
+    for described in ({"optimizer": {"type": "FP8AdamW", "params": {"lr": 3e-3}}}, {}):
+        model = build()  # float32 partitions: the optimizer needs no masters
+        mine = None if described else optim.AdamW(model.parameters(), lr=3e-3, states="4bit")
+        engine = start(configure(2, "fp32", "O2") | described, model, optimizer=mine)
+        train(engine, 2, 0)
+        assert inner_of(engine).states == ("8bit" if described else "4bit")
+        fp8_deepspeed.verify(engine)
+    assert config == untouched
+
+
+def install_and_remove(deepspeed):
+    config, plain = configure(2, "bf16", "O2"), deepspeed.initialize
+    with fp8_deepspeed.install():
+        fp8_deepspeed.install()
+        model = build()
+        start_installed = deepspeed.initialize
+        engine = start_installed(model=model, optimizer=make_adamw(model), config_params=config)[0]
+        assert_same_bits(train(engine, 5, 0), train(start(config), 5, 0))
+        # without the section, and with one that is not enabled, all is DeepSpeed's
+        for section in ({}, {"fp8stack": {"enabled": False}}):
+            other = configure(1, "bf16", zero_allow_untested_optimizer=True) | section
+            model = build()
+            engine = deepspeed.initialize(model=model, optimizer=make_adamw(model), config=other)[0]
+            assert type(inner_of(engine)) is torch.optim.AdamW
+            assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+        # 8-bit states alone, also under offload
+        described = {"optimizer": {"type": "FP8AdamW", "params": {"lr": 3e-3}}}
+        model = build()
+        engine = deepspeed.initialize(model=model, config=configure(2, **described))[0]
+        train(engine, 5, 0)
+        check_states(inner_of(engine), low_master=False)
+        assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+        offload = configure(2, "bf16", zero={"offload_optimizer": {"device": "cpu"}}, **described)
+        engine = deepspeed.initialize(model=build(), config=offload)[0]
+        assert type(inner_of(engine)) is optim.AdamW
+    assert deepspeed.initialize is plain
+    handle = fp8_deepspeed.install()
+    assert deepspeed.initialize is not plain
+    handle.remove()
+    assert deepspeed.initialize is plain
+
+
+def drive_schedulers():
+    """Schedulers drive every group: those made before, those that a function makes, and the JSON's."""
+
+    def halve(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    config, model = configure(2, "bf16", "O2"), build()
+    optimizer = make_adamw(model)
+    before = start(config, model, optimizer=optimizer, lr_scheduler=halve(optimizer))
+    for engine, groups in ((before, 1), (start(config, lr_scheduler=halve), 3)):
+        train(engine, 2, 0)
+        assert {group["lr"] for group in inner_of(engine).param_groups} == {3e-3 / 4}
+        assert len(inner_of(engine).param_groups) == groups
+    described = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 2}}
+    engine = start({**config, "scheduler": described})
+    train(engine, 4, 0)
+    assert {group["lr"] for group in inner_of(engine).param_groups} == {1e-2}
+
+
+def group_parameters(deepspeed):
+    """Groups of parameters: frozen ones, those left out, those that somebody holds, and states that a group has."""
+    for stage in (0, 1, 2, 3):
+        model = build()
+        model.embed.weight.requires_grad_(False)
+        before = model.embed.weight.clone()
+        engine = start(configure(stage, "fp32", "O2"), model)
+        train(engine, 3, 0)
+        fp8_deepspeed.verify(engine)
+        if stage < 3:
+            assert torch.equal(model.embed.weight, before)
+
+    model, config = build(), configure(2, "bf16", "O2")
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    with pytest.warns(Fp8StackWarning, match="4 trainable parameters are not in"):
+        engine = start(config, model, optimizer=torch.optim.SGD(matrices, lr=0.1))  # no momentum
+    for again in (False, True):  # as Trainer does at its second train()
+        train(engine, 3, 0)
+        fp8_deepspeed.verify(engine)
+        if not again:
+            engine.destroy()
+            assert fp8stack.restore(model) == (model, None)
+            assert type(model.up) is nn.Linear
+            engine = start(config, model)
+
+    model = build()
+    optimizer = make_adamw(model)
+    held = optimizer.param_groups[0]
+    with pytest.raises(AssertionError, match="accumulation steps"):
+        start({**config, "train_batch_size": 7}, model, optimizer=optimizer)
+    assert optimizer.param_groups[0] is held
+    held["initial_lr"] = 3e-3  # as schedulers leave it, torch's and others
+    assert inner_of(start(config, model, optimizer=optimizer)).param_groups[0] is held
+
+    model = build()
+    given = optim.AdamW(model.parameters(), lr=3e-3)
+    offload = configure(2, "bf16", "O1", zero={"offload_optimizer": {"device": "cpu"}})
+    train(start(offload, model, optimizer=given), 2, 0)
+
+
+def keep_float32_masters():
+    """Where DeepSpeed has no bfloat16 partitions, as before 0.18.3: float32 masters and one warning."""
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+
+    lacking = r"masters stay float32.*0\.18\.3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(DeepSpeedBF16Config.model_fields, "bf16_optimizer_states")
+        with pytest.raises(UnsupportedDeviceError, match=lacking):
+            start(configure(2, "bf16", "O2", section={"strict": True}))
+        with pytest.raises(ConfigError, match=r"needs bfloat16 partitions.*0\.18\.3"):
+            start(configure(2, "bf16", "O2", section={"master": "split24"}))
+        with pytest.warns(Fp8StackWarning, match=lacking) as warned:
+            engine = start(configure(2, "bf16", "O2"))
+    assert sum("masters" in str(warning.message) for warning in warned) == 1
+    train(engine, 3, 0)
+    assert {p.dtype for p in inner_of(engine).state} == {torch.float32}
+    check_states(inner_of(engine), low_master=False)
+    assert engine.fp8stack.report.master == "DeepSpeed's"
+
+
+def refused(match, error=ConfigError, model=None, make=make_adamw, config=None, **more):
+    """Expect an error; configuration, model and optimizer are as they were."""
+    model = build() if model is None else model
+    given = None if make is None else make(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "fp8stack": {"opt_level": "O2"},
+        **(config or {}),
+    }
+    before, classes = copy.deepcopy(config), [type(m) for m in model.modules()]
+    groups = None if given is None else [dict(group) for group in given.param_groups]
+    with pytest.raises(error, match=match):
+        fp8_deepspeed.initialize(model=model, optimizer=given, config=config, **more)
+    assert config == before
+    assert [type(m) for m in model.modules()] == classes
+    assert given is None or given.param_groups == groups
+
+
+ZERO = {"zero_optimization": {"stage": 2}}
+REFUSED_SECTIONS = (  # a section, words of the error, and what else the configuration has
+    ({"opt_levle": "O2"}, "no key 'opt_levle'. Did you mean \"opt_level\"", {}),
+    ({"gradient": "fp8"}, "no key 'gradient'. Did you mean \"gradients\"", {}),
+    ({"opt_level": "O7"}, "opt_level must be one of .*'O7'", {}),
+    ({"compute": "auto"}, '"compute": "auto".*nobody fills in', {}),
+    ("O2", "must be an object", {}),
+    (None, "must be an object", {}),
+    ({"enabled": "yes"}, "must be true or false", {}),
+    ({"allow": "all"}, "allow.*must be a list", {}),
+    ({"allow": ["everything"]}, "no known incompatibility is called", {}),
+    ({"checkpoint_format": "universal"}, "checkpoint_format.*universal", {}),
+    ({"preset": "fp8-lm"}, "one scale for a whole tensor", ZERO),
+    ({"step_in_backward": True}, "engine steps", {}),
+    ({"master": "split24"}, "needs bfloat16 partitions", ZERO),
+    ({"optimizer_backend": "bitsandbytes"}, "own optimizers", {}),
+    ({"opt_level": "O2"}, "zero_quantized_gradients",
+     {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}),
+    ({"opt_level": "O2"}, "amp", {"amp": {"enabled": True}}),
+)  # fmt: skip
+REFUSED_TYPES = (  # an optimizer of the JSON, and words of the error
+    ("Lamb", {"lr": 1e-3}, "O2", "Lamb.*no low-precision counterpart"),
+    ("AdamW", {"lr": 1e-3, "momentum": 0.9}, "O2", "momentum.*does not fit AdamW"),
+    ("Adam", {"lr": 1e-3, "bias_correction": False}, "O2", "bias_correction.*corrects its bias"),
+    ("OneBitAdam", {}, "O1", "OneBitAdam.*own-optimizer-paths"),
+)
+
+
+def refuse_options(deepspeed, folder):
+    """What cannot be: an error that names key, value and remedy, before the model is touched."""
+    from deepspeed.pipe import PipelineModule
+
+    for section, words, more in REFUSED_SECTIONS:
+        refused(words, config={"fp8stack": section, **more})
+    for kind, options, level, words in REFUSED_TYPES:
+        described = {"optimizer": {"type": kind, "params": options}}
+        refused(words, make=None, config={"fp8stack": {"opt_level": level}, **described})
+    refused("O1.* was passed.*O2.*in one place", opt_level="O1")
+    # what only DeepSpeed finds leaves a model as it was
+    refused("accumulation steps", AssertionError, config={"train_batch_size": 7})
+    version, deepspeed.__version__ = deepspeed.__version__, "0.17.6"
+    refused("0.17.6 is older than 0.18")
+    deepspeed.__version__ = version
+
+    twice = f"{folder}/twice.json"
+    with open(twice, "w") as file:
+        file.write('{"fp8stack": {"opt_level": "O1"}, "fp8stack": {"opt_level": "O2"}}')
+    for config, words in (
+        (twice, r"Duplicate keys.*fp8stack"),
+        ("nowhere.json", "is neither a file nor JSON"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            fp8_deepspeed.initialize(model=build(), config=config)
+    engine = start(configure(1, "bf16", "O2"))
+    stages = PipelineModule([nn.Linear(64, 64)], num_stages=1)
+    refused("PipelineModule.*pipeline", model=stages, config={"fp8stack": {"opt_level": "O1"}})
+    refused("is a DeepSpeedEngine already", ModelError, model=engine, make=None)
+    refused("already converted by fp8stack", ModelError, model=engine.module)
+
+
+def refuse_optimizers():
+    """What the level or flat partitions cannot have is refused before anything is changed."""
+
+    class Other(torch.optim.AdamW):
+        pass
+
+    def stepped(model):
+        optimizer = make_adamw(model)
+        model(torch.zeros(4, dtype=torch.long)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    def with_one_scale(model):
+        return optim.AdamW([{"params": list(model.parameters()), "states": "fp8-lm"}], lr=1e-3)
+
+    def muon(model):
+        return optim.Muon([p for p in model.parameters() if p.ndim > 1], lr=1e-3)
+
+    one = "states='fp8-lm' does not go with ZeRO.*one scale for a whole tensor"
+    bf16 = {"bf16": {"enabled": True}}
+    for stage, level, make, error, words in (
+        (0, "O2", lambda m: Other(m.parameters()), ModelError, "Other"),
+        (0, "O2", stepped, ModelError, "states of 8 parameters.*would be lost"),
+        (2, "O2", stepped, ModelError, "states of 8 parameters.*would be lost"),
+        (2, "O2", muon, ModelError, "Muon does not go with ZeRO.*all of a matrix"),
+        (2, "O1", with_one_scale, ConfigError, one),
+        (2, "O2", with_one_scale, ConfigError, one),
+    ):
+        config = configure(stage, level=level) | bf16
+        refused(words, error, make=make, config=config)
+    section = {"states_for": {"up": "fp8-lm"}}
+    refused(one, config=configure(2, level="O2", section=section) | bf16)
+
+
+def see_differences(deepspeed):
+    """`verify` tells what is otherwise than asked for."""
+
+    def differs(match, engine):
+        with pytest.raises(ModelError, match=match):
+            fp8_deepspeed.verify(engine)
+
+    engine = start(configure(1, "bf16", "O2"))
+    fp8_deepspeed.verify(engine)
+    up = engine.module.up
+    engine.module.up = nn.Linear(up.in_features, up.out_features)
+    differs("up was converted and is an ordinary layer again", engine)
+    engine.module.up = up
+    engine.micro_steps = 1
+    differs("1 batches have passed, and no gradient was reduced", engine)
+    engine.micro_steps = 0
+    engine.module.extra = nn.Parameter(torch.ones(2))
+    differs("extra is trainable, and not stepped", engine)
+    del engine.module.extra
+    train(engine, 1, 0)
+    next(iter(inner_of(engine).state.values()))["exp_avg"] = torch.zeros(2)
+    differs("states of a partition of .* are not in 8bit", engine)
+    del engine.optimizer.allreduce_bucket
+    differs("allreduce_bucket does not reduce its gradients in FP8", engine)
+    engine.optimizer.optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    differs("the optimizer is AdamW, not fp8stack's", engine)
+    unread = start_plain(deepspeed, configure(1, "bf16", "O2"))
+    differs(r"nobody has read it.*install", unread)
+    differs("was not made by fp8stack", start_plain(deepspeed, configure(1, "bf16")))
 
 
 @pytest.mark.parametrize(
@@ -48,3 +647,68 @@ def test_the_stage_is_found_in_older_forms_too(given, stage):
     from fp8stack.integrations.deepspeed.section import stage_of
 
     assert stage_of({"zero_optimization": given}) == stage
+
+
+# --- universal checkpoints
+
+PORTABLE = ((1, "fp32"), (2, "bf16"), (3, "bf16"))
+
+
+def evaluate(engine):
+    """Return the loss on data that is the same on all ranks."""
+    with torch.no_grad():
+        return loss_of(engine, *next(batches(0, 9)))
+
+
+def save_portable(rank, folder):
+    """Train, save, and resume from portable states; return the losses to go on from."""
+    import_deepspeed()
+    losses = []
+    for stage, dtype in PORTABLE:
+        config = configure(stage, dtype, "O2", section={"checkpoint_format": "portable"})
+        engine, resumed = start(config), None
+        train(engine, 20, rank)
+        engine.save_checkpoint(f"{folder}/{stage}", tag="here")
+        resumed = start(config)
+        resumed.load_checkpoint(f"{folder}/{stage}", tag="here")
+        after, again = train(engine, 3, rank, seed=2), train(resumed, 3, rank, seed=2)
+        torch.testing.assert_close(again, after, rtol=1e-4, atol=0)
+        engine.load_checkpoint(f"{folder}/{stage}", tag="here")
+        losses.append(evaluate(engine).item())
+    return losses
+
+
+def load_universal(rank, folder, losses):
+    """A universal checkpoint of another number of ranks goes on where it stopped."""
+    import_deepspeed()
+    for (stage, dtype), expected in zip(PORTABLE, losses, strict=True):
+        section = {"checkpoint_format": "portable"}
+        universal = {"checkpoint": {"load_universal": True}}
+        engine = start(configure(stage, dtype, "O2", section=section, **universal))
+        engine.load_checkpoint(f"{folder}/{stage}", tag="universal")
+        assert evaluate(engine).item() == pytest.approx(expected, rel=2e-3)
+        inner = inner_of(engine)
+        given = [e["exp_avg"].clone() for p, e in inner.state.items() if inner.quantizes(p)]
+        assert given
+        assert all(m.abs().max() > 0 for m in given)
+        assert train(engine, 5, rank, seed=2)[-1] < expected + 0.1
+        check_states(inner, low_master=dtype == "bf16")
+        assert all(entry["step"] == 25 for entry in inner.state.values())
+        fp8_deepspeed.verify(engine)
+
+
+def convert_to_universal(rank, folder):
+    """Run DeepSpeed's script for that."""
+    from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+
+    for stage, _ in PORTABLE:
+        folders = ["--input_folder", f"{folder}/{stage}/here"]
+        folders += ["--output_folder", f"{folder}/{stage}/universal", "--inject_missing_state"]
+        sys.argv[1:] = [*folders, "--num_extract_workers=1", "--num_merge_workers=1"]
+        main(parse_arguments())
+
+
+def test_universal_checkpoints_change_the_number_of_ranks(tmp_path):
+    losses = run_ranks(save_portable, 2, str(tmp_path))[0]
+    run_ranks(convert_to_universal, 1, str(tmp_path), device=None)
+    run_ranks(load_universal, 1, str(tmp_path), losses)

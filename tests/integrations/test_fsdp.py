@@ -1,37 +1,528 @@
-"""Levels on models that FSDP2 shards, between real processes."""
+"""fp8stack.integrations.fsdp: levels on models that FSDP2 shards, between real processes."""
+
+import warnings
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import TinyLM, need_gpus, train
-from ranks import start_ranks
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from workers_fsdp_levels import check_checkpoints, check_levels
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import TinyLM, assert_same_bits, batch, need_gpus
+from helpers import train as train_alone
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from workers import expect_same, gather, whole
 
-from fp8stack.errors import ConfigError, Fp8StackWarning, UnsupportedDeviceError
-from fp8stack.integrations import fsdp
+import fp8stack
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
+from fp8stack.integrations.fsdp import attach, fully_shard_fp8, verify
+from fp8stack.monitor import Monitor
+
+LR = 5e-4
+HERE = SimpleNamespace()  # this process's rank, world, device, and the mesh of all ranks
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def spawn(function, world, *arguments):
-    start_ranks(function, (world, *arguments), nprocs=world)
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 192), nn.Linear(192, dim)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Two blocks whose parts ranks share unevenly, with a head that is sharded on its own, or the embedding's."""
+
+    def __init__(self, tied=False, recomputes=False):
+        super().__init__()
+        self.embed = nn.Embedding(321, 128)
+        self.blocks = nn.ModuleList(Block(128) for _ in range(2))
+        self.head = nn.Linear(128, 321, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.recomputes = recomputes
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+
+
+def enter(rank, device):
+    HERE.rank, HERE.world = rank, dist.get_world_size()
+    HERE.device = torch.device(device, rank if device == "cuda" else None)
+    HERE.mesh = init_device_mesh(device, (HERE.world,))
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return Blocks(**options).to(HERE.device)
+
+
+def shard(model, policy=POLICY, **options):
+    for module in [*model.blocks, model.head, model]:
+        fully_shard(module, **{"mesh": HERE.mesh, "mp_policy": policy, **options})
+    return model
+
+
+def shard_fp8(model, optimizer, **options):
+    return fully_shard_fp8(model, optimizer, "O2", **{"mesh": HERE.mesh, **options})
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=LR)
+
+
+def attached(level="O2", policy=POLICY, options=None, **overrides):
+    model = shard(make(), policy, **(options or {}))
+    return attach(model, adamw(model), level, compute="native", **overrides)
+
+
+def inputs(step):
+    """Return this rank's part of a step's data."""
+    return [t.to(HERE.device) for t in batch(HERE.world * step + HERE.rank)]
+
+
+def train(model, optimizer, steps=range(25)):
+    """Return this rank's losses."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(*inputs(step))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+# --- training
+
+
+def train_at_every_level(rank, device):
+    """Every level trains like FSDP2 alone, and does what it says."""
+    enter(rank, device)
+    model = shard(make())
+    losses = {"plain": train(model, adamw(model))}
+    for name in ("O0", "O1", "O1 gathered", "O2"):
+        level, gathered = name[:2], name.endswith("gathered")
+        model, optimizer = attached(level, fp8_all_gather=gathered)
+        assert type(optimizer) is (fp8stack.optim.AdamW if level == "O2" else torch.optim.AdamW)
+        with fp8stack.comm.Statistics() as statistics:
+            losses[name] = train(model, optimizer)
+        report, sent = verify(model, optimizer), statistics.collect()
+        assert report.level == level
+        assert len(report.converted) == 5
+        assert ("reduce_scatter_tensor" in sent) == (level != "O0" and HERE.world > 1)
+        assert ("all_gather_weights" in sent) == (gathered and HERE.world > 1)
+    keep_the_contract(model, optimizer)
+    model = make(recomputes=True)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.999)
+    model, optimizer = shard_fp8(model, optimizer, compute="native")
+    losses["one call"] = train(model, optimizer)
+    verify(model, optimizer)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * 0.999)
+    for each in losses.values():
+        dist.all_reduce(each)
+    for name, each in losses.items():
+        assert each[-1] < 0.8 * each[0], name
+        rounded = name == "O1 gathered"  # weights to E4M3
+        assert torch.allclose(each, losses["plain"], rtol=0.06 if rounded else 0.02), name
+    accumulate_micro_batches()
+    hand_states_over()
+    freeze_parameters()
+    warn_and_report()
+    monitor_this_rank()
+    see_differences()
+    refuse()
+    if HERE.world == 2:
+        train_replicas()
+        offload()
+
+
+def keep_the_contract(model, optimizer):
+    """bfloat16 shards and gradients, 8 more bits, 8-bit states: 7.06 bytes a parameter over all ranks."""
+    for name, p in model.named_parameters():
+        state = optimizer.state[p]
+        assert p.dtype is p.grad.dtype is torch.bfloat16, name
+        assert all(v.placements == p.placements for v in state.values() if v.ndim), name
+        assert ("remainder" in state) == (p.ndim > 1)
+        assert p.ndim > 1 or state["master"].dtype is torch.float32
+    report = fp8stack.get_report(model)
+    assert len(report.stored) == 6
+    assert report.bytes_per_parameter == pytest.approx(7.06, abs=0.02)
+    p = model.blocks[0].up.weight
+    local = [v.to_local() for v in (p, p.grad, *optimizer.state[p].values()) if v.ndim]
+    share = -(-p.shape[0] // HERE.world) / p.shape[0]
+    assert sum(v.nbytes for v in local) <= p.numel() * share * 7.1
+    assert isinstance(model.head, FSDPModule)
+    assert isinstance(model.head, fp8stack.nn.Fp8Linear)
+    with pytest.raises(ModelError, match=r"sharded by FSDP2 before.*master_state_dict"):
+        fp8stack.restore(model, optimizer)
+
+
+def accumulate_micro_batches():
+    """Gradients accumulate before they are reduced as afterwards, are clipped by torch, and survive recomputation."""
+    norms, gradients = [], []
+    for synced, recomputes in ((True, False), (False, False), (False, True)):
+        model = shard(make(recomputes=recomputes))
+        model, optimizer = attach(model, adamw(model), "O2", compute="native")
+        for step in range(3):
+            model.set_requires_gradient_sync(synced or step == 2)
+            model(*inputs(step)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor())
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
+        assert gradients[-1].float().norm().item() == pytest.approx(0.01, rel=1e-2)
+        optimizer.step()
+        assert optimizer.skipped_steps == 0
+    assert torch.allclose(norms[0], norms[1], rtol=1e-2)
+    assert nn.functional.cosine_similarity(gradients[0].float(), gradients[1].float(), 0) > 0.998
+    if HERE.device.type == "cpu":  # on a GPU, embeddings add up their gradients in any order
+        assert_same_bits(gradients[1], gradients[2])
+
+
+def hand_states_over():
+    """An optimizer that has stepped the whole model goes on from its moments, and float32 weights keep 24 bits."""
+    model = make(tied=True)
+    optimizer = adamw(model)
+    model(*[t.to(HERE.device) for t in batch(0)]).backward()
+    optimizer.step()
+    weight, moment = model.embed.weight.detach().clone(), optimizer.state[model.embed.weight]
+    moment, group = moment["exp_avg"].clone(), optimizer.param_groups[0]
+    model, new = shard_fp8(model, optimizer, compute="native", blocks=[model.blocks[1]])
+    assert new.param_groups[0] is group
+    assert model.head.weight is model.embed.weight
+    p = model.embed.weight
+    assert float(new.state[p]["step"]) == 1
+    master = fp8stack.checkpoint.master_state_dict(model, new)["embed.weight"].full_tensor()
+    assert ((master - weight).abs() <= weight.abs() * 2**-16).all()
+    exported = fp8stack.checkpoint.torch_state_dict(new)["state"]
+    found = exported[group["params"].index(p)]["exp_avg"].full_tensor()
+    assert torch.allclose(found, moment, rtol=0.04, atol=float(moment.abs().max()) / 500)
+    assert not isinstance(model.blocks[0], FSDPModule)
+    model = make()
+    own = fp8stack.optim.AdamW(model.parameters(), max_grad_norm=1.0)
+    own.override(model.head.weight, states="fp32")
+    model, same = shard_fp8(model, own, compute="bf16")
+    assert same is own
+    assert "exp_avg" in own.state[model.head.weight]
+    verify(model, own)
+
+
+def freeze_parameters():
+    """What is frozen keeps its dtype, beside bfloat16 parameters of the same module."""
+    model = make()
+    model.embed.weight.requires_grad_(False)
+    shard(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = attach(model, torch.optim.AdamW(trainable, lr=LR), compute="native")
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    assert model.embed.weight.dtype is torch.float32
+    assert model.head.weight.dtype is torch.bfloat16
+    verify(model, optimizer)
+
+
+def warn_and_report():
+    """What falls back says so once; `strict` refuses before anything is changed."""
+
+    def told(match, model, optimizer=None, level="O2"):
+        """Expect one warning, and weights that stay as they are."""
+        given = adamw(model) if optimizer is None else optimizer
+        with pytest.warns(Fp8StackWarning, match=match) as told:
+            model, given = attach(model, given, level)
+        assert len([w for w in told if w.category is Fp8StackWarning]) == 1
+        assert told[0].filename == __file__
+        assert model.head.weight.dtype is torch.float32
+        return model, given
+
+    model, optimizer = told(
+        "own masters: the root has no compute dtype", shard(make(), MixedPrecisionPolicy())
+    )
+    assert len(verify(model, optimizer).kept) == 6
+    train(model, optimizer, range(1))
+    model = shard(make())
+    optimizer = adamw(model)
+    with torch.no_grad():
+        model(*inputs(0))
+    model.reshard()
+    with refused(UnsupportedDeviceError, r"has run, when FSDP2 takes note.*strict=True", model):
+        attach(model, optimizer, "O2", strict=True)
+    told("has run", model, optimizer)
+    model = shard(make())
+    reference = weakref.ref(model.head.weight)
+    told(r"own masters: head\.weight has weak references", model)
+    assert reference().dtype is torch.float32
+    model = shard(make())
+    blocks = torch.optim.AdamW(model.blocks.parameters())
+    with pytest.warns(Fp8StackWarning, match=r"trainable parameters are not in the optimizer"):
+        attach(model, blocks, "O2")
+    assert model.head.weight.dtype is torch.float32
+
+
+def monitor_this_rank():
+    """A monitor's numbers are this rank's: of its batch, and of its part of the weights."""
+    model, optimizer = attached()
+    tokens = (torch.arange(66).view(2, 33) * (HERE.rank + 2) % 321).to(HERE.device)
+    seen = []
+    model.head.register_forward_pre_hook(lambda _, given: seen.append(given[0].abs().max().item()))
+
+    def parts():
+        named = {n: m.weight for n, m in model.named_modules() if n in monitor.layers}
+        return {n: optimizer.master_weight(w).to_local() for n, w in named.items()}
+
+    with Monitor(model, optimizer) as monitor:
+        before = parts()
+        model(tokens, tokens).backward()
+        optimizer.step()
+        numbers, after = monitor.read(wait=True), parts()
+    assert len(before) == 5
+    assert numbers["head"]["x"]["amax"] == seen[0]
+    everywhere = [None] * HERE.world
+    dist.all_gather_object(everywhere, seen[0])
+    assert len(set(everywhere)) == HERE.world
+    for name, old in before.items():
+        ratio = ((after[name] - old).norm() / old.norm()).item()
+        assert ratio > 0, name
+        assert numbers[name]["w"]["update_ratio"] == pytest.approx(ratio, rel=0.03), name
+
+
+def see_differences():
+    model = shard(make())
+    verify(*attach(model, torch.optim.SGD(model.parameters(), lr=0.1)))  # without momentum
+    model, optimizer = attached(states="bf16")
+    verify(model, optimizer)
+    model, optimizer = attached()
+    verify(model)
+    state = optimizer.state[model.embed.weight]
+    state["exp_avg_scale"] = state["exp_avg_scale"].to_local()
+    optimizer.state[model.head.weight].clear()
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    model.blocks[0].set_custom_reduce_scatter(DefaultReduceScatter())
+    model.blocks[1].up = nn.Linear(128, 192).to(HERE.device)
+    with pytest.raises(ModelError) as error:
+        verify(model, optimizer)
+    for part in (
+        "blocks.1.up was converted and is an ordinary layer again",
+        "blocks.0 does not reduce its gradients in FP8",
+        "exp_avg_scale of embed.weight is a plain tensor",
+        "head.weight has no 8bit states",
+        "(192, 128) in the optimizer is not the model's",
+    ):
+        assert part in str(error.value)
+    with pytest.raises(ModelError, match="AdamW is stepped, and not the AdamW that fp8stack"):
+        verify(model, adamw(model))
+    with pytest.raises(ModelError, match="not initialized"):
+        verify(shard(make()))
+
+
+def replicated(*shape):
+    mesh = init_device_mesh(HERE.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    model = make()
+    return shard_fp8(model, adamw(model), mesh=mesh, mp_policy=POLICY, compute="native")
+
+
+def train_replicas():
+    """HSDP as two replicas of one shard, and one replica of two: trains, and replicas keep the same bits."""
+    losses = []
+    for shape in ((2, 1), (1, 2)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Fp8StackWarning)
+            model, optimizer = replicated(*shape)
+        losses.append(train(model, optimizer))
+        verify(model, optimizer)
+        for p in model.parameters():
+            for each in (p.full_tensor(), gather(optimizer.master_weight(p))):
+                first = each.clone()
+                dist.broadcast(first, 0)
+                assert_same_bits(each, first)
+    assert all(each[-1] < 0.8 * each[0] for each in losses)
+    assert torch.allclose(*losses, rtol=0.02)
+    mesh = init_device_mesh(HERE.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = shard(make(), mesh=mesh)
+    with refused(UnsupportedDeviceError, "over the replicas of a 2-D mesh", hybrid):
+        attach(hybrid, adamw(hybrid), strict=True)
+    with pytest.warns(Fp8StackWarning, match="over replicas in full precision"):
+        attach(hybrid, adamw(hybrid))
+
+
+def offload():
+    """FSDP2's own offload: parameters, gradients and states in host memory."""
+    policy = {"offload_policy": CPUOffloadPolicy(pin_memory=HERE.device.type == "cuda")}
+    model, optimizer = attached(options=policy)
+    losses = train(model, optimizer)
+    assert losses[-1] < 0.8 * losses[0]
+    assert optimizer.state[model.head.weight]["exp_avg_code"].device.type == "cpu"
+    assert fp8stack.get_report(model).compute == "native"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_levels_over_gloo(world, tmp_path):
-    spawn(check_levels, world, str(tmp_path / "s"), "cpu")
+def test_levels_over_gloo(world):
+    run_ranks(train_at_every_level, world, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+def test_levels_over_nccl():
+    need_gpus(2)
+    run_ranks(train_at_every_level, 2, "cuda", device="cuda")
+
+
+# --- refusals
+
+
+@contextmanager
+def refused(kind, match, model):
+    """Expect an error, and the model as it was."""
+    before = [(type(m), [p.dtype for p in m.parameters()]) for m in model.modules()]
+    with pytest.raises(kind, match=match):
+        yield
+    assert [(type(m), [p.dtype for p in m.parameters()]) for m in model.modules()] == before
+
+
+REFUSED = (  # options of `attach`, and words of the error
+    (
+        {"step_in_backward": True},
+        "step_in_backward=True does not go with FSDP2.*steps each gradient",
+    ),
+    ({"offload": "cpu"}, "offload='cpu' does not go with FSDP2.*CPUOffloadPolicy"),
+    ({"matmuls": True}, "matmuls=True does not go with FSDP2.*by their parameters"),
+    ({"master": "fp16"}, "master='fp16' does not go with FSDP2.*one scale for a whole tensor"),
+    (
+        {"optimizer_backend": "bitsandbytes"},
+        "optimizer_backend='bitsandbytes' does not go with FSDP2.*no sharded states",
+    ),
+    ({"preset": "fp8-lm"}, "states='fp8-lm' does not go with FSDP2.*one scale for a whole tensor"),
+    (
+        {"states_for": {"head": {"master": "fp16"}}},
+        "states_for.*master='fp16' does not go with FSDP2.*one scale",
+    ),
+    ({"skipp": ["head"]}, r"Did you mean \"skip\""),
+    ({"compute": "bf16", "fp8_all_gather": True}, "fp8_all_gather=True .*compute is bf16"),
+)
+
+
+def refuse():
+    whole_model, model = make(), shard(make())
+    optimizer = adamw(model)
+    for options, words in REFUSED:
+        with refused(ConfigError, words, model):
+            attach(model, optimizer, **options)
+        if "fp8_all_gather" not in options:
+            with refused(ConfigError, words, whole_model):
+                shard_fp8(whole_model, adamw(whole_model), **options)
+    late, mixed = make(), make()
+    early = adamw(late)
+    shard(late)
+    mixed.head.half()
+    with torch.device("meta"):
+        meta, sharded_meta = Blocks(), shard(Blocks())
+    rms = torch.optim.RMSprop(whole_model.parameters())
+    muon, other = fp8stack.optim.Muon(model.parameters()), [nn.Linear(2, 2)]
+    for call, given, makes, words in (
+        (attach, model, None, "O2 converts gradients for an optimizer"),
+        (attach, late, early, r"14 of the 14 .*fully_shard replaced them.*Build it after"),
+        (shard_fp8, whole_model, rms, "RMSprop does not go with states='8bit'.*torch.optim.Adam"),
+        (attach, model, muon, "Muon does not go with FSDP2.*all of a matrix"),
+        (shard_fp8, model, optimizer, "is sharded already.*attach"),
+        (shard_fp8, mixed, adamw(mixed), r"several dtypes \(.*float16.*param_dtype"),
+        (shard_fp8, meta, adamw(meta), "on the meta device; materialize"),
+        (attach, sharded_meta, adamw(sharded_meta), "on the meta device; materialize"),
+    ):
+        with refused(ModelError, words, given):
+            call(given, makes)
+    with refused(ModelError, "blocks has a Linear that is no module inside", whole_model):
+        shard_fp8(whole_model, adamw(whole_model), blocks=other)
+    with refused(ConfigError, r"attach found no module sharded.*fully_shard_fp8", whole_model):
+        attach(whole_model, adamw(whole_model))
+    wrapped = DistributedDataParallel(make())
+    one = FullyShardedDataParallel(make(), device_id=HERE.device)
+    for call, given, words in (
+        (attach, wrapped, "DistributedDataParallel.* FSDP2: it keeps whole parameters"),
+        (attach, one, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)"),
+        (shard_fp8, one, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)"),
+        (attach, torch.compile(model), r"OptimizedModule.*model.compile\(\)"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            call(given, adamw(given))
+    with pytest.raises(ModelError, match="got int"):
+        attach(3, optimizer)
+    model, optimizer = attach(model, optimizer)
+    with refused(ModelError, "already converted by fp8stack", model):
+        attach(model, optimizer)
+
+
+# --- checkpoints
+
+
+def states_of(model, optimizer):
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def load(path, made=None):
+    """Return a model and an optimizer made anew, from other weights, filled from a checkpoint."""
+    model, optimizer = made or attached()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    states = states_of(model, optimizer)
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(
+        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+    )
+    return model, optimizer
+
+
+def save_and_resume(rank, folder, theirs):
+    """Load what `theirs` ranks saved, if any, bit for bit; save, and resume on this mesh bit for bit."""
+    enter(rank, "cpu")
+    if theirs:
+        model, optimizer = load(f"{folder}/{theirs}")
+        saved = torch.load(f"{folder}/{theirs}.pt", weights_only=True)
+        expect_same(whole(model, optimizer), saved, f"{theirs} ranks to {HERE.world}")
+        verify(model, optimizer)
+    else:
+        model, optimizer = attached()
+        for shape in ((1, 2), (2, 1)):  # replicas of shards, loaded by shards of replicas
+            saved, place = replicated(*shape), f"{folder}/replicas{shape[0]}"
+            train(*saved, range(3))
+            dcp.save(states_of(*saved), checkpoint_id=place)
+            expect_same(whole(*load(place, replicated(*reversed(shape)))), whole(*saved), shape)
+    train(model, optimizer, range(3, 6))
+    dcp.save(states_of(model, optimizer), checkpoint_id=f"{folder}/{HERE.world}")
+    expected = whole(model, optimizer)
+    if rank == 0:
+        torch.save(expected, f"{folder}/{HERE.world}.pt")
+    train(model, optimizer, range(6, 9))
+    resumed = load(f"{folder}/{HERE.world}")
+    expect_same(whole(*resumed), expected, "loaded")
+    train(*resumed, range(6, 9))
+    expect_same(whole(*resumed), whole(model, optimizer), "resumed")
 
 
 @pytest.mark.slow
 def test_checkpoints_resume_bit_for_bit_and_change_ranks(tmp_path):
     for world, theirs in ((2, 0), (1, 2), (2, 1)):
-        spawn(check_checkpoints, world, str(tmp_path / f"{world}{theirs}"), str(tmp_path), theirs)
-
-
-@pytest.mark.gpu
-@pytest.mark.gpus
-def test_levels_over_nccl(tmp_path):
-    need_gpus(2)
-    spawn(check_levels, 2, str(tmp_path / "s"), "cuda")
+        run_ranks(save_and_resume, world, str(tmp_path), theirs)
 
 
 # --- in a process group of one rank
@@ -43,30 +534,22 @@ def test_an_fsdp2_without_hooks_of_its_collectives_reduces_as_it_can(mesh, monke
     model = fully_shard(TinyLM(), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with pytest.raises(ConfigError, match=r"has no set_custom_all_gather.*update torch"):
-        fsdp.attach(model, optimizer, "O0", fp8_all_gather=True)
+        attach(model, optimizer, "O0", fp8_all_gather=True)
     with pytest.raises(UnsupportedDeviceError, match=r"no set_custom_reduce_scatter.*strict=True"):
-        fsdp.attach(model, optimizer, "O1", strict=True)
+        attach(model, optimizer, "O1", strict=True)
     with pytest.warns(Fp8StackWarning, match="gradients are reduced without FP8"):
-        model, optimizer = fsdp.attach(model, optimizer, "O1")
-    assert fsdp.verify(model, optimizer).gradients == "as given"
-    losses = train(model, optimizer, 10)
+        model, optimizer = attach(model, optimizer, "O1")
+    assert verify(model, optimizer).gradients == "as given"
+    losses = train_alone(model, optimizer, 10)
     assert losses[-1] < losses[0]
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists(mesh):
-    model = torch.nn.ModuleDict(
-        {
-            "stem": torch.nn.Linear(8, 8),
-            "layers": torch.nn.ModuleList(
-                [
-                    torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(8, 8)])),
-                    torch.nn.ModuleList([torch.nn.Linear(8, 8)]),
-                    torch.nn.GELU(),
-                ]
-            ),
-        }
-    )
-    outer = torch.nn.Sequential(model)
-    fsdp.fully_shard_fp8(outer, None, "O0", mesh=mesh)
+    def linear():
+        return nn.Linear(8, 8)
+
+    nested = [nn.Sequential(nn.ModuleList([linear()])), nn.ModuleList([linear()]), nn.GELU()]
+    outer = nn.Sequential(nn.ModuleDict({"stem": linear(), "layers": nn.ModuleList(nested)}))
+    fully_shard_fp8(outer, None, "O0", mesh=mesh)
     sharded = [name for name, m in outer.named_modules() if isinstance(m, FSDPModule)]
     assert sharded == ["", "0.layers.0", "0.layers.1.0"]
