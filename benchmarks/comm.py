@@ -110,7 +110,6 @@ def make_buffers(variant: Variant, elements: int, device: torch.device) -> Buffe
     """Choose the transport; return buffers of Gaussian numbers that take turns, cut from one allocation."""
     if variant.way in TRANSPORTS:
         comm.set_transport(variant.way)
-        comm.set_crossover(0)  # FP8 at every size
     rotated = math.ceil(ROTATED / (elements * BYTES[variant.dtype]))
     count = max(3, rotated if device.type == "cuda" else 0)
     dtype = torch.float32 if variant.dtype == "fp32" else torch.bfloat16

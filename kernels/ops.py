@@ -219,6 +219,11 @@ def wire_kernels(gpu: bool) -> Any:
     return _module("wire", gpu)
 
 
+def two_shot_kernels() -> tuple[Any, Any]:
+    """Return the modules `two_shot` and `workspace`, which import Triton and have no twin in plain torch."""
+    return import_module(".two_shot", __package__), import_module(".workspace", __package__)
+
+
 def accumulate_blocks(
     codes: Tensor, scale: Tensor, residual_codes: Tensor, residual_scale: Tensor, x: Tensor
 ) -> None:
@@ -250,11 +255,6 @@ def count(x: Tensor, scale: Tensor, fmt: MiniFloat, out: Tensor, squares: bool) 
 def triton_runs_on(device: torch.device) -> bool:
     """Return whether kernels that work on many tensors at once, through pointers, run on `device`."""
     return device.type == "cuda" and kernel_backend()[0] == "triton"
-
-
-def table_kernels(name: str) -> Any:
-    """Return a module of Triton kernels that work on many tensors at once, where `triton_runs_on` is true."""
-    return import_module(f".{name}", __package__)
 
 
 # --- registration

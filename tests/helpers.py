@@ -307,6 +307,22 @@ class TinyLM(nn.Module):
         return F.cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
 
 
+class TinyLMWithUnused(TinyLM):
+    """Has a layer that every second call leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(8, 8)
+        self.calls = 0
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.calls += 1
+        loss = super().forward(*args)
+        if self.calls % 2:
+            return loss
+        return loss + self.extra(torch.ones_like(self.extra.bias)).sum() * 1e-3
+
+
 def batch(step: int, device: str = "cpu", size: int = 4, length: int = 33) -> tuple[Tensor, Tensor]:
     """Return a learnable next-token task: targets are an affine map of the tokens."""
     generator = torch.Generator().manual_seed(1000 + step)

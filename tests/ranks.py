@@ -20,7 +20,10 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing
+from helpers import assert_same_bits, batch
 
 IMPORTED = [
     "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
@@ -79,7 +82,7 @@ def _be_rank(rank, world, folder, device, timeout, barrier, named, arguments):
     if device == "cuda":
         torch.cuda.set_device(rank)
     if device is not None:
-        torch.distributed.init_process_group(
+        dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
             init_method=f"file://{folder}/store",
             rank=rank,
@@ -87,14 +90,12 @@ def _be_rank(rank, world, folder, device, timeout, barrier, named, arguments):
             timeout=timedelta(seconds=timeout),
         )
     torch.save(function(rank, *arguments), Path(folder, f"result{rank}.pt"))
-    if device is None:
-        return
-    if barrier:
+    if barrier and device is not None:
         # A rank that left before the others are done would take connections with it. Where one has failed, its own
         # error is the one to report, not that of the barrier.
         with contextlib.suppress(RuntimeError):
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
+            dist.barrier()
+            dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # torch's threads sometimes abort a process that ends in order
@@ -107,6 +108,52 @@ def _function(module, path, name):
         sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[module])
     return getattr(sys.modules[module], name)
+
+
+# --- what ranks check
+
+
+def own_device():
+    """Return the device of this rank: its GPU in a group over NCCL, the CPU in one over gloo."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def drawn(rank, size, dtype=torch.float32):
+    """Return the numbers of a rank, the same in every process."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def assert_equal_everywhere(tensor, group=None):
+    """Fail unless all ranks hold the same bits."""
+    mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(theirs, mine, group=group)
+    for other in theirs:
+        assert_same_bits(other, mine)
+
+
+def assert_near(result, exact, decibels):
+    """Check the signal-to-noise ratio, in dB."""
+    exact = exact.double().to(result.device)
+    noise = (result.double() - exact).square().sum()
+    assert noise <= exact.square().sum() * 10 ** (-decibels / 10), (result, exact)
+
+
+def train_part(model, optimizer, rank, world, device):
+    """Take 25 steps on this rank's part of the batches of a TinyLM; return the losses."""
+    losses = []
+    for step in range(25):
+        optimizer.zero_grad()
+        loss = model(*batch(world * step + rank, device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+# --- processes
 
 
 def start_ranks(function, arguments=(), nprocs=1):

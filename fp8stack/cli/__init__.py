@@ -1,6 +1,6 @@
 """The commands of the program `fp8stack` (`python -m fp8stack`), a module each.
 
-A module `plan` or `comm_model` is the command `plan` or `comm-model`, and has
+A module `plan` is the command `plan` (an underscore in its name is a hyphen there), and has
 
     add_parser(commands)     adds the command and its options with `output.add_command`
     run(options) -> int      does it and returns the exit status: 0, or 1 where the answer is no

@@ -1,18 +1,12 @@
-"""Buckets of gradients that live in FP8: what is stored is what is sent.
+"""Buckets of gradients that live in FP8: the memory of a bucket is what optimizers read and what ranks send.
 
-A bucket is two arrays, E4M3 codes and a float32 scale for each 128 of them, in which each parameter has a region of
-whole blocks, padded at the end of the bucket so that ranks get equal stripes. `p.grad` is a `BlockScaledTensor` that
-looks into it. Averaging a bucket moves nothing else:
+A bucket is two arrays, E4M3 codes and a float32 scale for each 128 of them. Each parameter has a region of whole blocks
+in them; the end of the bucket is padded so that ranks get equal stripes. `p.grad` is a `BlockScaledTensor` whose codes
+and scales are views of the bucket. A bucket is averaged like any FP8 tensor (`exchange.py`), in place.
 
-    all-to-all     of codes, and of scales: each rank gets its stripe from all
-    reduce         my stripe, in float32 in the order of ranks, quantized again, in its place
-    all-gather     of codes, and of scales, into the bucket itself
-
-Between the GPUs of one host all of that is one kernel (`nvlink.py`); a group with a hierarchy packs the bucket and adds
-up by way of hosts (`exchange.py`).
-
-1.03 bytes an element stay, and while a bucket is on its way the stripes that were received, as much again of it alone.
-A matrix whose columns are no multiple of 128 has its rows padded in the bucket, and its gradient a memory of its own.
+A gradient keeps 1.03 bytes an element. While a bucket is averaged, what is sent and received takes as much twice over,
+for that bucket alone; over NVLink nothing. A matrix whose columns are no multiple of 128 has its rows padded in the
+bucket, and its gradient has memory of its own.
 """
 
 from __future__ import annotations
@@ -24,18 +18,15 @@ from torch import Tensor, nn
 
 from fp8stack.formats import BLOCK, E4M3, rows_cols
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
-from .exchange import reduce_hosts
-from .hosts import hierarchy_of
-from .nvlink import link_of
+from . import exchange
 from .statistics import Sent, observe
 from .transport import Transport
 
 
 class Region:
-    """The place of one parameter's gradient in a bucket."""
+    """The part of a bucket that holds one parameter's gradient."""
 
     def __init__(self, parameter: nn.Parameter, name: str) -> None:
         self.parameter, self.name = parameter, name
@@ -43,7 +34,7 @@ class Region:
         self.per_row = -(-self.cols // BLOCK)
         self.blocks = self.rows * self.per_row
         self.padded = self.rows > 1 and self.cols % BLOCK != 0
-        self.gradient: BlockScaledTensor  # what p.grad is
+        self.gradient: BlockScaledTensor  # p.grad after a backward
 
     def place(self, codes: Tensor, scale: Tensor) -> None:
         """Take codes [blocks × 128] and scales [blocks] of a bucket."""
@@ -58,23 +49,26 @@ class Region:
             self.gradient = BlockScaledTensor(seen, self._scale, p.dtype)
 
     def write(self, gradient: Tensor) -> None:
-        """Quantize a gradient to its place."""
+        """Quantize a gradient into the bucket."""
         own = self.gradient
         if isinstance(gradient, BlockScaledTensor):
             own.assign_(gradient)
-        else:  # as assign_ does, without a second pass
+        else:  # like assign_, but without an FP8 copy in between
             ops.quantize_blocks_into(gradient.detach(), E4M3, own.codes, own.scale)
             own.residual = None
 
     def before_exchange(self) -> None:
-        """Put into the bucket what is not in it. A residual of micro-batches is less than rounding leaves, and goes."""
+        """Copy the gradient into the bucket if it has memory of its own.
+
+        The residual of accumulated micro-batches is dropped: it is smaller than the rounding error of the average.
+        """
         self.gradient.residual = None
         if self.padded:
             self._codes.copy_(self.gradient.codes.view(torch.uint8).view(self.rows, self.cols))
             self._scale.copy_(self.gradient.scale)
 
     def after_exchange(self) -> None:
-        """Take out of the bucket what is not looked at there."""
+        """Copy the average out of the bucket if the gradient has memory of its own."""
         if self.padded:
             self.gradient.codes.view(torch.uint8).view(self.rows, self.cols).copy_(self._codes)
             self.gradient.scale.copy_(self._scale)
@@ -90,7 +84,9 @@ class Bucket:
         device = regions[0].parameter.device
         self.codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(blocks, dtype=torch.float32, device=device)
-        self.error: Tensor | None = None  # of quantizing this rank's stripe of the last mean
+        self.error: Tensor | None = (
+            None  # what quantizing this rank's stripe of the last mean cut off
+        )
         if feedback:
             self.error = torch.zeros(blocks // world * BLOCK, dtype=torch.float32, device=device)
         self.pending = 0  # parameters whose gradient of this backward is not there yet
@@ -107,37 +103,16 @@ class Bucket:
 
     def average(self, way: Transport) -> None:
         """Replace the bucket by its mean over all ranks, in stream order."""
-        observe("bucket", self.codes.device, lambda: self._average(way))
-
-    def _average(self, way: Transport) -> Sent:
         for region in self.regions:
             region.before_exchange()
         if way.world > 1:
-            self._exchange(way)
+            observe("bucket", self.codes.device, lambda: self._exchange(way))
         for region in self.regions:
             region.after_exchange()
-        stripe = (self.codes.nbytes + self.scales.nbytes) // way.world
-        return Sent(2 * (way.world - 1) * stripe, self.scales.numel(), lambda: self.scales)
 
-    def _exchange(self, way: Transport) -> None:
-        if hosts := hierarchy_of(way.group):
-            codes, scale = self.codes.view(E4M3.dtype), self.scales[None]
-            whole = BlockScaledTensor(codes, scale)
-            ways = [Transport(group, way.what, background=True) for group in hosts]
-            reduce_hosts(whole, whole, True, way, *ways, error=self.error)
-            return
-        if link := link_of(way.group, self.codes.device):
-            layout, parts = Layout(1, self.codes.numel(), way.world), (self.codes, self.scales)
-            link.all_reduce(*parts, *parts, layout, way, way.world, self.error)
-            return
-        codes, scales = torch.empty_like(self.codes), torch.empty_like(self.scales)
-        way.all_to_all(codes, self.codes)
-        way.all_to_all(scales, self.scales)
-        mine = [t.view(way.world, -1)[way.rank] for t in (self.codes, self.scales)]
-        parts = codes.view(way.world, -1), scales.view(way.world, -1)
-        ops.wire_kernels(codes.is_cuda).reduce_blocks(*parts, *mine, way.world, self.error)
-        way.all_gather(self.codes, mine[0])
-        way.all_gather(self.scales, mine[1])
+    def _exchange(self, way: Transport) -> Sent:
+        whole = BlockScaledTensor(self.codes.view(E4M3.dtype), self.scales[None])
+        return exchange.all_reduce(whole, whole, way.world, way, self.error)
 
 
 def make_buckets(
@@ -146,7 +121,7 @@ def make_buckets(
     most_bytes: float,
     feedback: bool,  # of errors
 ) -> list[Bucket]:
-    """Put parameters into buckets of at most `most_bytes`, the last first: the order in which backward reaches them."""
+    """Put parameters into buckets of at most `most_bytes`, last first, which is about the order of backward."""
     buckets: list[list[Region]] = []
     size = 0.0
     for name, parameter in reversed(list(parameters)):

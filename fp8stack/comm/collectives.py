@@ -1,48 +1,44 @@
-"""Collectives with torch.distributed's names and arguments, whose bytes are E4M3 blocks (`kernels/reference/wire.py`).
+"""Collectives with torch.distributed's names and arguments that send E4M3 blocks (`kernels/reference/wire.py`).
 
-| | sent by a rank, of an element | quantized |
+| | bytes that a rank sends, per element | times a value is quantized |
 |---|---|---|
-| `all_reduce` | 2 (N - 1) / N × 1.03 bytes: all-to-all of stripes, all-gather of their sums | twice |
-| `reduce_scatter_tensor` | (N - 1) / N × 1.03: all-to-all | once |
-| `all_gather_into_tensor` | (N - 1) / N × 1.03 | once |
-| `broadcast` | 1.03 | once |
+| `all_reduce` | 2 (N - 1) / N × 1.03 | 2 |
+| `reduce_scatter_tensor` | (N - 1) / N × 1.03 | 1 |
+| `all_gather_into_tensor` | (N - 1) / N × 1.03 | 1 |
+| `broadcast` | 1.03 | 1 |
 
-Sums are float32 and have the order of ranks; nothing saturates, since sums get scales of their own. A NaN or infinity
-makes its block of 128 NaN on every rank. Every rank ends with the same bits. The bytes are moved by torch.distributed's
-collectives of uint8, so any backend that has them does (NCCL, gloo); sums over the GPUs of one host are one kernel of
-ours (`nvlink.py`), with the same bits.
+Sums are float32, in the order of ranks. They get scales of their own, so nothing saturates. A NaN or infinity makes its
+block of 128 NaN on every rank. Every rank ends with the same bits. `exchange.py` does the work. With one rank nothing
+is quantized.
 
-Between GPUs of one host that cannot use NVLink, small tensors go in bfloat16, with the backend's own sums
-(`crossover.py`).
+They take SUM and AVG of float32, bfloat16 and float16 tensors, and of `BlockScaledTensor`s, whose codes are sent as
+they are. A non-contiguous tensor costs a copy.
 
-With one rank nothing is quantized. SUM and AVG of float32, bfloat16 and float16 tensors, and of `BlockScaledTensor`s,
-whose codes then are neither decoded nor rounded before they are sent; a non-contiguous tensor costs a copy.
+With `async_op=True` on a GPU, a collective runs on a stream of its own, which the caller's thread fills in the order of
+calls; waiting for its handle makes the caller's stream wait, not the host. On a CPU it runs at once, and its handle is
+done when the call returns.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.formats import BLOCK, FLOATS
-from fp8stack.kernels.reference.wire import scales_of
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
-from .checks import Call, group_of, verify
-from .crossover import crossover_of
-from .hosts import hierarchy_of
 from .nvlink import transport_of
 from .statistics import Sent, observe
-from .transport import Transport
-from .work import Done, start
+from .transport import Call, Transport, group_of, verify
 
 
 def all_reduce(
@@ -59,9 +55,9 @@ def all_reduce(
         tensor: of the same shape and dtype on every rank.
         op: `ReduceOp.SUM` or `ReduceOp.AVG`.
         group: the process group; by default all ranks.
-        async_op: return a handle; the tensor is to be left alone until its `wait()`. The same on all ranks.
-        error: of `error_like(tensor)`; what quantizing this rank's part of the sum cut off the last time. It is added
-            to the sum, and replaced ("error feedback" of the second quantization alone).
+        async_op: return a handle; leave the tensor alone until its `wait()`. The same on all ranks.
+        error: made by `error_like(tensor)`; holds what the last call's quantization of this rank's part of the sum cut
+            off. It is added to the sum, and replaced ("error feedback" of the second quantization alone).
 
     Returns:
         A handle if `async_op`, else None; None too on a rank that is not in the group.
@@ -70,12 +66,12 @@ def all_reduce(
         ConfigError: for another operation, dtype or kind of tensor.
         CommError: if ranks fail or stay away.
     """
-    hosts, detail = hierarchy_of(group), ""
+    detail = ""
     if error is not None and dist.get_world_size(group) > 0:  # else this rank is not in the group
         _check_error(error, tensor, group)
         detail = "with error feedback"
-    body = partial(exchange.reduce_hosts if hosts else exchange.reduce_all, error=error)
-    return _run("all_reduce", tensor, tensor, op, group, async_op, body, hosts, detail, error=error)
+    body = partial(exchange.all_reduce, error=error)
+    return _run("all_reduce", tensor, tensor, op, group, async_op, body, detail, error=error)
 
 
 def error_like(tensor: Tensor, group: Any = None) -> Tensor:
@@ -83,10 +79,14 @@ def error_like(tensor: Tensor, group: Any = None) -> Tensor:
     return torch.zeros(_part_of(tensor, group), dtype=torch.float32, device=tensor.device)
 
 
-def _part_of(tensor: Tensor, group: Any) -> int:
-    """Return the elements of a rank's part, filled up to whole blocks."""
-    world = dist.get_world_size(group)
-    return exchange.flat(tensor, world).per * BLOCK if world > 0 else 0
+def feeds_back(error_feedback: str) -> bool:
+    """Return whether the option `error_feedback` is on, or raise ConfigError."""
+    if error_feedback not in ("none", "shard"):
+        raise ConfigError(
+            f'error_feedback must be "none" or "shard", got "{error_feedback}".'
+            f"{did_you_mean(error_feedback, ('none', 'shard'))}"
+        )
+    return error_feedback == "shard"
 
 
 def reduce_scatter_tensor(
@@ -108,28 +108,22 @@ def reduce_scatter_beside(
     output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool, background: bool = True
 ) -> dist.Work | None:
     """As `reduce_scatter_tensor`, on a stream beside whose kernels others are to run."""
-    _refuse_blocks("reduce_scatter_tensor", output, input)
-    body = exchange.reduce_scatter
-    return _run(
-        "reduce_scatter_tensor", output, input, op, group, async_op, body, background=background
-    )
+    name, body = "reduce_scatter_tensor", exchange.reduce_scatter
+    _refuse_blocks(name, output, input)
+    return _run(name, output, input, op, group, async_op, body, background=background)
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
     """Join the tensors of all ranks, in order; arguments, results and errors are those of `all_reduce`."""
-    _refuse_blocks("all_gather_into_tensor", output_tensor, input_tensor)
-    sum_ = dist.ReduceOp.SUM
-    return _run(
-        "all_gather_into_tensor",
-        output_tensor,
-        input_tensor,
-        sum_,
-        group,
-        async_op,
-        exchange.gather,
-    )
+
+    def body(output: Tensor, input: Tensor, divisor: int, way: Transport) -> Sent:
+        return exchange.gather(output, input, way)
+
+    name, op = "all_gather_into_tensor", dist.ReduceOp.SUM
+    _refuse_blocks(name, output_tensor, input_tensor)
+    return _run(name, output_tensor, input_tensor, op, group, async_op, body)
 
 
 def broadcast(
@@ -141,25 +135,18 @@ def broadcast(
 ) -> dist.Work | None:
     """Copy a rank's tensor to all, rounded to E4M3 blocks on that rank too.
 
-    `src` is its number among all ranks, `group_src` in the group; one of them is given.
+    Exactly one of `src`, its number among all ranks, and `group_src`, its number in the group, is given.
 
-    Arguments, results and errors are those of `all_reduce`.
+    Other arguments, results and errors are those of `all_reduce`.
     """
     source = _source_of(src, group_src, group)
 
-    def body(output: Tensor, input: Tensor, average: bool, way: Transport) -> Sent:
-        layout, sends = exchange.flat(input, 1), way.rank == source
-        if sends:
-            chunk = exchange.pack(input, layout)
-        else:
-            chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
-        way.broadcast(chunk, source)
-        exchange.unpack(chunk, output, layout)
-        return Sent(sends * chunk.nbytes, layout.blocks, lambda: scales_of(chunk, layout.per))
+    def body(output: Tensor, input: Tensor, divisor: int, way: Transport) -> Sent:
+        return exchange.broadcast(output, input, source, way)
 
-    told = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
-    sum_ = dist.ReduceOp.SUM
-    return _run("broadcast", tensor, tensor, sum_, group, async_op, body, detail=told)
+    detail = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
+    op = dist.ReduceOp.SUM
+    return _run("broadcast", tensor, tensor, op, group, async_op, body, detail)
 
 
 def _source_of(src: int | None, group_src: int | None, group: Any) -> int:
@@ -179,13 +166,12 @@ def _source_of(src: int | None, group_src: int | None, group: Any) -> int:
     return group_src
 
 
+# torch's names since 2.13
 reduce_scatter_single = reduce_scatter_tensor
 all_gather_single = all_gather_into_tensor
 
 
-# --- around every collective
-
-Body = Callable[..., Sent]  # of output, input, average, transports
+# --- what all collectives do
 
 
 def _run(
@@ -195,13 +181,12 @@ def _run(
     op: Any,
     group: Any,
     async_op: bool,
-    body: Body,
-    more: tuple[Any, ...] = (),  # groups
+    body: Callable[..., Sent],  # of output, input, divisor and transport
     detail: str = "",  # that ranks have to agree on
     background: bool = False,  # which `async_op` implies
-    error: Tensor | None = None,  # that `body` uses
+    error: Tensor | None = None,  # that `body` writes to
 ) -> dist.Work | None:
-    """Check the arguments and run a collective."""
+    """Check the arguments and run a collective, now or in the background."""
     group = group_of(group)
     if group is None:
         warnings.warn(
@@ -212,34 +197,36 @@ def _run(
     world = group.size()
     _check(name, output, input, op, world)
     what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
-    average = op == dist.ReduceOp.AVG
 
     def tell() -> str:
-        how = "in the background" if async_op else "waiting"
-        how += f", by way of hosts of {more[0].size()}" if more else ""
-        way = f"transport {transport_of(group)}, crossover {crossover_of(group)}"
-        return f"{what} into {output.numel()}, {op}, {type(input).__name__}, {how}, {way}"
+        hosts = exchange.gpus_per_host_of(group)
+        return (
+            f"{what} into {output.numel()}, {op}, {type(input).__name__}, async_op={async_op}, "
+            f"transport {transport_of(group)}, gpus_per_host {hosts}"
+        )
 
     verify(tell, group)
     if world == 1 or not input.numel():
         if output is not input:
             output.detach().copy_(input.detach().reshape(output.shape))
         return Done([output]) if async_op else None
-    groups = (group, *more)
+    way = Transport(group, what, background or async_op)
+    divisor = world if op == dist.ReduceOp.AVG else 1
 
-    def run(*over: Any) -> None:
-        # autograd has nothing to do with it, as in torch.distributed
+    def run() -> None:
+        # detached: as in torch.distributed, autograd does not see what happens
         given, taken = input.detach().contiguous(), output.detach()
         dense = isinstance(taken, BlockScaledTensor) or taken.is_contiguous()
         place = taken if dense else torch.empty_like(taken, memory_format=torch.contiguous_format)
-        beside = background or async_op
-        ways = [Transport(g, what, o, beside) for g, o in zip(groups, over, strict=True)]
-        observe(name, place.device, lambda: body(place, given, average, *ways))
+        observe(name, place.device, lambda: body(place, given, divisor, way))
         if not dense:
             taken.copy_(place)
 
+    if not async_op:
+        run()
+        return None
     tensors = [output, input] if error is None else [output, input, error]
-    return start(run, groups, tensors, async_op)
+    return _run_beside(run, tensors)
 
 
 def _refuse_blocks(name: str, *tensors: Tensor) -> None:
@@ -247,6 +234,12 @@ def _refuse_blocks(name: str, *tensors: Tensor) -> None:
         raise ConfigError(
             f"{name} takes ordinary tensors; blocks of a BlockScaledTensor would be cut. Use its dequantize()."
         )
+
+
+def _part_of(tensor: Tensor, group: Any) -> int:
+    """Return the elements of a rank's part, filled up to whole blocks."""
+    world = dist.get_world_size(group)
+    return exchange.flat(tensor, world).per * BLOCK if world > 0 else 0
 
 
 def _check_error(error: Tensor, tensor: Tensor, group: Any) -> None:
@@ -259,15 +252,13 @@ def _check_error(error: Tensor, tensor: Tensor, group: Any) -> None:
         )
 
 
-def _lies_dense(tensor: BlockScaledTensor) -> bool:
-    return tensor.codes.is_contiguous() and tensor.scale.is_contiguous()
-
-
 def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> None:
     for tensor in (output,) if output is input else (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
-        if isinstance(tensor, BlockScaledTensor) and not _lies_dense(tensor):
+        if isinstance(tensor, BlockScaledTensor) and not (
+            tensor.codes.is_contiguous() and tensor.scale.is_contiguous()
+        ):
             raise ConfigError(
                 f"{name} got a BlockScaledTensor whose codes or scales are not contiguous; quantize it anew."
             )
@@ -293,3 +284,72 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
             f"{name} over {world} ranks got an output of {output.numel()} elements and an input of {input.numel()}; "
             f"the larger must have {world} times the elements of the smaller."
         )
+
+
+# --- handles
+
+
+class Done(dist.Work):
+    """The handle of a collective that is done."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Wait, as NCCL's handles do."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        devices = {t.device for t in self._tensors if t.is_cuda}
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[*devices])
+        future.set_result(self._tensors)
+        return future
+
+
+class StreamWork(Done):
+    """The handle of a collective that runs on a stream of the GPU; it is made while that stream is the current one."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__(tensors)
+        self._event = torch.cuda.current_stream(self._tensors[0].device).record_event()
+        self._future = super().get_future()  # which remembers what the stream has yet to do
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait; the process group's own timeout is in force, not `timeout`."""
+        torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+
+def _run_beside(run: Callable[[], None], tensors: Sequence[Tensor]) -> Done:
+    """Run a collective on the GPU's stream for that, or at once on a CPU; return its handle."""
+    device = tensors[0].device
+    if device.type != "cuda":
+        run()
+        return Done(tensors)
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        run()
+        work = StreamWork(tensors)
+    for tensor in tensors:
+        for part in tensor.parts() if isinstance(tensor, BlockScaledTensor) else (tensor,):
+            part.record_stream(stream)
+    return work
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

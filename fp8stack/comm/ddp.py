@@ -1,11 +1,11 @@
 """FP8 on the wire of torch's own DistributedDataParallel: a communication hook.
 
-Each bucket of gradients is averaged by `all_reduce` and handed back in its own dtype, so nothing else changes: buckets,
-`no_sync`, unused parameters and static graphs are DDP's. What DDP holds is not smaller either; gradients that live in
-FP8 need a reducer of their own.
+`all_reduce` averages each bucket of gradients, which then goes back to DDP in its own dtype. Nothing else changes:
+buckets, `no_sync`, unused parameters and static graphs are DDP's, and so is the memory that it takes. For gradients
+that live in FP8 there is `DataParallel`.
 
-On a GPU all of a bucket is enqueued on one stream by the thread that DDP calls the hook in, so the order of collectives
-is the order of buckets on every rank; nothing is started from a callback of a future.
+On a GPU, the thread in which DDP calls the hook enqueues all of a bucket on one stream. So collectives have the order
+of buckets, which is the same on every rank; no collective is launched from a callback of a future.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the classes themselves.
@@ -19,17 +19,16 @@ from torch import nn
 
 from fp8stack.errors import ConfigError
 
-from .checks import feeds_back
-from .collectives import all_reduce, error_like
+from .collectives import all_reduce, error_like, feeds_back
 
 
 @dataclass
 class Fp8CommState:
-    """What the hook needs to know.
+    """The options of the hook, and the errors that it feeds back.
 
     Attributes:
         process_group: the group of the model's replicas; None: all ranks.
-        min_bytes: buckets of fewer bytes are averaged as they are, in their own dtype.
+        min_bytes: buckets of fewer bytes are averaged by torch, in their own dtype.
         error_feedback: "shard" adds to each mean what quantizing the last one cut off, see `DataParallel`.
     """
 
@@ -42,7 +41,7 @@ class Fp8CommState:
         self._errors: dict[tuple[int, int], torch.Tensor] = {}
 
     def error_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor | None:
-        """Return the error of a bucket, which begins anew where the bucket is of another size than it was."""
+        """Return the error of a bucket; it starts from zero again if DDP gave the bucket another size."""
         if not self._feeds_back:
             return None
         key = index, gradients.numel()

@@ -1,12 +1,12 @@
 """FP8 on the wire of FSDP2: its reduce-scatter of gradients, its all-gather of weights, and HSDP's mean over replicas.
 
-Gradients are quantized once, added up in float32, and each rank's part of the sum is rounded to the reduce dtype of the
-mixed-precision policy, not to FP8: the best ratio of bytes to error that there is (1.03 bytes an element where float32
-takes 4). Weights are gathered as FSDP2 does it, or those of FP8 layers as E4M3 blocks (`weights.py`).
+Gradients are quantized once and added up in float32. Each rank's part of the sum is rounded to the reduce dtype of the
+mixed-precision policy, not to FP8: 1.03 bytes an element where float32 takes 4, for one rounding. Weights are gathered
+by FSDP2's own all-gather, or those of FP8 layers as E4M3 blocks (`fp8_all_gather.py`).
 
-HSDP: FSDP2 averages over the replicas of a 2-D mesh with a plain all-reduce that nothing can replace (its hook comes
-after it). So the model is sharded over the 1-D mesh of its shards, and the hook, which then is all there is, averages
-over the replicas in FP8: two quantizations more.
+HSDP: on a 2-D mesh, FSDP2 averages over replicas by a plain all-reduce that cannot be replaced; it calls the hook that
+it has for this only afterwards. So the model is sharded over the 1-D mesh of its shards instead. FSDP2 then has no
+all-reduce of its own, and the hook averages over the replicas in FP8, which quantizes twice more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
 from .collectives import all_reduce, reduce_scatter_beside
-from .weights import Allocates, Fp8AllGather
+from .fp8_all_gather import Allocates, Fp8AllGather
 
 _FP8_LAYERS = {"Fp8Linear", "TeLinear"}  # by name: `nn` and `comm` do not import each other
 

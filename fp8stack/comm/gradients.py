@@ -1,9 +1,9 @@
 """O1 on one device: each gradient becomes a block-scaled FP8 tensor as soon as it is ready.
 
 A post-accumulate-grad hook on each parameter replaces the fresh `p.grad` by its E4M3 blocks, so in eager mode at most
-one gradient exists in full precision at any time (a compiled backward returns all of its gradients at once). A second
-micro-batch is added by autograd itself, through the tensor's own `add_`, which keeps a residual so that nothing is
-swamped (`kernels/reference/gradient.py`).
+one gradient exists in full precision at any time (a compiled backward returns all of its gradients at once). Autograd
+itself adds a second micro-batch, through the tensor's own `add_`, which keeps a residual so that small addends are not
+lost (`kernels/reference/gradient.py`).
 """
 
 from __future__ import annotations

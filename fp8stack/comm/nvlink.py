@@ -1,11 +1,11 @@
-"""How bytes get from GPU to GPU of one host: one kernel that writes into the other ranks' memory.
+"""Sums over the GPUs of one host: one kernel that writes over NVLink into the other ranks' memory.
 
-`kernels/two_shot.py` does the work, over torch's symmetric memory: each rank maps a workspace of every other. All that
-knows of symmetric memory is here, since torch keeps it private. Multicast is not used.
+`kernels/two_shot.py` is the kernel. It works in torch's symmetric memory: each rank maps a workspace of every other.
+torch keeps its symmetric memory private, so all code that depends on it is in this file. Multicast is not used.
 
-A group uses it if every rank can: 2 to 8 of them on one host, each with a GPU whose memory the others can reach, and
-the mapping succeeds on all. They agree on that at the group's first collective, and if one cannot, all use the process
-group's own collectives; whoever could not says why in a warning, once. `set_transport` decides otherwise.
+A group uses the kernel if every rank can: 2 to 8 ranks on one host, each with a GPU that can reach the memory of the
+others, where the mapping succeeds on all. The ranks agree on that at the group's first sum. If one of them cannot, all
+use the process group's own collectives, and that rank warns with the reason, once. `set_transport` decides otherwise.
 """
 
 from __future__ import annotations
@@ -25,30 +25,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, did_you_mean, first_line
+from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 
-from .checks import group_of
-from .transport import Transport, all_gather, blamed
+from .transport import Transport, all_gather, failures_named, group_of
 
 _TRANSPORTS = ("auto", "nvlink", "collective")
-# programs beside other kernels: four to a multiprocessor where there is little room
-BACKGROUND = 96
-_FAR = "its ranks are on several hosts"
+BACKGROUND = 96  # programs when other kernels run at the same time, which this leaves room for
 _LINE = 512  # bytes that ranks exchange to agree
 _REMEMBERED = 1024  # calls whose names an error can give
-_GROUPS: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
+_GROUPS: weakref.WeakKeyDictionary[Any, _Choice] = weakref.WeakKeyDictionary()
 
 
 @dataclass
-class _Known:
-    """What is known of a group."""
+class _Choice:
+    """How the sums of a group move bytes."""
 
-    transport: str = "auto"
-    link: Link | str | None = None  # a reason why there is none; None if nobody asked yet
+    transport: str = "auto"  # see set_transport
+    link: Link | str | None = None  # or the reason why there is none; None before the first sum
 
 
 def set_transport(transport: str, group: Any = None) -> None:
-    """Choose how sums over a group move bytes between GPUs; all of its ranks must choose alike.
+    """Choose how sums over a group move bytes between GPUs; all of its ranks must make the same choice.
 
     Args:
         transport: "auto", "nvlink" (one kernel that writes into the other GPUs' memory; the group's next all_reduce or
@@ -65,25 +63,28 @@ def set_transport(transport: str, group: Any = None) -> None:
         )
     group = group_of(group)
     if group is not None:
-        _known(group).transport = transport
+        _choice_of(group).transport = transport
 
 
 def link_of(group: Any, device: torch.device) -> Link | None:
-    """Return the workspaces that the ranks of `group` share; None where its own collectives are to be used.
+    """Return the workspaces that the ranks of `group` share, or None if they use the group's own collectives.
 
     Raises:
-        CommError: if NVLink was asked for and cannot be used, or the group's ranks use it on another device.
+        CommError: if NVLink was asked for and cannot be used, or the group uses it on another device.
     """
-    known = _known(group)
+    known = _choice_of(group)
     if known.transport == "collective":
         return None
     if device.type != "cuda":
-        return _refuse(known, f"the tensors are on {device.type}")
+        _refuse(known, f"the tensors are on {device.type}")
+        return None
     if known.link is None:
         if torch.cuda.is_current_stream_capturing():
-            return _refuse(
-                known, "the ranks have to talk first, and cannot while a CUDA graph is captured"
+            _refuse(
+                known,
+                "the ranks have to agree on it first, and cannot while a CUDA graph is captured",
             )
+            return None
         known.link, mine = _connect(group, device)
         if mine:
             warnings.warn(
@@ -92,7 +93,8 @@ def link_of(group: Any, device: torch.device) -> Link | None:
                 stacklevel=2,
             )
     if isinstance(known.link, str):
-        return _refuse(known, known.link)
+        _refuse(known, known.link)
+        return None
     if known.link.device != device:
         raise CommError(
             f"a tensor is on {device}, and the workspace of its group on {known.link.device}. Use one device a rank, "
@@ -101,28 +103,21 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     return known.link
 
 
-def is_without_link(group: Any) -> bool:
-    """Did the ranks of a group find that they are on one host, and cannot use NVLink?"""
-    known = _known(group)
-    return known.transport == "auto" and isinstance(known.link, str) and known.link != _FAR
-
-
 def transport_of(group: Any) -> str:
     """Return what `set_transport` chose."""
-    return _known(group).transport
+    return _choice_of(group).transport
 
 
-def _known(group: Any) -> _Known:
-    return _GROUPS.get(group) or _GROUPS.setdefault(group, _Known())
+def _choice_of(group: Any) -> _Choice:
+    return _GROUPS.get(group) or _GROUPS.setdefault(group, _Choice())
 
 
-def _refuse(known: _Known, reason: str) -> Link | None:
-    """Return None, unless there has to be a link."""
+def _refuse(known: _Choice, reason: str) -> None:
+    """Raise CommError if the group has to use NVLink."""
     if known.transport == "nvlink":
         raise CommError(
             f'set_transport("nvlink") cannot be followed: {reason}. Use "auto" or "collective".'
         )
-    return None
 
 
 class Link:
@@ -131,13 +126,13 @@ class Link:
     Args:
         group: the process group.
         memory: this rank's workspace.
-        addresses: of every rank's.
+        addresses: of the workspaces of all ranks.
+        keep: an object that keeps them mapped.
     """
 
     def __init__(self, group: Any, memory: Tensor, addresses: list[int], keep: Any) -> None:
-        from fp8stack.kernels import two_shot, workspace
-
-        self._kernels, self._keep = two_shot, (memory, keep)
+        self._kernels, workspace = ops.two_shot_kernels()
+        self._keep = memory, keep
         self.ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         self.world, self.device = len(self.ranks), memory.device
         self._timeout = group._get_backend(memory.device).options._timeout.total_seconds()
@@ -146,7 +141,7 @@ class Link:
         missing = torch.zeros(self.world, dtype=torch.int32, pin_memory=True)
         self._space = workspace.Workspace(peers, steps, missing, rank)
         self._background = self._space._replace(programs=BACKGROUND)
-        # looked at before each call, without what indexing a tensor takes
+        # Each call looks at these numbers first; reading the tensor itself would take longer.
         self._missing = (ctypes.c_int32 * self.world).from_address(missing.data_ptr())
         self._calls: OrderedDict[int, Any] = OrderedDict()
         self._call = 0
@@ -197,13 +192,15 @@ class Link:
         )
 
 
-_last: dict[
-    torch.device, tuple[int, torch.cuda.Stream]
-] = {}  # the stream of each GPU's last call, and its handle
+# The stream of the last call on each GPU, behind its handle.
+_last: dict[torch.device, tuple[int, torch.cuda.Stream]] = {}
 
 
 def _follow(device: torch.device) -> None:
-    """Run behind the last launch on a GPU if that was on another stream: launches share memory, and fill the GPU."""
+    """Make the current stream wait for the last launch on this GPU if that was on another stream.
+
+    Launches share the workspace, and each fills the GPU, so two at once would wait for each other's ranks for ever.
+    """
     handle = torch._C._cuda_getCurrentRawStream(device.index)
     known = _last.get(device)
     if known is not None and known[0] == handle:
@@ -222,9 +219,9 @@ def _follow(device: torch.device) -> None:
 
 
 def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
-    """Make a link, or return why there is none and what this rank has to do with that; all ranks together.
+    """Return a link or the reason why there is none, and this rank's own obstacle if it has one; all ranks together.
 
-    In three steps, after each of which the ranks tell each other whether it went well, so that none goes on alone.
+    There are three steps. After each, the ranks tell each other whether it went well, so that none goes on alone.
     """
     made: Any = None
     mine, ranks = "", dist.get_process_group_ranks(group)
@@ -232,31 +229,30 @@ def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
     for step in (_look, _allocate, _map):
         try:
             made = step(group, device, made)
-        except Exception as error:  # whatever it is, the others must hear of it
+        except Exception as error:  # of any kind: the other ranks wait to hear of it
             mine = first_line(error) or type(error).__name__
         said = [line.split("|", 1) for line in _exchange(f"{here}|{mine}", group, device)]
         if len({there.split()[0] for there, _ in said}) > 1:
-            return _FAR, ""
+            return "its ranks are on several hosts", ""
         for rank, (_, obstacle) in zip(ranks, said, strict=True):
             if obstacle:
                 return f"rank {rank} says: {obstacle}", mine
         if len({there for there, _ in said}) > 1:
-            reason = "its ranks have mapped memory of different numbers of groups before"
+            reason = "its ranks have each mapped the memory of a different number of groups before"
             return reason, reason
     assert isinstance(made, Link)
     return made, ""
 
 
-_mapped = 0  # groups whose memory this process mapped: torch's rendezvous must count the same on all ranks
+_mapped = 0  # groups whose memory this process mapped; torch's rendezvous hangs unless all ranks have the same count
 
 
 def _look(group: Any, device: torch.device, _: Any) -> None:
-    """Raise CommError if this rank cannot, as far as it can tell alone."""
-    from fp8stack.kernels.workspace import MOST_RANKS
-
+    """Raise CommError if this rank can tell by itself that it cannot take part."""
+    most = ops.two_shot_kernels()[1].MOST_RANKS
     world, devices = dist.get_world_size(group), torch.cuda.device_count()
-    if world > MOST_RANKS:
-        raise CommError(f"{world} ranks are more than {MOST_RANKS}")
+    if world > most:
+        raise CommError(f"{world} ranks are more than {most}")
     others = [i for i in range(devices) if i != device.index]
     reached = [torch.cuda.can_device_access_peer(device, i) for i in others]
     if devices >= world and sum(reached) < world - 1:
@@ -267,13 +263,11 @@ def _allocate(group: Any, device: torch.device, _: Any) -> Tensor:
     """Return a workspace."""
     import torch.distributed._symmetric_memory as symmetric
 
-    from fp8stack.kernels import workspace
-
     with warnings.catch_warnings(), contextlib.suppress(AttributeError):
         warnings.simplefilter("ignore")
-        # older torch needs it, newer deprecates it
+        # older torch needs this call, newer torch deprecates it
         symmetric.enable_symm_mem_for_group(group.group_name)
-    nbytes = workspace.bytes_of(dist.get_world_size(group))
+    nbytes = ops.two_shot_kernels()[1].bytes_of(dist.get_world_size(group))
     return symmetric.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
@@ -291,16 +285,16 @@ def _map(group: Any, device: torch.device, memory: Tensor) -> Link:
 
 
 def _exchange(line: str, group: Any, device: torch.device) -> list[str]:
-    """Return what every rank says; all must say something."""
+    """Return the lines of all ranks, each of which gives one."""
     mine = torch.tensor(list(line.encode()[:_LINE].ljust(_LINE)), dtype=torch.uint8, device=device)
     whole = mine.new_empty((dist.get_world_size(group), _LINE))
-    with blamed("agreement on a transport", group):
+    with failures_named("agreement on a transport", group):
         all_gather(whole.view(-1), mine, group=group)
     return [bytes(row).decode(errors="replace").rstrip() for row in whole.tolist()]
 
 
 def _host() -> str:
-    """Return what tells hosts apart."""
+    """Return a name that differs between hosts."""
     try:  # the same in all containers of a host
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

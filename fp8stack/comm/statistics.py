@@ -1,8 +1,8 @@
-"""What collectives send, how long it takes, and what of it is not finite.
+"""Statistics: how many bytes collectives send, how long they take, and how many of their results are not finite.
 
-Nothing is counted unless a `Statistics` is open, and then without waiting for the device: blocks that are not finite
-(their scale is NaN) are added up on it, time is taken by its events, and both are read by `collect`. Saturation is not
-counted because there is none: a block's scale is made from its own largest magnitude.
+Nothing is counted unless a `Statistics` is open, and counting never waits for the device. Blocks that are not finite
+(their scale is NaN) are added up on the device, and its events take the time; `collect` reads both. Saturation is not
+counted because there is none: the scale of a block is made from its own largest magnitude.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Sent(NamedTuple):
     """What one collective did."""
 
     nbytes: int  # sent by this rank
-    blocks: int  # of the result
-    scales: Callable[[], Tensor]  # of the result, or what else is NaN where a block is not finite
+    scales: Callable[
+        [], Tensor
+    ]  # an element for each block of the result, NaN where the block is not finite
 
 
 class Statistics:
@@ -32,8 +33,8 @@ class Statistics:
                 print(statistics.collect())  # of this step: {"all_reduce": {"calls": 12, "bytes": ...}, ...}
 
     `DataParallel`'s buckets are called "bucket". The keys are `calls`; `bytes` that this rank sent; `seconds` that its
-    device took, waiting for other ranks included; `blocks` of 128 of the results, and how many of those are
-    `non_finite`.
+    device took, waiting for other ranks included; `blocks` of 128 in the results; and `non_finite`, how many of those
+    blocks are not finite.
     """
 
     def __init__(self) -> None:
@@ -54,7 +55,9 @@ class Statistics:
             row = result.setdefault(name, dict.fromkeys(_KEYS, 0))
             row["calls"] += 1
             row["bytes"] += nbytes
-            row["seconds"] += seconds()  # waits for the call, and so for what it counted
+            row["seconds"] += (
+                seconds()
+            )  # waits for the collective, and so for its count of bad blocks
             row["blocks"] += blocks
             row["non_finite"] += int(bad)
         return result
@@ -80,9 +83,10 @@ def observe(name: str, device: torch.device, body: Callable[[], Sent]) -> None:
         sent = body()
         took = time.perf_counter() - began
         seconds = lambda: took  # noqa: E731
-    bad = sent.scales().isnan().sum()  # not the scales, which would be kept until `collect`
+    scales = sent.scales()
+    bad = scales.isnan().sum()  # a count is kept until `collect`, not the scales
     for statistics in list(_OPEN):
-        statistics._calls.append((name, sent.nbytes, sent.blocks, bad, seconds))
+        statistics._calls.append((name, sent.nbytes, scales.numel(), bad, seconds))
 
 
 def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> Callable[[], float]:

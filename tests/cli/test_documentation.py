@@ -40,7 +40,7 @@ def lines(text):
 
 
 def test_commands_print_what_is_shown(there, capsys):
-    assert {command.split()[0] for command in SHOWN} == {"plan", "inspect", "comm-model"}
+    assert {command.split()[0] for command in SHOWN} == {"plan", "inspect"}
     for command, shown in SHOWN.items():
         assert main(shlex.split(command)) == 0
         printed = lines(capsys.readouterr().out)

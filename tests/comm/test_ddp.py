@@ -1,32 +1,243 @@
-"""The hooks of stock DistributedDataParallel and FSDP2, between real processes."""
+"""FP8 on the wire of stock DistributedDataParallel and FSDP2, and O1's gradients in them, between real processes."""
 
 import pytest
-from helpers import need_gpus
-from ranks import start_ranks
+import torch
+import torch.distributed as dist
+from helpers import TinyLM, TinyLMWithUnused, assert_same_bits, batch, need_gpus
+from ranks import assert_equal_everywhere, own_device, run_ranks, train_part
 from torch import nn
-from workers_ddp import check_hook, check_shards
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+import fp8stack
 from fp8stack import comm
 from fp8stack.errors import ConfigError
 
-BOTH = pytest.mark.parametrize("check", [check_hook, check_shards], ids=["DDP", "FSDP2"])
+MODES = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "small buckets": {"bucket_cap_mb": 0.05},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+def check_all(rank):
+    world, device = dist.get_world_size(), own_device()
+    for dtype in (torch.float32, torch.bfloat16):
+        for mode in MODES:
+            check_gradients(rank, world, device, mode, dtype)
+    check_small_buckets_go_as_they_are(rank, world, device)
+    check_one_bad_rank_stops_all(rank, world, device)
+    check_errors_are_fed_back(rank, world, device)
+    for level in (None, "O1", "O2") if world == 2 or device.type == "cuda" else ("O2",):
+        check_training(rank, world, device, level)
+    if world == 2 and device.type == "cpu":
+        check_without_the_hook(rank)
+    check_shards(rank, world, device)
 
 
 @pytest.mark.slow
-@BOTH
 @pytest.mark.parametrize("world", [2, 3])
-def test_hooks_over_gloo(check, world, tmp_path):
-    start_ranks(check, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+def test_over_gloo(world):
+    run_ranks(check_all, world)
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus
-@BOTH
-def test_hooks_over_nccl(check, tmp_path):
+def test_over_nccl():
     need_gpus(2)
-    start_ranks(check, (2, str(tmp_path / "s"), "cuda"), nprocs=2)
+    run_ranks(check_all, 2, device="cuda")
 
 
 def test_other_models_are_refused():
     with pytest.raises(ConfigError, match="DistributedDataParallel, got Linear"):
         comm.register_fp8_hook(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r'got "shards"\. Did you mean "shard"'):
+        comm.Fp8CommState(error_feedback="shards")
+    with pytest.raises(ConfigError, match="no module sharded by fully_shard in TinyLM"):
+        comm.register_fp8_reduce_scatter(TinyLM())
+
+
+# --- the hook of DDP
+
+
+def make(device, mode, level=None, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = (TinyLMWithUnused() if mode == "unused" else TinyLM()).to(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if level is not None:
+        model, optimizer = fp8stack.initialize(model, optimizer, level, compute="bf16")
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, **MODES[mode]), optimizer
+
+
+def check_gradients(rank, world, device, mode, dtype):
+    gradients = {}
+    for hooked in (False, True):
+        model, _ = make(device, mode, dtype=dtype)
+        if hooked and mode == "views":
+            model.register_comm_hook(None, comm.fp8_compress_hook)
+        elif hooked:
+            comm.register_fp8_hook(model)
+        for step in range(4):  # buckets are built anew after the first
+            model.zero_grad()
+            if step == 3 and mode != "static":
+                with model.no_sync():
+                    model(*batch(100 + rank, device)).backward()
+            model(*batch(10 * step + rank, device)).backward()
+        gradients[hooked] = [p.grad for p in model.parameters()]
+    for given in gradients[True]:
+        assert given.dtype is dtype
+        assert_equal_everywhere(given)
+    exact, given = (torch.cat([g.flatten().double() for g in gradients[h]]) for h in (False, True))
+    noise = (given - exact).square().sum()
+    assert 0 < noise <= exact.square().sum() * 10 ** -(2.7 if dtype is torch.float32 else 2.6)
+
+
+def check_small_buckets_go_as_they_are(rank, world, device):
+    gradients = {}
+    for min_bytes in (None, 10**9):
+        model, _ = make(device, "plain")
+        if min_bytes:
+            comm.register_fp8_hook(model, min_bytes)
+        model(*batch(rank, device)).backward()
+        gradients[min_bytes] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert torch.allclose(*gradients.values(), rtol=1e-6, atol=1e-9)
+
+
+def check_one_bad_rank_stops_all(rank, world, device):
+    """A gradient that is not finite on one rank is not on any, and O2's step is skipped by all."""
+    model, optimizer = make(device, "plain", "O2")
+    comm.register_fp8_hook(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = model(*batch(rank, device))
+    (loss * (torch.inf if rank == 0 else 1.0)).backward()
+    optimizer.step()
+    for p, same in zip(model.parameters(), before, strict=True):
+        assert_same_bits(p.detach(), same)
+
+
+def check_errors_are_fed_back(rank, world, device):
+    """The mean over many equal steps nears the exact one, by the hook and in FP8-resident gradients."""
+    exact, _ = make(device, "plain")
+    exact(*batch(rank, device)).backward()
+    exact = torch.cat([p.grad.flatten().double() for p in exact.parameters()])
+    for resident in (False, True):
+        errors = {}
+        for feedback in ("none", "shard"):
+            model, _ = make(device, "plain")
+            if resident:
+                model = comm.DataParallel(model.module, error_feedback=feedback)
+            else:
+                comm.register_fp8_hook(model, error_feedback=feedback)
+            total = 0.0
+            for step in range(13):
+                model.zero_grad()
+                model(*batch(rank, device)).backward()
+                if step:  # DDP builds its buckets anew after the first
+                    total += torch.cat(
+                        [(p.grad + 0).flatten().double() for p in model.parameters()]
+                    )
+            errors[feedback] = (total / 12 - exact).norm()
+            assert_equal_everywhere(total)
+        # the first quantization, of each rank, is the same every time and stays
+        assert errors["shard"] < 0.9 * errors["none"], errors
+
+
+def check_training(rank, world, device, level):
+    losses = {}
+    for hooked in (False, True):
+        model, optimizer = make(device, "plain", level)
+        if hooked:
+            comm.register_fp8_hook(model)
+        losses[hooked] = train_part(model, optimizer, rank, world, device)
+        for p in model.parameters():
+            assert_equal_everywhere(p.detach())
+    for sums in losses.values():
+        dist.all_reduce(sums)
+    assert losses[True][-1] < 0.5 * losses[True][0]
+    assert torch.allclose(losses[True], losses[False], rtol=0.05)
+
+
+# --- FSDP2
+
+
+def check_shards(rank, world, device):
+    """Gradients of FSDP2's shards are the mean to 30 dB, whatever is reduced in, and training goes on as without."""
+    mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
+    for reduce_dtype in (None, torch.float32, torch.bfloat16):
+        for factor in (None, 3.0):
+            check_sharded_gradients(rank, world, device, mesh, reduce_dtype, factor)
+    losses = {}
+    for hooked in (False, True):
+        model = shard(device, mesh, None, hooked)
+        optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
+        losses[hooked] = train_part(model, optimizer, rank, world, device)
+    assert losses[True][-1] < 0.5 * losses[True][0]
+    assert torch.allclose(losses[True], losses[False], rtol=0.06)
+
+
+def shard(device, mesh, reduce_dtype, hooked):
+    torch.manual_seed(0)
+    model = TinyLM().to(device)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)][:1]
+    for name in names:
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if hooked:
+        assert comm.register_fp8_reduce_scatter(model) == ["", *names]
+    return model
+
+
+def check_sharded_gradients(rank, world, device, mesh, reduce_dtype, factor):
+    gradients = {}
+    for hooked in (False, True):
+        model = shard(device, mesh, reduce_dtype, hooked)
+        if factor is not None:
+            for module in model.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(factor)
+                    module.set_force_sum_reduction_for_comms(True)  # gloo needs it
+        for step in range(2):  # accumulates
+            model(*batch(10 * step + rank, device)).backward()
+        gradients[hooked] = torch.cat(
+            [p.grad.full_tensor().flatten().double() for p in model.parameters()]
+        )
+    noise = (gradients[True] - gradients[False]).square().sum()
+    assert 0 < noise <= gradients[False].square().sum() * 1e-3
+
+
+# --- O1's gradients in stock DDP
+
+
+def check_without_the_hook(rank):
+    """Stock DDP reduces in full precision the gradients that O1 has rounded; its ranks must not drift apart."""
+    losses = {level: train_stock(rank, level) for level in ("baseline", "O1", "O2")}
+    for level in ("O1", "O2"):
+        assert losses[level][-1] < 0.2 * losses[level][0]
+        assert abs(losses[level][-1] - losses["baseline"][-1]) < 0.01 * losses["baseline"][0]
+
+
+def train_stock(rank, level):
+    """Train under DDP without a hook of ours, compare the weights of all ranks, and return the losses."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    if level != "baseline":
+        model, optimizer = fp8stack.initialize(model, optimizer, level)
+    parallel = DistributedDataParallel(model)
+    losses = []
+    for step in range(20):
+        optimizer.zero_grad()
+        if step % 5 == 3:
+            with parallel.no_sync():
+                parallel(*batch(1000 + 2 * step + rank)).backward()
+        loss = parallel(*batch(2 * step + rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for p in model.parameters():
+        assert_equal_everywhere(p)
+    return losses

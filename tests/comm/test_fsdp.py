@@ -1,34 +1,263 @@
 """FSDP2's weights and replicas in FP8, between real processes."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import need_gpus
-from ranks import start_ranks
-from workers_fsdp import check_replicas, check_weights
+import torch.distributed as dist
+from helpers import TinyLM, assert_same_bits, batch, need_gpus
+from ranks import assert_equal_everywhere, own_device, run_ranks, train_part
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import fp8stack
+from fp8stack import comm
 from fp8stack.comm import fsdp
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.kernels.reference.wire import Layout, pack, unpack
+
+MATRICES = ["up.weight", "down.weight", "head.weight"]
+
+
+class Shared(TinyLM):
+    """Its head is its embedding's, and a layer has rows for one rank only."""
+
+    def __init__(self):
+        super().__init__(tied=True)
+        self.one = nn.Linear(200, 1)
+
+
+def shard(model, mesh, dtype=None, reshard=True):
+    """Shard a layer that is nothing but a matrix, one with a bias, and the rest together."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (model.up, model.head) if "head.weight" in dict(model.named_parameters()) else ():
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return model
+
+
+def make(device, mesh, dtype=None, kind=TinyLM, reshard=True):
+    torch.manual_seed(0)
+    return shard(kind().to(device), mesh, dtype, reshard)
+
+
+def make_fp8(device, mesh):
+    torch.manual_seed(0)
+    model = TinyLM().to(device)
+    model, _ = fp8stack.initialize(model, None, "O0", compute="native", skip=["head"])
+    return shard(model, mesh)
+
+
+def shards_of(p, world, dtype):
+    """Return the padded shards of all ranks: flat, in their order."""
+    parts = torch.chunk(p.full_tensor().to(dtype), world)
+    rows = parts[0].shape[0]
+    padded = [torch.zeros(rows, *p.shape[1:], dtype=dtype, device=p.device) for _ in range(world)]
+    for part, place in zip(parts, padded, strict=False):
+        place[: len(part)] = part
+    return [each.reshape(-1) for each in padded]
+
+
+def as_sent(p, world, dtype):
+    """Return a weight as every rank decodes it."""
+    result = []
+    for part in shards_of(p, world, dtype):
+        layout, out = Layout(1, part.numel(), 1), torch.empty_like(part)
+        unpack(pack(part, layout), out, layout)
+        result.append(out.view(-1, *p.shape[1:]))
+    return torch.cat(result)[: p.shape[0]]
+
+
+def check_weights(rank):
+    """Every rank computes with matrices rounded to E4M3 blocks and with everything else as it is, and so it trains."""
+    world, device = dist.get_world_size(), own_device()
+    mesh = init_device_mesh(device.type, (world,))
+    for dtype in (None, torch.bfloat16, torch.float16):
+        for async_op in (False, True):
+            model = make(device, mesh, dtype)
+            assert comm.register_fp8_all_gather(model, matrices=True) == ["", "up", "head"]
+            check_gathered(model, world, dtype or torch.float32, MATRICES, async_op)
+    model = make(device, mesh)
+    assert comm.register_fp8_all_gather(model, ["up"], matrices=True) == ["", "head"]
+    check_gathered(model, world, torch.float32, ["down.weight", "head.weight"], False)
+    model = make(device, mesh, kind=Shared)
+    assert comm.register_fp8_all_gather(model, matrices=True) == [""]
+    check_gathered(model, world, torch.float32, ["up.weight", "down.weight", "one.weight"], True)
+    check_fp8_layers(device, mesh, world)
+    check_bytes(device, mesh, world)
+    check_bad_input(device, mesh)
+    check_training(rank, world, device, mesh)
+
+
+def check_gathered(model, world, dtype, in_fp8, async_op):
+    own = dict(model.named_parameters())
+    expected = {
+        name: as_sent(p, world, dtype) if name in in_fp8 else p.full_tensor().to(dtype)
+        for name, p in own.items()
+    }
+    before = {name: p.to_local().clone() for name, p in own.items()}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            handle = module.unshard(async_op=async_op)
+            if async_op:
+                handle.wait()
+                handle.wait()
+    given = dict(model.named_parameters())
+    for name, weight in expected.items():
+        assert_same_bits(given[name].detach(), weight, name)
+        assert_equal_everywhere(given[name].detach())
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for name, p in model.named_parameters():
+        assert_same_bits(p.to_local(), before[name], name)
+
+
+def check_fp8_layers(device, mesh, world):
+    """Without `matrices`, the weights of layers that `initialize` converted go in FP8."""
+    model = make_fp8(device, mesh)
+    model(*batch(0, device)).backward()  # its root has whole weights now
+    assert comm.register_fp8_all_gather(model) == ["", "up"]
+    check_gathered(model, world, torch.float32, ["up.weight", "down.weight"], False)
+
+
+def check_bytes(device, mesh, world):
+    model = make(device, mesh, torch.bfloat16)
+    comm.register_fp8_all_gather(model, matrices=True)
+    for async_op in (False, True):
+        with comm.Statistics() as statistics:
+            handle = model.head.unshard(async_op=async_op)
+            if async_op:
+                handle.wait()
+        model.head.reshard()
+        row = statistics.collect()["all_gather_weights"]
+        rows = -(-model.head.weight.shape[0] // world)
+        assert row["bytes"] == (world - 1) * -(-rows * 132 // 16) * 16
+        assert row["blocks"] == rows * world
+        assert row["non_finite"] == 0
+
+
+def check_bad_input(device, mesh):
+    model = make(device, mesh)
+    with pytest.raises(
+        ConfigError, match=r"no weight of an FP8 layer in FSDPTinyLM.*matrices=True"
+    ):
+        comm.register_fp8_all_gather(model)
+    with pytest.raises(ConfigError, match=r"skip='heed' matches no module.*Did you mean \"head\""):
+        comm.register_fp8_all_gather(model, "heed", matrices=True)
+    with pytest.raises(ConfigError, match="no module sharded by fully_shard in TinyLM"):
+        comm.register_fp8_all_gather(TinyLM())
+
+
+def check_training(rank, world, device, mesh):
+    """Over FP8 layers, which cast what they are given once more, and over others, gathered in the background."""
+    for converts in (True, False):
+        losses = {}
+        for gathers in (False, True):
+            model = make_fp8(device, mesh) if converts else make(device, mesh, torch.bfloat16)
+            if gathers:
+                comm.register_fp8_all_gather(model, matrices=not converts)
+                comm.register_fp8_reduce_scatter(model)
+            model._set_unshard_async_op(not converts)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            losses[gathers] = train_part(model, optimizer, rank, world, device) / world
+        for sums in losses.values():
+            dist.all_reduce(sums)
+        assert losses[True][-1] < 0.5 * losses[True][0]
+        assert torch.allclose(losses[True], losses[False], rtol=0.06, atol=0.01)
+
+
+# --- replicas
+
+
+def check_replicas(rank):
+    """Two replicas of two shards: FP8 everywhere keeps replicas the same, and trains like FSDP2's own HSDP."""
+    world, device = 4, own_device()
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    check_replicated_gradients(rank, device, mesh)
+    losses = {}
+    for fp8 in (False, True):
+        model = make(device, mesh["shard"] if fp8 else mesh)
+        if fp8:
+            comm.register_fp8_reduce_scatter(model, mesh.get_group("replicate"))
+            comm.register_fp8_all_gather(model, matrices=True)
+        optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
+        losses[fp8] = train_part(model, optimizer, rank, world, device)
+        dist.all_reduce(losses[fp8])
+        for p in model.parameters():
+            assert_equal_everywhere(p.to_local(), mesh.get_group("replicate"))
+    assert losses[True][-1] < 0.5 * losses[True][0]
+    assert torch.allclose(losses[True], losses[False], rtol=0.06)
+    check_hybrid_mesh(device, mesh)
+    check_smaller_group(rank, device)
+
+
+def check_replicated_gradients(rank, device, mesh):
+    gradients = {}
+    for fp8 in (False, True):
+        model = make(device, mesh["shard"] if fp8 else mesh)
+        if fp8:
+            comm.register_fp8_reduce_scatter(model, mesh.get_group("replicate"))
+        for step in range(2):  # accumulates
+            model(*batch(10 * step + rank, device)).backward()
+        gradients[fp8] = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+        assert_equal_everywhere(gradients[fp8])
+    noise = (gradients[True] - gradients[False]).double().square().sum()
+    assert 0 < noise <= gradients[False].double().square().sum() * 10**-2.7
+
+
+def check_hybrid_mesh(device, mesh):
+    """A 2-D mesh is warned about; a group that holds other shards of the model is refused."""
+    model = make(device, mesh)
+    with pytest.warns(Fp8StackWarning, match="over replicas in full precision"):
+        comm.register_fp8_reduce_scatter(model)
+    model(*batch(0, device)).backward()  # it works all the same
+    group = mesh.get_group("replicate")
+    with pytest.raises(ConfigError, match=r"share the model's mesh of \[0, 1, 2, 3\]"):
+        comm.register_fp8_reduce_scatter(model, group)
+    model = make(device, mesh["shard"])
+    with pytest.raises(ConfigError, match=r"process group that rank \d is in, got DeviceMesh"):
+        comm.register_fp8_reduce_scatter(model, mesh["replicate"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Fp8StackWarning)
+        comm.register_fp8_reduce_scatter(model)
+
+
+def check_smaller_group(rank, device):
+    """What FSDP2 reshards to two of four ranks was decoded before: backward sees the weights of forward."""
+    mesh = init_device_mesh(device.type, (4,))
+    gradients = {}
+    for reshard in (True, 2):
+        model = make(device, mesh, reshard=reshard)
+        comm.register_fp8_all_gather(model, matrices=True)
+        model(*batch(rank, device)).backward()
+        gradients[reshard] = [p.grad.to_local() for p in model.parameters()]
+    for given, same in zip(gradients[2], gradients[True], strict=True):
+        assert_same_bits(given, same)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
-def test_weights_over_gloo(world, tmp_path):
-    start_ranks(check_weights, (world, str(tmp_path / "s"), "cpu"), nprocs=world)
+def test_weights_over_gloo(world):
+    run_ranks(check_weights, world)
 
 
 @pytest.mark.slow
-def test_replicas_over_gloo(tmp_path):
-    start_ranks(check_replicas, (4, str(tmp_path / "s"), "cpu"), nprocs=4)
+def test_replicas_over_gloo():
+    run_ranks(check_replicas, 4)
 
 
 @pytest.mark.gpu
 @pytest.mark.gpus
 @pytest.mark.parametrize(("check", "world"), [(check_weights, 2), (check_replicas, 4)])
-def test_weights_and_replicas_over_nccl(check, world, tmp_path):
+def test_weights_and_replicas_over_nccl(check, world):
     need_gpus(world)
-    start_ranks(check, (world, str(tmp_path / "s"), "cuda"), nprocs=world)
+    run_ranks(check, world, device="cuda")
+
+
+# --- what is read of FSDP2's insides
 
 
 def unit(**state):

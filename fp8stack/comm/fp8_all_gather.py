@@ -1,15 +1,16 @@
-"""The all-gather of weights in FP8 that `fsdp.py` gives FSDP2.
+"""An all-gather of weights in FP8, which `fsdp.py` gives FSDP2.
 
-Weights are gathered as E4M3 blocks if they are matrices of FP8 layers, 1.03 bytes an element where bfloat16 takes 2;
-norms, biases and embeddings as they are. A rank sends one message of uint8:
+Matrices of FP8 layers are gathered as E4M3 blocks, 1.03 bytes an element where bfloat16 takes 2; norms, biases and
+embeddings as they are. A rank sends one message of uint8:
 
-    chunk    E4M3 blocks (`kernels/reference/wire.py`) of its shards of matrices, each from a new block on
-    rest     the bytes of its other shards, up to a multiple of 16
+    chunk    E4M3 blocks (`kernels/reference/wire.py`) of its shards of matrices, each of which starts a new block
+    rest     the bytes of its other shards, filled up to a multiple of 16
 
-Each rank decodes what it sent itself like the rest, so all compute with the same bits. A decoded weight is off by 2^-4
-of itself at most, 2.6 % rms (by 2^-10 of its block's scale where it is below 2^-6 of that); a NaN or infinity makes its
-block of 128 NaN. That is the error of the copies that forward and backward see: the shards that the optimizer steps are
-not touched, and no error adds up over steps. An FP8 layer casts its copy once more, with scales of its own recipe.
+Each rank decodes its own message like those of the others, so all compute with the same bits. A decoded element is off
+by 2^-4 of itself at most, 2.6 % rms (by 2^-10 of its block's scale where it is below 2^-6 of that); a NaN or infinity
+makes its block of 128 NaN. Only the copies that forward and backward see have that error. The optimizer steps shards
+that are not touched, so no error adds up over steps. An FP8 layer casts its copy once more, with scales of its own
+recipe.
 """
 
 from __future__ import annotations
@@ -27,18 +28,17 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, FLOATS
 from fp8stack.kernels.reference.wire import Layout, scales_of
 
-from .checks import Call, verify
+from .collectives import Done
 from .exchange import pack, unpack
 from .statistics import Sent, observe
-from .transport import all_gather, blamed
-from .work import Done
+from .transport import Call, all_gather, failures_named, verify
 
 _NAME = "all_gather_weights"  # in Statistics
 Places = Sequence[tuple[int, int]]  # start and size, of the last dimension
 
 
 class Allocates:
-    """What FSDP2's interfaces of collectives have in common."""
+    """Gives FSDP2 memory for the inputs and outputs of its collectives, as its interfaces for them require."""
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -50,8 +50,8 @@ class Allocates:
 class Fp8AllGather(Allocates):
     """FSDP2's interface of an all-gather (`torch.distributed.fsdp`'s AllGather), for one module that it shards.
 
-    Gathered as they are: uint8, as which FSDP2 hands over parameters of different dtypes; and what it resharded to a
-    smaller group after forward, which was decoded before.
+    Two kinds of input are gathered as they are: uint8, as which FSDP2 hands over parameters of different dtypes; and
+    weights that it resharded to a smaller group after forward, which were decoded before.
 
     Args:
         parameters: of the module, in FSDP2's order: elements of a rank's padded shard, and whether they go in FP8.
@@ -67,7 +67,7 @@ class Fp8AllGather(Allocates):
         self._whole = len(parameters) == len(self._matrices) == 1
         rounded = [-(-size // BLOCK) * BLOCK for _, size in self._matrices]
         self._staged = self._numel if self._whole else sum(rounded)
-        # where each of them lies in the message
+        # where the shards lie in the message
         sizes = [size for _, size in self._matrices]
         self._blocks = list(zip(_starts(rounded), sizes, strict=True))
         sizes = [size for _, size in self._rest]
@@ -94,20 +94,22 @@ class Fp8AllGather(Allocates):
     def _start(
         self, output: Tensor, input: Tensor, group: Any, what: Call, async_op: bool
     ) -> Callable[[], Sent]:
-        """Send; return what finishes it."""
-        message = self._encode(input)  # before anything is written: the input may lie in the output
+        """Send; return a function that waits for the messages and decodes them."""
+        message = self._encode(
+            input
+        )  # before anything is written, since the input may lie in the output
         messages = message.new_empty((group.size(), len(message)))
-        with blamed(what, group):
+        with failures_named(what, group):
             work = all_gather(messages.view(-1), message, group=group, async_op=async_op)
 
         def finish() -> Sent:
             if work is not None:
-                with blamed(what, group):
+                with failures_named(what, group):
                     work.wait()
             chunks = self._decode(messages, output)
             per = self._layout(1).per
             sent = (len(messages) - 1) * len(message)
-            return Sent(sent, len(messages) * per, lambda: scales_of(chunks, per))
+            return Sent(sent, lambda: scales_of(chunks, per))
 
         return finish
 
@@ -145,7 +147,7 @@ class Fp8AllGather(Allocates):
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return where pieces begin that lie end to end."""
+    """Return where each of several pieces that lie end to end begins."""
     return [0, *accumulate(sizes[:-1])] if sizes else []
 
 
@@ -158,7 +160,7 @@ def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> Non
 
 
 class _Decoding(Done):
-    """An all-gather of weights under way. FSDP2 waits for it on the stream that copies the weights out."""
+    """The handle of an all-gather of weights. FSDP2 waits for it on the stream that copies the weights out."""
 
     def __init__(self, output: Tensor, finish: Callable[[], Sent]) -> None:
         super().__init__([output])

@@ -1,4 +1,4 @@
-"""What the tests of FP8-resident data parallelism run in processes of their own."""
+"""Data parallelism whose gradients live in FP8, between real processes."""
 
 import copy
 import gc
@@ -9,17 +9,56 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TinyLM, assert_same_bits
+from helpers import TinyLM, TinyLMWithUnused, assert_same_bits, batch, need_gpus
+from ranks import assert_equal_everywhere, assert_near, own_device, run_ranks, train_part
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from workers_comm import assert_equal_everywhere, assert_near, enter, leave
-from workers_ddp import WithUnused, inputs, train_part
 
 import fp8stack
 from fp8stack.comm import DataParallel
 from fp8stack.errors import CommError, ConfigError, GradientError
 from fp8stack.tensor import BlockScaledTensor
+
+
+def check_all(rank):
+    world, device = dist.get_world_size(), own_device()
+    for dtype in (torch.float32, torch.bfloat16):
+        check_gradients(rank, world, device, dtype)
+    for check in (
+        check_odd_shapes,
+        check_accumulation,
+        check_unused,
+        check_outputs,
+        check_checkpoints,
+        check_many_parameters,
+        check_backwards,
+        check_wrappers_come_and_go,
+        check_failures,
+        check_a_rank_that_fails_alone,
+        check_uses_that_torch_allows,
+    ):
+        check(rank, world, device)
+    for level in (None, "O1", "O2") if world == 2 or device.type == "cuda" else ("O2",):
+        check_training(rank, world, device, level)
+
+
+def test_one_rank(mesh):
+    check_all(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_over_gloo(world):
+    run_ranks(check_all, world)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus
+@pytest.mark.parametrize("world", [1, 2])
+def test_over_nccl(world):
+    need_gpus(world)
+    run_ranks(check_all, world, device="cuda")
 
 
 def gradients(model):
@@ -56,58 +95,14 @@ def images(rank, device, dtype=torch.float32):
     return torch.randn(4, 3, 8, 8, generator=generator).to(device, dtype)
 
 
-def check_parallel(rank, world, store, device):
-    device = enter(rank, world, store, device)
-    for dtype in (torch.float32, torch.bfloat16):
-        check_gradients(rank, world, device, dtype)
-    check_odd_shapes(rank, world, device)
-    check_accumulation(rank, world, device)
-    check_unused(rank, world, device)
-    check_outputs(rank, world, device)
-    check_checkpoints(rank, world, device)
-    check_many_parameters(rank, world, device)
-    check_what_counts_as_a_backward(rank, world, device)
-    check_wrappers_come_and_go(rank, world, device)
-    check_failures(rank, world, device)
-    check_a_rank_that_fails_alone(rank, world, device)
-    check_what_torch_s_wrapper_allows(rank, world, device)
-    for level in (None, "O1", "O2") if world == 2 or device == "cuda" else ("O2",):
-        check_training(rank, world, device, level)
-    for initial in (True, False):
-        check_uneven_inputs(rank, world, device, initial)
-    leave()
-
-
 def mean_gradient(world, device, dtype=torch.float32):
     """Return the mean over ranks that one model gives alone."""
     exact = []
     for r in range(world):
         model = built(TinyLM, device, dtype)
-        model(*inputs(r, device)).backward()
+        model(*batch(r, device)).backward()
         exact.append(flat(gradients(model)))
     return torch.stack(exact).mean(0)
-
-
-def check_hosts(rank, world, store):
-    """Two hosts of two ranks: the mean to 26 dB, the same bits on all, and what is cut off fed back."""
-    device = enter(rank, world, store, "cpu")
-    fp8stack.comm.set_hierarchy(2)
-    mean = mean_gradient(world, device)
-    apart = {}
-    for error_feedback in ("none", "shard"):
-        model = built(TinyLM, device)
-        parallel, total = DataParallel(model, bucket_cap_mb=0.02, error_feedback=error_feedback), 0
-        for _ in range(6):
-            model.zero_grad()
-            parallel(*inputs(rank, device)).backward()
-            found = gradients(model)
-            assert_near(flat(found), mean, 25.5)
-            for g in found:
-                assert_equal_everywhere(g)
-            total = total + flat(found)
-        apart[error_feedback] = float((total / 6 - mean).norm() / mean.norm())
-    assert apart["shard"] < 0.9 * apart["none"], apart
-    leave()
 
 
 def check_gradients(rank, world, device, dtype):
@@ -119,7 +114,7 @@ def check_gradients(rank, world, device, dtype):
         assert (len(parallel.buckets) > 1) == bool(options)
         for _ in range(3):
             model.zero_grad()
-            parallel(*inputs(rank, device)).backward()
+            parallel(*batch(rank, device)).backward()
             found = gradients(model)
             assert_near(flat(found), mean, 27)
             for g in found:
@@ -166,11 +161,11 @@ def check_accumulation(rank, world, device):
         for _ in range(2):
             with parallel.no_sync():
                 for micro in range(3):
-                    parallel(*inputs(10 * micro + rank, device)).backward()
+                    parallel(*batch(10 * micro + rank, device)).backward()
                     if kind is DataParallel and micro == 0:
                         here = gradients(model)
                         assert world == 1 or not same_everywhere(here[0])
-            parallel(*inputs(90 + rank, device)).backward()
+            parallel(*batch(90 + rank, device)).backward()
         results[kind] = flat(gradients(model))
         assert_equal_everywhere(results[kind])
     assert_near(results[DataParallel], results[DistributedDataParallel], 25)
@@ -185,33 +180,33 @@ def same_everywhere(tensor):
 
 
 def check_unused(rank, world, device):
-    model = built(WithUnused, device)
+    model = built(TinyLMWithUnused, device)
     parallel = DataParallel(model)
     with pytest.raises(GradientError, match=r"no gradient reached extra\.bias, extra\.weight"):
-        parallel(*inputs(rank, device)).backward()
+        parallel(*batch(rank, device)).backward()
     model.zero_grad()
-    parallel(*inputs(rank, device)).backward()  # used this time
+    parallel(*batch(rank, device)).backward()  # used this time
     assert model.extra.weight.grad is not None
 
-    model = built(WithUnused, device)
+    model = built(TinyLMWithUnused, device)
     parallel = DataParallel(model, find_unused_parameters=True)
     for step in range(4):
         model.zero_grad()
         model.calls = step
-        parallel(*inputs(rank, device)).backward()
+        parallel(*batch(rank, device)).backward()
         assert (model.extra.weight.grad is None) == (step % 2 == 0)
     model.zero_grad()
     model.calls = int(rank == world - 1)  # the last rank alone uses it
-    parallel(*inputs(rank, device)).backward()
+    parallel(*batch(rank, device)).backward()
     assert model.extra.bias.grad is not None
     assert_near(model.extra.bias.grad, torch.full((8,), 1e-3 / world), 25)
 
-    model = built(WithUnused, device)
+    model = built(TinyLMWithUnused, device)
     parallel = DataParallel(model, static_graph=True)
     for _ in range(3):
         model.zero_grad()
         model.calls = 0
-        parallel(*inputs(rank, device)).backward()
+        parallel(*batch(rank, device)).backward()
         assert model.extra.weight.grad is None
         assert_equal_everywhere(flat([g for g in gradients(model) if g is not None]))
 
@@ -291,19 +286,19 @@ class Hiding(TinyLM):
         return Hidden(super().forward(*args))
 
 
-def check_what_counts_as_a_backward(rank, world, device):
+def check_backwards(rank, world, device):
     # outputs that are not found, and an evaluation before the backward
     model = built(Hiding, device)
     parallel = DataParallel(model)
-    loss = parallel(*inputs(rank, device)).loss
+    loss = parallel(*batch(rank, device)).loss
     with torch.no_grad():
-        parallel(*inputs(50, device))
+        parallel(*batch(50, device))
     loss.backward()
     assert_equal_everywhere(flat(gradients(model)))
-    # a backward of the bare module is no affair of other ranks
+    # other ranks take no part in a backward of the bare module
     if rank == 0:
         model.zero_grad()
-        model(*inputs(rank, device)).loss.backward()
+        model(*batch(rank, device)).loss.backward()
     dist.barrier()
     # gradients of other things than parameters, and with them
     model = built(Odd, device).eval()
@@ -317,7 +312,7 @@ def check_what_counts_as_a_backward(rank, world, device):
     # two forwards, the backward of the first fails, that of the second does not
     model = built(TinyLM, device)
     parallel = DataParallel(model, bucket_cap_mb=0.02, find_unused_parameters=True)
-    first, second = (parallel(*inputs(10 * i + rank, device)) for i in range(2))
+    first, second = (parallel(*batch(10 * i + rank, device)) for i in range(2))
 
     def fail(gradient):
         raise ArithmeticError("midway")
@@ -408,7 +403,7 @@ def check_a_rank_that_fails_alone(rank, world, device):
                 assert_near(p.grad, q.grad, 25)
 
 
-def check_what_torch_s_wrapper_allows(rank, world, device):
+def check_uses_that_torch_allows(rank, world, device):
     """Two forwards before a backward with BatchNorm; an error that is kept; a step that is compiled whole."""
     model = built(Odd, device)
     parallel = DataParallel(model)
@@ -446,7 +441,7 @@ class Sometimes(nn.Module):
 def check_failures(rank, world, device):
     model = built(TinyLM, device)
     parallel = DataParallel(model)
-    loss = parallel(*inputs(rank, device))
+    loss = parallel(*batch(rank, device))
     loss.register_hook(lambda g: g * (torch.inf if rank == 0 else 1.0))
     loss.backward()
     assert not any(torch.isfinite(g).all() for g in gradients(model) if g.ndim == 2)
@@ -463,9 +458,9 @@ def check_failures(rank, world, device):
             raise ArithmeticError("on purpose")
 
     with pytest.raises(ArithmeticError, match="on purpose"):
-        Failing.apply(parallel(*inputs(rank, device))).backward()
+        Failing.apply(parallel(*batch(rank, device))).backward()
     model.zero_grad()
-    parallel(*inputs(rank, device)).backward()  # all is well again
+    parallel(*batch(rank, device)).backward()  # all is well again
     assert_equal_everywhere(flat(gradients(model)))
 
     sparse = DataParallel(nn.Embedding(9, 128, sparse=True).to(device))
@@ -511,23 +506,26 @@ def check_training(rank, world, device, level):
     assert torch.allclose(ours, theirs, rtol=0.06)
 
 
-def check_uneven_inputs(rank, world, device, initial):
-    """A rank that has no more inputs lets the others go on, and ends with their model."""
-    results = {}
-    for kind in (DistributedDataParallel, DataParallel):
-        model = built(TinyLM, device)
-        parallel = kind(model, bucket_cap_mb=0.02) if kind is DataParallel else kind(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with parallel.join(divide_by_initial_world_size=initial):
-            for step in range(3 + 2 * rank):
-                optimizer.zero_grad()
-                if step == 2:
-                    with parallel.no_sync():
-                        parallel(*inputs(50 + rank, device)).backward()
-                parallel(*inputs(world * step + rank, device)).backward()
-                optimizer.step()
-        results[kind] = flat([p.detach() for p in model.parameters()])
-        assert_equal_everywhere(results[kind])
-    start = flat([p.detach() for p in built(TinyLM, device).parameters()])
-    moved = results[DistributedDataParallel] - start
-    assert_near(results[DataParallel] - start, moved, 20)
+def check_hosts(rank):
+    """Two hosts of two ranks: the mean to 26 dB, the same bits on all, and rounding errors fed back."""
+    fp8stack.comm.set_hierarchy(2)
+    mean = mean_gradient(4, "cpu")
+    apart = {}
+    for error_feedback in ("none", "shard"):
+        model = built(TinyLM, "cpu")
+        parallel, total = DataParallel(model, bucket_cap_mb=0.02, error_feedback=error_feedback), 0
+        for _ in range(6):
+            model.zero_grad()
+            parallel(*batch(rank)).backward()
+            found = gradients(model)
+            assert_near(flat(found), mean, 25.5)
+            for g in found:
+                assert_equal_everywhere(g)
+            total = total + flat(found)
+        apart[error_feedback] = float((total / 6 - mean).norm() / mean.norm())
+    assert apart["shard"] < 0.9 * apart["none"], apart
+
+
+@pytest.mark.slow
+def test_gradients_by_way_of_hosts():
+    run_ranks(check_hosts, 4)

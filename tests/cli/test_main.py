@@ -1,4 +1,4 @@
-"""`fp8stack comm-model`, and the program around its commands."""
+"""The program `fp8stack` around its commands."""
 
 import argparse
 import json
@@ -14,59 +14,6 @@ import fp8stack
 from fp8stack import cli
 from fp8stack.__main__ import COMMANDS, main
 from fp8stack.cli.output import show
-from fp8stack.comm.model import Cluster, estimate
-
-
-def test_it_prints_the_cost_model_for_every_number_of_hosts(capsys):
-    options = ["--hosts", "1", "32", "--gpus", "4", "--parameters", "1.5e9", "--network", "22"]
-    assert main(["comm-model", *options]) == 0
-    text = capsys.readouterr().out
-    assert "1,500,000,000 parameters" in text
-    assert "not a measurement" in text
-    header, _, one, many = [line for line in text.splitlines() if line.strip()][2:]
-    assert header.split()[:2] == ["hosts", "GPUs"]
-    for line, hosts in ((one, 1), (many, 32)):
-        cluster = Cluster(hosts, 4, network=22)
-        plain, ours = (estimate(1_500_000_000, cluster, kind, kind) for kind in ("bf16", "fp8"))
-        cells = line.split()
-        assert cells[:2] == [str(hosts), str(4 * hosts)]
-        assert cells[2:4] == [f"{1e3 * e.seconds:.2f}" for e in (plain, ours)]
-        assert cells[4] == f"{plain.seconds / ours.seconds:.2f}×"
-        assert cells[5] == ("NVLink" if hosts == 1 else "network")
-        assert cells[6:] == [f"{e.network_bytes / 1e6:.1f}" for e in (plain, ours)]
-    assert main(["comm-model", *options, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert (data["parameters"], data["gpus"], data["network"]) == (1_500_000_000, 4, 22)
-    assert [c["hosts"] for c in data["clusters"]] == [1, 32]
-    assert data["clusters"][1]["fp8"]["ms"] == 1e3 * ours.seconds
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--hosts", "0"], "'0' is not a whole number above 0"),
-        (["--hosts", "8", "two"], "'two' is not a whole number above 0"),
-        (["--gpus", "1.5"], "'1.5' is not a whole number above 0"),
-        (["--parameters", "inf"], "'inf' is not a whole number above 0"),
-        (["--parameters", "B"], "'B' is not a whole number above 0"),
-        (["--parameters", "7T"], "'7T' is not a whole number above 0"),
-        (["--gpus", "8K"], "'8K' is not a whole number above 0"),
-        (["--hosts", "1e7"], "'1e7' is not a whole number above 0 and up to 1e+06"),
-        (["--parameters", "1e40"], "'1e40' is not a whole number above 0 and up to 1e+15"),
-        (["--network", "nan"], "'nan' is not a number above 0"),
-        (["--nvlink=-1"], "'-1' is not a number above 0"),
-        (["--hosts", "1", "--gpus", "1"], "one GPU has nothing to reduce"),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)
-def test_bad_numbers_are_refused(options, message, capsys):
-    with pytest.raises(SystemExit) as raised:
-        main(["comm-model", *options])
-    assert raised.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.startswith("fp8stack comm-model: error: ")
-    assert error.count("\n") == 1
 
 
 def test_it_is_a_program_and_a_module_to_run():
@@ -104,7 +51,7 @@ def test_it_says_its_version(capsys):
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("docter", "doctor"), ("comm_model", "comm-model"), ("zzz", None)]
+    ("given", "meant"), [("docter", "doctor"), ("plans", "plan"), ("zzz", None)]
 )
 def test_an_unknown_command_is_one_line_with_the_nearest(given, meant, capsys):
     with pytest.raises(SystemExit) as raised:
@@ -126,18 +73,11 @@ def test_an_empty_argument_is_not_the_current_folder(given, capsys):
     assert f"the argument after {' '.join(given)!r} is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("7B", 7 * 10**9), ("1.1b", 1_100_000_000), ("350M", 350 * 10**6), ("2k", 2000)],
-)
-def test_parameters_may_be_in_billions(text, count, capsys):
-    assert main(["comm-model", "--hosts", "2", "--parameters", text, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] == count
-
-
-def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line():
-    command = [sys.executable, "-m", "fp8stack", "comm-model", "--json"]
-    command += ["--hosts", *map(str, range(2, 1002))]  # more than a pipe holds
+def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line(tmp_path):
+    code = "import torch\ndef make():\n"
+    code += "    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(999)))\n"
+    (tmp_path / "many.py").write_text(code)  # of which the command says more than a pipe holds
+    command = [sys.executable, "-m", "fp8stack", "plan", f"{tmp_path}/many.py:make", "--json"]
     reading, writing = os.pipe()
     with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True) as left:
         os.close(writing)
@@ -147,7 +87,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line():
     with open("/dev/full", "w") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert result.returncode == 2
-    assert result.stderr == "fp8stack comm-model: error: No space left on device.\n"
+    assert result.stderr == "fp8stack plan: error: No space left on device.\n"
 
 
 def test_json_has_null_for_what_is_not_finite(capsys):
@@ -172,9 +112,9 @@ def test_help_names_every_command(capsys):
 def test_without_rich_the_remedy_is_named_and_json_works(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)  # as if it were not installed
     with pytest.raises(SystemExit) as raised:
-        main(["comm-model"])
+        main(["levels"])
     assert raised.value.code == 2
     error = capsys.readouterr().err
     assert 'pip install "fp8stack[cli]", or use --json' in error
-    assert main(["comm-model", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["clusters"]
+    assert main(["levels", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["levels"]
