@@ -257,6 +257,11 @@ def triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and kernel_backend()[0] == "triton"
 
 
+def table_kernels(name: str) -> Any:
+    """Return a module of Triton kernels that work on many tensors at once, where `triton_runs_on` is true."""
+    return import_module(f".{name}", __package__)
+
+
 # --- registration
 
 

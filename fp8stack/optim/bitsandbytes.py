@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,24 +33,22 @@ from torch import Tensor, nn
 from fp8stack import capability, conflicts
 from fp8stack.conflicts import check_group, check_option
 from fp8stack.errors import ModelError, UnsupportedDeviceError
-from fp8stack.formats import E4M3
+from fp8stack.formats import E4M3, rows_cols
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format
-from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
+from fp8stack.kernels.reference.bitsandbytes_format import BLOCK
+from fp8stack.kernels.reference.step import StepTensors, load_master
 from fp8stack.tensor import is_sharded
 
 from . import adam, lion, sgd
-from .base import BlockwiseOptimizer, ParamsT
-from .passes import apply_hyper, apply_tensors, split_kind
-from .reference import STEP_COUNT
+from .optimizer import BlockwiseOptimizer, ParamsT
 from .state import BITSANDBYTES, State
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .step import Batch, Entry, Piece
 
 _PLANNED = torch.device("meta")  # no step is taken there; who plans asks about the target
 LEAST_EPS = 1e-30  # so that bitsandbytes' 0 / 0 is 0
 PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller states
+PART = 2**24  # elements that are updated at once
 
 
 class BitsandbytesOptimizer(BlockwiseOptimizer):
@@ -153,64 +152,70 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
             for device in gpus:
                 torch.cuda.synchronize(device)
 
-    def make_plan(self, entries: Any, device: torch.device, family: str) -> Plan:
-        from .bitsandbytes_plan import BitsandbytesPlan  # Triton is imported when a GPU is used
-
-        return BitsandbytesPlan(self, entries, device, family)
-
-    def step_tensors(
-        self, group: dict[str, Any], kind: StepKind, tensors: StepTensors, hyper: Tensor
-    ) -> None:
-        grad_mul, apply, count = hyper[[0, 4, STEP_COUNT]].tolist()
-        if not apply:
+    def step_batch(self, batch: Batch) -> None:
+        scalars = torch.stack((batch.hyper[:, 0], batch.hyper[:, 4], batch.counts), 1).tolist()
+        pieces = [
+            piece
+            for i, entry in enumerate(batch.entries)
+            if scalars[i][1]  # the step is taken
+            for piece in _pieces(i, entry, batch.divisible)
+        ]
+        if not pieces:
             return
-        buffer = torch.empty(tensors.weight.numel(), dtype=torch.float32, device=hyper.device)
-        u = self.update(self.settings_of(group), tensors, buffer, grad_mul, int(count))
-        if u is not None:
-            update = apply_tensors(u, tensors)
-            super().step_tensors(group, split_kind(kind)[1], update, apply_hyper(hyper, -1.0))
+        in_place = batch.entries[0].parameter.dtype is torch.float32
+        size = 0 if in_place else max(prod(piece.shape) for piece in pieces)
+        buffer = torch.empty(size, dtype=torch.float32, device=batch.hyper.device)
+        settings = [
+            (float(group["lr"]), *self.numbers_of(group)[1:]) for group in self.param_groups
+        ]
+        for piece, apply in zip(pieces, batch.appliers(pieces, buffer), strict=True):
+            numbers = settings[batch.entries[piece.number].group]
+            grad_mul, _, count = scalars[piece.number]
+            tensors = _rows_of(batch.tensors(piece.number), piece)
+            if self._update(numbers, tensors, buffer, grad_mul, int(count)):
+                apply()
 
-    def settings_of(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return bitsandbytes' hyper-parameters to update zeros, and a float32 weight; "coupled" decay is not its."""
-        _, beta1, beta2, eps, decay, coupled, *_ = self.numbers_of(group)
-        shared = {"lr": float(group["lr"]), "betas": (beta1, beta2), "eps": max(eps, LEAST_EPS)}
-        in_place = (coupled, 0.0) if self.algorithm == "sgd" else (decay, coupled)
-        pairs = ((0.0, coupled), in_place)
-        return [{**shared, "weight_decay": own, "coupled": rest} for own, rest in pairs]
-
-    def update(
+    def _update(
         self,
-        settings: list[dict[str, Any]],
+        numbers: tuple[float, ...],
         t: StepTensors,
         buffer: Tensor,
         grad_mul: float,
         count: int,
-    ) -> Tensor | None:
-        """Let bitsandbytes take step `count`; return the weight's update, or None if it is float32 and updated."""
+    ) -> bool:
+        """Let bitsandbytes take step `count` on zeros in `buffer`, which is to be added to the weight: return True.
+
+        A float32 weight it updates itself.
+        """
+        lr, beta1, beta2, eps, decay, coupled, *_ = numbers
         in_place = t.weight.dtype is torch.float32
         u = t.weight if in_place else buffer[: t.weight.numel()].view_as(t.weight).zero_()
-        options, g = settings[in_place], _gradient(t, grad_mul)
-        if options["coupled"]:
-            g = g.add(load_master(t.weight, t.master, t.master_scale), alpha=options["coupled"])
-        entry: dict[str, Any] = {"step": count - 1}  # update_step counts
+        own_decay = 0.0
+        if in_place:  # SGD's is coupled in bitsandbytes too
+            own_decay, coupled = (coupled, 0.0) if self.algorithm == "sgd" else (decay, coupled)
+        options = {"lr": lr, "betas": (beta1, beta2), "eps": max(eps, LEAST_EPS)}
+        g = _gradient(t, grad_mul)
+        if coupled:
+            g = g.add(load_master(t.weight, t.master, t.master_scale), alpha=coupled)
+        state: dict[str, Any] = {"step": count - 1}  # update_step counts
         for i, codes, scale in ((1, t.m, t.m_scale), (2, t.v, t.v_scale)):
             if codes is None:
                 continue
             if codes.device != u.device:
                 codes = codes.detach()  # an alias, marked as bitsandbytes marks managed memory
                 codes.is_paged, codes.page_deviceid = True, u.device.index  # type: ignore[attr-defined]
-            entry[f"state{i}"] = codes
+            state[f"state{i}"] = codes
             if scale is not None:
-                entry[f"absmax{i}"] = scale
-                entry[f"qmap{i}"] = bitsandbytes_format.table(i == 1, scale.device)
-        u.grad, self.inner.state = g, {u: entry}
+                state[f"absmax{i}"] = scale
+                state[f"qmap{i}"] = bitsandbytes_format.table(i == 1, scale.device)
+        u.grad, self.inner.state = g, {u: state}
         try:
             self.inner.prefetch_state(u)
             # An index that its global manager of overrides does not hold.
-            self.inner.update_step(options, u, -1, -1)
+            self.inner.update_step({**options, "weight_decay": own_decay}, u, -1, -1)
         finally:
             u.grad, self.inner.state = None, {}
-        return None if in_place else u
+        return not in_place
 
 
 class AdamW(BitsandbytesOptimizer, adam.AdamW):
@@ -257,6 +262,32 @@ def check_bitsandbytes(device: torch.device, paged: bool) -> None:
 def check_states(states: str) -> None:
     """Raise ConfigError unless bitsandbytes' optimizers keep `states`."""
     check_option("states", states, conflicts.BITSANDBYTES)
+
+
+def _pieces(number: int, entry: Entry, divisible: bool) -> Iterator[Piece]:
+    """Yield the rows of a parameter in pieces of about `PART` elements, or all of them.
+
+    Pieces are multiples of 256 rows, and so start with a block of bitsandbytes' and a program of the step.
+    """
+    rows, cols = rows_cols(entry.parameter.shape)
+    length = max(PART // max(cols, 1) // BLOCK, 1) * BLOCK
+    if not divisible or "master_scale" in entry.state:  # of the whole tensor
+        length = max(rows, 1)
+    for start in range(0, rows, length):
+        yield Piece(number, start, (min(length, rows - start), cols))
+
+
+def _rows_of(t: StepTensors, piece: Piece) -> StepTensors:
+    """Return the tensors of some rows."""
+    (rows, cols), stop = piece.shape, piece.start + piece.shape[0]
+    if rows == rows_cols(t.weight.shape)[0]:
+        return t
+    here, blocks = (
+        slice(piece.start, stop),
+        slice(piece.start * cols // BLOCK, -(-stop * cols // BLOCK)),
+    )
+    pieces = [x if x is None or x.ndim == 0 else x[blocks if x.ndim == 1 else here] for x in t]
+    return StepTensors(*pieces)  # type: ignore[arg-type]
 
 
 def _gradient(t: StepTensors, grad_mul: float) -> Tensor:

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
+from fp8stack.kernels import ops
 from fp8stack.kernels.ops import triton_runs_on
+from fp8stack.kernels.pointer_table import deal, upload_rows
 from fp8stack.kernels.reference import norm as reference
 from fp8stack.tensor import BlockScaledTensor, is_sharded
 
 from .gradients import gradient_parts
+from .triton_step import on_device
 
 
 @torch.no_grad()
@@ -98,15 +101,11 @@ class _Gradients:
         return torch.stack(squares).sum().sqrt().float()
 
     def _fused_norm(self) -> Tensor:
-        from fp8stack.kernels import norm
-
-        from .plan import on_device
-
         with on_device(self.device):
             count = sum(len(owner) for *_, owner in self.tables)
             partial = torch.empty(count, dtype=torch.float64, device=self.device)
             out = torch.empty((), device=self.device)
-            norm.total(self.tables, partial, out)
+            ops.table_kernels("norm").total(self.tables, partial, out)
         return out
 
     def multiply(self, factor: Tensor) -> None:
@@ -115,10 +114,6 @@ class _Gradients:
             g.mul_(factor)
         if not self.direct:
             return
-        from fp8stack.kernels import norm
-
-        from .plan import on_device
-
         residuals: list[Tensor] = [
             BlockScaledTensor(*g.residual)
             for g in self.direct
@@ -126,7 +121,7 @@ class _Gradients:
         ]
         with on_device(self.device):
             for dtype, _, rows, owner in [*self.tables, *(_tables(residuals) if residuals else [])]:
-                norm.multiply(rows, owner, dtype, factor)
+                ops.table_kernels("norm").multiply(rows, owner, dtype, factor)
 
 
 Table = tuple[torch.dtype, str, Tensor, Tensor]
@@ -136,9 +131,7 @@ _KEPT = 8  # tables of the last calls: gradients often come back to the same add
 
 def _tables(grads: list[Tensor]) -> list[Table]:
     """Return (dtype, layout, rows, owner) of the launches that read `grads`, all contiguous and on one device."""
-    from fp8stack.kernels import norm, step
-    from fp8stack.kernels.pointer_table import deal, upload_rows
-
+    norm, step = ops.table_kernels("norm"), ops.table_kernels("step")
     device = grads[0].device
     addresses = [
         g.addresses if isinstance(g, BlockScaledTensor) else (g.data_ptr(), g.dtype) for g in grads

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_range
+from .optimizer import BlockwiseOptimizer, Options, ParamsT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

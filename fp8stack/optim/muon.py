@@ -26,22 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
-from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.tensor import is_sharded
 
-from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_positive, check_range
-from .passes import apply_hyper, apply_tensors, direction_tensors, split_kind
+from .optimizer import BlockwiseOptimizer, Options, ParamsT
+from .step import Batch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .plan import Plan
-
 ADJUSTMENTS = ("original", "match_rms_adamw")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-BATCH = 2**26
-"""Elements that are orthogonalized at once."""
 
 
 class Muon(BlockwiseOptimizer):
@@ -153,25 +148,19 @@ class Muon(BlockwiseOptimizer):
             )
         return super().ensure_state(group, parameter)
 
-    def make_plan(self, entries: Any, device: torch.device, family: str) -> Plan:
-        if family == "adam":
-            return super().make_plan(entries, device, family)
-        from .muon_plan import MuonPlan
-
-        return MuonPlan(self, entries, device, family)
-
-    def step_tensors(
-        self, group: dict[str, Any], kind: StepKind, tensors: StepTensors, hyper: Tensor
-    ) -> None:
-        if kind.algorithm != "muon":
-            super().step_tensors(group, kind, tensors, hyper)
+    def step_batch(self, batch: Batch) -> None:
+        if batch.kind.algorithm != "muon":
+            super().step_batch(batch)
             return
-        direction, apply = split_kind(kind)
-        u = torch.zeros_like(tensors.weight, dtype=torch.bfloat16)
-        super().step_tensors(group, direction, direction_tensors(u, tensors), hyper)
-        o = orthogonalize(as_matrices(u), group).view_as(u)
-        hyper = apply_hyper(hyper, hyper[2] * learning_rate_ratio(u.shape, group))
-        super().step_tensors(group, apply, apply_tensors(o, tensors), hyper)
+        group = self.param_groups[batch.entries[0].group]
+        u = batch.directions()
+        shape = u.shape
+        if not shape.numel():
+            return
+        o = orthogonalize(as_matrices(u), group)
+        del u
+        step_size = batch.hyper[:, 2] * learning_rate_ratio(shape, group)
+        batch.apply(o.view(shape), step_size)
 
 
 def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:

@@ -24,7 +24,7 @@ from fp8stack.conflicts import check_option
 from fp8stack.errors import ConfigError, GradientError
 
 if TYPE_CHECKING:
-    from .base import BlockwiseOptimizer
+    from .optimizer import BlockwiseOptimizer
 
 
 _KEPT = "_fp8stack_release"

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fp8stack.errors import ConfigError
 
-from .base import BlockwiseOptimizer, Options, ParamsT
 from .checks import check_positive, check_range
+from .optimizer import BlockwiseOptimizer, Options, ParamsT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -38,7 +38,7 @@ from .state import (
 )
 
 if TYPE_CHECKING:
-    from .base import BlockwiseOptimizer
+    from .optimizer import BlockwiseOptimizer
 
 FORMAT = 1
 """Version of the state's layout and codecs. A change of either raises it."""

@@ -23,7 +23,7 @@ from torch import nn
 
 from fp8stack import optim
 from fp8stack.errors import ConfigError, Fp8StackWarning
-from fp8stack.optim.base import ParamsT
+from fp8stack.optim.optimizer import ParamsT
 
 from .collectives import all_reduce_grads
 

@@ -24,12 +24,11 @@ from fp8stack.errors import (
 )
 from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.memory import measure
-from fp8stack.optim import base
 from fp8stack.optim import bitsandbytes as ours
 from fp8stack.optim.state import decode_moment
 
 bnb = pytest.importorskip("bitsandbytes")
-bitsandbytes_plan = pytest.importorskip("fp8stack.optim.bitsandbytes_plan")
+TRITON = "fp8stack.optim.optimizer.triton_runs_on"
 
 KINDS = [
     pytest.param("AdamW", {"lr": 1e-3, "weight_decay": 0.1}, id="adamw"),
@@ -89,7 +88,7 @@ def through_file(packed):
 @pytest.mark.parametrize("part", [2**24, 1])
 def test_float32_parameters_take_bitsandbytes_own_steps(kind, options, part, device, monkeypatch):
     """Bit for bit, whole or in parts of 256 rows."""
-    monkeypatch.setattr(bitsandbytes_plan, "PART", part)
+    monkeypatch.setattr(ours, "PART", part)
     mine, theirs = parameters(device), parameters(device)
     rows = torch.randn(600, 24).to(device)
     mine.append(nn.Parameter(rows.clone()))
@@ -206,8 +205,8 @@ def test_parts_are_the_whole(kind, master, kernel_device, monkeypatch):
     pytest.importorskip("triton")
     results = []
     for kernels in (False, True):
-        monkeypatch.setattr(base, "triton_runs_on", lambda _, on=kernels: on)
-        monkeypatch.setattr(bitsandbytes_plan, "PART", 1 if kernels else 2**24)
+        monkeypatch.setattr(TRITON, lambda _, on=kernels: on)
+        monkeypatch.setattr(ours, "PART", 1 if kernels else 2**24)
         shapes = [(300, 40), (260, 128), (3, 5), (130,), ()]
         params = [torch.linspace(-1, 1, math.prod(x)).view(x).bfloat16() for x in shapes]
         if master != "fp16":
@@ -776,7 +775,7 @@ def test_paged_steps_are_bitsandbytes_own(kind, monkeypatch):
     start = torch.randn(700, 512)
     results = []
     for part in (2**24, 1):
-        monkeypatch.setattr(bitsandbytes_plan, "PART", part)
+        monkeypatch.setattr(ours, "PART", part)
         p, q = (nn.Parameter(start.clone().cuda()) for _ in range(2))
         small, other = (nn.Parameter(torch.ones(64, 128, device="cuda")) for _ in range(2))
         optimizer = getattr(ours, kind)([p, small], lr=1e-3, paged=True)

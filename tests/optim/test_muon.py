@@ -8,7 +8,7 @@ from torch import nn
 import fp8stack
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, ModelError
-from fp8stack.optim import Muon, base
+from fp8stack.optim import Muon, triton_step
 from fp8stack.optim.muon import as_matrices, learning_rate_ratio, orthogonalize
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
@@ -20,6 +20,8 @@ DEFAULTS = {
     "adjust_lr_fn": None,
 }
 SHAPES = [(32, 160), (160, 32), (48, 48), (32, 160)]
+
+TRITON = "fp8stack.optim.optimizer.triton_runs_on"
 
 
 def matrices(shapes=SHAPES, dtype=torch.float32, device="cpu"):
@@ -111,12 +113,10 @@ def test_few_bits_of_momentum_leave_the_direction(states, device):
     ("master", "fp8"), [("split24", True), ("split24", False), ("none", True), ("fp32", False)]
 )
 def test_launches_by_shape_equal_the_reference(master, fp8, kernel_device, monkeypatch):
-    from fp8stack.optim import plan
-
-    monkeypatch.setattr(plan, "FAST", False)
+    monkeypatch.setattr(triton_step, "FAST", False)
     results = []
     for on in (True, False):
-        monkeypatch.setattr(base, "triton_runs_on", lambda device, on=on: on)
+        monkeypatch.setattr(TRITON, lambda device, on=on: on)
         shapes = [*SHAPES, (130,), (2, 32, 160), (3, 50)]
         parameters = matrices(shapes, torch.bfloat16, kernel_device)
         groups = [
@@ -145,7 +145,7 @@ def test_launches_by_shape_equal_the_reference(master, fp8, kernel_device, monke
 
 
 def test_a_bad_gradient_changes_nothing(kernel_device, monkeypatch):
-    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(TRITON, lambda device: True)
     parameters = matrices([(32, 160), (32, 160), (40,)], torch.bfloat16, kernel_device)
     optimizer = Muon(parameters, lr=0.02)
     set_gradients(parameters, 0)
@@ -163,27 +163,26 @@ def test_a_bad_gradient_changes_nothing(kernel_device, monkeypatch):
 
 
 def test_large_shapes_are_orthogonalized_in_batches(kernel_device, monkeypatch):
-    from fp8stack.optim import muon_plan
-
-    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
-    monkeypatch.setattr(muon_plan, "BATCH", 2 * 32 * 160)
+    monkeypatch.setattr(TRITON, lambda device: True)
+    monkeypatch.setattr(triton_step, "MATRICES", 2 * 32 * 160)
     parameters = matrices([(32, 160)] * 5, torch.bfloat16, kernel_device)
     optimizer = Muon(parameters, lr=0.02, states="fp32")
     set_gradients(parameters, 0)
     optimizer.step()
-    (plans,) = optimizer._plans.values()
-    (plan,) = plans.values()
-    assert [len(s.parameters) for s in plan.segments] == [2, 2, 1]
-    monkeypatch.setattr(muon_plan, "BATCH", int(1.9 * 32 * 160))  # a batch never has more elements
-    optimizer._forget_plans()
+    ((tables,),) = optimizer._tables.values()
+    assert [len(s.parameters) for s in tables.batches] == [2, 2, 1]
+    monkeypatch.setattr(
+        triton_step, "MATRICES", int(1.9 * 32 * 160)
+    )  # a batch never has more elements
+    optimizer._forget_tables()
     optimizer.step()
-    ((plan,),) = [plans.values() for plans in optimizer._plans.values()]
-    assert [len(s.parameters) for s in plan.segments] == [1] * 5
+    ((tables,),) = optimizer._tables.values()
+    assert [len(s.parameters) for s in tables.batches] == [1] * 5
 
 
 def test_gradients_that_arrive_later_join(kernel_device, monkeypatch):
     """A vector of another family, whose first gradient comes when the matrix has had steps: a bad one counts too."""
-    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(TRITON, lambda device: True)
     matrix, bias = matrices([(32, 160), (40,)], torch.bfloat16, kernel_device)
     optimizer = Muon([matrix, bias], lr=0.02)
     set_gradients([matrix], 0)
@@ -202,7 +201,7 @@ def test_gradients_that_arrive_later_join(kernel_device, monkeypatch):
 
 @pytest.mark.parametrize("on", [True, False])
 def test_an_empty_matrix_has_nothing_to_step(on, kernel_device, monkeypatch):
-    monkeypatch.setattr(base, "triton_runs_on", lambda device: on)
+    monkeypatch.setattr(TRITON, lambda device: on)
     full, empty = matrices([(32, 160), (0, 160)], torch.bfloat16, kernel_device)
     optimizer = Muon([full, empty], lr=0.02)
     set_gradients([full, empty], 0)
@@ -212,7 +211,7 @@ def test_an_empty_matrix_has_nothing_to_step(on, kernel_device, monkeypatch):
 
 
 def test_autocast_around_a_step_changes_nothing(kernel_device, monkeypatch):
-    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
+    monkeypatch.setattr(TRITON, lambda device: True)
     results = []
     for cast in (False, True):
         parameters = matrices([(32, 160)], torch.bfloat16, kernel_device)

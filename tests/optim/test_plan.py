@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, GradientError
-from fp8stack.optim import SGD, Adam, AdamW, Lion, base, clip, clip_grad_norm_
+from fp8stack.optim import SGD, Adam, AdamW, Lion, clip_grad_norm_, triton_step
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -23,13 +23,11 @@ SMALL = {"min_numel": 256}  # so that small matrices are quantized, and the inte
 @pytest.fixture
 def through_kernels(monkeypatch):
     """Let optimizers use the kernels on a CPU too, where Triton's interpreter runs them."""
-
-    plan = pytest.importorskip("fp8stack.optim.plan")
-    monkeypatch.setattr(plan, "FAST", False)
+    monkeypatch.setattr(triton_step, "FAST", False)
 
     def choose(on):
-        for module in (base, clip):
-            monkeypatch.setattr(module, "triton_runs_on", lambda device: on)
+        for module in ("optimizer", "clip"):
+            monkeypatch.setattr(f"fp8stack.optim.{module}.triton_runs_on", lambda device: on)
 
     return choose
 
@@ -81,7 +79,7 @@ def run_both(make, device, through_kernels, steps=3, dtype=torch.float32, change
             if change is not None:
                 change(step, parameters, optimizer)
             optimizer.step()
-        assert bool(optimizer._plans) == on
+        assert bool(optimizer._tables) == on
         results.append((parameters, optimizer))
     assert_alike(*results)
     return results
@@ -127,8 +125,8 @@ def test_groups_with_their_own_numbers_and_formats_share_launches(kernel_device,
         optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
 
     (_, ours), _ = run_both(make, kernel_device, through_kernels, lr=0.02, change=change)
-    (plan,) = ours._plans[None].values()
-    assert len(plan.segments) < len(SHAPES)
+    (tables,) = ours._tables[None]
+    assert len(tables.batches) < len(SHAPES)
     assert "exp_avg" in ours.state[ours.param_groups[2]["params"][0]]
     assert "exp_avg_code" in ours.state[ours.param_groups[0]["params"][0]]
 
@@ -137,7 +135,7 @@ def test_gradients_that_come_and_go_move_only_their_parameters(kernel_device, th
     def change(step, parameters, optimizer):
         parameters[step % 2].grad = None
         if step == 3:
-            parameters[4].grad = torch.ones_like(parameters[4])  # another kind: a plan anew
+            parameters[4].grad = torch.ones_like(parameters[4])  # another kind: new tables
 
     results = run_both(AdamW, kernel_device, through_kernels, 5, change=change, lr=0.01)
     for _, optimizer in results:
@@ -160,18 +158,18 @@ def test_a_gradient_that_stays_away_is_not_looked_for(kernel_device, through_ker
             assert steps == [1.0, 4.0, 4.0, 1.0, 4.0, 4.0, 4.0]
 
 
-def test_a_plan_is_kept_while_only_addresses_change(kernel_device, through_kernels):
+def test_tables_are_kept_while_only_addresses_change(kernel_device, through_kernels):
     through_kernels(True)
     parameters = make_parameters(kernel_device)
     optimizer = AdamW(parameters, lr=0.01, **SMALL)
     set_gradients(parameters, 0)
     optimizer.step()
-    plan = next(iter(optimizer._plans[None].values()))
+    (tables,) = optimizer._tables[None]
     for step in (1, 2):
         old = [p.grad for p in parameters]
         set_gradients(parameters, step)
         optimizer.step()
-        assert next(iter(optimizer._plans[None].values())) is plan
+        assert optimizer._tables[None] == [tables]
         del old
 
 
@@ -375,8 +373,6 @@ def _codes(optimizer, p):
 @pytest.mark.parametrize("states", ["8bit", "fp8", "4bit"])
 def test_fast_arithmetic_changes_one_code_in_a_thousand(states, monkeypatch):
     """Every step from the same state, on FP8 gradients, whose m and v lie on the formats' ties more often than not."""
-    from fp8stack.optim import plan
-
     weight = (torch.randn(1024, 4096, device="cuda") * 0.02).bfloat16()
     pair = []
     for _ in range(2):
@@ -386,7 +382,7 @@ def test_fast_arithmetic_changes_one_code_in_a_thousand(states, monkeypatch):
     for _ in range(4):
         p.grad = q.grad = BlockScaledTensor.quantize((torch.randn_like(p) * 1e-3).bfloat16())
         for arithmetic, optimizer in ((True, fast), (False, exact)):
-            monkeypatch.setattr(plan, "FAST", arithmetic)
+            monkeypatch.setattr(triton_step, "FAST", arithmetic)
             optimizer.step()
         for one, other in zip(_codes(fast, p), _codes(exact, q), strict=True):
             difference = (one - other).abs()
@@ -412,8 +408,8 @@ def test_a_gradient_that_loses_its_alignment_gets_other_kernels(kernel_device, t
         optimizer.step()
         other.step()
         assert torch.equal(p, twin)
-    ((plan,),) = [plans.values() for plans in optimizer._plans.values()]
-    assert plan.segments[0].launch.rows == "any"
+    ((tables,),) = optimizer._tables.values()
+    assert tables.batches[0].launch.rows == "any"
 
 
 @pytest.mark.parametrize("make", [lambda g: g[::2], lambda g: g[:1].expand(128)])

@@ -10,6 +10,8 @@ from workers import load_resharded, shard_and_save
 import fp8stack
 from fp8stack.errors import CheckpointError, GradientError, ModelError
 
+TRITON = "fp8stack.optim.optimizer.triton_runs_on"
+
 
 def spawn(function, ranks, *arguments):
     start_ranks(function, (ranks, *arguments), nprocs=ranks)
@@ -178,12 +180,10 @@ def test_torchao_s_sharded_states_are_taken_over(mesh):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 def test_the_kernels_step_parts_as_they_step_whole_tensors(mesh, monkeypatch):
     """Clipping included; with a local parameter, and others that get their first gradients later."""
-    from fp8stack.optim import base, plan
-
     if torch.cuda.is_available():
         pytest.skip("the mesh is of CPUs, where Triton's interpreter is not running now")
-    monkeypatch.setattr(base, "triton_runs_on", lambda device: True)
-    monkeypatch.setattr(plan, "FAST", False)
+    monkeypatch.setattr(TRITON, lambda device: True)
+    monkeypatch.setattr("fp8stack.optim.triton_step.FAST", False)
     sharded = [
         shard(mesh, (16, 256)),
         shard(mesh, (130,)),
@@ -217,8 +217,6 @@ def test_every_rank_takes_part_in_one_reduction_whatever_its_gradients(
     norm, kernels, mesh, monkeypatch
 ):
     """Ranks whose experts got no tokens must not leave the others waiting."""
-    from fp8stack.optim import Muon, base
-
     if kernels and torch.cuda.is_available():
         pytest.skip("the mesh is of CPUs, where Triton's interpreter is not running now")
     calls = []
@@ -226,10 +224,10 @@ def test_every_rank_takes_part_in_one_reduction_whatever_its_gradients(
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda *a, **k: calls.append(reduce(*a, **k))
     )
-    monkeypatch.setattr(base, "triton_runs_on", lambda device: kernels)
+    monkeypatch.setattr(TRITON, lambda device: kernels)
     p, local = shard(mesh, (16, 256)), nn.Parameter(torch.randn(16, 256).bfloat16())
     groups = [{"params": [p], "algorithm": "adamw"}, {"params": [local]}]
-    optimizer = Muon(groups, min_numel=256, max_grad_norm=norm)
+    optimizer = fp8stack.optim.Muon(groups, min_numel=256, max_grad_norm=norm)
     for with_p, with_local in ((True, True), (True, False), (False, True), (False, False)):
         p.grad = torch.ones_like(p) if with_p else None
         local.grad = torch.ones_like(local) if with_local else None

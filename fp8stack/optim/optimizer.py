@@ -8,7 +8,6 @@ is the clip coefficient of `max_grad_norm`. What state there is and where it lie
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, overload
@@ -18,21 +17,20 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
-from fp8stack.kernels.reference.step import StepKind, StepTensors
-from fp8stack.kernels.reference.step import step as reference_kernel
+from fp8stack.kernels.reference.step import StepKind
 from fp8stack.levels import CHOICES
 
 from . import state_dict as checkpoint_format
 from .checks import rates_on_gpu
+from .gradients import check_gradient
 from .keeper import StateKeeper, check_formats
-from .reference import reference_step
+from .reference_step import ReferenceStep
 from .release import GradientRelease
-from .sharded import reduce_largest, reduce_nothing, reduce_squares
+from .sharded import reduce_nothing, shares_of
 from .state import step_kind
+from .step import Batch, DeviceStep, Entry, share_verdict
 from .tracked import TrackedStates
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from .triton_step import TritonStep
 
 ParamsT = Iterable[Any]
 
@@ -79,16 +77,17 @@ class BlockwiseOptimizer(StateKeeper):
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
         self.portable = False  # see `state_dict`
         self.named_by: weakref.ref[nn.Module] | None = None  # the model, for readers of files
-        self._kernels: list[Any] = []  # what the plans were made for, by group
-        self._captured: list[Plan] = []
-        self._plans: dict[Tensor | None, dict[tuple[torch.device, str], Plan]] = {}
+        self._kernels: list[Any] = []  # what the tables were made for, by group
+        self._captured: list[DeviceStep] = []
+        # Of the last step of all parameters (None), or of single ones.
+        self._tables: dict[Tensor | None, list[TritonStep]] = {}
         self.release: GradientRelease | None = None
         self._group_formats = {}
         super().__init__(params, defaults)
-        self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
+        self.state = TrackedStates(self._forget_tables)  # type: ignore[assignment]
 
-    def _forget_plans(self) -> None:
-        self._plans = {}
+    def _forget_tables(self) -> None:
+        self._tables = {}
 
     # --- what a subclass says
 
@@ -140,15 +139,15 @@ class BlockwiseOptimizer(StateKeeper):
             with torch.enable_grad():
                 loss = closure()
         if not isinstance(self.state, TrackedStates):  # somebody replaced it
-            self.state = TrackedStates(self._forget_plans, self.state)  # type: ignore[assignment]
-            self._forget_plans()
+            self.state = TrackedStates(self._forget_tables, self.state)  # type: ignore[assignment]
+            self._forget_tables()
         if self.release is not None:
             self.release.finish()
         flat: list[Tensor] = []
         for group in self.param_groups:  # joined, not listed one by one: there may be thousands
             flat += group["params"]
         if any(p.grad is not None for p in flat):
-            # ZeRO steps its partitions one by one: each keeps a plan
+            # ZeRO steps its partitions one by one: each keeps its tables
             self._step(flat, flat[0] if len(flat) == 1 else None)
         else:  # another rank may have gradients, and waits for this one's word
             reduce_nothing(self.param_groups, self.max_grad_norm is not None)
@@ -172,75 +171,69 @@ class BlockwiseOptimizer(StateKeeper):
         self._step([parameter], parameter)
 
     def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
+        """Step those of `chosen` that have a gradient; `only` is the one that there is, where there is one."""
         numbers = [self.numbers_of(group) for group in self.param_groups]
-        first = next(p for p in chosen if p.grad is not None)
-        if triton_runs_on(first.device):
-            self._step_with_plans(chosen, numbers, only)
-        else:
-            reference_step(self, numbers, only)
+        parts = self._parts_of(chosen, only)
+        rates, clip = rates_on_gpu(self.param_groups), self.max_grad_norm
+        # set by GradScaler around the call
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for part in parts:
+            part.set_groups(numbers, rates)
+            part.examine(scale, found_inf, clip)
+        first = parts[0]
+        if len(parts) > 1 or first.shares != [None]:
+            share_verdict(parts, clip is not None)
+        skipped = torch.as_tensor(self.skipped_steps, dtype=torch.float32, device=first.device)
+        self.skipped_steps = skipped
+        for part in parts:  # a skip counts once
+            counted = skipped if part is first else torch.zeros((), device=part.device)
+            part.run(counted, self.step_batch)
+            torch.autograd.graph.increment_version(part.stepped)
+        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured.extend(parts)  # replays read their tables
+        if clip is not None:
+            self.grad_norm = first.verdict[2] * first.verdict[0]
 
-    def _step_with_plans(
-        self, chosen: Sequence[Tensor], numbers: list[tuple[float, ...]], only: Tensor | None
-    ) -> None:
+    def step_batch(self, batch: Batch) -> None:
+        """Step parameters that are stepped together; what an algorithm overrides that has more to do."""
+        batch.step()
+
+    def _parts_of(self, chosen: Sequence[Tensor], only: Tensor | None) -> Sequence[DeviceStep]:
+        """Return the step in parts, one for each device and family of algorithms; on a GPU those of the last step."""
+        families = [self.family_of(group) for group in self.param_groups]
         kernels = [
-            (self.family_of(g), self.algorithm_of(g), self.moments_of(g)) for g in self.param_groups
+            (family, self.algorithm_of(g), self.moments_of(g))
+            for family, g in zip(families, self.param_groups, strict=True)
         ]
         if kernels != self._kernels:  # weight decay or momentum was switched on, say
             self._kernels = kernels
-            self._forget_plans()
-        plans = self._plans.get(only, {})
-        if not plans or not all(plan.current(chosen) for plan in plans.values()):
-            pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
-            entries = [(i, g, p) for i, (g, p) in enumerate(pairs) if only is None or p is only]
-            groups = self.param_groups
-            kinds = [
-                (p.device, self.family_of(groups[g])) for _, g, p in entries if p.grad is not None
-            ]
-            plans = {kind: self.make_plan(entries, *kind) for kind in dict.fromkeys(kinds)}
-            if not all(plan.current(chosen) for plan in plans.values()):
-                raise RuntimeError("a new plan does not fit its own gradients")
-            if only is None:  # a parameter's step count is a view of one plan's vector
-                self._plans = {}
-            else:
-                self._plans.pop(None, None)
-            self._plans[only] = plans
-        rates = rates_on_gpu(self.param_groups)
-        for plan in plans.values():
-            plan.set_groups(numbers, rates)
-            self._examine(plan)
-        first = next(iter(plans.values()))
-        if len(plans) > 1 or first.shares != [None]:
-            _share_verdict(list(plans.values()), self.max_grad_norm is not None)
-        skipped = torch.as_tensor(self.skipped_steps, dtype=torch.float32, device=first.device)
-        self.skipped_steps = skipped
-        for plan in plans.values():
-            plan.run(skipped if plan is first else torch.zeros((), device=plan.device))
-            torch.autograd.graph.increment_version(plan.stepped)
-        if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._captured.extend(plans.values())  # replays read their tables
-        if self.max_grad_norm is not None:
-            self.grad_norm = first.verdict[2] * first.verdict[0]
-
-    def make_plan(
-        self, entries: Sequence[tuple[int, int, nn.Parameter]], device: torch.device, family: str
-    ) -> Plan:
-        """Return the launches for the parameters of one device and family; see `plan.py`."""
-        from .plan import Plan  # Triton is imported when a GPU is used
-
-        return Plan(self, entries, device, family)
-
-    def step_tensors(
-        self, group: dict[str, Any], kind: StepKind, tensors: StepTensors, hyper: Tensor
-    ) -> None:
-        """Step one tensor in plain torch."""
-        reference_kernel(kind, tensors, hyper)
-
-    def _examine(self, plan: Plan) -> None:
-        """Fill the verdict on one device's gradients."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        clip = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        plan.set_verdict(scale, found_inf, clip)
-        plan.examine(want_norm=self.max_grad_norm is not None)
+            self._forget_tables()
+        on_triton = triton_runs_on(next(p for p in chosen if p.grad is not None).device)
+        tables = self._tables.get(only, [])
+        if on_triton and tables and all(table.current(chosen) for table in tables):
+            return tables
+        entries = dict[tuple[torch.device, str], list[Entry]]()
+        pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
+        for index, (g, p) in enumerate(pairs):
+            if p.grad is not None and (only is None or p is only):
+                group = self.param_groups[g]
+                state = self.ensure_state(group, p)
+                check_gradient(p, p.grad)
+                kind = self.step_kind(group, p)
+                entry = Entry(index, g, p, state, self.moments_of(group), kind)
+                entries.setdefault((p.device, families[g]), []).append(entry)
+        shares = shares_of(self.param_groups)
+        if not on_triton:
+            return [ReferenceStep(part, *kind, shares) for kind, part in entries.items()]
+        tables = [TritonStep(part, *kind, shares, chosen) for kind, part in entries.items()]
+        if not all(table.current(chosen) for table in tables):
+            raise RuntimeError("new tables do not fit their own gradients")
+        if only is None:  # a parameter's step count is a view of one table's vector
+            self._forget_tables()
+        else:
+            self._tables.pop(None, None)
+        self._tables[only] = tables
+        return tables
 
     # --- state_dict and parameter groups
 
@@ -298,21 +291,6 @@ class BlockwiseOptimizer(StateKeeper):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"portable": False, "named_by": None, **state})
-        self._plans, self._group_formats, self._kernels, self._captured = {}, {}, [], []
-        self.state = TrackedStates(self._forget_plans)  # type: ignore[assignment]
+        self._tables, self._group_formats, self._kernels, self._captured = {}, {}, [], []
+        self.state = TrackedStates(self._forget_tables)  # type: ignore[assignment]
         self.state.update(state["state"])
-
-
-def _share_verdict(plans: list[Plan], want_norm: bool) -> None:
-    """Let every plan, and every rank, know the gradients of all: a step is taken by all or by none."""
-    device, shares = plans[0].device, plans[0].shares
-    if want_norm:
-        squares = torch.stack([plan.norms.to(device) for plan in plans]).double().square().sum(0)
-        norm = reduce_squares(dict(zip(shares, squares, strict=True))).sqrt().float()
-        for plan in plans:
-            plan.verdict[2:4].copy_(norm)
-        return
-    largest = torch.stack([plan.verdict[3].to(device) for plan in plans]).amax()
-    reduce_largest(largest, shares)
-    for plan in plans:
-        plan.verdict[3].copy_(largest)

@@ -1,0 +1,143 @@
+"""A step in plain torch, one parameter at a time: on a CPU, and on GPUs without Triton."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack.kernels.reference import norm
+from fp8stack.kernels.reference.step import StepTensors
+from fp8stack.kernels.reference.step import step as step_tensor
+from fp8stack.kernels.reference.step_scalars import scalars
+
+from .sharded import Share, share_of
+from .step import (
+    Batch,
+    DeviceStep,
+    Entry,
+    Piece,
+    apply_hyper,
+    apply_tensors,
+    direction_tensors,
+    split_kind,
+)
+
+
+class ReferenceStep(DeviceStep):
+    """One step of `entries`, which are all on `device`; the next step makes another."""
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        device: torch.device,
+        family: str,
+        shares: list[Share | None],
+    ) -> None:
+        self.entries, self.device, self.family, self.shares = entries, device, family, shares
+        self.stepped = [e.parameter for e in entries]
+        self._tensors = [e.tensors() for e in entries]
+
+    def set_groups(self, numbers: list[tuple[float, ...]], rates: list[tuple[int, Tensor]]) -> None:
+        self._groups = torch.tensor(numbers, dtype=torch.float64).to(self.device)
+        for g, rate in rates:
+            self._groups[g, 0].copy_(rate)
+
+    def examine(self, scale: Tensor | None, found_inf: Tensor | None, clip: float | None) -> None:
+        zero, one = (torch.tensor(x, device=self.device) for x in (0.0, 1.0))
+        gradients = [
+            (share_of(e.parameter), (t.grad, t.grad_block_scale))
+            for e, t in zip(self.entries, self._tensors, strict=True)
+            if t.grad.numel()
+        ]
+        total, largest = zero, zero
+        if clip is not None:
+            squares = dict.fromkeys(self.shares, zero.double())
+            for share, parts in gradients:
+                squares[share] = squares[share] + norm.sum_of_squares(*parts)
+            self._squares = torch.stack(list(squares.values()))
+            total = largest = self._squares.sum().sqrt().float()
+        elif gradients:
+            largest = torch.stack([norm.largest(*parts) for _, parts in gradients]).amax()
+        self.verdict = torch.stack(
+            [
+                one if scale is None else 1 / scale.to(self.device, torch.float32).reshape(()),
+                one * (math.inf if clip is None else clip),
+                total,
+                largest.abs(),  # NaN without its sign
+                zero if found_inf is None else found_inf.to(self.device, torch.float32).reshape(()),
+            ]
+        )
+
+    @property
+    def squares(self) -> Tensor:
+        return self._squares
+
+    def run(self, skipped: Tensor, step_batch: Callable[[Batch], None]) -> None:
+        steps = torch.stack([e.state["step"] for e in self.entries])
+        hyper = scalars(
+            self.family,
+            self._groups[[e.group for e in self.entries]],
+            torch.ones(len(self.entries), dtype=torch.bool, device=self.device),
+            steps,
+            self.verdict,
+            skipped,
+            torch.tensor([e.number for e in self.entries], dtype=torch.int32, device=self.device),
+        )
+        rows = zip(self.entries, self._tensors, steps.split(1), hyper.split(1), strict=True)
+        for entry, tensors, count, row in rows:
+            # in a tensor of its own (DeepSpeed loads one for several), past the dict that would forget all tables
+            dict.__setitem__(entry.state, "step", count[0].clone())
+            if tensors.grad.numel():
+                _step_one(entry, tensors, row, count, step_batch)
+
+
+def _step_one(
+    entry: Entry,
+    tensors: StepTensors,
+    hyper: Tensor,  # float32 [1, 16]
+    count: Tensor,  # float32 [1]
+    step_batch: Callable[[Batch], None],
+) -> None:
+    """Step one parameter through a copy of its weight in rows, and of states that are not with it."""
+    weight = tensors.weight
+    here: list[Any] = [x if x is None else x.to(weight.device) for x in tensors]  # offloaded states
+    in_rows = StepTensors(*here)._replace(weight=weight.contiguous())
+    batch = _Single(entry, in_rows, hyper, count)
+    step_batch(batch)
+    for old, new in zip(tensors, batch.all, strict=True):
+        # channels_last, or a transposed view: blocks are row-major
+        if old is not None and new is not None and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+class _Single(Batch):
+    """One parameter."""
+
+    divisible = False  # noise belongs to an element's place in the whole tensor
+
+    def __init__(self, entry: Entry, tensors: StepTensors, hyper: Tensor, count: Tensor) -> None:
+        self.entries, self.all, self.hyper, self.counts = [entry], tensors, hyper, count
+
+    def step(self) -> None:
+        step_tensor(self.kind, self.all, self.hyper[0])
+
+    def directions(self) -> Tensor:
+        u = torch.zeros_like(self.all.weight, dtype=torch.bfloat16)
+        step_tensor(split_kind(self.kind)[0], direction_tensors(u, self.all), self.hyper[0])
+        return u.unsqueeze(0)
+
+    def apply(self, updates: Tensor, step_size: Tensor | float) -> None:
+        tensors = apply_tensors(updates.view(self.all.weight.shape), self.all)
+        step_tensor(split_kind(self.kind)[1], tensors, apply_hyper(self.hyper, step_size)[0])
+
+    def tensors(self, number: int) -> StepTensors:
+        return self.all
+
+    def appliers(self, pieces: Sequence[Piece], update: Tensor) -> list[Callable[[], None]]:
+        update = update[: self.all.weight.numel()]
+        return [partial(self.apply, update, -1.0)] * len(pieces)
