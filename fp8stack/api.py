@@ -356,7 +356,7 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     """
     fallbacks = _missing_kernels(recipe, device)
     if recipe.compute == "bf16":
-        return Compute("bf16", "asked for", fallbacks + idle_options(recipe, BF16_ASKED))
+        return Compute("bf16", "asked for", fallbacks + idle_options(recipe, *BF16_ASKED))
     if recipe.compute == "te":
         answer = _te_for(recipe, device)
         if not answer:
@@ -426,7 +426,7 @@ def choose_stepper(
         return replace(recipe, optimizer_backend=optimizer.backend), []
     own = replace(recipe, optimizer_backend="fp8stack")
     if wanted.startswith("bitsandbytes"):
-        if idle := idle_options(recipe, FOUR_BITS):
+        if idle := idle_options(recipe, *FOUR_BITS):
             return own, idle
         _check_on_bitsandbytes(recipe, optimizer, device)
         return recipe, []

@@ -17,7 +17,7 @@ wrappers by the names of their classes, and recipes by the names of their fields
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -45,22 +45,6 @@ PLACES = (
     ON_CPU, FP8_PRODUCTS, BF16_PRODUCTS,
 )  # fmt: skip
 
-# Contexts that a recipe brings.
-STATES_KEPT = "states as given"
-STATES_CONVERTED = "converted states"
-NOTHING_CONVERTED = "gradients and states as given"
-NO_HISTORY = "scales without a history"
-BLOCK_SCALES = "block scales"
-OWN_SCALES = "scales that products by bare parameters do not have"
-FLOAT32_STATES = "float32 states"
-FOUR_BITS = "4-bit states"
-BITSANDBYTES = "bitsandbytes"
-RELEASE = "step_in_backward"
-BARE_MATMULS = "matmuls"
-TE = "TransformerEngine"
-TE_DELAYED = "delayed scaling of TransformerEngine"
-BF16_ASKED = "bf16 products, asked for"
-
 # Contexts that an optimizer brings.
 FOREIGN = "an optimizer of another library"
 NO_COUNTERPART = "an optimizer without a counterpart"
@@ -84,7 +68,10 @@ WRAPPERS = (
 
 
 class Rule(NamedTuple):
-    """`option` cannot have one of `values` where all of `contexts` hold. No values: any but the default is meant."""
+    """`option` cannot have one of `values` in one of `contexts`, or only not if one of `beside` holds as well.
+
+    Without values, any value but the default is meant.
+    """
 
     option: str
     values: tuple[Any, ...]
@@ -92,6 +79,7 @@ class Rule(NamedTuple):
     reason: str
     remedy: str
     error: type[Exception] = ConfigError
+    beside: tuple[str, ...] = ()
 
 
 class Setting(NamedTuple):
@@ -109,7 +97,23 @@ class Conflict(NamedTuple):
     message: str
 
 
+def setting(field: str, *values: Any) -> tuple[str, ...]:
+    """Return the contexts that a recipe brings whose `field` has one of `values`."""
+    return tuple(f"{field}={value!r}" for value in values)
+
+
 _BNB = ("bitsandbytes", "bitsandbytes-paged")
+ON_BITSANDBYTES = setting("optimizer_backend", *_BNB)
+RELEASE = setting("step_in_backward", True)
+BF16_ASKED = setting("compute", "bf16")
+FOUR_BITS = setting("states", "4bit")
+EIGHT_BITS = setting("states", "8bit")
+_KEPT = setting("states", "keep")
+_CONVERTED = setting("states", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32")
+_TE = setting("compute", "te")
+_BLOCK_SCALES = setting("fp8_recipe", "blockwise", "mxfp8", "nvfp4")
+_NOT_DELAYED = (*setting("fp8_recipe", "current"), *_BLOCK_SCALES)
+
 _ONE_SCALE = "it keeps one scale for a whole tensor"
 _FLAT = "it joins parameters to flat vectors, which have no rows to make blocks of"
 _TORCH_NAMES = ", ".join(f"torch.optim.{kind.__name__}" for kind in TORCH_OPTIMIZERS)
@@ -117,51 +121,47 @@ _USE_O2 = 'Use opt_level="O2", or give states="fp32" as well'
 _USE_CURRENT = 'Leave it out, or use fp8_recipe="current"'
 _USE_DELAYED = 'Leave it out, or use fp8_recipe="delayed"'
 _USE_OURS = 'Use optimizer_backend="fp8stack", or an optimizer of fp8stack.optim itself'
-_OFF_OR_O1 = 'Switch it off, or use opt_level="O1"'
 _LEAVE = "Leave it out"
 
 # fmt: off
 _NO_HISTORY = "it belongs to delayed scaling, and other scales keep no history"
 _RULES = (
     # --- one option of a recipe and another
-    Rule("states_for", (), (STATES_KEPT,), "the optimizer's states are left alone", _USE_O2),
-    Rule("offload", ("cpu",), (STATES_KEPT,), "it moves the states that O2 makes", _USE_O2),
-    Rule("master", (), (STATES_KEPT,), "the optimizer is left as it is, so a master has no place to be kept",
+    Rule("states_for", (), _KEPT, "the optimizer's states are left alone", _USE_O2),
+    Rule("offload", ("cpu",), _KEPT, "it moves the states that O2 makes", _USE_O2),
+    Rule("master", (), _KEPT, "the optimizer is left as it is, so a master has no place to be kept",
          'Use master="keep", or states="fp32" for float32 states beside it'),
-    Rule("optimizer_backend", (), (STATES_KEPT,), "the optimizer's states are left alone", 'Use opt_level="O2"'),
-    Rule("fp8_margin", (), (NO_HISTORY,), _NO_HISTORY, _USE_DELAYED),
-    Rule("amax_history_len", (), (NO_HISTORY,), _NO_HISTORY, _USE_DELAYED),
-    Rule("amax_compute_algo", (), (NO_HISTORY,), _NO_HISTORY, _USE_DELAYED),
-    Rule("fp8_format", ("e5m2",), (BLOCK_SCALES,), "that is E4M3 throughout: block scales replace the range of E5M2",
+    Rule("optimizer_backend", (), _KEPT, "the optimizer's states are left alone", 'Use opt_level="O2"'),
+    *(Rule(option, (), _NOT_DELAYED, _NO_HISTORY, _USE_DELAYED)
+      for option in ("fp8_margin", "amax_history_len", "amax_compute_algo")),
+    Rule("fp8_format", ("e5m2",), _BLOCK_SCALES, "that is E4M3 throughout: block scales replace the range of E5M2",
          _USE_CURRENT),
-    Rule("fp8_fast_accum", (True,), (BLOCK_SCALES,), "fast sums need one scale a tensor, not one a block",
-         _USE_CURRENT),
-    Rule("fp8_recipe", ("delayed", "mxfp8", "nvfp4"), (BARE_MATMULS, FP8_PRODUCTS),
-         'products by bare parameters use "current" scaling', "", Fp8StackWarning),
+    Rule("fp8_fast_accum", (True,), _BLOCK_SCALES, "fast sums need one scale a tensor, not one a block", _USE_CURRENT),
+    Rule("fp8_recipe", ("delayed", "mxfp8", "nvfp4"), setting("matmuls", True),
+         'products by bare parameters use "current" scaling', "", Fp8StackWarning, (FP8_PRODUCTS,)),
 
     # --- what multiplies
-    Rule("fp8_format", ("e5m2",), (TE,), 'TransformerEngine has "hybrid" and "e4m3" only', 'Use compute="native"'),
-    Rule("select", ("auto",), (TE,), "it times native layers", 'Use compute="native"'),
-    Rule("fp8_fast_accum", (False,), (TE_DELAYED,), "TransformerEngine always sums these forward products fast",
-         'Use compute="native" or fp8_recipe="current" for precise sums'),
-    Rule("weight_cache", (), (TE, FP8_PRODUCTS), "it is an option of native layers", "", Fp8StackWarning),
-    *(Rule(option, (), (BF16_ASKED,), "it is an option of FP8 products", "", Fp8StackWarning)
+    Rule("fp8_format", ("e5m2",), _TE, 'TransformerEngine has "hybrid" and "e4m3" only', 'Use compute="native"'),
+    Rule("select", ("auto",), _TE, "it times native layers", 'Use compute="native"'),
+    Rule("fp8_fast_accum", (False,), _TE, 'TransformerEngine always sums forward products of "delayed" fast',
+         'Use compute="native" or fp8_recipe="current" for precise sums', beside=setting("fp8_recipe", "delayed")),
+    Rule("weight_cache", (), _TE, "it is an option of native layers", "", Fp8StackWarning, (FP8_PRODUCTS,)),
+    *(Rule(option, (), BF16_ASKED, "it is an option of FP8 products", "", Fp8StackWarning)
       for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "weight_cache", "select", "matmuls")),
     Rule("matmuls", (True,), (BF16_PRODUCTS,), "bare parameters are multiplied as they were", "", Fp8StackWarning),
     Rule("offload", ("cpu",), (ON_CPU,), "the states are in host memory already", "", Fp8StackWarning),
 
     # --- the optimizer
-    *(Rule("optimizer", (), (context, NO_COUNTERPART), "fp8stack has no counterpart of this class",
-           f'Use one of {_TORCH_NAMES}, an optimizer of fp8stack.optim, or opt_level="O1"', ModelError)
-      for context in (STATES_CONVERTED, RELEASE)),
-    *(Rule(option, (True,), (context,), f"it needs {why}, which fp8stack's optimizers do not have", _OFF_OR_O1,
-           ModelError)
-      for context in (STATES_CONVERTED, RELEASE)
+    Rule("optimizer", (), (*_CONVERTED, *RELEASE), "fp8stack has no counterpart of this class",
+         f'Use one of {_TORCH_NAMES}, an optimizer of fp8stack.optim, or opt_level="O1"', ModelError,
+         (NO_COUNTERPART,)),
+    *(Rule(option, (True,), (*_CONVERTED, *RELEASE), f"it needs {why}, which fp8stack's optimizers do not have",
+           'Switch it off, or use opt_level="O1"', ModelError)
       for option, why in (("amsgrad", "a third state"), ("differentiable", "a step recorded by autograd"))),
-    Rule("step_in_backward", (True,), (NOTHING_CONVERTED, FOREIGN),
+    Rule("step_in_backward", (True,), ("gradients='keep', states='keep'",),
          "only fp8stack's optimizers can step in backward, and yours is left as it is",
-         'Use opt_level="O1" or "O2"'),
-    Rule("max_grad_norm", (), (RELEASE,),
+         'Use opt_level="O1" or "O2"', beside=(FOREIGN,)),
+    Rule("max_grad_norm", (), RELEASE,
          "each gradient is freed before the last one is known, so there is no norm to clip by",
          "Leave one of them out"),
     Rule("step_in_backward", (True,), (SEVERAL_PROCESSES,),
@@ -171,19 +171,21 @@ _RULES = (
          "Leave one of them out"),
 
     # --- bitsandbytes' optimizers
-    Rule("offload", ("cpu",), (BITSANDBYTES,), "it moves the states of fp8stack's own optimizers",
+    Rule("offload", ("cpu",), ON_BITSANDBYTES, "it moves the states of fp8stack's own optimizers",
          'Use optimizer_backend="bitsandbytes-paged", or "fp8stack"'),
-    Rule("optimizer_backend", _BNB, (FLOAT32_STATES,), 'bitsandbytes keeps states as "8bit"', _USE_OURS),
-    Rule("states", ("keep", "fp8", "4bit", "fp8-lm", "bf16"), (BITSANDBYTES,),
-         'bitsandbytes keeps states as "8bit", those of single parameters also as "fp32"', _USE_OURS),
-    Rule("optimizer_backend", _BNB, (FOUR_BITS,),
+    Rule("optimizer_backend", _BNB, setting("states", "fp8", "fp8-lm", "bf16", "fp32"),
+         'bitsandbytes keeps states as "8bit"', _USE_OURS),
+    Rule("states", ("keep", "fp8", "4bit", "fp8-lm", "bf16"), ON_BITSANDBYTES,
+         'bitsandbytes keeps states as "8bit", those of single parameters also as "fp32"', _USE_OURS,
+         beside=EIGHT_BITS),
+    Rule("optimizer_backend", _BNB, FOUR_BITS,
          "bitsandbytes has no 4-bit optimizer; fp8stack's kernels are used instead", "", Fp8StackWarning),
     Rule("optimizer_backend", ("bitsandbytes-paged",), (ON_CPU,), "paged states lie in managed memory of CUDA",
          'Move the model to a GPU first, or use optimizer_backend="bitsandbytes"', UnsupportedDeviceError),
     Rule("optimizer_backend", ("bitsandbytes-paged",), (IS_SGD,), "bitsandbytes has no paged SGD", _USE_OURS),
-    Rule("algorithm", ("muon",), (BITSANDBYTES,), "bitsandbytes has no counterpart of it", _USE_OURS, ModelError),
-    Rule("momentum", (0,), (BITSANDBYTES, IS_SGD), "bitsandbytes' SGD8bit needs momentum > 0", _USE_OURS),
-    *(Rule(option, (), (BITSANDBYTES, IS_SGD), "bitsandbytes' SGD8bit does not have it", _USE_OURS)
+    Rule("algorithm", ("muon",), ON_BITSANDBYTES, "bitsandbytes has no counterpart of it", _USE_OURS, ModelError),
+    Rule("momentum", (0,), ON_BITSANDBYTES, "bitsandbytes' SGD8bit needs momentum > 0", _USE_OURS, beside=(IS_SGD,)),
+    *(Rule(option, (), ON_BITSANDBYTES, "bitsandbytes' SGD8bit does not have it", _USE_OURS, beside=(IS_SGD,))
       for option in ("nesterov", "dampening")),
 
     # --- FSDP2
@@ -196,8 +198,8 @@ _RULES = (
     Rule("states", ("fp8-lm",), (FSDP2,), f"{_ONE_SCALE}, which its shards cannot share", _LEAVE),
     Rule("master", ("fp16",), (FSDP2,), f"{_ONE_SCALE}, which its shards cannot share", _LEAVE),
     Rule("optimizer_backend", _BNB, (FSDP2,), "it has no sharded states; fp8stack's own kernels have", _LEAVE),
-    Rule("algorithm", ("muon",), (FSDP2, STATES_CONVERTED),
-         "its direction depends on all of a matrix, which no rank has", "Use AdamW, or O1", ModelError),
+    Rule("algorithm", ("muon",), (FSDP2,),
+         "its direction depends on all of a matrix, which no rank has", "Use AdamW, or O1", ModelError, _CONVERTED),
 
     # --- DeepSpeed, whose ZeRO makes one flat tensor of the parameters of a group
     Rule("step_in_backward", (True,), (DEEPSPEED,), "DeepSpeed's engine steps", _LEAVE),
@@ -259,8 +261,7 @@ def find_conflicts(
     model: nn.Module | None = None,
 ) -> Iterator[Conflict]:
     """Yield the rules that a recipe, an optimizer and a model break in `places`."""
-    contexts = dict(zip(places, places, strict=True)) | contexts_of(recipe)
-    settings = settings_of(recipe)
+    contexts, settings = {*places, *contexts_of(recipe)}, settings_of(recipe)
     if optimizer is not None:
         contexts |= contexts_of_optimizer(optimizer)
         settings += settings_of_optimizer(optimizer)
@@ -271,53 +272,44 @@ def find_conflicts(
 
 def refuse_conflicts(recipe: Any, *places: str, **given: Any) -> None:
     """Raise the error of the first rule that is broken; arguments as of `find_conflicts`."""
-    _raise_first(find_conflicts(recipe, *places, **given))
+    refuse(find_conflicts(recipe, *places, **given))
 
 
 def idle_options(recipe: Any, *contexts: str) -> list[str]:
     """Return messages about the options of a recipe that have no effect because of one of `contexts`."""
-    places = (context for context in contexts if context in PLACES)
-    found = (c for c in find_conflicts(recipe, *places) if c.rule.error is Fp8StackWarning)
-    return [message for rule, message in found if set(rule.contexts) & set(contexts)]
+    found = find_conflicts(recipe, *(context for context in contexts if context in PLACES))
+    return [
+        message
+        for rule, message in found
+        if rule.error is Fp8StackWarning and {*rule.contexts, *rule.beside} & {*contexts}
+    ]
 
 
 def check_option(option: str, value: Any, *contexts: str) -> None:
     """Raise if `option` cannot have `value` where all of `contexts` hold."""
-    setting = Setting(option, value, f"{option}={value!r}")
-    _raise_first(broken_rules([setting], dict(zip(contexts, contexts, strict=True))))
+    refuse(broken_rules([Setting(option, value, f"{option}={value!r}")], contexts))
 
 
-def refuse_settings(optimizer: torch.optim.Optimizer, *contexts: str) -> None:
-    """Raise if options of an optimizer do not go with `contexts`, whatever the recipe is."""
-    _raise_first(
-        broken_rules(settings_of_optimizer(optimizer), dict(zip(contexts, contexts, strict=True)))
-    )
-
-
-def check_group(group: Mapping[str, Any], *contexts: str) -> None:
-    """Raise if a parameter group has an option that does not go with `contexts`, which all hold."""
-    _raise_first(broken_rules(settings_of_group(group), dict(zip(contexts, contexts, strict=True))))
-
-
-def broken_rules(settings: Iterable[Setting], contexts: Mapping[str, str]) -> Iterator[Conflict]:
-    """Yield the rules that settings break in contexts, whose values are what messages call them."""
-    for setting in settings:
-        for rule in RULES.get(setting.option, ()):
-            holds = all(context in contexts for context in rule.contexts)
-            if holds and (not rule.values or setting.value in rule.values):
-                yield Conflict(rule, _message(setting, rule, contexts[rule.contexts[0]]))
-
-
-def _message(setting: Setting, rule: Rule, context: str) -> str:
-    if rule.error is Fp8StackWarning:
-        return f"{setting.text} has no effect with {context}: {rule.reason}"
-    return f"{setting.text} does not go with {context}: {rule.reason}. {rule.remedy}."
-
-
-def _raise_first(conflicts: Iterable[Conflict]) -> None:
+def refuse(conflicts: Iterable[Conflict]) -> None:
+    """Raise the error of the first of `conflicts` that is one."""
     for rule, message in conflicts:
         if issubclass(rule.error, Fp8StackError):
             raise rule.error(message)
+
+
+def broken_rules(settings: Iterable[Setting], contexts: Collection[str]) -> Iterator[Conflict]:
+    """Yield the rules that settings break where all of `contexts` hold."""
+    for option, value, text in settings:
+        for rule in RULES.get(option, ()):
+            where = next((context for context in rule.contexts if context in contexts), None)
+            beside = not rule.beside or any(context in contexts for context in rule.beside)
+            if where is None or not beside or (rule.values and value not in rule.values):
+                continue
+            if rule.error is Fp8StackWarning:
+                yield Conflict(rule, f"{text} has no effect with {where}: {rule.reason}")
+            else:
+                said = f"{text} does not go with {where}: {rule.reason}. {rule.remedy}."
+                yield Conflict(rule, said)
 
 
 # --- what recipes, optimizers and models set
@@ -342,29 +334,10 @@ def settings_of_formats(*formats: Sequence[str], where: str = "") -> list[Settin
     return [Setting(name, value, f"{where}{name}={value!r}") for name, value in pairs if value]
 
 
-def contexts_of(recipe: Any) -> dict[str, str]:
-    """Return the contexts that a recipe brings, each with the setting that brings it."""
-    states = f"states={recipe.states!r} ({recipe.level})"
-    scaling = f"fp8_recipe={recipe.fp8_recipe!r}"
-    compute = f"compute={recipe.compute!r}"
-    four_bits = recipe.states == "4bit"
-    bitsandbytes = recipe.optimizer_backend in _BNB and not four_bits  # which has none
-    holds = {
-        STATES_KEPT: (recipe.states == "keep", states),
-        STATES_CONVERTED: (recipe.states != "keep", states),
-        NOTHING_CONVERTED: (recipe.states == recipe.gradients == "keep", states),
-        FLOAT32_STATES: (recipe.states == "fp32", states),
-        FOUR_BITS: (four_bits, states),
-        NO_HISTORY: (recipe.fp8_recipe != "delayed", scaling),
-        BLOCK_SCALES: (recipe.fp8_recipe not in ("current", "delayed"), scaling),
-        BITSANDBYTES: (bitsandbytes, f"optimizer_backend={recipe.optimizer_backend!r}"),
-        RELEASE: (recipe.step_in_backward, "step_in_backward=True"),
-        BARE_MATMULS: (recipe.matmuls, "matmuls=True"),
-        TE: (recipe.compute == "te", compute),
-        TE_DELAYED: (recipe.compute == "te" and recipe.fp8_recipe == "delayed", scaling),
-        BF16_ASKED: (recipe.compute == "bf16", compute),
-    }
-    return {context: text for context, (true, text) in holds.items() if true}
+def contexts_of(recipe: Any) -> set[str]:
+    """Return the contexts that a recipe brings: each of its fields with its value, and one pair."""
+    contexts = {f"{field.name}={getattr(recipe, field.name)!r}" for field in fields(recipe)}
+    return contexts | {f"gradients={recipe.gradients!r}, states={recipe.states!r}"}
 
 
 def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:
@@ -392,15 +365,15 @@ def settings_of_group(group: Mapping[str, Any]) -> list[Setting]:
     return [Setting(option, value, f"{option}={value!r}") for option, value in given.items()]
 
 
-def contexts_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the contexts that an optimizer brings, each with its class."""
-    ours, name = is_fp8stack_optimizer(optimizer), type(optimizer).__name__
+def contexts_of_optimizer(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the contexts that an optimizer brings."""
+    foreign = not is_fp8stack_optimizer(optimizer)
     holds = {
-        FOREIGN: not ours,
-        NO_COUNTERPART: not ours and type(optimizer) not in TORCH_OPTIMIZERS,
+        FOREIGN: foreign,
+        NO_COUNTERPART: foreign and type(optimizer) not in TORCH_OPTIMIZERS,
         IS_SGD: _is(optimizer, "SGD"),
     }
-    return {context: name for context, true in holds.items() if true}
+    return {context for context, true in holds.items() if true}
 
 
 def is_fp8stack_optimizer(optimizer: object) -> bool:

@@ -18,7 +18,7 @@ from fp8stack.errors import (
     ModelError,
     UnsupportedDeviceError,
 )
-from fp8stack.levels import LEVELS, recipe_for
+from fp8stack.levels import CHOICES, recipe_for
 
 
 def snapshot(model, optimizer):
@@ -105,7 +105,7 @@ def test_wrong_option(model, optimizer, options, culprit, remedy, level):
     refused(model, optimizer, ConfigError, culprit, remedy, level, **options)
 
 
-KEPT = r"does not go with states='keep' \(O1\)"
+KEPT = "does not go with states='keep'"
 
 
 @pytest.mark.parametrize(
@@ -148,27 +148,22 @@ def test_a_recipe_that_native_layers_do_not_have(model, optimizer, recipe):
 
 
 def test_every_rule_says_what_was_given_where_why_and_what_to_do():
-    known = {*conflicts.PLACES}
-    for options in ({}, {"states": "fp32", "master": "keep"}, {"states": "4bit"}, DELAYED, BLOCKWISE,
-                    {"optimizer_backend": "bitsandbytes"}, {"compute": "bf16"}, {"matmuls": True},
-                    {**DELAYED, "compute": "te"}, {"step_in_backward": True}):  # fmt: skip
-        known |= conflicts.contexts_of(recipe_for("O2", **options)).keys()
-    known |= conflicts.contexts_of(LEVELS["O0"]).keys()
-    known |= conflicts.contexts_of_optimizer(torch.optim.SGD([torch.zeros(1)])).keys()
-    known |= conflicts.contexts_of_optimizer(torch.optim.NAdam([torch.zeros(1)])).keys()
+    known = {*conflicts.PLACES, conflicts.FOREIGN, conflicts.NO_COUNTERPART, conflicts.IS_SGD}
+    known |= {f"{name}={value!r}" for name, values in CHOICES.items() for value in values}
+    known |= {"matmuls=True", "step_in_backward=True", "gradients='keep', states='keep'"}
     for option, rules in conflicts.RULES.items():
         for rule in rules:
-            assert known >= set(rule.contexts), rule
-            contexts = dict(zip(rule.contexts, rule.contexts, strict=True))
-            for value in rule.values or ("anything",):
-                setting = conflicts.Setting(option, value, f"{option}={value!r}")
-                found = conflicts.broken_rules([setting], contexts)
-                (message,) = [conflict.message for conflict in found if conflict.rule is rule]
-                for part in (setting.text, rule.contexts[0], rule.reason, rule.remedy):
-                    assert part in message
-                if rule.error is not Fp8StackWarning:  # what has no effect is no error
-                    with pytest.raises(rule.error, match=re.escape(setting.text)):
-                        conflicts.check_option(option, value, *rule.contexts)
+            assert known >= {*rule.contexts, *rule.beside}, rule
+            for where in rule.contexts:
+                for value in rule.values or ("anything",):
+                    setting = conflicts.Setting(option, value, f"{option}={value!r}")
+                    found = conflicts.broken_rules([setting], (where, *rule.beside))
+                    (message,) = [conflict.message for conflict in found if conflict.rule is rule]
+                    for part in (setting.text, where, rule.reason, rule.remedy):
+                        assert part in message
+                    if rule.error is not Fp8StackWarning:  # what has no effect is no error
+                        with pytest.raises(rule.error, match=re.escape(setting.text)):
+                            conflicts.check_option(option, value, where, *rule.beside)
 
 
 # --- models and optimizers

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack import capability, conflicts
-from fp8stack.conflicts import check_group, check_option
+from fp8stack.conflicts import EIGHT_BITS, IS_SGD, ON_BITSANDBYTES, ON_CPU, check_option
 from fp8stack.errors import ModelError, UnsupportedDeviceError
 from fp8stack.formats import E4M3, rows_cols
 from fp8stack.kernels import ops
@@ -70,9 +70,9 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
     _inner: Any = None
 
     def __init__(self, params: ParamsT, *args: Any, paged: bool = False, **options: Any) -> None:
-        check_option("offload", options.get("offload", "none"), conflicts.BITSANDBYTES)
+        check_option("offload", options.get("offload", "none"), *ON_BITSANDBYTES)
         if paged and isinstance(self, SGD):
-            check_option("optimizer_backend", "bitsandbytes-paged", conflicts.IS_SGD)
+            check_option("optimizer_backend", "bitsandbytes-paged", IS_SGD)
         self.paged, self._pages = paged, dict[tuple[Tensor, str], Tensor]()
         super().__init__(params, *args, **options)
         devices = {p.device for group in self.param_groups for p in group["params"]}
@@ -96,7 +96,9 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         return self._inner
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
-        check_group(group, conflicts.BITSANDBYTES, *[conflicts.IS_SGD] * isinstance(self, SGD))
+        if isinstance(self, SGD):
+            options = conflicts.settings_of_group(group)
+            conflicts.refuse(conflicts.broken_rules(options, (*ON_BITSANDBYTES, IS_SGD)))
         return super().numbers_of(group)
 
     # --- state
@@ -256,12 +258,12 @@ def check_bitsandbytes(device: torch.device, paged: bool) -> None:
     if not answer:
         raise UnsupportedDeviceError(f"{answer.reason}.")
     if paged and device.type == "cpu":
-        check_option("optimizer_backend", "bitsandbytes-paged", conflicts.ON_CPU)
+        check_option("optimizer_backend", "bitsandbytes-paged", ON_CPU)
 
 
 def check_states(states: str) -> None:
     """Raise ConfigError unless bitsandbytes' optimizers keep `states`."""
-    check_option("states", states, conflicts.BITSANDBYTES)
+    check_option("states", states, *ON_BITSANDBYTES, *EIGHT_BITS)
 
 
 def _pieces(number: int, entry: Entry, divisible: bool) -> Iterator[Piece]:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8stack import conflicts
-from fp8stack.conflicts import check_option
+from fp8stack.conflicts import RELEASE, SEVERAL_PROCESSES, check_option
 from fp8stack.errors import ConfigError, GradientError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class GradientRelease:
 
     def __init__(self, optimizer: BlockwiseOptimizer) -> None:
         if optimizer.max_grad_norm is not None:
-            check_option("max_grad_norm", optimizer.max_grad_norm, conflicts.RELEASE)
+            check_option("max_grad_norm", optimizer.max_grad_norm, *RELEASE)
         check_single_process()
         self._optimizer = optimizer
         self._stepped: set[Tensor] = set()
@@ -95,4 +94,4 @@ def check_single_process() -> None:
     distributed = torch.distributed
     initialized = distributed.is_available() and distributed.is_initialized()
     if initialized and distributed.get_world_size() > 1:
-        check_option("step_in_backward", True, conflicts.SEVERAL_PROCESSES)
+        check_option("step_in_backward", True, SEVERAL_PROCESSES)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack import optim
-from fp8stack.conflicts import ZERO, refuse_settings
+from fp8stack.conflicts import ZERO, broken_rules, refuse, settings_of_optimizer
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
@@ -112,7 +112,7 @@ def check_optimizer(optimizer: Any, config: Mapping[str, Any], recipe: Recipe | 
             "engine.load_checkpoint brings states."
         )
     if stage:
-        refuse_settings(optimizer, ZERO)
+        refuse(broken_rules(settings_of_optimizer(optimizer), [ZERO]))
 
 
 def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: bool) -> None:

@@ -692,8 +692,8 @@ class Mine(fp8stack.optim.AdamW):
     ("optimizer", "options", "error", "match"),
     [
         (None, {"optimizer_backend": "bnb"}, ConfigError, "optimizer_backend='bnb' is not a choi"),
-        (None, {"states": "fp8"}, ConfigError, "states='fp8' .*bitsandbytes keeps"),
-        (None, {"preset": "fp8-lm"}, ConfigError, "states='fp8-lm' .*bitsandbytes keeps"),
+        (None, {"states": "fp8"}, ConfigError, "states='fp8'.*bitsandbytes keeps"),
+        (None, {"preset": "fp8-lm"}, ConfigError, "states='fp8-lm'.*bitsandbytes keeps"),
         (
             None,
             {"states_for": {"up": "bf16"}},
@@ -720,7 +720,7 @@ def test_what_bitsandbytes_cannot_do_is_refused_at_the_call(optimizer, options, 
 
 def test_a_level_that_leaves_states_alone_has_no_backend():
     model = TinyLM()
-    with pytest.raises(ConfigError, match=r"does not go with states='keep' .O1.*opt_level=.O2"):
+    with pytest.raises(ConfigError, match=r"does not go with states='keep'.*opt_level=.O2"):
         fp8stack.initialize(
             model,
             torch.optim.AdamW(model.parameters()),
@@ -731,7 +731,7 @@ def test_a_level_that_leaves_states_alone_has_no_backend():
 
 def test_bad_options_of_the_optimizers_themselves():
     params = parameters()
-    with pytest.raises(ConfigError, match="states='4bit' does not go with bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"states='4bit' does not go with .*bitsandbytes"):
         ours.AdamW(params, states="4bit")
     with pytest.raises(ConfigError, match="bitsandbytes-paged"):
         ours.AdamW(params, offload="cpu")
@@ -743,7 +743,7 @@ def test_bad_options_of_the_optimizers_themselves():
         ours.AdamW(params, betas=(1.0, 0.9))
     optimizer = ours.AdamW(params)
     group = {"params": [nn.Parameter(torch.ones(64, 64))], "states": "bf16"}
-    with pytest.raises(ConfigError, match="states='bf16' does not go with bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"states='bf16' does not go with .*bitsandbytes"):
         optimizer.add_param_group(group)
     optimizer.param_groups[0]["lr"] = -1.0
     before = contents(optimizer, params)
