@@ -1,9 +1,9 @@
 """`fp8stack convert CKPT --to fp32|bf16|safetensors`: the weights of a checkpoint as one ordinary file.
 
-Masters are put together first, so a weight that training kept in bfloat16 and 8 bits more has all of them. The file is
-a state_dict for torch.load(weights_only=True), all its floating-point tensors in float32 or bfloat16; or safetensors,
-in float32. A name that ends in .safetensors (--out) makes it safetensors too, so `--to bf16 --out model.safetensors`
-is bfloat16 there. It is written beside its place and renamed: an interruption leaves what was there before.
+It takes what `fp8stack inspect` takes. A weight that training keeps in bfloat16 and 8 bits more is put together first,
+so the file has all its bits. All floating-point tensors are in float32 or bfloat16. The file is a state_dict for
+torch.load(weights_only=True), or safetensors: by `--to safetensors` in float32, or by an --out that ends in
+.safetensors in the dtype of --to. It is written beside its place and renamed: an interruption leaves what was there.
 
 Tied weights stay tied in a state_dict. safetensors holds one of them, and the other's name in its metadata, as
 `safetensors.torch.load_model` and transformers expect.
@@ -12,73 +12,62 @@ Tied weights stay tied in a state_dict. safetensors holds one of them, and the o
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8stack.checkpoint import replacing
 from fp8stack.errors import CheckpointError, ConfigError, reason_of
+from fp8stack.optim.state import MASTER_KEYS, decode_master
 
-from .output import add_command, counted, show, size
-from .stored import place_of, read, safetensors
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .output import Commands
+from .inspect import Contents, place_of, read
+from .output import Commands, Console, MissingLibraryError, add_command, show, size
 
 
 def add_parser(commands: Commands) -> None:
-    parser = add_command(
-        commands, "convert", "the weights of a checkpoint, with all their bits, as one file"
-    )
-    parser.add_argument("checkpoint", metavar="CKPT", help="a .pt, DCP folder or .safetensors")
+    brief = "the weights of a checkpoint, with all their bits, as one file"
+    parser = add_command(commands, "convert", brief)
+    parser.add_argument("checkpoint", metavar="CKPT", help="a .pt, or a folder of DCP")
     parser.add_argument("--to", required=True, choices=("fp32", "bf16", "safetensors"))
-    parser.add_argument(
-        "--out",
-        metavar="PATH",
-        help="by default beside CKPT, with --to in its name; .safetensors makes it that in the dtype of --to",
-    )
+    ends = "by default beside CKPT; .safetensors makes it that in the dtype of --to"
+    parser.add_argument("--out", metavar="PATH", help=ends)
 
 
 def run(options: argparse.Namespace) -> int:
     source = Path(options.checkpoint)
     out = Path(options.out) if options.out else _beside(source, options.to)
-    if out.exists() and (not out.is_file() or out.samefile(source)):
-        what = "a folder or a device" if not out.is_file() else "the checkpoint itself"
-        raise ConfigError(f"--out {out} is {what}. Name another file.")
     if not out.parent.is_dir():
-        raise ConfigError(
-            f"--out {out}: there is no folder {out.parent}. Make it, or name another."
-        )
-    safe = out.suffix == ".safetensors"  # by which it is told when it is read, too
-    if options.to == "safetensors" and not safe:
-        raise ConfigError(
-            f"--to safetensors --out {out}: such a file's name ends in .safetensors. Name it "
-            f"{out.with_suffix('.safetensors')}, or use --to fp32 or bf16 for a state_dict of torch.save."
-        )
-    if safe:
-        safetensors()  # raises now, not after minutes of reading
-    stored = read(source, data=True)
-    masters = stored.masters()
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}. Make it.")
+    if out.exists() and (not out.is_file() or out.samefile(source)):
+        raise ConfigError(f"--out {out} is the checkpoint itself, or no file. Name another one.")
+    save: Any = _save_plain
+    if "safetensors" in (options.to, out.suffix[1:]):
+        try:
+            import safetensors.torch  # now, before minutes of reading
+        except ImportError:
+            what = "writing weights as safetensors"
+            raise MissingLibraryError(what, "safetensors", "safetensors") from None
+        save = partial(_save_tied, safetensors.torch.save_file)
+    contents = read(source)
+    masters = find_masters(contents)
     dtype = torch.bfloat16 if options.to == "bf16" else torch.float32
-    weights = consolidate(stored.model, masters, dtype)
+    weights = consolidate(contents.model, masters, dtype)
     try:
-        nbytes = _write(out, weights, safe)
+        with replacing(out) as temporary:
+            save(weights, temporary)
     except Exception as error:  # on a full disk safetensors raises one of its own
         raise CheckpointError(
             f"{out} cannot be written: {reason_of(error)} Nothing is left of it."
         ) from error
     data = {
-        "source": str(source),
         "out": str(out),
-        "format": "safetensors" if safe else "state_dict",
         "dtype": str(dtype).removeprefix("torch."),
         "tensors": len(weights),
         "masters": len(masters),
-        "bytes": nbytes,
+        "bytes": out.stat().st_size,
     }
     show(options, data, draw)
     return 0
@@ -87,58 +76,65 @@ def run(options: argparse.Namespace) -> int:
 def draw(console: Console, data: dict[str, Any]) -> None:
     """Say what was written."""
     console.print(
-        f"{data['out']}: {counted(data['tensors'], 'tensor')} in {data['dtype']}, {size(data['bytes'])}; "
+        f"{data['out']}: {data['tensors']} tensors in {data['dtype']}, {size(data['bytes'])}; "
         f"{data['masters']} of them from masters",
         soft_wrap=True,
     )
 
 
+def find_masters(contents: Contents) -> dict[str, Tensor]:
+    """Return float32 weights with all their bits, by name, where the optimizer keeps some of the bits.
+
+    Raises:
+        CheckpointError: where the optimizer's bits do not go with a weight of the model.
+    """
+    found = {}
+    for name, entry in contents.states.items():
+        weight, kept = contents.model.get(name), [entry[k] for k in MASTER_KEYS if k in entry]
+        if not kept:
+            continue
+        # A remainder is what bfloat16 leaves of 24 or 32 bits.
+        if (
+            weight is None
+            or ("remainder" in entry and weight.dtype is not torch.bfloat16)
+            or any(t.ndim and t.shape != weight.shape for t in kept)
+        ):
+            raise CheckpointError(
+                f"the optimizer holds bits of a weight {name!r}, and the model has none that they go with: it is of "
+                "another step or wrapped, or the optimizer's state has no names. Load it into its model, and save "
+                "fp8stack.checkpoint.master_state_dict(model, optimizer)."
+            )
+        found[name] = decode_master(weight, entry)
+    return found
+
+
 def consolidate(
     model: dict[str, Tensor], masters: dict[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return weights in `dtype`, from their masters where there are some; tied ones are one tensor."""
-    whole = {place_of(model[name]): master for name, master in masters.items()}
-    made: dict[Any, Tensor] = {}
-    result = {}
-    for name, value in model.items():
-        place = place_of(value)
-        if place not in made:
-            best = whole.get(place, value)
-            made[place] = best.to(dtype) if best.is_floating_point() else best
-        result[name] = made[place]
-    return result
+    """Return copies of all weights in `dtype`, from their masters where there are some; tied ones are one tensor."""
+    made = {place_of(model[name]): master.to(dtype) for name, master in masters.items()}
+    for value in model.values():
+        if (place := place_of(value)) not in made:
+            made[place] = value.to(dtype if value.is_floating_point() else value.dtype, copy=True)
+    return {name: made[place_of(value)] for name, value in model.items()}
 
 
-def _write(out: Path, weights: dict[str, Tensor], safe: bool) -> int:
-    with replacing(out) as temporary:
-        if safe:
-            first: dict[int, str] = {}
-            ties = {name: first.setdefault(id(value), name) for name, value in weights.items()}
-            kept = _apart({name: weights[name] for name in first.values()})
-            told = {name: other for name, other in ties.items() if name != other}
-            safetensors().save_file(kept, temporary, metadata={"format": "pt", **told})
-        else:
-            with open(temporary, "wb") as file:
-                torch.save(weights, file)
-    return out.stat().st_size
+def _save_plain(weights: dict[str, Tensor], path: Path) -> None:
+    with open(path, "wb") as file:  # a full disk is an OSError then
+        torch.save(weights, file)
 
 
-def _apart(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as safetensors take them: dense, contiguous, and no two in one storage."""
-    made, storages = {}, set()
-    for name, value in weights.items():
-        if value.layout is not torch.strided:
-            raise ValueError(f"{name!r} is sparse, and safetensors are dense; use --out with .pt")
-        value = value.contiguous()
-        storage = value.untyped_storage().data_ptr()
-        made[name] = value.clone() if storage in storages else value
-        storages.add(storage)
-    return made
+def _save_tied(save_file: Any, weights: dict[str, Tensor], path: Path) -> None:
+    """Write safetensors: of tied weights the first, and the names of the others."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(value), name) for name, value in weights.items()}
+    ties = {name: other for name, other in names.items() if name != other}
+    kept = {name: weights[name].contiguous() for name in first.values()}
+    save_file(kept, path, metadata={"format": "pt", **ties})
 
 
 def _beside(source: Path, to: str) -> Path:
-    if source.is_dir():
-        source = source.resolve()  # "latest" will be another
+    source = source.resolve() if source.is_dir() else source  # "latest" will be another
     stem = source.name if source.is_dir() else source.stem
-    suffix = ".safetensors" if to == "safetensors" else f"_{to}.pt"
-    return source.absolute().parent / f"{stem}{suffix}"
+    ending = ".safetensors" if to == "safetensors" else f"_{to}.pt"
+    return source.absolute().parent / (stem + ending)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,20 +20,14 @@ from fp8stack.integrations.deepspeed.section import check_recipe, find_section, 
 from fp8stack.integrations.incompatibilities import TrainingRun, check, with_allowed
 
 from . import machine
-from .output import table
-from .target import build
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from .load_function import build
+from .output import Console, table
 
 SECTIONS = (
     "amp", "bf16", "bfloat16", "data_types", "fp16", "msamp", "optimizer", "scheduler", "zero_optimization",
 )  # fmt: skip
 """Keys whose values are JSON objects."""
-KEYS = (
-    *SECTIONS, "communication_data_type", "compile", "fp8stack", "gradient_accumulation_steps", "gradient_clipping",
-    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
-)  # fmt: skip
+KEYS = {*SECTIONS, "fp8stack", "train_batch_size", "train_micro_batch_size_per_gpu"}
 """A DeepSpeed configuration has at least one of these."""
 
 
@@ -62,7 +56,7 @@ def diagnose(path: str, target: str | None = None, opt_level: str | None = None)
     return {
         "config": path,
         "level": None if recipe is None else recipe.level,
-        "versions": machine.installed_versions(),
+        "versions": {"torch": torch.__version__, **machine.environment()["libraries"]},
         "findings": [
             {
                 "severity": f.severity,
@@ -93,7 +87,7 @@ def read_config(path: Path) -> dict[str, Any]:
         config = _read_hjson(text)
         if config is None:
             raise ConfigError(f"{path} is not JSON: {first_line(error)}.") from error
-    if not isinstance(config, dict) or not config.keys() & {*KEYS}:
+    if not isinstance(config, dict) or not config.keys() & KEYS:
         held = f"has the keys {[*config]}" if isinstance(config, dict) else f"is {config!r}"
         raise ConfigError(
             f"{path} {held:.100}: no DeepSpeed configuration. Give the JSON object that holds "

@@ -1,6 +1,6 @@
 """`fp8stack doctor`: what this machine can run in FP8, whether it does, and what is known to be wrong with it.
 
-It lists versions and GPUs, asks every capability of every GPU with its reason, looks for known trouble, and tests an
+It lists versions and GPUs, asks every capability of every GPU with its reason, looks for known problems, and tests an
 FP8 GEMM, an optimizer step and an all-reduce for real (`selftest.py`). Exit status 1: an error was found or a test
 failed. With --deepspeed a configuration of DeepSpeed is looked at instead of the machine (`deepspeed_config.py`).
 """
@@ -8,7 +8,7 @@ failed. With --deepspeed a configuration of DeepSpeed is looked at instead of th
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,14 +16,8 @@ from fp8stack import capability
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import kernel_backend
 
-from . import deepspeed_config, machine, selftest, trouble
-from .output import add_command, show, size, table
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .output import Commands
-
+from . import deepspeed_config, machine, machine_checks, selftest
+from .output import Commands, Console, add_command, show, size, table
 
 NO_GPU = (
     "There is no GPU that torch can use: everything runs on the CPU, where FP8 is emulated. It will not be faster "
@@ -56,10 +50,9 @@ def run(options: argparse.Namespace) -> int:
         "capabilities": {machine.name_of(d): capabilities(d) for d in devices},
         "self_test": {} if options.no_self_test else selftest.run_all(device),
     }
-    data["trouble"] = [t._asdict() for t in trouble.find()]  # last: now libraries are loaded
-    data["ok"] = all(t["status"] != "failed" for t in data["self_test"].values()) and not any(
-        t["severity"] == "error" for t in data["trouble"]
-    )
+    data["trouble"] = [t._asdict() for t in machine_checks.find()]  # last: now libraries are loaded
+    failed = any(t["status"] == "failed" for t in data["self_test"].values())
+    data["ok"] = not failed and all(t["severity"] != "error" for t in data["trouble"])
     show(options, data, draw)
     return int(not data["ok"])
 
@@ -76,27 +69,23 @@ def capabilities(device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def draw(console: Console, data: dict[str, Any]) -> None:
-    """Show versions, capabilities, tests and trouble."""
+    """Show versions, capabilities, tests and problems."""
     environment = dict(data["environment"])
     libraries, gpus = environment.pop("libraries"), environment.pop("gpus")
     rows = [(name, value or "none") for name, value in environment.items()]
-    rows += [
-        (
-            f"GPU {i}",
-            f"{g['name']}, compute capability {g['capability']}, {size(g['memory_bytes'])}",
-        )
-        for i, g in enumerate(gpus)
-    ]
+    for i, g in enumerate(gpus):
+        memory = size(g["memory_bytes"])
+        rows.append((f"GPU {i}", f"{g['name']}, compute capability {g['capability']}, {memory}"))
     rows.append(("libraries", ", ".join(f"{n} {v}" for n, v in libraries.items()) or "none"))
     console.print(table(("environment", ""), rows))
     for device, answers in data["capabilities"].items():
-        able = [(name, "yes" if a["ok"] else "no", a["reason"]) for name, a in answers.items()]
+        able = ((name, "yes" if a["ok"] else "no", a["reason"]) for name, a in answers.items())
         console.print(table((device, "", "reason"), able))
+    tests = (
+        (name, t["status"], f"{t['seconds']:.1f}", t["reason"])
+        for name, t in data["self_test"].items()
+    )
     if data["self_test"]:
-        tests = [
-            (name, t["status"], f"{t['seconds']:.1f}", t["reason"])
-            for name, t in data["self_test"].items()
-        ]
         console.print(table(("self-test", "", "s", "found"), tests, right="s"))
     for found in data["trouble"]:
         console.print(f"{found['severity']}: {found['what']}. {found['remedy']}")

@@ -17,7 +17,7 @@ from fp8stack.errors import ConfigError
 from fp8stack.levels import recipe_for
 from fp8stack.planning import FAMILIES, LLAMA, Make, Shape, read_config, shape_of_config
 
-from .target import build
+from .load_function import build
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 

@@ -1,165 +1,171 @@
-"""`fp8stack inspect CKPT`: what is in a checkpoint: step, level, dtypes, formats of optimizer states, largest tensors.
+"""`fp8stack inspect CKPT`: what is in a checkpoint: step, level, dtypes, formats of optimizer states.
 
-It takes what `fp8stack.checkpoint.save` or `torch.save` wrote, a folder of torch.distributed.checkpoint, or a
-safetensors file (`stored.py`). The level is that of the manifest beside a checkpoint of examples/train_gpt.py; others
-do not name it, and it is told from the optimizer's formats: "O2" where states or masters are kept in fewer bits, "O1"
-where fp8stack's optimizer kept torch's formats, none where nothing shows (O0, or without fp8stack).
+`read` takes a checkpoint of a model and its optimizer: a file of `fp8stack.checkpoint.save`, or of torch.save({"model":
+model.state_dict(), "optimizer": optimizer.state_dict()}), which is read with `weights_only=True`; or a folder of
+torch.distributed.checkpoint with these two keys, which torch's own converter first makes such a file, in a temporary
+folder. A checkpoint does not name its level; it is told from the optimizer's formats: "O2" where states or masters are
+kept in fewer bits, "O1" where fp8stack's optimizer keeps torch's formats, none where nothing shows.
+
+Limits: a folder's header (`.metadata`) is a pickle, as torch writes it: open those that you trust. A folder holds tied
+weights twice, and they are not tied again. Weights alone are read by torch.load and safetensors.safe_open.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from fp8stack.errors import ConfigError
+from fp8stack import checkpoint
+from fp8stack.errors import CheckpointError, first_line
 from fp8stack.optim.state import MASTER_KEYS
 
-from .output import add_command, show, size, table
-from .stored import Stored, place_of, read
+from .output import Commands, Console, add_command, show, size, table
 
-if TYPE_CHECKING:
-    from rich.console import Console
 
-    from .output import Commands
+class Contents(NamedTuple):
+    """What a checkpoint holds: the optimizer's states by the name of their parameter, and what it says of itself."""
+
+    kind: str
+    model: dict[str, Tensor]
+    states: dict[str, dict[str, Any]]
+    header: dict[str, Any]
+    extra: dict[str, Any]
 
 
 def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "inspect", "what is in a checkpoint")
-    parser.add_argument("checkpoint", metavar="CKPT", help="a .pt, DCP folder or .safetensors")
-    parser.add_argument("--largest", type=int, default=5, metavar="N", help="tensors to list; 5")
+    parser.add_argument("checkpoint", metavar="CKPT", help="a .pt, or a folder of DCP")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.largest < 0:
-        raise ConfigError(f"--largest {options.largest} must be 0 or more.")
     path = Path(options.checkpoint)
-    stored = read(path)
+    contents = read(path)
     files = [f for f in path.rglob("*") if f.is_file()] if path.is_dir() else [path]
-    data = {
-        "path": str(path),
-        "kind": stored.kind,
-        "file_bytes": sum(f.stat().st_size for f in files),
-        **describe(stored, options.largest),
-    }
-    show(options, data, draw)
+    nbytes = sum(f.stat().st_size for f in files)
+    show(options, {"path": str(path), "file_bytes": nbytes, **describe(contents)}, draw)
     return 0
 
 
-def describe(stored: Stored, largest: int = 5) -> dict[str, Any]:
+def read(path: Path) -> Contents:
+    """Read a checkpoint.
+
+    Raises:
+        CheckpointError: for what is missing, damaged, or no checkpoint of a model and its optimizer.
+    """
+    if path.is_dir():
+        held, kind = _read_folder(path), "torch.distributed.checkpoint"
+    elif path.suffix == ".safetensors" or (path.exists() and not path.is_file()):
+        held, kind = None, ""
+    else:
+        held = checkpoint.read_file(path)
+        kind = "fp8stack.checkpoint" if checkpoint.is_saved(held) else "torch.save"
+    try:
+        rest = dict(held)
+        model, optimizer = rest.pop("model"), rest.pop("optimizer") or {"state": {}}
+        header = optimizer.get("fp8stack", {})
+        names = dict(enumerate(rest.pop("names", None) or header.get("names", ())))
+        states = {names.get(k, str(k)): dict(entry) for k, entry in optimizer["state"].items()}
+        tensors = {name: t for name, t in model.items() if isinstance(t, Tensor)}
+        extra = dict(rest["extra"]) if checkpoint.is_saved(held) else rest
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        keys = f", its keys are {[*held]}" if isinstance(held, dict) else ""
+        raise CheckpointError(
+            f"{path} is no checkpoint of a model and its optimizer{keys:.100}. Save with fp8stack.checkpoint.save, or "
+            'as {"model": model.state_dict(), "optimizer": optimizer.state_dict()}. Weights alone are read by '
+            "torch.load(weights_only=True) or safetensors.safe_open."
+        ) from error
+    return Contents(kind, tensors, states, header, extra)
+
+
+def _read_folder(path: Path) -> Any:
+    with tempfile.TemporaryDirectory(prefix="fp8stack-") as folder:
+        try:
+            dcp_to_torch_save(path, f"{folder}/checkpoint.pt")
+        except (Exception, CheckpointException) as error:  # whatever a damaged pickle raises
+            raise CheckpointError(
+                f"{path} cannot be read as a checkpoint of torch.distributed.checkpoint ({first_line(error)}). Name "
+                "the folder with its .metadata; if that is damaged, use an earlier one."
+            ) from error
+        return checkpoint.read_file(f"{folder}/checkpoint.pt")
+
+
+def place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is the same for tied tensors, and for no others."""
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+    return *start, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def describe(contents: Contents) -> dict[str, Any]:
     """Return what a checkpoint holds, as plain data."""
-    tensors = {place_of(t): t for t in stored.model.values()}.values()  # tied ones once
-    told = {**stored.extra, **stored.manifest}
-    dtypes: dict[str, dict[str, int]] = {}
-    for t in tensors:
-        row = dtypes.setdefault(_dtype(t), {"tensors": 0, "elements": 0, "bytes": 0})
-        row["tensors"], row["elements"] = row["tensors"] + 1, row["elements"] + t.numel()
-        row["bytes"] += _bytes(t)
-    formats: dict[str, Counter[str]] = {}
-    nbytes: Counter[str] = Counter()
-    named = [(name, t) for name, t in stored.model.items()]
-    for parameter, entry in stored.states.items():
+    parts: dict[tuple[str, str], Counter[str]] = {}
+
+    def count(part: str, kept_as: str, codes: Tensor, scale: Tensor | None = None) -> None:
+        sizes = (t.numel() * t.element_size() for t in (codes, scale) if t is not None)
+        row = parts.setdefault((part, kept_as), Counter())
+        row.update(tensors=1, elements=codes.numel(), bytes=sum(sizes))
+
+    for tensor in {place_of(t): t for t in contents.model.values()}.values():  # tied ones once
+        count("model", _dtype(tensor), tensor)
+    for parameter, entry in contents.states.items():
         for key, value in entry.items():
-            if not isinstance(value, Tensor):
-                continue
-            part = next((key.removesuffix(s) for s in ("_code", "_scale") if key.endswith(s)), key)
-            nbytes["master" if key in MASTER_KEYS else part] += _bytes(value)
-            named.append((f"{parameter} {key}", value))
-            if value.ndim and not key.endswith("_scale"):
-                formats.setdefault(part, Counter())[_format(key, entry, stored, parameter)] += 1
-    named.sort(key=lambda pair: -_bytes(pair[1]))
+            if isinstance(value, Tensor) and value.ndim and not key.endswith("_scale"):
+                part = key.removesuffix("_code")
+                scale = entry.get(f"{part}_scale")
+                count(part, _format(value, scale, contents.model.get(parameter)), value, scale)
+    steps = [int(entry["step"]) for entry in contents.states.values() if "step" in entry]
     return {
-        "step": _step(stored),
-        "level": _level(stored),
-        "precision": stored.manifest.get("precision"),
-        "elements": sum(row["elements"] for row in dtypes.values()),
-        "model": dtypes,
-        "optimizer": {
-            name: {
-                "formats": dict(kinds),
-                "bytes": nbytes["master" if name in MASTER_KEYS else name],
-            }
-            for name, kinds in formats.items()
-        },
-        "extra": {k: v for k, v in told.items() if isinstance(v, (int, float, str, bool))},
-        "largest": [
-            {"name": n, "dtype": _dtype(t), "shape": list(t.shape), "bytes": _bytes(t)}
-            for n, t in named[:largest]
-        ],
+        "kind": contents.kind,
+        "step": contents.extra.get("step", max(steps, default=None)),
+        "level": _level(contents),
+        "parts": [{"part": p, "format": f, **counts} for (p, f), counts in parts.items()],
+        "extra": {k: v for k, v in contents.extra.items() if isinstance(v, int | float | str)},
     }
 
 
 def draw(console: Console, data: dict[str, Any]) -> None:
-    """Show a summary, dtypes, formats and the largest tensors."""
+    """Show a summary and the formats."""
     step = "no step" if data["step"] is None else f"step {data['step']}"
-    level = data["precision"] or data["level"] or "no level that shows (O0, or without fp8stack)"
+    level = data["level"] or "no level that shows (O0, or without fp8stack)"
     title = f"{data['path']}: {data['kind']}, {size(data['file_bytes'])}, {step}, {level}"
     console.print(title, soft_wrap=True)
     if data["extra"]:
         console.print(", ".join(f"{k}={v!r}" for k, v in data["extra"].items()))
-    header = ("model", "tensors", "elements", "size")
     rows = (
-        (dtype, row["tensors"], f"{row['elements']:,}", size(row["bytes"]))
-        for dtype, row in data["model"].items()
+        (p["part"], p["format"], p["tensors"], f"{p['elements']:,}", size(p["bytes"]))
+        for p in data["parts"]
     )
+    header = ("part", "format", "tensors", "elements", "size")
     console.print(table(header, rows, right="tensors elements size"))
-    if data["optimizer"]:
-        states = (
-            (name, ", ".join(f"{n} × {f}" for f, n in row["formats"].items()), size(row["bytes"]))
-            for name, row in data["optimizer"].items()
-        )
-        console.print(table(("optimizer", "formats", "size"), states, right="size"))
-    large = (
-        (t["name"], t["dtype"], "×".join(map(str, t["shape"])), size(t["bytes"]))
-        for t in data["largest"]
-    )
-    console.print(table(("largest", "dtype", "shape", "size"), large, right="size"))
 
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # nbytes is not defined for sparse ones
-
-
-def _format(key: str, entry: dict[str, Any], stored: Stored, parameter: str) -> str:
+def _format(value: Tensor, scale: Tensor | None, weight: Tensor | None) -> str:
     """Return how a state is kept, read from its layout; see `fp8stack/optim/state.py`."""
-    value, scale = entry[key], entry.get(f"{key.removesuffix('_code')}_scale")
-    if scale is None:
-        return _dtype(value)
-    if scale.ndim == 0:
-        return f"{_dtype(value)}, one scale"
+    if scale is None or scale.ndim == 0:
+        return _dtype(value) + ("" if scale is None else ", one scale")
     if scale.ndim == 1:
         return "8-bit block 256 (bitsandbytes)"
     if value.is_floating_point():
         return f"{_dtype(value)}, block 128"
-    weight = stored.model.get(parameter)
-    codes, blocks = value.shape[-1], scale.shape[-1]  # of a row; two codes of 4 bits are one
-    if weight is None and blocks == 1 and codes <= 64:  # of either
-        return "block 128"
-    packed = codes <= 64 * blocks if weight is None else value.shape != weight.shape
-    return "4-bit block 128" if packed else "8-bit block 128"
+    packed = weight is not None and value.shape != weight.shape  # two codes of 4 bits in a byte
+    return f"{4 if packed else 8}-bit block 128"
 
 
-def _step(stored: Stored) -> int | None:
-    """Return the step that was saved, or that of the optimizer."""
-    saved = {**stored.extra, **stored.manifest}.get("step")
-    if isinstance(saved, int):
-        return saved
-    counts = [e.get("step") for e in stored.states.values()]
-    known = [int(c) for c in counts if c is not None and not getattr(c, "is_meta", False)]
-    return max(known, default=None)
-
-
-def _level(stored: Stored) -> str | None:
-    if stored.manifest:
-        return str(stored.manifest["level"])
-    keys = {key for entry in stored.states.values() for key in entry}
+def _level(contents: Contents) -> str | None:
+    keys = {key for entry in contents.states.values() for key in entry}
     if keys & set(MASTER_KEYS) or any(key.endswith("_code") for key in keys):
         return "O2"
-    return "O1" if stored.header.get("states") == "keep" else "O2" if stored.header else None
+    return "O1" if contents.header.get("states") == "keep" else "O2" if contents.header else None

@@ -16,7 +16,7 @@ from fp8stack.levels import Recipe
 from fp8stack.version import __version__
 
 LIBRARIES = (
-    "torch", "deepspeed", "accelerate", "transformers", "lightning", "torchao", "bitsandbytes", "transformer_engine",
+    "deepspeed", "accelerate", "transformers", "lightning", "torchao", "bitsandbytes", "transformer_engine",
 )  # fmt: skip
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -30,9 +30,7 @@ def device() -> torch.device:
 
 def name_of(device: torch.device) -> str:
     """Return what a person calls `device`."""
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
 def driver() -> str | None:
@@ -45,43 +43,32 @@ def driver() -> str | None:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of the libraries that are installed, by name."""
-    installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
-    return {name: installed[name] for name in LIBRARIES if name in installed}
+    """Return the versions of all installed packages, by name in lower case."""
+    found = ((d.metadata["Name"], d.version) for d in metadata.distributions())
+    return {name.lower(): version for name, version in found if name}
 
 
 def environment() -> dict[str, Any]:
     """Return versions of the system and of libraries (None: not there), and the GPUs."""
-    cuda = torch.cuda.is_available()
-    gpus = (
-        [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        if cuda
-        else []
-    )
+    cuda, installed = torch.cuda.is_available(), installed_versions()
+    count = torch.cuda.device_count() if cuda else 0
+    gpus = [torch.cuda.get_device_properties(i) for i in range(count)]
     nccl = cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    try:
-        triton: str | None = metadata.version("triton")
-    except metadata.PackageNotFoundError:
-        triton = None
     return {
         "fp8stack": __version__,
         "os": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": triton,
+        "triton": installed.get("triton"),
         "cuda": torch.version.cuda,
         "driver": driver(),
         "cudnn": torch.backends.cudnn.version() if cuda else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl else None,
         "gpus": [
-            {
-                "name": gpu.name,
-                "capability": f"{gpu.major}.{gpu.minor}",
-                "memory_bytes": gpu.total_memory,
-            }
-            for gpu in gpus
+            {"name": g.name, "capability": f"{g.major}.{g.minor}", "memory_bytes": g.total_memory}
+            for g in gpus
         ],
-        "libraries": {k: v for k, v in installed_versions().items() if k != "torch"},
+        "libraries": {name: installed[name] for name in LIBRARIES if name in installed},
     }
 
 

@@ -13,16 +13,13 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeAlias
 
 from fp8stack.errors import Fp8StackError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    Commands = argparse._SubParsersAction["Parser"]
-
+Console: TypeAlias = Any
+"""rich's console and table, which are imported only when something is drawn."""
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 WIDTH = 120
 """Columns of what is not written to a terminal."""
 _stdout: TextIO | None = None  # of the program's results alone
@@ -46,9 +43,8 @@ class MissingLibraryError(Fp8StackError, ImportError):
 
 def add_command(commands: Commands, name: str, brief: str) -> Parser:
     """Return the parser of a new command, which has --json."""
-    parser = commands.add_parser(
-        name, help=brief, description=brief[0].upper() + brief[1:] + ".", allow_abbrev=False
-    )
+    text = brief[0].upper() + brief[1:] + "."
+    parser = commands.add_parser(name, help=brief, description=text, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     return parser
 
@@ -70,8 +66,7 @@ def show(
     try:
         from rich.console import Console
     except ImportError:
-        what = "a table"
-        raise MissingLibraryError(what, "rich", "cli", ", or use --json") from None
+        raise MissingLibraryError("a table", "rich", "cli", ", or use --json") from None
     out = _stdout or sys.stdout
     width = None if out and out.isatty() else WIDTH
     console = Console(width=width, highlight=False, markup=False, emoji=False)
@@ -114,18 +109,17 @@ def _write(text: str) -> None:
             raise
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = "") -> Table:
-    """Return a table; `right` names its right-aligned columns, separated by spaces or "*" for all."""
+def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = "") -> Any:
+    """Return rich's table; `right` names its right-aligned columns, separated by spaces, or "*" for all."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    names = right.split()
     for name in header:
-        if right == "*" or name in names:
-            made.add_column(name, justify="right", no_wrap=True)
-        else:
-            made.add_column(name, overflow="fold")
+        number = right == "*" or name in right.split()
+        made.add_column(
+            name, justify="right" if number else "left", no_wrap=number, overflow="fold"
+        )
     for row in rows:
         made.add_row(*map(str, row))
     return made
@@ -138,11 +132,6 @@ def number_of(text: str, suffixes: bool = False) -> float:
         return float(text[:-1] + power if power else text)
     except ValueError:
         return math.nan
-
-
-def counted(n: int, noun: str) -> str:
-    """Return "1 point", "2 points"."""
-    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def size(nbytes: float) -> str:

@@ -15,7 +15,8 @@ import argparse
 import math
 import re
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,19 +25,14 @@ from fp8stack.api import Decisions, carry_out, decide
 from fp8stack.conversion import check_model
 from fp8stack.errors import Fp8StackWarning
 from fp8stack.levels import Recipe
-from fp8stack.memory import PARTS
+from fp8stack.memory import PARTS, MemoryUse
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.planning import use_after_step
 
 from . import machine
-from .output import add_command, show, size, table
+from .load_function import build
+from .output import Commands, Console, add_command, show, size, table
 from .recipe import add_recipe, recipe_of
-from .target import build
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .output import Commands
 
 
 def add_parser(commands: Commands) -> None:
@@ -67,7 +63,7 @@ def plan(
     """
     check_model(model, recipe, planned=True)
     optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
-    before = _bytes(model, optimizer)
+    before = _held(use_after_step(model, optimizer))
     kind = type(optimizer).__name__
     decisions = decide(model, optimizer, recipe, planned_for=device)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -77,7 +73,7 @@ def plan(
         session = carry_out(model, optimizer, decisions)
     if session.returned is None:
         raise RuntimeError("initialize returned no optimizer for the one it was given")
-    after = _bytes(model, session.returned, decisions)
+    after = _held(use_after_step(model, session.returned, decisions))
     moments = bool(after.keys() & {"m", "v"})
     if decisions.recipe.offload == "cpu" and device.type == "cuda":
         after["host"] = sum(after.pop(part, 0) for part in ("master", "m", "v"))
@@ -103,11 +99,11 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         f"GEMMs {report['gemm']} ({report['compute']}: {report['compute_reason']})\n"
         f"gradients {report['gradients']}, states {report['states']}, master {report['master']}"
     )
-    groups: dict[tuple[str, ...], int] = {}
-    for matrix in data["matrices"]:
-        cells = {**matrix, "shape": "×".join(map(str, matrix["shape"]))}
-        key = (re.sub(r"\d+", "*", cells.pop("name")), *cells.values())
-        groups[key] = groups.get(key, 0) + 1
+    groups = Counter(
+        (re.sub(r"\d+", "*", m["name"]), m["module"], "×".join(map(str, m["shape"])),
+         m["gemm"], m["weight"], m["gradient"], m["states"])
+        for m in data["matrices"]
+    )  # fmt: skip
     rows = ((name, count, *rest) for (name, *rest), count in groups.items())
     header = ("matrix", "n", "of", "shape", "GEMM", "weight", "gradient", "states")
     console.print(table(header, rows, right="n"))
@@ -168,9 +164,5 @@ def _matrices(
     return result
 
 
-def _bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, decisions: Decisions | None = None
-) -> dict[str, int]:
-    """Return bytes by part after a step: of the model as it is, or with the gradients that were decided."""
-    use = use_after_step(model, optimizer, decisions)
+def _held(use: MemoryUse) -> dict[str, int]:
     return {part: nbytes for part, nbytes in use.bytes.items() if nbytes}

@@ -8,6 +8,7 @@ own, which are killed at the time limit: neither a hanging driver nor a crash in
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -16,10 +17,11 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8stack
@@ -33,40 +35,29 @@ _BF16 = 2.0**-7  # of an output in bfloat16 (2^-8), and of sums in the few bits 
 Test = Callable[[int, str, str], Answer]
 
 
-def gemm(rank: int, device: str, store: str) -> Answer:
+def gemm(rank: int, device: str, folder: str) -> Answer:
     """Multiply in an FP8 layer at O0, and compare with float64."""
-    layer = nn.Linear(256, 128, bias=False, device=device)
-    with torch.no_grad():
-        layer.weight.copy_(_numbers(128, 256, seed=1))
+    layer = _layer(_numbers(128, 256, seed=1), device)
     x = _numbers(64, 256, seed=2).to(device)
     right = x.double() @ layer.weight.detach().double().T
     layer, _ = fp8stack.initialize(layer, opt_level="O0")
-    found = layer(x)
     bound = (1 + _E4M3) ** 2 * (1 + _BF16) - 1
-    return _compare("an FP8 GEMM", {"output": (found, right, bound)}, "float64")
+    return compare("an FP8 GEMM", {"output": (layer(x), right, bound)}, "float64")
 
 
-def step(rank: int, device: str, store: str) -> Answer:
+def step(rank: int, device: str, folder: str) -> Answer:
     """Take a step of AdamW at O2, and compare with torch's."""
-    start, g = _numbers(128, 256, seed=1), _numbers(128, 256, seed=2)
-    start, g = (start * _signs(3)).to(device), (g * _signs(4)).bfloat16().float().to(device)
-    mine, theirs = (nn.Linear(256, 128, bias=False, device=device) for _ in range(2))
-    with torch.no_grad():
-        mine.weight.copy_(start)
-        theirs.weight.copy_(start)
-    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
-    plain = torch.optim.AdamW(theirs.parameters(), **options)
-    mine, optimizer = fp8stack.initialize(
-        mine,
-        torch.optim.AdamW(mine.parameters(), **options),
-        opt_level="O2",
-        compute="bf16",
-        optimizer_backend="fp8stack",
+    start, g = _numbers(128, 256, seed=3, signed=True), _numbers(128, 256, seed=4, signed=True)
+    mine, theirs = _layer(start, device), _layer(start, device)
+    optimizer, plain = (
+        torch.optim.AdamW(layer.parameters(), lr=0.01, weight_decay=0.1) for layer in (mine, theirs)
     )
-    (mine.weight * g).sum().backward()
-    (theirs.weight * g).sum().backward()
-    optimizer.step()
-    plain.step()
+    mine, optimizer = fp8stack.initialize(
+        mine, optimizer, opt_level="O2", compute="bf16", optimizer_backend="fp8stack"
+    )
+    for layer, steps in ((mine, optimizer), (theirs, plain)):
+        (layer.weight * g.bfloat16().float().to(device)).sum().backward()
+        steps.step()
     (moments,) = fp8stack.checkpoint.torch_state_dict(optimizer)["state"].values()
     (right,) = plain.state.values()
     weight = fp8stack.checkpoint.master_state_dict(mine, optimizer)["weight"]
@@ -76,19 +67,16 @@ def step(rank: int, device: str, store: str) -> Answer:
         "m": (moments["exp_avg"], right["exp_avg"], (1 + _E4M3) * (1 + 2.0**-5) - 1),
         "v": (moments["exp_avg_sq"], right["exp_avg_sq"], ((1 + _E4M3) * (1 + 2.0**-6)) ** 2 - 1),
     }
-    return _compare("a step of AdamW at O2", parts, "torch's")
+    return compare("a step of AdamW at O2", parts, "torch's")
 
 
-def all_reduce(rank: int, device: str, store: str) -> Answer:
+def all_reduce(rank: int, device: str, folder: str) -> Answer:
     """Add up tensors of two processes in FP8, and compare with float64; both must end with the same bits."""
-    import torch.distributed as dist
-
-    backend = "gloo" if device == "cpu" else "nccl"
-    here = "cpu" if device == "cpu" else f"cuda:{rank}"
+    backend, here = ("gloo", "cpu") if device == "cpu" else ("nccl", f"cuda:{rank}")
     if here != "cpu":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=2,
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=2,
         timeout=timedelta(seconds=LIMIT),
     )  # fmt: skip
     given = [_numbers(256, 256, seed=seed) for seed in (1, 2)]
@@ -98,21 +86,18 @@ def all_reduce(rank: int, device: str, store: str) -> Answer:
     dist.all_gather(both, x)
     if not torch.equal(*both):
         return Answer(False, f"an all-reduce in FP8 over {backend} left the ranks with other bits")
-    bound = (1 + _E4M3) ** 2 - 1
-    right = given[0].double() + given[1].double()
-    return _compare(
-        f"an all-reduce in FP8 over {backend}", {"sum": (x.cpu(), right, bound)}, "float64"
-    )
+    found = {"sum": (x.cpu(), given[0].double() + given[1].double(), (1 + _E4M3) ** 2 - 1)}
+    return compare(f"an all-reduce in FP8 over {backend}", found, "float64")
 
 
 def run_all(device: torch.device) -> dict[str, dict[str, Any]]:
     """Run all tests for `device`; return for each its status ("passed", "failed", "skipped"), a reason, and seconds."""
     ring = "cuda" if device.type == "cuda" and torch.cuda.device_count() > 1 else "cpu"
-    multiplies, reduces = fp8_gemm(device), torch.distributed.is_available()
+    multiplies = fp8_gemm(device)
     tests: list[tuple[Test, str, int, str]] = [
         (gemm, str(device), 1, "" if multiplies else multiplies.reason),
         (step, str(device), 1, ""),
-        (all_reduce, ring, 2, "" if reduces else "this torch is built without torch.distributed"),
+        (all_reduce, ring, 2, "" if dist.is_available() else "torch has no torch.distributed"),
     ]
     results = {}
     for test, where, ranks, obstacle in tests:
@@ -129,65 +114,60 @@ def run(test: Test, device: str, ranks: int = 1, limit: float = LIMIT) -> Answer
     context = multiprocessing.get_context("forkserver")  # torch is imported once, before the forks
     context.set_forkserver_preload([__name__])
     deadline = time.monotonic() + limit
+    answers = []
     with tempfile.TemporaryDirectory(prefix="fp8stack-doctor-") as folder:
-        started = []
-        for rank in range(ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (test, rank, device, os.path.join(folder, "store"), sender)
-            process = context.Process(target=_child, args=arguments, daemon=True)
+        started = [
+            context.Process(target=_child, args=(test, rank, device, folder), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in started:
             process.start()
-            sender.close()  # so that the child's end is the only one
-            started.append((process, receiver))
-        try:
-            answers = [_answer(test, *one, deadline, limit) for one in started]
-        finally:
-            for process, _ in started:
-                process.kill()
-                process.join(5)
+        for rank, process in enumerate(started):
+            process.join(max(0.0, deadline - time.monotonic()))
+            told, code = Path(folder, f"answer{rank}"), process.exitcode
+            if code is None:
+                what = f"{test.__name__} did not end within {limit:g} s, and was killed"
+                answers.append(Answer(False, what))
+            elif told.exists():
+                answers.append(Answer(*json.loads(told.read_text())))
+            else:
+                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                answers.append(Answer(False, f"the process of {test.__name__} ended with {how}"))
+        for process in started:
+            process.kill()
+            process.join(5)
     return next((answer for answer in answers if not answer), answers[0])
 
 
-def _answer(
-    test: Test, process: Any, receiver: Connection, deadline: float, limit: float
-) -> Answer:
-    """Wait for what a process says."""
-    if not receiver.poll(max(0.0, deadline - time.monotonic())):
-        return Answer(False, f"{test.__name__} did not end within {limit:g} s, and was killed")
-    try:
-        ok, reason = receiver.recv()
-    except EOFError:  # it died
-        process.join(5)
-        code = process.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-        return Answer(False, f"the process of {test.__name__} ended with {how}")
-    return Answer(ok, reason)
-
-
-def _child(test: Test, rank: int, device: str, store: str, sender: Connection) -> None:
-    """Run in the process of a test: send (ok, reason), and leave without the destructors of libraries."""
+def _child(test: Test, rank: int, device: str, folder: str) -> None:
+    """Run in the process of a test: write the answer, and leave without the destructors of libraries."""
     os.dup2(2, 1)  # stdout is the doctor's
     os.environ["FP8STACK_QUIET"] = "1"
     try:
-        answer = test(rank, device, store)
+        answer = test(rank, device, folder)
     except Exception as error:  # whatever is broken here
         last = traceback.format_exception_only(error)[-1].strip()
         answer = Answer(False, f"{test.__name__} raised {last}")
-    sender.send((answer.ok, answer.reason))
-    sender.close()
+    Path(folder, f"answer{rank}").write_text(json.dumps([answer.ok, answer.reason]))
     os._exit(0)
 
 
-def _numbers(*shape: int, seed: int) -> Tensor:
-    """Return numbers from 0.5 to 1.5, the same on every machine."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) + 0.5
-
-
-def _signs(seed: int) -> Tensor:
+def _numbers(*shape: int, seed: int, signed: bool = False) -> Tensor:
+    """Return numbers of magnitudes from 0.5 to 1.5, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (128, 256), generator=generator).float() * 2 - 1
+    numbers = torch.rand(shape, generator=generator) + 0.5
+    if signed:
+        numbers *= torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return numbers
 
 
-def _compare(what: str, parts: dict[str, tuple[Tensor, Tensor, float]], oracle: str) -> Answer:
+def _layer(weight: Tensor, device: str) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=device)
+    layer.weight.data.copy_(weight)
+    return layer
+
+
+def compare(what: str, parts: dict[str, tuple[Tensor, Tensor, float]], oracle: str) -> Answer:
     """Compare relative errors with their bounds: {name: (found, right, bound)}."""
     told, ok = [], True
     for name, (found, right, bound) in parts.items():

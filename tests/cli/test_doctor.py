@@ -11,7 +11,7 @@ import torch
 import workers_cli
 
 from fp8stack.__main__ import main
-from fp8stack.cli import machine, selftest, trouble
+from fp8stack.cli import machine, machine_checks, selftest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ def test_bitsandbytes_asks_for_no_kernels_of_the_cpu():
 
 def test_without_a_gpu_it_says_at_the_end_that_nothing_is_faster(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(trouble, "find", list)
+    monkeypatch.setattr(machine_checks, "find", list)
     assert main(["doctor", "--no-self-test"]) == 0
     *_, told, more, verdict = capsys.readouterr().out.splitlines()
     assert told.startswith("There is no GPU that torch can use")
@@ -95,7 +95,7 @@ def test_a_self_test_that_hangs_or_dies_is_an_answer(capfd):
 
 def test_wrong_numbers_fail_a_self_test():
     right = torch.linspace(0.5, 1.5, 100)
-    compare = selftest._compare
+    compare = selftest.compare
     assert compare("x", {"y": (right * 1.05, right, 0.1)}, "z")
     assert not compare("x", {"y": (right * 1.2, right, 0.1)}, "z")
     assert not compare("x", {"y": (right, right, 0.1), "n": (right * torch.nan, right, 0.1)}, "z")
@@ -126,8 +126,8 @@ def test_two_installed_cudnns_are_a_warning(tmp_path, monkeypatch):
         "LD_LIBRARY_PATH", f"{tmp_path / 'one'}:{tmp_path / 'two'}:{tmp_path / 'one'}"
     )
     monkeypatch.delenv("CUDNN_HOME", raising=False)
-    assert set(trouble.installed_cudnn()) >= {str(tmp_path / "one"), str(tmp_path / "two")}
-    found = [t for t in trouble.find() if "cuDNNs are installed" in t.what]
+    assert set(machine_checks.installed_cudnn()) >= {str(tmp_path / "one"), str(tmp_path / "two")}
+    found = [t for t in machine_checks.find() if "cuDNNs are installed" in t.what]
     assert [t.severity for t in found] == ["warning"]
     assert "CUDNN_HOME" in found[0].remedy
 
@@ -140,19 +140,19 @@ def test_old_versions_are_compared_with_the_package_s_own_metadata():
         "transformers": "5.0.0",
         "accelerate": "1.0",
     }
-    found = {t.what.split()[0]: t for t in trouble._versions(old)}
+    found = {t.what.split()[0]: t for t in machine_checks._versions(old)}
     assert found.keys() == {"torch", "deepspeed", "accelerate"}
     assert found["torch"].severity == "error"
     assert found["deepspeed"].remedy.startswith('pip install "deepspeed>=0.')
     assert (
         found["accelerate"].remedy == 'pip install "accelerate>=1.1"'
     )  # the strictest of two extras
-    assert not list(trouble._versions(trouble.installed()))
+    assert not list(machine_checks._versions(machine.installed_versions()))
 
 
 def test_a_hidden_package_of_hugging_face_s_is_found(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.delitem(sys.modules, "kernels", raising=False)  # tests/kernels, if a library looked
-    (found,) = trouble._hidden({"kernels": "0.11.1"})
+    (found,) = machine_checks._hidden({"kernels": "0.11.1"})
     assert "hides Hugging Face's package kernels 0.11.1" in found.what
-    assert not list(trouble._hidden({}))
+    assert not list(machine_checks._hidden({}))

@@ -1,8 +1,7 @@
 """What is known to go wrong on a machine, found before anything is trained: `fp8stack doctor` prints it.
 
-Each finding has a severity, what was found, and what to do. An error stops fp8stack or its GPU kernels; a warning costs
-speed, or breaks something beside it. What concerns a DeepSpeed configuration or a model is in
-`integrations/incompatibilities/`.
+An error stops fp8stack or its GPU kernels; a warning costs speed, or breaks something beside it. What concerns a
+DeepSpeed configuration or a model is in `integrations/incompatibilities/`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fp8stack.kernels.ops import kernel_backend
 from . import machine
 
 
-class Trouble(NamedTuple):
+class Problem(NamedTuple):
     """Something found: "error" or "warning", what it is, and the remedy."""
 
     severity: str
@@ -32,54 +31,40 @@ class Trouble(NamedTuple):
     remedy: str
 
 
-def find() -> list[Trouble]:
+def find() -> list[Problem]:
     """Return what is known to be wrong with this machine, errors first."""
-    versions = installed()
+    versions = machine.installed_versions()
     found = [*_gpu(), *_cudnn(), *_versions(versions), *_hidden(versions)]
-    return sorted(found, key=lambda t: t.severity != "error")
+    return sorted(found, key=lambda problem: problem.severity != "error")
 
 
-def installed() -> dict[str, str]:
-    """Return the versions of all installed packages, by name in lower case."""
-    return {
-        d.metadata["Name"].lower(): d.version
-        for d in metadata.distributions()
-        if d.metadata["Name"]
-    }
-
-
-def _gpu() -> Iterator[Trouble]:
+def _gpu() -> Iterator[Problem]:
     driver = machine.driver()
     if driver and torch.version.cuda is None and torch.version.hip is None:
-        yield Trouble(
+        yield Problem(
             "error",
             f"torch {torch.__version__} is built without CUDA, and there is an NVIDIA driver ({driver})",
             "Install a build of torch with CUDA: https://pytorch.org/get-started/locally",
         )
     elif driver and not torch.cuda.is_available():
-        yield Trouble(
+        yield Problem(
             "error",
             f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU with the NVIDIA driver {driver}",
             f"Update the driver, or install a torch for an older CUDA; CUDA_VISIBLE_DEVICES is "
             f"{os.environ.get('CUDA_VISIBLE_DEVICES')!r}.",
         )
-    if torch.cuda.is_available():
-        backend, why = kernel_backend()
-        if backend != "triton":
-            what = (
-                f"kernels do not run in Triton: {why}; the torch reference kernels are much slower"
-            )
-            yield Trouble("error", what, 'pip install "triton>=3.2", and unset FP8STACK_KERNELS.')
+    backend, why = kernel_backend()
+    if torch.cuda.is_available() and backend != "triton":
+        what = f"kernels do not run in Triton: {why}; the torch reference kernels are much slower"
+        yield Problem("error", what, 'pip install "triton>=3.2", and unset FP8STACK_KERNELS.')
 
 
-def _cudnn() -> Iterator[Trouble]:
-    remedy = cudnn_remedy()
+def _cudnn() -> Iterator[Problem]:
+    remedy, folders = cudnn_remedy(), installed_cudnn()
     if remedy:
-        yield Trouble("error", f"{len(cudnn_folders())} cuDNNs are loaded", remedy)
-        return
-    folders = installed_cudnn()
-    if len(folders) > 1:
-        yield Trouble(
+        yield Problem("error", f"{len(cudnn_folders())} cuDNNs are loaded", remedy)
+    elif len(folders) > 1:
+        yield Problem(
             "warning",
             f"{len(folders)} cuDNNs are installed ({', '.join(folders)}): libraries that load it themselves, as "
             "TransformerEngine does, may take another one than torch",
@@ -89,17 +74,17 @@ def _cudnn() -> Iterator[Trouble]:
 
 def installed_cudnn() -> list[str]:
     """Return the folders that hold a cuDNN which a library could load: torch's own first."""
-    own = Path(torch.__file__).parent.parent / "nvidia" / "cudnn" / "lib"
     home = os.environ.get("CUDNN_HOME")
-    folders = [own, *([Path(home) / "lib", Path(home) / "lib64", Path(home)] if home else [])]
+    folders = [Path(torch.__file__).parent.parent / "nvidia" / "cudnn" / "lib"]
+    folders += [Path(home, part) for part in ("lib", "lib64", "") if home]
     folders += [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
-    folders += [Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib/aarch64-linux-gnu")]
-    folders += [Path("/usr/local/cuda/lib64")]
+    for place in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "local/cuda/lib64"):
+        folders.append(Path("/usr", place))
     real = [os.path.realpath(f) for f in folders if any(f.glob("libcudnn.so*"))]
     return list(dict.fromkeys(real))
 
 
-def _versions(versions: dict[str, str]) -> Iterator[Trouble]:
+def _versions(versions: dict[str, str]) -> Iterator[Problem]:
     """Compare with what fp8stack's own metadata asks for."""
     least: dict[str, tuple[int, ...]] = {}
     for line in metadata.requires("fp8stack") or [] if "fp8stack" in versions else []:
@@ -112,21 +97,20 @@ def _versions(versions: dict[str, str]) -> Iterator[Trouble]:
             wanted = ".".join(map(str, version))
             severity = "error" if name == "torch" else "warning"
             what = f"{name} {versions[name]} is older than fp8stack works with ({wanted})"
-            yield Trouble(severity, what, f'pip install "{name}>={wanted}"')
+            yield Problem(severity, what, f'pip install "{name}>={wanted}"')
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"[\d.]+", version)
-    return tuple(int(n) for n in found.group().split(".") if n) if found else ()
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
 
 
-def _hidden(versions: dict[str, str]) -> Iterator[Trouble]:
+def _hidden(versions: dict[str, str]) -> Iterator[Problem]:
     """Look for Hugging Face's package `kernels`, hidden by the folder of that name in fp8stack's repository."""
     spec = find_spec("kernels")
     own = os.path.realpath(fp8stack.kernels.__path__[0])
     places = [os.path.realpath(p) for p in (spec.submodule_search_locations or [])] if spec else []
     if "kernels" in versions and own in places:
-        yield Trouble(
+        yield Problem(
             "warning",
             f"fp8stack's repository is on sys.path, and its folder {own} hides Hugging Face's package kernels "
             f"{versions['kernels']}, which transformers imports",

@@ -1,0 +1,112 @@
+"""FILE:function on a command line: a model from a function of the user's own Python file.
+
+The file is imported with its folder on sys.path, as if it were run, but not as `__main__`. One with relative imports is
+imported as the module of its package that it is, as `python -m` would do from the folder that the package lies in; the
+modules beside it have their plain names too, after all others. The function takes nothing and returns a model, or
+(model, optimizer).
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8stack.errors import ModelError, did_you_mean
+
+_ON_META = (
+    " It is run on the meta device, where tensors have no data: leave moving the model to a GPU and loading weights "
+    "into it out of the function."
+)
+
+
+def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
+    """Call "file.py:function" and return (model, optimizer or None).
+
+    meta: build on the meta device, so that nothing is allocated.
+
+    Raises:
+        ModelError: for a file or function that does not exist or raises, or that returns something else.
+    """
+    file, _, name = target.rpartition(":")
+    if not file or not name:
+        raise ModelError(f"{target!r} must be a file and a function: train.py:build_model.")
+    path = Path(file).resolve()
+    if not path.is_file() or path.suffix != ".py":
+        raise ModelError(f"there is no Python file {file!r}.")
+    package, root = _package_of(path)
+    added = [str(root), *([str(path.parent)] if package else [])]
+    sys.path.insert(0, added[0])
+    sys.path += added[1:]
+    try:
+        with redirect_stdout(sys.stderr):  # stdout is the command's
+            function = _call(lambda: _function(path, name, package), file)
+            with torch.device("meta") if meta else nullcontext():
+                result = _call(function, target, _ON_META if meta else "")
+    finally:
+        # These very strings: the same folders may have been there before, and the file may have changed the list.
+        sys.path[:] = [entry for entry in sys.path if not any(entry is ours for ours in added)]
+    model, optimizer = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    if not isinstance(model, nn.Module) or not fits:
+        raise ModelError(
+            f"{target} returned {type(result).__name__}; it must return a torch.nn.Module, or a module and an "
+            "optimizer."
+        )
+    return model, optimizer
+
+
+def _package_of(path: Path) -> tuple[str, Path]:
+    """Return the package of a file with relative imports, else "", and the folder to import from."""
+    folder, parts = path.parent, list[str]()
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):  # raised when the file is imported
+        nodes = []
+    if not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes):
+        return "", folder
+    while (folder / "__init__.py").exists():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return ".".join(parts), folder
+
+
+def _function(path: Path, name: str, package: str) -> Callable[[], Any]:
+    """Import a file anew and return its function."""
+    if package and str(path.parent) not in importlib.import_module(package).__path__:
+        raise ImportError(f"another package {package} is there. Rename one of them")
+    module_name = f"{package}.{path.stem}" if package else "_fp8stack_target"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # where dataclasses look for their module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise ModelError(f"{path.name} has no function {name!r}.{did_you_mean(name, known)}")
+    return function  # type: ignore[no-any-return]
+
+
+def _call(function: Callable[[], Any], name: str, more: str = "") -> Any:
+    try:
+        return function()
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code: whatever it raises
+        if "no known parent package" in str(error):
+            more = (
+                " A relative import needs a package: put an empty __init__.py beside the file, or name the modules "
+                "beside it without the dot."
+            )
+        raise ModelError(
+            f"{name} raised {type(error).__name__}: {error}. It is run without arguments.{more}"
+        ) from error
