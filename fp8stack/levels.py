@@ -21,7 +21,7 @@ from .conflicts import refuse_conflicts
 from .errors import ConfigError, did_you_mean
 from .formats import BLOCK
 
-CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "compute": ("auto", "te", "native", "bf16"),
         "fp8_format": ("hybrid", "e4m3", "e5m2"),
@@ -35,8 +35,13 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "master": ("keep", "split24", "split32", "fp16", "fp32", "none"),
         "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
         "offload": ("none", "cpu"),
+        "matmuls": (False, True),
+        "step_in_backward": (False, True),
+        "fp8_fast_accum": (None, False, True),
     }
 )
+
+_LIMITS = {"fp8_margin": (0, 16), "amax_history_len": (1, 2**16), "min_numel": (0, 2**63)}
 
 
 @dataclass(frozen=True)
@@ -104,37 +109,18 @@ class Recipe:
     def __post_init__(self) -> None:
         for name in CHOICES:
             _check_choice(name, getattr(self, name))
-        if not isinstance(self.skip, (list, tuple)) or any(
-            not isinstance(p, str) for p in self.skip
-        ):
+        for name, (least, most) in _LIMITS.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ConfigError(f"{name}={value!r} must be an integer from {least} to {most}.")
+        are_patterns = isinstance(self.skip, (list, tuple))
+        if not are_patterns or not all(isinstance(pattern, str) for pattern in self.skip):
             raise ConfigError(
                 f'skip={self.skip!r} must be a list of patterns (strings), such as skip=["*head"].'
             )
         object.__setattr__(self, "skip", tuple(self.skip))
-        if (
-            isinstance(self.min_numel, bool)
-            or not isinstance(self.min_numel, int)
-            or self.min_numel < 0
-        ):
-            raise ConfigError(f"min_numel={self.min_numel!r} must be an integer >= 0.")
         object.__setattr__(self, "states_for", _formats(self.states_for))
-        if not isinstance(self.step_in_backward, bool):
-            raise ConfigError(f"step_in_backward={self.step_in_backward!r} must be True or False.")
-        self._check_scaling()
         refuse_conflicts(self)
-
-    def _check_scaling(self) -> None:
-        """Raise ConfigError for options of scaling that are of the wrong type."""
-        for name, least, most in (("fp8_margin", 0, 16), ("amax_history_len", 1, 2**16)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-                raise ConfigError(f"{name}={value!r} must be an integer from {least} to {most}.")
-        if not isinstance(self.matmuls, bool):
-            raise ConfigError(f"matmuls={self.matmuls!r} must be True or False.")
-        if self.fp8_fast_accum is not None and not isinstance(self.fp8_fast_accum, bool):
-            raise ConfigError(
-                f"fp8_fast_accum={self.fp8_fast_accum!r} must be True, False or None."
-            )
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -148,13 +134,17 @@ class Recipe:
         return weight + masters[self.master] + gradient + moments
 
 
+OPTIONS = tuple(f.name for f in fields(Recipe) if f.name not in ("level", "brief"))
+"""The fields of a recipe that can be overridden."""
+
+
 def _check_choice(name: str, value: Any, where: str = "") -> None:
     """Raise ConfigError unless `value` is one of CHOICES[name]."""
-    if value not in CHOICES[name]:
-        choices = ", ".join(f'"{k}"' for k in CHOICES[name])
+    if not any(type(value) is type(known) and value == known for known in CHOICES[name]):
+        known = ", ".join(f'"{k}"' if isinstance(k, str) else str(k) for k in CHOICES[name])
         raise ConfigError(
-            f"{where}{name}={value!r} is not a choice; use one of {choices}."
-            f"{did_you_mean(str(value), CHOICES[name])}"
+            f"{where}{name}={value!r} is not a choice; use one of {known}."
+            f"{did_you_mean(str(value), map(str, CHOICES[name]))}"
         )
 
 
@@ -210,22 +200,18 @@ def recipe_for(opt_level: str, preset: str | None = None, **overrides: Any) -> R
         raise ConfigError(
             f"opt_level must be one of {known} (a capital letter O and a digit), got {opt_level!r}."
         )
-    recipe = LEVELS[opt_level]
-    if preset is not None:
-        if not isinstance(preset, str) or preset not in PRESETS:
-            known = ", ".join(f'"{name}"' for name in PRESETS)
-            raise ConfigError(
-                f"preset must be one of {known}, got {preset!r}.{did_you_mean(str(preset), PRESETS)}"
-            )
-        if opt_level != "O2":
-            raise ConfigError(
-                f'preset={preset!r} names optimizer states, which only opt_level="O2" converts.'
-            )
-        recipe = replace(recipe, **PRESETS[preset])
-    settable = [f.name for f in fields(Recipe) if f.name not in ("level", "brief")]
-    for name in overrides:
-        if name not in settable:
-            raise ConfigError(
-                f"initialize() has no option {name!r}.{did_you_mean(name, settable)} Options: {', '.join(settable)}."
-            )
-    return replace(recipe, **overrides)
+    if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
+        known = ", ".join(f'"{name}"' for name in PRESETS)
+        raise ConfigError(
+            f"preset must be one of {known}, got {preset!r}.{did_you_mean(str(preset), PRESETS)}"
+        )
+    if preset is not None and opt_level != "O2":
+        raise ConfigError(
+            f'preset={preset!r} names optimizer states, which only opt_level="O2" converts.'
+        )
+    named = {} if preset is None else PRESETS[preset]
+    for name in overrides.keys() - {*OPTIONS}:
+        raise ConfigError(
+            f"initialize() has no option {name!r}.{did_you_mean(name, OPTIONS)} Options: {', '.join(OPTIONS)}."
+        )
+    return replace(LEVELS[opt_level], **{**named, **overrides})

@@ -58,6 +58,8 @@ def draw(console: Console, data: dict[str, Any]) -> None:
             console.print(f"{level['level']}: {level['brief']}")
     console.print(f"\nOn {data['device']}: {'; '.join(sorted(told))}")
     top = next(level for level in data["levels"] if level["level"] == "O2")
-    fields = [(name, top[name], ", ".join(data["choices"].get(name, ()))) for name in FIELDS]
+    fields = [
+        (name, top[name], ", ".join(map(str, data["choices"].get(name, ())))) for name in FIELDS
+    ]
     console.print("\nFields that initialize(...) takes, with the values of O2:")
     console.print(table(("field", "at O2", "choices"), fields))

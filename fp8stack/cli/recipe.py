@@ -22,7 +22,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preset", metavar="|".join(PRESETS))
     for field in fields(Recipe):
         flag = "--" + field.name.replace("_", "-")
-        if field.name in CHOICES:
+        if isinstance(field.default, str) and field.name in CHOICES:
             group.add_argument(flag, metavar="|".join(CHOICES[field.name]))
         elif field.name == "skip":
             group.add_argument(flag, nargs="+", metavar="PATTERN")

@@ -11,14 +11,14 @@ from __future__ import annotations
 import base64
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refuse_conflicts
 from fp8stack.errors import ConfigError, did_you_mean
-from fp8stack.levels import Recipe, recipe_for
+from fp8stack.levels import OPTIONS, Recipe, recipe_for
 
 OWN = ("enabled", "opt_level", "preset", "strict", "allow", "checkpoint_format")
 CHECKPOINT_FORMATS = ("native", "portable")
@@ -97,10 +97,9 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
         raise ConfigError(
             f'"fp8stack": {raw!r} in the DeepSpeed config must be an object, such as {{"opt_level": "O2"}}.'
         )
-    settable = [f.name for f in fields(Recipe) if f.name not in ("level", "brief")]
     for key, value in raw.items():
-        if key not in (*OWN, *settable):
-            known = [*OWN, *settable]
+        if key not in (*OWN, *OPTIONS):
+            known = [*OWN, *OPTIONS]
             raise ConfigError(
                 f'"fp8stack" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, known)} '
                 f"Keys: {', '.join(known)}."
@@ -119,7 +118,7 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
         )
     if not raw.get("enabled", True):
         return None
-    overrides = {key: _as_python(value) for key, value in raw.items() if key in settable}
+    overrides = {key: _as_python(value) for key, value in raw.items() if key in OPTIONS}
     recipe = recipe_for("O2" if level is None else level, raw.get("preset"), **overrides)
     return Section(
         recipe,
