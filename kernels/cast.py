@@ -17,7 +17,7 @@ kernel leaves them that scale too, so that the second may write the next one ove
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher, raw_stream
 from .reference.cast import LEAST, MOST, aligned
 from .transpose_tiles import (
     BYTES,
@@ -181,13 +181,13 @@ class _Scratch(threading.local):
         self.parts: dict[tuple[int, int, int], Tensor] = {}
         self.scales: dict[tuple[int, int, int], Iterator[Tensor]] = {}
 
-    def take(self, x: Tensor, stream: int, parts: int = PARTS) -> tuple[Tensor, Tensor]:
+    def take(self, x: Tensor, parts: int = PARTS) -> tuple[Tensor, Tensor]:
         """Return (int32 [parts], float32 0-d): memory for this cast, and memory of its own for its scale."""
         # Replays of a captured graph use it when they like; autograd saves nothing made in inference mode.
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing or torch.is_inference_mode_enabled():
             return fresh(x, parts)
-        key = x.get_device(), stream, parts
+        key = x.get_device(), raw_stream(x), parts
         try:
             return self.parts[key], next(self.scales[key])
         except (KeyError, StopIteration):
@@ -205,7 +205,7 @@ def fresh(x: Tensor, parts: int = PARTS) -> tuple[Tensor, Tensor]:
     return x.new_empty(parts, dtype=torch.int32), x.new_empty((), dtype=torch.float32)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, which is what a key should cost
+@dataclass(frozen=True)
 class _Geometry:
     """What follows from the arguments of a cast."""
 
@@ -254,7 +254,7 @@ def cast(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # the largest magnitude of x, if it is known
-    eager: bool = False,  # whether small memory may be kept from call to call, which a compiled graph's pool refuses
+    reuse: bool = True,  # small memory may be kept from call to call, which a compiled graph's pool refuses
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
     """Quantize a matrix with one scale.
 
@@ -263,18 +263,13 @@ def cast(
     x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0 if amax is None else amax.numel())
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
-    with on_device(x.device):
-        stream = raw_stream(x)
-        key: tuple[Hashable, ...] = (g, x.dtype, x.data_ptr() % 16)
-        if amax is None:
-            bits, scale = _scratch.take(x, stream) if eager else fresh(x)
-            _launch_parts(key, g.parts_grid, stream, x, bits, *g.parts_args)
-        else:
-            bits = amax if amax.dtype is torch.int32 else amax.float().view(torch.int32)
-            scale, key = x.new_empty((), dtype=torch.float32), (*key, bits.data_ptr() % 16)
-        _launch_cast(
-            key, g.grid, stream, x, bits, out, out_t, scale, *g.args, fmt.max, g.parts_grid[0]
-        )
+    if amax is None:
+        bits, scale = _scratch.take(x) if reuse else fresh(x)
+        _launch_parts(g.parts_grid, x, bits, *g.parts_args)
+    else:
+        bits = amax if amax.dtype is torch.int32 else amax.float().view(torch.int32)
+        scale = x.new_empty((), dtype=torch.float32)
+    _launch_cast(g.grid, x, bits, out, out_t, scale, *g.args, fmt.max, g.parts_grid[0])
     return out, out_t, scale
 
 
@@ -285,21 +280,18 @@ def recast(
     codes: bool = True,
     transposed: bool = True,
     update: bool = False,  # write the scale over `previous`, where the next cast finds it
-    eager: bool = False,  # as in `cast`
+    reuse: bool = True,  # as in `cast`
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
     """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
     x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0)
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
-    with on_device(x.device):
-        stream = raw_stream(x)
-        key = (g, x.dtype, x.data_ptr() % 16, previous.data_ptr() % 16)
-        slots, scale = _scratch.take(x, stream, g.slots) if eager else fresh(x, g.slots)
-        _launch_recast(key, g.grid, stream, x, previous, slots, out, out_t, *g.args)
-        _launch_refit(
-            (*key, update), (min(g.grid[0], PROGRAMS), 1, 1), stream,
-            x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS), update,
-        )  # fmt: skip
+    slots, scale = _scratch.take(x, g.slots) if reuse else fresh(x, g.slots)
+    _launch_recast(g.grid, x, previous, slots, out, out_t, *g.args)
+    _launch_refit(
+        (min(g.grid[0], PROGRAMS), 1, 1),
+        x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS), update,
+    )  # fmt: skip
     return out, out_t, scale
 
 
@@ -323,8 +315,6 @@ def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> 
     if codes.numel():
         grid = (-(-rows // ROWS) * -(-cols // COLS), 1, 1)
         even = rows % ROWS == 0 and cols % COLS == 0
-        with on_device(codes.device):
-            key = (rows, cols, codes.dtype, codes.device, codes.data_ptr() % 16)
-            args = (codes, out, rows, cols, casts_in_hardware(codes.device), even, ROWS, COLS)
-            _launch_transpose(key, grid, raw_stream(codes), *args)
+        hardware = casts_in_hardware(codes.device)
+        _launch_transpose(grid, codes, out, rows, cols, hardware, even, ROWS, COLS)
     return out

@@ -15,7 +15,8 @@ from fp8stack.formats import MiniFloat
 
 from .cast import encode_rows, encode_scaled
 from .fp8 import bits_of_magnitude, casts_in_hardware, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher
+from .reference import cast_blocks as reference
 from .reference.cast_blocks import Codes, in_fours, padded
 from .transpose_tiles import (
     load_float,
@@ -110,11 +111,29 @@ def _cast(
     codes_t = x.new_empty((across, down), dtype=fmt.dtype)
     if codes.numel():
         even = rows == down and cols == across
-        with on_device(x.device):
-            key = (rows, cols, x.dtype, fmt.dtype, x.device, x.data_ptr() % 16)
-            launch(
-                key, (down // 128 * (across // 128), 1, 1), raw_stream(x),
-                x, codes, scale, codes_t, scale_t, rows, cols, down, across,
-                fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even,
-            )  # fmt: skip
+        launch(
+            (down // 128 * (across // 128), 1, 1),
+            x, codes, scale, codes_t, scale_t, rows, cols, down, across,
+            fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even,
+        )  # fmt: skip
     return codes, scale.t(), codes_t, scale_t.t()
+
+
+def matmul_blocks(
+    a: Tensor,  # codes [m, k], contiguous
+    a_scale: Tensor,  # of cast_1x128
+    b: Tensor,  # codes [n, k], contiguous
+    b_scale: Tensor,  # of cast_128x128 if `squares`, else of cast_1x128
+    squares: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # [m, n]
+    """Return (a × a_scale) @ (b × b_scale).T."""
+    if not a.numel() or not b.numel():
+        return reference.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
+    kinds = torch.nn.functional.ScalingType
+    result: Tensor = torch.nn.functional.scaled_mm(
+        a, b.t(), a_scale, kinds.BlockWise1x128, b_scale,
+        kinds.BlockWise128x128 if squares else kinds.BlockWise1x128,
+        output_dtype=dtype if dtype is torch.bfloat16 else torch.float32,  # all that there is
+    )  # fmt: skip
+    return result.to(dtype)

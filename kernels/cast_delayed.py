@@ -16,7 +16,7 @@ from fp8stack.formats import MiniFloat
 
 from .cast import COLS, FLAT, PARTS, ROWS
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher
 from .reference.cast import aligned
 from .reference.cast_delayed import HEADER, SEEDED, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
@@ -168,29 +168,24 @@ def cast_delayed(
     seed = of.casts <= SEEDED
     scale = x.new_empty((), dtype=torch.float32)
     found = x.new_zeros(1, dtype=torch.int32) if seed else state
-    with on_device(x.device):
-        stream, key = raw_stream(x), (rows, cols, x.dtype, fmt.dtype, x.device, x.data_ptr() % 16)
-        if seed:
-            grid = (-(-numel // FLAT), 1, 1)
-            _launch_seed(key, grid, stream, x, state, found, numel, FLAT)
-        even = rows % ROWS == 0 and cols % COLS == 0
-        grid = (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1)
-        growth, parts = 2.0**of.margin, of.parts_on(x.device)
-        _launch_cast(
-            (*key, seed, again, update, of.margin), grid, stream,
-            x, state, found, parts, codes, codes_t, scale, rows, cols, rows16, cols16, growth,
-            seed, again, update, fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even, PARTS, ROWS, COLS,
-        )  # fmt: skip
-        if update:
-            take_amax(of, fmt, scale, stream)
+    if seed:
+        _launch_seed((-(-numel // FLAT), 1, 1), x, state, found, numel, FLAT)
+    even = rows % ROWS == 0 and cols % COLS == 0
+    _launch_cast(
+        (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1),
+        x, state, found, of.parts_on(x.device), codes, codes_t, scale, rows, cols, rows16, cols16, 2.0**of.margin,
+        seed, again, update, fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even, PARTS, ROWS, COLS,
+    )  # fmt: skip
+    if update:
+        take_amax(of, fmt, scale)
     return codes, codes_t, scale
 
 
-def take_amax(of: DelayedState, fmt: MiniFloat, scale: Tensor, stream: int) -> None:
+def take_amax(of: DelayedState, fmt: MiniFloat, scale: Tensor) -> None:
     """Write the amax that programs noted, and what it makes of the scale, to a state whose last cast had `scale`."""
     device = scale.device
     _launch_update(
-        (of.history, of.margin, of.most_recent, fmt.dtype, device), (1, 1, 1), stream,
+        (1, 1, 1),
         of.on(device), of.parts_on(device), scale, of.history, 2.0**of.margin,
         of.most_recent, fmt.max, triton.next_power_of_2(of.history), PARTS,
     )  # fmt: skip

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import encode, scale_and_inverse
-from .norm import LAUNCH, TILE, span_of
+from .launch import Launcher
+from .norm import TILE, span_of
 from .pointer_table import COLUMN, WIDTH
 from .reference.emit import HEADROOM
 from .state_codecs import E4M3_MAX
@@ -60,6 +61,10 @@ def _next_kernel(table_ptr, hyper_ptr):
         tl.store(scales + 2, 0.0)
 
 
+_launch_recast = Launcher(_recast_kernel, num_warps=4, enable_fp_fusion=False)
+_launch_next = Launcher(_next_kernel, num_warps=1)
+
+
 def finish(
     rows: Tensor,  # int64 [tensors, 16], see pointer_table.py
     owner: Tensor,  # int32 [programs], by `norm.spans`
@@ -68,5 +73,5 @@ def finish(
 ) -> None:
     """Make codes and scales of a step's emitted weights valid."""
     if len(owner):
-        _recast_kernel[(len(owner),)](rows, owner, hyper, TYPES[dtype], TILE, **LAUNCH)
-        _next_kernel[(len(rows),)](rows, hyper, num_warps=1)
+        _launch_recast((len(owner), 1, 1), rows, owner, hyper, TYPES[dtype], TILE)
+        _launch_next((len(rows), 1, 1), rows, hyper)

@@ -1,72 +1,103 @@
-"""Launches of a Triton kernel that skip Triton's argument binding, for kernels that take no longer than it.
+"""Launches of Triton kernels that skip Triton's argument binding.
 
-Triton looks at every argument of every launch to choose a compiled variant, which takes 10 µs of CPU and more. A
-caller that knows what its arguments depend on names that in a key; the variant chosen for a key the first time is
-launched again without looking: pointers are handed over as numbers, which the driver is not asked about, and hooks of
-profilers are left out. A key must hold everything that Triton specializes on: integer values (or
-whether 1 and 16 divide them), dtypes, whether pointers are aligned to 16 bytes, the device; and the grid.
+Why: Triton looks at every argument of every launch to choose a compiled variant. That takes 10 µs of CPU and more,
+which is as long as many a kernel runs.
+
+How: a `Launcher` derives a key from the arguments of a launch. The first launch of a key goes through Triton. Later
+ones run the variant that Triton chose then, and hand pointers over as numbers. A key holds all that the choice can
+depend on:
+
+    the device                       a compiled kernel is loaded on one
+    a tensor's dtype and address     modulo 16: Triton assumes aligned pointers where it finds them
+    another argument's type, value   1, multiples of 16, widths of integers, compile-time constants
+    one that is not specialized on   only its type, and value // 2^31, which tells int32 from int64
+
+None of it is written by hand: which arguments are tensors, and which are not specialized on, is read from the kernel's
+own parameters. `tests/kernels/test_launch.py` compares keys with Triton's own specialization.
+
+Limits: tensors come first in a kernel's parameters, with names that end in `_ptr`. Hooks of profilers are left out.
+Triton before 3.3 takes other arguments, and on AMD's GPUs Triton looks at the size of a tensor's memory too. There, and
+in the interpreter, every launch goes through Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
-
-_BINDS_ALL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)  # constexprs too
+from torch import Tensor
 
 _MOST = 4096
-"""Launches that are remembered: batches of ever new lengths must not fill the memory."""
+"""Keys that a Launcher remembers: batches of ever new lengths must not fill the memory."""
+
+_INT32 = 2**31
+
+_SKIPS_BINDING = (
+    tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3) and torch.version.hip is None
+)
 
 
 class Launcher:
-    """A Triton kernel with its launch options."""
+    """A Triton kernel with its launch options.
+
+    Args:
+        kernel: the function under `triton.jit`.
+        options: num_warps, enable_fp_fusion and the like.
+    """
 
     def __init__(self, kernel: Any, **options: Any) -> None:
         self.kernel, self.options = kernel, options
-        self._runners: dict[Hashable, Any] = {}
+        names = list(inspect.signature(kernel.fn).parameters)
+        self._tensors = sum(name.endswith("_ptr") for name in names)
+        if not all(name.endswith("_ptr") for name in names[: self._tensors]):
+            raise TypeError(f"{kernel.fn.__name__}: parameters named ..._ptr have to come first")
+        values, loose = names[self._tensors :], getattr(kernel, "do_not_specialize", None) or ()
+        self._loose = [i for i, name in enumerate(values) if name in loose]
+        # The key's arguments, by type too: to Python alone, 1, 1.0 and True are equal. A list holds the variant.
+        self._known = lru_cache(_MOST, typed=True)(lambda *key: [])
 
-    def __call__(self, key: Hashable, grid: tuple[int, int, int], stream: int, *args: Any) -> None:
-        """Launch with `args`, constexprs included, in the order of the kernel's signature, on the current device."""
-        known = self._runners.get(key)
-        if known is not None:
-            compiled, pointers = known
-            values = list(args)
-            for i in pointers:
-                values[i] = values[i].data_ptr()
-            compiled.run(
-                *grid,
-                stream,
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *values,
-            )
+    def __call__(self, grid: tuple[int, int, int], *args: Any) -> None:
+        """Launch on the device and the current stream of the first argument, a tensor.
+
+        `args` are all parameters of the kernel in their order, constants included.
+        """
+        device = args[0].get_device()
+        if device < 0:  # the interpreter, on the CPU
+            self.kernel[grid](*args, **self.options)
+            return
+        if device != torch._C._cuda_getDevice():  # Triton launches on the current one
+            with torch.cuda.device(device):
+                self(grid, *args)
+            return
+        values = args[self._tensors :]
+        addresses = [x.data_ptr() for x in args[: self._tensors]]
+        known = self.variant(device, args, addresses, values)
+        if known:
+            run, function, metadata = known
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run(*grid, stream, function, metadata, None, None, None, *addresses, *values)
             return
         compiled = self.kernel[grid](*args, **self.options)
-        if _BINDS_ALL and hasattr(compiled, "packed_metadata"):  # not the interpreter
-            if len(self._runners) >= _MOST:
-                self._runners.clear()
-            pointers = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-            self._runners[key] = compiled, pointers
+        if _SKIPS_BINDING and hasattr(compiled, "packed_metadata"):  # not the interpreter
+            known += compiled.run, compiled.function, compiled.packed_metadata
+
+    def variant(
+        self, device: int, args: tuple[Any, ...], addresses: list[int], values: tuple[Any, ...]
+    ) -> list[Any]:
+        """Return what is remembered for the key of a launch: an empty list before its first one."""
+        dtypes = [x.dtype for x in args[: self._tensors]]
+        if self._loose:
+            wide = [*values]
+            for i in self._loose:
+                wide[i] = wide[i] // _INT32 if type(wide[i]) is int else type(wide[i])
+            values = (*wide,)
+        return self._known(device, *dtypes, *[a % 16 for a in addresses], *values)
 
 
-def raw_stream(x: torch.Tensor) -> int:
+def raw_stream(x: Tensor) -> int:
     """Return the handle of the current stream of the GPU that `x` is on; 0 for a tensor on the CPU."""
-    return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0
-
-
-_HERE = nullcontext()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device`, a tensor's, the current one if it is a GPU that is not: Triton launches on the current one."""
-    # Tensors on the CPU have no index; `device.type` takes longer than both questions.
-    if device.index is None or device.index == torch.cuda.current_device():
-        return _HERE
-    return torch.cuda.device(device)
+    device = x.get_device()
+    return int(torch._C._cuda_getCurrentRawStream(device)) if device >= 0 else 0

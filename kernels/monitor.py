@@ -14,13 +14,12 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .fp8 import bits_of_magnitude, decode, encode_ocp
-from .launch import on_device
+from .launch import Launcher
 from .reference.monitor import FIELDS, SUMS, thresholds
 
 FLAT = 2048
 _PROGRAMS = 1024  # each adds to the same numbers once
 _ELEMENTS = tl.constexpr(len(FIELDS) - 1)
-LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -83,6 +82,9 @@ def _count_kernel(
         tl.atomic_add(out_ptr + _ELEMENTS, size)
 
 
+_launch_count = Launcher(_count_kernel, num_warps=8, enable_fp_fusion=False)
+
+
 def count(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     scale: Tensor,  # float32: 0-d, [rows or more, cols / 128 or more], or [cols / 128 or more, rows / 128] of squares
@@ -97,9 +99,8 @@ def count(
     strides = (scale.stride()[::-1] if squares else scale.stride()) if scale.ndim else (0, 0)
     tiles = -(-numel // FLAT)
     programs = min(tiles, _PROGRAMS)
-    with on_device(x.device):
-        _count_kernel[(programs,)](
-            x, scale, out, out[SUMS].view(torch.float64), numel, x.shape[-1], 128 if squares else 1, *strides,
-            -(-tiles // programs), *thresholds(fmt), fmt.mantissa_bits, fmt.min_exponent, scale.ndim > 0, FLAT,
-            **LAUNCH,
-        )  # fmt: skip
+    _launch_count(
+        (programs, 1, 1),
+        x, scale, out, out[SUMS].view(torch.float64), numel, x.shape[-1], 128 if squares else 1, *strides,
+        -(-tiles // programs), *thresholds(fmt), fmt.mantissa_bits, fmt.min_exponent, scale.ndim > 0, FLAT,
+    )  # fmt: skip

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import bits_of_magnitude
+from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH
 from .state_codecs import E4M3_MAX, signed_values
 from .step import TYPES
@@ -27,7 +28,7 @@ _GRAD, _GRAD_BLOCK_SCALE, _BLOCKS, _PER_ROW, _COLS, _FIRST = (
     tl.constexpr(COLUMN[n])
     for n in ("grad", "grad_block_scale", "blocks", "blocks_per_row", "cols", "first_span")
 )
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+_ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def _squares_kernel(
 
 
 @triton.jit
-def _root_kernel(partial_ptr, count, out_ptr, SIZE: tl.constexpr):
+def _root_kernel(partial_ptr, out_ptr, count, SIZE: tl.constexpr):
     total = tl.zeros([SIZE], tl.float64)
     for i in range(0, count, SIZE):
         at = i + tl.arange(0, SIZE)
@@ -113,6 +114,12 @@ def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE:
                 tl.store(grad + at, (x * factor).to(TYPE), mask=at < numel)
 
 
+_launch_largest = Launcher(_largest_kernel, **_ROUNDING)
+_launch_squares = Launcher(_squares_kernel, **_ROUNDING)
+_launch_root = Launcher(_root_kernel, **_ROUNDING)
+_launch_multiply = Launcher(_multiply_kernel, **_ROUNDING)
+
+
 def spans(row: Mapping[str, int]) -> int:
     """Return how many programs read one gradient."""
     return -(-row["blocks"] // SPAN)
@@ -125,9 +132,8 @@ def largest(
     out: Tensor,  # float32, 0-d, 0 or more: raised to the largest magnitude, NaN if there is one
 ) -> None:
     if len(owner):
-        _largest_kernel[(len(owner),)](
-            rows, owner, out.view(torch.int32), TYPES[dtype], TILE, **LAUNCH
-        )
+        grid = (len(owner), 1, 1)
+        _launch_largest(grid, rows, owner, out.view(torch.int32), TYPES[dtype], TILE)
 
 
 def squares(
@@ -139,12 +145,13 @@ def squares(
 ) -> None:
     """Write each program's sum of squares."""
     if len(owner):
-        _squares_kernel[(len(owner),)](rows, owner, partial, TYPES[dtype], layout, TILE, **LAUNCH)
+        grid = (len(owner), 1, 1)
+        _launch_squares(grid, rows, owner, partial, TYPES[dtype], layout, TILE)
 
 
 def root(partial: Tensor, out: Tensor) -> None:  # float64 [programs]; float32, 0-d
     """Write the square root of the sum of `partial`."""
-    _root_kernel[(1,)](partial, len(partial), out, 1024, **LAUNCH)
+    _launch_root((1, 1, 1), partial, out, len(partial), 1024)
 
 
 def total(
@@ -163,4 +170,4 @@ def total(
 def multiply(rows: Tensor, owner: Tensor, dtype: torch.dtype, factor: Tensor) -> None:
     """Multiply gradients in place by a float32 device scalar: FP8 ones through their scales."""
     if len(owner):
-        _multiply_kernel[(len(owner),)](rows, owner, factor, TYPES[dtype], TILE, **LAUNCH)
+        _launch_multiply((len(owner), 1, 1), rows, owner, factor, TYPES[dtype], TILE)

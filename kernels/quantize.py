@@ -8,7 +8,7 @@ which reads it on the device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -26,14 +26,14 @@ from .fp8 import (
     encode_blocks,
     scale_and_inverse,
 )
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher
 from .reference import quantize as reference
 from .state_codecs import encode_state, root
 
 BLOCKS = 16
 FLAT = 4096
 # Every multiplication and addition rounds on its own: contracting them would give other bits than the reference.
-LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+_ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -91,8 +91,10 @@ def _cast_kernel(
         tl.store(scale_ptr, scale)
 
 
-_launch_quantize = Launcher(_quantize_blocks_kernel, **LAUNCH)
-_launch_dequantize = Launcher(_dequantize_blocks_kernel, **LAUNCH)
+_launch_quantize = Launcher(_quantize_blocks_kernel, **_ROUNDING)
+_launch_dequantize = Launcher(_dequantize_blocks_kernel, **_ROUNDING)
+_launch_amax = Launcher(_amax_kernel, **_ROUNDING)
+_launch_cast = Launcher(_cast_kernel, **_ROUNDING)
 
 
 def quantize_blocks(
@@ -117,15 +119,13 @@ def quantize_blocks_into(
     """Quantize `x` with one scale for each block of 128 elements of a row, into memory that is there."""
     if scale.numel():
         x, codes = x.contiguous(), codes.view(torch.uint8)
-        geometry = block_geometry(x.shape)
+        per_row, cols, even = block_geometry(x.shape)
         state = "" if fmt in (E4M3, E5M2) else fmt.name
-        with on_device(x.device):
-            _launch_quantize(
-                _key(x.dtype, geometry, fmt, x, codes, scale), _grid(scale), raw_stream(x),
-                x, codes, scale, scale.numel(), *geometry[:2],
-                fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.squared, state, casts_in_hardware(x.device),
-                geometry[2], BLOCKS,
-            )  # fmt: skip
+        _launch_quantize(
+            _grid(scale), x, codes, scale, scale.numel(), per_row, cols,
+            fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.squared, state, casts_in_hardware(x.device),
+            even, BLOCKS,
+        )  # fmt: skip
 
 
 def dequantize_blocks(
@@ -140,14 +140,12 @@ def dequantize_blocks(
         return reference.dequantize_blocks(codes, scale, fmt, dtype, shape)
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     if scale.numel():
-        geometry = block_geometry(codes.shape)
+        per_row, cols, even = block_geometry(codes.shape)
         codes, scale = codes.contiguous().view(torch.uint8), scale.contiguous()
-        with on_device(codes.device):
-            _launch_dequantize(
-                _key(dtype, geometry, fmt, out, codes, scale), _grid(scale), raw_stream(codes),
-                codes, scale, out, scale.numel(), *geometry[:2],
-                fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, geometry[2], BLOCKS,
-            )  # fmt: skip
+        _launch_dequantize(
+            _grid(scale), codes, scale, out, scale.numel(), per_row, cols,
+            fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, even, BLOCKS,
+        )  # fmt: skip
     return out
 
 
@@ -161,12 +159,20 @@ def quantize_tensor(
     scale = torch.zeros((), dtype=torch.float32, device=x.device)
     if x.numel():
         amax = torch.zeros((), dtype=torch.int32, device=x.device)
-        grid = (triton.cdiv(x.numel(), FLAT),)
-        _amax_kernel[grid](x, amax, x.numel(), FLAT, **LAUNCH)
-        _cast_kernel[grid](
-            x, amax, codes, scale, x.numel(), fmt.mantissa_bits, fmt.min_exponent, fmt.max, FLAT,
-            **LAUNCH,
-        )  # fmt: skip
+        grid = (triton.cdiv(x.numel(), FLAT), 1, 1)
+        _launch_amax(grid, x, amax, x.numel(), FLAT)
+        _launch_cast(
+            grid,
+            x,
+            amax,
+            codes,
+            scale,
+            x.numel(),
+            fmt.mantissa_bits,
+            fmt.min_exponent,
+            fmt.max,
+            FLAT,
+        )
     return codes.view(fmt.dtype), scale
 
 
@@ -178,11 +184,3 @@ def block_geometry(shape: torch.Size) -> tuple[int, int, bool]:
 
 def _grid(scale: Tensor) -> tuple[int, int, int]:
     return triton.cdiv(scale.numel(), BLOCKS), 1, 1
-
-
-def _key(
-    dtype: torch.dtype, geometry: tuple[int, int, bool], fmt: MiniFloat, *tensors: Tensor
-) -> Hashable:
-    """Return what `Launcher` knows a launch by; the last of `tensors` are the scales."""
-    scale, places = tensors[-1], [t.data_ptr() % 16 for t in tensors]
-    return scale.numel(), *geometry, dtype, fmt.name, scale.device, *places

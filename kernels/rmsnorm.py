@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import bits_of_magnitude, round_to
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher
 from .reference import rmsnorm as reference
 
 PARTS = 1024  # programs forward, each with a part; a power of two
@@ -128,12 +128,10 @@ def rmsnorm(
     programs = min(PARTS, triton.next_power_of_2(tiles))
     y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     parts = x.new_empty(programs, dtype=torch.int32)
-    places = x.data_ptr() % 16, weight.data_ptr() % 16
-    with on_device(x.device):
-        _launch_forward[warps](
-            (rows, cols, x.dtype, weight.dtype, x.device, *places), (programs, 1, 1), raw_stream(x),
-            x, weight, y, rstd, parts, eps, rows, cols, -(-tiles // programs), height, width,
-        )  # fmt: skip
+    _launch_forward[warps](
+        (programs, 1, 1),
+        x, weight, y, rstd, parts, eps, rows, cols, -(-tiles // programs), height, width,
+    )  # fmt: skip
     return y, rstd, parts
 
 
@@ -155,18 +153,11 @@ def rmsnorm_backward(
     dx = torch.empty_like(x)
     sums = x.new_empty((programs if need_weight else 0, cols), dtype=torch.float32)
     dweight = torch.empty_like(weight) if need_weight else None
-    places = [t.data_ptr() % 16 for t in (dy, x, weight, rstd)]
-    with on_device(x.device):
-        stream = raw_stream(x)
-        _launch_backward[warps](
-            (rows, cols, dy.dtype, x.dtype, weight.dtype, x.device, need_weight, *places),
-            (programs, 1, 1), stream,
-            dy, x, weight, rstd, dx, sums, rows, cols, -(-tiles // programs), need_weight, height, width,
-        )  # fmt: skip
-        if dweight is not None:
-            height = triton.next_power_of_2(programs)
-            _launch_sums(
-                (programs, cols, weight.dtype, x.device), (-(-cols // SUMMED), 1, 1), stream,
-                sums, dweight, programs, cols, height, SUMMED,
-            )  # fmt: skip
+    _launch_backward[warps](
+        (programs, 1, 1),
+        dy, x, weight, rstd, dx, sums, rows, cols, -(-tiles // programs), need_weight, height, width,
+    )  # fmt: skip
+    if dweight is not None:
+        height = triton.next_power_of_2(programs)
+        _launch_sums((-(-cols // SUMMED), 1, 1), sums, dweight, programs, cols, height, SUMMED)
     return dx, dweight

@@ -26,6 +26,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, rows_cols, scale_shape
 
 from .fp8 import casts_in_hardware, encode_e4m3
+from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH, owners, upload_rows
 from .reference.step import StepKind, StepTensors
 from .state_codecs import (
@@ -48,7 +49,6 @@ from .tile_io import (
 )
 
 BLOCKS = 8
-LAUNCH = {"num_warps": 2, "enable_fp_fusion": False}
 FLOAT16_MAX = tl.constexpr(65504.0)
 
 _WIDTH = tl.constexpr(WIDTH)
@@ -206,6 +206,9 @@ def _scales_kernel(
 
 # --- launching
 
+_launch_step = Launcher(_step_kernel, num_warps=2, enable_fp_fusion=False)
+_launch_scales = Launcher(_scales_kernel, num_warps=1)
+
 TYPES = {
     torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8,
     torch.int8: tl.int8, torch.int16: tl.int16, torch.float8_e4m3fn: tl.uint8,
@@ -272,14 +275,14 @@ def step_table(
     hardware = launch.emit and casts_in_hardware(rows.device)
     two_passes = "tensor" in (kind.m, kind.v, kind.master)
     for number in (1, 2) if two_passes else (0,):
-        _step_kernel[(len(owner),)](
+        _launch_step(
+            (len(owner), 1, 1),
             rows, owner, hyper, amax, kind.algorithm, kind.coupled, master, kind.m, kind.v, *dtypes,
-            launch.rows, launch.emit, hardware, number, fast, BLOCKS, **LAUNCH,
+            launch.rows, launch.emit, hardware, number, fast, BLOCKS,
         )  # fmt: skip
     if two_passes:
-        _scales_kernel[(len(rows),)](
-            rows, hyper, amax, kind.m == "tensor", kind.v == "tensor", master == "tensor", num_warps=1
-        )  # fmt: skip
+        one_scale = (kind.m == "tensor", kind.v == "tensor", master == "tensor")
+        _launch_scales((len(rows), 1, 1), rows, hyper, amax, *one_scale)
 
 
 def step(kind: StepKind, t: StepTensors, hyper: Tensor, fast: bool = True) -> None:

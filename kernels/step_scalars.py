@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
+from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH
 from .reference.step_scalars import LEAST_EPS
 
@@ -74,6 +75,9 @@ def _scalars_kernel(
     tl.store(out + 11, seed.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True), mask=inside)
 
 
+_launch_scalars = Launcher(_scalars_kernel, num_warps=4, enable_fp_fusion=False)
+
+
 def scalars(
     algorithm: str,
     table: Tensor,  # int64 [parameters, 16]: a parameter without a gradient has address 0
@@ -87,7 +91,7 @@ def scalars(
 ) -> None:
     """Fill `hyper`; the arguments are those of the reference, which see."""
     count = len(steps)
-    _scalars_kernel[(triton.cdiv(count, SIZE),)](
+    _launch_scalars(
+        (triton.cdiv(count, SIZE), 1, 1),
         table, group, group_of, index, steps, verdict, skipped, hyper, count, algorithm, SIZE,
-        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -21,10 +21,9 @@ from fp8stack.formats import E4M3, MiniFloat
 from .cast import PARTS as NOTES
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher
 from .reference.cast import aligned
-from .reference.cast_delayed import SEEDED
-from .reference.swiglu import CURRENT, Scaling
+from .reference.cast_delayed import SEEDED, DelayedState
 from .transpose_tiles import load_rows, place_tile
 
 PARTS, FLAT, ROWS, COLS = 1024, 2048, 64, 64  # measured on an H200, over [8192, 14336]
@@ -112,9 +111,9 @@ def _scale(
 
 @triton.jit
 def _swiglu_cast_kernel(
-    d_ptr, g_ptr, u_ptr, parts_ptr, a_state_ptr, b_state_ptr, a_notes_ptr, b_notes_ptr, growth,
+    d_ptr, g_ptr, u_ptr, parts_ptr, a_state_ptr, b_state_ptr, a_notes_ptr, b_notes_ptr,
     a_ptr, a_t_ptr, a_scale_ptr, b_ptr, b_t_ptr, b_scale_ptr, h_t_ptr, h_scale_ptr,
-    rows, cols, rows16, cols16,
+    growth, rows, cols, rows16, cols16,
     BACKWARD: tl.constexpr, DELAYED: tl.constexpr, SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
     PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -168,10 +167,15 @@ _launch_cast = Launcher(_swiglu_cast_kernel, num_warps=8)
 
 
 def swiglu_cast(
-    gate: Tensor, up: Tensor, fmt: MiniFloat, scaling: Scaling = CURRENT
+    gate: Tensor,
+    up: Tensor,
+    fmt: MiniFloat,
+    states: tuple[DelayedState, ...] = (),
+    update: bool = False,
+    again: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return silu(gate) × up in FP8."""
-    codes, scale = _run(None, gate, up, None, fmt, scaling)
+    codes, scale = _run(None, gate, up, None, fmt, states, update, again)
     return codes, scale
 
 
@@ -181,14 +185,16 @@ def swiglu_backward_cast(
     up: Tensor,
     h_scale: Tensor,
     fmt: MiniFloat,
-    scaling: Scaling = CURRENT,
+    states: tuple[DelayedState, ...] = (),
+    update: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of gate and up in FP8, and the activation's transpose."""
-    return _run(dh, gate, up, h_scale, fmt, scaling)
+    return _run(dh, gate, up, h_scale, fmt, states, update, False)
 
 
 def _run(
-    dh: Tensor | None, gate: Tensor, up: Tensor, h_scale: Tensor | None, fmt: MiniFloat, scaling: Scaling
+    dh: Tensor | None, gate: Tensor, up: Tensor, h_scale: Tensor | None, fmt: MiniFloat,
+    states: tuple[DelayedState, ...], update: bool, again: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     gate, up = gate.contiguous(), up.contiguous()
     d = gate if dh is None else dh.contiguous()
@@ -212,34 +218,29 @@ def _run(
         if backward
         else (codes, codes, scale, codes, codes, scale, codes, scale)
     )
-    states, update, again = scaling
     tensors = [state.on(device, update) for state in states]
     notes = [state.parts_on(device) for state in states]
     seed, margin = any(s.casts <= SEEDED for s in states), states[0].margin if states else 0
     tiles = -(-gate.numel() // FLAT)
     parts = min(PARTS, triton.next_power_of_2(tiles))
     even = rows % ROWS == 0 and cols % COLS == 0
-    places = [x.data_ptr() % 16 for x in (d, gate, up, h_scale) if x is not None]
-    key = (rows, cols, gate.dtype, up.dtype, d.dtype, fmt.dtype, backward, device, *places)
-    with on_device(device):
-        stream = raw_stream(gate)
-        found = scale  # not read, unless
-        if seed or not states:
-            found = gate.new_empty((2, parts), dtype=torch.int32)
-            _launch_parts(
-                key, (parts, 1, 1), stream,
-                d, gate, up, found, gate.numel(), -(-tiles // parts), backward, casts_in_hardware(device), parts, FLAT,
-            )  # fmt: skip
-        if states:
-            found, parts = found.amax(-1) if seed else found, 1
-        sources = (tensors[0], tensors[-1], notes[0], notes[-1]) if states else (found,) * 4
-        _launch_cast(
-            (*key, bool(states), seed, again, update, margin), (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1), stream,
-            d, gate, up, found, *sources, 2.0**margin, *out, rows, cols, rows16, cols16,
-            backward, bool(states), seed, again, update,
-            parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(device), even, ROWS, COLS,
+    found = scale  # not read, unless
+    if seed or not states:
+        found = gate.new_empty((2, parts), dtype=torch.int32)
+        _launch_parts(
+            (parts, 1, 1),
+            d, gate, up, found, gate.numel(), -(-tiles // parts), backward, casts_in_hardware(device), parts, FLAT,
         )  # fmt: skip
-        scales = results[2::3] if backward else [scale]
-        for state, own in zip(states, scales, strict=True) if states and update else ():
-            take_amax(state, fmt, own, stream)
+    if states:
+        found, parts = found.amax(-1) if seed else found, 1
+    sources = (tensors[0], tensors[-1], notes[0], notes[-1]) if states else (found,) * 4
+    _launch_cast(
+        (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1),
+        d, gate, up, found, *sources, *out, 2.0**margin, rows, cols, rows16, cols16,
+        backward, bool(states), seed, again, update,
+        parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(device), even, ROWS, COLS,
+    )  # fmt: skip
+    scales = results[2::3] if backward else [scale]
+    for state, own in zip(states, scales, strict=True) if states and update else ():
+        take_amax(state, fmt, own)
     return tuple(results)

@@ -44,7 +44,7 @@ from .fp8 import (
     encode_blocks,
     round_to,
 )
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher
 from .reference.wire import Layout
 from .wire import divide, division, quantize_sum
 from .workspace import (
@@ -266,43 +266,28 @@ def reduce_scatter(
 
 
 @lru_cache(4096)
-def _plan(layout: Layout, programs: int) -> tuple[Any, ...]:
-    """Return what a launch takes of a layout, and what a compiled variant depends on."""
+def _geometry(layout: Layout, programs: int) -> tuple[Any, ...]:
+    """Return the rounds of a launch, its grid, the sizes that the kernel takes, and its EVEN and FLAT."""
     tiles, cols = triton.cdiv(layout.per, BLOCKS), layout.cols
     rounds = triton.cdiv(tiles, programs)
     grid = (triton.cdiv(tiles, max(rounds, 1)), 1, 1)
-    even, flat = cols % BLOCK == 0, layout.rows == 1
     sizes = layout.blocks, layout.per, layout.blocks_per_row, cols
-    return rounds, grid, sizes, even, flat, (even, flat, cols % 16 == 0, cols == 1, cols >= 2**31)
+    return rounds, grid, sizes, cols % BLOCK == 0, layout.rows == 1
 
 
 def _run(
     x: Tensor, x_scales: Tensor | None, out: Tensor, out_scales: Tensor | None, error: Tensor | None,
     layout: Layout, space: Workspace, call: int, timeout: float, divisor: float, scatter: bool,
 ) -> None:  # fmt: skip
-    rounds, grid, sizes, even, flat, kind = _plan(layout, space.programs)
+    rounds, grid, sizes, even, flat = _geometry(layout, space.programs)
     wait = min(int(timeout * (1e6 if INTERPRETED.value else 1e9)), 2**62)
     tensors = (x, x_scales, out, out_scales, error)
     filled = [x if t is None else t for t in tensors]
-    places = [t.data_ptr() % 16 for t in filled]
     how, by = division(divisor)
     flags = (x_scales is not None, out_scales is not None, how, error is not None)
-    key = (
-        layout.world,
-        scatter,
-        *flags,
-        *kind,
-        wait >= 2**31,
-        x.dtype,
-        out.dtype,
-        x.device,
+    _launch(
         grid,
-        *places,
-    )
-    with on_device(x.device):
-        _launch(
-            key, grid, raw_stream(x),
-            *filled, space.peers, space.steps, space.missing,
-            space.rank, rounds, call, by, *sizes, wait,
-            layout.world, scatter, *flags, casts_in_hardware(x.device), even, flat, BLOCKS,
-        )  # fmt: skip
+        *filled, space.peers, space.steps, space.missing,
+        space.rank, rounds, call, by, *sizes, wait,
+        layout.world, scatter, *flags, casts_in_hardware(x.device), even, flat, BLOCKS,
+    )  # fmt: skip

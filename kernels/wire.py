@@ -17,7 +17,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, E4M3
 
 from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, round_to
-from .launch import Launcher, on_device, raw_stream
+from .launch import Launcher
 from .reference.wire import Layout, scales_of
 
 BLOCKS = 16
@@ -161,14 +161,11 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool, out: Tensor | N
         out = x.new_empty((layout.world, layout.pitch), dtype=torch.uint8)
     blocks = layout.world * layout.per
     if blocks:
-        places = [t.data_ptr() % 16 for t in (x, scale, out)]
-        key = (layout, x.dtype, x.device, codes, *places)
-        with on_device(x.device):
-            _launch_pack(
-                key, _grid(blocks), raw_stream(x),
-                x, scale, out, layout.blocks, blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
-                codes, casts_in_hardware(x.device), layout.cols % BLOCK == 0, BLOCKS,
-            )  # fmt: skip
+        _launch_pack(
+            _grid(blocks),
+            x, scale, out, layout.blocks, blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
+            codes, casts_in_hardware(x.device), layout.cols % BLOCK == 0, BLOCKS,
+        )  # fmt: skip
     return out
 
 
@@ -218,14 +215,11 @@ def _reduce(
     lies = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
     lost = out_scales if error is None else error
     (how, by), own = division(divisor), error is not None
-    places = [t.data_ptr() % 16 for t in (codes, scales, out, out_scales, lost)]
-    key = (len(codes), blocks, per, *lies, numel, out.dtype, out.device, how, own, *places)
-    with on_device(out.device):
-        _launch_reduce(
-            key, _grid(blocks), raw_stream(out),
-            codes, scales, out, out_scales, lost, len(codes), by, blocks, per, *lies, numel,
-            how, not numel, own, casts_in_hardware(out.device), BLOCKS,
-        )  # fmt: skip
+    _launch_reduce(
+        _grid(blocks),
+        codes, scales, out, out_scales, lost, len(codes), by, blocks, per, *lies, numel,
+        how, not numel, own, casts_in_hardware(out.device), BLOCKS,
+    )  # fmt: skip
 
 
 def unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
@@ -241,13 +235,11 @@ def unpack_codes(chunks: Tensor, codes: Tensor, scale: Tensor, layout: Layout) -
 def _unpack(chunks: Tensor, out: Tensor, scale: Tensor, layout: Layout, codes: bool) -> None:
     if not layout.blocks:
         return
-    places = [t.data_ptr() % 16 for t in (chunks, out, scale)]
-    with on_device(out.device):
-        _launch_unpack(
-            (layout, out.dtype, out.device, codes, *places), _grid(layout.blocks), raw_stream(out),
-            chunks, out, scale, layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
-            codes, casts_in_hardware(out.device), layout.cols % BLOCK == 0, BLOCKS,
-        )  # fmt: skip
+    _launch_unpack(
+        _grid(layout.blocks),
+        chunks, out, scale, layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
+        codes, casts_in_hardware(out.device), layout.cols % BLOCK == 0, BLOCKS,
+    )  # fmt: skip
 
 
 def _grid(blocks: int) -> tuple[int, int, int]:

@@ -71,6 +71,24 @@ def kernel_device():
 
 
 @pytest.fixture
+def choose_kernels(monkeypatch):
+    """Return a function that sets FP8STACK_KERNELS as if no kernel had been asked for before."""
+    from fp8stack.kernels import ops
+
+    def forget():
+        ops.kernel_backend.cache_clear()
+        ops.implementation.cache_clear()
+
+    def choose(value):
+        monkeypatch.setenv("FP8STACK_KERNELS", value)
+        forget()
+
+    yield choose
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.fixture
 def mesh(tmp_path):
     """A process group of this rank alone, on the CPU."""
     distributed = torch.distributed

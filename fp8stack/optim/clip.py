@@ -105,7 +105,7 @@ class _Gradients:
             count = sum(len(owner) for *_, owner in self.tables)
             partial = torch.empty(count, dtype=torch.float64, device=self.device)
             out = torch.empty((), device=self.device)
-            ops.table_kernels("norm").total(self.tables, partial, out)
+            ops.triton_module("norm").total(self.tables, partial, out)
         return out
 
     def multiply(self, factor: Tensor) -> None:
@@ -121,7 +121,7 @@ class _Gradients:
         ]
         with on_device(self.device):
             for dtype, _, rows, owner in [*self.tables, *(_tables(residuals) if residuals else [])]:
-                ops.table_kernels("norm").multiply(rows, owner, dtype, factor)
+                ops.triton_module("norm").multiply(rows, owner, dtype, factor)
 
 
 Table = tuple[torch.dtype, str, Tensor, Tensor]
@@ -131,7 +131,7 @@ _KEPT = 8  # tables of the last calls: gradients often come back to the same add
 
 def _tables(grads: list[Tensor]) -> list[Table]:
     """Return (dtype, layout, rows, owner) of the launches that read `grads`, all contiguous and on one device."""
-    norm, step = ops.table_kernels("norm"), ops.table_kernels("step")
+    norm, step = ops.triton_module("norm"), ops.triton_module("step")
     device = grads[0].device
     addresses = [
         g.addresses if isinstance(g, BlockScaledTensor) else (g.data_ptr(), g.dtype) for g in grads

@@ -85,8 +85,8 @@ class TritonStep(DeviceStep):
         self.everything = list(everything)
         # They have no gradient yet, and no row in the table, whatever their device and family.
         self.absent = [p for p in everything if p.grad is None]
-        self._kernels = ops.table_kernels("step")
-        self._norms = ops.table_kernels("norm")
+        self._kernels = ops.triton_module("step")
+        self._norms = ops.triton_module("norm")
         tensors = [e.tensors() for e in entries]
         keys = self._keys_of(entries, tensors)
         order = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -314,7 +314,7 @@ class TritonStep(DeviceStep):
         for b in self.batches:
             b.lay_out_rows()
         with on_device(self.device):
-            ops.table_kernels("step_scalars").scalars(
+            ops.triton_module("step_scalars").scalars(
                 self.family, self.rows, self.groups, self.group_of, self.index, self.steps,
                 self.verdict, skipped, self.hyper,
             )  # fmt: skip

@@ -41,7 +41,7 @@ def cast(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # the largest magnitude of x, if it is known
-    eager: bool = False,  # of the kernel's alone
+    reuse: bool = True,  # of the Triton kernel alone
 ) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
     """Quantize a matrix with one scale.
 
@@ -62,7 +62,7 @@ def recast(
     codes: bool = True,
     transposed: bool = True,
     update: bool = False,  # write the scale over `previous`, where the next cast finds it
-    eager: bool = False,  # of the kernel's alone
+    reuse: bool = True,  # of the Triton kernel alone
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
     """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
     last = previous.view(-1)[0]

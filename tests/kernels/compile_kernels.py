@@ -15,19 +15,21 @@ import re
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 import fp8stack.kernels
 from fp8stack.formats import E4M3, E5M2, FORMATS
 from fp8stack.kernels import (
     cast,
-    cast_blocks,
     cast_delayed,
     norm,
     quantize,
@@ -35,8 +37,8 @@ from fp8stack.kernels import (
     step,
     step_scalars,
     swiglu,
-    two_shot,
 )
+from fp8stack.kernels.launch import Launcher
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 
 ARCHITECTURES = (80, 90)
@@ -86,6 +88,7 @@ INTEGERS = dict.fromkeys(
      "stride_c", "programs", "all_blocks", "per", "pitch", "ranks", "code_pitch", "scale_pitch", "blocks",
      "code_step", "scale_step", "rank", "call", *MULTIPLES), "i32",
 )  # fmt: skip
+FLOATS = ("growth", "eps", "divisor")
 ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
     "scale_pitch", "scale_step", "blocks", "rank", "call", "timeout",
@@ -113,6 +116,15 @@ def find_kernels():
             if n.endswith("_kernel") and vars(module)[n].__module__ == module.__name__
         }
     return found
+
+
+@cache
+def find_launchers():
+    """Return a Launcher for each kernel; `rmsnorm.py` has several of one kernel, which differ in their options."""
+    modules = set(find_kernels().values())
+    values = [value for module in modules for value in vars(module).values()]
+    values += [one for value in values if isinstance(value, dict) for one in value.values()]
+    return {one.kernel.__name__: one for one in values if isinstance(one, Launcher)}
 
 
 MOMENTS = {
@@ -379,29 +391,13 @@ TILES = {  # [rows, columns] of one program
     "_rmsnorm_kernel": (1, 4096),
     "_rmsnorm_backward_kernel": (1, 4096),
 }
-LAUNCHES = {
-    "_parts_kernel": cast._launch_parts.options,
-    "_cast_tiles_kernel": cast._launch_cast.options,
-    "_recast_tiles_kernel": cast._launch_recast.options,
-    "_refit_kernel": cast._launch_refit.options,
-    "_transpose_kernel": cast._launch_transpose.options,
-    "_cast_1x128_kernel": cast_blocks._launch_1x128.options,
-    "_cast_128x128_kernel": cast_blocks._launch_128x128.options,
-    "_seed_kernel": cast_delayed._launch_seed.options,
-    "_cast_delayed_kernel": cast_delayed._launch_cast.options,
-    "_update_kernel": cast_delayed._launch_update.options,
-    "_swiglu_parts_kernel": swiglu._launch_parts.options,
-    "_swiglu_cast_kernel": swiglu._launch_cast.options, "_two_shot_kernel": two_shot._launch.options,
-    "_step_kernel": step.LAUNCH, "_scales_kernel": {"num_warps": 1}, "_next_kernel": {"num_warps": 1},
-    "_scalars_kernel": {"num_warps": 4, "enable_fp_fusion": False},
-}  # fmt: skip
 
 
 def launch_options(name, constants):
     """Return what the library launches a specialization with."""
     if name in ("_rmsnorm_kernel", "_rmsnorm_backward_kernel"):
         return {"num_warps": rmsnorm._tiling(1, constants["COLS"])[3]}
-    return LAUNCHES.get(name, quantize.LAUNCH)
+    return find_launchers()[name].options
 
 
 def compile_case(kernel, pointers, constants, architecture, options):
@@ -411,7 +407,8 @@ def compile_case(kernel, pointers, constants, architecture, options):
         constants = constants | {"HARDWARE": constants.get("EMIT", True) and architecture >= 90}
     types = (
         INTEGERS
-        | {"growth": "fp32", "eps": "fp32", "divisor": "fp32", "timeout": "i64"}
+        | dict.fromkeys(FLOATS, "fp32")
+        | {"timeout": "i64"}
         | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
     )
     if architecture < 89:  # which has no such type; casts to it never run there
@@ -491,14 +488,70 @@ def specializations():
             yield name, label, kernel, pointers, sizes | tile | constants
 
 
+DTYPES = {
+    "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp32": torch.float32, "fp64": torch.float64, "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2,
+}  # fmt: skip
+OTHERS = {  # what an argument of a type is changed to, one at a time
+    bool: (None, 1), int: (1, 17, 64, 2**33, 2**63, True, 48.0), float: (0.5, 1.0, 2), str: ("other",),
+    tl.dtype: (tl.float64,), type(None): (False,),
+}  # fmt: skip
+
+
+def changed(value):
+    """Yield other arguments in the place of `value`: tensors elsewhere and of other dtypes, numbers of other kinds."""
+    if isinstance(value, torch.Tensor):
+        room = torch.empty(64, dtype=torch.uint8)
+        room = room[-room.data_ptr() % 16 :]
+        size = value.element_size()
+        yield room[size : 2 * size].view(
+            value.dtype
+        )  # not aligned, unless elements are of 16 bytes
+        yield value.new_empty(1, dtype=torch.int16)
+    else:
+        yield from (not value,) if isinstance(value, bool) else ()
+        yield from OTHERS[type(value)]
+
+
+def unseen(launcher, pointers, constants):
+    """Return arguments whose change makes Triton choose another variant, where the Launcher would not; and how many
+    changes make Triton do so."""
+    kernel = launcher.kernel
+    bind = create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
+    )
+    given = {}
+    for name in kernel.arg_names:
+        if name.endswith("_ptr"):
+            given[name] = torch.empty(16, dtype=DTYPES[(TABLES | pointers)[name]])
+        else:
+            given[name] = constants.get(name, 1.5 if name in FLOATS else 48)
+
+    def choices(arguments):
+        tensors, values = arguments[: launcher._tensors], arguments[launcher._tensors :]
+        ours = launcher.variant(0, arguments, [t.data_ptr() for t in tensors], values)
+        return str(bind(*arguments)[1]), id(ours)
+
+    theirs, ours = choices((*given.values(),))
+    blind, seen = [], 0
+    for name, value in given.items():
+        for other in changed(value):
+            new_theirs, new_ours = choices((*(given | {name: other}).values(),))
+            seen += new_theirs != theirs
+            if new_theirs != theirs and new_ours == ours:
+                blind.append(f"{kernel.__name__}: {name}, {value!r} to {other!r}")
+    return blind, seen
+
+
 def main():
-    results, measurements, errors = [], [], []
+    results, measurements, errors, keys = [], [], [], {}
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
         for name, label, kernel, pointers, constants in specializations():
             shape = zip(("ROWS", "COLS"), TILES.get(name, ()), strict=False)
             tile = [constants.get(n, size) for n, size in shape]
             elements = math.prod(tile) if tile else constants.get("FLAT")
             elements = elements or 128 * (constants.get("BLOCKS") or constants.get("TILE", 1))
+            keys[f"{name}, {label}"] = unseen(find_launchers()[name], pointers, constants)
             for architecture in ARCHITECTURES:
                 options = launch_options(name, constants)
                 try:
@@ -516,7 +569,8 @@ def main():
                     measurements.append((results[-1], future))
     for result, future in measurements:
         result |= future.result()
-    print(json.dumps({"kernels": sorted(find_kernels()), "results": results, "errors": errors}))
+    report = {"kernels": sorted(find_kernels()), "results": results, "errors": errors, "keys": keys}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

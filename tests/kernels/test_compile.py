@@ -105,6 +105,13 @@ def test_every_kernel_compiles_for_both_architectures(compiled):
     assert "_step_kernel" in compiled["kernels"]
 
 
+def test_a_launch_key_shows_all_that_triton_specializes_on(compiled):
+    """For every Launcher: dtypes, alignment, 1, multiples of 16, widths, types and constants, one at a time."""
+    assert {key.split(",")[0] for key in compiled["keys"]} == set(compiled["kernels"])
+    assert [what for blind, _ in compiled["keys"].values() for what in blind] == []
+    assert all(seen >= 2 for _, seen in compiled["keys"].values())
+
+
 def is_exact(result):
     """Return whether a kernel is to round as the reference does, operation by operation."""
     if result["kernel"] == "_step_kernel":

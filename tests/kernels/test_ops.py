@@ -1,5 +1,6 @@
 """The operators as torch sees them: schemas, fake tensors, torch.compile; which backend runs; the import guards."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -190,49 +191,61 @@ def test_compiled_function_mutates_as_eager_does(device):
 
 
 @pytest.mark.parametrize("value", ["", "cuda", "Triton", "1"])
-def test_unknown_backend_is_an_error_that_names_the_choices(value, monkeypatch):
-    monkeypatch.setenv("FP8STACK_KERNELS", value)
+def test_unknown_backend_is_an_error_that_names_the_choices(value, choose_kernels):
+    choose_kernels(value)
     with pytest.raises(
         ConfigError, match=f'FP8STACK_KERNELS must be "triton" or "reference", got "{value}"'
     ):
         ops.kernel_backend()
 
 
-def test_backend_follows_the_environment_at_every_call(monkeypatch):
-    for value, reason in (
-        ("reference", "FP8STACK_KERNELS=reference"),
-        ("triton", "Triton is installed"),
+def test_the_environment_is_asked_once(choose_kernels, monkeypatch):
+    for value, other, reason in (
+        ("reference", "triton", "FP8STACK_KERNELS=reference"),
+        ("triton", "reference", "Triton is installed"),
     ):
-        monkeypatch.setenv("FP8STACK_KERNELS", value)
-        assert ops.kernel_backend() == (value, reason)
-    monkeypatch.delenv("FP8STACK_KERNELS")
-    assert ops.kernel_backend() == ("triton", "Triton is installed")
+        choose_kernels(value)
+        for _ in range(2):
+            assert ops.kernel_backend() == (value, reason)
+            monkeypatch.setenv("FP8STACK_KERNELS", other)
+
+
+def test_every_operator_has_a_triton_twin_with_the_parameters_of_its_reference():
+    assert len(ops.TWINS) == len(OPERATORS) - 2 + 5
+    for function in ops.TWINS:
+        file = function.__module__.rpartition(".")[2]
+        twin = getattr(ops.triton_module(file), function.__name__)
+        assert twin.__module__.replace("kernels.", "kernels.reference.") == function.__module__
+        theirs, ours = (list(inspect.signature(f).parameters) for f in (function, twin))
+        assert ours == theirs[: len(ours)], function.__name__
 
 
 @pytest.mark.gpu
-def test_reference_on_a_gpu_gives_the_bits_of_triton(monkeypatch):
+def test_reference_on_a_gpu_gives_the_bits_of_triton(choose_kernels, monkeypatch):
     from fp8stack.kernels import quantize as triton_quantize
 
     x = torch.randn(64, 300, device="cuda")
-    quantize = torch.ops.fp8stack.quantize_blocks  # which asks every time, as eager calls do not
-    expected = quantize(x, "e4m3")
-    monkeypatch.setenv("FP8STACK_KERNELS", "reference")
-    monkeypatch.setattr(triton_quantize, "quantize_blocks", None)  # a call of it would fail
-    for actual, same in zip(quantize(x, "e4m3"), expected, strict=True):
-        assert_same_bits(actual, same)
-    monkeypatch.setenv("FP8STACK_KERNELS", "CUDA")
-    with pytest.raises(ConfigError):
-        quantize(x, "e4m3")
+    for quantize in (
+        lambda: ops.quantize_blocks(x, E4M3),
+        lambda: torch.ops.fp8stack.quantize_blocks(x, "e4m3"),
+    ):
+        choose_kernels("triton")
+        expected = quantize()
+        choose_kernels("reference")
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_quantize, "quantize_blocks", None)  # a call of it would fail
+            for actual, same in zip(quantize(), expected, strict=True):
+                assert_same_bits(actual, same)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("name", [name for name in OPERATORS if name not in INEXACT])
 @pytest.mark.parametrize("shape", [(), (7,), (5, 200), (64, 256)], ids=str)
-def test_operator_gives_the_same_bits_on_a_gpu_and_on_a_cpu(name, shape, backend, monkeypatch):
+def test_operator_gives_the_same_bits_on_a_gpu_and_on_a_cpu(name, shape, backend, choose_kernels):
     if name in MATRICES and not shape:
         pytest.skip("takes matrices")
-    monkeypatch.setenv("FP8STACK_KERNELS", backend)
+    choose_kernels(backend)
     operator = getattr(torch.ops.fp8stack, name)
     for arguments in sample_arguments(name, shape, "cpu"):
         on_gpu = [a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments]

@@ -1,7 +1,6 @@
 """Casts with the scale of the cast before: when it is kept, what it costs, and Triton against the reference."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from helpers import assert_same_bits
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import cast as triton_cast
 from fp8stack.kernels import ops
-from fp8stack.kernels.launch import Launcher
 from fp8stack.kernels.reference import cast as reference_cast
 from fp8stack.kernels.reference.cast import aligned
 from fp8stack.kernels.reference.cast_delayed import DelayedState, encode_saturating
@@ -26,8 +24,7 @@ EDGE = 1 + 1 / 32
 KEPT = [1.0, 1.99, 0.98, 32 / 33 + 1e-6]  # previous scale / own scale
 LEFT = [2.0, 2.01, 0.96, 32 / 33 - 1e-6, 1e20, 1e-20, 0.0, -1.0, NAN, INF, -INF]
 
-
-triton_recast = partial(triton_cast.recast, eager=True)
+triton_recast = triton_cast.recast
 
 
 def recast(x, *arguments):
@@ -279,8 +276,6 @@ def test_a_program_looks_after_many_tiles(kernel_device, monkeypatch):
     """Of each tile in turn the largest value is what makes the scale misfit."""
     monkeypatch.setattr(triton_cast, "SLOTS", 2)
     monkeypatch.setattr(triton_cast, "PROGRAMS", 2)
-    again = Launcher(triton_cast._refit_kernel, **triton_cast._launch_refit.options)
-    monkeypatch.setattr(triton_cast, "_launch_refit", again)
     x = torch.randn(150, 300)
     previous = own_scale(x, E4M3)
     assert_casts_as_reference(x, E4M3, previous, kernel_device)
@@ -302,7 +297,7 @@ def test_casts_do_not_share_their_results(kernel_device):
         results.append(
             (x, previous, triton_recast(x.to(kernel_device), E4M3, previous.to(kernel_device)))
         )
-        triton_cast.cast(x.to(kernel_device), E4M3, eager=True)
+        triton_cast.cast(x.to(kernel_device), E4M3)
     for x, previous, result in results:
         assert_same(result, reference_cast.recast(x, E4M3, previous))
 

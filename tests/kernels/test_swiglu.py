@@ -13,7 +13,6 @@ from fp8stack.kernels import ops
 from fp8stack.kernels import swiglu as triton
 from fp8stack.kernels.reference import swiglu as reference
 from fp8stack.kernels.reference.cast_delayed import SEEDED, DelayedState
-from fp8stack.kernels.reference.swiglu import Scaling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -55,7 +54,7 @@ def assert_nearly_the_same(results, expected, fmt):
 
 def both_ways(kernels, dh, gate, up, fmt, forward=None, backward=None):
     """Return what forward gives in E4M3, and with its scale backward in `fmt`."""
-    scalings = [[] if s is None else [s] for s in (forward, backward)]
+    scalings = [() if s is None else s for s in (forward, backward)]
     codes, scale = kernels.swiglu_cast(gate, up, E4M3, *scalings[0])
     return [
         codes,
@@ -185,10 +184,7 @@ def test_a_history_of_scales_goes_on_as_the_references(fmt, margin, shape, kerne
             continue
         gate, up, dh = (t * 2.0 ** (i % 3 - 1) for t in draw(shape))
         again = i == 1
-        scalings = [
-            (Scaling((h,), not again, again), Scaling((a, b), not again))
-            for h, a, b in (ours, theirs)
-        ]
+        scalings = [(((h,), not again, again), ((a, b), not again)) for h, a, b in (ours, theirs)]
         assert_both_ways(dh, gate, up, fmt, kernel_device, scalings)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one.tensor.cpu(), other.tensor, rtol=2**-17, atol=0)
@@ -227,7 +223,7 @@ def test_large_matrices_are_nearly_the_references(dtype, shape):
     assert_both_ways(dh, gate, up, E5M2, "cuda", on="cuda")
     states = [DelayedState(3) for _ in range(6)]
     for _ in range(3):
-        of = [(Scaling((h,), True), Scaling((a, b), True)) for h, a, b in (states[:3], states[3:])]
+        of = [(((h,), True), ((a, b), True)) for h, a, b in (states[:3], states[3:])]
         assert_both_ways(dh, gate, up, E5M2, "cuda", of, "cuda")
 
 

@@ -70,7 +70,7 @@ def test_every_cast_is_the_references(fmt, kernel_device, special_values, random
     codes = torch.empty(len(x), dtype=torch.int32, device=kernel_device)
     _encode_kernel[(triton.cdiv(len(x), 1024),)](
         x.to(kernel_device), codes, len(x), fmt.mantissa_bits, fmt.min_exponent, fmt.max,
-        **triton_quantize.LAUNCH,
+        **triton_quantize._launch_quantize.options,
     )  # fmt: skip
     assert_same_bits(codes, reference_fp8.encode(x, fmt).int())
 
@@ -81,7 +81,7 @@ def test_every_finite_code_decodes_as_in_the_reference(fmt, kernel_device):
     values = torch.empty(256, device=kernel_device)
     _decode_kernel[(1,)](
         codes.to(kernel_device), values, fmt.mantissa_bits, fmt.min_exponent, fmt.signed,
-        **triton_quantize.LAUNCH,
+        **triton_quantize._launch_quantize.options,
     )  # fmt: skip
     expected = reference_fp8.decode(codes, fmt)
     finite = expected.isfinite()

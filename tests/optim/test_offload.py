@@ -144,8 +144,8 @@ def test_a_captured_step_reads_the_host():
 
 
 @pytest.mark.gpu
-def test_the_reference_kernels_offload_too(monkeypatch):
-    monkeypatch.setenv("FP8STACK_KERNELS", "reference")
+def test_the_reference_kernels_offload_too(choose_kernels):
+    choose_kernels("reference")
     with pytest.warns(Fp8StackWarning, match="reference kernels"):
         offloaded, resident = make("cpu"), make("none")
     assert train(*offloaded, 2, device="cuda") == train(*resident, 2, device="cuda")
