@@ -39,15 +39,6 @@ def encode(
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
-@triton.jit
-def encode_e4m3(
-    x,  # float32, not NaN
-    HARDWARE: tl.constexpr,  # see `casts_in_hardware`
-):  # uint8 codes
-    """Round to the nearest code of E4M3, ties to even, saturating."""
-    return encode_ocp(x, 3, HARDWARE)
-
-
 # As inline PTX, not `.to(tl.float8e4nv)`: Triton 3.6 misplaces half of a tile that is stored both as it lies and
 # transposed where its elements came as float32 and went through its float8 types.
 # The halves are joined by arithmetic, not by `mov.b32 $0, {low, high}`: where both are made of the same registers, as

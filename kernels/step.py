@@ -7,8 +7,6 @@ thousand, and each byte of state is read once and written once.
 States with one scale for the whole tensor (FP8-LM's) take two launches: the first only finds the new maxima, by integer
 atomics, the second does the work; a third kernel, of one program a tensor, then stores the new scales.
 
-Optionally the step writes the weights' FP8 codes too (`emit.py`).
-
 `FAST` (the default on a GPU) contracts the moments' multiply-adds and takes the approximate reciprocal and square root:
 against the reference at most one code in a thousand differs, nearly always by one. Without it every bit agrees.
 """
@@ -25,7 +23,6 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, rows_cols, scale_shape
 
-from .fp8 import casts_in_hardware, encode_e4m3
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH, owners, upload_rows
 from .reference.step import StepKind, StepTensors
@@ -55,7 +52,7 @@ _WIDTH = tl.constexpr(WIDTH)
 _WEIGHT, _MASTER, _MASTER_SCALE, _GRAD, _GRAD_BLOCK_SCALE, _M, _M_SCALE, _V, _V_SCALE = (
     tl.constexpr(COLUMN[name]) for name in StepTensors._fields
 )
-_FIRST, _EMIT, _EMIT_SCALE = (tl.constexpr(COLUMN[n]) for n in ("first", "emit", "emit_scale"))
+_FIRST = tl.constexpr(COLUMN["first"])
 
 
 @triton.jit
@@ -64,8 +61,7 @@ def _step_kernel(
     ALGORITHM: tl.constexpr, COUPLED: tl.constexpr, MASTER: tl.constexpr,
     M: tl.constexpr, V: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MASTER_TYPE: tl.constexpr,
     GRAD_TYPE: tl.constexpr, M_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    ROWS: tl.constexpr, EMIT: tl.constexpr, HARDWARE: tl.constexpr, PASS: tl.constexpr, FAST: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, PASS: tl.constexpr, FAST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     OTHER: tl.constexpr = None if ROWS == "flat" else 0  # a block of padding is never written
     FOUR_BITS: tl.constexpr = V == "ue3m1"
@@ -173,14 +169,7 @@ def _step_kernel(
             )  # fmt: skip
         if MASTER == "tensor":
             new_scale = power_of_two_scale(tl.load(amax + 2), FLOAT16_MAX)
-        stored = store_master(weight, master, w, offset, mask, random, new_scale, MASTER)
-        if EMIT:
-            scales = pointer(row, _EMIT_SCALE, tl.float32, "any")
-            scale = tl.load(scales + 1)
-            inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
-            code = encode_e4m3(tl.where(stored == stored, stored * inverse, 0.0), HARDWARE)
-            tl.store(pointer(row, _EMIT, tl.uint8, ROWS) + offset, code, mask=mask)
-            offer_maximum(scales.to(tl.pointer_type(tl.int32)) + 2, stored, mask)
+        store_master(weight, master, w, offset, mask, random, new_scale, MASTER)
 
 
 @triton.jit
@@ -221,14 +210,13 @@ class Launch(NamedTuple):
     kind: StepKind
     dtypes: tuple[torch.dtype | None, ...]  # of weight, master, gradient, m and v
     rows: str  # "flat": blocks lie end to end; "sixteen": rows are multiples of 16; "any"
-    emit: bool = False  # write the weight's FP8 codes too, see `emit.py`
 
 
-def launch_of(kind: StepKind, t: StepTensors, emit: bool = False) -> Launch:
+def launch_of(kind: StepKind, t: StepTensors) -> Launch:
     """Return the launch that `t` belongs to."""
     main = (t.weight, t.master, t.grad, t.m, t.v)
     dtypes = tuple(None if x is None else x.dtype for x in main)
-    return Launch(kind, dtypes, row_layout(t.weight.shape, main), emit)
+    return Launch(kind, dtypes, row_layout(t.weight.shape, main))
 
 
 def row_layout(shape: torch.Size, tensors: Iterable[Tensor | None]) -> str:
@@ -272,13 +260,12 @@ def step_table(
         dtypes[0] = tl.int16  # the bits of bfloat16
     if kind.v == "dithered":
         dtypes[4] = tl.int16
-    hardware = launch.emit and casts_in_hardware(rows.device)
     two_passes = "tensor" in (kind.m, kind.v, kind.master)
     for number in (1, 2) if two_passes else (0,):
         _launch_step(
             (len(owner), 1, 1),
             rows, owner, hyper, amax, kind.algorithm, kind.coupled, master, kind.m, kind.v, *dtypes,
-            launch.rows, launch.emit, hardware, number, fast, BLOCKS,
+            launch.rows, number, fast, BLOCKS,
         )  # fmt: skip
     if two_passes:
         one_scale = (kind.m == "tensor", kind.v == "tensor", master == "tensor")

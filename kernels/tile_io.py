@@ -84,22 +84,18 @@ def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER
 
 @triton.jit
 def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.constexpr):
-    """Store a weight and its master; return the weight as it is stored, in float32."""
+    """Store a weight and its master."""
     TYPE: tl.constexpr = weight.dtype.element_ty
     if MASTER == "split24":
         high, low = split24(w)
         tl.store(weight + offset, high, mask=mask)
         tl.store(master + offset, low, mask=mask)
-        stored = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif MASTER == "split32":
         high, low = split32(w)
         tl.store(weight + offset, high, mask=mask)
         tl.store(master + offset, low, mask=mask)
-        stored = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif MASTER == "dithered":
-        high = dither(w, random & 0xFFFF)
-        tl.store(weight + offset, high, mask=mask)
-        stored = (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        tl.store(weight + offset, dither(w, random & 0xFFFF), mask=mask)
     else:
         if MASTER == "dense":
             tl.store(master + offset, w, mask=mask)
@@ -109,9 +105,7 @@ def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.
             )
             tl.store(master + offset, code, mask=mask)
             w = code.to(tl.float32) * new_scale
-        stored = round_to(w, TYPE)
-        tl.store(weight + offset, stored.to(TYPE), mask=mask)
-    return stored
+        tl.store(weight + offset, round_to(w, TYPE).to(TYPE), mask=mask)
 
 
 @triton.jit

@@ -47,7 +47,6 @@ MEASURED = {  # a disassembly takes longer than a compilation
     ("_step_kernel", "adam 8bit split24, fp8 gradient, rows of 16"),
     ("_step_kernel", "adam 8bit split24, fp8 gradient, any rows"),
     ("_step_kernel", "adam 8bit split24, fp8 gradient, exact"),
-    ("_step_kernel", "adam 8bit split24, fp8 gradient, emits"),
     ("_step_kernel", "adam fp8 split24, fp8 gradient"),
     ("_step_kernel", "adam 4bit split24, fp8 gradient"),
     ("_step_kernel", "adam fp32 keep, fp32 gradient"),
@@ -145,7 +144,6 @@ MASTERS = {  # kind, dtypes of the weight and of the master
     "keep": ("", tl.float32, tl.float32),
     "direction": ("", tl.bfloat16, tl.float32),  # what Muon orthogonalizes
 }
-WEIGHTS = {"bf16": tl.bfloat16, "fp32": tl.float32}
 GRADIENTS = {"fp8": tl.uint8, "fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 
 
@@ -156,7 +154,6 @@ def step_cases(names):
         ("adam", "8bit", "split24", "fp8", "rows of 16"),
         ("adam", "8bit", "split24", "fp8", "any rows"),
         ("adam", "8bit", "split24", "fp8", "exact"),
-        ("adam", "8bit", "split24", "fp8", "emits"),
         ("adam", "8bit", "split32", "bf16", "coupled", "exact"),
         ("adam", "fp8", "split24", "fp8"),
         ("adam", "fp8", "fp32", "fp32", "exact", "any rows"),
@@ -183,7 +180,7 @@ def step_cases(names):
             "MASTER_TYPE": master_type, "GRAD_TYPE": GRADIENTS[gradient], "M_TYPE": m_type,
             "V_TYPE": v_type, "ROWS": rows,
             "PASS": 1 if "first pass" in options else 2 if "second pass" in options else 0,
-            "EMIT": "emits" in options, "HARDWARE": None, "FAST": "exact" not in options,
+            "FAST": "exact" not in options,
         }  # fmt: skip
         label = ", ".join([f"{algorithm} {states} {master}", f"{gradient} gradient", *options])
         yield label, {}, constants
@@ -344,8 +341,6 @@ CASES = {
     "_root_kernel": lambda names: [("", {"out_ptr": "fp32"}, {"SIZE": 1024})],
     "_quantize_blocks_kernel": quantize_cases,
     "_dequantize_blocks_kernel": quantize_cases,
-    "_recast_kernel": lambda names: [(n, {}, {"TYPE": t}) for n, t in WEIGHTS.items()],
-    "_next_kernel": lambda names: [("", {}, {})],
     "_amax_kernel": tensor_cases,
     "_cast_kernel": tensor_cases,
     "_count_kernel": count_cases,
@@ -404,7 +399,7 @@ def compile_case(kernel, pointers, constants, architecture, options):
     """Return the compiled kernel."""
     names = kernel.arg_names
     if "HARDWARE" in constants:  # as `fp8.casts_in_hardware` decides
-        constants = constants | {"HARDWARE": constants.get("EMIT", True) and architecture >= 90}
+        constants = constants | {"HARDWARE": architecture >= 90}
     types = (
         INTEGERS
         | dict.fromkeys(FLOATS, "fp32")

@@ -25,7 +25,6 @@ BUDGETS = {  # (kernel, case): instructions an element
     ("_step_kernel", "adam fp32 keep, fp32 gradient"): 31.5,
     ("_step_kernel", "lion 8bit split24, fp8 gradient"): 47.5,
     ("_step_kernel", "muon 8bit direction, fp8 gradient"): 34,
-    ("_step_kernel", "adam 8bit split24, fp8 gradient, emits"): 90,
     ("_squares_kernel", "fp8"): 13,
     ("_quantize_blocks_kernel", "e4m3, bf16"): 23,
     ("_quantize_blocks_kernel", "e4m3, fp16, odd rows"): 131,
@@ -151,8 +150,7 @@ def test_fast_steps_approximate_but_use_no_fp8_hardware(compiled):
     fast = [r for r in compiled["results"] if r["kernel"] == "_step_kernel" and not is_exact(r)]
     assert fast
     hardware = [r for r in compiled["results"] if r["fp8"] and r["kernel"] not in CASTS]
-    assert all("emits" in r["case"] and r["sm"] == 90 for r in hardware)
-    assert len(hardware) == 1
+    assert hardware == []
     for r in fast:
         assert r["fused"] > 0, r
         assert r["approximate"] > 0, r
