@@ -131,7 +131,7 @@ class Link:
     """
 
     def __init__(self, group: Any, memory: Tensor, addresses: list[int], keep: Any) -> None:
-        self._kernels, workspace = ops.two_shot_kernels()
+        self._kernels, workspace = ops.triton_module("two_shot"), ops.triton_module("workspace")
         self._keep = memory, keep
         self.ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         self.world, self.device = len(self.ranks), memory.device
@@ -249,7 +249,7 @@ _mapped = 0  # groups whose memory this process mapped; torch's rendezvous hangs
 
 def _look(group: Any, device: torch.device, _: Any) -> None:
     """Raise CommError if this rank can tell by itself that it cannot take part."""
-    most = ops.two_shot_kernels()[1].MOST_RANKS
+    most = ops.triton_module("workspace").MOST_RANKS
     world, devices = dist.get_world_size(group), torch.cuda.device_count()
     if world > most:
         raise CommError(f"{world} ranks are more than {most}")
@@ -267,7 +267,7 @@ def _allocate(group: Any, device: torch.device, _: Any) -> Tensor:
         warnings.simplefilter("ignore")
         # older torch needs this call, newer torch deprecates it
         symmetric.enable_symm_mem_for_group(group.group_name)
-    nbytes = ops.two_shot_kernels()[1].bytes_of(dist.get_world_size(group))
+    nbytes = ops.triton_module("workspace").bytes_of(dist.get_world_size(group))
     return symmetric.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
