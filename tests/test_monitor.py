@@ -15,6 +15,7 @@ import fp8stack
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 from fp8stack.formats import E4M3, E5M2, FORMATS
 from fp8stack.kernels import monitor as triton_monitor
+from fp8stack.kernels import ops
 from fp8stack.kernels.reference import monitor as reference
 from fp8stack.kernels.reference.cast_blocks import cast_1x128, cast_128x128
 from fp8stack.kernels.reference.fp8 import count_saturated
@@ -257,8 +258,8 @@ def test_metrics_are_flat_and_those_of_the_model():
 
 def test_samples_every_so_many_steps_of_training(monkeypatch):
     steps = []
-    count = reference.count
-    monkeypatch.setattr(reference, "count", lambda *args: steps.append(now) or count(*args))
+    count = ops.count
+    monkeypatch.setattr(ops, "count", lambda *args: steps.append(now) or count(*args))
     model = make()
     with Monitor(model, every=3):
         for now in range(8):
