@@ -62,8 +62,7 @@ from .nn.matmuls import apply_matmuls
 from .nn.select import Chooser
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
-from .optim.keeper import is_large_matrix
-from .optim.state import MASTER_KEYS, zero_master, zero_moment
+from .optim.state_formats import MASTER_KEYS, is_large_matrix, zero_master, zero_moment
 from .report import Report, emit, report_of, say
 from .tensor import whole_shape
 

@@ -30,16 +30,9 @@ from torch import Tensor, nn
 from .errors import CheckpointError, ModelError, first_line, reason_of
 from .nn.scaling import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
-from .optim.names import check_order, names_of, names_of_owned
-from .optim.state import MASTER_KEYS
-from .optim.state_dict import (
-    check_groups,
-    check_header,
-    check_layout,
-    plain_numbers,
-    prepare,
-    to_torch,
-)
+from .optim.parameter_names import check_order, names_of, names_of_owned
+from .optim.state_dict import check_packed, install, plain_numbers, prepare, to_torch
+from .optim.state_formats import MASTER_KEYS
 from .tensor import is_sharded
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict}
@@ -258,18 +251,20 @@ def load(
             f"{path} was saved without an optimizer, so there is no state for {type(optimizer).__name__}. "
             "Load it with None for the optimizer."
         )
+    prepared = None
     if isinstance(optimizer, BlockwiseOptimizer):
-        prepare(optimizer, packed)  # raises what there is to raise
+        prepared = prepare(optimizer, packed)
     elif optimizer is not None:
         _check_for_torch(optimizer, packed)
     if optimizer is not None:
         check_order(optimizer, model, contents.get("names", ()))
     # The model first: a master that is converted starts from the weight.
     model.load_state_dict(contents["model"])
-    if optimizer is not None:
-        optimizer.load_state_dict(packed)
-    if isinstance(optimizer, BlockwiseOptimizer):
+    if isinstance(optimizer, BlockwiseOptimizer) and prepared is not None:
+        install(optimizer, prepared)
         _set_missing_masters(model, optimizer, contents)
+    elif optimizer is not None:
+        optimizer.load_state_dict(packed)
     restore_scaling(model, contents.get("scaling", {}))
     extra: dict[str, Any] = contents["extra"]
     return extra
@@ -277,15 +272,13 @@ def load(
 
 def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     """Raise unless torch's own optimizer can make sense of `packed`."""
-    check_layout(packed)
-    check_header(optimizer, packed)
+    check_packed(optimizer, packed)
     names = {str(name) for entry in packed["state"].values() for name in entry}
     if any(name.endswith("_code") or name in MASTER_KEYS for name in names):
         raise CheckpointError(
             f"the checkpoint holds low-precision states or masters, which {type(optimizer).__name__} of torch cannot "
             "read. Initialize at the level it was saved from, then fp8stack.restore(model, optimizer)."
         )
-    check_groups(optimizer, packed)
 
 
 def _set_missing_masters(

@@ -32,8 +32,8 @@ from .nn.convert import Conversion, LayerPlan, apply_storage
 from .nn.matmuls import runs_matmuls
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
-from .optim.keeper import is_large_matrix
 from .optim.state_dict import adopt, reformat, to_torch
+from .optim.state_formats import is_large_matrix
 from .report import Report
 from .tensor import is_sharded
 

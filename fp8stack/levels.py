@@ -68,7 +68,7 @@ class Recipe:
         element), "fp8" those of the forward pass (1 byte; backward transposes them), "off" nothing: cast every time.
     matmuls: multiplications by bare parameters too (x @ self.w, einsum, F.linear), anywhere in the model's forward.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
-    states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state.py`.
+    states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
     master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding).
     skip: fnmatch patterns of module names to leave entirely as they are, e.g. ("*head",).
     min_numel: matrices with fewer elements, and all vectors, keep full-precision gradients and states.

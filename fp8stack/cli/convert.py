@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fp8stack.checkpoint import replacing
 from fp8stack.errors import CheckpointError, ConfigError, reason_of
-from fp8stack.optim.state import MASTER_KEYS, decode_master
+from fp8stack.optim.state_formats import MASTER_KEYS, decode_master
 
 from .inspect import Contents, place_of, read
 from .output import Commands, Console, MissingLibraryError, add_command, show, size

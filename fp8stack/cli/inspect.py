@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fp8stack import checkpoint
 from fp8stack.errors import CheckpointError, first_line
-from fp8stack.optim.state import MASTER_KEYS
+from fp8stack.optim.state_formats import MASTER_KEYS
 
 from .output import Commands, Console, add_command, show, size, table
 
@@ -153,7 +153,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _format(value: Tensor, scale: Tensor | None, weight: Tensor | None) -> str:
-    """Return how a state is kept, read from its layout; see `fp8stack/optim/state.py`."""
+    """Return how a state is kept, read from its layout; see `fp8stack/optim/state_formats.py`."""
     if scale is None or scale.ndim == 0:
         return _dtype(value) + ("" if scale is None else ", one scale")
     if scale.ndim == 1:

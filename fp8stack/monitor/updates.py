@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.sharded import local, local_state
-from fp8stack.optim.state import MASTER_KEYS, decode_master
+from fp8stack.optim.state_formats import MASTER_KEYS, decode_master
 
 from .transfer import Arrivals
 

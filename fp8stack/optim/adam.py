@@ -9,10 +9,10 @@
 | v                         | 4                 | 1.03   UE3M5 of sqrt(v), the same    |
 | total, bytes              | 16                | 6.09                                 |
 
-Other formats are in `state.py`. Caveats: sqrt(v) is kept to 1/64 of itself and never below 1/4032 of the largest in
-its block of 128, so an element whose gradients are thousands of times smaller than its neighbours' moves less than
-Adam would move it, never more. The 24-bit master loses updates below 2^-16 of the weight (lr 1e-5 on a weight of 1;
-typical weights are 0.02). amsgrad and differentiable are not offered.
+Other formats are in `state_formats.py`. Caveats: sqrt(v) is kept to 1/64 of itself and never below 1/4032 of the
+largest in its block of 128, so an element whose gradients are thousands of times smaller than its neighbours' moves
+less than Adam would move it, never more. The 24-bit master loses updates below 2^-16 of the weight (lr 1e-5 on a
+weight of 1; typical weights are 0.02). amsgrad and differentiable are not offered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .checks import check_range
+from .hyperparameters import check_range
 from .optimizer import BlockwiseOptimizer, Options, ParamsT
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Adam(BlockwiseOptimizer):
             "states" and "master" of its own, and "flat": True, whose vectors are many parameters end to end (ZeRO's
             partitions) and are kept as matrices are.
         states: "8bit" (default), "fp8", "4bit", "fp8-lm", "bf16", "fp32", or "keep" (the
-            parameter's dtype); see `fp8stack/optim/state.py`.
+            parameter's dtype); see `fp8stack/optim/state_formats.py`.
         master: "split24" (default), "split32", "fp16", "fp32", "none" (stochastic rounding), or "keep": no master.
         min_numel: matrices with fewer elements, and all vectors, keep float32 states.
         max_grad_norm: clip the norm of all gradients to this, fused into the step; `grad_norm` holds the norm then.

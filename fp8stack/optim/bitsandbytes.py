@@ -42,7 +42,7 @@ from fp8stack.tensor import is_sharded
 
 from . import adam, lion, sgd
 from .optimizer import BlockwiseOptimizer, ParamsT
-from .state import BITSANDBYTES, State
+from .state_formats import BITSANDBYTES, State
 from .step import Batch, Entry, Piece
 
 _PLANNED = torch.device("meta")  # no step is taken there; who plans asks about the target

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .checks import check_range
+from .hyperparameters import check_range
 from .optimizer import BlockwiseOptimizer, Options, ParamsT
 
 if TYPE_CHECKING:

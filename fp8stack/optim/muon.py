@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.tensor import is_sharded
 
-from .checks import check_positive, check_range
+from .hyperparameters import check_positive, check_range
 from .optimizer import BlockwiseOptimizer, Options, ParamsT
 from .step import Batch
 

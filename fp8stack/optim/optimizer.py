@@ -3,34 +3,35 @@
 A step whose gradients hold a NaN, an infinity or a magnitude of 2^64 changes nothing: not the weights, not the state,
 not the step count. The decision is a device scalar that every kernel reads, so the host never waits for it. Under
 `torch.amp.GradScaler` the same scalar carries the scaler's verdict, and its scale is divided out in the same pass; so
-is the clip coefficient of `max_grad_norm`. What state there is and where it lies is `keeper.py`'s.
+is the clip coefficient of `max_grad_norm`. What states there are and where they lie is said in `parameter_state.py`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, overload
+from functools import partial
+from typing import Any, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
+from fp8stack.conflicts import RELEASE, check_option
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
-from fp8stack.kernels.reference.step import StepKind
 from fp8stack.levels import CHOICES
 
-from . import state_dict as checkpoint_format
-from .checks import rates_on_gpu
+from . import state_dict as saved_state
 from .gradients import check_gradient
-from .keeper import StateKeeper, check_formats
+from .hyperparameters import rates_on_gpu
+from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceStep
-from .release import GradientRelease
-from .sharded import reduce_nothing, shares_of
-from .state import step_kind
+from .sharded import local, local_state, reduce_nothing, shares_of
+from .state_formats import check_formats, step_kind
 from .step import Batch, DeviceStep, Entry, share_verdict
-from .tracked import TrackedStates
+from .step_in_backward import GradientRelease
 from .triton_step import TritonStep
+from .watched_state import WatchedStates
 
 ParamsT = Iterable[Any]
 
@@ -45,12 +46,11 @@ class Options(TypedDict, total=False):
     offload: str
 
 
-class BlockwiseOptimizer(StateKeeper):
+class BlockwiseOptimizer(StatefulOptimizer):
     """Base of `AdamW`, `Adam`, `SGD`, `Lion` and `Muon`. Subclasses name their moments and hyper-parameters."""
 
     # GradScaler hands over its scale and verdict instead of syncing
     _step_supports_amp_scaling = True
-    algorithm: str
 
     def __init__(
         self,
@@ -84,40 +84,28 @@ class BlockwiseOptimizer(StateKeeper):
         self.release: GradientRelease | None = None
         self._group_formats = {}
         super().__init__(params, defaults)
-        self.state = TrackedStates(self._forget_tables)  # type: ignore[assignment]
+        self.state = WatchedStates(self._forget_tables)  # type: ignore[assignment]
 
     def _forget_tables(self) -> None:
         self._tables = {}
 
     # --- what a subclass says
 
-    def family_of(self, group: dict[str, Any]) -> str:
-        """Return the algorithm whose scalars `group` takes; see `kernels/reference/step_scalars.py`."""
-        return self.algorithm
+    def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
+        """Return (the kernel's algorithm, whether weight decay is added to the gradient) for a group."""
+        raise NotImplementedError
 
-    def step_kind(self, group: dict[str, Any], parameter: nn.Parameter) -> StepKind:
-        """Return the kernel that steps `parameter`, whose state exists."""
-        algorithm, coupled = self.algorithm_of(group)
-        moments = self.moments_of(group)
-        return step_kind(
-            algorithm,
-            coupled,
-            moments,
-            self.moment_format(parameter),
-            self.master_format(parameter),
-        )
+    def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """Return the hyper-parameters of a group in the order of `kernels/reference/step_scalars.py`.
 
-    if TYPE_CHECKING:  # what a subclass adds
+        Raises:
+            ConfigError: for a value out of range.
+        """
+        raise NotImplementedError
 
-        def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
-            """Return (the kernel's algorithm, whether weight decay is added to the gradient) for a group."""
-
-        def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
-            """Return the hyper-parameters of a group in the order of `kernels/reference/step_scalars.py`.
-
-            Raises:
-                ConfigError: for a value out of range.
-            """
+    def step_batch(self, batch: Batch) -> None:
+        """Step parameters that are stepped together; what an algorithm overrides that has more to do."""
+        batch.step()
 
     # --- stepping
 
@@ -138,10 +126,15 @@ class BlockwiseOptimizer(StateKeeper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not isinstance(self.state, TrackedStates):  # somebody replaced it
-            self.state = TrackedStates(self._forget_tables, self.state)  # type: ignore[assignment]
+        if not isinstance(self.state, WatchedStates):  # somebody replaced it
+            self.state = WatchedStates(self._forget_tables, self.state)  # type: ignore[assignment]
             self._forget_tables()
         if self.release is not None:
+            if getattr(self, "grad_scale", None) is not None:
+                raise ConfigError(
+                    "the loss was scaled by a GradScaler, but step_in_backward has used the gradients as they were. "
+                    "Train in bfloat16 without a scaler, or without step_in_backward."
+                )
             self.release.finish()
         flat: list[Tensor] = []
         for group in self.param_groups:  # joined, not listed one by one: there may be thousands
@@ -161,13 +154,16 @@ class BlockwiseOptimizer(StateKeeper):
         Raises:
             ConfigError: where a step needs all gradients at once: `max_grad_norm`, or several ranks.
         """
+        if self.max_grad_norm is not None:
+            check_option("max_grad_norm", self.max_grad_norm, *RELEASE)
         if self.release is None:
-            self.release = GradientRelease(self)
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            removed = partial(setattr, self, "release", None)
+            self.release = GradientRelease(parameters, self._step_one, removed)
         return self.release
 
     @torch.no_grad()
-    def step_parameter(self, parameter: Tensor) -> None:
-        """Step one parameter that has a gradient."""
+    def _step_one(self, parameter: Tensor) -> None:
         self._step([parameter], parameter)
 
     def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
@@ -194,10 +190,6 @@ class BlockwiseOptimizer(StateKeeper):
         if clip is not None:
             self.grad_norm = first.verdict[2] * first.verdict[0]
 
-    def step_batch(self, batch: Batch) -> None:
-        """Step parameters that are stepped together; what an algorithm overrides that has more to do."""
-        batch.step()
-
     def _parts_of(self, chosen: Sequence[Tensor], only: Tensor | None) -> Sequence[DeviceStep]:
         """Return the step in parts, one for each device and family of algorithms; on a GPU those of the last step."""
         families = [self.family_of(group) for group in self.param_groups]
@@ -219,8 +211,11 @@ class BlockwiseOptimizer(StateKeeper):
                 group = self.param_groups[g]
                 state = self.ensure_state(group, p)
                 check_gradient(p, p.grad)
-                kind = self.step_kind(group, p)
-                entry = Entry(index, g, p, state, self.moments_of(group), kind)
+                moments = self.moments_of(group)
+                wanted = self.moment_format(p), self.master_format(p)
+                held, shape = local_state(state), local(p).shape
+                kind = step_kind(*self.algorithm_of(group), moments, held, shape, wanted)
+                entry = Entry(index, g, p, state, moments, kind)
                 entries.setdefault((p.device, families[g]), []).append(entry)
         shares = shares_of(self.param_groups)
         if not on_triton:
@@ -261,10 +256,8 @@ class BlockwiseOptimizer(StateKeeper):
         if self.state and not any("step" in entry for entry in self.state.values()):
             self.ensure_states()
         if self.portable:
-            return checkpoint_format.tag(
-                self, checkpoint_format.to_torch(self, "cpu", masters=True)
-            )
-        return checkpoint_format.tag(self, super().state_dict())
+            return saved_state.tag(self, saved_state.to_torch(self, "cpu", masters=True))
+        return saved_state.tag(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, or by torch's optimizer of the same kind, whose moments are quantized.
@@ -272,7 +265,7 @@ class BlockwiseOptimizer(StateKeeper):
         Raises:
             CheckpointError: if it is of another format version, optimizer or model, or incomplete. Nothing is changed.
         """
-        checkpoint_format.load(self, state_dict)
+        saved_state.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
@@ -292,5 +285,5 @@ class BlockwiseOptimizer(StateKeeper):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"portable": False, "named_by": None, **state})
         self._tables, self._group_formats, self._kernels, self._captured = {}, {}, [], []
-        self.state = TrackedStates(self._forget_tables)  # type: ignore[assignment]
+        self.state = WatchedStates(self._forget_tables)  # type: ignore[assignment]
         self.state.update(state["state"])

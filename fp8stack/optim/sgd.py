@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8stack.errors import ConfigError
 
-from .checks import check_positive, check_range
+from .hyperparameters import check_positive, check_range
 from .optimizer import BlockwiseOptimizer, Options, ParamsT
 
 if TYPE_CHECKING:

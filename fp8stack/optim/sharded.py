@@ -23,10 +23,10 @@ from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.formats import BLOCK
 from fp8stack.tensor import is_sharded
 
+from .state_formats import State
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from .state import State
 
 
 def local(x: Tensor) -> Tensor:

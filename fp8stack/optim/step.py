@@ -24,7 +24,7 @@ from fp8stack.kernels.reference.step import StepKind, StepTensors
 
 from .gradients import gradient_parts
 from .sharded import Share, local, local_state, reduce_largest, reduce_squares
-from .state import State, step_tensors
+from .state_formats import State, step_tensors
 
 MATRICES = 2**26
 """Elements of matrices that are stepped together at most, where a step has two passes."""

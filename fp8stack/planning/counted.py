@@ -23,7 +23,7 @@ from fp8stack.nn.convert import skipped_modules
 from fp8stack.nn.linear import Bf16Linear, Fp8Linear
 from fp8stack.nn.operands import WeightCache
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.optim.state import BITSANDBYTES, zero_moment
+from fp8stack.optim.state_formats import BITSANDBYTES, zero_moment
 from fp8stack.tensor import BlockScaledTensor
 
 KINDS = ("weights", "weight copies", "masters", "gradients", "m", "v", "host")

@@ -21,7 +21,7 @@ from fp8stack.conflicts import ZERO, broken_rules, refuse, settings_of_optimizer
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.optim.keeper import is_large_matrix
+from fp8stack.optim.state_formats import is_large_matrix
 
 from .section import Section, stage_of
 

@@ -25,7 +25,7 @@ import fp8stack
 from fp8stack.comm import GradientHandle
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 from fp8stack.optim import clip_grad_norm_
-from fp8stack.optim.keeper import is_large_matrix
+from fp8stack.optim.state_formats import is_large_matrix
 
 from .collectives import GROUPS, share_weights
 from .optimizers import COUNTERPARTS, NO_AMSGRAD

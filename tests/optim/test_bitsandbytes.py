@@ -25,7 +25,7 @@ from fp8stack.errors import (
 from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.memory import measure
 from fp8stack.optim import bitsandbytes as ours
-from fp8stack.optim.state import decode_moment
+from fp8stack.optim.state_formats import decode_moment
 
 bnb = pytest.importorskip("bitsandbytes")
 TRITON = "fp8stack.optim.optimizer.triton_runs_on"

@@ -11,7 +11,7 @@ from torch import nn
 import fp8stack
 from fp8stack.errors import CheckpointError
 from fp8stack.optim import bitsandbytes as through_bitsandbytes
-from fp8stack.optim.state import decode_moment
+from fp8stack.optim.state_formats import decode_moment
 
 WRAPPED = "__bnb_optimizer_quant_state__"
 OPTIONS = {

@@ -1,53 +1,71 @@
-"""Which formats the state of each parameter has, and where it is kept.
+"""The states of parameters: what each is made in, how it is made, and where it is kept.
 
 A matrix of at least `min_numel` elements (and rows of 8 or more) keeps its moments in the optimizer's format; vectors
 and small matrices keep float32, decided on the whole tensor's shape, so that it is the same on every rank. Formats
 can be set for a parameter group (keys "states" and "master") or a single parameter (`override`). Vectors of a group
 with "flat" set are many parameters end to end, as DeepSpeed's ZeRO hands them to an optimizer, and count as matrices.
 A bfloat16 or float16 parameter gets a master: by default the 24-bit split for a bfloat16 matrix, a float32 copy for
-the few others.
+the few others. All this says what a state is made in; a state that exists says its own format (`state_formats.py`).
 
 State lies with its parameter, sharded like it, or in pinned host memory (`offload="cpu"`).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.errors import ConfigError, ModelError
 from fp8stack.formats import FLOATS
-from fp8stack.tensor import is_sharded, whole_shape
+from fp8stack.tensor import is_sharded
 
 from .sharded import assign, check_placements, collect, distribute, local, local_state
-from .state import (
+from .state_formats import (
     MASTER_KEYS,
-    MASTERS,
-    STATES,
     State,
+    check_formats,
     decode_master,
     encode_master,
     encode_moment,
+    has_moment,
     is_dense,
+    is_large_matrix,
     zero_moment,
 )
 
+FORMAT_KEYS = ("states", "master", "flat")
+"""Options of a parameter group that say what states are made in."""
 
-class StateKeeper(torch.optim.Optimizer):
-    """The part of `BlockwiseOptimizer` that makes and places state."""
+
+class StatefulOptimizer(torch.optim.Optimizer):
+    """The part of `BlockwiseOptimizer` that makes and places states."""
 
     moments: tuple[str, ...]
+    algorithm: str
     states: str
     master: str
     min_numel: int
     offload: str
+    portable: bool
     overrides: dict[Tensor, tuple[str, str]]
+    named_by: weakref.ref[nn.Module] | None
     _group_formats: dict[Tensor, tuple[str, str, bool]]
 
-    # --- formats
+    # --- what an algorithm says
+
+    def family_of(self, group: dict[str, Any]) -> str:
+        """Return the algorithm whose scalars `group` takes; see `kernels/reference/step_scalars.py`."""
+        return self.algorithm
+
+    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the moments that parameters of `group` have."""
+        return self.moments
+
+    # --- what states are made in
 
     def override(
         self, parameter: Tensor, states: str | None = None, master: str | None = None
@@ -67,14 +85,8 @@ class StateKeeper(torch.optim.Optimizer):
             )
         self.overrides[parameter] = new
 
-    def formats_of(self, parameter: Tensor) -> tuple[str, str]:
-        """Return (states, master) as asked for this parameter: its own, its group's or the optimizer's."""
-        if parameter in self.overrides:
-            return self.overrides[parameter]
-        return self._of_group(parameter)[:2]
-
     def note_formats(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
-        """Keep these parameters in the formats of `group`, whatever becomes of it: ZeRO empties and rewrites groups."""
+        """Make states of these parameters as `group` says, whatever becomes of it: ZeRO empties and rewrites groups."""
         formats = group.get("states", self.states), group.get("master", self.master)
         check_formats(*formats)
         all_of_it = (*formats, bool(group.get("flat", False)))
@@ -87,6 +99,10 @@ class StateKeeper(torch.optim.Optimizer):
                 self.note_formats(group, group["params"])
         return self._group_formats.get(parameter, (self.states, self.master, False))
 
+    def formats_of(self, parameter: Tensor) -> tuple[str, str]:
+        """Return (states, master) as asked for this parameter: its own, its group's or the optimizer's."""
+        return self.overrides.get(parameter) or self._of_group(parameter)[:2]
+
     def _is_large(self, parameter: Tensor) -> bool:
         """Is this a matrix worth quantizing, or several of them end to end?"""
         if parameter.ndim == 1 and self._of_group(parameter)[2]:
@@ -94,17 +110,16 @@ class StateKeeper(torch.optim.Optimizer):
         return is_large_matrix(parameter, self.min_numel)
 
     def quantizes(self, parameter: Tensor) -> bool:
-        """Return whether this parameter's moments are kept in a low-precision format."""
-        low = self.formats_of(parameter)[0] not in ("keep", "fp32")
-        return low and self._is_large(parameter)
+        """Return whether this parameter's moments are made in a low-precision format."""
+        return self.moment_format(parameter) not in ("keep", "fp32")
 
     def moment_format(self, parameter: Tensor) -> str:
-        """Return how the moments of `parameter` are kept."""
+        """Return what the moments of `parameter` are made in."""
         states = self.formats_of(parameter)[0]
-        return states if states == "keep" or self.quantizes(parameter) else "fp32"
+        return states if states == "keep" or self._is_large(parameter) else "fp32"
 
     def master_format(self, parameter: Tensor) -> str | None:
-        """Return how the master of `parameter` is kept; None if the parameter is its own master."""
+        """Return what the master of `parameter` is made in; None if the parameter is its own master."""
         master = self.formats_of(parameter)[1]
         if master == "keep" or parameter.dtype is torch.float32:
             return None
@@ -116,6 +131,8 @@ class StateKeeper(torch.optim.Optimizer):
         """Raise ModelError where a sharded parameter cannot have the formats asked for."""
         formats = self.moment_format(parameter), self.master_format(parameter)
         check_placements(parameter, *formats, self.quantizes(parameter))
+
+    # --- making states
 
     def set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Make float32 `value` the weight: its master in the state, its rounded part in the parameter.
@@ -147,9 +164,7 @@ class StateKeeper(torch.optim.Optimizer):
             ModelError: for a dtype that is not supported, or that changed since the master weight was made.
         """
         state: State = self.state[parameter]
-        weight, states, master = (
-            local(parameter), self.moment_format(parameter), self.master_format(parameter)
-        )  # fmt: skip
+        weight, states = local(parameter), self.moment_format(parameter)
         if "step" not in state:
             self.check_formats_of(parameter)
             if parameter.dtype not in FLOATS:
@@ -163,11 +178,11 @@ class StateKeeper(torch.optim.Optimizer):
                 # put there by somebody else: DeepSpeed's universal checkpoints
                 given = local_state({name: state.pop(name)})[name]
                 state.update(self.house(encode_moment(name, given, weight, states), parameter))
-            elif name not in state and f"{name}_code" not in state:
+            elif not has_moment(name, state):
                 home = torch.device("cpu") if self.offloads(parameter) else weight.device
                 state.update(self.house(zero_moment(name, weight, states, home), parameter))
         if not state.keys() & set(MASTER_KEYS):
-            entries = encode_master(weight.detach().float(), master)[1]
+            entries = encode_master(weight.detach().float(), self.master_format(parameter))[1]
             state.update(self.house(entries, parameter))
         elif parameter.dtype is torch.float32 or (
             "remainder" in state and parameter.dtype is not torch.bfloat16
@@ -181,6 +196,8 @@ class StateKeeper(torch.optim.Optimizer):
         if moved:  # model.to(device) after the optimizer was made, or state that a user moved
             state.update(moved)
         return state
+
+    # --- where states are
 
     def offloads(self, parameter: Tensor) -> bool:
         """Return whether the state of `parameter` is kept in pinned host memory.
@@ -201,8 +218,7 @@ class StateKeeper(torch.optim.Optimizer):
     def wait_for_offloaded(self) -> None:
         """Wait for the GPU where it may still be writing states that the host is about to read."""
         if self.offload != "none":
-            devices = {p.device for group in self.param_groups for p in group["params"]}
-            for device in devices:
+            for device in {p.device for group in self.param_groups for p in group["params"]}:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
 
@@ -224,27 +240,5 @@ class StateKeeper(torch.optim.Optimizer):
                 placed[key] = pinned.copy_(value)
                 # A copy tells the allocator of the stream that uses it: freed, it is not reused before that is done.
                 pinned.view(-1)[:1].view(torch.uint8).to(device, non_blocking=True)
-        return distribute(placed, parameter)
-
-    def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the moments that parameters of `group` have."""
-        return self.moments
-
-
-def check_formats(states: str, master: str) -> None:
-    """Raise ConfigError unless both are known."""
-    for name, value, known in (("states", states, STATES), ("master", master, MASTERS)):
-        if value not in known:
-            raise ConfigError(
-                f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), known)}"
-            )
-
-
-def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
-    """Return whether a parameter is quantized: a matrix or more, on the whole tensor's shape, and worth it.
-
-    Rows shorter than 8 would spend more on scales than they save.
-    """
-    shape = whole_shape(parameter)
-    numel = shape.numel()
-    return len(shape) > 1 and numel >= max(min_numel, 8 * shape[0])
+        result: State = distribute(placed, parameter)
+        return result

@@ -21,7 +21,7 @@ from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.tensor import is_sharded
 
 from .sharded import local
-from .state import State, is_second
+from .state_formats import State, is_second
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCKS = (bitsandbytes_format.BLOCK, 2048)

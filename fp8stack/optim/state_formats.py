@@ -1,5 +1,8 @@
 """How optimizer state is kept: formats of moments and of master weights, as plain tensors under plain names.
 
+A state says its own format: the names, dtypes and shapes of its tensors do, and a step follows them. The names of
+formats below say what a state is made in.
+
 | `states`            | m                       | v                           | bytes  | what it costs           |
 |---------------------|-------------------------|-----------------------------|--------|-------------------------|
 | "8bit" (default)    | s1e3m4, block 128       | sqrt(v) as ue3m5, block 128 | 2.06   | 3 % of m, 1.6 % of root |
@@ -30,7 +33,8 @@ A moment called `name` (torch's names: exp_avg, exp_avg_sq, momentum_buffer) is 
 
 and a master weight as `remainder` (int8 or int16, beside a bfloat16 weight), `master` (float32), or `master` and
 `master_scale` (float16). Other names than torch's hold codes on purpose: no other optimizer can mistake them for
-values.
+values. "none" and "keep" leave no tensor, and "bf16" leaves what "keep" does of a bfloat16 parameter: they only say how
+a step rounds what it writes.
 """
 
 from __future__ import annotations
@@ -40,9 +44,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.formats import (
     E4M3,
     E4M3_ROOT,
+    FORMATS,
     S1E3M4,
     UE3M1,
     UE3M5,
@@ -53,6 +59,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
 from fp8stack.levels import CHOICES
+from fp8stack.tensor import whole_shape
 
 State = dict[str, Any]
 
@@ -61,11 +68,33 @@ _BLOCK_FORMATS: dict[str, tuple[MiniFloat, MiniFloat]] = {
     "fp8": (E4M3, E4M3_ROOT),
     "4bit": (S1E3M4, UE3M1),
 }
-STATES, MASTERS = CHOICES["states"], CHOICES["master"]
+_TENSOR_FORMATS = (E4M3.dtype, torch.float16)  # of "fp8-lm"
 BITSANDBYTES = "bitsandbytes"
 """What "8bit" becomes in `bitsandbytes.py`; no choice of a user's."""
 MASTER_KEYS = ("remainder", "master", "master_scale")
 _SPLIT = {"split24": torch.int8, "split32": torch.int16}
+
+
+def check_formats(states: str, master: str) -> None:
+    """Raise ConfigError unless both are known."""
+    for name, value in (("states", states), ("master", master)):
+        known = CHOICES[name]
+        if value not in known:
+            raise ConfigError(
+                f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), known)}"
+            )
+
+
+def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
+    """Return whether a parameter is quantized: a matrix or more, on the whole tensor's shape, and worth it.
+
+    Rows shorter than 8 would spend more on scales than they save.
+    """
+    shape = whole_shape(parameter)
+    return len(shape) > 1 and shape.numel() >= max(min_numel, 8 * shape[0])
+
+
+# --- moments
 
 
 def is_second(name: str) -> bool:
@@ -73,91 +102,83 @@ def is_second(name: str) -> bool:
     return name == "exp_avg_sq"
 
 
-def block_format(name: str, states: str) -> MiniFloat | None:
-    """Return the block format of the moment `name`, or None if `states` keeps it otherwise."""
-    pair = _BLOCK_FORMATS.get(states)
-    return None if pair is None else pair[is_second(name)]
-
-
-def tensor_format(name: str) -> torch.dtype:
-    """Return the FP8-LM storage of the moment `name`."""
-    return torch.float16 if is_second(name) else E4M3.dtype
-
-
-def float_dtype(parameter: Tensor, states: str) -> torch.dtype:
+def _dense_dtype(parameter: Tensor, states: str) -> torch.dtype | None:
+    """Return the dtype of moments that are kept as plain numbers, None for codes with scales."""
+    if states in _BLOCK_FORMATS or states in ("fp8-lm", BITSANDBYTES):
+        return None
     return {"keep": parameter.dtype, "bf16": torch.bfloat16}.get(states, torch.float32)
 
 
 def is_dense(value: Tensor, parameter: Tensor, states: str) -> bool:
     """Return whether `value` is how `states` keeps a moment: as plain numbers, of this dtype."""
-    coded = states in _BLOCK_FORMATS or states in ("fp8-lm", BITSANDBYTES)
-    return not coded and value.dtype is float_dtype(parameter, states)
+    return value.dtype is _dense_dtype(parameter, states)
 
 
 def zero_moment(
     name: str, parameter: Tensor, states: str, device: torch.device | None = None
 ) -> State:
     """Return the state of a moment that is zero everywhere, on `device` or the parameter's."""
-    fmt, shape, device = block_format(name, states), parameter.shape, device or parameter.device
-    if fmt is not None:
-        codes = torch.zeros(fmt.codes_shape(shape), dtype=torch.uint8, device=device)
-        scale = torch.zeros(scale_shape(shape), dtype=torch.float32, device=device)
-        return {f"{name}_code": codes.view(fmt.dtype), f"{name}_scale": scale}
-    if states == "fp8-lm":
-        return {
-            f"{name}_code": torch.zeros(shape, dtype=tensor_format(name), device=device),
-            f"{name}_scale": torch.ones((), dtype=torch.float32, device=device),
-        }
-    if states == BITSANDBYTES:
+    shape, device = parameter.shape, device or parameter.device
+    if dense := _dense_dtype(parameter, states):
+        return {name: torch.zeros(shape, dtype=dense, device=device)}
+    dtype, scales = torch.uint8, torch.zeros(scale_shape(shape), device=device)
+    if states in _BLOCK_FORMATS:
+        fmt = _BLOCK_FORMATS[states][is_second(name)]
+        dtype, shape = fmt.dtype, torch.Size(fmt.codes_shape(shape))
+    elif states == "fp8-lm":
+        dtype, scales = _TENSOR_FORMATS[is_second(name)], torch.ones((), device=device)
+    else:
         blocks = -(-parameter.numel() // bitsandbytes_format.BLOCK)
-        return {
-            f"{name}_code": torch.zeros(shape, dtype=torch.uint8, device=device),
-            f"{name}_scale": torch.zeros(blocks, dtype=torch.float32, device=device),
-        }
-    return {name: torch.zeros(shape, dtype=float_dtype(parameter, states), device=device)}
+        scales = torch.zeros(blocks, device=device)
+    return {f"{name}_code": torch.zeros(shape, dtype=dtype, device=device), f"{name}_scale": scales}
 
 
 def encode_moment(name: str, value: Tensor, parameter: Tensor, states: str) -> State:
     """Return the state that holds `value` (floating point, the parameter's shape), rounded to nearest."""
-    value = value.to(device=parameter.device, dtype=torch.float32).contiguous()
-    fmt = block_format(name, states)
-    if fmt is not None:
-        codes, scale = ops.quantize_blocks(value, fmt)
+    value, second = value.to(parameter.device, torch.float32).contiguous(), is_second(name)
+    if dense := _dense_dtype(parameter, states):
+        return {name: value.to(dense, copy=True)}
+    if states in _BLOCK_FORMATS:
+        codes, scale = ops.quantize_blocks(value, _BLOCK_FORMATS[states][second])
     elif states == "fp8-lm":
-        codes, scale = power_of_two.encode_tensor(value, tensor_format(name), lift=is_second(name))
-    elif states == BITSANDBYTES:
-        codes, scale = bitsandbytes_format.encode(value, signed=not is_second(name))
+        codes, scale = power_of_two.encode_tensor(value, _TENSOR_FORMATS[second], lift=second)
     else:
-        return {name: value.to(float_dtype(parameter, states), copy=True)}
+        codes, scale = bitsandbytes_format.encode(value, signed=not second)
     return {f"{name}_code": codes, f"{name}_scale": scale}
+
+
+def has_moment(name: str, state: State) -> bool:
+    """Return whether `state` holds the moment `name` in any format."""
+    return state.get(name) is not None or {f"{name}_code", f"{name}_scale"} <= state.keys()
+
+
+def stored_kind(name: str, state: State, shape: torch.Size) -> str:
+    """Return how a step calls the format that a moment of a parameter of `shape` is in, read off its tensors."""
+    codes, scale = state.get(f"{name}_code"), state.get(f"{name}_scale")
+    if codes is None or scale is None or scale.ndim == 1:  # bitsandbytes' has its own step
+        return "dense"
+    if scale.ndim == 0:
+        return "tensor"
+    eight = "8bit" if codes.shape == shape else "4bit"
+    states = eight if codes.dtype is torch.uint8 else "fp8"
+    return _BLOCK_FORMATS[states][is_second(name)].name
 
 
 def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
     """Return the moment in float32, or None if the state has none of this name."""
-    if name in state and state[name] is not None:
+    if not has_moment(name, state):
+        return None
+    if state.get(name) is not None:
         value: Tensor = state[name].float()
         return value
-    codes = state.get(f"{name}_code")
-    if codes is None:
-        return None
-    scale = state[f"{name}_scale"]
+    codes, scale = state[f"{name}_code"], state[f"{name}_scale"]
     if scale.ndim == 1:  # the codes may be paged
         values = bitsandbytes_format.table(not is_second(name), scale.device)
         return bitsandbytes_format.decode(codes.to(scale.device), scale, values)
-    fmt = stored_format(name, codes, scale, shape)
-    if fmt is None:
+    kind = stored_kind(name, state, shape)
+    if kind == "tensor":
         return power_of_two.decode_tensor(codes, scale)
-    return ops.dequantize_blocks(codes, scale, fmt, shape=shape)
-
-
-def stored_format(name: str, codes: Tensor, scale: Tensor, shape: torch.Size) -> MiniFloat | None:
-    """Return the block format that `codes` of the moment `name` are in, or None for one scale a tensor."""
-    if scale.ndim == 0:
-        return None
-    states = "fp8"
-    if codes.dtype is torch.uint8:
-        states = "8bit" if codes.shape == shape else "4bit"
-    return block_format(name, states)
+    return ops.dequantize_blocks(codes, scale, FORMATS[kind], shape=shape)
 
 
 # --- masters
@@ -201,18 +222,27 @@ def decode_master(parameter: Tensor, state: State) -> Tensor:
 
 
 def step_kind(
-    algorithm: str, coupled: bool, moments: tuple[str, ...], states: str, master: str | None
+    algorithm: str,
+    coupled: bool,
+    moments: tuple[str, ...],
+    state: State,
+    shape: torch.Size,
+    wanted: tuple[str, str | None],
 ) -> StepKind:
-    """Return the kernel for a parameter whose moments are kept as `states`, its master as `master`."""
-    kinds = ["", ""]
+    """Return the kernel for a parameter with this state; what was `wanted` of moments and master says how to round."""
+    m = v = ""
     for name in moments:
-        fmt = block_format(name, states)
-        kind = fmt.name if fmt else "tensor" if states == "fp8-lm" else "dense"
-        if states == "bf16" and is_second(name):
-            kind = "dithered"  # to nearest, it would not move by less than 1/256
-        kinds[is_second(name)] = kind
-    names = {None: "", "none": "dithered", "fp16": "tensor", "fp32": "dense"}
-    return StepKind(algorithm, coupled, kinds[0], kinds[1], names.get(master, "split"))
+        kind, value = stored_kind(name, state, shape), state.get(name)
+        if not is_second(name):
+            m = kind
+        elif wanted[0] == "bf16" and value is not None and value.dtype is torch.bfloat16:
+            v = "dithered"  # to nearest, it would not move by less than 1/256
+        else:
+            v = kind
+    kinds = {"remainder": "split", "master_scale": "tensor", "master": "dense"}
+    rounded = "dithered" if wanted[1] == "none" else ""
+    master = next((kind for key, kind in kinds.items() if key in state), rounded)
+    return StepKind(algorithm, coupled, m, v, master)
 
 
 def step_tensors(

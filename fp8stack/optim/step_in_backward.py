@@ -5,43 +5,48 @@ No gradient outlives its layer's backward, so the largest one replaces the sum o
 gradients at once is impossible: a global norm to clip by, several micro-batches, a reduction over ranks, a loss
 scale. A gradient that is not finite skips its own parameter only.
 
-The hooks refer to the optimizer weakly: Python's garbage collector does not see what hooks of this kind refer to, so
+The hooks refer to this object weakly: Python's garbage collector does not see what hooks of this kind refer to, so
 parameters and optimizer would keep each other alive for good. The parameters keep it, in an attribute that it does see.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8stack.conflicts import RELEASE, SEVERAL_PROCESSES, check_option
-from fp8stack.errors import ConfigError, GradientError
-
-if TYPE_CHECKING:
-    from .optimizer import BlockwiseOptimizer
-
+from fp8stack.conflicts import SEVERAL_PROCESSES, check_option
+from fp8stack.errors import GradientError
 
 _KEPT = "_fp8stack_release"
 
 
 class GradientRelease:
-    """The hooks that step parameters in backward; `remove()` takes them off."""
+    """The hooks that step parameters in backward; `remove()` takes them off.
 
-    def __init__(self, optimizer: BlockwiseOptimizer) -> None:
-        if optimizer.max_grad_norm is not None:
-            check_option("max_grad_norm", optimizer.max_grad_norm, *RELEASE)
-        check_single_process()
-        self._optimizer = optimizer
+    Args:
+        step: takes the step of one parameter that has a gradient.
+        removed: is called when the hooks are off.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        step: Callable[[Tensor], None],
+        removed: Callable[[], None],
+    ) -> None:
+        _check_single_process()
+        self._step, self._removed = step, removed
         self._stepped: set[Tensor] = set()
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self.attach([p for group in optimizer.param_groups for p in group["params"]])
+        self.attach(parameters)
 
-    def attach(self, parameters: list[nn.Parameter]) -> None:
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Step these parameters in backward from now on."""
         step = partial(_step_weakly, weakref.ref(self))
         for p in parameters:
@@ -51,11 +56,6 @@ class GradientRelease:
 
     def finish(self) -> None:
         """The user calls `optimizer.step()`: the next backward may step every parameter again."""
-        if getattr(self._optimizer, "grad_scale", None) is not None:
-            raise ConfigError(
-                "the loss was scaled by a GradScaler, but step_in_backward has used the gradients as they were. "
-                "Train in bfloat16 without a scaler, or without step_in_backward."
-            )
         self._stepped.clear()
 
     def remove(self) -> None:
@@ -64,32 +64,32 @@ class GradientRelease:
             hook.remove()
             parameter.__dict__.pop(_KEPT, None)
         self._hooks.clear()
-        if self._optimizer.release is self:
-            self._optimizer.release = None
+        self._removed()
 
     def __reduce__(self) -> Any:
         """In copies and pickles of a parameter that keeps it, which have no hooks: what weights_only=True reads."""
         return set, ()
 
-    def _step(self, parameter: Tensor) -> None:
+    def step(self, parameter: Tensor) -> None:
+        """Step `parameter`, whose gradient has arrived, and free the gradient."""
         if parameter in self._stepped:
             raise GradientError(
                 f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): with "
                 "step_in_backward every backward() is a step, so gradients cannot be accumulated. Call "
                 "optimizer.step() after each backward(), or initialize without step_in_backward."
             )
-        check_single_process()
+        _check_single_process()
         self._stepped.add(parameter)
-        self._optimizer.step_parameter(parameter)
+        self._step(parameter)
         parameter.grad = None
 
 
 def _step_weakly(own: weakref.ref[GradientRelease], parameter: Tensor) -> None:
     if (release := own()) is not None:
-        release._step(parameter)
+        release.step(parameter)
 
 
-def check_single_process() -> None:
+def _check_single_process() -> None:
     """Raise ConfigError where gradients would have to be reduced over ranks first."""
     distributed = torch.distributed
     initialized = distributed.is_available() and distributed.is_initialized()
