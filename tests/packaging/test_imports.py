@@ -19,17 +19,6 @@ LATE = {  # modules with such imports in functions or under TYPE_CHECKING, and h
     "fp8stack/comm/__init__.py": 9,
     "fp8stack/comm/nvlink.py": 3,
     "fp8stack/comm/uneven.py": 1,
-    "fp8stack/optim/base.py": 2,
-    "fp8stack/optim/bitsandbytes.py": 2,
-    "fp8stack/optim/bitsandbytes_plan.py": 1,
-    "fp8stack/optim/clip.py": 6,
-    "fp8stack/optim/muon.py": 2,
-    "fp8stack/optim/muon_plan.py": 1,
-    "fp8stack/optim/plan.py": 1,
-    "fp8stack/optim/reference.py": 1,
-    "fp8stack/optim/release.py": 1,
-    "fp8stack/optim/sharded.py": 1,
-    "fp8stack/optim/state_dict.py": 1,
     "integrations/msamp/finder.py": 1,
 }
 
