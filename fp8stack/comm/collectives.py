@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -109,7 +110,6 @@ def reduce_scatter_beside(
 ) -> dist.Work | None:
     """As `reduce_scatter_tensor`, on a stream beside whose kernels others are to run."""
     name, body = "reduce_scatter_tensor", exchange.reduce_scatter
-    _refuse_blocks(name, output, input)
     return _run(name, output, input, op, group, async_op, body, background=background)
 
 
@@ -117,12 +117,7 @@ def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
     """Join the tensors of all ranks, in order; arguments, results and errors are those of `all_reduce`."""
-
-    def body(output: Tensor, input: Tensor, divisor: int, way: Transport) -> Sent:
-        return exchange.gather(output, input, way)
-
-    name, op = "all_gather_into_tensor", dist.ReduceOp.SUM
-    _refuse_blocks(name, output_tensor, input_tensor)
+    name, op, body = "all_gather_into_tensor", dist.ReduceOp.SUM, exchange.gather
     return _run(name, output_tensor, input_tensor, op, group, async_op, body)
 
 
@@ -139,31 +134,20 @@ def broadcast(
 
     Other arguments, results and errors are those of `all_reduce`.
     """
-    source = _source_of(src, group_src, group)
-
-    def body(output: Tensor, input: Tensor, divisor: int, way: Transport) -> Sent:
-        return exchange.broadcast(output, input, source, way)
-
-    detail = f"from rank {src}" if group_src is None else f"from group rank {group_src}"
-    op = dist.ReduceOp.SUM
-    return _run("broadcast", tensor, tensor, op, group, async_op, body, detail)
-
-
-def _source_of(src: int | None, group_src: int | None, group: Any) -> int:
-    """Return the number of a source in the group; 0 on a rank that is not in it."""
     if (src is None) == (group_src is None):
         raise ConfigError(
             f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
         )
-    if dist.get_world_size(group) < 1:
-        return 0
-    ranks = dist.get_process_group_ranks(group)
-    if src in ranks:
-        return ranks.index(src)
-    if group_src is None or not 0 <= group_src < len(ranks):
-        given = f"src={src}" if group_src is None else f"group_src={group_src}"
-        raise ValueError(f"broadcast got {given}, which is no rank of the group {ranks}.")
-    return group_src
+    if (member := group_of(group)) is not None:
+        ranks = dist.get_process_group_ranks(member)
+        if group_src is not None and 0 <= group_src < len(ranks):
+            src = ranks[group_src]
+        if src not in ranks:
+            raise ValueError(
+                f"broadcast got src={src} and group_src={group_src}, which is no rank of the group {ranks}."
+            )
+    body, detail = partial(exchange.broadcast, source=src), f"from rank {src}"
+    return _run("broadcast", tensor, tensor, dist.ReduceOp.SUM, group, async_op, body, detail)
 
 
 # torch's names since 2.13
@@ -209,7 +193,7 @@ def _run(
     if world == 1 or not input.numel():
         if output is not input:
             output.detach().copy_(input.detach().reshape(output.shape))
-        return Done([output]) if async_op else None
+        return Handle([output]) if async_op else None
     way = Transport(group, what, background or async_op)
     divisor = world if op == dist.ReduceOp.AVG else 1
 
@@ -227,13 +211,6 @@ def _run(
         return None
     tensors = [output, input] if error is None else [output, input, error]
     return _run_beside(run, tensors)
-
-
-def _refuse_blocks(name: str, *tensors: Tensor) -> None:
-    if any(isinstance(tensor, BlockScaledTensor) for tensor in tensors):
-        raise ConfigError(
-            f"{name} takes ordinary tensors; blocks of a BlockScaledTensor would be cut. Use its dequantize()."
-        )
 
 
 def _part_of(tensor: Tensor, group: Any) -> int:
@@ -256,12 +233,15 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
     for tensor in (output,) if output is input else (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
-        if isinstance(tensor, BlockScaledTensor) and not (
-            tensor.codes.is_contiguous() and tensor.scale.is_contiguous()
-        ):
-            raise ConfigError(
-                f"{name} got a BlockScaledTensor whose codes or scales are not contiguous; quantize it anew."
-            )
+        if isinstance(tensor, BlockScaledTensor):
+            if output is not input:
+                raise ConfigError(
+                    f"{name} takes ordinary tensors; it would cut blocks of a BlockScaledTensor. Use its dequantize()."
+                )
+            if not (tensor.codes.is_contiguous() and tensor.scale.is_contiguous()):
+                raise ConfigError(
+                    f"{name} got a BlockScaledTensor whose codes or scales are not contiguous; quantize it anew."
+                )
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
             kind = "sparse" if tensor.layout is not torch.strided else tensor.dtype
             raise ConfigError(
@@ -289,14 +269,23 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
 # --- handles
 
 
-class Done(dist.Work):
-    """The handle of a collective that is done."""
+class Handle(dist.Work):
+    """What `async_op=True` returns.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    Args:
+        tensors: that the collective reads and writes, the result first.
+        stream: of the GPU that the collective runs on; None if it is done.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None = None) -> None:
         super().__init__()
-        self._tensors = list(tensors)
+        self._tensors, self._stream = list(tensors), stream
+        self._event = None if stream is None else stream.record_event()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait; the process group's own timeout is in force, not `timeout`."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
         return True
 
     def synchronize(self) -> None:
@@ -304,50 +293,31 @@ class Done(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return True
+        return self._event is None or bool(self._event.query())
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         devices = {t.device for t in self._tensors if t.is_cuda}
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[*devices])
-        future.set_result(self._tensors)
+        # A future of a GPU's tensors remembers the work that is then on the current stream.
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            future.set_result(self._tensors)
         return future
 
 
-class StreamWork(Done):
-    """The handle of a collective that runs on a stream of the GPU; it is made while that stream is the current one."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__(tensors)
-        self._event = torch.cuda.current_stream(self._tensors[0].device).record_event()
-        self._future = super().get_future()  # which remembers what the stream has yet to do
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Make the current stream wait; the process group's own timeout is in force, not `timeout`."""
-        torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
-        return True
-
-    def is_completed(self) -> bool:
-        return bool(self._event.query())
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
-
-
-def _run_beside(run: Callable[[], None], tensors: Sequence[Tensor]) -> Done:
+def _run_beside(run: Callable[[], None], tensors: Sequence[Tensor]) -> Handle:
     """Run a collective on the GPU's stream for that, or at once on a CPU; return its handle."""
     device = tensors[0].device
     if device.type != "cuda":
         run()
-        return Done(tensors)
+        return Handle(tensors)
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()
-        work = StreamWork(tensors)
     for tensor in tensors:
         for part in tensor.parts() if isinstance(tensor, BlockScaledTensor) else (tensor,):
             part.record_stream(stream)
-    return work
+    return Handle(tensors, stream)
 
 
 @cache

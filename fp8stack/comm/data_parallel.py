@@ -86,7 +86,7 @@ class DataParallel(nn.Module):
         self.world = dist.get_world_size(self.process_group)
         if check:
             _compare_models(trained, self.process_group)
-        if init_sync and self._broadcast([*module.parameters(), *module.buffers()], compare=True):
+        if init_sync and self._takes_the_first_ranks(module):
             warnings.warn(
                 "the weights of this rank were not those of the first rank, which it has now. If the model was "
                 "initialized at O2, its optimizer still holds the lower bits of the old ones, and ranks will drift "
@@ -106,9 +106,8 @@ class DataParallel(nn.Module):
         self._unfinished = False
         # whether this backward is synchronized, and whether that of the last forward will be
         self._sync = self._next_sync = True
-        self._backward: Any = lambda: (
-            None
-        )  # a weak reference to an object that lives as long as a backward
+        # a weak reference to an object that lives as long as a backward
+        self._backward: Any = lambda: None
         self._unused: set[Region] | None = None  # of a static graph, once known
         handles = []
         own = weakref.ref(self)
@@ -278,30 +277,21 @@ class DataParallel(nn.Module):
             self._unused = unused
         return unused
 
-    def _broadcast(self, tensors: list[Tensor], compare: bool = False) -> bool:
-        """Give all ranks the tensors of the first one; one transfer a dtype.
+    def _takes_the_first_ranks(self, module: nn.Module) -> bool:
+        """Give all ranks the model of the first one; return whether a bfloat16 weight of this rank was different."""
+        weights = [p for p in module.parameters() if p.dtype is torch.bfloat16]
+        before = [p.detach().clone() for p in weights] if self.world > 1 else weights
+        self._broadcast([*module.parameters(), *module.buffers()])
+        return any(not torch.equal(b, p) for b, p in zip(before, weights, strict=True))
 
-        With `compare`, return whether bfloat16 tensors of this rank were different.
-        """
-        changed = False
-        if self.world == 1:
-            return changed
-        first = dist.get_process_group_ranks(self.process_group)[0]
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        for dtype, same in by_dtype.items():
-            flat = torch.cat([t.detach().reshape(-1) for t in same])
-            before = flat.clone() if compare and dtype is torch.bfloat16 else None
-            what = f"broadcast of {len(same)} parameters or buffers"
-            with failures_named(what, self.process_group):
-                dist.broadcast(flat, first, self.process_group)
-            for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
-                # by .data, as DDP does: autograd may still need the tensor, whose value this rarely changes
-                tensor.data.copy_(part.view(tensor.shape))
-            if before is not None:
-                changed = not torch.equal(before, flat)
-        return changed
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        """Give all ranks the tensors of the first one."""
+        if self.world == 1 or not tensors:
+            return
+        # .data, since autograd may have saved a buffer whose value this rarely changes
+        data = [tensor.data for tensor in tensors]
+        with failures_named(f"broadcast of {len(data)} parameters or buffers", self.process_group):
+            dist._broadcast_coalesced(self.process_group, data, 2**28, 0)  # type: ignore[attr-defined]
 
 
 def _check_model(

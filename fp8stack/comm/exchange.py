@@ -61,10 +61,10 @@ def set_hierarchy(gpus_per_host: int, group: Any = None) -> None:
         return
     backend, size = dist.get_backend(group), gpus_per_host
     hosts = [ranks[i : i + size] for i in range(0, len(ranks), size)]
-    inside = [dist.new_group(host, backend=backend) for host in hosts]
-    across = [dist.new_group(ranks[place::size], backend=backend) for place in range(size)]
-    host, place = divmod(dist.get_rank(group), size)
-    _HIERARCHIES[group] = inside[host], across[place]
+    places = [ranks[place::size] for place in range(size)]
+    inside, _ = dist.new_subgroups_by_enumeration(hosts, backend=backend)
+    across, _ = dist.new_subgroups_by_enumeration(places, backend=backend)
+    _HIERARCHIES[group] = inside, across
 
 
 def gpus_per_host_of(group: Any) -> int | None:
@@ -84,53 +84,42 @@ def all_reduce(
     error: Tensor | None = None,  # see kernels/reference/wire.py
 ) -> Sent:
     """Add up `input` over all ranks, and divide."""
-    layout = flat(input, way.world)
-    if hosts := _HIERARCHIES.get(way.group):
-        nbytes = _reduce_by_hosts(output, input, layout, divisor, way, hosts, error)
-    elif link := link_of(way.group, input.device):
+    layout, hosts = flat(input, way.world), _HIERARCHIES.get(way.group, ())
+    if not hosts and (link := link_of(way.group, input.device)):
         link.all_reduce(*parts(input), *parts(output), layout, way, divisor, error)
         nbytes = 2 * (way.world - 1) * layout.per * (BLOCK + 4)
     else:
-        sent = pack(input, layout)
-        received = torch.empty_like(sent)
-        way.all_to_all(received, sent)
-        stripe = ops.wire_kernels(sent.is_cuda).reduce_pack(received, layout, divisor, error)
-        way.all_gather(sent, stripe)
-        unpack(sent, output, layout)
-        nbytes = 2 * (way.world - 1) * layout.pitch
+        chunks = pack(input, layout)
+        ways = [Transport(group, way.what, way.background) for group in hosts] or [way]
+        nbytes = _add_up(chunks, layout, ways, divisor, error)
+        unpack(chunks, output, layout)
     if isinstance(output, BlockScaledTensor):
         output.residual = None
     return Sent(nbytes, lambda: _scales_told_by(output))
 
 
-def _reduce_by_hosts(
-    output: Tensor,
-    input: Tensor,
-    layout: Layout,
-    divisor: int,
-    way: Transport,
-    hosts: tuple[Any, Any],
-    error: Tensor | None,
+def _add_up(
+    chunks: Tensor, layout: Layout, ways: list[Transport], divisor: int, error: Tensor | None
 ) -> int:
-    """Add up within each host, then across hosts, and gather the same way back; return the bytes sent.
+    """Replace chunks by their sums over one group, or over several one inside the other; return the bytes sent.
 
-    Of M hosts, chunk l × M + m belongs to rank l of host m. Within a host, rank l adds up the M chunks from l × M on.
-    Across hosts, it adds up the one of those that it owns. All ranks decode what it quantizes last.
+    Each rank of the first group adds up an equal part of the chunks. With hosts that is a chunk for each host, which it
+    then adds up with the ranks of the same place on the other hosts in the same way. On the way back, all ranks get the
+    bytes that the last owner of each chunk has quantized.
     """
-    inside, across = (Transport(group, way.what, way.background) for group in hosts)
-    kernels = ops.wire_kernels(input.is_cuda)
-    sent = pack(input, layout)
-    received = torch.empty_like(sent)
-    inside.all_to_all(received, sent)
-    part = kernels.reduce_pack(received.view(inside.world, across.world, -1), layout)
-    others = torch.empty_like(part)
-    across.all_to_all(others, part)
-    stripe = kernels.reduce_pack(others, layout, divisor, error)
-    across.all_gather(part, stripe)
-    inside.all_gather(sent, part)
-    unpack(sent, output, layout)
-    chunks: int = 2 * (across.world - 1) + 2 * (inside.world - 1) * across.world
-    return chunks * layout.pitch
+    way, *others = ways
+    received = torch.empty_like(chunks)
+    way.all_to_all(received, chunks)
+    received = received.view(way.world, -1, layout.pitch)
+    kernels = ops.wire_kernels(chunks.is_cuda)
+    nbytes: int = 2 * (way.world - 1) * chunks.nbytes // way.world
+    if others:
+        part = kernels.reduce_pack(received, layout)
+        nbytes += _add_up(part, layout, others, divisor, error)
+    else:
+        part = kernels.reduce_pack(received, layout, divisor, error)
+    way.all_gather(chunks, part)
+    return nbytes
 
 
 def reduce_scatter(output: Tensor, input: Tensor, divisor: int, way: Transport) -> Sent:
@@ -156,7 +145,7 @@ def _scales_told_by(output: Tensor) -> Tensor:
 # --- copies
 
 
-def gather(output: Tensor, input: Tensor, way: Transport) -> Sent:
+def gather(output: Tensor, input: Tensor, _: int, way: Transport) -> Sent:
     """Join the tensors of all ranks."""
     chunk = pack(input, Layout(1, input.numel(), 1))
     chunks = chunk.new_empty((way.world, chunk.shape[1]))
@@ -166,9 +155,9 @@ def gather(output: Tensor, input: Tensor, way: Transport) -> Sent:
     return Sent((way.world - 1) * layout.pitch, lambda: scales_of(chunks, layout.per))
 
 
-def broadcast(output: Tensor, input: Tensor, source: int, way: Transport) -> Sent:
-    """Copy the input of a rank of the group to all; that rank decodes what it sent, too."""
-    layout, sends = flat(input, 1), way.rank == source
+def broadcast(output: Tensor, input: Tensor, _: int, way: Transport, source: int | None) -> Sent:
+    """Copy the input of a rank (by its number among all) to all; that rank decodes what it sent, too."""
+    layout, sends = flat(input, 1), dist.get_rank() == source
     if sends:
         chunk = pack(input, layout)
     else:

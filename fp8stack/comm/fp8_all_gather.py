@@ -28,7 +28,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, FLOATS
 from fp8stack.kernels.reference.wire import Layout, scales_of
 
-from .collectives import Done
+from .collectives import Handle
 from .exchange import pack, unpack
 from .statistics import Sent, observe
 from .transport import Call, all_gather, failures_named, verify
@@ -159,7 +159,7 @@ def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> Non
     )
 
 
-class _Decoding(Done):
+class _Decoding(Handle):
     """The handle of an all-gather of weights. FSDP2 waits for it on the stream that copies the weights out."""
 
     def __init__(self, output: Tensor, finish: Callable[[], Sent]) -> None:

@@ -52,16 +52,16 @@ def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -
     """Make the FSDP2 modules of a model reduce their gradients with E4M3 blocks on the wire; return their names.
 
     Args:
-        model: after `fully_shard`, before its first backward. Of one on a 2-D mesh (HSDP), the all-reduce over replicas
-            stays FSDP2's own, in full precision, and a warning says so.
-        replicate_group: the ranks that hold the same shard as this one, of a model that is sharded over the others
-            only: `fully_shard(..., mesh=mesh["shard"])` and `mesh.get_group("replicate")`. Gradients are averaged over
-            it too, in FP8, at each backward that reduces them, `set_requires_all_reduce` notwithstanding. Replicas
-            have to begin with the same weights; a factor of `set_gradient_divide_factor` is of the shards alone.
+        model: after `fully_shard`, before its first backward. If it is on a 2-D mesh (HSDP), the all-reduce over
+            replicas stays FSDP2's own, in full precision, and a warning says so.
+        replicate_group: for FP8 over replicas too, shard the model with `fully_shard(..., mesh=mesh["shard"])` and pass
+            `mesh.get_group("replicate")`, the ranks that hold the same shard as this one. Gradients are then averaged
+            over it at each backward that reduces them, whatever `set_requires_all_reduce` says. Replicas have to begin
+            with the same weights; `set_gradient_divide_factor` is for the shards alone.
 
     Raises:
-        ConfigError: if nothing in it is sharded by FSDP2, this torch's FSDP2 has no such hook, or `replicate_group` is
-            no group of this rank and others that the model is not sharded over.
+        ConfigError: if nothing in the model is sharded by FSDP2, this torch's FSDP2 has no such hook, or
+            `replicate_group` does not have this rank, or has another that the model is sharded over.
     """
     needs = ["set_custom_reduce_scatter"] + ["set_all_reduce_hook"] * (replicate_group is not None)
     other = " For DistributedDataParallel there is register_fp8_hook."
@@ -78,7 +78,7 @@ def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -
         )
     for module in units.values():
         module.set_custom_reduce_scatter(Fp8ReduceScatter())
-        # A factor of its own would come as a reduction that multiplies first, which only NCCL has.
+        # Otherwise FSDP2 asks for a reduction that multiplies first, which only NCCL has.
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)
         if replicate_group is not None:
@@ -89,9 +89,10 @@ def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -
 def register_fp8_all_gather(
     model: nn.Module, skip: Sequence[str] = (), matrices: bool = False
 ) -> list[str]:
-    """Make the FSDP2 modules of a model gather the weights of FP8 layers as E4M3 blocks; return the names of those.
+    """Make the FSDP2 modules of a model gather the weights of FP8 layers as E4M3 blocks; return their names.
 
-    Weights that other layers share (tied embeddings) are sent as they are, and so is everything else.
+    All other parameters are sent as they are, and so are weights that an FP8 layer shares with another layer (tied
+    embeddings).
 
     Args:
         model: after `fully_shard`.
@@ -99,8 +100,8 @@ def register_fp8_all_gather(
         matrices: take all two-dimensional parameters but embeddings, for layers that compute in bfloat16.
 
     Raises:
-        ConfigError: if nothing in it is sharded by FSDP2, this torch's FSDP2 has no such hook, no weight is left to
-            send in FP8, or a pattern matches nothing.
+        ConfigError: if nothing in the model is sharded by FSDP2, this torch's FSDP2 has no such hook, no weight is left
+            to send in FP8, or a pattern matches nothing.
     """
     units = units_of(model, "register_fp8_all_gather", ["set_custom_all_gather"])
     for module in units.values():
@@ -115,7 +116,7 @@ def register_fp8_all_gather(
     if not names:
         raise ConfigError(
             f"register_fp8_all_gather found no weight of an FP8 layer in {type(model).__name__} to send in FP8; "
-            "convert it with fp8stack.initialize before fully_shard, or pass matrices=True to take other layers' too."
+            "convert it by fp8stack.initialize before fully_shard, or pass matrices=True to take any layer's matrices."
         )
     return names
 
@@ -181,7 +182,7 @@ def _groups_of(module: Any) -> list[Any]:
 
 @contextmanager
 def _inside(what: str) -> Iterator[None]:
-    """Say so where FSDP2 is not as it is known. It tells this to nobody: what is read of its insides is read here."""
+    """Raise ConfigError if private parts of FSDP2 are not where this file reads them."""
     try:
         yield
     except AttributeError as error:
@@ -192,7 +193,7 @@ def _inside(what: str) -> Iterator[None]:
 
 
 def _weights(model: nn.Module, skip: Sequence[str], matrices: bool) -> set[nn.Parameter]:
-    """Return the parameters to send in FP8: all owners of each are layers for that, and not skipped."""
+    """Return the parameters to send in FP8: those whose owners are all suitable layers and not skipped."""
     modules = dict(model.named_modules(remove_duplicate=False))
     left_out: set[nn.Module] = set()
     for pattern in skip:
@@ -209,7 +210,7 @@ def _weights(model: nn.Module, skip: Sequence[str], matrices: bool) -> set[nn.Pa
             if matrices:
                 fits = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             else:
-                # FSDP2 makes a class of its own of a module's
+                # FSDP2 gives a module a subclass of its class
                 kinds = {c.__name__ for c in type(module).__mro__}
                 fits = name == "weight" and bool(kinds & _FP8_LAYERS)
             fits = fits and p.ndim == 2 and module not in left_out
@@ -221,10 +222,10 @@ def _weights(model: nn.Module, skip: Sequence[str], matrices: bool) -> set[nn.Pa
 
 
 def _average(shard: Tensor, group: Any) -> None:
-    """Average what a reduce-scatter gave over replicas; FSDP2 calls it on its stream for that."""
+    """Average the result of a reduce-scatter over replicas; FSDP2 calls it on its stream for all-reduces."""
     all_reduce(shard, dist.ReduceOp.AVG, group)
     if shard.is_cuda:
-        # It is memory of the stream of reduce-scatters, the next of which must not have it before this is done.
+        # Its memory belongs to the stream of reduce-scatters, and must not be reused there before this is done.
         shard.record_stream(torch.cuda.current_stream(shard.device))
 
 
@@ -236,7 +237,7 @@ def _sharded(model: nn.Module) -> list[Any]:
 
 
 def is_hybrid(model: nn.Module) -> bool:
-    """Return whether shards have replicas: FSDP2's dimensions of a mesh come first, tensor parallelism's after."""
+    """Return whether shards have replicas. Of a mesh, FSDP2's dimensions come first, then tensor parallelism's."""
     kinds = ([each.is_replicate() for each in p.placements] for p in _sharded(model))
     return any(first and not all(others) for first, *others in kinds)
 

@@ -9,6 +9,7 @@ lost (`kernels/reference/gradient.py`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -28,11 +29,7 @@ class GradientHandle:
         for parameter in parameters:
             if parameter in self._hooks or not parameter.requires_grad:
                 continue
-            name = names.get(parameter, "a parameter")
-
-            def quantize(p: Tensor, name: str = name) -> None:
-                quantize_gradient(p, name)
-
+            quantize = partial(quantize_gradient, name=names.get(parameter, "a parameter"))
             quantize(parameter)
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(quantize)
 
@@ -65,5 +62,4 @@ def quantize_gradient(parameter: Tensor, name: str) -> None:
     if gradient is None or isinstance(gradient, BlockScaledTensor):
         return
     refuse_sparse(gradient, name, ', or initialize with gradients="keep"')
-    quantized = BlockScaledTensor.quantize(gradient.to(parameter.dtype))
-    parameter.grad = quantized
+    parameter.grad = BlockScaledTensor.quantize(gradient.to(parameter.dtype))

@@ -28,11 +28,10 @@ from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, did_you_mea
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 
-from .transport import Transport, all_gather, failures_named, group_of
+from .transport import Transport, failures_named, gather_objects, group_of
 
 _TRANSPORTS = ("auto", "nvlink", "collective")
 BACKGROUND = 96  # programs when other kernels run at the same time, which this leaves room for
-_LINE = 512  # bytes that ranks exchange to agree
 _REMEMBERED = 1024  # calls whose names an error can give
 _GROUPS: weakref.WeakKeyDictionary[Any, _Choice] = weakref.WeakKeyDictionary()
 
@@ -72,35 +71,34 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     Raises:
         CommError: if NVLink was asked for and cannot be used, or the group uses it on another device.
     """
-    known = _choice_of(group)
-    if known.transport == "collective":
+    choice, obstacle = _choice_of(group), ""
+    if choice.transport == "collective":
         return None
     if device.type != "cuda":
-        _refuse(known, f"the tensors are on {device.type}")
-        return None
-    if known.link is None:
-        if torch.cuda.is_current_stream_capturing():
-            _refuse(
-                known,
-                "the ranks have to agree on it first, and cannot while a CUDA graph is captured",
-            )
-            return None
-        known.link, mine = _connect(group, device)
+        obstacle = f"the tensors are on {device.type}"
+    elif choice.link is None and torch.cuda.is_current_stream_capturing():
+        obstacle = "the ranks have to agree on it first, and cannot while a CUDA graph is captured"
+    elif choice.link is None:
+        choice.link, mine = _connect(group, device)
         if mine:
             warnings.warn(
                 f"fp8stack.comm uses the process group's own collectives, not NVLink: {mine}.",
                 Fp8StackWarning,
                 stacklevel=2,
             )
-    if isinstance(known.link, str):
-        _refuse(known, known.link)
+    link = obstacle or choice.link
+    if not isinstance(link, Link):
+        if choice.transport == "nvlink":
+            raise CommError(
+                f'set_transport("nvlink") cannot be followed: {link}. Use "auto" or "collective".'
+            )
         return None
-    if known.link.device != device:
+    if link.device != device:
         raise CommError(
-            f"a tensor is on {device}, and the workspace of its group on {known.link.device}. Use one device a rank, "
-            'or set_transport("collective", group) on all ranks.'
+            f"a tensor is on {device}, and the workspace of its group on {link.device}. Use one device a rank, or "
+            'set_transport("collective", group) on all ranks.'
         )
-    return known.link
+    return link
 
 
 def transport_of(group: Any) -> str:
@@ -110,14 +108,6 @@ def transport_of(group: Any) -> str:
 
 def _choice_of(group: Any) -> _Choice:
     return _GROUPS.get(group) or _GROUPS.setdefault(group, _Choice())
-
-
-def _refuse(known: _Choice, reason: str) -> None:
-    """Raise CommError if the group has to use NVLink."""
-    if known.transport == "nvlink":
-        raise CommError(
-            f'set_transport("nvlink") cannot be followed: {reason}. Use "auto" or "collective".'
-        )
 
 
 class Link:
@@ -224,20 +214,26 @@ def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
     There are three steps. After each, the ranks tell each other whether it went well, so that none goes on alone.
     """
     made: Any = None
-    mine, ranks = "", dist.get_process_group_ranks(group)
-    here = f"{_host()} {_mapped}"
+    mine, ranks, host = "", dist.get_process_group_ranks(group), _host()
     for step in (_look, _allocate, _map):
         try:
             made = step(group, device, made)
         except Exception as error:  # of any kind: the other ranks wait to hear of it
             mine = first_line(error) or type(error).__name__
-        said = [line.split("|", 1) for line in _exchange(f"{here}|{mine}", group, device)]
-        if len({there.split()[0] for there, _ in said}) > 1:
+        with (
+            torch.cuda.device(
+                -1 if device.index is None else device
+            ),  # NCCL sends from the current one
+            failures_named("agreement on a transport", group),
+        ):
+            said = gather_objects((host, _mapped, mine), group)
+        hosts, mapped, obstacles = (set(each) for each in zip(*said, strict=True))
+        if len(hosts) > 1:
             return "its ranks are on several hosts", ""
-        for rank, (_, obstacle) in zip(ranks, said, strict=True):
-            if obstacle:
-                return f"rank {rank} says: {obstacle}", mine
-        if len({there for there, _ in said}) > 1:
+        if obstacles != {""}:
+            rank, (_, _, told) = next(each for each in zip(ranks, said, strict=True) if each[1][2])
+            return f"rank {rank} says: {told}", mine
+        if len(mapped) > 1:
             reason = "its ranks have each mapped the memory of a different number of groups before"
             return reason, reason
     assert isinstance(made, Link)
@@ -282,15 +278,6 @@ def _map(group: Any, device: torch.device, memory: Tensor) -> Link:
     if addresses[dist.get_rank(group)] != memory.data_ptr():
         raise CommError("symmetric memory is not where torch says it is")
     return Link(group, memory, addresses, handle)
-
-
-def _exchange(line: str, group: Any, device: torch.device) -> list[str]:
-    """Return the lines of all ranks, each of which gives one."""
-    mine = torch.tensor(list(line.encode()[:_LINE].ljust(_LINE)), dtype=torch.uint8, device=device)
-    whole = mine.new_empty((dist.get_world_size(group), _LINE))
-    with failures_named("agreement on a transport", group):
-        all_gather(whole.view(-1), mine, group=group)
-    return [bytes(row).decode(errors="replace").rstrip() for row in whole.tolist()]
 
 
 def _host() -> str:

@@ -38,7 +38,8 @@ class Statistics:
     """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[str, int, int, Tensor, Callable[[], float]]] = []
+        # name, bytes, blocks, how many are not finite, and when it began and ended
+        self._calls: list[tuple[str, int, int, Tensor, Any, Any]] = []
 
     def __enter__(self) -> Statistics:
         _OPEN.append(self)
@@ -51,13 +52,11 @@ class Statistics:
         """Return what was counted since the last call; waits for the device."""
         calls, self._calls = self._calls, []
         result: dict[str, dict[str, float]] = {}
-        for name, nbytes, blocks, bad, seconds in calls:
+        for name, nbytes, blocks, bad, start, end in calls:
             row = result.setdefault(name, dict.fromkeys(_KEYS, 0))
             row["calls"] += 1
             row["bytes"] += nbytes
-            row["seconds"] += (
-                seconds()
-            )  # waits for the collective, and so for its count of bad blocks
+            row["seconds"] += _seconds_between(start, end)
             row["blocks"] += blocks
             row["non_finite"] += int(bad)
         return result
@@ -72,26 +71,24 @@ def observe(name: str, device: torch.device, body: Callable[[], Sent]) -> None:
     if not _OPEN:
         body()
         return
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        sent = body()
-        end.record()
-        seconds = _seconds_between(start, end)
-    else:
-        began = time.perf_counter()
-        sent = body()
-        took = time.perf_counter() - began
-        seconds = lambda: took  # noqa: E731
+    start = _now(device)
+    sent = body()
+    end = _now(device)
     scales = sent.scales()
     bad = scales.isnan().sum()  # a count is kept until `collect`, not the scales
     for statistics in list(_OPEN):
-        statistics._calls.append((name, sent.nbytes, scales.numel(), bad, seconds))
+        statistics._calls.append((name, sent.nbytes, scales.numel(), bad, start, end))
 
 
-def _seconds_between(start: torch.cuda.Event, end: torch.cuda.Event) -> Callable[[], float]:
-    def seconds() -> float:
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+def _now(device: torch.device) -> Any:
+    """Return seconds, or an event of the GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
-    return seconds
+
+def _seconds_between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -49,7 +49,7 @@ class Transport:
 
     def __init__(self, group: Any, what: Any, background: bool = False) -> None:
         self.group, self.what, self.background = group, what, background
-        self.world, self.rank = group.size(), group.rank()
+        self.world = group.size()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Send the i-th of equal parts to rank i, and receive one from it."""
@@ -61,10 +61,9 @@ class Transport:
             mine = mine.clone()
         self._run(all_gather, whole.view(-1), mine.view(-1))
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy from a rank of the group, by its number in it."""
-        src = dist.get_process_group_ranks(self.group)[source]
-        self._run(partial(dist.broadcast, src=src), tensor)
+    def broadcast(self, tensor: Tensor, source: int | None) -> None:
+        """Copy from a rank, by its number among all."""
+        self._run(partial(dist.broadcast, src=source), tensor)
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         with failures_named(self.what, self.group):
