@@ -327,6 +327,14 @@ def recast(
     return run(x, fmt, of, codes, transposed)  # type: ignore[no-any-return]
 
 
+def recast_with(
+    x: Tensor, fmt: MiniFloat, scale: Tensor, codes: bool = True, transposed: bool = True
+) -> Cast:
+    """Return what `recast` does after a cast with `scale`, float32; in eager mode only."""
+    recast_with_scale = implementation(matrix.recast, x.is_cuda)
+    return recast_with_scale(x, fmt, scale, codes, transposed)  # type: ignore[no-any-return]
+
+
 @_operator(
     "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)", blocks.cast_1x128, _blocks
 )

@@ -1,10 +1,10 @@
 """O0: Linear layers in FP8, and layers whose weights are stored in bfloat16."""
 
-from .convert import GEMM_LAYERS, forget_weights
-from .fused import fuse
+from .bf16_storage import StoredEmbedding, StoredLinear
+from .convert import GEMM_LAYERS
+from .delayed_histories import load_scaling_state, reset_scaling, restore_scaling, scaling_state
 from .linear import Bf16Linear, Fp8Linear
-from .scaling import load_scaling_state, reset_scaling, restore_scaling, scaling_state
-from .storage import StoredEmbedding, StoredLinear
+from .swiglu import fuse
 from .te import TeLinear
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "StoredEmbedding",
     "StoredLinear",
     "TeLinear",
-    "forget_weights",
     "fuse",
     "load_scaling_state",
     "reset_scaling",

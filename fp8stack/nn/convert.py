@@ -23,11 +23,11 @@ from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 from fp8stack.tensor import whole_shape
 
+from .bf16_storage import StoredEmbedding, StoredLinear
+from .casts import InputCodes, Products
 from .linear import Bf16Linear, Fp8Linear, alignment_of
-from .mixed import class_below
-from .operands import Products, WeightCache
+from .mixin import class_below
 from .select import Chooser
-from .storage import StoredEmbedding, StoredLinear
 from .te import ALIGNMENTS, Engine, Settings, TeLinear
 
 GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
@@ -131,14 +131,17 @@ def apply_gemms(
     chooser: Chooser | None = None,
 ) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
-    caches: dict[torch.Tensor, WeightCache] = {}  # one for all layers that share a weight
+    inputs = InputCodes()
+    first: dict[torch.Tensor, Products] = {}  # of the layers that share a weight
     for name, module in plan.gemm:
         if compute == "te":
             engine = Engine(Settings.of(recipe), module.weight, name)
             conversion.change(module, TeLinear, te=engine)
         elif compute == "native":
-            cache = WeightCache.of(module.weight, recipe)
-            products = Products(caches.setdefault(module.weight, cache), recipe, name)
+            weight = module.weight
+            tied = first[weight].w_state if weight in first else None
+            products = Products(recipe, name, weight.device, inputs=inputs, w_state=tied)
+            first.setdefault(weight, products)
             products.chooser = chooser
             conversion.change(module, Fp8Linear, products=products)
         else:
@@ -156,19 +159,6 @@ def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> 
             conversion.change(module, StoredEmbedding, output_dtype=stored[weight])
         elif type(module) is nn.Linear:
             conversion.change(module, StoredLinear)
-
-
-def forget_weights(model: nn.Module) -> None:
-    """Let native FP8 products cast every weight anew: after a change that leaves no trace.
-
-    Replays of a CUDA graph that holds an optimizer's step are one, writes through `.data` with no backward since the
-    last forward another.
-    """
-    for module in model.modules():
-        if isinstance(module, Fp8Linear):
-            module.products.weights.forget()
-        if bare := vars(module).get("_bare_matmuls"):
-            bare.entries.clear()
 
 
 def skipped_modules(model: nn.Module, recipe: Recipe) -> tuple[dict[nn.Module, str], list[str]]:

@@ -1,4 +1,4 @@
-"""FP8 Linear layers over `torch._scaled_mm`; where scales come from, `operands.py` says.
+"""FP8 Linear layers over `torch._scaled_mm`; what is cast and kept, `casts.py` says.
 
     forward    y  = x  @ w.T     E4M3 × E4M3
     backward   dx = dy @ w       E5M2 × E4M3   (hybrid; E4M3 × E4M3 with fp8_format="e4m3")
@@ -6,8 +6,8 @@
 
 Each operand is quantized with one scale (or one a block), and the products are accumulated in float32. FP8 GEMMs want
 every dimension in multiples of 16, and on Ada and Hopper both operands laid out along the inner dimension: one kernel
-writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that a layer takes seven launches with
-current scaling, two for the input, two for the gradient and three products; nine where its weight is cast too. What is
+writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that a layer takes nine launches with
+current scaling, two for each operand and three products; eleven where its weight is cast again in backward. What is
 saved for backward is the transposed FP8 input, one byte an element where a bf16 layer saves two.
 
 The layer is an `nn.Linear` whose class was changed: its parameters, hooks, name and state_dict are untouched, and
@@ -31,8 +31,16 @@ from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.cast_delayed import STATES
 from fp8stack.tensor import is_sharded
 
-from .operands import FORMATS, How, Products, cast_gradient, cast_input, codes_for_backward
-from .storage import stored_linear
+from .bf16_storage import stored_linear
+from .casts import (
+    FORMATS,
+    Options,
+    Products,
+    cast_gradient,
+    cast_input,
+    cast_weight,
+    weight_for_backward,
+)
 
 __all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "product"]
 
@@ -85,14 +93,14 @@ def fp8_matmul(
     weight: Tensor,  # [out, in], or [in, out] if `products` says so
     bias: Tensor | None,  # [out]
     products: Products,
-    train: bool,  # whether the weight's codes may be kept and found again
+    train: bool,  # whether delayed scaling's histories move on
 ) -> Tensor:  # [..., out], in the dtype of x or autocast's
     """Return x @ weight.T + bias (x @ weight + bias for a weight [in, out]), multiplied in FP8."""
-    check_input(x, weight.shape[0 if products.weights.turned else 1], products.layer)
+    check_input(x, weight.shape[0 if products.turned else 1], products.layer)
     dtype = output_dtype(x)
     grad = torch.is_grad_enabled()
     x8 = cast_input(x, products, train, grad and weight.requires_grad)
-    w8, mode = products.weights.codes(weight, train, grad and x.requires_grad)
+    w8 = cast_weight(weight, products, train, grad and x.requires_grad, x8.codes.shape[0])
     probe = products.probe if train and not torch.compiler.is_compiling() else None
     if probe is not None:
         probe("x", x, x8.scale, products.formats.x)
@@ -105,13 +113,13 @@ def fp8_matmul(
     slow = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     apply = _Fp8Matmul.apply if slow else _apply
     result: Tensor = apply(
-        x, weight, bias, *x8[:3], x_scale_t, *w8[:3], w_scale_t, products.how(mode, train, dtype)
+        x, weight, bias, *x8[:3], x_scale_t, *w8[:3], w_scale_t, products.options(train, dtype)
     )
     return result
 
 
 class _Fp8Matmul(torch.autograd.Function):
-    """x @ w.T with FP8 operands; saves the codes of x, and those of w unless backward makes them."""
+    """x @ w.T with FP8 operands; saves the codes of x, and those of w where backward does not make them."""
 
     @staticmethod
     def forward(
@@ -127,25 +135,27 @@ class _Fp8Matmul(torch.autograd.Function):
         w_scale: Tensor,
         w_backward: Tensor,
         w_scale_t: Tensor | None,  # likewise
-        how: How,
+        options: Options,
     ) -> Tensor:  # [..., out]
-        ctx.how, dtype = how, how.dtype
+        ctx.options, dtype = options, options.dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if how.g_state >= 0 and not torch.compiler.is_compiling():
-            ctx.g_state = STATES[how.g_state]  # backward may outlive the layer
+        if options.g_state >= 0 and not torch.compiler.is_compiling():
+            ctx.g_state = STATES[options.g_state]  # backward may outlive the layer
         # The weight is saved for its version counter too: backward after a step is an error, as without FP8.
         ctx.save_for_backward(
             x_codes_t,
             x_scale if x_scale_t is None else x_scale_t,
-            w_forward if how.mode == "fp8" else w_backward,
+            w_backward,
             w_scale if w_scale_t is None else w_scale_t,
             weight,
         )
-        size = weight.shape[1] if how.turned else weight.shape[0]
+        size = weight.shape[1] if options.turned else weight.shape[0]
         fused = bias is not None and _fuses_bias(x, w_scale, dtype, size)
         added = bias if fused else None
-        y = product(x_codes, x_scale, w_forward, w_scale, dtype, how.fast, added, how.squares)
+        y = product(
+            x_codes, x_scale, w_forward, w_scale, dtype, options.fast, added, options.squares
+        )
         y = crop(y, (*x.shape[:-1], size))
         return y if bias is None or fused else y + bias.to(dtype)
 
@@ -184,19 +194,19 @@ _TWICE = (
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
     need_x, need_w, need_b = ctx.needs_input_grad[:3]
-    how: How = ctx.how
+    options: Options = ctx.options
     dx = dw = db = None
     if need_x or need_w:
-        g = cast_gradient(grad, how, need_x, need_w)
-        if how.probe is not None:
-            how.probe("g", grad, g.scale, FORMATS[how.formats].g)
+        g = cast_gradient(grad, options, need_x, need_w)
+        if options.probe is not None:
+            options.probe("g", grad, g.scale, FORMATS[options.formats].g)
     if need_x:
-        w_codes, w_scale = codes_for_backward(weight, w_codes, w_scale, how)
-        dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=how.squares)
+        w_codes, w_scale = weight_for_backward(weight, w_codes, w_scale, options)
+        dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=options.squares)
         dx = crop(dx, ctx.x_shape)
     if need_w:
         left, right = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
-        if how.turned:
+        if options.turned:
             left, right = right, left
         dw = crop(product(*left, *right, weight.dtype), weight.shape)
     if need_b:

@@ -9,9 +9,6 @@ its own gets a subclass of its class, whose forward runs under a `TorchFunctionM
    parameter through the view, as autograd has it. A parameter [experts, in, out] makes one product per expert.
 4. What does not fit is left to torch and counted with the reason, in `BareMatmuls.left`.
 
-Codes of a weight are kept until a step as those of a layer are: for whole parameters, their transposes and the
-slices `w[i]` of a stack, found by place in memory. Other parts of a parameter are cast at every use.
-
 The mode is entered by every forward, not by the model's alone, because activation checkpointing calls forward again
 in backward, when the model's has long returned. For the same reason the other methods of a module enter it while a
 backward runs. In between, only a change between training and evaluation makes a nested forward enter it again.
@@ -33,8 +30,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +40,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 
+from .casts import InputCodes, Products, in_backward
 from .convert import Conversion
 from .linear import alignment_of, fp8_matmul
-from .operands import Products, WeightCache, in_backward
 
 RECIPES = ("current", "blockwise")  # others become "current"
 _LIBRARIES = ("torch", "fp8stack", "transformer_engine")  # their modules need no mode of their own
@@ -81,7 +77,7 @@ def runs_matmuls(module: nn.Module) -> bool:
 
 
 class BareMatmuls:
-    """The products by bare parameters of one model: their settings, what is kept for them, and what became of them."""
+    """The products by bare parameters of one model: their settings, and what became of them."""
 
     def __init__(self, recipe: Recipe, skipped: Iterable[nn.Module] = ()) -> None:
         usable = recipe.fp8_recipe in RECIPES
@@ -91,9 +87,9 @@ class BareMatmuls:
         self.used: set[str] = set()  # names of parameters that were multiplied in FP8
         self.left: Counter[str] = Counter()  # products that were left to torch, by reason
         self.modes = (_Mode(self, train=False), _Mode(self, train=True))
-        self.entries: Any = WeakTensorKeyDictionary()  # by parameter
-        # Codes are not kept inside a graph, nor of parts of a parameter: one Products for all.
-        self._transient = [self._products(WeightCache, None, turned) for turned in (False, True)]
+        self._named: Any = WeakTensorKeyDictionary()  # what was multiplied: its name, by parameter
+        inputs = InputCodes()
+        self._products = [Products(self.recipe, turned=t, inputs=inputs) for t in (False, True)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BareMatmuls:
         # The copy's parameters are others; its layers keep their own record of the modules to skip.
@@ -104,49 +100,19 @@ class BareMatmuls:
     def __reduce__(self) -> Any:
         return BareMatmuls, (self.recipe, self.skipped)
 
-    def products_of(self, weight: Tensor, parameter: Tensor, turned: bool) -> Products:
-        """Return how to multiply by `weight`, a matrix that is `parameter` or a view of it."""
-        if torch.compiler.is_compiling():
-            return self._transient[int(turned)]
-        entry = self._entry(parameter)
-        self.used.add(entry.name or "unnamed")
-        slice_of = parameter.numel() // (parameter.shape[0] if parameter.dim() > 2 else 1)
-        # FSDP's whole weights are not the model's: their memory is rewritten without a trace.
-        if not entry.name or weight.numel() not in (parameter.numel(), slice_of):
-            return self._transient[int(turned)]
-        place = turned, weight.storage_offset(), weight.shape, weight.stride()
-        if place not in entry.products:
-            entry.products[place] = self._products(_ViewCache, weight, turned)
-        return entry.products[place]
-
-    def _products(self, cache: type[WeightCache], weight: Tensor | None, turned: bool) -> Products:
-        return Products(cache.of(weight, self.recipe, turned), self.recipe)
-
-    def _entry(self, parameter: Tensor) -> _Entry:
-        if parameter not in self.entries:
-            self.entries[parameter] = _Entry(self.names.get(parameter, ""), {})
-        return self.entries[parameter]  # type: ignore[no-any-return]
+    def products_of(self, parameter: Tensor, turned: bool) -> Products:
+        """Return how to multiply by `parameter` or a view of it, and record that."""
+        if not torch.compiler.is_compiling():
+            if parameter not in self._named:  # "unnamed": the model did not have it when it was converted
+                self._named[parameter] = self.names.get(parameter, "unnamed")
+            self.used.add(self._named[parameter])
+        return self._products[int(turned)]
 
     def skips(self, parameter: Tensor) -> bool:
         """Return whether a module that is to be left alone owns `parameter`."""
-        if not torch.compiler.is_compiling() and parameter in self.entries:
+        if not torch.compiler.is_compiling() and parameter in self._named:
             return False
         return any(parameter is own for m in self.skipped for own in m._parameters.values())
-
-
-class _Entry(NamedTuple):
-    """What is known of one parameter that is multiplied in FP8."""
-
-    name: str  # empty for one that the model did not have when it was converted
-    products: dict[Any, Products]  # by place in memory
-
-
-class _ViewCache(WeightCache):
-    """The codes of a view: another tensor at every call, but the same memory and the parameter's version counter."""
-
-    def codes(self, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self._weight = ref(weight)
-        return super().codes(weight, *args, **kwargs)
 
 
 class _Mode(TorchFunctionMode):
@@ -200,8 +166,8 @@ class _Mode(TorchFunctionMode):
 
     def _matrix(self, x: Tensor, weight: Tensor, of: Tensor, turned: bool, bias: Any) -> Tensor:
         if not weight.is_contiguous() and weight.t().is_contiguous():
-            weight, turned = weight.t(), not turned  # one set of codes for w and for w.t()
-        return fp8_matmul(x, weight, bias, self.bare.products_of(weight, of, turned), self.train)
+            weight, turned = weight.t(), not turned  # casts read contiguous matrices
+        return fp8_matmul(x, weight, bias, self.bare.products_of(of, turned), self.train)
 
     def _obstacle(self, x: Any, weight: Tensor, parameter: Tensor, turned: bool) -> str:
         """Return why torch makes this product, or an empty string. Torch reports what is wrong, too."""

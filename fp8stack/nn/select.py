@@ -1,15 +1,15 @@
 """select="auto": every GEMM shape is timed in FP8 and as the layer would run unconverted, and the faster one stays.
 
 The first time that a model multiplies a shape, both are timed on this GPU, forward and backward, on random data:
-`nn.functional.linear` in the dtype the layer would use, and `fp8_matmul` with all its casts (that of the weight too, as
-with one micro-batch a step; that of the input, even if other layers would share it). FP8 stays where it is 3 % faster.
+`nn.functional.linear` in the dtype the layer would use, and `fp8_matmul` with all its casts (that of the input too, even
+if other layers would share it). FP8 stays where it is 3 % faster.
 In eager mode the clock on the wall counts, host included, since that is what limits small models; under torch.compile
 the GPU's alone, whose answer becomes a constant of the graph (for a dynamic shape, of the size that was traced).
 Answers are kept for the process, by shape; numbers of tokens less than a quarter apart share one, so that batches of
 any length cause few timings. Evaluation takes what training would.
 
 Timing happens in a thread of its own: grad mode, autocast, hooks of activation checkpointing, dispatch and function
-modes, and the casts remembered for this step all belong to the caller's thread. No random numbers are drawn from
+modes all belong to the caller's thread. No random numbers are drawn from
 torch's generators, and memory is given back, but for the workspace of that thread's cuBLAS (32 MiB on Hopper).
 
 Where nothing can be timed (CPU, tensors without data, capture of a CUDA graph, recomputation in backward), an unknown
@@ -32,8 +32,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8stack.levels import Recipe
 
+from .casts import Products
 from .linear import check_input, fp8_matmul, output_dtype
-from .operands import Products, WeightCache
 
 MARGIN = 0.97  # FP8 stays if it takes at most this share of the other's time
 _ROUNDS, _ROUND_TIME = 5, 4e-3  # of a timing: seconds
@@ -122,7 +122,7 @@ class Chooser:
             return True
         recipe, near = self._recipe, shape._replace(rows=_round_up(shape.rows))
         fast = bool(recipe.fp8_fast_accum)
-        key = near, recipe.fp8_recipe, recipe.fp8_format, recipe.weight_cache, fast
+        key = near, recipe.fp8_recipe, recipe.fp8_format, fast
         with _ONE_AT_A_TIME:
             if key not in _ANSWERS and not obstacle:
                 _ANSWERS[key] = _measure(shape, recipe)
@@ -239,7 +239,7 @@ def time_both(shape: Shape, recipe: Recipe) -> tuple[float, float]:  # seconds
     weight = draw(shape.n, shape.k, dtype=shape.weight).requires_grad_(not shape.frozen)
     bias = draw(shape.n, dtype=output).requires_grad_(not shape.frozen) if shape.bias else None
     trained = [p for p in (weight, bias) if p is not None and p.requires_grad]
-    products = Products(WeightCache.of(weight, recipe), recipe)
+    products = Products(recipe, device=device)
 
     def plain() -> None:
         leaf = x.detach().requires_grad_()
@@ -248,7 +248,6 @@ def time_both(shape: Shape, recipe: Recipe) -> tuple[float, float]:  # seconds
 
     def fp8() -> None:
         leaf = x.detach().requires_grad_()  # a new tensor, whose codes are not known
-        products.weights.forget()
         with torch.autocast(device.type, output, output is not shape.x):
             y = fp8_matmul(leaf, weight, bias, products, True)
         torch.autograd.grad(y, [leaf, *trained], grad)

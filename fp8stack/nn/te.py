@@ -51,7 +51,7 @@ from fp8stack.errors import Fp8StackWarning, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
 from .linear import check_input, output_dtype, title
-from .operands import count_steps, in_backward
+from .casts import in_backward
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 """Of every dimension of a product, by recipe."""

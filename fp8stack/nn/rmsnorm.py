@@ -2,7 +2,7 @@
 
 The layers behind a norm cast its output to FP8, for which they look for its largest magnitude first, although the
 kernel that wrote it had every value in hand. A fused norm keeps that magnitude (`kernels/rmsnorm.py`) and leaves a note
-of it for the cast (`operands.py`), which then reads its input once instead of twice. The codes are the same, bit for
+of it for the cast (`casts.py`), which then reads its input once instead of twice. The codes are the same, bit for
 bit; the norm itself is computed in float32 and rounded once, where modules that round twice give another last bit.
 
 `fuse_norms` takes a module by what it computes: its own forward, run on a random weight, has to give the numbers of the
@@ -25,14 +25,14 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 
-from .mixed import mixed_class
-from .operands import note_parts
+from .casts import note_parts
+from .mixin import mixed_class
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def fuse_norms(model: nn.Module) -> list[str]:
-    """Fuse the RMSNorms of a model; return their names. `fused.unfuse` undoes it."""
+    """Fuse the RMSNorms of a model; return their names. `swiglu.unfuse` undoes it."""
     fused = []
     for name, module in model.named_modules():
         if _is_rmsnorm(module):

@@ -8,7 +8,7 @@ the transposed codes that the product for the weight's gradient wants; torch kee
 blocks among a model's modules by the names of their layers and takes one only if its forward, run on random weights as
 in training, gives the very numbers of the formula, and only if it owns nothing but three weights; so a block with
 dropout, a bias, a parameter of its own, a hook on an inner layer or another activation is left as it is. What it does
-depending on attributes that change later is lost. RMSNorms are fused too: see `norm.py`.
+depending on attributes that change later is lost. RMSNorms are fused too: see `rmsnorm.py`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,18 @@ from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast_delayed import STATES
 
+from .casts import (
+    FORMATS,
+    Options,
+    cast_gradient,
+    cast_input,
+    cast_weight,
+    in_backward,
+    weight_for_backward,
+)
 from .linear import Fp8Linear, backward_once, check_input, crop, output_dtype, product
-from .mixed import mixed_class, unmix
-from .norm import FusedRMSNorm, fuse_norms
-from .operands import FORMATS, How, cast_gradient, cast_input, codes_for_backward, in_backward
+from .mixin import mixed_class, unmix
+from .rmsnorm import FusedRMSNorm, fuse_norms
 
 NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Hugging Face's Llama and its kin
@@ -135,16 +143,15 @@ def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tenso
     dtype = output_dtype(x)
     x8 = cast_input(x, gate.products, train, grad)
     weights: list[Tensor] = []
-    hows: list[How] = []
+    options: list[Options] = []
     for layer in (gate, up, down):
-        codes, mode = layer.products.weights.codes(layer.weight, train, grad)
-        weights += codes[:3]
-        hows.append(layer.products.how(mode, train, dtype))
+        weights += cast_weight(layer.weight, layer.products, train, grad, x8.codes.shape[0])[:3]
+        options.append(layer.products.options(train, dtype))
     again = train and in_backward()
     state = down.products.x_state
     h_scaling = ([] if state is None else [state.handle], train and not again, again)
     result: Tensor = _SwiGLU.apply(
-        x, gate.weight, up.weight, down.weight, *x8[:3], *weights, h_scaling, *hows
+        x, gate.weight, up.weight, down.weight, *x8[:3], *weights, h_scaling, *options
     )
     return result
 
@@ -172,21 +179,19 @@ class _SwiGLU(torch.autograd.Function):
         d_scale: Tensor,
         d_backward: Tensor,
         h_scaling: tuple[list[int], bool, bool],
-        *hows: How,  # gate's, up's, down's
+        *options: Options,  # gate's, up's, down's
     ) -> Tensor:
-        dtype = hows[0].dtype
-        gate = product(x_codes, x_scale, g_forward, g_scale, dtype, hows[0].fast)
-        up = product(x_codes, x_scale, u_forward, u_scale, dtype, hows[1].fast)
+        dtype = options[0].dtype
+        gate = product(x_codes, x_scale, g_forward, g_scale, dtype, options[0].fast)
+        up = product(x_codes, x_scale, u_forward, u_scale, dtype, options[1].fast)
         codes, h_scale = ops.swiglu_cast(gate, up, E4M3, *h_scaling)
-        y = product(codes, h_scale, d_forward, d_scale, dtype, hows[2].fast)
-        ctx.hows, ctx.x_shape, ctx.x_dtype = hows, x.shape, x.dtype
+        y = product(codes, h_scale, d_forward, d_scale, dtype, options[2].fast)
+        ctx.options, ctx.x_shape, ctx.x_dtype = options, x.shape, x.dtype
         if h_scaling[0] and not torch.compiler.is_compiling():
-            ctx.g_states = [STATES[how.g_state] for how in hows]  # backward may outlive the layers
+            ctx.g_states = [STATES[each.g_state] for each in options]  # backward may outlive the layers
         ctx.save_for_backward(
             x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down,
-            g_forward if hows[0].mode == "fp8" else g_backward, g_scale,
-            u_forward if hows[1].mode == "fp8" else u_backward, u_scale,
-            d_forward if hows[2].mode == "fp8" else d_backward, d_scale,
+            g_backward, g_scale, u_backward, u_scale, d_backward, d_scale,
         )  # fmt: skip
         return crop(y, (*x.shape[:-1], w_down.shape[0]))
 
@@ -197,21 +202,22 @@ class _SwiGLU(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down, *rest = ctx.saved_tensors
-    hows: tuple[How, How, How] = ctx.hows
+    options: tuple[Options, Options, Options] = ctx.options
     need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
-    pairs = zip((w_gate, w_up, w_down), rest[::2], rest[1::2], hows, strict=True)
-    g_codes, u_codes, d_codes = (codes_for_backward(*pair) for pair in pairs)
     dx = dw_gate = dw_up = dw_down = None
-    d = cast_gradient(grad, hows[2], True, need_down)
-    dh = product(d.codes, d.scale, *d_codes, hows[2].dtype)
-    states = [how.g_state for how in hows[:2] if how.g_state >= 0]
+    d = cast_gradient(grad, options[2], True, need_down)
+    d_codes = weight_for_backward(w_down, *rest[4:], options[2])
+    dh = product(d.codes, d.scale, *d_codes, options[2].dtype)
+    states = [each.g_state for each in options[:2] if each.g_state >= 0]
     dg, dg_t, dg_scale, du, du_t, du_scale, h_t = ops.swiglu_backward_cast(
-        dh, gate, up, h_scale, FORMATS[hows[0].formats].g, states, hows[0].train
+        dh, gate, up, h_scale, FORMATS[options[0].formats].g, states, options[0].train
     )
     if need_down:
         dw_down = crop(product(d.codes_t, d.scale, h_t, h_scale, w_down.dtype), w_down.shape)
     if need_x:
+        g_codes = weight_for_backward(w_gate, *rest[:2], options[0])
         dx = product(dg, dg_scale, *g_codes, ctx.x_dtype)
+        u_codes = weight_for_backward(w_up, *rest[2:4], options[1])
         dx = crop(dx + product(du, du_scale, *u_codes, ctx.x_dtype), ctx.x_shape)
     if need_gate:
         dw_gate = crop(product(dg_t, dg_scale, x_codes_t, x_scale, w_gate.dtype), w_gate.shape)

@@ -16,7 +16,6 @@ from fp8stack.errors import CheckpointError, Fp8StackWarning
 from fp8stack.kernels.reference.cast_delayed import DelayedState
 
 from .linear import Fp8Linear
-from .operands import Products
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
@@ -27,12 +26,12 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     has none.
     """
     state: dict[str, Tensor] = {}
-    for name, products, both in _delayed(model):
+    for name, (layer, both) in _delayed(model).items():
         state[f"{name}.casts"] = torch.tensor([history.casts for history in both.values()])
         for kind, history in both.items():
             if history.tensor is not None:
                 state[f"{name}.{kind}"] = history.tensor.detach().clone()
-        last = products.weights.last_scale
+        last = layer.products.w_state
         if last is not None and last.tensor is not None:
             state[f"{name}.w"] = last.tensor[0].detach().clone()
     return state
@@ -45,7 +44,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         CheckpointError: if the layers that scale so are others, or their histories of another length. Nothing is
             changed.
     """
-    layers = {name: (products, both) for name, products, both in _delayed(model)}
+    layers = _delayed(model)
     given = {key.rpartition(".")[0] for key in state}
     if layers.keys() != given:
         some = sorted(layers.keys() ^ given)[0]
@@ -62,19 +61,21 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                     f"the history of {name}.{kind} has {saved.numel()} elements, and the recipe's has {history.size}: "
                     "amax_history_len is another."
                 )
-    for name, (products, histories) in layers.items():
-        casts = state[f"{name}.casts"].tolist()
-        weight = products.weights.weight
+    for name, (layer, histories) in layers.items():
+        casts, device = state[f"{name}.casts"].tolist(), layer.weight.device
         for (kind, history), count in zip(histories.items(), casts, strict=True):
-            saved = state.get(f"{name}.{kind}", torch.zeros(history.size))  # none: of no cast yet
-            history.on(saved.device if weight is None else weight.device).copy_(saved)
+            # without one saved, there was no cast yet
+            history.on(device).copy_(state.get(f"{name}.{kind}", torch.zeros(history.size)))
             history.casts = count
-        products.weights.follow(state.get(f"{name}.w"))
+        last = layer.products.w_state
+        if last is not None:
+            last.on(device)[0] = state.get(f"{name}.w", 0.0)
+            last.stream = None
 
 
 def reset_scaling(model: nn.Module) -> None:
     """Empty the histories of native layers, as of a new model: after passes that are not training's."""
-    casts = {f"{name}.casts": torch.tensor([0, 0]) for name, *_ in _delayed(model)}
+    casts = {f"{name}.casts": torch.tensor([0, 0]) for name in _delayed(model)}
     load_scaling_state(model, casts)
 
 
@@ -93,12 +94,12 @@ def restore_scaling(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         warnings.warn(text, Fp8StackWarning, stacklevel=3)
 
 
-def _delayed(model: nn.Module) -> list[tuple[str, Products, dict[str, DelayedState]]]:
-    """Return layers that scale so, with their histories of input and gradient."""
-    found = []
+def _delayed(model: nn.Module) -> dict[str, tuple[Fp8Linear, dict[str, DelayedState]]]:
+    """Return layers that scale so by name, with their histories of input and gradient."""
+    found = {}
     for name, module in model.named_modules():
         if isinstance(module, Fp8Linear):
             x, g = module.products.x_state, module.products.g_state
             if x is not None and g is not None:
-                found.append((name, module.products, {"x": x, "g": g}))
+                found[name] = module, {"x": x, "g": g}
     return found
