@@ -73,7 +73,6 @@ def list_variants() -> list[Variant]:
         Variant("O2 fused", "O2", native, fused=True),
         Variant("O2 fused, delayed", "O2", {**native, "fp8_recipe": "delayed"}, fused=True),
         Variant("O2 fused, delayed, fast sums", "O2", fast, fused=True),
-        Variant("O2 fused, cache off", "O2", {**native, "weight_cache": "off"}, fused=True),
     ]
     compiled = [replace(v, name=f"{v.name} compiled", compiled=True) for v in eager]
     peers = [Variant("O2 te", "O2", {"compute": "te"}), Variant("te AdamW", te=True)]

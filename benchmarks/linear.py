@@ -5,21 +5,19 @@
 
 | measured    | of forward and backward of one layer without a bias, in bfloat16                                   |
 |-------------|----------------------------------------------------------------------------------------------------|
-| ms          | on the GPU: queued behind a sleep, so that the host is never waited for; weights cast every time     |
-| cached ms   | the same, with codes of the weights that were kept                                                 |
-| GEMM, rest  | ms in kernels that multiply and in all others, casts mostly, as a profiler saw them; weights cast    |
+| ms          | on the GPU: queued behind a sleep, so that the host is never waited for                            |
+| GEMM, rest  | ms in kernels that multiply and in all others, casts mostly, as a profiler saw them                  |
 | GEMMs alone | ms of the three products by themselves: torch.mm for bf16, else torch._scaled_mm with one scale    |
 | floor       | ms of the flops at the rate of a large product and of the casts' bytes at the rate of a copy, summed |
 | of floor    | floor over ms                                                                                      |
-| CPU µs      | of the host until all is queued, weights kept: in a chain of 16 such layers, for one; by itself, one |
-|             | waits for autograd's thread too (`alone_cpu_us` in a record, and CPU µs where sizes do not chain)    |
-| kernels     | launched, weights kept, memcpy and memset aside (a record has both, and those with weights cast)     |
+| CPU µs      | of the host until all is queued: in a chain of 16 such layers, for one; by itself, one waits for     |
+|             | autograd's thread too (`alone_cpu_us` in a record, and CPU µs where sizes do not chain)              |
+| kernels     | launched, memcpy and memset aside (a record has both)                                              |
 
 Bytes of a cast, an element: read once (2, twice with current scaling, which needs the maximum first) and written in
 both layouts (2); of the input, the output's gradient and the weight. A user who runs such layers in eager mode waits
 for the larger of ms and CPU µs. Every iteration bumps the version of the input and of the gradient, as new tensors
-would: no codes of theirs are found again. Where codes of weights are kept, forwards find gradients that wait for a
-step, as a further micro-batch does; nothing is added to these.
+would: no codes of theirs are found again.
 
 Limits: floors ignore the L2 cache, which small shapes fit into, and what products write. Kernels are profiled later,
 in another process: a profiler slows all launches that follow it.
@@ -53,9 +51,7 @@ from train_step import (
     Variant,
     convert,
     make_gemm,
-    make_waiting,
     measure_device,
-    set_gradients,
     undisturbed,
 )
 
@@ -68,7 +64,7 @@ SHAPES: dict[str, list[Shape]] = {
     "tiny": [(32, 64, 48)],  # for tests on a CPU
 }
 NATIVE = "native current"
-BARS = {"launches": 7, "cpu_us": 120}  # of NATIVE, over the small shape
+BARS = {"launches": 9, "cpu_us": 120}  # of NATIVE, over the small shape
 VARIANTS = [
     Variant("bf16"),
     *(Variant(f"native {recipe}", "fp8stack", recipe, options={"compute": "native"})
@@ -79,15 +75,15 @@ VARIANTS = [
 BURST = 10  # iterations; no more kernels than a GPU's queue takes without blocking the host
 CHAIN = 16
 MULTIPLIES = re.compile("gemm|nvjet|cutlass|splitk|cublas", re.IGNORECASE)  # names of kernels
-COLUMNS = {"ms": "ms", "cached ms": "cached_ms", "GEMM": "gemm_ms", "rest": "rest_ms"}
+COLUMNS = {"ms": "ms", "GEMM": "gemm_ms", "rest": "rest_ms"}
 COLUMNS |= {"GEMMs alone": "gemms_alone_ms", "floor": "floor_ms", "of floor": "of_floor"}
 COLUMNS |= {"CPU µs": "cpu_us", "kernels": "launches"}
 
 
 def make_step(
     variant: Variant, shape: Shape, device: str, scopes: ExitStack, layers: int = 1
-) -> Callable[[bool], None]:
-    """Return what runs forward and backward, the argument telling whether kept codes of the weight may be used."""
+) -> Callable[[], None]:
+    """Return what runs forward and backward."""
     tokens, inner, outer = shape
     torch.manual_seed(0)
     kind = {"bias": False, "device": device, "dtype": torch.bfloat16}
@@ -99,17 +95,12 @@ def make_step(
     x = torch.randn(tokens, inner, device=device, dtype=torch.bfloat16, requires_grad=True)
     gradient = torch.randn(tokens, outer, device=device, dtype=torch.bfloat16)
     bump, weights = torch.autograd.graph.increment_version, list(model.parameters())
-    activations, waiting, none = [x, gradient], make_waiting(weights), [None] * layers
 
-    def step(cached: bool) -> None:
-        x.grad = None
-        set_gradients(weights, waiting if cached else none)
-        bump(activations)
-        if not cached:
-            bump(weights)
-        y = layer(x)
-        set_gradients(weights, none)
-        y.backward(gradient)
+    def step() -> None:
+        for leaf in (x, *weights):
+            leaf.grad = None
+        bump([x, gradient])
+        layer(x).backward(gradient)
 
     return step
 
@@ -179,19 +170,14 @@ def measure(variant: Variant, shape: Shape, rates: Numbers, options: argparse.Na
     cuda = options.device == "cuda"
     with ExitStack() as scopes:
         step = make_step(variant, shape, options.device, scopes)
-        cast, keep = partial(step, False), partial(step, True)
-        for work in (cast, keep):
-            time_host(work, 2 * BURST, cuda)  # compiles
-        numbers: Numbers = {"ms": time_queued(cast, options.bursts, cuda)}
-        numbers["cached_ms"] = time_queued(keep, options.bursts, cuda)
-        numbers["cast_cpu_us"] = time_host(cast, options.iterations, cuda)
-        numbers["alone_cpu_us"] = numbers["cpu_us"] = time_host(keep, options.iterations, cuda)
+        time_host(step, 2 * BURST, cuda)  # compiles
+        numbers: Numbers = {"ms": time_queued(step, options.bursts, cuda)}
+        numbers["alone_cpu_us"] = numbers["cpu_us"] = time_host(step, options.iterations, cuda)
     if shape[1] == shape[2]:
         with ExitStack() as scopes:
             chain = make_step(variant, shape, options.device, scopes, CHAIN)
-            keep = partial(chain, True)
-            time_host(keep, 3, cuda, 1)
-            numbers["cpu_us"] = time_host(keep, options.iterations, cuda, 1) / CHAIN
+            time_host(chain, 3, cuda, 1)
+            numbers["cpu_us"] = time_host(chain, options.iterations, cuda, 1) / CHAIN
     numbers["gemms_alone_ms"] = time_gemms(variant, shape, options)
     numbers["floor_ms"] = find_floor(variant, shape, rates)
     numbers["of_floor"] = numbers["floor_ms"] / numbers["ms"]
@@ -200,27 +186,22 @@ def measure(variant: Variant, shape: Shape, rates: Numbers, options: argparse.Na
 
 def profile(variant: Variant, shape: Shape, calls: int = 4) -> Numbers:
     """Return what one call launches and how long its kernels take; for a process that measures no time."""
-    numbers: Numbers = {}
     with ExitStack() as scopes:
         step = make_step(variant, shape, "cuda", scopes)
-        for prefix, cached in {"cast_": False, "": True}.items():
-            for _ in range(3):
-                step(cached)
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(calls):
+                step()
             torch.cuda.synchronize()
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as profiler:
-                for _ in range(calls):
-                    step(cached)
-                torch.cuda.synchronize()
-            with tempfile.NamedTemporaryFile(suffix=".json") as file:
-                profiler.export_chrome_trace(file.name)
-                numbers |= summarize(json.loads(Path(file.name).read_text()), prefix, calls)
-    del numbers["names"]  # of codes kept: fewer of the same
-    # Columns show the times of casting anew, as `ms` does, and the kernels with codes kept.
-    return numbers | {key: numbers[f"cast_{key}"] for key in ("gemm_ms", "rest_ms")}
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profiler.export_chrome_trace(file.name)
+            return summarize(json.loads(Path(file.name).read_text()), calls)
 
 
-def summarize(trace: dict[str, Any], prefix: str, calls: int) -> Numbers:
+def summarize(trace: dict[str, Any], calls: int) -> Numbers:
     """Return counts and ms of a call from a profiler's trace of `calls`."""
     events = trace["traceEvents"]
     kernels = [event for event in events if event.get("cat") == "kernel"]
@@ -230,8 +211,7 @@ def summarize(trace: dict[str, Any], prefix: str, calls: int) -> Numbers:
         part = "gemm_ms" if MULTIPLIES.search(event["name"]) else "rest_ms"
         times[part] += event["dur"] / 1e3 / calls
     names = sorted({event["name"][:80] for event in kernels})
-    numbers = {"launches": len(kernels) / calls, "copies": copies / calls, **times, "names": names}
-    return {prefix + key: value for key, value in numbers.items()}
+    return {"launches": len(kernels) / calls, "copies": copies / calls, **times, "names": names}
 
 
 def add_profiles(results: dict[tuple[Variant, Shape], Numbers]) -> None:

@@ -79,7 +79,6 @@ def list_methods() -> list[Method]:
     single = {"weights": torch.float32, "hyper": {"fused": True}}
     ao = {"bf16_stochastic_round": True}
     level = {"compute": "native"}
-    small = {**level, "weight_cache": "off"}
     half = torch.bfloat16
     return [
         Method("fp32 AdamW", **single),
@@ -92,9 +91,8 @@ def list_methods() -> list[Method]:
         Method("fp8stack O0", autocast=True, level="O0", options=level, **single),
         Method("fp8stack O1", autocast=True, level="O1", options=level, **single),
         Method("fp8stack O2", level="O2", options=level),
-        Method("fp8stack O2, cache off", level="O2", options=small),
-        Method("fp8stack O2, 4bit", level="O2", options={**small, "states": "4bit"}),
-        Method("fp8stack O2, step in backward", level="O2", options={**small, "step_in_backward": True}),
+        Method("fp8stack O2, 4bit", level="O2", options={**level, "states": "4bit"}),
+        Method("fp8stack O2, step in backward", level="O2", options={**level, "step_in_backward": True}),
         Method("fp8stack O2, te", level="O2", options={"compute": "te"}),
     ]  # fmt: skip
 

@@ -3,8 +3,8 @@
 `measured()` reads the records of `benchmarks/results/` that the estimate covers, a row's last one; `table()` is what
 `tables.py` writes. Shapes of the models of `models.py` and of the application are made here.
 
-Limits: neither learned choices of layers, nor train_step.py's fused ones, nor its compiled Llamas with native layers,
-whose records hold codes that an eager step left behind.
+Limits: neither learned choices of layers, nor train_step.py's fused ones. Native layers kept FP8 codes of their weights
+from forward to the optimizer's step once, unless told not to ("cache off"); records of that time are left out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from gpt.config import Config as Options
 from gpt.model import SIZES
 
 VOCAB = 50_304  # of training.py's shards, padded by the application
+NOT_KEPT = (
+    "2026-11-25T15:00"  # records from then on are of layers that keep no codes until the step
+)
 SHARDINGS = {"zero2": "zero2", "zero3": "zero3", "fsdp2": "fsdp", "accelerate ddp": "ddp"}
 
 
@@ -80,6 +83,13 @@ def measured() -> list[Peak]:
     return list({peak.name: peak for source in sources for peak in source()}.values())
 
 
+def _kept_codes(record: dict[str, Any], precision: Precision) -> bool:
+    """Was the record made when such layers kept the codes of weights until the step?"""
+    recipe = precision.recipe
+    native = recipe is not None and recipe.compute in ("auto", "native")
+    return native and record.get("time", NOT_KEPT) < NOT_KEPT
+
+
 def table() -> list[str]:
     rows = []
     for peak in measured():
@@ -99,14 +109,12 @@ def _steps() -> Iterator[Peak]:
     for recipe in ("current", "blockwise"):
         precisions[f"native {recipe}"] = level(fp8_recipe=recipe)
         precisions[f"fp8stack te {recipe}"] = level(fp8_recipe=recipe, compute="te")
-        for keep in ("fp8", "off"):
-            cached = level(fp8_recipe=recipe, weight_cache=keep)
-            precisions[f"native {recipe}, cache {keep}"] = cached
     for record in read("train_step"):
         p, variant, peak = record["params"], record["variant"], record["extra"].get("peak_gib")
-        precision = precisions.get(variant.removesuffix(" eager").removesuffix(" compile"))
-        leftover = p["model"] == "llama" and variant.startswith("native") and p["compiled"]
-        if precision and peak and not leftover:
+        off = variant.removesuffix(" compile").removesuffix(", cache off")
+        precision = precisions.get(off.removesuffix(" eager"))
+        alike = off != variant and (p["model"] != "llama" or not p["compiled"])
+        if precision and peak and (alike or not _kept_codes(record, precision)):
             config = replace(MODELS[p["model"]], vocab=p["vocab"], sequence=p["sequence"])
             setup = Setup(p["batch"], p["sequence"], compile=p["compiled"])
             name = f"{p['model']} {variant}"
@@ -117,10 +125,11 @@ def _whole_steps() -> Iterator[Peak]:
     """Steps of end_to_end.py, once each: what is measured again begins with memory of variants before it."""
     variants = {v.name: v for v in end_to_end.VARIANTS if not v.te}
     for record in read("end_to_end", model="llama-1b"):
-        p, v = record["params"], variants.get(record["variant"])
-        if v:
-            level = v.level and at_level(recipe_for(v.level, **v.options))
-            precision = level or BASELINES["bf16"]
+        p, v = record["params"], variants.get(record["variant"].replace(", cache off", ""))
+        level = v and v.level and at_level(recipe_for(v.level, **v.options))
+        precision = level or BASELINES["bf16"]
+        alike = v and (v.compiled or v.name != record["variant"])
+        if v and (alike or not _kept_codes(record, precision)):
             setup = Setup(p["batch"], p["seq"], fuse=v.fused, compile=v.compiled)
             shape = shape_of(memory.MODELS["1b"])
             name = f"{p['model']} step {record['variant']}"
@@ -137,13 +146,17 @@ def _fitting() -> Iterator[Peak]:
         precisions[method.name] = at_level(recipe, weights)
     for record in read("memory"):
         p, variant, count = record["params"], record["variant"], record["count"]
-        if variant in precisions and record.get("peak_gib"):
+        precision = precisions.get(variant.removesuffix(", cache off"))
+        alike = variant.endswith(("cache off", "4bit", "step in backward"))
+        if variant.endswith("te") and p["model"] == memory.LARGEST:
+            continue  # kept the codes of all blocks then
+        if precision and record.get("peak_gib") and (alike or not _kept_codes(record, precision)):
             config, whole = memory.MODELS[p["model"]], p["model"] == memory.LARGEST
             config = replace(config, **{"layers" if whole else "batch": count})
             setup = Setup(config.batch, p["seq"], checkpointing=whole)
             size, n = f"{record['parameters'] / 1e9:.1f}B", f"{config.batch} × {p['seq']}"
             name = f"{size} {variant}, {'recomputed' if whole else n}"
-            yield Peak(name, shape_of(config), precisions[variant], setup, record["peak_gib"])
+            yield Peak(name, shape_of(config), precision, setup, record["peak_gib"])
 
 
 def _frameworks() -> Iterator[Peak]:
@@ -153,7 +166,8 @@ def _frameworks() -> Iterator[Peak]:
         p = record["params"]
         for name, sharding in SHARDINGS.items():
             precision = precisions.get(record["variant"].removeprefix(f"{name} "))
-            if precision:
+            whole = sharding in ("fsdp", "zero3")  # of which no codes were kept
+            if precision and (whole or not _kept_codes(record, precision)):
                 setup = Setup(p["batch"], p["seq"], p["ranks"], sharding)
                 shape = shape_of(replace(MODELS[p["model"]], sequence=p["seq"]))
                 yield Peak(record["variant"], shape, precision, setup, record["peak_gib"])
@@ -191,6 +205,8 @@ def _training() -> Iterator[Peak]:
         precision = BASELINES.get(variant.removesuffix(" again")) or at_level(
             Options(p["model"], opt_level=variant, compute=compute or "native", **options).recipe()
         )
+        if _kept_codes(record, precision):
+            continue
         micro = p.get("micro_batch", p["batch"])
         setup = Setup(micro, p["seq"], accumulate=micro < p["batch"])
         name = f"training {p['model']} {variant}{' te' * (compute == 'te')}{title and f', {title}'}"

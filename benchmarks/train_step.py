@@ -15,10 +15,7 @@ and `× compiled` are bf16's time over this one's; bf16 is measured again at the
 `loss` and `grad`, the norm of the embedding's gradient, are off from bf16's by as much: a check, not an accuracy.
 Models are compiled after an eager step, in which layers learn what they share.
 
-Limits: no optimizer runs, so weights never change, and codes kept of them would cost nothing. Therefore every step
-begins with a bump of all version counters, as an optimizer's write would: each weight is cast anew in each step. The
-one exception has "weights cached" in its name: its forwards find gradients that wait for a step, as a further
-micro-batch does. Peers run with their defaults; TransformerEngine keeps no codes then.
+Limits: no optimizer runs. Peers run with their defaults; TransformerEngine keeps no codes of weights then.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -78,7 +75,6 @@ class Variant:
     recipe: str = ""  # in the library's words
     compiled: bool = False
     fused: bool = False  # norms and activations in one kernel with the casts behind them
-    cached: bool = False  # steps leave the weights' version counters alone
     level: str = "O0"
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # more of initialize
 
@@ -96,13 +92,7 @@ def list_variants() -> list[Variant]:
         Variant("native fused, delayed, fast sums", ours, "delayed", fused=True, options=fast),
         Variant("native auto", ours, "current", options={**compute, "select": "auto"}),
     ]
-    current = replace(native[0], name="native current, weights cached", cached=True)
-    rest = [current]
-    for keep in ("fp8", "off"):
-        options = {**compute, "weight_cache": keep}
-        rest.append(Variant(f"native current, cache {keep}", ours, "current", options=options))
-    rest.append(replace(rest[-1], name="native fused, cache off", fused=True))
-    rest.append(Variant("native O1", ours, "current", level="O1", options=compute))
+    rest = [Variant("native O1", ours, "current", level="O1", options=compute)]
     on_te = [Variant(f"fp8stack te {r}", ours, r, options={"compute": "te"}) for r in RECIPES]
     rest += [*on_te, replace(on_te[0], name=f"{on_te[0].name} compile", compiled=True)]
     rest += [Variant(f"te {r}", te, r) for r in RECIPES]
@@ -182,26 +172,17 @@ def measure(variant: Variant, config: models.Config, options: argparse.Namespace
     before, peak = torch.cuda.memory_allocated() if cuda else 0, None
     model, batch = models.make_model(config, options.device)
     model, scope = convert(model, variant, options.device)
-    parameters = list(model.parameters())
-    waiting = make_waiting(parameters)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        if variant.cached:
-            set_gradients(parameters, waiting)
-        else:
-            torch.autograd.graph.increment_version(parameters)
         with scope():
             loss = model(*batch)
-        if variant.cached:
-            model.zero_grad(set_to_none=True)
         loss.backward()
         last[:] = [loss.detach()]
 
     start = time.perf_counter()
     if variant.compiled:
         step()
-        fp8stack.nn.forget_weights(model)  # as an optimizer's step would
         model.compile(backend="inductor" if cuda else "eager")  # needs no C++ compiler on a CPU
     for _ in range(WARM_UP):
         step()
@@ -216,16 +197,6 @@ def measure(variant: Variant, config: models.Config, options: argparse.Namespace
     if variant.library == "fp8stack":  # what ran in FP8, in its own words
         numbers["card"] = str(fp8stack.get_report(model))
     return numbers
-
-
-def make_waiting(parameters: list[nn.Parameter]) -> list[Tensor]:
-    """Return gradients that take no memory, for forwards that are to use kept codes of the weights."""
-    return [p.new_zeros(()).expand_as(p) for p in parameters]
-
-
-def set_gradients(parameters: list[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
 
 
 def undisturbed(work: Callable[[], Any]) -> Any:
@@ -318,7 +289,7 @@ def show(results: dict[Variant, Numbers], model: str, config: models.Config) -> 
     for compiled in (False, True):
         fastest: dict[str, str] = {}  # of each library
         for ms, name, variant in by_time:
-            if variant.compiled == compiled and not variant.cached:
+            if variant.compiled == compiled:
                 fastest.setdefault(variant.library, f"{name} {ms:.2f} ms")
         print(f"  fastest {'compiled' if compiled else 'eager'}: {', '.join(fastest.values())}")
 
@@ -329,7 +300,7 @@ def to_record(
     library = f"{variant.library} {sys.modules[variant.library].__version__}"
     params = {"model": model, "vocab": config.vocab, "batch": config.batch}
     params |= {"sequence": config.sequence, "library": library, "level": variant.level}
-    params |= {key: getattr(variant, key) for key in ("recipe", "compiled", "fused", "cached")}
+    params |= {key: getattr(variant, key) for key in ("recipe", "compiled", "fused")}
     record = {"name": "train_step", "variant": variant.name, "metric": "step_ms", "unit": "ms"}
     record |= {"params": {**params, **variant.options}, "value": numbers["step_ms"]}
     return {**record, "extra": {k: value for k, value in numbers.items() if k != "step_ms"}}

@@ -19,7 +19,7 @@ STEPS = {
     "O2, fused": "O2 fused",
     "O2, fused, delayed": "O2 fused, delayed",
     "O2, fused, delayed, fast sums": "O2 fused, delayed, fast sums",
-    'O2, fused, `weight_cache="off"`': "O2 fused, cache off",
+    "O2, fused, no kept codes": "O2 fused, cache off",
     "TransformerEngine's Linear, torch's fused AdamW": "te AdamW",
     "bf16, compiled": "bf16 compiled",
     "O2, fused, delayed, compiled": "O2 fused, delayed compiled",
@@ -64,9 +64,9 @@ METHODS = {
     "fp8stack O0": "fp8stack O0",
     "fp8stack O1": "fp8stack O1",
     "fp8stack O2": "fp8stack O2",
-    'fp8stack O2, `weight_cache="off"`': "fp8stack O2, cache off",
-    'cache off, `states="4bit"`': "fp8stack O2, 4bit",
-    "cache off, `step_in_backward=True`": "fp8stack O2, step in backward",
+    "fp8stack O2, no kept codes": "fp8stack O2, cache off",
+    'no kept codes, `states="4bit"`': "fp8stack O2, 4bit",
+    "no kept codes, `step_in_backward=True`": "fp8stack O2, step in backward",
     'fp8stack O2, `compute="te"`': "fp8stack O2, te",
 }
 FITS = (
@@ -74,7 +74,7 @@ FITS = (
     "bfloat16 weights, bitsandbytes AdamW8bit",
     "bfloat16 weights, flashoptim, 24 bits",
     "fp8stack O2",
-    'fp8stack O2, `weight_cache="off"`',
+    "fp8stack O2, no kept codes",
 )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError, ModelError, first_line, reason_of
-from .nn.scaling import restore_scaling, scaling_state
+from .nn.delayed_histories import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.parameter_names import check_order, names_of, names_of_owned
 from .optim.state_dict import check_packed, install, plain_numbers, prepare, to_torch

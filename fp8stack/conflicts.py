@@ -145,9 +145,8 @@ _RULES = (
     Rule("select", ("auto",), _TE, "it times native layers", 'Use compute="native"'),
     Rule("fp8_fast_accum", (False,), _TE, 'TransformerEngine always sums forward products of "delayed" fast',
          'Use compute="native" or fp8_recipe="current" for precise sums', beside=setting("fp8_recipe", "delayed")),
-    Rule("weight_cache", (), _TE, "it is an option of native layers", "", Fp8StackWarning, (FP8_PRODUCTS,)),
     *(Rule(option, (), BF16_ASKED, "it is an option of FP8 products", "", Fp8StackWarning)
-      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "weight_cache", "select", "matmuls")),
+      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "select", "matmuls")),
     Rule("matmuls", (True,), (BF16_PRODUCTS,), "bare parameters are multiplied as they were", "", Fp8StackWarning),
     Rule("offload", ("cpu",), (ON_CPU,), "the states are in host memory already", "", Fp8StackWarning),
 

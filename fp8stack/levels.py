@@ -29,7 +29,6 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "amax_compute_algo": ("max", "most_recent"),
         "pad": ("auto", "skip"),
         "select": ("all", "auto"),
-        "weight_cache": ("fp8+t", "fp8", "off"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
         "master": ("keep", "split24", "split32", "fp16", "fp32", "none"),
@@ -64,8 +63,6 @@ class Recipe:
     pad: sizes that are no multiple of 16 ("blockwise": of 128). "auto": pad inside the layer. "skip": leave such layers
         out.
     select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
-    weight_cache: what native layers keep of a weight until the step: "fp8+t" its codes for both GEMMs (2 bytes an
-        element), "fp8" those of the forward pass (1 byte; backward transposes them), "off" nothing: cast every time.
     matmuls: multiplications by bare parameters too (x @ self.w, einsum, F.linear), anywhere in the model's forward.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
@@ -94,7 +91,6 @@ class Recipe:
     fp8_fast_accum: bool | None = None
     pad: str = "auto"
     select: str = "all"
-    weight_cache: str = "fp8+t"
     matmuls: bool = False
     gradients: str = "keep"
     states: str = "keep"

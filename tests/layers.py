@@ -10,7 +10,15 @@ from fp8stack.capability import native_recipe
 from fp8stack.kernels import ops
 
 RECIPES = ("current", "delayed", "blockwise")
-CASTS = ("cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "swiglu_cast")
+CASTS = (
+    "cast",
+    "recast",
+    "recast_with",
+    "cast_1x128",
+    "cast_128x128",
+    "cast_delayed",
+    "swiglu_cast",
+)
 
 
 def native(model, device="cpu", **overrides):
@@ -26,11 +34,6 @@ def native(model, device="cpu", **overrides):
 def linear(in_features=32, out_features=32, bias=True, device="cpu", **overrides):
     """Return one native layer; the same weights for the same seed."""
     return native(nn.Sequential(nn.Linear(in_features, out_features, bias)), device, **overrides)[0]
-
-
-def casts_of(layer):
-    """Return how often the layer's weight was cast."""
-    return layer.products.weights.casts
 
 
 def results(model, x, gradient=None):

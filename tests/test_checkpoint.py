@@ -93,7 +93,7 @@ def delayed(**options):
     return build("O2", fp8_recipe="delayed", amax_history_len=8, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_cache": "off"}, {"fp8_margin": 1}])
+@pytest.mark.parametrize("options", [{}, {"fp8_margin": 1}])
 def test_delayed_scaling_goes_on_with_its_histories(options, tmp_path):
     original = delayed(**options)
     train(*original, 5)

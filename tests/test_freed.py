@@ -14,7 +14,7 @@ from fp8stack.errors import GradientError, ModelError
 from fp8stack.monitor import Monitor
 from fp8stack.optim import SGD, AdamW
 
-RELEASED = {"compute": "native", "weight_cache": "off", "step_in_backward": True}
+RELEASED = {"compute": "native", "step_in_backward": True}
 
 
 class Failed(Exception):
@@ -66,8 +66,7 @@ def assert_freed(references, device="cpu"):
         ("O1", {"step_in_backward": True}),
         ("O2", {}),
         ("O2", {"states": "4bit"}),
-        ("O2", {"fp8_recipe": "delayed", "weight_cache": "fp8"}),
-        ("O2", {"weight_cache": "off"}),
+        ("O2", {"fp8_recipe": "delayed"}),
         ("O2", {"step_in_backward": True, "matmuls": True}),
     ],
 )

@@ -30,10 +30,7 @@ from . import host
 
 # runs a step of so many sequences; returns the part of memory that it took
 Measure = Callable[[Callable[[int], None], int], float]
-REMEDY = (
-    "Use --checkpointing, --opt-level O2 (with --weight-cache off), a smaller model or --seq-len, or "
-    "more ranks."
-)
+REMEDY = "Use --checkpointing, --opt-level O2, a smaller model or --seq-len, or more ranks."
 TOO_LARGE = f"--micro-batch auto: one sequence does not fit into memory. {REMEDY}"
 MARGIN = 0.95  # of the memory that is free, how much a predicted step may take
 

@@ -32,7 +32,6 @@ SCALING = (
     "amax_history_len",
     "amax_compute_algo",
     "fp8_fast_accum",
-    "weight_cache",
 )
 OF_FP8 = (*SCALING, "fp8_interval", "fuse", "skip")
 LEVEL = ("opt_level", "use_fp8")
@@ -110,11 +109,6 @@ class Config:
         (), "layers to leave as they are, by name or pattern, as head or 'blocks.0.*'"
     )
     fp8_fast_accum: bool = option(False, "sum forward products with fewer bits, which is faster")
-    weight_cache: str = option(
-        "fp8+t",
-        "what native layers keep of a weight from forward to step: codes for both GEMMs, for one, or none",
-        choices=CHOICES["weight_cache"],
-    )
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
     )

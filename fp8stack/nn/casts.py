@@ -302,7 +302,7 @@ def cast_weight(
 def weight_for_backward(
     weight: Tensor, codes: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes [in, out] of a weight and their scale, of what forward saved: codes, perhaps empty, and scale."""
+    """Return the codes [in, out] of a weight and their scale, of the codes (or none) and scale that forward saved."""
     if codes.numel() or not weight.numel():
         return codes, scale
     w, turned = weight.detach(), options.turned

@@ -1,8 +1,8 @@
 """select="auto": every GEMM shape is timed in FP8 and as the layer would run unconverted, and the faster one stays.
 
 The first time that a model multiplies a shape, both are timed on this GPU, forward and backward, on random data:
-`nn.functional.linear` in the dtype the layer would use, and `fp8_matmul` with all its casts (that of the input too, even
-if other layers would share it). FP8 stays where it is 3 % faster.
+`nn.functional.linear` in the dtype the layer would use, and `fp8_matmul` with all its casts (that of the input too,
+even if other layers would share it). FP8 stays where it is 3 % faster.
 In eager mode the clock on the wall counts, host included, since that is what limits small models; under torch.compile
 the GPU's alone, whose answer becomes a constant of the graph (for a dynamic shape, of the size that was traced).
 Answers are kept for the process, by shape; numbers of tokens less than a quarter apart share one, so that batches of

@@ -188,7 +188,9 @@ class _SwiGLU(torch.autograd.Function):
         y = product(codes, h_scale, d_forward, d_scale, dtype, options[2].fast)
         ctx.options, ctx.x_shape, ctx.x_dtype = options, x.shape, x.dtype
         if h_scaling[0] and not torch.compiler.is_compiling():
-            ctx.g_states = [STATES[each.g_state] for each in options]  # backward may outlive the layers
+            ctx.g_states = [
+                STATES[each.g_state] for each in options
+            ]  # backward may outlive the layers
         ctx.save_for_backward(
             x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down,
             g_backward, g_scale, u_backward, u_scale, d_backward, d_scale,
@@ -201,12 +203,12 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down, *rest = ctx.saved_tensors
+    x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down, *codes = ctx.saved_tensors
     options: tuple[Options, Options, Options] = ctx.options
     need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
     dx = dw_gate = dw_up = dw_down = None
     d = cast_gradient(grad, options[2], True, need_down)
-    d_codes = weight_for_backward(w_down, *rest[4:], options[2])
+    d_codes = weight_for_backward(w_down, codes[4], codes[5], options[2])
     dh = product(d.codes, d.scale, *d_codes, options[2].dtype)
     states = [each.g_state for each in options[:2] if each.g_state >= 0]
     dg, dg_t, dg_scale, du, du_t, du_scale, h_t = ops.swiglu_backward_cast(
@@ -215,9 +217,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_down:
         dw_down = crop(product(d.codes_t, d.scale, h_t, h_scale, w_down.dtype), w_down.shape)
     if need_x:
-        g_codes = weight_for_backward(w_gate, *rest[:2], options[0])
+        g_codes = weight_for_backward(w_gate, codes[0], codes[1], options[0])
         dx = product(dg, dg_scale, *g_codes, ctx.x_dtype)
-        u_codes = weight_for_backward(w_up, *rest[2:4], options[1])
+        u_codes = weight_for_backward(w_up, codes[2], codes[3], options[1])
         dx = crop(dx + product(du, du_scale, *u_codes, ctx.x_dtype), ctx.x_shape)
     if need_gate:
         dw_gate = crop(product(dg_t, dg_scale, x_codes_t, x_scale, w_gate.dtype), w_gate.shape)

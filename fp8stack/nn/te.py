@@ -16,10 +16,7 @@ Dtypes: the output has the input's, or autocast's where that is on; operands are
 are stored in (O2's weights are bfloat16 under float32 activations). A bias is added in bfloat16 where the output is
 float32, which is all that cuBLAS has. Gradients have the dtype of their tensors.
 
-Weights are cast at the first of several micro-batches and kept for the others: where the version counter says that
-the weight did not change, no optimizer stepped, and a gradient waits for a step (or this is a recomputation). Writes
-through `.data` or by foreign kernels leave no trace in the counter, but follow a step or come before the gradients.
-In evaluation, without gradients, under FSDP2 and in CUDA graphs a weight is cast each time.
+Weights are cast in every forward. TransformerEngine keeps both layouts until backward, under FSDP2 none.
 
 Delayed scaling: TransformerEngine keeps the histories of all layers of a process together and moves all of them on
 whenever an outermost autocast ends, which here would be once a layer, and reduces them over all ranks. So here each
@@ -50,8 +47,8 @@ from fp8stack import capability_te
 from fp8stack.errors import Fp8StackWarning, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
-from .linear import check_input, output_dtype, title
 from .casts import in_backward
+from .linear import check_input, output_dtype, title
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 """Of every dimension of a product, by recipe."""
@@ -103,20 +100,15 @@ def check_recipe(recipe: Recipe, device: torch.device) -> None:
 
 
 class Engine:
-    """What computes one layer: a `te.Linear` without parameters of its own. Copies have settings and name only.
-
-    casts: how often the weight was cast in forward passes.
-    """
+    """What computes one layer: a `te.Linear` without parameters of its own. Copies have settings and name only."""
 
     def __init__(self, settings: Settings, weight: Tensor | None = None, layer: str = "") -> None:
         self.settings = settings
         self.layer = layer  # its name in the model
-        self.casts = 0
         self.outside_graph = _outside_graph()
         self._home = None if weight is None else weakref.ref(weight)
         self._linear: Any = None
         self._device: torch.device | None = None
-        self._cast_of: tuple[int, ...] = ()
         self._seeded = [False, False]  # delayed scaling: the first scales of forward, backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -145,7 +137,6 @@ class Engine:
             bias = None if bias is None else pad(bias, (0, below))
         with torch.cuda.device(rows.device), mode:
             module = self._module(layer, rows.device, weight.shape)
-            first, of = self._first_of_several(layer)
             module._parameters["weight"] = weight
             if bias is not None:
                 module._parameters["bias"] = bias
@@ -161,11 +152,9 @@ class Engine:
                 library.state.is_first_fp8_module()  # takes the mark that makes backward do so
                 try:
                     with self._scales(module, rows, weight, layer.training):
-                        output: Tensor = module(rows, is_first_microbatch=first)
+                        output: Tensor = module(rows)
                 finally:
                     module._parameters.update(dict.fromkeys(module._parameters))
-        self.casts += first is not False
-        self._cast_of = of or self._cast_of
         if self.settings.fp8_recipe == "delayed" and output.requires_grad and not self._seeded[1]:
             output.register_hook(self._seed_backward(module))
         if below or down:
@@ -180,19 +169,8 @@ class Engine:
                 self._linear = te.Linear(
                     shape[1], shape[0], bias=layer.bias is not None, params_dtype=layer.weight.dtype, device="meta",
                 )  # fmt: skip
-            self._device, self._cast_of, self._seeded = device, (), [False, False]
+            self._device, self._seeded = device, [False, False]
         return self._linear
-
-    def _first_of_several(self, layer: nn.Linear) -> tuple[bool | None, tuple[int, ...]]:
-        """Return whether to cast the weight and keep it (None: not keep it), and what it is then the cast of."""
-        weight = layer.weight
-        train = layer.training and torch.is_grad_enabled() and weight.requires_grad
-        capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        if not train or capturing or self._comes_and_goes(weight):
-            return None, ()
-        of = (id(weight), weight.data_ptr(), weight._version, count_steps()[0])
-        same = of == self._cast_of
-        return not (same and (in_backward() or (weight.is_leaf and weight.grad is not None))), of
 
     def _comes_and_goes(self, weight: Tensor) -> bool:
         """Is this a whole weight that FSDP2 put in the place of the layer's own?"""

@@ -12,8 +12,9 @@ ranks, adds the buffers of communication, and looks at four moments of a step:
 
 The peak is the largest of them: gradients grow while activations go. With `accumulate` gradients are there throughout.
 
-A compiled model (`compile`) casts weights in its forward, whatever `weight_cache` says, keeps the copy that backward
-multiplies by, and frees it there; under checkpointing a block's are made again. Its backward is one function, which
+Native layers keep a weight's codes from forward to backward, in one layout, if the model is compiled, or in one process
+if the micro-batch has few tokens (`FEW_ROWS`); TransformerEngine's keep both layouts. Backward frees them; under
+checkpointing a block's are made again. The backward of a compiled model (`compile`) is one function, which
 returns all gradients together, in the weights' dtypes: FP8 ones are made only then, while sums of earlier micro-batches
 lie beside them. TransformerEngine's layers are as in eager mode.
 
@@ -47,6 +48,7 @@ import torch
 from torch import nn
 
 from fp8stack.errors import ConfigError
+from fp8stack.nn.casts import FEW_ROWS
 
 from .counted import Precision, Resident, resident
 from .saved import activations
@@ -129,11 +131,11 @@ def estimate(
         precision = replace(precision, weights=torch.float32, autocast=mixed)
     shape = model if isinstance(model, Shape) else shape
     compiled = setup.compile and (precision.recipe is None or precision.recipe.compute != "te")
-    counted = precision
-    if compiled and precision.recipe is not None:
-        counted = replace(precision, recipe=replace(precision.recipe, weight_cache="fp8+t"))
-    stays = _resident_of(model, counted, setup.accumulate)
+    stays = _resident_of(model, precision, setup.accumulate)
     parts = _share(stays, precision, setup)
+    parts["weight copies"] += _kept_codes(stays, precision, setup)
+    if compiled and setup.checkpointing:
+        parts["weight copies"] = _of_a_block(parts["weight copies"], stays)
     always, gathered, reducing = _communication(stays, precision, setup)
     tokens = setup.batch * setup.seq
     kept, block, alone, loss, at_loss, in_block = 0, 0, 0, 0, 0, 0
@@ -149,12 +151,7 @@ def estimate(
         absent = stays.block * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
         loss, at_loss = tokens * each.loss, tokens * each.at_loss
         in_block = tokens * max(each.at_scores, each.at_block)
-    copies, freed = parts["weight copies"], min(stays.casts, parts["weight copies"])
-    if compiled:  # codes that forward multiplies by are not kept
-        copies -= (copies - freed) // 2
-        if setup.checkpointing:
-            copies = copies * (stays.outside + stays.block) // stays.elements
-        freed = parts["weight copies"] = copies
+    copies = parts["weight copies"]  # backward frees them
     held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
     fp8_gradients = _fp8_gradients(precision, setup)
     in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
@@ -167,8 +164,8 @@ def estimate(
     moments = {
         "loss": held + early + kept + at_loss + gathered // 2,
         "backward": held + early + kept - loss + block + in_block + largest + passing,
-        "last": held - freed + max(early, there) + alone + in_block + passing,
-        "end": held - freed + grown + beside + largest * fp8_gradients + passing,
+        "last": held - copies + max(early, there) + alone + in_block + passing,
+        "end": held - copies + grown + beside + largest * fp8_gradients + passing,
     }
     parts["activations"] = kept + block
     parts["temporary"] = max(at_loss, in_block, largest)
@@ -256,11 +253,27 @@ def _share(stays: Resident, precision: Precision, setup: Setup) -> dict[str, int
         shared = ("weights", "gradients")[3 - stage :]
     for kind in (*shared, "masters", "m", "v", "host"):
         parts[kind] = -(-parts[kind] // ranks)
-    te = precision.recipe is not None and precision.recipe.compute == "te"
-    gone = setup.sharding == "fsdp" or (setup.sharding == "zero3" and not te)
-    if gone or not stays.fp8:
+    if setup.sharding in ("fsdp", "zero3") or not stays.fp8:
         parts["weight copies"] = 0
     return parts
+
+
+def _kept_codes(stays: Resident, precision: Precision, setup: Setup) -> int:
+    """Return the bytes of weights' FP8 codes that each rank keeps from forward to backward."""
+    if precision.recipe is None or setup.sharding == "fsdp":
+        return 0
+    if precision.recipe.compute == "te":
+        codes = 2 * stays.codes
+    elif setup.compile and setup.sharding != "zero3":
+        return stays.codes
+    else:
+        codes = stays.codes * (setup.ranks == 1 and setup.batch * setup.seq <= FEW_ROWS)
+    return _of_a_block(codes, stays) if setup.checkpointing else codes
+
+
+def _of_a_block(nbytes: int, stays: Resident) -> int:
+    """Return the share of `nbytes` that is there at once under checkpointing, which makes a block's again."""
+    return nbytes * (stays.outside + stays.block) // stays.elements
 
 
 def _communication(stays: Resident, precision: Precision, setup: Setup) -> tuple[int, int, int]:

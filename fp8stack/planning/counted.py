@@ -19,9 +19,9 @@ from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 from fp8stack.formats import E4M3, scale_shape
 from fp8stack.levels import Recipe
 from fp8stack.memory import MemoryUse, measure
+from fp8stack.nn.casts import Products, cast_weight
 from fp8stack.nn.convert import skipped_modules
 from fp8stack.nn.linear import Bf16Linear, Fp8Linear
-from fp8stack.nn.operands import WeightCache
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.state_formats import BITSANDBYTES, zero_moment
 from fp8stack.tensor import BlockScaledTensor
@@ -73,7 +73,7 @@ class Resident:
     elements: int
     outside: int  # elements that are in no block (a block: an element of a ModuleList)
     block: int  # elements of the largest block
-    casts: int  # bytes of the weight copies that backward frees
+    codes: int  # bytes of the weights' FP8 codes in one layout
     gradient: int  # bytes of the largest one, in its parameter's dtype
     gradients: int  # of all of them, likewise
     fp8: frozenset[str]  # names of Linear layers that multiply in FP8
@@ -82,9 +82,9 @@ class Resident:
         """Return `self` and `times` the difference that `other` makes."""
         more = {k: self.bytes[k] + times * (other.bytes[k] - self.bytes[k]) for k in KINDS}
         elements = self.elements + times * (other.elements - self.elements)
-        casts = self.casts + times * (other.casts - self.casts)
+        codes = self.codes + times * (other.codes - self.codes)
         gradients = self.gradients + times * (other.gradients - self.gradients)
-        return replace(self, bytes=more, elements=elements, casts=casts, gradients=gradients)
+        return replace(self, bytes=more, elements=elements, codes=codes, gradients=gradients)
 
 
 def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -> Resident:
@@ -114,8 +114,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     use, counted = use_after_step(model, optimizer, decisions, accumulate), dict.fromkeys(KINDS, 0)
     for part, nbytes in use.bytes.items():
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
-    codes, casts = _copies(model, precision)
-    counted["weight copies"] = codes + casts
+    counted["weight copies"], codes = _copies(model, precision)
     if host:
         for kind in ("masters", "m", "v"):
             counted["host"] += counted[kind]
@@ -128,7 +127,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         use.elements,
         use.elements - sum(blocks),
         max(blocks, default=0),
-        casts,
+        codes,
         max(trained, default=0),
         sum(trained),
         frozenset(n for n, m in model.named_modules() if isinstance(m, Fp8Linear)),
@@ -187,25 +186,24 @@ def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _copies(model: nn.Module, precision: Precision) -> tuple[int, int]:
-    """Return the bytes of FP8 codes of weights, which the step frees, and of bfloat16 copies, which backward does."""
+    """Return the bytes of bfloat16 copies of weights and of their FP8 codes in one layout; backward frees both."""
     codes: dict[torch.Tensor, int] = {}
     casts: dict[torch.Tensor, int] = {}
     for module in model.modules():
         if isinstance(module, Fp8Linear):
-            cache = module.products.weights
-            codes[module.weight] = _code_bytes(module.weight.shape, cache.keep, cache.squares)
+            assert precision.recipe is not None
+            codes[module.weight] = _code_bytes(module.weight.shape, precision.recipe)
         elif isinstance(module, nn.Linear) and (
             precision.autocast or isinstance(module, Bf16Linear)
         ):
             nbytes = 2 * module.weight.numel()
             casts[module.weight] = nbytes * (module.weight.dtype is not torch.bfloat16)
-    return sum(codes.values()), sum(casts.values())
+    return sum(casts.values()), sum(codes.values())
 
 
 @lru_cache(maxsize=1024)
-def _code_bytes(shape: torch.Size, keep: str, squares: bool) -> int:
-    """Return the bytes that a native FP8 layer keeps of a weight."""
-    weight = nn.Parameter(torch.empty(shape, device="meta"))
-    codes, kept = WeightCache(weight, keep, squares=squares).codes(weight, True, True)
-    each = {id(t): t.nbytes for t in codes}
-    return 0 if kept == "off" else sum(each.values())
+def _code_bytes(shape: torch.Size, recipe: Recipe) -> int:
+    """Return the bytes of what a native FP8 layer keeps of a weight where it keeps backward's codes."""
+    weight = torch.empty(shape, device="meta")
+    codes = cast_weight(weight, Products(recipe), train=False, backward=True, rows=0)
+    return codes.backward.nbytes + codes.backward_scale.nbytes

@@ -125,7 +125,7 @@ def activations(
 
 
 def is_fused(shape: Shape, precision: Precision, fp8: frozenset[str]) -> bool:
-    """Return whether `fp8stack.nn.fuse` takes the feed-forward blocks; see `nn/fused.py`."""
+    """Return whether `fp8stack.nn.fuse` takes the feed-forward blocks; see `nn/swiglu.py`."""
     recipe, layers = precision.recipe, {f"blocks.0.{x}_proj" for x in ("gate", "up", "down")}
     if recipe is None or recipe.compute == "te" or recipe.select == "auto" or not layers <= fp8:
         return False

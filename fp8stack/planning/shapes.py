@@ -44,7 +44,7 @@ class Shape:
     rms: bool = True  # RMSNorm; False: LayerNorm
     bias: bool = False  # of all Linear layers but the head
     qkv_bias: bool = False  # of these alone
-    fusible: bool = True  # a gated feed-forward has SiLU and no biases: see nn/fused.py
+    fusible: bool = True  # a gated feed-forward has SiLU and no biases: see nn/swiglu.py
     qk_norm: bool = False  # of each head's queries and keys
     joint_qkv: bool = False  # one layer makes queries, keys and values
     tied: bool = False  # the head is the embedding

@@ -168,11 +168,8 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Recipe, list[
         if "master" in section.given:
             check_option("master", master, ZERO_FLOAT32)
         master = "keep"
-    cache = recipe.weight_cache
-    if stage == 3 and "weight_cache" not in section.given:
-        cache = "off"  # codes that stay would undo the partitioning of weights
     backend = recipe.optimizer_backend if recipe.states == "keep" else "fp8stack"
-    return replace(recipe, master=master, weight_cache=cache, optimizer_backend=backend), lacking
+    return replace(recipe, master=master, optimizer_backend=backend), lacking
 
 
 def check_recipe(recipe: Recipe, stage: int) -> None:

@@ -2,13 +2,12 @@
 
 import json
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import models
 import pytest
 import torch
 import train_step
-from layers import count_casts
 from models import MODELS, make_model
 from torch import nn
 from train_step import VARIANTS, main
@@ -20,7 +19,7 @@ SIZES = ("--device", "cpu", "--model", "tiny", "--steps", "2")
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmark") / "steps.jsonl"
-    only = ("--only", "bf16*", "native current", "native O1", "native current, weights cached")
+    only = ("--only", "bf16*", "native current", "native O1")
     assert main([*SIZES, "--output", str(path), *only]) == 0
     return path
 
@@ -59,15 +58,13 @@ def embed_and_run(model, tokens):
 
 def test_records_follow_the_schema(records):
     rows = load(records)
-    cached = "native current, weights cached"
-    assert list(rows) == ["bf16 eager", "bf16 compile", "native current", cached, "native O1"]
+    assert list(rows) == ["bf16 eager", "bf16 compile", "native current", "native O1"]
     row = rows["native current"]
     assert (row["name"], row["metric"], row["unit"]) == ("train_step", "step_ms", "ms")
     assert row["value"] > 0
     assert row["params"]["model"] == "tiny"
     assert row["params"]["compute"] == "native"
     assert row["params"]["library"].startswith("fp8stack ")
-    assert rows[cached]["params"]["cached"]
     assert rows["native O1"]["params"]["level"] == "O1"
     extra, eager = row["extra"], rows["bf16 eager"]
     assert extra["of_eager"] == pytest.approx(eager["value"] / row["value"])
@@ -79,28 +76,6 @@ def test_records_follow_the_schema(records):
     assert "fp8" in extra["card"]
     assert eager["extra"]["again_ms"] > 0  # bf16 is measured twice
     assert "again_ms" not in extra
-
-
-def test_weights_are_cast_in_every_step_unless_the_name_says_otherwise(monkeypatch):
-    bumped = []
-    monkeypatch.setattr(torch.autograd.graph, "increment_version", bumped.append)
-    options = SimpleNamespace(device="cpu", steps=1)
-    for name, times in {"native current": True, "native current, weights cached": False}.items():
-        bumped.clear()
-        train_step.measure(VARIANTS[NAMES.index(name)], MODELS["tiny"], options)
-        assert bool(bumped) == times
-
-
-def test_kept_weights_are_cast_in_the_first_step_only(monkeypatch):
-    model, _ = make_model(MODELS["tiny"], "cpu")
-    layers = sum(isinstance(m, nn.Linear) for m in model.blocks.modules())
-    options, casts = SimpleNamespace(device="cpu", steps=1), []
-    for name in ("native current", "native current, weights cached"):
-        with monkeypatch.context() as patch:
-            seen = count_casts(patch)
-            train_step.measure(VARIANTS[NAMES.index(name)], MODELS["tiny"], options)
-        casts.append(len(seen))
-    assert casts[0] - casts[1] == layers * train_step.WARM_UP  # and one timed step
 
 
 def test_picture_shows_the_latest_run_only(records, tmp_path):

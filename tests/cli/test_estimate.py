@@ -105,7 +105,7 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
 
 def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
     _, whole = estimated(*SMALL)
-    data, columns = estimated(*SMALL, "--states", "4bit", "--weight-cache", "off")
+    data, columns = estimated(*SMALL, "--states", "4bit")
     assert list(columns) == ["fp32", "bf16", "8bit", "O2"]
     assert data["memory"] is None
     assert "fits" not in columns["O2"]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import fp8stack
 from fp8stack.errors import UnsupportedDeviceError
-from fp8stack.nn.fused import fuse
+from fp8stack.nn.swiglu import fuse
 
 ROOT = Path(__file__).parents[2]
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=24)

@@ -75,8 +75,6 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
         (["--skip", "head", "x*", "--no-fp8"], r"^--skip head 'x\*' is of FP8"),
         (["--skip"], "--skip: expected at least one argument"),
         (["--fp8-fast-accum", "--no-fp8"], "^--fp8-fast-accum is of FP8"),
-        (["--weight-cache", "off", "--no-fp8"], "^--weight-cache off is of FP8"),
-        (["--weight-cache", "on"], "--weight-cache: got 'on', must be one of fp8.t, fp8, off"),
         (["--fp8-fast-accum", "--fp8-recipe", "blockwise"], "has one for each block"),
         (["--fuse", "--compute", "te"], "not with --compute te: .* Leave out one"),
         (["--fuse", "--compute", "bf16"], "not with --compute bf16: without FP8"),
@@ -290,14 +288,6 @@ def test_every_option_has_a_flag_and_help_and_survives_yaml(write, capsys):
         ]
     )
     assert parse(write(yaml.safe_dump(found.to_dict()))) == found
-
-
-def test_what_is_kept_of_weights_is_an_option(write):
-    kept = ("O2", {"weight_cache": "off"})
-    assert parse(["--weight-cache", "off"]).fp8_options() == kept
-    assert parse(write("weight_cache: off")).fp8_options() == kept
-    assert parse([*write("weight_cache: off"), "--no-fp8"]).fp8_options() == (None, {})
-    assert parse(["--weight-cache", "fp8+t"]).fp8_options() == ("O2", {})
 
 
 def test_layers_to_skip_are_a_list_in_flags_and_files(write):

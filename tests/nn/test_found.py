@@ -17,8 +17,7 @@ from fp8stack.formats import E4M3
 from fp8stack.kernels import cast_delayed as triton_delayed
 from fp8stack.kernels.reference import cast_delayed as reference_delayed
 from fp8stack.kernels.reference.cast_delayed import DelayedState
-from fp8stack.nn import forget_weights
-from fp8stack.nn.fused import fuse
+from fp8stack.nn.swiglu import fuse
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -160,23 +159,6 @@ def test_an_amax_too_small_for_a_scale_leaves_the_scale_alone():
             assert_same_bits(one, other)
 
 
-def test_without_a_cache_blocks_keep_nothing_of_the_weight_for_backward():
-    layer = linear(256, 128, bias=False, fp8_recipe="blockwise", weight_cache="off")
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        layer(torch.randn(384, 256, requires_grad=True))
-    assert sum(t.nbytes for t in saved if t is not layer.weight) <= 384 * 256 + 4 * 256 * 3 + 400
-
-
-def test_a_training_pass_after_an_evaluation_of_the_same_input_is_remembered():
-    layer = linear(fp8_recipe="delayed").eval()
-    x = torch.randn(16, 32)
-    layer(x)
-    layer.train()
-    layer(x)
-    assert float(layer.products.x_state.tensor[3]) == float(x.abs().max())
-
-
 def test_an_input_that_was_filled_behind_autograds_back_is_cast_again():
     """As recv, all_reduce and broadcast of torch.distributed do: none of them counts a version."""
     layer = linear()
@@ -186,65 +168,11 @@ def test_an_input_that_was_filled_behind_autograds_back_is_cast_again():
     assert_same_bits(layer(x), layer(torch.ones(16, 32)))
 
 
-@pytest.mark.parametrize("change", ["copy", "assign"])
-def test_a_copy_or_an_assigned_weight_is_cached_like_any_other(change):
-    layer = linear()
-    if change == "copy":
-        layer = copy.deepcopy(layer)
-    else:
-        layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()}, assign=True)
-    for _ in range(8):
-        layer(torch.randn(16, 32)).sum().backward()
-    assert layer.products.weights.casts == 1
-
-
-# 14 a layer used twice in one pass, recomputed: the second use's scale serves both
-
-
 def test_the_wrong_size_through_a_fused_block():
     m = native(nn.Sequential(GatedSilu()))
     assert fuse(m) == ["0"]
     with pytest.raises((RuntimeError, ValueError)):
         m(torch.randn(4, 31))
-
-
-def test_weights_changed_without_a_trace_are_cast_anew_on_request():
-    layer = linear()
-    x = torch.randn(16, 32)
-    layer(x)
-    layer.weight.data.copy_(torch.randn(32, 32))
-    forget_weights(layer)
-    assert_same_bits(layer(x), layer.eval()(x))
-
-
-def test_bare_parameters_changed_without_a_trace_are_cast_anew_on_request():
-    model, x = native(Root(), matmuls=True), torch.randn(16, 64)
-    model(x)
-    model.w.data.copy_(torch.randn(64, 64))
-    forget_weights(model)
-    assert_same_bits(model(x), model.eval()(x))
-    assert fp8stack.get_report(model).multiplied == {"w"}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_training_after_inference_mode(recipe):
-    """Nothing made in inference mode may be left for autograd to save."""
-    layer, x = linear(fp8_recipe=recipe), torch.randn(16, 32)
-    with torch.inference_mode():
-        layer(x)
-        inside = torch.randn(16, 32)
-    with torch.no_grad():
-        layer(inside)
-    results(layer, x)
-
-
-def test_evaluation_does_not_count_towards_a_delayed_scale():
-    layer = linear(fp8_recipe="delayed").eval()
-    with torch.no_grad():
-        for _ in range(20):
-            layer(torch.randn(16, 32))
-    assert layer.products.x_state.casts == 0
-    assert layer(torch.randn(16, 32)).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

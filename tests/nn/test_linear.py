@@ -11,17 +11,13 @@ from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels.reference.quantize import quantize_tensor
 from fp8stack.levels import recipe_for
 from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
-from fp8stack.nn.operands import Products, WeightCache
-
-
-def products(layer, fmt):
-    return Products(WeightCache(layer.weight, "fp8+t"), recipe_for("O0", fp8_format=fmt))
+from fp8stack.nn.casts import Products
 
 
 def fp8_linear(in_features, out_features, bias=True, fmt="hybrid", device="cpu"):
     layer = nn.Linear(in_features, out_features, bias, device=device)
     layer.__class__ = Fp8Linear
-    layer.products = products(layer, fmt)
+    layer.products = Products(recipe_for("O0", fp8_format=fmt))
     return layer
 
 
@@ -158,7 +154,7 @@ def test_the_output_has_the_dtype_of_the_input_or_of_autocast(kind, device):
     layer = nn.Linear(32, 32, device=device)
     layer.weight.data = layer.weight.data.bfloat16()
     layer.__class__ = kind
-    layer.products = products(layer, "hybrid")
+    layer.products = Products(recipe_for("O0"))
     x = torch.randn(16, 32, device=device)
     assert layer(x).dtype is torch.float32
     with torch.autocast(device, torch.bfloat16):

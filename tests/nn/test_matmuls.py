@@ -41,11 +41,6 @@ def fp8(model, **overrides):
     return apply_matmuls(model, recipe, skipped_modules(model, recipe)[0], conversion), conversion
 
 
-def casts(bare):
-    """Return how often weights were cast whose codes are kept."""
-    return sum(p.weights.casts for e in bare.entries.values() for p in e.products.values())
-
-
 def rounded(x, fmt, axis=None):
     """Return float64 x after quantization with one scale, or one for each expert along `axis`."""
     if axis is not None:
@@ -264,14 +259,13 @@ def test_addmm_by_a_parameter_on_the_left(device):
 def test_parts_of_a_parameter_are_cast_as_they_are(device):
     model = Bare(lambda x, w: x @ w[:, 16:80], 96, 96, device=device)
     x = torch.randn(33, 96, device=device)
-    bare, _ = fp8(model)
+    fp8(model)
     y, dx, dw = gradients(model, x)
     x8, w8 = rounded(x, E4M3), rounded(model.w[:, 16:80], E4M3)
     assert_close(y, x8 @ w8, "y")
     assert_close(dx, torch.ones(33, 64).double() @ w8.T, "dx")
     assert_close(dw[:, 16:80], x8.T @ torch.ones(33, 64).double(), "dw")
     assert (dw[:, :16] == 0).all()
-    assert casts(bare) == 0  # none that is kept
 
 
 class Tied(nn.Module):
@@ -568,52 +562,10 @@ def test_blocks_compiled_one_by_one(device):
         assert_same_bits(given, wanted)
 
 
-def test_weights_are_cast_once_for_all_micro_batches(device):
-    model = Stack().to(device)
-    bare, _ = fp8(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.how = "non-reentrant"
-    for step in range(1, 3):
-        for _ in range(8):
-            model(torch.randn(2, 33, 64, device=device)).sum().backward()
-        optimizer.step()
-        assert casts(bare) == step * (
-            2 * (1 + 2 + 2) + 1
-        )  # two blocks of qkv and 2 × 2 experts; the head
-
-
-def test_a_weight_and_its_transpose_share_codes():
-    model = Bare(lambda x, w: (x @ w) @ w.t(), 96, 64)
-    bare, _ = fp8(model)
-    model(torch.randn(20, 96)).sum().backward()
-    assert casts(bare) == 2  # one in each direction of use
-    model.function = lambda x, w: F.linear(x @ w, w) + F.linear(x, w.t()) @ w.mT
-    model(torch.randn(20, 96)).sum().backward()
-    assert casts(bare) == 2
-
-
-def test_evaluation_reads_weights_anew():
+def test_backward_through_a_parameter_that_changed_since_is_torchs_error():
     model = Bare(torch.matmul, 96, 64)
     fp8(model)
-    x = torch.randn(20, 96)
-    model(x)
-    model.eval()
-    before = model(x)
-    model.w.data.mul_(2)  # which no version counter shows
-    assert_same_bits(model(x), before * 2)
-
-
-def test_weights_written_in_training_are_cast_again():
-    model = Bare(torch.matmul, 96, 64)
-    fp8(model)
-    x = torch.randn(20, 96)
-    before = model(x)
-    with torch.no_grad():
-        model.w.mul_(2)
-    assert_same_bits(model(x), before * 2)
-    model.w.data = model.w.data * 2
-    assert_same_bits(model(x), before * 4)
-    y = model(x.requires_grad_()).sum()
+    y = model(torch.randn(20, 96, requires_grad=True)).sum()
     with torch.no_grad():
         model.w.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -634,7 +586,7 @@ def test_the_mode_is_entered_once():
     model(x)
     assert model.blocks[1].modes == 1
     assert torch._C._len_torch_function_stack() == 0
-    model.blocks[1].eval()  # whose weights may be another's: codes are not kept in it
+    model.blocks[1].eval()  # histories do not move on in it
     model(x)
     assert model.blocks[1].modes == 2
     with pytest.raises(RuntimeError):

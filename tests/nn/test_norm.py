@@ -1,8 +1,8 @@
 """Fused RMSNorms: which modules are taken, what they compute, the note that they leave for the cast behind them."""
 
 import copy
-import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -16,9 +16,9 @@ import fp8stack
 from fp8stack.errors import ModelError
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
-from fp8stack.nn import operands
-from fp8stack.nn.fused import unfuse
-from fp8stack.nn.norm import FusedRMSNorm, fuse_norms
+from fp8stack.nn import casts
+from fp8stack.nn.rmsnorm import FusedRMSNorm, fuse_norms
+from fp8stack.nn.swiglu import unfuse
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -527,7 +527,7 @@ def test_the_cast_behind_a_norm_is_told_the_magnitudes_and_gives_the_same_bits(
         assert amax.dtype is torch.int32
     assert seen[-2:] == [None, None]
     seen.clear()
-    monkeypatch.setattr("fp8stack.nn.norm.note_parts", lambda x, parts: None)
+    monkeypatch.setattr("fp8stack.nn.rmsnorm.note_parts", lambda x, parts: None)
     expected = results(model, x.to(dtype), gradient.to(dtype))
     assert set(seen) == {None}
     for one, same in zip(given, expected, strict=True):
@@ -582,16 +582,11 @@ def test_the_note_is_for_that_very_tensor_as_it_was(other, grad, device, monkeyp
 
 def test_the_note_is_gone_when_the_tensor_is(device):
     norm = fused(LlamaRMSNorm(32), device)
-    h = norm(torch.randn(5, 32, device=device))
-    assert len(operands._noted) == 1
-    other = norm(torch.randn(5, 32, device=device))
+    h, other = (norm(torch.randn(5, 32, device=device)) for _ in range(2))
+    parts = weakref.ref(casts._parts_of(h))
     del h
-    gc.collect()
-    assert len(operands._noted) == 1  # of the other
-    assert operands._parts_of(other) is not None
-    del other
-    gc.collect()
-    assert operands._noted == []
+    assert parts() is None
+    assert casts._parts_of(other) is not None
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
@@ -614,10 +609,11 @@ def test_the_note_is_not_for_another_stream():
         h = model.norm(x)
         expected = model.one(h)
         torch.cuda.synchronize()
-        parts = operands._parts_of(h).clone()
-        operands._noted[0][2].zero_()
+        noted = casts._parts_of(h)
+        parts = noted.clone()
+        noted.zero_()
         torch.cuda._sleep(200_000_000)
-        operands._noted[0][2].copy_(parts)
+        noted.copy_(parts)
         other = torch.cuda.Stream()
         with torch.cuda.stream(other):
             y = model.one(h)

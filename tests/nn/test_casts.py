@@ -1,0 +1,718 @@
+"""What is cast and when: weights in every forward, inputs once for all layers that read them; and what is kept."""
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from layers import QKV, RECIPES, count_casts, linear, native, results
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from fp8stack.formats import E4M3
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference import cast as reference
+from fp8stack.nn import casts, fuse, load_scaling_state, scaling_state
+
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
+
+
+@pytest.fixture(params=[0, casts.FEW_ROWS], ids=["many rows", "few rows"])
+def rows(request, monkeypatch):
+    """Backward's codes of a weight are made in backward, or in forward and kept."""
+    monkeypatch.setattr(casts, "FEW_ROWS", request.param)
+    return request.param
+
+
+def assert_fresh(layer, x):
+    """Fail unless the layer computes with the weight that it has now."""
+    copy_of = copy.deepcopy(layer)
+    for given, expected in zip(results(layer, x), results(copy_of, x), strict=True):
+        assert_same_bits(given, expected)
+
+
+def forward(model, x):
+    """Return the output of a leaf, as a training step computes it."""
+    return model(x.detach().clone().requires_grad_())
+
+
+# --- every forward multiplies the weight that is there
+
+
+class ThroughData(torch.optim.Optimizer):
+    """An optimizer as extensions write them: the weight's version counter does not see the change."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.5)
+
+
+def change_in_place(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+
+
+def load(model):
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+
+
+def load_by_assignment(model):
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
+
+
+def step_adamw(model):
+    torch.optim.AdamW(model.parameters(), lr=0.1).step()
+
+
+def step_through_data(model):
+    ThroughData(model.parameters()).step()
+
+
+def step_by_hand(model):
+    """Train without an optimizer: no version counts, no hook is called."""
+    for p in model.parameters():
+        if p.grad is not None:
+            p.data.add_(p.grad, alpha=-0.5)
+            p.grad = None
+
+
+def replace_data(model):
+    for p in model.parameters():
+        p.data = p.data * 3
+
+
+def perturb(model):
+    """As zeroth-order training and line searches do."""
+    for p in model.parameters():
+        p.data.add_(0.05)
+
+
+def write_one_element(model):
+    for p in model.parameters():
+        p.data.view(-1)[0] += 9
+
+
+CHANGES = (
+    step_adamw, step_through_data, step_by_hand, change_in_place, load, load_by_assignment, replace_data, perturb,
+    write_one_element,
+)  # fmt: skip
+
+
+class SwiGLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Bare(nn.Module):
+    """A product by a stack of experts, which takes a view of the parameter for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2, 64, 64))
+
+    def forward(self, x):
+        return (x.repeat(1, 2) @ self.w).sum(0)
+
+
+def make(kind, device, **options):
+    """Return a model of FP8 products of a kind."""
+    if kind == "fused":
+        model = native(SwiGLU(), device, **options)
+        assert fuse(model) == [""]
+        return model
+    if kind == "bare":
+        return native(Bare(), device, matmuls=True, **options)
+    return linear(device=device, **options)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [*(("layer", recipe) for recipe in RECIPES), ("fused", "current"), ("bare", "current")],
+)
+def test_every_forward_multiplies_the_weight_that_is_there(kind, recipe, change, rows, device):
+    model = make(kind, device, fp8_recipe=recipe)
+    x = torch.randn(16, 32, device=device)
+    before = results(model, x)
+    for pause in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        change(model)
+        with pause():
+            y = model(x).clone()
+        assert not torch.equal(y, before[0])
+        if recipe != "delayed":  # whose weight may have the scale of before
+            assert_same_bits(y, copy.deepcopy(model)(x).detach())
+        before = results(model, x)
+        if recipe != "delayed":
+            assert_fresh(model, x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("pause", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_moving_averages_may_be_swapped_in_and_out_through_data(training, pause, device):
+    """As sampling between two training steps does, in training mode too, with no trace of either change."""
+    model = linear(device=device)
+    x = torch.randn(16, 32, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    forward(model, x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    trained, stored = forward(model, x), model.weight.detach().clone()
+    model.weight.data.copy_(torch.randn_like(stored))
+    model.train(training)
+    with pause():
+        swapped = model(x)
+    assert_same_bits(swapped.clone(), copy.deepcopy(model)(x).detach())
+    assert not torch.equal(swapped, trained)
+    model.weight.data.copy_(stored)
+    model.train()
+    assert_same_bits(forward(model, x), trained)
+
+
+def test_losses_follow_weights_that_are_perturbed_without_a_backward(device):
+    """Zeroth-order training: the loss of each point is that of its weights."""
+    model, x = native(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)), device), None
+    x = torch.randn(64, 64, device=device)
+    losses = []
+    with torch.no_grad():
+        for _ in range(4):
+            losses.append(model(x).square().mean())
+            assert_same_bits(copy.deepcopy(model)(x).square().mean(), losses[-1])
+            for p in model.parameters():
+                p.data.add_(0.05)
+    assert len(set(map(float, losses))) == 4
+
+
+def test_fake_tensors_leave_nothing(device):
+    """They tell memory and shapes, and have no bytes."""
+    layer = linear()
+    x = torch.randn(16, 32)
+    expected = copy.deepcopy(layer)(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer(x)
+    assert_same_bits(layer(x), expected)
+
+
+# --- when weights are cast, and what is kept of them
+
+
+@RECIPE
+def test_a_weight_is_cast_in_forward_and_where_nothing_is_kept_in_backward(
+    recipe, rows, device, monkeypatch
+):
+    layer = linear(48, 16, device=device, fp8_recipe=recipe)
+    seen = count_casts(monkeypatch)
+    for _ in range(3):
+        y = layer(torch.randn(32, 48, device=device, requires_grad=True))
+        assert seen.count((16, 48)) == 1
+        y.sum().backward()
+        assert seen.count((16, 48)) == (1 if rows else 2)
+        assert len(seen) == (3 if rows else 4)
+        seen.clear()
+
+
+@RECIPE
+@pytest.mark.parametrize("size", [(32, 32), (40, 130)], ids=str)
+@pytest.mark.parametrize("kind", ["layer", "fused"])
+def test_where_backward_s_codes_are_made_changes_no_bit(recipe, size, kind, device, monkeypatch):
+    if kind == "fused" and (recipe == "blockwise" or size != (32, 32)):
+        pytest.skip("no such block")
+    given = []
+    for few in (0, casts.FEW_ROWS):
+        monkeypatch.setattr(casts, "FEW_ROWS", few)
+        torch.manual_seed(1)
+        options = {"device": device, "fp8_recipe": recipe}
+        model = linear(*size, **options) if kind == "layer" else make(kind, **options)
+        found = []
+        for i in range(3):
+            x = torch.randn(5, 7, size[0], device=device) * 2.0**i
+            found += results(model, x, torch.randn_like(model(x)))
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.9)
+        given.append(found)
+    for one, other in zip(*given, strict=True):
+        assert_same_bits(one, other)
+
+
+@RECIPE
+@pytest.mark.parametrize("kind", ["layer", "fused"])
+def test_saves_the_transposed_codes_of_the_input_and_one_layout_of_a_few_rows_weight(
+    recipe, kind, rows
+):
+    """One byte an element of the input, and nothing of it besides; of the weight one where the rows are few."""
+    if kind == "fused" and recipe == "blockwise":
+        pytest.skip("no such block")
+    saved = []
+    if kind == "fused":
+        model, features, size = make(kind, "cpu", fp8_recipe=recipe), 32, 3 * 32 * 32
+    else:
+        model, features = linear(256, 128, bias=False, fp8_recipe=recipe), 256
+        size = 256 * 128
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(torch.randn(384, features, requires_grad=True))
+    weights = {id(p) for p in model.parameters()}
+    own = [t for t in saved if id(t) not in weights]
+    assert weights <= {id(t) for t in saved}
+    codes = [t for t in own if t.element_size() == 1]
+    assert sum(t.nbytes for t in codes) == 384 * features + bool(rows) * size
+    rest = sum(t.nbytes for t in own if t.element_size() > 1)
+    scales = {"current": 4, "delayed": 4, "blockwise": 4 * 256 * 3}[recipe]
+    gate_and_up = 2 * 4 * 384 * 32 if kind == "fused" else 0
+    assert rest <= scales + size // 100 + 64 + gate_and_up
+
+
+@RECIPE
+def test_without_a_backward_one_layout_is_made_and_nothing_is_saved(recipe, device, monkeypatch):
+    layer = linear(48, 16, device=device, fp8_recipe=recipe)
+    x = torch.randn(32, 48, device=device, requires_grad=True)
+    made = []
+    for name in ("cast", "recast"):
+        function = getattr(ops, name)
+
+        def watching(w, fmt, *args, function=function, **kwargs):
+            found = function(w, fmt, *args, **kwargs)
+            made.append([t.numel() for t in found[:2]])
+            return found
+
+        monkeypatch.setattr(ops, name, watching)
+    with torch.no_grad():
+        layer(x)
+    weights = [sizes for sizes in made if 48 * 16 in sizes]
+    assert all(sizes == [48 * 16, 0] for sizes in weights)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        for pause in (torch.no_grad, torch.inference_mode):
+            with pause():
+                layer(x)
+    assert saved == []
+
+
+@RECIPE
+def test_backward_frees_what_forward_kept(recipe, rows, device):
+    layer = linear(device=device, fp8_recipe=recipe)
+    saved = []
+    hooks = (lambda t: saved.append(weakref.ref(t.untyped_storage())) or t, lambda t: t)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        y = layer(x * 1)
+    layer_s = {p.untyped_storage()._cdata for p in layer.parameters()}
+    kept = [r for r in saved if r() is not None and r()._cdata not in layer_s]
+    y.sum().backward()
+    large = [r for r in kept if r() is not None and r().nbytes() > 16 * 64]
+    assert large == []
+
+
+@RECIPE
+@REENTRANT
+def test_recomputation_casts_again_and_gives_the_same(recipe, reentrant, rows, device, monkeypatch):
+    given = {}
+    for recompute in (False, True):
+        torch.manual_seed(3)
+        layer = linear(48, 16, device=device, fp8_recipe=recipe)
+        optimizer, found = torch.optim.SGD(layer.parameters(), lr=1e-4), []
+        seen = count_casts(monkeypatch)
+        for _ in range(6):
+            seen.clear()
+            x = torch.randn(32, 48, device=device, requires_grad=True)
+            y = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+            y.square().sum().backward()
+            assert seen.count((16, 48)) == 1 + recompute + (not rows)
+            found += [y.detach(), x.grad, layer.weight.grad.clone()]
+            optimizer.step()
+            optimizer.zero_grad()
+        given[recompute] = found
+    for one, other in zip(given[True], given[False], strict=True):
+        assert_same_bits(one, other)
+
+
+def test_layers_that_share_a_weight(device):
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 32))
+    model[2].weight = model[0].weight
+    model = native(model, device, fp8_recipe="delayed")
+    x = torch.randn(16, 32, device=device)
+    first = results(model, x)
+    assert model[0].products.w_state is model[2].products.w_state
+    assert model[3].products.w_state is not model[0].products.w_state
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not torch.equal(results(model, x)[0], first[0])
+    twin = copy.deepcopy(model)
+    assert twin[0].products.w_state is twin[2].products.w_state is not model[0].products.w_state
+
+
+@RECIPE
+def test_copies_compute_the_same_and_live_their_own_life(recipe, device):
+    model = native(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), device, fp8_recipe=recipe)
+    x = torch.randn(16, 32, device=device)
+    expected = results(model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other[0].products.inputs is other[1].products.inputs
+        assert other[0].products.inputs is not model[0].products.inputs
+        if recipe == "delayed":  # whose copies learn their scales anew
+            error = (results(other, x)[0] - expected[0]).norm()
+            assert error < 0.05 * expected[0].norm()
+        else:
+            for given, same in zip(results(other, x), expected, strict=True):
+                assert_same_bits(given, same)
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        assert not torch.equal(results(other, x)[0], expected[0])
+    if recipe != "delayed":
+        assert_same_bits(results(model, x)[0], expected[0])
+
+
+@RECIPE
+def test_backward_through_a_weight_that_changed_since_is_torchs_error(recipe, rows, device):
+    layer = linear(device=device, fp8_recipe=recipe)
+    y = layer(torch.randn(16, 32, device=device, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_second_backward_needs_the_graph_and_gives_the_same(rows, device):
+    layer = linear(device=device)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    y = layer(x).sum()
+    y.backward(retain_graph=True)
+    first = layer.weight.grad.clone()
+    y.backward()
+    assert_same_bits(layer.weight.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+@RECIPE
+def test_training_after_inference_mode(recipe):
+    """Nothing made in inference mode may be left for autograd to save."""
+    layer, x = linear(fp8_recipe=recipe), torch.randn(16, 32)
+    with torch.inference_mode():
+        layer(x)
+        inside = torch.randn(16, 32)
+    with torch.no_grad():
+        layer(inside)
+    results(layer, x)
+
+
+# --- weights of delayed scaling, whose scales are kept while they fit
+
+
+def delayed(device, **options):
+    return linear(device=device, fp8_recipe="delayed", **options)
+
+
+def scale_of(layer):
+    """Return the scale that the weight was cast with last."""
+    return float(layer.products.w_state.tensor[0])
+
+
+def own_scale(layer):
+    return float(ops.cast(layer.weight.detach(), E4M3)[2])
+
+
+def recast(weight, previous):
+    """Return what `ops.recast` does after that scale, on the weight's device."""
+    results = reference.recast(weight.detach().cpu(), E4M3, torch.tensor(previous))
+    return [result.to(weight.device) for result in results]
+
+
+def scaled(layer, factor):
+    with torch.no_grad():
+        layer.weight.mul_(factor)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["x @ w.t()", "x @ w"])
+def test_a_weight_keeps_its_scale_until_it_misfits(turned, rows, device):
+    layer = delayed(device)
+    products = layer.products
+    products.turned = turned  # as if the weight, a square, were [in, out]
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    scale = own_scale(layer)
+    assert scale_of(layer) == scale
+    for factor, kept in ((1.02, True), (1.02, False), (0.7, True), (0.75, True), (0.9, False)):
+        scaled(layer, factor)
+        y = results(layer, x)[0]
+        scale = scale if kept else own_scale(layer)
+        assert scale_of(layer) == scale
+        codes, codes_t, _ = recast(layer.weight, scale)
+        expected = (codes_t, codes) if turned else (codes, codes_t)
+        made = casts.cast_weight(layer.weight, products, True, True, 16)
+        assert_same_bits(made.forward, expected[0])
+        options = products.options(True, x.dtype)
+        later = casts.weight_for_backward(layer.weight, made.backward, made.scale, options)
+        assert_same_bits(later[0], expected[1])
+        assert float(later[1]) == scale
+        exact = x @ layer.weight + layer.bias if turned else nn.Linear.forward(layer, x)
+        assert (y - exact).norm() < 0.041 * exact.norm()  # as in test_recipes.py
+
+
+@pytest.mark.parametrize("factor", [1e-3, 0.3, 1.05, 100.0])
+def test_weights_of_another_size_are_loaded(factor, device):
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    layer.load_state_dict({k: factor * v for k, v in layer.state_dict().items()})
+    assert_fresh(layer, x)
+    assert scale_of(layer) == own_scale(layer)
+    with torch.no_grad():
+        layer.weight[3, 5] = torch.nan
+    assert results(layer, x)[0].isnan().all()
+    layer.load_state_dict({k: v.nan_to_num() for k, v in layer.state_dict().items()})
+    assert_fresh(layer, x)
+
+
+@pytest.mark.parametrize("change", ["deepcopy", "pickle", "save"])
+def test_a_copy_begins_with_its_own_scale(change, device):
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    before = scale_of(layer)
+    scaled(layer, 0.9)
+    results(layer, x)
+    assert scale_of(layer) == before
+    if change == "deepcopy":
+        other = copy.deepcopy(layer)
+    elif change == "pickle":
+        other = pickle.loads(pickle.dumps(layer))
+    else:
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    results(other, x)
+    assert scale_of(other) == own_scale(other) < before
+    scaled(other, 0.9)
+    results(other, x)
+    assert scale_of(other) > own_scale(other)  # and keeps it
+
+
+@pytest.mark.parametrize("change", ["parameter", "assign", "load", "functional", "scales"])
+def test_the_scale_keeps_its_place_which_cuda_graphs_hold(change, device):
+    """Whatever is in the place of the weight: a scale serves any that it fits."""
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    scale, place = scale_of(layer), layer.products.w_state.tensor
+    others = {k: 0.9 * v.detach() for k, v in layer.state_dict().items()}
+    if change == "parameter":
+        layer.weight = nn.Parameter(others["weight"])
+    elif change == "functional":
+        torch.func.functional_call(layer, others, x)
+        scaled(layer, 0.9)
+    elif change == "scales":
+        load_scaling_state(layer, {**scaling_state(layer), ".w": torch.tensor(scale * 0.9)})
+        scaled(layer, 0.8)
+        scale = float(torch.tensor(scale) * torch.tensor(0.9))
+    else:
+        layer.load_state_dict(others, assign=change == "assign")
+    results(layer, x)
+    assert scale_of(layer) == pytest.approx(scale, rel=1e-6) != own_scale(layer)
+    assert layer.products.w_state.tensor is place
+    load_scaling_state(layer, {k: v for k, v in scaling_state(layer).items() if k != ".w"})
+    results(layer, x)
+    assert scale_of(layer) == own_scale(layer)
+    assert layer.products.w_state.tensor is place
+
+
+def test_evaluation_and_inference_take_the_weight_s_own_scale_and_leave_no_trace(device):
+    layer = delayed(device)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    scaled(layer, 0.8)
+    trained, scale = results(layer, x), scale_of(layer)
+    layer.eval()
+    expected = copy.deepcopy(layer)(x)
+    assert_same_bits(layer(x), expected)
+    assert not torch.equal(expected, trained[0])
+    layer.train()
+    with torch.inference_mode():
+        assert_same_bits(layer(x), expected)
+    assert_same_bits(layer(x), trained[0])
+    scaled(layer, 0.8)
+    results(layer, x)
+    assert scale_of(layer) == scale
+
+
+@pytest.mark.parametrize("recipe", ["current", "blockwise"])
+def test_other_recipes_have_no_scale_of_before(recipe, device, monkeypatch):
+    layer = linear(device=device, fp8_recipe=recipe)
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    monkeypatch.setattr(ops, "recast", None)
+    scaled(layer, 0.9)
+    assert_fresh(layer, x)
+    assert layer.products.w_state is None
+
+
+@pytest.mark.gpu
+def test_a_weight_on_another_gpu_or_stream_begins_with_its_own_scale():
+    layer = delayed("cpu")
+    x = torch.randn(16, 32)
+    results(layer, x)
+    for to in (lambda: layer.cuda(), lambda: layer.cpu()):
+        to()
+        scaled(layer, 0.9)
+        results(layer, x.to(layer.weight.device))
+        assert scale_of(layer) == own_scale(layer)
+    layer.cuda()
+    x = x.cuda()
+    results(layer, x)
+    for stream in (torch.cuda.Stream(), torch.cuda.current_stream()):
+        for first in (True, False):
+            scaled(layer, 0.9)
+            torch.cuda.synchronize()
+            expected = nn.Linear.forward(copy.deepcopy(layer), x)
+            with torch.cuda.stream(stream):
+                before = scale_of(layer)
+                y = results(layer, x)[0]
+            torch.cuda.synchronize()
+            assert (scale_of(layer) == before) or not first
+            assert (y - expected).norm() < 0.05 * expected.norm()
+
+
+# --- inputs
+
+
+@RECIPE
+def test_an_input_of_three_layers_is_cast_once(recipe, rows, device, monkeypatch):
+    model = native(QKV(), device, fp8_recipe=recipe)
+    alone = copy.deepcopy(model)
+    seen = count_casts(monkeypatch)
+    x = torch.randn(16, 32, device=device, requires_grad=True)
+    y = model(x * 1)
+    assert seen == [(16, 32), *[(32, 32)] * 3]
+    y.sum().backward()
+    assert len(seen) == 4 + (3 if rows else 6)  # the gradient of each, and its weight
+    if recipe != "delayed":  # whose three layers would have three histories
+        parts = [layer(x.detach().clone()) for layer in (alone.q, alone.k, alone.v)]
+        assert_same_bits(parts[0] + parts[1] * parts[2], y)
+
+
+def test_what_users_write_to_without_a_trace_is_cast_by_each_layer(device, monkeypatch):
+    """Leaves: through .data, NumPy, collectives; and without gradients any tensor, a static buffer perhaps."""
+    layer = linear(48, 16, device=device)
+    seen = count_casts(monkeypatch)
+    leaf = torch.randn(32, 48, device=device, requires_grad=True)
+    before = layer(leaf)
+    leaf.data.copy_(torch.randn(32, 48))
+    assert not torch.equal(layer(leaf), before)
+    assert seen.count((32, 48)) == 2
+    with torch.no_grad():
+        x = leaf * 1
+        before = layer(x)
+        x.data.copy_(torch.randn(32, 48))
+        assert not torch.equal(layer(x), before)
+    inner = leaf * 1
+    layer(inner)
+    with torch.no_grad():  # the other layout is not wanted
+        assert_same_bits(layer(inner), layer(inner.detach()))
+
+
+def test_an_input_changed_in_place_is_cast_again(device):
+    layer = linear(device=device)
+    x = torch.randn(16, 32, device=device, requires_grad=True) * 1
+    first = layer(x)
+    with torch.no_grad():
+        x.mul_(2)
+    assert_same_bits(layer(x), layer(x.detach().clone()))
+    assert not torch.equal(layer(x), first)
+
+
+def test_a_new_input_at_the_address_of_the_last_is_cast(device):
+    layer, leaf = linear(device=device), torch.zeros(16, 32, device=device, requires_grad=True)
+    addresses = set()
+    for i in range(20):
+        x = leaf + i
+        addresses.add(x.data_ptr())
+        expected = layer(torch.full((16, 32), float(i), device=device))
+        assert_same_bits(layer(x), expected)
+        del x, expected
+    assert len(addresses) < 20  # else this shows nothing
+
+
+@pytest.mark.parametrize(
+    "options", [{"fp8_format": "e5m2"}, {"fp8_recipe": "blockwise"}, {"train": False}], ids=str
+)
+def test_layers_that_cast_otherwise_do_not_share_codes(options, device):
+    torch.manual_seed(3)
+    train = options.pop("train", True)
+    first, second = linear(device=device), linear(device=device, **options).train(train)
+    second.products.inputs = first.products.inputs  # as two layers of a model
+    x = torch.randn(16, 32, device=device, requires_grad=True) * 1
+    expected = second(x.detach().clone())
+    first(x)
+    assert_same_bits(second(x), expected)
+    options["train"] = train
+
+
+def test_models_do_not_share_codes(device, monkeypatch):
+    layers = [linear(48, 16, device=device) for _ in range(2)]
+    seen = count_casts(monkeypatch)
+    x = torch.randn(32, 48, device=device, requires_grad=True) * 1
+    for _ in range(2):
+        for layer in layers:
+            layer(x)
+    assert seen.count((32, 48)) == 4  # the mark of the one replaces that of the other
+
+
+def test_an_activation_may_be_saved_and_copied(device, tmp_path):
+    """The mark on it is in no file, and no codes are those of a copy."""
+    layer = linear(device=device)
+    x = torch.randn(16, 32, device=device, requires_grad=True) * 1
+    layer(x)
+    torch.save(x, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
+    for other in (loaded, copy.copy(x), copy.deepcopy(x.detach())):
+        other = other * 1 if other.is_leaf else other
+        with torch.no_grad():
+            other.mul_(3)
+        assert_same_bits(layer(other), layer(other.detach().clone()))
+
+
+def test_a_training_pass_after_an_evaluation_of_the_same_input_is_remembered():
+    layer = linear(fp8_recipe="delayed").eval()
+    x = torch.randn(16, 32, requires_grad=True) * 1
+    layer(x)
+    layer.train()
+    layer(x)
+    assert float(layer.products.x_state.tensor[3]) == float(x.abs().max())
+
+
+def test_evaluation_does_not_count_towards_a_delayed_scale():
+    layer = linear(fp8_recipe="delayed").eval()
+    with torch.no_grad():
+        for _ in range(20):
+            layer(torch.randn(16, 32))
+    assert layer.products.x_state.casts == 0
+    assert layer(torch.randn(16, 32)).abs().max() > 0.1
+
+
+@pytest.mark.gpu
+def test_codes_are_not_shared_with_another_stream():
+    """Which has not waited for them. The first stream is held up, so that codes taken from it would be wrong."""
+    layer = linear(512, 512, device="cuda").eval()
+    other = torch.cuda.Stream()
+    x = torch.randn(512, 512, device="cuda", requires_grad=True) * 1
+    expected = layer(x.detach().clone())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    layer(x)
+    with torch.cuda.stream(other):
+        y = layer(x)
+    other.synchronize()
+    assert_same_bits(y, expected)
+    torch.cuda.synchronize()
