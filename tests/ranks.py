@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from helpers import assert_same_bits, batch
+from helpers import assert_same_bits, batch, bits
+from torch.distributed.tensor import DTensor
 
 IMPORTED = [
     "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
@@ -151,6 +152,33 @@ def train_part(model, optimizer, rank, world, device):
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses)
+
+
+def gather(x):
+    """Return all of a tensor that may be sharded, as bytes where it is float8: gloo moves no others."""
+    if not hasattr(x, "device_mesh"):
+        return x
+    if x.dtype is not torch.float8_e4m3fn:
+        return x.full_tensor()
+    part, size = x.to_local().view(torch.uint8), {"shape": x.shape, "stride": x.stride()}
+    whole = DTensor.from_local(part, x.device_mesh, x.placements, **size)
+    return whole.full_tensor().view(x.dtype)
+
+
+def whole(model, optimizer):
+    """Return every weight and state as whole tensors on the CPU, by name."""
+    found = {}
+    for name, p in model.named_parameters():
+        for key, value in {"weight": p.data, **optimizer.state[p]}.items():
+            found[f"{name}.{key}"] = gather(value).cpu().clone()
+    return found
+
+
+def expect_same(sharded, plain, what):
+    """Fail unless both hold the same bits."""
+    assert sharded.keys() == plain.keys(), what
+    for key, value in plain.items():
+        assert torch.equal(bits(sharded[key]), bits(value)), (what, key)
 
 
 # --- processes

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import TinyLM, assert_same_bits, batch, need_gpus
 from helpers import train as train_alone
-from ranks import run_ranks
+from ranks import expect_same, gather, run_ranks, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from workers import expect_same, gather, whole
 
 import fp8stack
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from helpers import TinyLM, assert_same_bits, batch, train
-from ranks import start_ranks
+from ranks import run_ranks
 from torch import nn
-from workers import try_to_release
 
 import fp8stack
 from fp8stack.errors import ConfigError, GradientError, ModelError
@@ -108,9 +106,12 @@ def test_what_needs_all_gradients_is_refused_at_the_call():
     assert type(model.up) is nn.Linear
 
 
-def test_several_ranks_are_refused(tmp_path):
-    with mp.Manager() as manager:
-        messages = manager.dict()
-        start_ranks(try_to_release, (tmp_path / "store", messages), nprocs=2)
-        assert len(messages) == 2
-        assert all("does not go with several processes" in message for message in messages.values())
+def ask_for_release(rank):
+    model = TinyLM()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match="does not go with several processes"):
+        fp8stack.initialize(model, optimizer, "O2", step_in_backward=True)
+
+
+def test_several_ranks_are_refused():
+    run_ranks(ask_for_release, 2)

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from helpers import need_gpus
-from ranks import start_ranks
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from helpers import bits, need_gpus
+from ranks import expect_same, own_device, run_ranks, whole
 from torch import nn
-from workers import load_resharded, shard_and_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import fp8stack
 from fp8stack.errors import CheckpointError, GradientError, ModelError
@@ -13,8 +18,97 @@ from fp8stack.errors import CheckpointError, GradientError, ModelError
 TRITON = "fp8stack.optim.optimizer.triton_runs_on"
 
 
-def spawn(function, ranks, *arguments):
-    start_ranks(function, (ranks, *arguments), nprocs=ranks)
+class Odd(nn.Module):
+    """Matrices that two or three ranks share unevenly, one with rows for two ranks only, and vectors."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(200, 99)
+        self.b = nn.Linear(99, 256)
+        self.few = nn.Parameter(torch.randn(2, 4096) * 0.02)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu()) + self.few[:, :256].sum(0)
+
+
+def make_odd(device, mesh=None, **options):
+    """Return (model, optimizer): bfloat16, sharded over `mesh` by FSDP2 if there is one."""
+    model = Odd().bfloat16().to(device)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    return model, fp8stack.optim.AdamW(model.parameters(), lr=1e-2, **options)
+
+
+def take_step(model, optimizer, step, scale=1.0, spoil=None):
+    """Step on the gradients of a number: the same whole tensors however the model is sharded."""
+    generator = torch.Generator().manual_seed(step)
+    for name, p in model.named_parameters():
+        gradient = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+        if name == spoil:
+            gradient[-1] = torch.nan
+        if hasattr(p, "device_mesh"):
+            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements)
+        else:
+            p.grad = gradient
+    optimizer.step()
+
+
+def shard_and_save(rank, folder, states):
+    """Step sharded and whole models alike, then save the sharded one by DCP."""
+    device = own_device()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model, optimizer = make_odd(device, mesh, states=states)
+    plain_model, plain = make_odd(device, states=states)
+    for step in range(3):
+        take_step(model, optimizer, step)
+        take_step(plain_model, plain, step)
+    expect_same(whole(model, optimizer), whole(plain_model, plain), "after three steps")
+    state = optimizer.state[model.a.weight]
+    assert all(hasattr(v, "device_mesh") for v in state.values() if v.ndim), state.keys()
+
+    before = whole(model, optimizer)
+    take_step(model, optimizer, 3, spoil="b.weight")  # NaN in the last row: one rank's
+    expect_same(whole(model, optimizer), before, "a step that one rank must not take")
+    assert float(optimizer.skipped_steps) == 1
+
+    optimizer.max_grad_norm = plain.max_grad_norm = 1.0
+    take_step(model, optimizer, 4, scale=3.0)
+    take_step(plain_model, plain, 4, scale=3.0)
+    assert torch.allclose(optimizer.grad_norm, plain.grad_norm, rtol=1e-6)
+    optimizer.max_grad_norm = None
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/dcp")
+    expected = whole(model, optimizer)
+    take_step(model, optimizer, 5)
+    expected_next = whole(model, optimizer)
+    if rank == 0:
+        torch.save((expected, expected_next), f"{folder}/expected.pt")
+
+
+def load_resharded(rank, folder, states):
+    """Load what another number of ranks saved: the same bits, which go on alike."""
+    device = own_device()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    model, optimizer = make_odd(device, mesh, states=states)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    loaded = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(loaded, checkpoint_id=f"{folder}/dcp")
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+    expected, expected_next = torch.load(f"{folder}/expected.pt", weights_only=True)
+    found = whole(model, optimizer)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(bits(found[key]), bits(value)), key
+    take_step(model, optimizer, 5)
+    if states != "4bit":  # whose noise depends on the place in the rank's part
+        expect_same(whole(model, optimizer), expected_next, "a step on other ranks")
 
 
 @pytest.mark.gpus
@@ -27,8 +121,8 @@ def test_shards_step_as_the_whole_and_reshard_bit_for_bit(states, before, after,
     if device == "cuda":
         need_gpus(2)
     after = min(after, 2) if device == "cuda" else after
-    spawn(shard_and_save, before, str(tmp_path), states, device)
-    spawn(load_resharded, after, str(tmp_path), states, device)
+    run_ranks(shard_and_save, before, str(tmp_path), states, device=device)
+    run_ranks(load_resharded, after, str(tmp_path), states, device=device)
 
 
 # --- in a process group of one rank
