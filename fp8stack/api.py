@@ -63,7 +63,7 @@ from .nn.swiglu import unfuse
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import MASTER_KEYS, is_large_matrix, zero_master, zero_moment
-from .report import Report, emit, report_of, say
+from .report import Report, report_of, say
 from .tensor import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -104,7 +104,7 @@ def initialize(
         return model, optimizer
     recipe = recipe_for(opt_level, preset, **overrides)
     session = carry_out(model, optimizer, decide(model, optimizer, recipe, strict))
-    emit(session.report)
+    say(session.report)
     return model, session.returned
 
 

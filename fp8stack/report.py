@@ -82,11 +82,8 @@ class Report:
             lines.append(
                 f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices (float32 AdamW: 16)"
             )
-        if self.selected:
-            by_choice: dict[str, list[str]] = {}
-            for name, choice in self.selected.items():
-                by_choice.setdefault(choice, []).append(name)
-            lines += [f"{len(names)} × {choice}: {names[0]}" for choice, names in by_choice.items()]
+        for choice, names in _by_value(self.selected).items():
+            lines.append(f"{len(names)} × {choice}: {names[0]}")
         if self.left_alone:
             left = [f"{n} × {reason}" for reason, n in self.left_alone.most_common(4)]
             lines.append("products by bare parameters left to torch: " + "; ".join(left))
@@ -98,18 +95,6 @@ class Report:
         return "\n".join([first.strip(), *rest])
 
 
-def _gemm(recipe: Recipe, compute: str) -> str:
-    """Return what the card calls the format of GEMMs."""
-    if compute == "bf16":
-        return "bf16"
-    if recipe.fp8_recipe in ("mxfp8", "nvfp4"):
-        return recipe.fp8_recipe
-    if recipe.fp8_recipe == "blockwise":
-        return "fp8 e4m3, blockwise scaling"
-    formats = {"hybrid": "e4m3/e5m2", "e4m3": "e4m3", "e5m2": "e5m2, weights e4m3"}
-    return f"fp8 {formats[recipe.fp8_format]}, {recipe.fp8_recipe} scaling"
-
-
 def report_of(
     recipe: Recipe,
     plan: LayerPlan,
@@ -118,26 +103,31 @@ def report_of(
     device: torch.device,
     fallbacks: list[str],
 ) -> Report:
-    words = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}
-    states = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
-    if recipe.optimizer_backend.startswith("bitsandbytes"):
-        paged = " paged" * recipe.optimizer_backend.endswith("paged")
-        states["8bit"] = f"bitsandbytes 8-bit block 256{paged}"
-    where = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU (reference kernels)"
-    )
+    """Return the report on what was decided."""
+    scaling = f"{recipe.fp8_recipe} scaling"
+    formats = {"hybrid": "e4m3/e5m2", "e4m3": "e4m3", "e5m2": "e5m2, weights e4m3"}
+    gemm = f"fp8 {formats[recipe.fp8_format]}, {scaling}"
+    if compute == "bf16" or recipe.fp8_recipe in ("mxfp8", "nvfp4"):
+        gemm = "bf16" if compute == "bf16" else recipe.fp8_recipe
+    elif recipe.fp8_recipe == "blockwise":
+        gemm = f"fp8 e4m3, {scaling}"
+    gradients = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}[recipe.gradients]
+    words = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
+    words |= {
+        "bitsandbytes": {"8bit": "bitsandbytes 8-bit block 256"},
+        "bitsandbytes-paged": {"8bit": "bitsandbytes 8-bit block 256 paged"},
+    }.get(recipe.optimizer_backend, {})
+    on_gpu = device.type == "cuda"
+    offloaded = " in pinned host memory" if recipe.offload == "cpu" and on_gpu else ""
     return Report(
         level=recipe.level,
-        device=where,
+        device=torch.cuda.get_device_name(device) if on_gpu else "CPU (reference kernels)",
         version=__version__,
-        gemm=_gemm(recipe, compute),
+        gemm=gemm,
         compute=compute,
         compute_reason=reason,
-        gradients="used in backward and freed"
-        if recipe.step_in_backward
-        else words[recipe.gradients],
-        states=states.get(recipe.states, recipe.states)
-        + (" in pinned host memory" if recipe.offload == "cpu" and device.type == "cuda" else ""),
+        gradients="used in backward and freed" if recipe.step_in_backward else gradients,
+        states=words.get(recipe.states, recipe.states) + offloaded,
         master="the weight" if recipe.master == "keep" else recipe.master,
         converted=[name for name, _ in plan.gemm],
         skipped=dict(plan.skipped),
@@ -147,20 +137,19 @@ def report_of(
     )
 
 
-def emit(report: Report) -> None:
-    """Log the card, on rank 0 only."""
-    say(str(report))
-
-
-def say(text: str) -> None:
-    """Log a text, on rank 0 only."""
-    if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or _rank() != 0:
+def say(text: object) -> None:
+    """Log a report or a text, on rank 0 only."""
+    distributed, rank = torch.distributed, os.environ.get("RANK", "0")
+    if distributed.is_available() and distributed.is_initialized():
+        rank = str(distributed.get_rank())
+    is_first = rank == "0" or not rank.isdigit()
+    if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or not is_first:
         return
-    if any(not isinstance(h, logging.NullHandler) for h in _handlers()):
+    handlers = logger.handlers + logging.getLogger().handlers
+    if any(not isinstance(handler, logging.NullHandler) for handler in handlers):
         logger.info("%s", text)
         return
-    handler = logging.StreamHandler()
-    level = logger.level
+    handler, level = logging.StreamHandler(), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -174,24 +163,18 @@ def _listing(title: str, reasons: dict[str, str]) -> str:
     """Return up to four names with reasons, layers of one reason together."""
     if not reasons:
         return ""
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(name)
-    shown = [
-        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
-        for reason, names in list(by_reason.items())[:4]
-    ]
-    more = f", and {len(by_reason) - 4} more reasons" if len(by_reason) > 4 else ""
-    return title + ", ".join(shown) + more
+    by_reason, shown = _by_value(reasons), []
+    for reason, names in list(by_reason.items())[:4]:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        shown.append(f"{names[0]}{more} ({reason})")
+    if len(by_reason) > 4:
+        shown.append(f"and {len(by_reason) - 4} more reasons")
+    return title + ", ".join(shown)
 
 
-def _handlers() -> list[logging.Handler]:
-    return logger.handlers + logging.getLogger().handlers
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdigit() else 0
+def _by_value(values: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names that have the same value together."""
+    result: dict[str, list[str]] = {}
+    for name, value in values.items():
+        result.setdefault(value, []).append(name)
+    return result

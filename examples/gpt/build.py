@@ -32,7 +32,7 @@ import fp8stack
 from fp8stack import comm
 from fp8stack.api import session_of
 from fp8stack.errors import CheckpointError, ConfigError
-from fp8stack.report import emit
+from fp8stack.report import say
 
 from . import host
 from .checkpoints import Checkpoint, load
@@ -155,7 +155,7 @@ class Setup:
             optim_state_dict=states["optimizer"],
         )
         if same and self.level.name != "off":
-            emit(fp8stack.get_report(model))
+            say(fp8stack.get_report(model))
         elif not same:
             model, optimizer = self._change_level(model, optimizer, saved)
         return model, optimizer, progress, local

@@ -25,7 +25,7 @@ from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or
 from fp8stack.integrations.verification import Verification, compare
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.report import Report, emit
+from fp8stack.report import Report, say
 
 from .optimizer import (
     OURS,
@@ -274,7 +274,7 @@ def _attach(engine: Any, recipe: Recipe, session: Session, left_out: list[str]) 
         report.master = (
             "8 bits beside ZeRO's bfloat16" if recipe.master == "split24" else "DeepSpeed's"
         )
-    emit(report)
+    say(report)
     verify(engine)
 
 

@@ -26,7 +26,7 @@ from fp8stack.conversion import Session
 from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.report import Report, emit
+from fp8stack.report import Report, say
 from fp8stack.tensor import is_sharded
 
 from .checks import check_decisions, check_kinds, check_owned, sharded_recipe
@@ -114,7 +114,7 @@ def attach_sharded(
         "weights of fp8stack.checkpoint.master_state_dict(model, optimizer) into a model made anew."
     )
     _describe(session.report, model, decisions, recipe, kept=bool(reason))
-    emit(session.report)
+    say(session.report)
     return model, session.returned
 
 
