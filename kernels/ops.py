@@ -277,19 +277,6 @@ def wire_kernels(gpu: bool) -> Any:
 
 
 @_operator(
-    "quantize_tensor(Tensor x, str fmt) -> (Tensor, Tensor)",
-    quantize.quantize_tensor,
-    lambda x, fmt: (
-        torch.empty_like(x, dtype=FORMATS[fmt].dtype),
-        x.new_empty((), dtype=torch.float32),
-    ),
-)
-def quantize_tensor(run: Function, x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
-    """Return (codes: fmt.dtype, x's shape; scale: float32, 0-d); see `reference/quantize.py`."""
-    return run(x, fmt)  # type: ignore[no-any-return]
-
-
-@_operator(
     "cast(Tensor x, str fmt, bool codes, bool transposed, Tensor? amax) -> (Tensor, Tensor, Tensor)",
     matrix.cast,
     _matrix,

@@ -18,20 +18,16 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shape
 
 from .fp8 import (
-    bits_of_magnitude,
     block_offsets,
     casts_in_hardware,
     decode,
-    encode,
     encode_blocks,
-    scale_and_inverse,
 )
 from .launch import Launcher
 from .reference import quantize as reference
 from .state_codecs import encode_state, root
 
 BLOCKS = 16
-FLAT = 4096
 # Every multiplication and addition rounds on its own: contracting them would give other bits than the reference.
 _ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -69,32 +65,8 @@ def _dequantize_blocks_kernel(
     tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _amax_kernel(x_ptr, amax_ptr, numel, FLAT: tl.constexpr):
-    offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
-    x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
-    tl.atomic_max(amax_ptr, tl.max(bits_of_magnitude(x), axis=0))
-
-
-@triton.jit
-def _cast_kernel(
-    x_ptr, amax_ptr, codes_ptr, scale_ptr, numel,
-    MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
-    scale, inverse = scale_and_inverse(tl.load(amax_ptr), MAX)
-    offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
-    x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
-    x = tl.where(inverse > 0, x * inverse, 0.0)
-    code = encode(x, MANTISSA, MIN_EXPONENT, MAX)
-    tl.store(codes_ptr + offset, code.to(tl.uint8), mask=offset < numel)
-    if tl.program_id(0) == 0:
-        tl.store(scale_ptr, scale)
-
-
 _launch_quantize = Launcher(_quantize_blocks_kernel, **_ROUNDING)
 _launch_dequantize = Launcher(_dequantize_blocks_kernel, **_ROUNDING)
-_launch_amax = Launcher(_amax_kernel, **_ROUNDING)
-_launch_cast = Launcher(_cast_kernel, **_ROUNDING)
 
 
 def quantize_blocks(
@@ -147,33 +119,6 @@ def dequantize_blocks(
             fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, even, BLOCKS,
         )  # fmt: skip
     return out
-
-
-def quantize_tensor(
-    x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: MiniFloat,  # e4m3 or e5m2
-) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32, 0-d
-    """Quantize `x` with one scale for the whole tensor."""
-    x = x.contiguous()
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scale = torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.numel():
-        amax = torch.zeros((), dtype=torch.int32, device=x.device)
-        grid = (triton.cdiv(x.numel(), FLAT), 1, 1)
-        _launch_amax(grid, x, amax, x.numel(), FLAT)
-        _launch_cast(
-            grid,
-            x,
-            amax,
-            codes,
-            scale,
-            x.numel(),
-            fmt.mantissa_bits,
-            fmt.min_exponent,
-            fmt.max,
-            FLAT,
-        )
-    return codes.view(fmt.dtype), scale
 
 
 def block_geometry(shape: torch.Size) -> tuple[int, int, bool]:

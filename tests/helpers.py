@@ -12,9 +12,14 @@ from torch.nn import functional as F
 
 from fp8stack.formats import E4M3, FORMATS, MiniFloat
 from fp8stack.kernels.reference import step as reference
+from fp8stack.kernels.reference.fp8 import encode
 from fp8stack.kernels.reference.master import split
 from fp8stack.kernels.reference.power_of_two import decode_tensor, encode_tensor
-from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
+from fp8stack.kernels.reference.quantize import (
+    dequantize_blocks,
+    quantize_blocks,
+    scale_and_inverse,
+)
 from fp8stack.kernels.reference.step import HYPER, StepKind, StepTensors, load_master
 
 
@@ -55,6 +60,14 @@ def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
         raise AssertionError(
             f"{what}: first difference at {index}: {values}; {share:.2%} of bytes differ"
         )
+
+
+def quantize_tensor(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
+    """Return codes (fmt.dtype, x's shape) and scale (float32, 0-d) of a tensor with one scale, as they are defined."""
+    x = x.float()
+    amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    scale, inverse = scale_and_inverse(amax, fmt)
+    return encode(torch.where(inverse > 0, x * inverse, 0.0), fmt).view(fmt.dtype), scale
 
 
 def grid(fmt: MiniFloat) -> Tensor:

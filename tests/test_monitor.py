@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch._dynamo.testing
+from helpers import quantize_tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,6 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference import monitor as reference
 from fp8stack.kernels.reference.cast_blocks import cast_1x128, cast_128x128
 from fp8stack.kernels.reference.fp8 import count_saturated
-from fp8stack.kernels.reference.quantize import quantize_tensor
 from fp8stack.monitor import RULES, Monitor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter

@@ -122,14 +122,3 @@ def unpack(
     """Undo `pack`."""
     _, cols = rows_cols(shape)
     return torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, :cols].reshape(shape)
-
-
-def quantize_tensor(
-    x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: MiniFloat,  # e4m3 or e5m2
-) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32, 0-d
-    """Quantize `x` with one scale for the whole tensor ("current scaling": amax of this very tensor)."""
-    x = x.float()
-    amax = x.abs().amax() if x.numel() else x.new_zeros(())
-    scale, inverse = scale_and_inverse(amax, fmt)
-    return cast_finite(torch.where(inverse > 0, x * inverse, 0.0), fmt), scale

@@ -2,7 +2,9 @@
 
 Run by test_compile.py in a process of its own, since Triton's interpreter, once chosen, compiles nothing:
 
-    python tests/kernels/compile_kernels.py
+    python tests/kernels/compile_kernels.py '[["_step_kernel", "adam fp32 keep, fp32 gradient"]]'
+
+The argument names the kernels and cases that are disassembled too, which takes longer than a compilation.
 
 Each case is one specialization of a kernel; pointers are taken as 16-byte aligned, as torch's are. Instructions are
 counted in the straight path of the kernel, which every thread walks through once (a loop's body counts once): the
@@ -13,6 +15,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -32,7 +35,6 @@ from fp8stack.kernels import (
     cast,
     cast_delayed,
     norm,
-    quantize,
     rmsnorm,
     step,
     step_scalars,
@@ -42,45 +44,6 @@ from fp8stack.kernels.launch import Launcher
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 
 ARCHITECTURES = (80, 90)
-MEASURED = {  # a disassembly takes longer than a compilation
-    ("_step_kernel", "adam 8bit split24, fp8 gradient"),
-    ("_step_kernel", "adam 8bit split24, fp8 gradient, rows of 16"),
-    ("_step_kernel", "adam 8bit split24, fp8 gradient, any rows"),
-    ("_step_kernel", "adam 8bit split24, fp8 gradient, exact"),
-    ("_step_kernel", "adam fp8 split24, fp8 gradient"),
-    ("_step_kernel", "adam 4bit split24, fp8 gradient"),
-    ("_step_kernel", "adam fp32 keep, fp32 gradient"),
-    ("_step_kernel", "lion 8bit split24, fp8 gradient"),
-    ("_step_kernel", "muon 8bit direction, fp8 gradient"),
-    ("_squares_kernel", "fp8"),
-    ("_quantize_blocks_kernel", "e4m3, bf16"),
-    ("_quantize_blocks_kernel", "e4m3, fp16, odd rows"),
-    ("_quantize_blocks_kernel", "ue3m5, fp32"),
-    ("_dequantize_blocks_kernel", "e4m3, bf16"),
-    ("_amax_kernel", "bf16"),
-    ("_cast_kernel", "e4m3, bf16"),
-    ("_parts_kernel", "bf16"),
-    ("_cast_tiles_kernel", "e4m3, bf16"),
-    ("_cast_tiles_kernel", "e5m2, fp32, any size"),
-    ("_recast_tiles_kernel", "e4m3, bf16"),
-    ("_recast_tiles_kernel", "e5m2, fp32, any size"),
-    ("_refit_kernel", "e4m3, bf16"),
-    ("_refit_kernel", "e5m2, fp32, any size"),
-    ("_transpose_kernel", "even"),
-    ("_cast_1x128_kernel", "e4m3, bf16"),
-    ("_cast_128x128_kernel", "e4m3, bf16"),
-    ("_cast_delayed_kernel", "e4m3, bf16"),
-    ("_swiglu_cast_kernel", "forward, bf16"),
-    ("_swiglu_cast_kernel", "backward, bf16"),
-    ("_swiglu_cast_kernel", "forward, delayed, bf16"),
-    ("_swiglu_cast_kernel", "backward, delayed, bf16"),
-    ("_rmsnorm_kernel", "bf16"),
-    ("_rmsnorm_backward_kernel", "bf16"),
-    ("_rmsnorm_kernel", "bf16, longest rows"),
-    ("_rmsnorm_kernel", "fp32, longest rows"),
-    ("_rmsnorm_backward_kernel", "bf16, longest rows"),
-    ("_rmsnorm_backward_kernel", "fp32, longest rows"),
-}
 MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
 INTEGERS = dict.fromkeys(
     ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", "block_rows", "stride_r",
@@ -221,13 +184,6 @@ def quantize_cases(names):
         yield label, pointers, constants
 
 
-def tensor_cases(names):
-    for fmt, dtype in ((E4M3, "bf16"), (E5M2, "fp32")):
-        pointers = {"x_ptr": dtype, "codes_ptr": "u8", "scale_ptr": "fp32", "amax_ptr": "i32"}
-        label = f"{fmt.name}, {dtype}" if "MANTISSA" in names else dtype
-        yield label, pointers, format_constants(fmt, names)
-
-
 SCALES = ("scale_ptr", "scale_t_ptr", "a_scale_ptr", "b_scale_ptr", "h_scale_ptr")
 CODES = ("codes_ptr", "codes_t_ptr", "a_ptr", "a_t_ptr", "b_ptr", "b_t_ptr")
 
@@ -341,8 +297,6 @@ CASES = {
     "_root_kernel": lambda names: [("", {"out_ptr": "fp32"}, {"SIZE": 1024})],
     "_quantize_blocks_kernel": quantize_cases,
     "_dequantize_blocks_kernel": quantize_cases,
-    "_amax_kernel": tensor_cases,
-    "_cast_kernel": tensor_cases,
     "_count_kernel": count_cases,
     "_parts_kernel": parts_cases,
     "_cast_tiles_kernel": matrix_cases,
@@ -371,7 +325,7 @@ CASES = {
     ],
 }
 SIZES = {
-    "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": quantize.FLAT, "SIZE": step_scalars.SIZE, "PARTS": cast.PARTS,
+    "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": cast.FLAT, "SIZE": step_scalars.SIZE, "PARTS": cast.PARTS,
     "SLOTS": cast.SLOTS,
 }  # fmt: skip
 TILES = {  # [rows, columns] of one program
@@ -540,6 +494,7 @@ def unseen(launcher, pointers, constants):
 
 def main():
     results, measurements, errors, keys = [], [], [], {}
+    measured = {tuple(case) for case in json.loads(sys.argv[1])}
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
         for name, label, kernel, pointers, constants in specializations():
             shape = zip(("ROWS", "COLS"), TILES.get(name, ()), strict=False)
@@ -558,7 +513,7 @@ def main():
                     continue
                 result = {"kernel": name, "case": label, "sm": architecture}
                 results.append(result | inspect(compiled.asm["ptx"]))
-                if (name, label) in MEASURED:
+                if (name, label) in measured:
                     threads_per_element = 32 * compiled.metadata.num_warps / elements
                     future = pool.submit(measure, compiled.asm["cubin"], threads_per_element)
                     measurements.append((results[-1], future))

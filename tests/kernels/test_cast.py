@@ -5,9 +5,10 @@ In Triton's interpreter on a CPU, compiled on a GPU. Delayed scaling is in `test
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, nearest, quantize_tensor
 
 from fp8stack.capability import native_recipe
 from fp8stack.formats import E4M3, E5M2
@@ -18,7 +19,7 @@ from fp8stack.kernels.reference import cast as reference_cast
 from fp8stack.kernels.reference import cast_blocks as reference_blocks
 from fp8stack.kernels.reference.cast import aligned
 from fp8stack.kernels.reference.cast_blocks import in_fours, padded
-from fp8stack.kernels.reference.quantize import quantize_blocks, quantize_tensor
+from fp8stack.kernels.reference.quantize import quantize_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -74,6 +75,11 @@ def test_a_cast_is_the_quantized_tensor_padded_with_zeros_in_both_layouts(
     assert_same_bits(codes.view(torch.uint8), whole)
     assert_same_bits(codes_t.view(torch.uint8), whole.t().contiguous())
     assert_same_bits(scale, expected_scale)
+    if x.numel():  # by numpy's float32, and a search for the nearest value
+        by_hand = np.abs(x.float().numpy()).max() / np.float32(fmt.max)
+        assert_same_bits(scale, torch.tensor(by_hand))
+        scaled = torch.from_numpy(np.asarray(x.float().numpy() * (np.float32(1) / by_hand)))
+        assert_same_bits(expected.float(), nearest(scaled, fmt).float())
 
 
 @OCP

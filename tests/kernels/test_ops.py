@@ -34,9 +34,6 @@ def sample_arguments(name, shape, device):
             yield *grad, "e4m3", torch.float32, x.shape
             yield *ops.quantize_blocks(x.square(), UE3M5), "ue3m5", torch.bfloat16, x.shape
             yield *ops.quantize_blocks(x.square(), UE3M1), "ue3m1", torch.float32, x.shape
-        case "quantize_tensor":
-            yield x, "e4m3"
-            yield x.bfloat16(), "e5m2"
         case "accumulate_blocks":
             yield *grad, *ops.quantize_blocks(x / 16, E4M3), x
         case "norm_blocks":
@@ -102,7 +99,7 @@ OPERATORS = sorted(
 def test_all_operators_are_sampled_here():
     assert OPERATORS == [
         "accumulate_blocks", "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
-        "matmul_blocks", "norm_blocks", "quantize_blocks", "quantize_tensor", "recast", "swiglu_backward_cast",
+        "matmul_blocks", "norm_blocks", "quantize_blocks", "recast", "swiglu_backward_cast",
         "swiglu_cast",
     ]  # fmt: skip
     for name in OPERATORS:
@@ -147,12 +144,9 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(fmt, shape):
         x = torch.empty(shape, dtype=torch.bfloat16)
         codes, scale = ops.quantize_blocks(x, fmt)
         values = ops.dequantize_blocks(codes, scale, fmt, torch.float16, x.shape)
-        tensor_codes, tensor_scale = ops.quantize_tensor(x, fmt)
     assert (codes.shape, codes.dtype) == (fmt.codes_shape(x.shape), fmt.dtype)
     assert (scale.shape, scale.dtype) == (scale_shape(shape), torch.float32)
     assert (values.shape, values.dtype) == (x.shape, torch.float16)
-    assert (tensor_codes.shape, tensor_codes.dtype) == (x.shape, fmt.dtype)
-    assert (tensor_scale.shape, tensor_scale.dtype) == ((), torch.float32)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

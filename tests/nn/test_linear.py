@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, quantize_tensor
 from layers import RECIPES, linear, record_sums
 from torch import nn
 from torch.nn import functional as F
 
 from fp8stack.formats import E4M3, E5M2
-from fp8stack.kernels.reference.quantize import quantize_tensor
 from fp8stack.levels import recipe_for
 from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 from fp8stack.nn.casts import Products

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, quantize_tensor
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack.formats import E4M3, E5M2
-from fp8stack.kernels.reference.quantize import quantize_tensor
 from fp8stack.levels import recipe_for
 from fp8stack.nn.convert import Conversion, skipped_modules
 from fp8stack.nn.matmuls import _Mode, apply_matmuls, runs_matmuls
