@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .errors import ConfigError
+from .errors import ConfigError, GradientError
 from .formats import E4M3, scale_shape
 from .kernels import ops
 
@@ -338,6 +338,19 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_list_,
 }
+
+
+def check_dense(gradient: Tensor, name: str, remedy: str) -> None:
+    """Raise GradientError for a sparse or complex gradient, which has no FP8 form and which no step here takes."""
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise GradientError(
+            f"the gradient of {name} is {kind}; fp8stack takes dense real gradients. {remedy}."
+        )
+
+
+DENSE_LAYER = "Use a dense layer (nn.Embedding(sparse=False))"
+"""What to do about sparse gradients that a layer goes on making."""
 
 
 def is_sharded(x: Tensor) -> bool:

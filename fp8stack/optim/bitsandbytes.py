@@ -8,12 +8,12 @@ between GPU and host as memory allows. Each parameter that has a gradient goes t
     weight and master × (1 - lr × decay) + update, in one launch of fp8stack's own step
 
 A float32 weight is updated in place, by bitsandbytes alone. On a GPU with Triton all gradients are examined at once,
-the host waits for the scalars of the step once, and tensors go in parts of 2^24 elements, so that what is float32 takes
+the host waits once for each format of states, and tensors go in pieces of 2^24 elements, so that what is float32 takes
 128 MiB (more for rows longer than 2^16, and for master="fp16", whose one scale is the whole tensor's). Which tensors
 are kept in 8 bits is fp8stack's rule, not the element count of bitsandbytes; its `GlobalOptimManager` is not asked
 (name formats with `states_for` or `override`).
 
-Limits: up to four launches for each part, and that wait, so a step cannot be captured in a CUDA graph. SGD needs
+Limits: up to four launches for each piece, and that wait, so a step cannot be captured in a CUDA graph. SGD needs
 momentum, and has neither Nesterov's nor dampening. L2 regularization needs the weight in float32 beside the gradient:
 it takes more memory and launches, but for SGD with float32 weights.
 States are neither sharded nor in other formats than "8bit" and "fp32"; what `paged` allocates is never freed by
@@ -45,7 +45,6 @@ from .optimizer import BlockwiseOptimizer, ParamsT
 from .state_formats import BITSANDBYTES, State
 from .step import Batch, Entry, Piece
 
-_PLANNED = torch.device("meta")  # no step is taken there; who plans asks about the target
 LEAST_EPS = 1e-30  # so that bitsandbytes' 0 / 0 is 0
 PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller states
 PART = 2**24  # elements that are updated at once
@@ -75,9 +74,9 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
             check_option("optimizer_backend", "bitsandbytes-paged", IS_SGD)
         self.paged, self._pages = paged, dict[tuple[Tensor, str], Tensor]()
         super().__init__(params, *args, **options)
-        devices = {p.device for group in self.param_groups for p in group["params"]}
-        for device in devices - {_PLANNED}:
-            check_bitsandbytes(device, paged)
+        for device in {p.device for group in self.param_groups for p in group["params"]}:
+            if device.type != "meta":  # no step is taken there; who plans asks about the target
+                check_bitsandbytes(device, paged)
 
     @property
     def backend(self) -> str:
@@ -284,10 +283,8 @@ def _rows_of(t: StepTensors, piece: Piece) -> StepTensors:
     (rows, cols), stop = piece.shape, piece.start + piece.shape[0]
     if rows == rows_cols(t.weight.shape)[0]:
         return t
-    here, blocks = (
-        slice(piece.start, stop),
-        slice(piece.start * cols // BLOCK, -(-stop * cols // BLOCK)),
-    )
+    here = slice(piece.start, stop)
+    blocks = slice(piece.start * cols // BLOCK, -(-stop * cols // BLOCK))
     pieces = [x if x is None or x.ndim == 0 else x[blocks if x.ndim == 1 else here] for x in t]
     return StepTensors(*pieces)  # type: ignore[arg-type]
 

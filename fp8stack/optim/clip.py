@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,7 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     device = grads[0].device
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for g in grads:
-        by_device.setdefault(g.device, []).append(g)
-    groups = [_Gradients(where, group) for where, group in by_device.items()]
+    groups = [_Gradients(where, grads) for where in dict.fromkeys(g.device for g in grads)]
     norms = torch.stack([group.norm(norm_type).to(device) for group in groups])
     total = norms.amax() if norm_type == math.inf else norms.double().square().sum().sqrt().float()
     if error_if_nonfinite and not bool(total.isfinite()):
@@ -84,29 +81,25 @@ class _Gradients:
     """The gradients on one device: contiguous ones go through a table of pointers, others through torch."""
 
     def __init__(self, device: torch.device, grads: list[Tensor]) -> None:
-        self.device, self.grads = device, grads
+        self.device, self.grads = device, [g for g in grads if g.device == device]
         fused = triton_runs_on(device)
-        self.direct = [g for g in grads if g.is_contiguous()] if fused else []
-        self.others = [g for g in grads if not g.is_contiguous()] if fused else grads
+        self.direct = [g for g in self.grads if fused and g.is_contiguous()]
+        self.others = [g for g in self.grads if not (fused and g.is_contiguous())]
         self.tables = _tables(self.direct) if self.direct else []
 
     def norm(self, norm_type: float) -> Tensor:
         """Return the norm of all, float32, 0-d."""
         if norm_type == math.inf:  # what the scales of FP8 allow is not the largest element: decode
             return torch.stack([g.abs().amax().float() for g in self.grads]).amax()
-        parts = [gradient_parts(g.contiguous()) for g in self.others]
-        squares = [reference.sum_of_squares(*p) for p in parts]
+        squares = [reference.sum_of_squares(*gradient_parts(g.contiguous())) for g in self.others]
         if self.tables:
-            squares.append(self._fused_norm().double().square())
-        return torch.stack(squares).sum().sqrt().float()
-
-    def _fused_norm(self) -> Tensor:
-        with on_device(self.device):
-            count = sum(len(owner) for *_, owner in self.tables)
-            partial = torch.empty(count, dtype=torch.float64, device=self.device)
+            programs = sum(len(owner) for *_, owner in self.tables)
+            partial = torch.empty(programs, dtype=torch.float64, device=self.device)
             out = torch.empty((), device=self.device)
-            ops.triton_module("norm").total(self.tables, partial, out)
-        return out
+            with on_device(self.device):
+                ops.triton_module("norm").total(self.tables, partial, out)
+            squares.append(out.double().square())
+        return torch.stack(squares).sum().sqrt().float()
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply all in place by a device scalar."""
@@ -114,13 +107,11 @@ class _Gradients:
             g.mul_(factor)
         if not self.direct:
             return
-        residuals: list[Tensor] = [
-            BlockScaledTensor(*g.residual)
-            for g in self.direct
-            if isinstance(g, BlockScaledTensor) and g.residual is not None
-        ]
+        blocks = [g for g in self.direct if isinstance(g, BlockScaledTensor)]
+        residuals = [BlockScaledTensor(*g.residual) for g in blocks if g.residual is not None]
+        tables = [*self.tables, *(_tables(residuals) if residuals else [])]
         with on_device(self.device):
-            for dtype, _, rows, owner in [*self.tables, *(_tables(residuals) if residuals else [])]:
+            for dtype, _, rows, owner in tables:
                 ops.triton_module("norm").multiply(rows, owner, dtype, factor)
 
 
@@ -129,27 +120,25 @@ _TABLES: OrderedDict[Any, list[Table]] = OrderedDict()
 _KEPT = 8  # tables of the last calls: gradients often come back to the same addresses
 
 
-def _tables(grads: list[Tensor]) -> list[Table]:
+def _tables(grads: Sequence[Tensor]) -> list[Table]:
     """Return (dtype, layout, rows, owner) of the launches that read `grads`, all contiguous and on one device."""
-    norm, step = ops.triton_module("norm"), ops.triton_module("step")
-    device = grads[0].device
     addresses = [
         g.addresses if isinstance(g, BlockScaledTensor) else (g.data_ptr(), g.dtype) for g in grads
     ]
-    key = device, tuple(addresses), tuple(g.shape for g in grads)
+    key = grads[0].device, tuple(addresses), tuple(g.shape for g in grads)
     if key in _TABLES:
         _TABLES.move_to_end(key)
         return _TABLES[key]
-    parts = [gradient_parts(g) for g in grads]
+    norm, step = ops.triton_module("norm"), ops.triton_module("step")
     launches: dict[tuple[torch.dtype, str], list[dict[str, int]]] = {}
-    for values, scale in parts:
+    for values, scale in map(gradient_parts, grads):
         row = step.table_row(values.shape, grad=values, grad_block_scale=scale)
         layout = step.row_layout(values.shape, (values,))
         launches.setdefault((values.dtype, layout), []).append(row)
     result = []
     for (dtype, layout), rows in launches.items():
-        owner = deal(rows, norm.spans, "first_span", device)
-        result.append((dtype, layout, upload_rows(rows, device), owner))
+        owner = deal(rows, norm.spans, "first_span", grads[0].device)
+        result.append((dtype, layout, upload_rows(rows, grads[0].device), owner))
     _TABLES[key] = result
     while len(_TABLES) > _KEPT:
         _TABLES.popitem(last=False)

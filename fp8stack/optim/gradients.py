@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fp8stack.errors import GradientError
 from fp8stack.formats import FLOATS
-from fp8stack.tensor import BlockScaledTensor, is_sharded
+from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded
 
 
 def gradient_parts(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -23,12 +23,8 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         GradientError: if it is sparse or complex, or of another shape, device or dtype than a step takes.
     """
     shape = tuple(parameter.shape)
-    if gradient.is_sparse or gradient.is_complex():
-        kind = "sparse" if gradient.is_sparse else "complex"
-        raise GradientError(
-            f"a gradient of shape {tuple(gradient.shape)} is {kind}; fp8stack's optimizers take dense real gradients. "
-            "Use a dense layer (nn.Embedding(sparse=False)), or torch's own optimizer for this parameter."
-        )
+    remedy = f"{DENSE_LAYER}, or torch's own optimizer for this parameter"
+    check_dense(gradient, f"a parameter of shape {shape}", remedy)
     if gradient.shape != parameter.shape or gradient.device != parameter.device:
         raise GradientError(
             f"the gradient of a parameter of shape {shape} on {parameter.device} has shape {tuple(gradient.shape)} on "

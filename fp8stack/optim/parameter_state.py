@@ -23,19 +23,9 @@ from fp8stack.errors import ConfigError, ModelError
 from fp8stack.formats import FLOATS
 from fp8stack.tensor import is_sharded
 
+from . import state_formats as formats
 from .sharded import assign, check_placements, collect, distribute, local, local_state
-from .state_formats import (
-    MASTER_KEYS,
-    State,
-    check_formats,
-    decode_master,
-    encode_master,
-    encode_moment,
-    has_moment,
-    is_dense,
-    is_large_matrix,
-    zero_moment,
-)
+from .state_formats import MASTER_KEYS, State, is_large_matrix
 
 FORMAT_KEYS = ("states", "master", "flat")
 """Options of a parameter group that say what states are made in."""
@@ -77,7 +67,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """
         old = self.overrides.get(parameter, (self.states, self.master))
         new = (states or old[0], master or old[1])
-        check_formats(*new)
+        formats.check_formats(*new)
         if any(name in self.state.get(parameter, {}) for name in ("step", *MASTER_KEYS)):
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} has state already; set its formats before the first "
@@ -87,10 +77,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def note_formats(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
         """Make states of these parameters as `group` says, whatever becomes of it: ZeRO empties and rewrites groups."""
-        formats = group.get("states", self.states), group.get("master", self.master)
-        check_formats(*formats)
-        all_of_it = (*formats, bool(group.get("flat", False)))
-        self._group_formats.update(dict.fromkeys(parameters, all_of_it))
+        states, master = group.get("states", self.states), group.get("master", self.master)
+        formats.check_formats(states, master)
+        asked = states, master, bool(group.get("flat", False))
+        self._group_formats.update(dict.fromkeys(parameters, asked))
 
     def _of_group(self, parameter: Tensor) -> tuple[str, str, bool]:
         """Return states and master as the parameter's group has them, and whether it is flat."""
@@ -129,8 +119,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def check_formats_of(self, parameter: Tensor) -> None:
         """Raise ModelError where a sharded parameter cannot have the formats asked for."""
-        formats = self.moment_format(parameter), self.master_format(parameter)
-        check_placements(parameter, *formats, self.quantizes(parameter))
+        states, master = self.moment_format(parameter), self.master_format(parameter)
+        check_placements(parameter, states, master, self.quantizes(parameter))
 
     # --- making states
 
@@ -140,13 +130,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
         The parameter's dtype must be the final one already.
         """
         value = collect({"value": value}, parameter, "given")["value"]
-        weight, entries = encode_master(value, self.master_format(parameter))
+        weight, entries = formats.encode_master(value, self.master_format(parameter))
         assign(parameter, weight)
         self.state[parameter].update(self.house(entries, parameter))
 
     def master_weight(self, parameter: nn.Parameter) -> Tensor:
         """Return a float32 copy of the weight that the optimizer accumulates in; sharded if the parameter is."""
-        value = decode_master(local(parameter), local_state(self.state.get(parameter, {})))
+        value = formats.decode_master(local(parameter), local_state(self.state.get(parameter, {})))
         weight: Tensor = distribute({"value": value}, parameter)["value"]
         return weight
 
@@ -174,15 +164,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 )
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments_of(group):
-            if name in state and not is_dense(state[name], weight, states):
+            if name in state and not formats.is_dense(state[name], weight, states):
                 # put there by somebody else: DeepSpeed's universal checkpoints
                 given = local_state({name: state.pop(name)})[name]
-                state.update(self.house(encode_moment(name, given, weight, states), parameter))
-            elif not has_moment(name, state):
+                state.update(
+                    self.house(formats.encode_moment(name, given, weight, states), parameter)
+                )
+            elif not formats.has_moment(name, state):
                 home = torch.device("cpu") if self.offloads(parameter) else weight.device
-                state.update(self.house(zero_moment(name, weight, states, home), parameter))
+                state.update(self.house(formats.zero_moment(name, weight, states, home), parameter))
         if not state.keys() & set(MASTER_KEYS):
-            entries = encode_master(weight.detach().float(), self.master_format(parameter))[1]
+            entries = formats.encode_master(weight.detach().float(), self.master_format(parameter))[
+                1
+            ]
             state.update(self.house(entries, parameter))
         elif parameter.dtype is torch.float32 or (
             "remainder" in state and parameter.dtype is not torch.bfloat16

@@ -24,22 +24,12 @@ from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.formats import UE3M1
 from fp8stack.tensor import is_sharded
 
+from . import state_formats as formats
 from .imported_states import translate
 from .parameter_names import check_order, names_of_owned
 from .parameter_state import FORMAT_KEYS, StatefulOptimizer
 from .sharded import assign, collect, distribute, local, local_state
-from .state_formats import (
-    MASTER_KEYS,
-    State,
-    decode_master,
-    decode_moment,
-    encode_master,
-    encode_moment,
-    has_moment,
-    is_second,
-    zero_master,
-    zero_moment,
-)
+from .state_formats import MASTER_KEYS, State, is_second
 
 FORMAT = 1
 """Version of the state's layout and codecs. A change of either raises it."""
@@ -85,7 +75,7 @@ def to_torch(
         if "step" in entry:
             p = parameters[key]
             mine, shape = local_state(entry), local(p).shape
-            moments = {name: decode_moment(name, mine, shape) for name in optimizer.moments}
+            moments = {name: formats.decode_moment(name, mine, shape) for name in optimizer.moments}
             given = {
                 name: m.to(device or p.device, copy=True)
                 for name, m in moments.items()
@@ -300,7 +290,7 @@ def _convert(
     }
     _check_names(optimizer, entry, parameter, key)
     new: State = {}
-    if "step" in entry or any(has_moment(name, entry) for name in moments):
+    if "step" in entry or any(formats.has_moment(name, entry) for name in moments):
         count = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32, device=weight.device)
         new["step"] = count.reshape(())
         for name in moments:
@@ -334,14 +324,14 @@ def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: A
                 "with fp8stack.checkpoint.torch_state_dict."
             )
         raise _of_another_model(key, weight, f"{name} is of shape {tuple(codes.shape)}")
-    wanted = zero_moment(name, _shadow(weight), states)
+    wanted = formats.zero_moment(name, _shadow(weight), states)
     if _alike(entry, wanted):
         return {k: entry[k] for k in wanted}
-    value = decode_moment(name, entry, weight.shape)
+    value = formats.decode_moment(name, entry, weight.shape)
     if value is None or value.shape != weight.shape:
         found = "missing" if value is None else f"of shape {tuple(value.shape)}"
         raise _of_another_model(key, weight, f"{name} is {found}")
-    return encode_moment(name, value, weight, states)
+    return formats.encode_moment(name, value, weight, states)
 
 
 def _encode_masters(
@@ -350,10 +340,10 @@ def _encode_masters(
     """Bring the masters among `states` to the optimizer's format; yield the weights that are their rounding then."""
     for p, state in states.items():
         saved, kind = local_state(_masters(state)), optimizer.master_format(p)
-        wanted = zero_master(_shadow(local(p)), kind)
+        wanted = formats.zero_master(_shadow(local(p)), kind)
         if not saved or (saved.keys() == wanted.keys() and _alike(saved, wanted)):
             continue
-        weight, entries = encode_master(decode_master(local(p), saved), kind)
+        weight, entries = formats.encode_master(formats.decode_master(local(p), saved), kind)
         for name in saved:
             del state[name]
         state.update(optimizer.house(entries, p))
