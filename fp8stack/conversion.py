@@ -35,7 +35,7 @@ from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
 from .optim.state_dict import adopt, reformat, to_torch
 from .optim.state_formats import is_large_matrix
 from .report import Report
-from .tensor import is_sharded
+from .tensor import check_dense, is_sharded
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     kind: getattr(optim, kind.__name__) for kind in TORCH_OPTIMIZERS
@@ -133,15 +133,7 @@ def _check_parameter(
         )
     gradient = parameter.grad
     if recipe.gradients == "fp8" and gradient is not None:
-        _check_gradient(name, gradient)
-
-
-def _check_gradient(name: str, gradient: Tensor) -> None:
-    if gradient.is_sparse or gradient.is_complex():
-        kind = "sparse" if gradient.is_sparse else "complex"
-        raise ModelError(
-            f"{name} has a {kind} gradient, which has no FP8 form. Clear it with optimizer.zero_grad()."
-        )
+        check_dense(gradient, name, "Clear it: optimizer.zero_grad()", ModelError)
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .errors import ConfigError, GradientError
+from .errors import ConfigError, Fp8StackError, GradientError
 from .formats import E4M3, scale_shape
 from .kernels import ops
 
@@ -340,17 +340,22 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
 }
 
 
-def check_dense(gradient: Tensor, name: str, remedy: str) -> None:
-    """Raise GradientError for a sparse or complex gradient, which has no FP8 form and which no step here takes."""
+DENSE_LAYER = "Use a dense layer (nn.Embedding(sparse=False))"
+"""What to do where a layer makes sparse gradients."""
+
+
+def check_dense(
+    gradient: Tensor,
+    name: str,
+    remedy: str = DENSE_LAYER,
+    error: type[Fp8StackError] = GradientError,
+) -> None:
+    """Raise `error` for a sparse or complex gradient, which has no FP8 form and which no step here takes."""
     if gradient.is_sparse or gradient.is_complex():
         kind = "sparse" if gradient.is_sparse else "complex"
-        raise GradientError(
+        raise error(
             f"the gradient of {name} is {kind}; fp8stack takes dense real gradients. {remedy}."
         )
-
-
-DENSE_LAYER = "Use a dense layer (nn.Embedding(sparse=False))"
-"""What to do about sparse gradients that a layer goes on making."""
 
 
 def is_sharded(x: Tensor) -> bool:

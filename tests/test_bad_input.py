@@ -260,7 +260,7 @@ MODELS = [  # what is done to a model, level, culprit, remedy
     (with_parameter(torch.complex64), "O0", "codes is torch.complex64", "buffer"),
     (lambda m: m.double(), "O1", "embed.weight is torch.float64; O1 takes", r"model.float\(\)"),
     (lambda m: setattr(m.embed, "sparse", True), "O1", "embed is Embedding.sparse=True.", "sparse=False"),
-    (with_sparse_gradient, "O1", "embed.weight has a sparse gradient", "zero_grad"),
+    (with_sparse_gradient, "O1", "the gradient of embed.weight is sparse", "zero_grad"),
     (nn.DataParallel, "O2", "wrapped in DataParallel", "Initialize the bare model, then wrap it"),
     (torch.jit.script, "O0", "torch.jit", "Initialize what it was scripted from"),
     (lambda m: nn.Sequential(nn.LazyLinear(16)), "O2", r"0\.\w+ is a lazy parameter", "run one batch"),

@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, GradientError
 from fp8stack.formats import FLOATS
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor import check_dense, is_sharded
 
 from .buckets import Region, make_buckets
 from .collectives import feeds_back
-from .gradients import refuse_sparse
 from .transport import Transport, failures_named, gather_objects, member_group, verify
 
 
@@ -205,7 +204,7 @@ class DataParallel(nn.Module):
             )
         if p.grad is not region.gradient:
             assert p.grad is not None
-            refuse_sparse(p.grad, region.name)
+            check_dense(p.grad, region.name)
             region.write(p.grad)
             p.grad = region.gradient
         if region not in self._fired:

@@ -14,8 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8stack.errors import GradientError
-from fp8stack.tensor import BlockScaledTensor, plain
+from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, plain
 
 
 class GradientHandle:
@@ -42,16 +41,6 @@ class GradientHandle:
         self._hooks.clear()
 
 
-def refuse_sparse(gradient: Tensor, name: str, other: str = "") -> None:
-    """Raise GradientError for a sparse or complex gradient; `other` is another remedy."""
-    if gradient.is_sparse or gradient.is_complex():
-        kind = "sparse" if gradient.is_sparse else "complex"
-        raise GradientError(
-            f"the gradient of {name} is {kind}; FP8 gradients are dense and real. Use a dense layer "
-            f"(nn.Embedding(sparse=False)){other}."
-        )
-
-
 def quantize_gradient(parameter: Tensor, name: str) -> None:
     """Replace `parameter.grad` by its E4M3 blocks, if it has one that is not yet.
 
@@ -61,5 +50,5 @@ def quantize_gradient(parameter: Tensor, name: str) -> None:
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, BlockScaledTensor):
         return
-    refuse_sparse(gradient, name, ', or initialize with gradients="keep"')
+    check_dense(gradient, name, f'{DENSE_LAYER}, or initialize with gradients="keep"')
     parameter.grad = BlockScaledTensor.quantize(gradient.to(parameter.dtype))
