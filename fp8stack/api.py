@@ -28,6 +28,7 @@ from .conflicts import (
     BF16_PRODUCTS,
     FOUR_BITS,
     FP8_PRODUCTS,
+    NOT_ON_BITSANDBYTES,
     ON_CPU,
     idle_options,
     refuse_conflicts,
@@ -146,7 +147,13 @@ def decide(
     skipped, idle = skipped_modules(model, recipe)
     fallbacks += idle
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
-    quantized = _quantized_parameters(model, optimizer, recipe, left_alone)
+    groups = [] if optimizer is None else optimizer.param_groups
+    owned = {p for group in groups for p in group["params"]} - left_alone
+    quantized = {
+        p
+        for p in model.parameters()
+        if p in owned and p.requires_grad and is_large_matrix(p, recipe.min_numel)
+    }
     formats = _formats_by_parameter(model, recipe, left_alone)
     stored = replace(recipe, master="keep") if gathered_on else recipe
     plan = plan_layers(model, stored, skipped, quantized, compute)
@@ -286,24 +293,6 @@ def _check_given(
             "or fp8stack.restore that model first."
         )
     return check_optimizer(model, optimizer, recipe)
-
-
-def _quantized_parameters(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    recipe: Recipe,
-    left_alone: set[nn.Parameter],
-) -> set[nn.Parameter]:
-    """Return the matrices whose gradients or states become low-precision: large, owned, and in no skipped module."""
-    owned = {p for group in optimizer.param_groups for p in group["params"]} if optimizer else set()
-    return {
-        p
-        for p in model.parameters()
-        if p in owned
-        and p not in left_alone
-        and p.requires_grad
-        and is_large_matrix(p, recipe.min_numel)
-    }
 
 
 def _formats_by_parameter(
@@ -451,18 +440,8 @@ def _check_on_bitsandbytes(
 ) -> None:
     """Raise unless bitsandbytes can step instead of `optimizer`."""
     check_bitsandbytes(device, paged=recipe.optimizer_backend == "bitsandbytes-paged")
-    refuse_conflicts(recipe, optimizer=optimizer)
-    if counterpart_on_bitsandbytes(optimizer) is None:
-        kind = type(optimizer)
-        raise ModelError(
-            f"bitsandbytes has no counterpart of {kind.__module__}.{kind.__qualname__}. Use AdamW, Adam or SGD of "
-            'torch or fp8stack.optim, fp8stack.optim.Lion, or optimizer_backend="fp8stack".'
-        )
-    if getattr(optimizer, "release", None) is not None:
-        raise ModelError(
-            "this optimizer steps in backward on its own. Leave that to initialize (step_in_backward=True), or use "
-            'optimizer_backend="fp8stack".'
-        )
+    lacking = counterpart_on_bitsandbytes(optimizer) is None
+    refuse_conflicts(recipe, *[NOT_ON_BITSANDBYTES] * lacking, optimizer=optimizer)
 
 
 # --- the report

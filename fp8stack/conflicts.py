@@ -49,6 +49,7 @@ PLACES = (
 FOREIGN = "an optimizer of another library"
 NO_COUNTERPART = "an optimizer without a counterpart"
 IS_SGD = "SGD"
+NOT_ON_BITSANDBYTES = "bitsandbytes, which has no counterpart"
 
 TORCH_OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = tuple(
     getattr(torch.optim, name)
@@ -182,7 +183,9 @@ _RULES = (
     Rule("optimizer_backend", ("bitsandbytes-paged",), (ON_CPU,), "paged states lie in managed memory of CUDA",
          'Move the model to a GPU first, or use optimizer_backend="bitsandbytes"', UnsupportedDeviceError),
     Rule("optimizer_backend", ("bitsandbytes-paged",), (IS_SGD,), "bitsandbytes has no paged SGD", _USE_OURS),
-    Rule("algorithm", ("muon",), ON_BITSANDBYTES, "bitsandbytes has no counterpart of it", _USE_OURS, ModelError),
+    Rule("optimizer", (), (NOT_ON_BITSANDBYTES,), "bitsandbytes has Adam, AdamW, SGD and Lion", _USE_OURS, ModelError),
+    Rule("release", (), ON_BITSANDBYTES, "it steps in backward on its own",
+         f"Leave that to initialize (step_in_backward=True). {_USE_OURS}", ModelError),
     Rule("momentum", (0,), ON_BITSANDBYTES, "bitsandbytes' SGD8bit needs momentum > 0", _USE_OURS, beside=(IS_SGD,)),
     *(Rule(option, (), ON_BITSANDBYTES, "bitsandbytes' SGD8bit does not have it", _USE_OURS, beside=(IS_SGD,))
       for option in ("nesterov", "dampening")),
@@ -346,6 +349,8 @@ def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:
     if is_fp8stack_optimizer(optimizer):
         ours: Any = optimizer
         result += settings_of_formats((ours.states, ours.master), *ours.overrides.values())
+        if ours.release is not None:
+            result.append(Setting("release", ours.release, kind.__qualname__))
     for group in optimizer.param_groups:
         result += settings_of_group(group)
         if _is(optimizer, "Muon") and group.get("algorithm", "muon") == "muon":

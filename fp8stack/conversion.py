@@ -68,34 +68,32 @@ def check_model(
         )
     if wrapper_of(model):
         refuse_conflicts(recipe, INITIALIZE, model=model)
-    done = find_converted(model)
-    if done:
+    if done := find_converted(model):
         remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
         if not initialized:
-            remedy = (
-                f"Restore the model that it was initialized in, if it is a part of one. {COPIED}"
-            )
+            remedy = f"Restore the model that it was initialized in, if it is part of one. {COPIED}"
         raise ModelError(f"{done} is already converted by fp8stack. {remedy}")
-    parameters = dict(model.named_parameters())
-    if not parameters:
-        raise ModelError("the model has no parameters, so there is nothing to convert.")
-    for name, parameter in parameters.items():
-        _check_parameter(name, parameter, recipe, sharded, planned)
     devices: dict[torch.device, str] = {}
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
+        if problem := _problem_of(parameter, recipe, sharded, planned):
+            raise ModelError(f"{name} {problem}")
+        if recipe.gradients == "fp8" and parameter.grad is not None:
+            check_dense(parameter.grad, name, "Clear it: optimizer.zero_grad()", ModelError)
         devices.setdefault(parameter.device, name)
+    if not devices:
+        raise ModelError("the model has no parameters, so there is nothing to convert.")
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise ModelError(
             f"the parameters lie on several devices ({found}). Move the model to one: model.to(device)."
         )
-    if recipe.gradients == "fp8":
-        for name, module in model.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-                raise ModelError(
-                    f"{name} is {type(module).__name__}(sparse=True), whose sparse gradients have no FP8 form. "
-                    f'Use sparse=False, or initialize with gradients="keep".'
-                )
+    for name, module in model.named_modules():
+        embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if embeds and module.sparse and recipe.gradients == "fp8":
+            raise ModelError(
+                f"{name} is {type(module).__name__}(sparse=True), whose sparse gradients have no FP8 form. "
+                f'Use sparse=False, or initialize with gradients="keep".'
+            )
     return next(iter(devices))
 
 
@@ -106,34 +104,24 @@ def find_converted(model: nn.Module) -> str:
     return next((name or "the model" for name in found), "")
 
 
-def _check_parameter(
-    name: str, parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned: bool
-) -> None:
+def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned: bool) -> str:
+    """Return why a level cannot be applied to a parameter, and what to do about it, or an empty string."""
+    dtype = parameter.dtype
     if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise ModelError(
-            f"{name} is a lazy parameter without a shape; run one batch through the model first."
-        )
+        return "is a lazy parameter without a shape; run one batch through the model first."
     if parameter.is_meta and not planned:
-        raise ModelError(
-            f"{name} is on the meta device; materialize the model first: model.to_empty(device=...), then load weights."
-        )
+        return "is on the meta device; materialize the model (model.to_empty(device=...)), then load its weights."
     if is_sharded(parameter.data) and not sharded:
-        raise ModelError(
-            f"{name} is sharded (DTensor); use fp8stack.integrations.fsdp.attach, or call fp8stack.initialize at O0 on "
-            "the whole model, before fully_shard."
+        return (
+            "is sharded (DTensor); use fp8stack.integrations.fsdp.attach, or call fp8stack.initialize at O0 on the "
+            "whole model, before fully_shard."
         )
     if not parameter.is_floating_point():
-        raise ModelError(
-            f"{name} is {parameter.dtype}; parameters must be floating point. Register it as a buffer instead."
-        )
-    if recipe.level != "O0" and parameter.requires_grad and parameter.dtype not in FLOATS:
-        raise ModelError(
-            f"{name} is {parameter.dtype}; {recipe.level} takes float32, bfloat16 and float16 parameters. "
-            "Convert the model first: model.float()."
-        )
-    gradient = parameter.grad
-    if recipe.gradients == "fp8" and gradient is not None:
-        check_dense(gradient, name, "Clear it: optimizer.zero_grad()", ModelError)
+        return f"is {dtype}; parameters must be floating point. Register it as a buffer instead."
+    if recipe.level != "O0" and parameter.requires_grad and dtype not in FLOATS:
+        taken = f"{recipe.level} takes float32, bfloat16 and float16 parameters"
+        return f"is {dtype}; {taken}. Convert the model first: model.float()."
+    return ""
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[str]:
@@ -336,19 +324,13 @@ def return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) ->
     for group in source.param_groups:  # one that was added since has not all of torch's options
         for name, value in source.defaults.items():
             group.setdefault(name, value)
+    parameters = ((group, p) for group in source.param_groups for p in group["params"])
     exported = to_torch(returned)["state"]
-    index = 0
-    for group in source.param_groups:
-        for parameter in group["params"]:
-            for key, value in exported.get(index, {}).items():
-                step = key == "step"
-                source.state[parameter][key] = (
-                    _step_for(group, value) if step else value.to(parameter.dtype)
-                )
-            index += 1
+    for index, (group, parameter) in enumerate(parameters):
+        for key, value in exported.get(index, {}).items():
+            if key != "step":
+                value = value.to(parameter.dtype)
+            elif not group.get("capturable") and not group.get("fused"):
+                value = value.cpu()  # where torch counts steps then
+            source.state[parameter][key] = value
     returned.state.clear()
-
-
-def _step_for(group: dict[str, Any], step: Tensor) -> Tensor:
-    """torch keeps the step count on the host unless a group is capturable or fused."""
-    return step if group.get("capturable") or group.get("fused") else step.cpu()

@@ -148,9 +148,15 @@ def test_a_recipe_that_native_layers_do_not_have(model, optimizer, recipe):
 
 
 def test_every_rule_says_what_was_given_where_why_and_what_to_do():
-    known = {*conflicts.PLACES, conflicts.FOREIGN, conflicts.NO_COUNTERPART, conflicts.IS_SGD}
+    known = {
+        *conflicts.PLACES,
+        conflicts.FOREIGN,
+        conflicts.NO_COUNTERPART,
+        conflicts.IS_SGD,
+        conflicts.NOT_ON_BITSANDBYTES,
+    }
     known |= {f"{name}={value!r}" for name, values in CHOICES.items() for value in values}
-    known |= {"gradients='keep', states='keep'"}
+    known |= {conflicts.NOT_ON_BITSANDBYTES, "gradients='keep', states='keep'"}
     for option, rules in conflicts.RULES.items():
         for rule in rules:
             assert known >= {*rule.contexts, *rule.beside}, rule
