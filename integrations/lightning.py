@@ -335,13 +335,11 @@ def _find_lightning() -> Any:
 
 def __getattr__(name: str) -> Any:
     """Make one of the two classes, at the first use."""
-    if name not in ("Fp8Callback", "Fp8Precision"):
+    own = {"Fp8Callback": _Callback, "Fp8Precision": _Precision}.get(name)
+    if own is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     lightning = _find_lightning()
-    own, base = {
-        "Fp8Callback": (_Callback, lightning.Callback),
-        "Fp8Precision": (_Precision, lightning.plugins.Precision),
-    }[name]
-    made = type(name, (own, base), {"__module__": __name__, "__doc__": own.__doc__})
-    globals()[name] = made
+    base = lightning.Callback if own is _Callback else lightning.plugins.Precision
+    members = {"__module__": __name__, "__doc__": own.__doc__}
+    made = globals()[name] = type(name, (own, base), members)
     return made

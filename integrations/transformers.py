@@ -70,42 +70,41 @@ def fp8_trainer(
     return type(f"Fp8{trainer.__name__}", (_AtLevel, trainer), own)
 
 
-class _AtLevel:
+_Trainer: Any = object
+
+
+class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer class in the subclass
     """What comes before a Trainer class in the subclass."""
 
     _opt_level: str | None
     _fp8_options: dict[str, Any]
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._initialized: Any = None  # the model that is at the level
         self._attached: Any = None  # that model as the Trainer wrapped it
         self._monitor: Monitor | None = None
-        self._begun = False
-        trainer: Any = self
-        parent: Any = super()
-        parent.__init__(*args, **kwargs)
-        self._given = trainer.optimizer, trainer.lr_scheduler  # which DeepSpeed's set-up drops
-        kind_of(trainer.accelerator)
-        if trainer.args.parallel_mode.value not in ("not_parallel", "distributed"):
+        super().__init__(*args, **kwargs)
+        self._given = self.optimizer, self.lr_scheduler  # which DeepSpeed's set-up drops
+        kind_of(self.accelerator)
+        if self.args.parallel_mode.value not in ("not_parallel", "distributed"):
             raise ConfigError(
-                f"this Trainer runs in {trainer.args.parallel_mode}: fp8stack needs a process for each GPU. Launch it "
+                f"this Trainer runs in {self.args.parallel_mode}: fp8stack needs a process for each GPU. Launch it "
                 "with torchrun or accelerate launch."
             )
-        if not trainer.is_deepspeed_enabled:
-            check_driver(trainer.accelerator, trainer.model, trainer.optimizer, None)
+        if not self.is_deepspeed_enabled:
+            check_driver(self.accelerator, self.model, self.optimizer, None)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, at the level."""
-        trainer: Any = self
-        parent: Any = super()
         self._begun = False
         try:
-            if not trainer.is_deepspeed_enabled:
-                return parent.train(*args, **kwargs)
-            accelerator = trainer.accelerator
-            with sectioned(accelerator, self._opt_level, self._fp8_options) as recipe:
-                check_driver(accelerator, trainer.model, self._given[0], recipe)
-                return parent.train(*args, **kwargs)
+            if not self.is_deepspeed_enabled:
+                return super().train(*args, **kwargs)
+            with sectioned(self.accelerator, self._opt_level, self._fp8_options) as recipe:
+                check_driver(self.accelerator, self.model, self._given[0], recipe)
+                return super().train(*args, **kwargs)
         finally:
             if self._monitor is not None:
                 self._monitor.remove()
@@ -113,55 +112,53 @@ class _AtLevel:
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Make the Trainer's optimizer; bring it and the model to the level, unless the model is yet to be sharded."""
-        trainer: Any = self
-        parent: Any = super()
-        if trainer.optimizer is None and trainer.is_deepspeed_enabled:
-            trainer.optimizer = self._given[0]
-        parent.create_optimizer(model)
-        if kind_of(trainer.accelerator) in ("DEEPSPEED", "FSDP"):
-            return trainer.optimizer
-        if self._initialized is not trainer.model:
-            level, options = self._opt_level or "O2", self._fp8_options
-            _, trainer.optimizer = initialize(trainer.model, trainer.optimizer, level, **options)
-            self._initialized = trainer.model
-        return trainer.optimizer
+        if self.optimizer is None and self.is_deepspeed_enabled:
+            self.optimizer = self._given[0]
+        super().create_optimizer(model)
+        if kind_of(self.accelerator) not in ("DEEPSPEED", "FSDP"):
+            self._initialize()
+        return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Make the Trainer's scheduler, unless one was given; by now FSDP2 has sharded, and nothing was loaded."""
-        trainer: Any = self
-        parent: Any = super()
-        if kind_of(trainer.accelerator) == "FSDP" and self._initialized is not trainer.model:
-            level, options = self._opt_level or "O2", self._fp8_options
-            initialize_sharded(trainer.model, trainer.optimizer, level, options)
-            self._initialized = trainer.model
-        if trainer.lr_scheduler is None and trainer.is_deepspeed_enabled:
-            trainer.lr_scheduler = self._given[1]
-        return parent.create_scheduler(*args, **kwargs)
+        if kind_of(self.accelerator) == "FSDP":
+            self._initialize()
+        if self.lr_scheduler is None and self.is_deepspeed_enabled:
+            self.lr_scheduler = self._given[1]
+        return super().create_scheduler(*args, **kwargs)
+
+    def _initialize(self) -> None:
+        """Bring the Trainer's model and optimizer to the level, unless it has been done."""
+        if self._initialized is self.model:
+            return
+        level, options = self._opt_level or "O2", self._fp8_options
+        if kind_of(self.accelerator) == "FSDP":
+            initialize_sharded(self.model, self.optimizer, level, options)
+        else:
+            _, self.optimizer = initialize(self.model, self.optimizer, level, **options)
+        self._initialized = self.model
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step; before the first one attach what is the wrapper's, verify, and begin to monitor."""
-        parent: Any = super()
-        if not self._begun or model is not self._attached:
-            self._begin(model)
-        return parent.training_step(model, *args, **kwargs)
+        if model is not self._attached:
+            finish(self.accelerator, model)
+            self._attached = model
+        if not self._begun:
+            self._begun = True
+            self._begin_to_monitor()
+        return super().training_step(model, *args, **kwargs)
+
+    def _begin_to_monitor(self) -> None:
+        layers = any(isinstance(module, Fp8Linear) for module in self.model.modules())
+        if layers and not self.args.torch_compile:
+            every = self.state.logging_steps * self.args.gradient_accumulation_steps
+            own = getattr(self.optimizer, "optimizer", None)  # under Accelerate's
+            own = own if isinstance(own, torch.optim.Optimizer) else None  # not DeepSpeed's
+            self._monitor = Monitor(self.model, own, every)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what the Trainer does, and with the training loss the model's FP8 numbers ("fp8/amax", ...)."""
-        parent: Any = super()
         if self._monitor is not None and "loss" in logs:
             numbers = self._monitor.metrics()
             logs |= {name: value for name, value in numbers.items() if name.count("/") == 1}
-        parent.log(logs, *args, **kwargs)
-
-    def _begin(self, model: Any) -> None:
-        trainer: Any = self
-        if model is not self._attached:
-            finish(trainer.accelerator, model)
-            self._attached = model
-        layers = any(isinstance(module, Fp8Linear) for module in trainer.model.modules())
-        if layers and self._monitor is None and not trainer.args.torch_compile:
-            every = trainer.state.logging_steps * trainer.args.gradient_accumulation_steps
-            own = getattr(trainer.optimizer, "optimizer", None)  # under Accelerate's
-            own = own if isinstance(own, torch.optim.Optimizer) else None  # not DeepSpeed's
-            self._monitor = Monitor(trainer.model, own, every)
-        self._begun = True
+        super().log(logs, *args, **kwargs)

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.api import carry_out, decide
+from fp8stack.conflicts import INITIALIZE, check_option, wrapper_of
 from fp8stack.conversion import Session
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or_warn
@@ -69,6 +71,12 @@ def initialize(*args: Any, opt_level: str | None = None, **kwargs: Any) -> Start
     return _run(original, arguments, opt_level, "O2")
 
 
+class Handle(ExitStack):
+    """What `install` returned: a context manager that takes it back at its end, as `remove()` does."""
+
+    remove = ExitStack.close
+
+
 def install() -> Handle:
     """Let `deepspeed.initialize` apply a config's section "fp8stack" (or its optimizer "FP8AdamW") from now on.
 
@@ -77,9 +85,8 @@ def install() -> Handle:
     """
     import deepspeed
 
-    original = _original()
-    fresh = original is deepspeed.initialize
-    if fresh:
+    original, handle = _original(), Handle()
+    if original is deepspeed.initialize:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -88,30 +95,12 @@ def install() -> Handle:
 
         initialize.fp8stack_original = original  # type: ignore[attr-defined]
         deepspeed.initialize = initialize
-    return Handle(fresh)
-
-
-class Handle:
-    """What `install` returned."""
-
-    def __init__(self, owns: bool) -> None:
-        self._owns = owns
-
-    def remove(self) -> None:
-        """Give DeepSpeed its own `initialize` back, unless it was wrapped before this handle was made."""
-        import deepspeed
-
-        if self._owns:
-            deepspeed.initialize = _original()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        handle.callback(setattr, deepspeed, "initialize", original)
+    return handle
 
 
 def _original() -> Callable[..., Any]:
+    """Return DeepSpeed's own `initialize`; raise ConfigError if there is none, or one that is too old."""
     try:
         import deepspeed
     except ImportError as error:
@@ -122,10 +111,8 @@ def _original() -> Callable[..., Any]:
         raise ConfigError(
             f"DeepSpeed {deepspeed.__version__} is older than 0.18, the oldest that fp8stack works with. Update it."
         )
-    original: Callable[..., Any] = getattr(
-        deepspeed.initialize, "fp8stack_original", deepspeed.initialize
-    )
-    return original
+    current: Any = deepspeed.initialize
+    return getattr(current, "fp8stack_original", current)  # type: ignore[no-any-return]
 
 
 def _run(
@@ -135,27 +122,28 @@ def _run(
     default: str | None,
 ) -> Started:
     """Start an engine with `original`'s arguments; as `original` does where neither section nor level asks for more."""
-    config = find_config(arguments)
-    if config is None:
-        return original(**arguments)  # type: ignore[no-any-return]  # which says what is missing
-    section = find_section(config, opt_level if "fp8stack" in config else opt_level or default)
-    if section is None and type_of(config) not in OURS:
-        return original(**arguments)  # type: ignore[no-any-return]
+    config, section = find_config(arguments), None
+    if config is not None:
+        level = opt_level if "fp8stack" in config else opt_level or default
+        section = find_section(config, level)
+    if config is None or (section is None and type_of(config) not in OURS):
+        return original(**arguments)  # type: ignore[no-any-return]  # which says so where a config is missing
     model: Any = arguments.get("model")
-    _check_model(model)
-    given, recipe = arguments.get("optimizer"), None
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    check_option("model", wrapper_of(model), INITIALIZE)
+    given = arguments.get("optimizer")
     lacking: list[str] = []  # in this DeepSpeed
     if section is not None:
-        section = with_formats_of(given, section)
-        recipe, lacking = fit_to_zero(section, config)
-        run = TrainingRun(config, model, given, recipe, hosts=_hosts())
+        section, lacking = fit_to_zero(with_formats_of(given, section), config)
+        run = TrainingRun(config, model, given, section.recipe, hosts=_hosts())
         raise_or_warn(check(run), allow=section.allow)
+    recipe = None if section is None else section.recipe
     optimizer = _optimizer_of(arguments, config, recipe)
     check_optimizer(optimizer, config, recipe)
-    session = None
-    if section is not None and recipe is not None:
-        session = _convert(model, optimizer, recipe, section, lacking)
-        optimizer = session.returned if session.returned is not None else optimizer
+    session = None if section is None else _convert(model, optimizer, section, lacking)
+    if session is not None and session.returned is not None:
+        optimizer = session.returned
     left_out: list[str] = []
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = []  # and what they were
     if isinstance(optimizer, BlockwiseOptimizer):
@@ -164,7 +152,8 @@ def _run(
         allow_ours(config)
         optimizer.portable = section is not None and section.checkpoint_format == "portable"
         if stage_of(config):
-            prepare_groups(optimizer, model, _drives(arguments.get("lr_scheduler")))
+            # a scheduler that was made already; DeepSpeed also takes functions that make one
+            prepare_groups(optimizer, model, hasattr(arguments.get("lr_scheduler"), "step"))
     try:
         started: Started = original(**with_config({**arguments, "optimizer": optimizer}, config))
     except BaseException:
@@ -180,20 +169,9 @@ def _run(
         _take_back_first_step(started[0].optimizer, optimizer)
         for number, partition in partitions_of(started[0].optimizer):
             optimizer.note_formats(optimizer.param_groups[number], [partition])
-    if section is not None and recipe is not None and session is not None:
+    if recipe is not None and session is not None:
         _attach(started[0], recipe, session, left_out)
     return started
-
-
-def _check_model(model: Any) -> None:
-    import deepspeed
-
-    if isinstance(model, deepspeed.DeepSpeedEngine):
-        raise ModelError(
-            "model is a DeepSpeedEngine already. Pass the module that it was made from, before any engine is made."
-        )
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
 
 
 def _hosts() -> int:
@@ -205,11 +183,6 @@ def _hosts() -> int:
     )
     each: int = get_accelerator().device_count()
     return max(1, ranks // max(1, each))
-
-
-def _drives(scheduler: Any) -> bool:
-    """Is this a scheduler that was made for an optimizer already? (DeepSpeed takes functions, too, that make one.)"""
-    return scheduler is not None and hasattr(scheduler, "step")
 
 
 def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Recipe | None) -> Any:
@@ -229,17 +202,15 @@ def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Rec
     return None
 
 
-def _convert(
-    model: Any, optimizer: Any, recipe: Recipe, section: Section, lacking: list[str]
-) -> Session:
+def _convert(model: Any, optimizer: Any, section: Section, lacking: list[str]) -> Session:
     """Convert layers and optimizer; gradients and weights themselves are ZeRO's."""
     from deepspeed.accelerator import get_accelerator
 
     name = get_accelerator().device_name()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(name) if name == "cpu" else torch.device(name, local_rank)
-    ours = replace(recipe, gradients="keep")
-    if recipe.states == "keep":
+    ours = replace(section.recipe, gradients="keep")
+    if ours.states == "keep":
         ours, optimizer = replace(ours, level="O0"), None
     elif isinstance(optimizer, BlockwiseOptimizer):
         # float32 partitions are their own masters, whatever it says
@@ -313,18 +284,25 @@ def verify(engine: Any) -> Verification:
         differences.append(
             f"the config has ZeRO stage {stage_of(engine.config)}, the engine {stage}"
         )
-    if reduction is not None and not reduction.calls and reduction.attached():
-        passed = engine.micro_steps
-        if passed >= engine.gradient_accumulation_steps():
-            differences.append(f"{passed} batches have passed, and no gradient was reduced in FP8")
+    passed = engine.micro_steps
+    if (
+        reduction is not None
+        and not reduction.calls
+        and passed >= engine.gradient_accumulation_steps()
+    ):
+        differences.append(f"{passed} batches have passed, and no gradient was reduced in FP8")
     if recipe.states != "keep" and not isinstance(inner, BlockwiseOptimizer):
         differences.append(
             f"the optimizer is {type(inner).__name__}, not fp8stack's: something replaced it (Trainer and Accelerate "
             "do under DeepSpeed; pass optimizer_cls_and_kwargs, or describe it in the JSON)"
         )
     elif recipe.states != "keep":
-        missing = set(not_stepped(engine.module, _groups_of(engine))) - set(applied.left_out)
-        differences += [f"{name} is trainable, and not stepped" for name in sorted(missing)]
+        missing = not_stepped(engine.module, _groups_of(engine.optimizer))
+        differences += [
+            f"{name} is trainable, and not stepped"
+            for name in missing
+            if name not in applied.left_out
+        ]
     return compare(
         recipe.level,
         engine.module,
@@ -344,9 +322,8 @@ def not_stepped(model: nn.Module, groups: Iterable[Iterable[Any]]) -> list[str]:
     return [n for n, p in model.named_parameters() if p.requires_grad and p not in owned]
 
 
-def _groups_of(engine: Any) -> list[list[Any]]:
-    """Return the model's parameters that the engine's optimizer steps, by group."""
-    wrapper = engine.optimizer
+def _groups_of(wrapper: Any) -> list[list[Any]]:
+    """Return the model's parameters that DeepSpeed's optimizer steps, by group."""
     for name in ("fp16_groups", "bit16_groups", "bf16_groups"):
         if hasattr(wrapper, name):
             groups: list[list[Any]] = getattr(wrapper, name)

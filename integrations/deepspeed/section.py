@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +20,22 @@ from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refu
 from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import OPTIONS, Recipe, recipe_for
 
-OWN = ("enabled", "opt_level", "preset", "strict", "allow", "checkpoint_format")
 CHECKPOINT_FORMATS = ("native", "portable")
+OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "enabled": (lambda value: isinstance(value, bool), "true or false"),
+    "opt_level": (lambda value: True, ""),  # which `recipe_for` checks
+    "preset": (lambda value: True, ""),
+    "strict": (lambda value: isinstance(value, bool), "true or false"),
+    "allow": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names of known incompatibilities",
+    ),
+    "checkpoint_format": (
+        lambda value: value in CHECKPOINT_FORMATS,
+        f"one of {', '.join(CHECKPOINT_FORMATS)}",
+    ),
+}
+"""Keys that no recipe has, with what their values must be."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +111,9 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
         raise ConfigError(
             f'"fp8stack": {raw!r} in the DeepSpeed config must be an object, such as {{"opt_level": "O2"}}.'
         )
+    known = [*OWN, *OPTIONS]
     for key, value in raw.items():
-        if key not in (*OWN, *OPTIONS):
-            known = [*OWN, *OPTIONS]
+        if key not in known:
             raise ConfigError(
                 f'"fp8stack" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, known)} '
                 f"Keys: {', '.join(known)}."
@@ -109,7 +123,8 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
                 f'"fp8stack": {{"{key}": "auto"}} in the DeepSpeed config: nobody fills in "auto" here. Give a value, '
                 "or leave the key out for the default."
             )
-    _check_own(raw)
+        if key in OWN and not OWN[key][0](value):
+            raise ConfigError(f'"fp8stack": {{"{key}": {value!r}}} must be {OWN[key][1]}.')
     level = raw.get("opt_level", opt_level)
     if opt_level is not None and level != opt_level:
         raise ConfigError(
@@ -118,41 +133,19 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
         )
     if not raw.get("enabled", True):
         return None
-    overrides = {key: _as_python(value) for key, value in raw.items() if key in OPTIONS}
+    # JSON has lists where recipes have tuples
+    overrides = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in raw.items()
+        if key not in OWN
+    }
     recipe = recipe_for("O2" if level is None else level, raw.get("preset"), **overrides)
-    return Section(
-        recipe,
-        frozenset(overrides),
-        raw.get("strict", False),
-        tuple(raw.get("allow", ())),
-        raw.get("checkpoint_format", "native"),
-    )
+    allow, kept = tuple(raw.get("allow", ())), raw.get("checkpoint_format", "native")
+    return Section(recipe, frozenset(overrides), raw.get("strict", False), allow, kept)
 
 
-def _check_own(raw: Mapping[str, Any]) -> None:
-    for key in ("enabled", "strict"):
-        if not isinstance(raw.get(key, False), bool):
-            raise ConfigError(f'"fp8stack": {{"{key}": {raw[key]!r}}} must be true or false.')
-    allow = raw.get("allow", [])
-    if not isinstance(allow, list) or not all(isinstance(name, str) for name in allow):
-        raise ConfigError(
-            f'"fp8stack": {{"allow": {allow!r}}} must be a list of names of known incompatibilities.'
-        )
-    kept = raw.get("checkpoint_format", "native")
-    if kept not in CHECKPOINT_FORMATS:
-        raise ConfigError(
-            f'"fp8stack": {{"checkpoint_format": {kept!r}}} must be one of {CHECKPOINT_FORMATS}.'
-            f"{did_you_mean(str(kept), CHECKPOINT_FORMATS)}"
-        )
-
-
-def _as_python(value: Any) -> Any:
-    """JSON has lists where recipes have tuples."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Recipe, list[str]]:
-    """Return the recipe as ZeRO can have it and what this DeepSpeed lacks; put into `config` what it is to be told.
+def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Section, list[str]]:
+    """Return the section as ZeRO can have it and what this DeepSpeed lacks; put into `config` what it is to be told.
 
     ZeRO hands the optimizer flat partitions, so formats with one scale a tensor cannot be used. The master is what
     ZeRO keeps: float32, or, with `bf16_master_weights_and_grads`, bfloat16 beside which our optimizer keeps 8 bits.
@@ -163,13 +156,13 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Recipe, list[
     recipe, stage = section.recipe, stage_of(config)
     check_recipe(recipe, stage)
     lacking: list[str] = []
-    master = recipe.master
-    if master not in ("keep", "fp32") and not _keeps_bf16(config, stage, lacking):
+    if recipe.master not in ("keep", "fp32") and not _keeps_bf16(config, stage, lacking):
         if "master" in section.given:
-            check_option("master", master, ZERO_FLOAT32)
-        master = "keep"
-    backend = recipe.optimizer_backend if recipe.states == "keep" else "fp8stack"
-    return replace(recipe, master=master, optimizer_backend=backend), lacking
+            check_option("master", recipe.master, ZERO_FLOAT32)
+        recipe = replace(recipe, master="keep")
+    if recipe.states != "keep":
+        recipe = replace(recipe, optimizer_backend="fp8stack")
+    return replace(section, recipe=recipe), lacking
 
 
 def check_recipe(recipe: Recipe, stage: int) -> None:

@@ -1,0 +1,396 @@
+"""A level of fp8stack on a model that torch's `fully_shard` (FSDP2) has sharded, or is to shard.
+
+    model, optimizer = fp8stack.integrations.fsdp.attach(model, optimizer, "O2")           # after fully_shard
+    model, optimizer = fp8stack.integrations.fsdp.fully_shard_fp8(model, optimizer, "O2")  # instead of it
+
+O0 changes the classes of Linear layers, as on one device; FSDP2's own classes stay over them. O1 reduces gradients with
+E4M3 blocks on the wire; what a rank keeps, its part of the sum, is in the parameter's dtype. O2 makes states DTensors
+with the parameter's mesh and placements, and makes all of them at once, because torch.distributed.checkpoint loads only
+into entries that exist.
+
+FSDP2 wants one dtype for all trainable parameters of a module. So at O2 every one of them becomes bfloat16, vectors
+too, and the optimizer keeps the bits below: 8 of a matrix, a float32 copy of a vector. FSDP2 gathers them in the
+param_dtype of the mixed-precision policy, so that activations keep their dtype. Without a param_dtype the parameters
+stay as they are, because bfloat16 weights would change the dtype that the model computes in.
+
+Limits: `restore` cannot undo it. FSDP2 only: the flat vectors of FSDP1 have no rows to make blocks of.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from fp8stack.api import Decisions, carry_out, decide, session_of
+from fp8stack.comm.fsdp import (
+    compute_dtype_of,
+    is_hybrid,
+    reduces_in_fp8,
+    register_fp8_all_gather,
+    register_fp8_reduce_scatter,
+    units_of,
+)
+from fp8stack.conflicts import FSDP2, refuse_conflicts
+from fp8stack.conversion import Session
+from fp8stack.errors import ConfigError, ModelError
+from fp8stack.integrations.verification import Verification, verify_initialized
+from fp8stack.levels import Recipe, recipe_for
+from fp8stack.optim import BlockwiseOptimizer
+from fp8stack.optim.sharded import check_placements, collect, distribute
+from fp8stack.report import Report, say
+from fp8stack.tensor import is_sharded
+
+__all__ = ["attach", "fully_shard_fp8", "verify", "verify_sharded"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def attach(
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    opt_level: str = "O2",
+    *,
+    fp8_all_gather: bool = False,
+    strict: bool = False,
+    preset: str | None = None,
+    **overrides: Any,
+) -> tuple[Model, Any]:
+    """Bring a model that `fully_shard` has sharded to a level; return it and the optimizer to step.
+
+    Call it before the first forward: FSDP2 then takes note of dtypes.
+
+    Args:
+        model: the root that was sharded, its parameters materialized.
+        optimizer: built from the sharded parameters. May be None at O0, and stays the same at O0 and O1. O2 returns
+            another one that shares `param_groups`; a scheduler built before drives it too.
+        opt_level, preset: as in `fp8stack.initialize`.
+        fp8_all_gather: gather the weights of FP8 layers as E4M3 blocks; see `fp8stack.comm.register_fp8_all_gather`.
+        strict: raise where a part of the level would fall back, instead of warning with the reason.
+        overrides: single fields of `fp8stack.Recipe`.
+
+    Raises:
+        ConfigError: an unknown level, preset, option or value, or one that sharded parameters cannot have.
+        ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then.
+        UnsupportedDeviceError: a fallback under `strict`, or a device that the level cannot run on at all.
+    """
+    recipe = _checked_recipe(model, optimizer, opt_level, preset, overrides)
+    other = " fully_shard_fp8 does both in one call; on one device there is fp8stack.initialize."
+    for unit in units_of(model, "attach", (), other).values():
+        unit.reshard()  # so that the model's parameters are the sharded ones
+    if isinstance(optimizer, torch.optim.Optimizer):  # `decide` says so if not
+        _check_owned(model, optimizer)
+    return _attach_sharded(model, optimizer, recipe, fp8_all_gather, strict, None)
+
+
+def fully_shard_fp8(
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    opt_level: str = "O2",
+    *,
+    mesh: DeviceMesh | None = None,
+    blocks: Iterable[nn.Module] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    fp8_all_gather: bool = False,
+    strict: bool = False,
+    preset: str | None = None,
+    **overrides: Any,
+) -> tuple[Model, Any]:
+    """Shard a whole model by `fully_shard` and bring it to a level; return it and the optimizer to step.
+
+    Args:
+        model: whole, on one device, the same on all ranks of a row of replicas.
+        optimizer: built from the model's parameters; its groups and states go over to the sharded ones.
+        mesh, reshard_after_forward: as in `fully_shard`. Of a 2-D mesh (HSDP) gradients are averaged over replicas in
+            FP8 too, from O1 on.
+        blocks: the modules to shard on their own; all elements of the model's outermost ModuleLists if None. The rest
+            is sharded together.
+        mp_policy: as in `fully_shard`. Without a param_dtype the model computes in the dtype that it has.
+        fp8_all_gather, opt_level, strict, preset, overrides: see `attach`.
+
+    Raises:
+        ConfigError, ModelError, UnsupportedDeviceError: as `attach`. Nothing is sharded then.
+    """
+    recipe = _checked_recipe(model, optimizer, opt_level, preset, overrides)
+    sharded = {n.rpartition(".")[0] for n, p in model.named_parameters() if is_sharded(p)}
+    sharded |= {n for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if sharded:
+        name = min(sharded) or "the model"
+        raise ModelError(f"{name} is sharded already: call fp8stack.integrations.fsdp.attach.")
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = _device_of(accelerator.type if mesh is None else mesh.device_type)
+    _decide(model, optimizer, recipe, fp8_all_gather, strict, device)
+    policy = _policy(model, mp_policy or MixedPrecisionPolicy(), recipe)
+    chosen: list[nn.Module] = list(_blocks_of(model) if blocks is None else blocks)
+    for block in chosen:
+        if block is model or block not in set(model.modules()):
+            raise ModelError(
+                f"blocks has a {type(block).__name__} that is no module inside the {type(model).__name__}. "
+                "Pass its own, such as model.layers."
+            )
+
+    replicas = None
+    in_fp8 = recipe.gradients == "fp8" and hasattr(FSDPModule, "set_custom_reduce_scatter")
+    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names and in_fp8:
+        replicas, mesh = mesh.get_group(0), mesh[mesh.mesh_dim_names[1]]
+    given = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    options: Any = {k: v for k, v in given.items() if v is not None}
+    places = {p: (m, n) for m in model.modules() for n, p in m._parameters.items() if p is not None}
+    parts: list[nn.Module] = [*chosen, model]
+    for module in parts:
+        fully_shard(module, mp_policy=policy, **options)
+    if optimizer is not None:
+        _point(optimizer, {p: getattr(*place) for p, place in places.items()})
+    return _attach_sharded(model, optimizer, recipe, fp8_all_gather, strict, replicas)
+
+
+def verify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Report:
+    """Check on the live objects that what was asked for is what runs; return the report of the call.
+
+    Raises:
+        ModelError: with all that is wrong: layers that are FP8 no more, gradients that are not reduced in FP8, states
+            that are not quantized or not sharded like their parameters, an optimizer of other parameters.
+    """
+    verify_sharded(model, None if optimizer is None else [optimizer])
+    return session_of(model).report
+
+
+def verify_sharded(model: nn.Module, stepped: Iterable[Any] | None = None) -> Verification:
+    """Do what `verify` does, and return what was found; `stepped` are the optimizers that the caller steps."""
+    units = units_of(model, "verify")
+    for unit in units.values():
+        unit.reshard()  # so that the model's parameters are the sharded ones
+    reducers = {name or "the root": reduces_in_fp8(unit) for name, unit in units.items()}
+    in_fp8 = session_of(model).recipe.gradients == "fp8"
+    return verify_initialized(model, stepped, "FSDP2", reducers if in_fp8 else {})
+
+
+# --- checks and decisions
+
+
+def _checked_recipe(
+    model: Any, optimizer: Any, opt_level: str, preset: str | None, overrides: dict[str, Any]
+) -> Recipe:
+    """Return the recipe; raise for options, wrappers and optimizers that do not go with FSDP2."""
+    recipe = recipe_for(opt_level, preset, **overrides)
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    refuse_conflicts(recipe, FSDP2, optimizer=given, model=model)
+    return recipe if recipe.states == "keep" else replace(recipe, optimizer_backend="fp8stack")
+
+
+def _check_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ModelError if the optimizer was built before the model was sharded."""
+    own, owned = set(model.parameters()), [p for g in optimizer.param_groups for p in g["params"]]
+    strangers = [p for p in owned if p not in own and not is_sharded(p)]
+    if strangers and any(is_sharded(p) for p in own - set(owned)):
+        raise ModelError(
+            f"{len(strangers)} of the {len(owned)} parameters of {type(optimizer).__name__} are not the model's any "
+            f"more: fully_shard replaced them. Build it after fully_shard, {type(optimizer).__name__}"
+            "(model.parameters(), ...), or let fully_shard_fp8 shard both."
+        )
+
+
+def _decide(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    recipe: Recipe,
+    fp8_all_gather: bool,
+    strict: bool,
+    device: torch.device,
+    notes: Iterable[str] = (),
+) -> Decisions:
+    """Decide as `initialize` does; raise also for what sharded parameters and their collectives cannot have."""
+    own = replace(recipe, gradients="keep")  # those of sharded parameters are FP8 on the wire only
+    decisions = decide(model, optimizer, own, strict, device, list(notes))
+    for p in decisions.quantized if recipe.states != "keep" else ():
+        states, master = decisions.formats.get(p, (recipe.states, recipe.master))
+        check_placements(p, states, master, states not in ("keep", "fp32"))
+    if fp8_all_gather and (decisions.compute == "bf16" or not decisions.plan.gemm):
+        raise ConfigError(
+            "fp8_all_gather=True gathers the weights of FP8 layers, and there are none: "
+            f"compute is {decisions.compute} ({decisions.report.compute_reason}). Leave it out, or call "
+            "fp8stack.comm.register_fp8_all_gather(model, matrices=True) afterwards."
+        )
+    if fp8_all_gather and not hasattr(FSDPModule, "set_custom_all_gather"):
+        raise ConfigError(
+            f"FSDP2 of torch {torch.__version__} has no set_custom_all_gather, which fp8_all_gather=True needs; "
+            "update torch."
+        )
+    return decisions
+
+
+def _policy(model: nn.Module, policy: MixedPrecisionPolicy, recipe: Recipe) -> MixedPrecisionPolicy:
+    """Return the policy with the dtype that the model has now, where its weights are to become bfloat16."""
+    if recipe.master == "keep" or policy.param_dtype is not None:
+        return policy
+    dtypes = {p.dtype: n for n, p in model.named_parameters() if p.is_floating_point()}
+    if len(dtypes) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
+        raise ModelError(
+            f"the model has parameters of several dtypes ({found}), so what it computes in has to be said: "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+        )
+    return replace(policy, param_dtype=next(iter(dtypes)), cast_forward_inputs=False)
+
+
+def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Return the elements of the outermost ModuleLists that have parameters."""
+    for child in module.children():
+        nested = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if nested or not isinstance(module, nn.ModuleList):
+            yield from _blocks_of(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
+def _device_of(kind: str) -> torch.device:
+    """Return the device that this rank gathers weights on."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+# --- changes
+
+
+def _point(optimizer: torch.optim.Optimizer, sharded: dict[torch.Tensor, nn.Parameter]) -> None:
+    """Let the groups and states of an optimizer be those of the sharded parameters."""
+    for group in optimizer.param_groups:
+        group["params"] = [sharded.get(p, p) for p in group["params"]]
+    for old in list(optimizer.state):
+        new: Any = sharded.get(old, old)
+        if new is not old:
+            part = collect(optimizer.state.pop(old), new, "?")
+            optimizer.state[new] = distribute(part, new)
+    if isinstance(optimizer, BlockwiseOptimizer):
+        own = {sharded.get(p, p): formats for p, formats in optimizer.overrides.items()}
+        optimizer.overrides = own
+
+
+def _attach_sharded(
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    recipe: Recipe,
+    fp8_all_gather: bool,
+    strict: bool,
+    replicas: Any,
+) -> tuple[Model, Any]:
+    """Do what `attach` does to a model whose parameters are the sharded ones; average over `replicas`, if any."""
+    units, notes = units_of(model, "attach"), []
+    in_fp8 = recipe.gradients == "fp8"
+    if in_fp8 and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        recipe, in_fp8 = replace(recipe, gradients="keep"), False
+        notes.append(
+            f"FSDP2 of torch {torch.__version__} has no set_custom_reduce_scatter; gradients are reduced without FP8"
+        )
+    if strict and in_fp8 and is_hybrid(model):
+        notes.append(
+            "gradients are averaged over the replicas of a 2-D mesh without FP8; use fully_shard_fp8"
+        )
+    low, reason = _to_store(model, optimizer, recipe, units)
+    if reason:
+        notes.append(f"weights stay as they are and are their own masters: {reason}")
+    parts: list[Any] = [p for p in model.parameters() if is_sharded(p)]
+    with _bare_classes(units.values()) as put_back:
+        device = _device_of(parts[0].device_mesh.device_type)
+        decisions = _decide(model, optimizer, recipe, fp8_all_gather, strict, device, notes)
+
+    def store(session: Session) -> None:
+        _store_weights(model, low, session)
+
+    session = carry_out(model, optimizer, decisions, store, stacklevel=4)
+    put_back()
+    if in_fp8:
+        register_fp8_reduce_scatter(model, replicas)
+    if fp8_all_gather:
+        register_fp8_all_gather(model)
+    session.recipe, report = replace(decisions.recipe, gradients=recipe.gradients), session.report
+    session.lasting = (
+        "this model was sharded by FSDP2 before it was initialized, which cannot be undone. Load the whole float32 "
+        "weights of fp8stack.checkpoint.master_state_dict(model, optimizer) into a model made anew."
+    )
+    report.device += f", FSDP2 on {dist.get_world_size()} ranks"
+    if in_fp8:
+        report.gradients = "fp8 e4m3 block 128 on the wire, shards as their weights"
+    names = [n for n, p in model.named_parameters() if p in decisions.quantized]
+    if reason:
+        report.kept = dict.fromkeys(names, "its own master: see fallbacks")
+    elif recipe.master != "keep":
+        report.stored = names
+    say(report)
+    return model, session.returned
+
+
+@contextmanager
+def _bare_classes(units: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """Take FSDP2's classes off its modules for as long as these are looked at.
+
+    Yields a function for later, which puts them over modules that have got another class since.
+    """
+    covers = {unit: type(unit) for unit in units}
+
+    def put_back() -> None:
+        for unit, cover in covers.items():
+            if not isinstance(unit, cover.__bases__[0]):
+                bases = (*cover.__bases__[:-1], type(unit))
+                own = {"__deepcopy__": cover.__deepcopy__}
+                unit.__class__ = type(f"FSDP{type(unit).__name__}", bases, own)
+
+    try:
+        for unit, cover in covers.items():
+            unit.__class__ = cover.__bases__[-1]
+        yield put_back
+    finally:
+        for unit, cover in covers.items():
+            unit.__class__ = cover
+
+
+def _to_store(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe, units: dict[str, Any]
+) -> tuple[list[nn.Parameter], str]:
+    """Return the parameters that are to become bfloat16, or why none can."""
+    if recipe.master == "keep" or not isinstance(optimizer, torch.optim.Optimizer):
+        return [], ""
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad and is_sharded(p)}
+    low = [p for p in trainable.values() if p.dtype is not torch.bfloat16]
+    if not low:
+        return [], ""
+    for name, p in trainable.items():
+        if p not in owned:
+            return [], f"{name} is not in the optimizer, and FSDP2 wants one dtype for a module"
+        if weakref.getweakrefs(p):
+            return [], f"{name} has weak references, which keep torch from exchanging what is in it"
+    for name, unit in units.items():
+        dtype, changeable = compute_dtype_of(unit)
+        which = name or "the root"
+        if not changeable:
+            return [], f"{which} has run, when FSDP2 takes note of dtypes; attach before that"
+        if dtype is None:
+            return [], (
+                f"{which} has no compute dtype of its own; shard it with "
+                "MixedPrecisionPolicy(param_dtype=...), torch.bfloat16 or torch.float32"
+            )
+    return low, ""
+
+
+def _store_weights(model: nn.Module, low: list[nn.Parameter], session: Session) -> None:
+    """Make parameters bfloat16, their other bits the optimizer's, and all states, of which DCP loads what is there."""
+    optimizer = session.returned
+    if not isinstance(optimizer, BlockwiseOptimizer):
+        return
+    masters = {p: optimizer.master_weight(p) for p in low}
+    if masters:
+        model._apply(lambda t: t.bfloat16() if t in masters else t)  # as model.bfloat16() does
+    for p in low:
+        optimizer.set_master(p, masters.pop(p))
+    optimizer.ensure_states()
