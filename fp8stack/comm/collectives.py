@@ -96,19 +96,15 @@ def reduce_scatter_tensor(
     op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
+    *,
+    background: bool = False,
 ) -> dist.Work | None:
     """Add up, or average, a tensor over all ranks and give each rank its part: the `rank`-th of equal parts, in order.
 
     Arguments, results and errors are those of `all_reduce`; `input` has as many elements as the outputs of all ranks.
-    The sum is rounded to the dtype of `output` and not quantized again.
+    The sum is rounded to the dtype of `output` and not quantized again. `background` leaves room for kernels of other
+    streams, as `async_op` does; give it if the caller's stream runs beside others.
     """
-    return reduce_scatter_beside(output, input, op, group, async_op, background=async_op)
-
-
-def reduce_scatter_beside(
-    output: Tensor, input: Tensor, op: Any, group: Any, async_op: bool, background: bool = True
-) -> dist.Work | None:
-    """As `reduce_scatter_tensor`, on a stream beside whose kernels others are to run."""
     name, body = "reduce_scatter_tensor", exchange.reduce_scatter
     return _run(name, output, input, op, group, async_op, body, background=background)
 
@@ -182,14 +178,13 @@ def _run(
     _check(name, output, input, op, world)
     what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
 
-    def tell() -> str:
-        hosts = exchange.gpus_per_host_of(group)
-        return (
+    verify(
+        lambda: (
             f"{what} into {output.numel()}, {op}, {type(input).__name__}, async_op={async_op}, "
-            f"transport {transport_of(group)}, gpus_per_host {hosts}"
-        )
-
-    verify(tell, group)
+            f"transport {transport_of(group)}"
+        ),
+        group,
+    )
     if world == 1 or not input.numel():
         if output is not input:
             output.detach().copy_(input.detach().reshape(output.shape))

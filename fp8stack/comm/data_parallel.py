@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self._options = {
+        self._options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers, "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters, "error_feedback": error_feedback,
         }  # fmt: skip
@@ -115,7 +116,7 @@ class DataParallel(nn.Module):
                 p = region.parameter
                 take = partial(_take_weakly, own, index, region)
                 handles.append(p.register_post_accumulate_grad_hook(take))
-        weakref.finalize(self, _remove, handles)
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -145,7 +146,7 @@ class DataParallel(nn.Module):
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a new wrapper over all ranks; nothing is exchanged for it."""
-        return _rebuilt, (self.module, self._options)
+        return partial(DataParallel, init_sync=False, check=False, **self._options), (self.module,)
 
     @property
     def gradient_bytes(self) -> int:
@@ -324,8 +325,8 @@ def _compare_models(trained: list[tuple[str, nn.Parameter]], group: Any) -> None
     for rank, theirs in zip(dist.get_process_group_ranks(group), said, strict=True):
         if theirs == said[0]:
             continue
-        pairs = zip(theirs, said[0], strict=False)
-        one, other = next((a, b) for a, b in [*pairs, ("fewer or more", "others")] if a != b)
+        pairs = zip_longest(theirs, said[0], fillvalue="nothing")
+        one, other = next((a, b) for a, b in pairs if a != b)
         raise CommError(
             f"rank {rank} trains {len(theirs)} parameters, the first rank {len(said[0])}; they differ at: {one} "
             f"instead of {other}. All ranks must build the same model."
@@ -350,15 +351,6 @@ def _end_weakly(own: Any, mark: _Mark) -> None:
     if (parallel := own()) is not None:
         parallel._backward = lambda: None  # the mark lives on if an error with this frame is kept
         parallel._end()
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-def _rebuilt(module: nn.Module, options: dict[str, Any]) -> DataParallel:
-    return DataParallel(module, init_sync=False, check=False, **options)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

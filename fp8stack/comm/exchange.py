@@ -67,12 +67,6 @@ def set_hierarchy(gpus_per_host: int, group: Any = None) -> None:
     _HIERARCHIES[group] = inside, across
 
 
-def gpus_per_host_of(group: Any) -> int | None:
-    """Return what `set_hierarchy` was told of a group, or None."""
-    hosts = _HIERARCHIES.get(group)
-    return dist.get_world_size(hosts[0]) if hosts else None
-
-
 # --- sums
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
-from .collectives import all_reduce, reduce_scatter_beside
+from .collectives import all_reduce, reduce_scatter_tensor
 from .fp8_all_gather import Allocates, Fp8AllGather
 
 _FP8_LAYERS = {"Fp8Linear", "TeLinear"}  # by name: `nn` and `comm` do not import each other
@@ -42,7 +42,9 @@ class Fp8ReduceScatter(Allocates):
         async_op: bool = False,
     ) -> Any:
         """Reduce and scatter; see `fp8stack.comm.reduce_scatter_tensor`."""
-        return reduce_scatter_beside(output_tensor, input_tensor, op, group, async_op)
+        return reduce_scatter_tensor(
+            output_tensor, input_tensor, op, group, async_op, background=True
+        )
 
 
 # --- registration

@@ -15,7 +15,7 @@ import ctypes
 import socket
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ class Link:
         self._background = self._space._replace(programs=BACKGROUND)
         # Each call looks at these numbers first; reading the tensor itself would take longer.
         self._missing = (ctypes.c_int32 * self.world).from_address(missing.data_ptr())
-        self._calls: OrderedDict[int, Any] = OrderedDict()
+        self._names: deque[Any] = deque(maxlen=_REMEMBERED)  # of the last calls
         self._call = 0
 
     def all_reduce(
@@ -166,14 +166,13 @@ class Link:
             raise CommError(self._explain())
         _follow(self.device)
         self._call += 1
-        self._calls[self._call] = way.what
-        if len(self._calls) > _REMEMBERED:
-            self._calls.popitem(last=False)
+        self._names.append(way.what)
         return self._call, self._background if way.background else self._space
 
     def _explain(self) -> str:
         late = [self.ranks[i] for i, call in enumerate(self._missing) if call]
-        what = self._calls.get(max(self._missing), "a collective")
+        ago = self._call - max(self._missing)
+        what = self._names[-1 - ago] if ago < len(self._names) else "a collective"
         over, names = (", ".join(map(str, ranks)) for ranks in (self.ranks, late))
         return (
             f"{what} over ranks {over} failed on rank {dist.get_rank()}: rank{'s' * (len(late) > 1)} {names} did not "

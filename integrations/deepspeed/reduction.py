@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack import comm
-from fp8stack.comm.collectives import reduce_scatter_beside
 from fp8stack.errors import ConfigError
 from fp8stack.formats import BLOCK
 
@@ -135,7 +134,7 @@ class Fp8Reduction:
         else:
             table = _by_rank(flat, parts, padded, world)
         beside = bool(self._engine.zero_overlap_comm())
-        reduce_scatter_beside(own, table, dist.ReduceOp.AVG, group, False, background=beside)
+        comm.reduce_scatter_tensor(own, table, dist.ReduceOp.AVG, group, background=beside)
         if hasattr(zero, "_gradient_averaging_world_size"):
             # experts have a smaller group, and are divided by all of data parallelism
             ranks = zero._gradient_averaging_world_size(parameters, world)
