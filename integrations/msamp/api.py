@@ -4,7 +4,7 @@
 |--------|----------|----------------------------------------------------------------------------------------|
 | O1     | O1       | weight as given 4, FP8 gradient 1.03, states as given 8 (MS-AMP: 2 + 1 + 8)             |
 | O2     | O2       | bfloat16 weight 2, its next 8 bits 1, FP8 gradient 1.03, 8-bit states 2.06 (2 + 1 + 3)  |
-| O3     | O2       | the same, with a warning; FP8 layers cast a weight once a step (MS-AMP: 1 + 2 + 1 + 3)  |
+| O3     | O2       | the same, with a warning; FP8 layers cast a weight in its forward (MS-AMP: 1 + 2 + 1 + 3)  |
 
 Parameters stay what they are: tied weights stay tied, frozen ones frozen, and `state_dict()` has tensors. Linear layers
 with `use_fp32_linear = True` are left alone altogether. As in MS-AMP, all ranks get the weights of rank 0, and a model
@@ -31,15 +31,13 @@ from .collectives import GROUPS, share_weights
 from .optimizers import COUNTERPARTS, NO_AMSGRAD
 from .tensors import Dtypes, QType
 
-__all__ = ["LinearReplacer", "calling_accelerator", "clip_grad_norm_", "initialize", "opt_levels"]
+__all__ = ["FsdpReplacer", "LinearReplacer", "clip_grad_norm_", "initialize", "opt_levels"]
 
 opt_levels = ["O1", "O2", "O3"]
 
 O3_IS_O2 = (
     "O3 is O2 here: weights take 3 bytes in both, and FP8 layers multiply by FP8 weights in both"
 )
-
-_TAKEN = (torch.optim.AdamW, torch.optim.Adam)
 
 
 def initialize(
@@ -54,8 +52,8 @@ def initialize(
         model: before it is wrapped.
         optimizer: torch's Adam or AdamW; by default AdamW of all parameters.
         opt_level: "O1", "O2", or "O3", which is O2.
-        use_te: TransformerEngine's modules multiply themselves, with or without it; their weights get FP8 gradients and
-            low-bit states as others do.
+        use_te: has no effect: TransformerEngine's modules multiply themselves, with or without it. Their weights get
+            FP8 gradients and low-bit states as others do.
 
     Returns:
         The model, and an optimizer that shares the given one's `param_groups` and has `all_reduce_grads(model)`.
@@ -73,18 +71,14 @@ def initialize(
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if optimizer is None:
         optimizer = torch.optim.AdamW(model.parameters())
-    if type(optimizer) not in _TAKEN:
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         raise ModelError(
             f"msamp.initialize takes torch.optim.Adam and AdamW, got {type(optimizer).__name__}. Use one of them (with "
             "fused=True instead of DeepSpeed's FusedAdam), or fp8stack.initialize, which takes more."
         )
-    told = []
-    if opt_level == "O3":
-        told.append(O3_IS_O2)
+    told = [O3_IS_O2] if opt_level == "O3" else []
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         told.append(NO_AMSGRAD)
-    if use_te and not any(_is_of_transformer_engine(module) for module in model.modules()):
-        told.append("use_te=True has no effect: no module of the model is TransformerEngine's")
     accelerator = calling_accelerator()
     scales = accelerator is not None and accelerator.scaler is not None
     if scales:
@@ -132,21 +126,29 @@ class LinearReplacer:
             ModelError: for a model that cannot be converted, or is already.
         """
         if weight_qtype != Dtypes.kfloat16:
-            told = f"weight_qtype={weight_qtype.name} has no effect: weights keep their dtype, and are cast to FP8"
-            warnings.warn(f"msamp: {told} once a step", Fp8StackWarning, stacklevel=2)
-        to_gpu(model)
-        share_weights(model, src_rank, group)
-        fp8stack.initialize(model, None, "O0", skip=fp32_linears(model))
+            told = f"weight_qtype={weight_qtype.name} has no effect: weights keep their dtype"
+            warnings.warn(f"msamp: {told}", Fp8StackWarning, stacklevel=2)
+        FsdpReplacer.replace(model, src_rank, group)
         if group is not None:
             GROUPS[model] = group
-        report = fp8stack.get_report(model)
         weights: dict[nn.Parameter, str] = {}
-        for name in report.converted:
+        for name in fp8stack.get_report(model).converted:
             weight = model.get_parameter(f"{name}.weight" if name else "weight")
             if is_large_matrix(weight, fp8stack.levels.LEVELS["O1"].min_numel):
                 weights[weight] = name
         GradientHandle().attach(weights, weights)
         return model
+
+
+class FsdpReplacer:
+    """FP8 layers for a model that `FP8FullyShardedDataParallel` shards afterwards."""
+
+    @staticmethod
+    def replace(model: nn.Module, src_rank: int = 0, group: Any = None) -> nn.Module:
+        """Let Linear layers multiply in FP8; return the same model. `src_rank` and `group` as of `LinearReplacer`."""
+        to_gpu(model)
+        share_weights(model, src_rank, group)
+        return fp8stack.initialize(model, None, "O0", skip=fp32_linears(model))[0]
 
 
 def fp32_linears(model: nn.Module) -> list[str]:
@@ -161,10 +163,8 @@ def fp32_linears(model: nn.Module) -> list[str]:
 def to_gpu(model: nn.Module, accelerator: Any = None) -> None:
     """Move a model on the CPU to the current GPU, if there is one, or to the accelerator's device."""
     if all(p.device.type == "cpu" for p in model.parameters()):
-        if accelerator is not None:
-            model.to(accelerator.device)
-        elif torch.cuda.is_available():
-            model.cuda()
+        gpu = "cuda" if torch.cuda.is_available() else "cpu"
+        model.to(gpu if accelerator is None else accelerator.device)
 
 
 def calling_accelerator() -> Any:
@@ -177,7 +177,3 @@ def calling_accelerator() -> Any:
     if accelerate is not None and isinstance(caller, accelerate.Accelerator):
         return caller
     return None
-
-
-def _is_of_transformer_engine(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "transformer_engine"

@@ -18,14 +18,12 @@ from typing import Any
 
 import torch
 
-from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
+from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.integrations import deepspeed as adapter
 from fp8stack.integrations.deepspeed.section import find_config, stage_of, with_config
 
 from .api import O3_IS_O2, calling_accelerator, opt_levels
 from .optimizers import LBAdam, LBAdamW
-
-KEYS = ("enabled", "opt_level", "use_te")
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -35,7 +33,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         ConfigError: for a section "msamp" that is not valid, or contradicts one of "fp8stack".
     """
     accelerator = calling_accelerator()
-    original = _deepspeed().initialize
+    original = import_module("deepspeed").initialize
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     config = find_config(given)
     if config is None:
@@ -48,7 +46,9 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     if isinstance(optimizer, LBAdam | LBAdamW):
         config["zero_allow_untested_optimizer"] = True
         if level in ("O2", "O3"):
-            given["optimizer"] = as_torch(optimizer)
+            kind = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam
+            given["optimizer"] = kind(optimizer.param_groups)
+            given["optimizer"].param_groups = optimizer.param_groups  # which schedulers drive
         elif optimizer.states == "fp8-lm" and stage_of(config):
             told = 'ZeRO joins parameters to flat tensors, so states are states="8bit": fp8 with a scale for each 128'
             warnings.warn(f"msamp: {told}", Fp8StackWarning, stacklevel=2)
@@ -66,56 +66,30 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     return adapter.initialize(**given)
 
 
-def as_torch(optimizer: LBAdam | LBAdamW) -> torch.optim.Optimizer:
-    """Return torch's optimizer of the same parameter groups, the very list, so that schedulers go on driving it."""
-    kind = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam
-    made = kind(optimizer.param_groups)
-    made.param_groups = optimizer.param_groups
-    return made
-
-
 def translate(config: dict[str, Any]) -> str | None:
     """Take the section "msamp" out of a DeepSpeed config; return its level, None if it is off or missing.
 
     Raises:
         ConfigError: for an unknown key or value.
     """
-    section = config.pop("msamp", None)
-    if section is None:
-        return None
-    if not isinstance(section, dict):
+    section = config.pop("msamp", {})
+    if not isinstance(section, dict) or section.keys() - {"enabled", "opt_level", "use_te"}:
         raise ConfigError(
-            f'"msamp": {section!r} in the DeepSpeed config must be an object, such as '
-            '{"enabled": true, "opt_level": "O2"}.'
+            f'"msamp": {section!r} in the DeepSpeed config must be an object with the keys "enabled", "opt_level" and '
+            '"use_te", such as {"enabled": true, "opt_level": "O2"}.'
         )
-    for key in section:
-        if key not in KEYS:
-            raise ConfigError(
-                f'"msamp" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, KEYS)} '
-                f"Keys: {', '.join(KEYS)}."
-            )
     enabled, level = section.get("enabled", False), section.get("opt_level", "O1")
-    if not isinstance(enabled, bool):
-        raise ConfigError(f'"msamp": {{"enabled": {enabled!r}}} must be true or false.')
-    if level not in opt_levels:
+    if not isinstance(enabled, bool) or level not in opt_levels:
         raise ConfigError(
-            f'"msamp": {{"opt_level": {level!r}}} must be one of {", ".join(opt_levels)}.'
+            f'"msamp": {section!r} in the DeepSpeed config: "enabled" must be true or false, "opt_level" one of '
+            f"{', '.join(opt_levels)}."
         )
     if enabled and level == "O3":
         warnings.warn(f"msamp: {O3_IS_O2}", Fp8StackWarning, stacklevel=3)
     return str(level) if enabled else None
 
 
-def _deepspeed() -> Any:
-    try:
-        return import_module("deepspeed")
-    except ImportError as error:
-        raise ConfigError(
-            f"DeepSpeed cannot be imported ({error}). Install it: pip install 'fp8stack[deepspeed]'."
-        ) from error
-
-
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return getattr(_deepspeed(), name)
+    return getattr(import_module("deepspeed"), name)

@@ -12,6 +12,7 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module, invalidate_caches
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -24,38 +25,37 @@ import torch
 
 from fp8stack.errors import ConfigError, did_you_mean
 
+from .tensors import cast, qtype_of
+
 VERSION = "0.4.0"
 """The version of MS-AMP whose names these are."""
 
 _API = dict.fromkeys(("LinearReplacer", "clip_grad_norm_"), "api")
 _OPTIMIZERS = dict.fromkeys(("DSAdam", "LBAdam", "LBAdamW"), "optimizers")
-_DTYPES = dict.fromkeys(("Dtypes", "Floating", "QType"), "tensors")
-_TENSORS = dict.fromkeys(("ScalingMeta", "ScalingTensor", "TypeCast", "cast"), "tensors")
+_TENSORS = dict.fromkeys(("ScalingMeta", "ScalingTensor", "cast"), "tensors")
 _TENSORS["TensorDist"] = "collectives"
 
 LAYOUT: dict[str, dict[str, str]] = {
     "msamp": {"initialize": "api", "opt_levels": "api", **_API, **_OPTIMIZERS},
     "msamp.common": {},
-    "msamp.common.dtype": _DTYPES,
+    "msamp.common.dtype": {"Dtypes": "tensors", "QType": "tensors"},
     "msamp.common.tensor": _TENSORS,
     "msamp.deepspeed": {"*": "deepspeed"},
-    "msamp.fsdp": dict.fromkeys(("FP8FullyShardedDataParallel", "FsdpReplacer"), "fsdp"),
+    "msamp.fsdp": {"FP8FullyShardedDataParallel": "collectives", "FsdpReplacer": "api"},
     "msamp.nn": _API,
     "msamp.nn.clip_grad": {"clip_grad_norm_": "api"},
     "msamp.nn.distributed": {"FP8DistributedDataParallel": "collectives"},
     "msamp.nn.linear": {"LinearReplacer": "api"},
-    "msamp.operators": {},
-    "msamp.operators.dist_op": {"DistOp": "collectives"},
     "msamp.optim": {"FSDPAdam": "optimizers", **_OPTIMIZERS},
     "msamp.te": {},  # imported for its effects, which were patches of TransformerEngine
 }
 """MS-AMP's modules: the file that has each name, "*" for all others."""
 
 
-class Handle:
+class Handle(AbstractContextManager["Handle"]):
     """What `enable` returns. As a context manager it removes itself at the end."""
 
-    def __init__(self, added: tuple[str, ...]) -> None:
+    def __init__(self, added: dict[str, Any]) -> None:
         self._added = added
 
     def remove(self) -> None:
@@ -70,9 +70,6 @@ class Handle:
             for name in LAYOUT:
                 sys.modules.pop(name, None)
             invalidate_caches()
-
-    def __enter__(self) -> Handle:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()
@@ -92,43 +89,27 @@ def enable(tensor_methods: bool = False) -> Handle:
     Raises:
         ConfigError: where another package msamp can be imported, or torch.Tensor has such attributes.
     """
-    if not _HANDLES:
-        _refuse_another()
-    added = {}
-    if tensor_methods:
-        from .tensors import cast, qtype_of
-
-        added = {"cast": cast, "qtype": property(qtype_of)}
-        for name in added:
-            if hasattr(torch.Tensor, name):
-                raise ConfigError(
-                    f"tensor_methods=True adds torch.Tensor.{name}, and there is one already. Call enable() without, "
-                    "or remove the handle that added it."
-                )
+    other = None if _HANDLES else sys.modules.get("msamp") or find_spec("msamp")
+    if other is not None:
+        place = getattr(other, "origin", None) or getattr(other, "__file__", None) or other
+        raise ConfigError(
+            f"a package msamp is here already ({place}), and fp8stack's would hide it. Uninstall it "
+            "(pip uninstall ms-amp), or start from another folder if it is one beside the script."
+        )
+    added = {"cast": cast, "qtype": property(qtype_of)} if tensor_methods else {}
+    for name in added:
+        if hasattr(torch.Tensor, name):
+            raise ConfigError(
+                f"tensor_methods=True adds torch.Tensor.{name}, and there is one already. Call enable() without, "
+                "or remove the handle that added it."
+            )
     if not _HANDLES:
         sys.meta_path.append(_FINDER)
         invalidate_caches()
     for name, value in added.items():
         setattr(torch.Tensor, name, value)
-    handle = Handle(tuple(added))
-    _HANDLES.append(handle)
+    _HANDLES.append(handle := Handle(added))
     return handle
-
-
-def _refuse_another() -> None:
-    """Raise ConfigError if something else would answer `import msamp`."""
-    found = sys.modules.get("msamp")
-    if found is not None:
-        place = getattr(found, "__file__", None) or "this process"
-    else:
-        spec = find_spec("msamp")
-        if spec is None:
-            return
-        place = spec.origin or str(list(spec.submodule_search_locations or []))
-    raise ConfigError(
-        f"a package msamp is here already ({place}), and fp8stack's would hide it. Uninstall it "
-        "(pip uninstall ms-amp), or start from another folder if it is one beside the script."
-    )
 
 
 class _Finder(importlib.metadata.DistributionFinder, Loader):
@@ -153,14 +134,11 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
         def look_up(name: str) -> Any:
             if f"{package}.{name}" in LAYOUT:
                 return import_module(f"{package}.{name}")
-            if name.startswith("__") or not (name in places or "*" in places):
-                raise AttributeError(
-                    f"fp8stack's {package} has no {name!r}.{did_you_mean(name, places)}",
-                    name=name,
-                    obj=module,
-                )
-            source = import_module(f".{places.get(name) or places['*']}", __package__)
-            return getattr(source, name)
+            file = places.get(name) or places.get("*")
+            if file is None or name.startswith("__"):
+                meant = did_you_mean(name, places)
+                raise AttributeError(f"fp8stack's {package} has no {name!r}.{meant}")
+            return getattr(import_module(f".{file}", __package__), name)
 
         own = {"__getattr__": look_up, "__version__": VERSION}
         vars(module).update(own, __all__=sorted(places.keys() - {"*"}))
@@ -173,17 +151,12 @@ class _Finder(importlib.metadata.DistributionFinder, Loader):
             yield _Distribution()
 
 
-_METADATA = {
-    "METADATA": f"Metadata-Version: 2.1\nName: ms-amp\nVersion: {VERSION}\nSummary: MS-AMP's names over fp8stack\n",
-    "top_level.txt": "msamp\n",
-}
-
-
 class _Distribution(importlib.metadata.Distribution):
     """Name and version, and no files."""
 
     def read_text(self, filename: str) -> str | None:
-        return _METADATA.get(filename)
+        about = f"Metadata-Version: 2.1\nName: ms-amp\nVersion: {VERSION}\n"
+        return {"METADATA": about, "top_level.txt": "msamp\n"}.get(filename)
 
     def locate_file(self, path: Any) -> Path:
         return Path(__file__).with_name(str(path))

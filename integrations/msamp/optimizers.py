@@ -16,29 +16,62 @@ keep float32 states. L2 decay is part of the gradient that the moments see, as i
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from fp8stack import optim
 from fp8stack.errors import ConfigError, Fp8StackWarning
-from fp8stack.optim.optimizer import ParamsT
 
 from .collectives import all_reduce_grads
 
+NO_AMSGRAD = "amsgrad=True has no effect, as it had none in MS-AMP"
 _KINDS = {torch.uint8: "fp8", torch.int8: "fp8", torch.float16: "half", torch.float32: "float"}
-_STATES = {
-    ("fp8", "fp8"): "fp8",
-    ("fp8", "half"): "fp8-lm",
-    ("half", "fp8"): "bf16",
-    ("half", "half"): "bf16",
-}
+_STATES = {"fp8 fp8": "fp8", "fp8 half": "fp8-lm", "half fp8": "bf16", "half half": "bf16"}
 _EXACT = ((torch.uint8, torch.float16), (torch.uint8, torch.uint8), (torch.float32, torch.float32))
+_IDLE = {  # arguments of MS-AMP's that have no effect at another value than this one
+    "bias_correction": (True, "bias_correction=False has no effect: moments are always corrected"),
+    "amsgrad": (False, NO_AMSGRAD),
+    "tensor_scale": (True, "tensor_scale=False has no effect: states always have scales"),
+    "set_grad_none": (True, "set_grad_none=False has no effect: gradients are always freed"),
+}
 
 
 class LowBitOptimizer(optim.BlockwiseOptimizer):
-    """What MS-AMP's optimizers have beside torch's methods."""
+    """What MS-AMP's optimizers have beside torch's methods: its arguments, in its order, and `all_reduce_grads`.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as torch's, with the defaults of torch's.
+        exp_avg_dtype, exp_avg_sq_dtype: formats of the moments, see above; uint8 and float16.
+        bias_correction, amsgrad, tensor_scale, set_grad_none: have no effect, and a warning says so.
+
+    Raises:
+        ConfigError: for a dtype that MS-AMP does not take either, or a hyper-parameter out of range.
+    """
+
+    ORDER: ClassVar[tuple[str, ...]] = ()  # of positional arguments
+
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        if len(args) > len(self.ORDER):
+            raise TypeError(f"{type(self).__name__} takes {', '.join(self.ORDER)}, got {args}")
+        options |= dict(zip(self.ORDER, args, strict=False))
+        told = [text for name, (idle, text) in _IDLE.items() if options.pop(name, idle) != idle]
+        dtypes = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}
+        for name, dtype in dtypes.items():
+            dtypes[name] = options.pop(name, dtype)
+            if dtypes[name] not in _KINDS:
+                known = ", ".join(str(d) for d in _KINDS)
+                raise ConfigError(
+                    f"{name}={dtypes[name]} is no format of a moment; use one of {known} (uint8 is E4M3, int8 E5M2)."
+                )
+        first, second = dtypes.values()
+        states = _STATES.get(f"{_KINDS[first]} {_KINDS[second]}", "fp32")
+        if (first, second) not in _EXACT:
+            told.insert(0, f'moments of {first} and {second} are kept as states="{states}"')
+        if told:
+            warnings.warn(f"msamp: {'; '.join(told)}", Fp8StackWarning, stacklevel=2)
+        super().__init__(params, states=states, **options)
 
     def all_reduce_grads(self, model: nn.Module) -> None:
         """Average the gradients of `model` over ranks; nothing where DistributedDataParallel has done so."""
@@ -46,122 +79,38 @@ class LowBitOptimizer(optim.BlockwiseOptimizer):
 
 
 class LBAdamW(LowBitOptimizer, optim.AdamW):
-    """AdamW with low-bit states, with MS-AMP's arguments and their order.
+    """AdamW with low-bit states."""
 
-    Args:
-        params, lr, betas, eps, weight_decay, maximize: as torch's.
-        exp_avg_dtype, exp_avg_sq_dtype: formats of the moments, see above.
-        bias_correction, amsgrad, tensor_scale: other values than these defaults are warned of and have no effect.
-
-    Raises:
-        ConfigError: for a dtype that MS-AMP does not take either, or a hyper-parameter out of range.
-    """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        exp_avg_dtype: torch.dtype = torch.uint8,
-        exp_avg_sq_dtype: torch.dtype = torch.float16,
-        tensor_scale: bool = True,
-    ) -> None:
-        states = states_for(exp_avg_dtype, exp_avg_sq_dtype, bias_correction, amsgrad, tensor_scale)
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, states=states)
+    ORDER = ("lr", "bias_correction", "betas", "eps", "weight_decay", "amsgrad")
 
 
 class LBAdam(LowBitOptimizer, optim.Adam):
-    """Adam with L2 decay and low-bit states; otherwise as `LBAdamW`, in MS-AMP's order of arguments."""
+    """Adam with L2 decay and low-bit states."""
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        *,
-        bias_correction: bool = True,
-        exp_avg_dtype: torch.dtype = torch.uint8,
-        exp_avg_sq_dtype: torch.dtype = torch.float16,
-        tensor_scale: bool = True,
-    ) -> None:
-        states = states_for(exp_avg_dtype, exp_avg_sq_dtype, bias_correction, amsgrad, tensor_scale)
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, states=states)
+    ORDER: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
 class DSAdam(LBAdam):
-    """DeepSpeed's arguments: `adam_w_mode` chooses AdamW's decay. `set_grad_none` is always so. Else as `LBAdam`."""
+    """DeepSpeed's arguments: `adam_w_mode` chooses AdamW's decay. `set_grad_none` is always so."""
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        **options: Any,
-    ) -> None:
-        self.decoupled = adam_w_mode
-        options["bias_correction"] = bias_correction
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+    ORDER = (
+        "lr", "bias_correction", "betas", "eps", "adam_w_mode", "weight_decay", "amsgrad", "set_grad_none",
+    )  # fmt: skip
+
+    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
+        options |= dict(zip(self.ORDER, args, strict=False))
+        self.decoupled = options.pop("adam_w_mode", True)
+        super().__init__(params, **options)
 
 
 class FSDPAdam(LBAdam):
     """`LBAdam` for parameters of `FP8FullyShardedDataParallel`: one scale a tensor needs all of it, blocks do not."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         if self.states == "fp8-lm":
             self.states = "8bit"
 
 
-COUNTERPARTS: dict[type[optim.BlockwiseOptimizer], type[LowBitOptimizer]] = {
-    optim.AdamW: LBAdamW,
-    optim.Adam: LBAdam,
-}
+COUNTERPARTS: dict[type, type[LowBitOptimizer]] = {optim.AdamW: LBAdamW, optim.Adam: LBAdam}
 """The same optimizers under MS-AMP's names."""
-
-
-def states_for(
-    exp_avg: torch.dtype,
-    exp_avg_sq: torch.dtype,
-    bias_correction: bool,
-    amsgrad: bool,
-    tensor_scale: bool,
-) -> str:
-    """Return the formats that MS-AMP's arguments ask for, with one warning of all that is not exactly so."""
-    for name, dtype in (("exp_avg_dtype", exp_avg), ("exp_avg_sq_dtype", exp_avg_sq)):
-        if dtype not in _KINDS:
-            known = ", ".join(str(d) for d in _KINDS)
-            raise ConfigError(
-                f"{name}={dtype} is no format of a moment; use one of {known} (uint8 is E4M3, int8 E5M2)."
-            )
-    states = _STATES.get((_KINDS[exp_avg], _KINDS[exp_avg_sq]), "fp32")
-    told = []
-    if (exp_avg, exp_avg_sq) not in _EXACT:
-        told.append(f'moments of {exp_avg} and {exp_avg_sq} are kept as states="{states}"')
-    if not bias_correction:
-        told.append("bias_correction=False has no effect: moments are always corrected")
-    if amsgrad:
-        told.append(NO_AMSGRAD)
-    if not tensor_scale:
-        told.append("tensor_scale=False has no effect: states always have scales")
-    if told:
-        warnings.warn(f"msamp: {'; '.join(told)}", Fp8StackWarning, stacklevel=3)
-    return states
-
-
-NO_AMSGRAD = "amsgrad=True has no effect, as it had none in MS-AMP"
