@@ -1,4 +1,4 @@
-"""benchmarks/report.py: a page of all records, that a browser shows, as it does the demo's; and clear errors."""
+"""benchmarks/report.py: a page of all records, that a browser shows, as it does the demo's; and its pictures."""
 
 import re
 import shutil
@@ -7,12 +7,11 @@ import subprocess
 import corpus
 import demo
 import demo_report
-import memory
-import monitor_cost
 import pytest
 import report
-import stability
+import report_pictures
 from gpt import ModelConfig
+from matplotlib.figure import Figure
 
 BROWSERS = (
     "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell",
@@ -23,24 +22,22 @@ WIDTHS = """<script>addEventListener("load", () => {
 
 
 @pytest.fixture(scope="module")
-def page():
-    return report.make_page(report.RESULTS)
+def page(tmp_path_factory):
+    out = tmp_path_factory.mktemp("folder") / "new" / "page.html"
+    assert report.main(["--out", str(out)]) == 0
+    return out.read_text()
 
 
-def test_every_file_of_records_has_its_picture(page):
+def test_every_file_of_records_has_its_picture_and_each_its_command(page):
     files = [(s, report.RESULTS / s.file) for s in report.SECTIONS]
     present = [s for s, path in files if path.exists() and s.choose(report.read(path))]
     assert page.count("<img ") == len(present) >= 7
-    for section in present:
-        assert f'id="{section.key}"' in page
+    assert all(f'id="{section.key}"' in page for section in present)
     undrawn = {path.name for path in report.RESULTS.glob("*.jsonl")} - {s.file for s in present}
     assert undrawn == set(re.search(r"without a picture here: (.*?)\.</p>", page)[1].split(", "))
     assert not re.search(r'(src|href)="(?!data:|#)', page), "the page stands alone"
-
-
-def test_each_picture_says_by_which_command(page):
     pictures = re.findall(r"<img .*?</pre>", page, re.S)
-    assert len(pictures) == page.count("<img ")
+    assert len(pictures) == len(present)
     assert all("<pre>python " in picture for picture in pictures)
 
 
@@ -78,57 +75,38 @@ def test_a_browser_shows_the_report_of_the_demo(tmp_path):
     assert min(widths) > 100
 
 
-@pytest.mark.slow
-def test_records_of_short_runs_are_drawn(tmp_path):
-    tiny = ["--device", "cpu", "--model", "tiny"]
-    chosen = ["--only", "current hybrid", "blockwise"]
-    for benchmark, name, options in (
-        (stability, "stability", ["--steps", "1", "--grid", "formats", "--bound", "9", *chosen]),
-        (monitor_cost, "monitor_cost", ["--steps", "1", "--blocks", "1", "--only", "O2"]),
-        (memory, "memory", ["--most", "2", "--only", "bf16 AdamW", "fp8stack O2"]),
-    ):
-        assert benchmark.main([*tiny, *options, "--output", str(tmp_path / f"{name}.jsonl")]) == 0
-    page = report.make_page(tmp_path)
-    shown = [s for s in report.SECTIONS if f'alt="{s.title}"' in page]
-    assert [s.key for s in shown] == ["stability", "monitor", "batches"]
-
-
-def test_long_runs_are_those_with_native_products():
-    runs = (("bf16", None, 1), ("O2", "native", 2), ("O2", "te", 3), ("O2", "native", 4))
-    rows = [
-        {"variant": v, "compute": c, "value": x, "params": {"model": "gpt2", "seed": 0}}
-        for v, c, x in runs
-    ]
-    assert [r["value"] for r in report.comparable_runs(rows, "gpt2")] == [1, 2, 4]
-
-
-def test_what_is_missing_is_named(tmp_path):
-    (tmp_path / "train_step.jsonl").write_text((report.RESULTS / "train_step.jsonl").read_text())
-    page = report.make_page(tmp_path)
-    assert page.count("<img ") == 1
-    assert "Not recorded yet: Bytes a parameter (convergence.jsonl)" in page
-
-
 @pytest.mark.parametrize(
     ("line", "match"),
-    [("{", "line 2, is no record"), ('{"params": {}}', "'time'"), ("3", "is no record")],
+    [("{", "line 2, is no record"), ('{"params": {}}', "'time'"), (None, "holds none of")],
 )
-def test_bad_records_are_named(line, match, tmp_path, capsys):
-    good = (report.RESULTS / "train_step.jsonl").read_text().splitlines()[0]
-    (tmp_path / "train_step.jsonl").write_text(f"{good}\n{line}\n")
+def test_bad_and_missing_records_are_named(line, match, tmp_path, capsys):
+    if line:
+        good = (report.RESULTS / "train_step.jsonl").read_text().splitlines()[0]
+        (tmp_path / "train_step.jsonl").write_text(f"{good}\n{line}\n")
     out = tmp_path / "page.html"
     assert report.main(["--results", str(tmp_path), "--out", str(out)]) == 2
     assert match in capsys.readouterr().err
     assert not out.exists()
 
 
-def test_an_empty_folder_is_an_error(tmp_path, capsys):
-    assert report.main(["--results", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
-    assert "holds none of" in capsys.readouterr().err
+def run(variant, seed, losses):
+    return {
+        "variant": variant, "params": {"model": "gpt2", "seed": seed, "steps": 5}, "unit": "nats/token",
+        "value": losses[max(losses)], "validation": [[step, x] for step, x in losses.items()],
+    }  # fmt: skip
 
 
-def test_the_page_is_written_where_it_is_asked_for(tmp_path, capsys):
-    out = tmp_path / "folder" / "page.html"
-    assert report.main(["--out", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
-    assert out.read_text().startswith("<!doctype html>")
+def test_losses_are_drawn_at_the_steps_that_runs_share_and_a_seed_as_its_mean():
+    often, rare = range(50, 301, 50), range(100, 301, 100)
+    rows = [run("bf16", s, {step: 100 / step for step in often}) for s in (0, 1)]
+    rows += [run("bf16 again", s, {step: 101 / step for step in rare}) for s in (0, 1)]
+    rows += [run("O2", 0, {step: x / step for step in rare}) for x in (104, 106)]
+    figure = Figure()
+    report_pictures.draw_losses(figure, rows)
+    above, below = figure.axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in above.lines}
+    assert list(drawn) == ["bf16", "bf16 again", "O2"]
+    assert drawn["O2"] == [[step, pytest.approx(105 / step)] for step in rare]
+    *_, off = [line.get_xydata().tolist() for line in below.lines]
+    assert off == [[step, pytest.approx(5)] for step in rare]
+    assert below.get_ylim()[1] > 5, "it is to be seen"
