@@ -39,8 +39,8 @@ def arguments(shards, folder):
 
 @pytest.mark.slow
 def test_records_are_of_runs_that_ended_well(shards, tmp_path, capsys):
-    given = [*arguments(shards, tmp_path), "--steps", "4", "--lr", "1e-3", "--warmup", "2"]
-    given += ["--eval-freq", "2", "--gpus", "0", "1"]
+    given = [*arguments(shards, tmp_path), "--steps", "6", "--lr", "1e-3", "--warmup", "2"]
+    given += ["--eval-freq", "3", "--gpus", "0", "1"]
     assert training.main([*given, "--model", "gpt2", "--levels", "off"]) == 1
     said = capsys.readouterr()
     assert '{"failed": ["gpt2, bf16, seed 0"]}' in said.out
@@ -51,13 +51,13 @@ def test_records_are_of_runs_that_ended_well(shards, tmp_path, capsys):
     found = {r["variant"]: r for r in map(json.loads, lines)}
     base, again, ours = (found[v] for v in ("bf16", "bf16 again", "O2"))
     assert (base["precision"], ours["precision"], ours["compute"]) == ("bf16", "FP8 O2", "native")
-    expected = {"model": "tiny", "batch": 4, "micro_batch": 4, "seq": 64, "steps": 4, "warmup": 2}
+    expected = {"model": "tiny", "batch": 4, "micro_batch": 4, "seq": 64, "steps": 6, "warmup": 2}
     assert expected.items() <= base["params"].items()
     assert again["params"] == {**base["params"], "micro_batch": 2}
     flags = {"fp8-recipe": "delayed", "fuse": True}
     assert ours["params"] == {**base["params"], "flags": flags}
     for record in (base, again, ours):
-        assert [step for step, _ in record["validation"]] == [2, 4]
+        assert [step for step, _ in record["validation"]] == [3, 6]
         assert record["value"] == record["validation"][-1][1]
         assert record["value"] == pytest.approx(base["value"], rel=0.02)
         assert (len(record["train_loss_per_25_steps"]), record["skipped_steps"]) == (1, 0)

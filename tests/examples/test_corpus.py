@@ -37,19 +37,6 @@ def test_hash_of_a_path_is_the_same_on_every_machine():
     assert corpus.hash_path("json/decoder.py") == 0x43BE9BB7
 
 
-def test_new_file_leaves_the_others_on_their_side(folder):
-    before = bytes(corpus.load(folder, seq_len=32).validation.tolist())
-    (folder / "new_file.txt").write_bytes(b"new " * 100)
-    after = bytes(corpus.load(folder, seq_len=32).validation.tolist())
-    assert before in (after, after.replace(b"new " * 100, b"").strip())
-
-
-def test_one_file_is_cut_at_nine_tenths(tmp_path):
-    (tmp_path / "book.txt").write_bytes(bytes(range(1, 251)) * 4)
-    text = corpus.load(tmp_path / "book.txt", seq_len=16)
-    assert (len(text.train), len(text.validation)) == (900, 100)
-
-
 def test_hidden_binary_and_broken_files_are_left_out(folder):
     before = corpus.load(folder, seq_len=32)
     (folder / ".secret").write_bytes(b"hidden " * 50)
@@ -58,64 +45,6 @@ def test_hidden_binary_and_broken_files_are_left_out(folder):
     after = corpus.load(folder, seq_len=32)
     assert torch.equal(before.train, after.train)
     assert torch.equal(before.validation, after.validation)
-
-
-def test_links_to_folders_are_followed_and_none_is_read_twice(folder, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere")
-    (elsewhere / "more.txt").write_bytes(b"more of it " * 50)
-    (elsewhere / "back").symlink_to(folder)
-    before = list(corpus.find_files(folder, ""))
-    (folder / "link").symlink_to(elsewhere)
-    (folder / "twice").symlink_to(elsewhere)
-    assert sorted(corpus.find_files(folder, "")) == sorted([*before, "link/more.txt"])
-    (folder / "z_real").mkdir()
-    (folder / "z_real" / "own.txt").write_text("own")
-    (folder / "a_link").symlink_to("z_real")  # which comes first, and takes no name away
-    (folder / "lost+found").mkdir()
-    (folder / "lost+found" / "x.txt").write_text("x")
-    assert sorted(corpus.find_files(folder, "")) == sorted(
-        [*before, "link/more.txt", "z_real/own.txt"]
-    )
-
-
-@pytest.mark.parametrize("name", sorted(corpus.SKIPPED_FOLDERS))
-def test_folders_that_the_standard_library_does_without_are_read_of_other_text(folder, name):
-    (folder / name).mkdir()
-    (folder / name / "more.txt").write_bytes(b"more of it " * 50)
-    text = corpus.load(folder, seq_len=32)
-    assert b"more of it" in bytes(text.train.tolist() + text.validation.tolist())
-
-
-def test_the_standard_library_is_read_without_its_tests_and_tables(folder, monkeypatch):
-    for name in corpus.SKIPPED_FOLDERS:
-        (folder / name).mkdir()
-        (folder / name / "more.py").write_bytes(b"more of it " * 50)
-    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(folder)})
-    text = corpus.load(None, seq_len=32)
-    assert b"more of it" not in bytes(text.train.tolist() + text.validation.tolist())
-
-
-def test_large_folder_is_capped(folder):
-    texts = corpus.read_texts(folder, ".py", 10_000)
-    assert sum(map(len, texts.values())) == 10_000
-
-
-def test_text_that_is_capped_tells_how_much_there_is(folder):
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    assert corpus.load(folder, 32, max_bytes=10_000).whole == size
-    assert corpus.load(folder / "module_0.py", 32, max_bytes=1000).whole == 9 + len(TEXT)
-    assert corpus.load(folder, seq_len=32).whole == 0
-
-
-def test_text_that_is_not_unicode_is_welcome(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("Gruß aus Köln. ".encode("latin-1") * 100)
-    text = corpus.load(tmp_path, seq_len=16)
-    assert 0xDF in text.train
-
-
-def test_missing_path_names_it_and_the_remedy(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere: there is no such.*leave it out"):
-        corpus.load(tmp_path / "nowhere", seq_len=32)
 
 
 @pytest.mark.parametrize("content", [None, b"", b" \n\n", b"\0\1\2"])

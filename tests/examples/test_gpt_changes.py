@@ -1,7 +1,6 @@
 """A run that is resumed in another precision: what it says of that, and what it must not promise."""
 
 import json
-import logging
 import re
 import warnings
 
@@ -9,7 +8,6 @@ import pytest
 from gpt.trainer import Trainer
 from workers_gpt import assert_near, configure, train, write_text
 
-from fp8stack import capability
 from fp8stack.errors import ConfigError, Fp8StackWarning
 
 SAVED = {
@@ -30,59 +28,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def cards(monkeypatch, caplog):
-    """Return what reads the cards that were logged."""
-    monkeypatch.setenv("FP8STACK_QUIET", "0")
-    caplog.set_level(logging.INFO, "fp8stack")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "fp8stack"]
-
-
 def go_on(folder, saved, **options):
     """Return a run that is resumed from a checkpoint of SAVED, with two steps to take."""
     path = next((folder / "runs").glob(f"{saved}-[bf]*/checkpoints*/step_00000002"))
     given = {"warmup_steps": 1, "run_name": f"from-{saved}", "out": folder / "again", **options}
     return Trainer(configure(folder, **{"steps": 2, **given}, resume=str(path)))
-
-
-@pytest.mark.parametrize("saved", ["O2", "off-8", "off"])
-def test_plain_pytorch_promises_neither_fp8_nor_8_bit_states(folder, cards, saved):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Fp8StackWarning)  # of other bits
-        go_on(folder, saved, use_fp8=False).log.close()
-    assert cards() == []
-
-
-@pytest.mark.parametrize(
-    ("saved", "level", "states"),
-    [
-        ("O2", "O0", "as given"),
-        ("O2", "O2", "8-bit"),
-        ("O2-4", "O2", "8-bit"),
-        ("off", "O2", "8-bit"),
-    ],
-)
-def test_the_only_card_is_that_of_what_runs_from_there_on(folder, cards, saved, level, states):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Fp8StackWarning)  # of other bits
-        go_on(folder, saved, opt_level=level).log.close()
-    (card,) = cards()
-    first, second, third = card.splitlines()[:3]
-    assert f" · {level} · " in first
-    assert f"· states {states}" in second
-    assert "compute native" in third
-
-
-def test_a_device_without_fp8_shows_one_card(folder, cards, monkeypatch):
-    """Its own: another library steps there, so that the level is built as it was saved, too."""
-    pytest.importorskip("bitsandbytes")
-    answer = capability.Answer(False, "cuda:0 is NVIDIA A100 (8.0)")
-    monkeypatch.setattr(capability, "fp8_hardware", lambda device: answer)
-    with pytest.warns(Fp8StackWarning, match="A100"):  # trouble is told of
-        go_on(folder, "O2", opt_level="O2").log.close()
-    (card,) = cards()
-    assert "compute bf16" in card
-    assert "bitsandbytes" in card
 
 
 @pytest.mark.parametrize(

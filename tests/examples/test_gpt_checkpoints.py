@@ -157,38 +157,12 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
         assert find_latest([folder, other.parent]).path == other
 
 
-def test_damaged_checkpoints_are_counted_and_listed_with_the_reason(tmp_path):
-    config = Config(model="tiny", run_name="mine", out=tmp_path)
-    folder = tmp_path / "mine-fp8-o2" / "checkpoints_fp8"
-    paths = [write(folder, step, 2.0, keep=9) for step in (1, 2, 3, 4)]
-    truncate(paths[1] / "__0_0.distcp")
-    (paths[2] / "manifest.json").unlink()
-    (paths[3] / "manifest.json").write_text("{")
-    with pytest.warns(Fp8StackWarning, match=r"^3 checkpoints cannot be used; using step_00000001"):
-        assert find_latest([folder]).path == paths[0]
-    rows = list_runs(config).splitlines()[1:]
-    assert rows[0].split()[0] == "1"
-    assert rows[1:] == [
-        f" damaged  {paths[1]}: __0_0.distcp is cut short",
-        f" damaged  {paths[2]}: it has no manifest.json",
-        f" damaged  {paths[3]}: manifest.json is damaged",
-    ]
-    shutil.rmtree(paths[0])
-    assert len(list_runs(config).splitlines()) == 4
-
-
 def test_the_link_to_the_best_goes_with_its_loss(tmp_path):
     write(tmp_path, 1, 2.0)
     assert os.readlink(tmp_path / "best") == "step_00000001"
     write(tmp_path, 1)  # of a run that was taken back, and is not evaluated now
     assert names(tmp_path) == ["step_00000001"]
     assert not (tmp_path / "best").is_symlink()
-
-
-def test_a_file_is_no_checkpoint(tmp_path):
-    (tmp_path / "some.pt").write_bytes(b"weights")
-    with pytest.raises(CheckpointError, match=r"some.pt is no checkpoint: it is a file, no folder"):
-        find(tmp_path / "some.pt")
 
 
 def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path):
@@ -243,22 +217,3 @@ def test_a_path_without_checkpoints_and_another_format_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="of format 9, this program reads 1"):
         find(path)
     assert find_latest([tmp_path / "nowhere"]) is None
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"), [("latets", "latest"), ("here/step_00000003", "here/step_00000002")]
-)
-def test_a_path_that_is_not_there_is_said_to_be_that(given, meant, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("here/step_00000002").mkdir(parents=True)
-    found = rf"^--resume {given}: there is no such folder. Did you mean \"{meant}\"\? Give auto"
-    with pytest.raises(CheckpointError, match=found):
-        find_checkpoint(Config(resume=given), "bf16")
-
-
-def test_runs_of_other_names_are_listed_where_there_is_none_of_this(tmp_path):
-    for name in ("mine-bf16", "other-fp8-o2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text("{}")
-    told = f"there are no checkpoints in {tmp_path}/demo-*; runs in {tmp_path}: mine-bf16, other-fp8-o2"
-    assert list_runs(Config(out=tmp_path)) == told

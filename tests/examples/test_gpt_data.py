@@ -187,31 +187,6 @@ def test_bad_sources_are_refused_with_a_remedy(tmp_path, files, options, message
         open_data(Config(data=str(tmp_path), seq_len=SEQ, **options)).train.next_batch(1)
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("fineweb-eud", "fineweb-edu"),
-        ("stdlb", "stdlib"),
-        ("my_text", "my_texts"),
-        ("corpora/storys.txt", "corpora/stories.txt"),
-        ("zzzzzzzzzzzz", None),
-        ("/nowhere/at/all", None),
-    ],
-)
-def test_data_that_is_not_there_has_a_did_you_mean(tmp_path, monkeypatch, name, nearest):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_texts").mkdir()
-    (tmp_path / "corpora").mkdir()
-    (tmp_path / "corpora" / "stories.txt").write_text("once")
-    with pytest.raises(
-        ConfigError, match=f"--data {name}: there is no such file or folder"
-    ) as told:
-        open_data(Config(data=name))
-    found = re.findall(r'Did you mean "(.*)"\?', str(told.value))
-    assert found == ([nearest] if nearest else [])
-    assert "one of fineweb-edu, openwebtext, tinyshakespeare, or hf:NAME" in str(told.value)
-
-
 def test_columns_of_a_dataset_are_named_and_chosen(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -259,20 +234,6 @@ def test_rows_without_text_are_empty_documents(tmp_path):
         hub.open_documents(f"hf:{tmp_path / 'x.parquet'}")
 
 
-def test_shards_are_made_of_a_column(tmp_path, capsys):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    columns = {"a": ["ax" * SEQ] * 9, "body": ["by" * SEQ] * 9}
-    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
-    given = ["--data", str(tmp_path), "--encoding", "bytes", "--val-tokens", "40"]
-    assert tokenize_data.main([*given, "--shards", str(tmp_path / "a")]) == 2
-    assert "--text-column a" in capsys.readouterr().err
-    shards = ["--shards", str(tmp_path / "b"), "--text-column", "body"]
-    assert tokenize_data.main([*given, *shards]) == 0
-    assert (tmp_path / "b" / "train_000000.bin").read_bytes().startswith(b"byby")
-
-
 def test_gpt2_s_vocabulary_without_a_network_is_an_error_with_the_remedy(tmp_path, monkeypatch):
     pytest.importorskip("tiktoken").registry.ENCODINGS.pop("gpt2", None)
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -287,16 +248,6 @@ def test_gpt2_s_vocabulary_without_a_network_is_an_error_with_the_remedy(tmp_pat
     with pytest.warns(UserWarning, match="no samples of text.*TIKTOKEN_CACHE_DIR"):
         assert not data.readable
     assert not data.readable
-
-
-def test_names_of_datasets_lead_to_the_hub():
-    for name in ("fineweb-edu", "openwebtext", "tinyshakespeare"):
-        assert hub.is_dataset(name)
-        assert "/" in hub._arguments(name)["path"]
-    assert hub._arguments("fineweb-edu")["name"] == "sample-10BT"
-    assert hub._arguments("hf:roneneldan/TinyStories")["path"] == "roneneldan/TinyStories"
-    assert hub._arguments("hf:a/b:part")["name"] == "part"
-    assert not hub.is_dataset("stdlib")
 
 
 @pytest.mark.parametrize(
@@ -359,14 +310,6 @@ def test_names_of_files_are_no_patterns_and_files_without_rows_are_passed_over(t
     assert list(documents(0)) == ["text"]
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".bin"])
-def test_a_single_file_that_is_no_text_is_refused_with_its_folder(suffix, tmp_path):
-    file = tmp_path / f"one{suffix}"
-    file.write_bytes(bytes(4096))
-    with pytest.raises(ConfigError, match=re.escape(f"Give the folder that it is in, {tmp_path}")):
-        open_data(Config(data=str(file), seq_len=SEQ, model="tiny"))
-
-
 @pytest.mark.parametrize("name", ["hf:", "hf:.", "hf:..", "hf:../..", "hf::part", "hf:/"])
 def test_a_dataset_without_a_name_is_not_the_current_folder(name, folders, monkeypatch):
     monkeypatch.chdir(folders / "documents")  # whose files would be taken
@@ -400,19 +343,3 @@ def test_shards_are_not_written_over(folders, capsys):
     assert tokenize_data.main(given) == 2
     assert "has .bin files already" in capsys.readouterr().err
     assert tokenize_data.main([*given, "--max-tokens", "0"]) == 2
-
-
-def test_shards_that_cannot_be_written_are_named_with_a_remedy(folders, tmp_path, capsys):
-    source = folders / "text"
-    (tmp_path / "file").write_text("")
-    (tmp_path / "full" / "meta.json").mkdir(parents=True)
-    for folder, reason in (
-        ("/proc/x", "No such file or directory"),
-        (tmp_path / "file" / "x", "Not a directory"),
-        (tmp_path / "full", "Is a directory"),  # meta.json
-    ):
-        given = ["--data", str(source), "--encoding", "bytes", "--shards", str(folder)]
-        assert tokenize_data.main(given) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: --shards {folder}: cannot be written ({reason}). Give")
-        assert error.count("\n") == 1

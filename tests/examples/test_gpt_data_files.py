@@ -3,9 +3,7 @@
 import errno
 import os
 from dataclasses import replace
-from pathlib import Path
 
-import corpus
 import pytest
 from gpt import changes, hub
 from gpt.config import Config
@@ -14,59 +12,6 @@ from gpt.data import open_data
 from fp8stack.errors import ConfigError, Fp8StackWarning
 
 SEQ = 16
-
-
-def deny(monkeypatch, method, part):
-    """Let a method of Path raise for paths that hold `part`, as it does for who may not enter a folder."""
-    real = getattr(Path, method)
-
-    def denied(self, *args, **kwargs):
-        if part in str(self):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(Path, method, denied)
-
-
-@pytest.mark.parametrize("prefix", ["", "hf:"])
-def test_a_name_that_is_too_long_is_one_line(prefix):
-    with pytest.raises(ConfigError, match=r"--data x+: cannot be read: File name too long"):
-        open_data(Config(data=prefix + "x" * 300, seq_len=SEQ))
-
-
-@pytest.mark.parametrize("method", ["is_dir", "exists"])
-def test_a_folder_that_may_not_be_entered_is_one_line(tmp_path, monkeypatch, method):
-    deny(monkeypatch, method, "closed")
-    with pytest.raises(ConfigError, match=r"closed/x.txt: cannot be read: Permission denied\. "):
-        open_data(Config(data=str(tmp_path / "closed" / "x.txt"), seq_len=SEQ))
-
-
-@pytest.mark.parametrize("name", ["x.bin", "meta.json"])
-def test_a_folder_in_the_place_of_a_file_of_shards_is_named(tmp_path, name):
-    for file in ("train.bin", "val.bin"):
-        (tmp_path / file).write_bytes(b"ab" * 80)
-    (tmp_path / name).mkdir()
-    with pytest.raises(ConfigError, match=f"{name}: cannot be read: Is a directory"):
-        open_data(Config(data=str(tmp_path), seq_len=SEQ))
-
-
-@pytest.mark.parametrize("content", [b'{"encod', b"\xff\xfe", b""])
-def test_a_damaged_meta_json_says_what_it_must_hold(tmp_path, content):
-    for file, text in (("train.bin", b"ab"), ("val.bin", b"ab"), ("meta.json", content)):
-        (tmp_path / file).write_bytes(text)
-    with pytest.raises(ConfigError, match=r"meta\.json: must name the encoding of the shards"):
-        open_data(Config(data=str(tmp_path), seq_len=SEQ))
-
-
-def test_a_text_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("a" * 500)
-
-    def refuse(path, *args):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(corpus, "open", refuse, raising=False)
-    with pytest.raises(ConfigError, match=r"^--data .*a.txt: cannot be read: Permission denied\."):
-        open_data(Config(data=str(tmp_path), seq_len=SEQ))
 
 
 @pytest.mark.parametrize("inside", ["", "closed"])
@@ -96,13 +41,6 @@ def test_text_that_is_not_read_as_a_whole_is_said_once(tmp_path):
     assert len(told) == 1
 
 
-def test_text_that_is_read_as_a_whole_is_not_said(tmp_path, recwarn):
-    (tmp_path / "book.txt").write_bytes(b"a line\n" * 100)
-    open_data(Config(data=str(tmp_path), seq_len=SEQ))
-    open_data(Config())
-    assert not recwarn
-
-
 def test_a_dataset_of_several_configurations_asks_for_one(tmp_path):
     pytest.importorskip("datasets")
     configs = [f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("en", "de")]
@@ -114,13 +52,6 @@ def test_a_dataset_of_several_configurations_asks_for_one(tmp_path):
         hub.open_documents(f"hf:{tmp_path}")
     documents, _ = hub.open_documents(f"hf:{tmp_path}:de")
     assert list(documents(0)) == ["de"]
-
-
-def test_a_folder_of_documents_may_begin_with_a_tilde(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("a")
-    assert hub._arguments("hf:~/texts")["data_files"] == {"train": [str(tmp_path / "texts/a.txt")]}
 
 
 # --- validation of another size

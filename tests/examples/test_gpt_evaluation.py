@@ -1,6 +1,5 @@
 """Validation and HellaSwag: numbers that depend on the weights and the texts, not on how they are cut or written."""
 
-import gzip
 import json
 
 import numpy as np
@@ -39,34 +38,6 @@ def test_whole_batches_have_the_bits_of_a_plain_mean(size):
     loss, batches = validate(12, size)
     losses = [float(Table()(*batch)) for batch in batches]
     assert loss == torch.tensor(losses, dtype=torch.float64).sum().item() / len(losses)
-
-
-def test_lines_of_hellaswag_may_hold_what_unicode_takes_for_their_ends(tmp_path):
-    path = tmp_path / "hellaswag.jsonl"
-    line = {"ctx": "größe\u2028next\x85", "endings": ["a", "b"], "label": 1}
-    text = json.dumps(line, ensure_ascii=False)
-    path.write_bytes(f"{text}\r\n\n{text}\n".encode())
-    questions = evaluation.read_questions(path)
-    assert [question.context for question in questions] == [line["ctx"]] * 2
-
-
-def test_hellaswag_is_utf_8_whatever_the_locale_is(tmp_path, monkeypatch):
-    path = tmp_path / "hellaswag.jsonl"
-    path.write_bytes('{"ctx": "größe", "endings": ["a"], "label": 0}\n'.encode())
-    read = type(path).read_text
-
-    def in_latin_1(self, encoding=None, errors=None):
-        return read(self, encoding or "latin-1", errors)
-
-    monkeypatch.setattr(type(path), "read_text", in_latin_1)
-    assert evaluation.read_questions(path)[0].context == "größe"
-
-
-def test_a_file_of_hellaswag_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "hellaswag.jsonl"
-    path.write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(ConfigError, match=r"hellaswag.jsonl: cannot be read \(is no UTF-8 text"):
-        evaluation.read_questions(path)
 
 
 @pytest.mark.parametrize(

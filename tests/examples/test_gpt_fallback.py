@@ -160,13 +160,6 @@ def test_the_tag_is_what_fp8stack_chooses(ampere, tmp_path):
         train(tmp_path, compute="native", run_name="native")
 
 
-def test_products_that_are_asked_for_in_bf16_are_tagged_so(tmp_path):
-    write_text(tmp_path)
-    config = configure(tmp_path, compute="bf16")
-    assert runs.choose_precision(config, torch.device("cpu")) == "bf16 O2"
-    assert runs.choose_precision(configure(tmp_path), torch.device("cpu")) == "FP8 O2"
-
-
 @pytest.mark.parametrize(("level", "share"), [("off", 1.1), ("off", 0.9), ("O2", 1.1), ("O2", 0.9)])
 def test_a_model_beyond_the_memory_of_a_cpu_is_warned_of(level, share, tmp_path, monkeypatch):
     write_text(tmp_path)

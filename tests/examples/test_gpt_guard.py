@@ -61,8 +61,3 @@ def test_the_margin_grows_by_one_up_to_its_most(margin, room):
     order = ["--fp8-format e5m2", "--max-lr 0.0015", "--compute bf16"]
     assert told(flags, "FP8 O2") == [f"--fp8-margin {margin + 1}", *order]
     assert told("--fp8-recipe=delayed --fp8-margin=16", "FP8 O2") == order
-
-
-def test_plain_pytorch_is_named_as_the_run_computes():
-    flags = ["--compute-dtype", "float16"]
-    assert advise(parse(flags), "FP8 O2")[-1] == "--opt-level off (fp16)"

@@ -1,6 +1,5 @@
 """What a run's folder had before is not lost, mixed in or taken for something else: records, curves, other files."""
 
-import io
 import subprocess
 import sys
 import time
@@ -46,19 +45,6 @@ def test_a_file_that_convert_puts_beside_checkpoints_is_none_and_stays(folder):
     checkpoints.clear(there)
     assert [path.name for path in there.iterdir()] == [file.name]
     train(folder, **options)  # which begins, as there are no checkpoints
-
-
-def test_an_older_run_is_there_still_when_wandb_does_not_let_the_new_one_in(folder, monkeypatch):
-    options = {"run_name": "wandb"}
-    train(folder, **options)
-    run = folder / "runs" / "wandb-fp8-o2"
-    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "run.json")}
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="--wandb: the module wandb is not installed"):
-        train(folder, **options, seed=5, wandb=True, overwrite=True)
-    assert {name: (run / name).read_bytes() for name in before} == before
-    found = checkpoints.list_checkpoints([run / "checkpoints_fp8"])
-    assert [checkpoint.step for checkpoint in found] == [2, 4]
 
 
 def test_an_older_run_s_record_is_there_still_where_its_checkpoints_cannot_be_removed(
@@ -114,17 +100,6 @@ def test_tensorboard_shows_the_later_of_two_runs_that_began_in_a_folder(folder):
     assert [point.step for point in points] == [1, 2, 3]
     assert [point.value for point in points] == pytest.approx(losses, rel=1e-6)
     assert [point.step for point in events.Scalars("eval/val_loss")] == [1, 2, 3]
-
-
-def test_a_character_that_stdout_lacks_does_not_end_a_run(folder, monkeypatch):
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    flags = """--model tiny --seq-len 16 --steps 1 --warmup-steps 1 --target-effective-batch-size 3 --micro-batch 2
-        --eval-freq 0 --checkpoint-freq 0 --log-freq 1 --device cpu --no-tensorboard --run-name ascii"""
-    place = ["--data", str(folder / "text.txt"), "--out", str(folder / "runs")]
-    assert train_gpt.main([*flags.split(), *place]) == 0
-    assert b"(2 ? 1 rank ? 2)" in raw.getvalue()
-    assert b"step 1 |" in raw.getvalue()
 
 
 def test_tokens_are_counted_over_a_resume_with_another_batch(folder):
@@ -200,14 +175,3 @@ def test_overwrite_deletes_nothing_where_the_new_run_cannot_begin(name, folder):
     with pytest.raises(ConfigError, match=f"{name} cannot be written"):
         train(folder, **options, overwrite=True)
     assert len(list(run.glob("checkpoints/step_*"))) == 2
-
-
-def test_lines_of_a_record_that_are_no_steps_are_cut(folder):
-    options = {"run_name": "odd", "opt_level": "off"}
-    train(folder, **options)
-    run = folder / "runs" / "odd-bf16"
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('5\n{"loss": 3}\n')
-    (run / "run.json").write_text("[]")
-    train(folder, **options, steps=5, resume="auto")
-    assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]

@@ -13,8 +13,6 @@ import torch
 import train_gpt
 import workers_gpt
 from gpt import checkpoints
-from gpt.changes import MEANING, report
-from gpt.runs import list_runs
 from gpt.trainer import Trainer
 from ranks import start_ranks
 from workers_gpt import (
@@ -117,16 +115,6 @@ def test_a_deterministic_run_adds_up_in_one_order(folder):
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert resume(folder, checkpoint(folder, options), **options) == losses
-
-
-@pytest.mark.usefixtures("order_restored")
-def test_a_workspace_that_keeps_no_order_is_refused(folder, monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0: .* :4096:8 or :16:8 "):
-        train(folder, run_name="unordered", deterministic=True)
-    assert not torch.are_deterministic_algorithms_enabled()
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert len(train(folder, run_name="ordered-16", deterministic=True)) == 4
 
 
 @pytest.mark.gpu
@@ -235,15 +223,6 @@ def test_a_resumed_run_says_what_is_asked_for_otherwise(folder):
             Trainer(configure(folder, **options, **changes, strict=True))
 
 
-@pytest.mark.parametrize(("before", "after", "lines"), [(10, 20, 1), (10, 5, 2), (7, 20, 2)])
-def test_a_warm_up_that_goes_by_steps_is_not_said_again(before, after, lines):
-    same = dict.fromkeys(MEANING, 1)
-    was = {**same, "steps": 100, "warmup_steps": before}
-    with pytest.warns(Fp8StackWarning) as told:
-        report(was, {**same, "steps": 200, "warmup_steps": after}, strict=False)
-    assert [str(w.message).split()[0] for w in told] == ["--steps", "--warmup-steps"][:lines]
-
-
 def test_other_data_is_read_from_its_beginning(folder):
     train(folder, run_name="data")
     (folder / "other.txt").write_text("".join(f"y = {n}\n" for n in range(999)))
@@ -288,27 +267,6 @@ def test_latest_is_the_run_s_own_or_that_of_its_other_precision(folder, capsys):
         train(folder, opt_level="O2", **options) == losses
     )  # its own; there is nothing left to do
     assert len(longer) == 6
-
-
-def test_latest_says_where_another_precision_has_got_further(folder, capsys):
-    options = {"run_name": "further", "resume": "latest", "out": folder / "further"}
-    train(folder, opt_level="O2", **options)
-    train(folder, opt_level="off", **options, steps=6)
-    path = folder / "further" / "further-bf16" / "checkpoints" / "step_00000006"
-    expected = (
-        rf"from step 4 \(FP8 O2\), this run's own; in bf16 it has got to step 6.*--resume {path}$"
-    )
-    with pytest.warns(Fp8StackWarning, match=expected) as told:
-        Trainer(configure(folder, opt_level="O2", **options)).log.close()
-    assert len(told) == 1
-    assert "further-fp8-o2/checkpoints_fp8/step_00000004" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=expected[:-1]):
-        Trainer(configure(folder, opt_level="O2", **options, strict=True))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the furthest itself, and what compares
-        Trainer(configure(folder, opt_level="off", **options, steps=6)).log.close()
-        auto = {**options, "resume": "auto"}
-        Trainer(configure(folder, opt_level="O2", **auto)).log.close()
 
 
 def test_auto_is_the_run_s_own_in_its_precision_or_a_fresh_start(folder, capsys):
@@ -356,58 +314,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(folder, re
     assert told in error
     begun = train(folder, opt_level="O2", **options, overwrite=True, steps=2)  # as it says
     assert len(begun) == 2
-
-
-def test_latest_ends_where_all_precisions_are_damaged(folder):
-    options = {"run_name": "gone", "out": folder / "gone"}
-    train(folder, opt_level="off", **options, steps=2)
-    (path,) = folder.glob("gone/gone-bf16/checkpoints/step_*")
-    (path / "manifest.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"is whole: .*gone-bf16.*--run-name"):
-        train(folder, opt_level="O2", **options, resume="latest")
-    assert len(train(folder, opt_level="O2", **options, resume="auto")) == 4  # a run of its own
-
-
-def test_a_checkpoint_that_was_not_evaluated_has_no_validation_loss(folder, capsys):
-    options = {"run_name": "unknown", "out": folder / "unknown", "keep_checkpoints": 1}
-    train(folder, **options, eval_freq=2, steps=2)
-
-    def table(**more):
-        given = {**options, **more}
-        found = [json.loads((path / "manifest.json").read_text()) for path in saved.glob("step_*")]
-        rows = list_runs(configure(folder, **given)).splitlines()[1:]
-        return {facts["step"]: facts["val_loss"] for facts in found}, rows
-
-    run = folder / "unknown" / "unknown-fp8-o2"
-    saved = run / "checkpoints_fp8"
-    with pytest.warns(Fp8StackWarning, match="--steps was 2"):
-        train(folder, **options, resume="latest", steps=6)  # without evaluations
-    losses, rows = table()
-    assert losses.keys() == {2, 6}  # the best one is kept, though one was to stay
-    assert losses[2] > 0
-    assert losses[6] is None
-    assert rows[0].endswith("step_00000002 (best)")
-    assert rows[1].split()[:3:2] == ["6", "-"]
-    assert rows[1].endswith("step_00000006 (latest)")
-    again = {"opt_level": "off", "resume": str(saved / "step_00000002"), "steps": 4}
-    with pytest.warns(Fp8StackWarning, match="--steps was 2"):
-        train(folder, **options, **again)
-    saved = folder / "unknown" / "unknown-bf16" / "checkpoints"
-    assert table()[0] == {4: None}
-    assert not (saved / "best").exists()
-
-
-@pytest.mark.parametrize("steps", [4, 3])
-def test_a_run_that_has_nothing_left_to_do_says_so(folder, steps, capsys):
-    options = {"run_name": f"done-{steps}", "eval_freq": 2}
-    losses = train(folder, **options)
-    capsys.readouterr()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of a schedule that no step will follow
-        assert train(folder, **{**options, "steps": steps}, resume="latest") == losses
-    out = capsys.readouterr().out.splitlines()
-    assert out[-1] == f"nothing left to do: the checkpoint is at step 4, --steps is {steps}"
-    assert len(out) == 2
 
 
 def test_two_ranks_resume_and_change_their_number(folder):

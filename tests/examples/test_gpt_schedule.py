@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import re
-import sys
 
 import pytest
 from gpt import plot_schedule
@@ -48,45 +46,3 @@ def test_the_picture_is_drawn_of_the_same_options(tmp_path, capsys):
     assert picture.read_text().count("<path") > 3
     assert plot_schedule.main(["--steps", "none"]) == 2
     assert capsys.readouterr().err.startswith("error: --steps")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("x.foo", r"must end in one of .*\.png"),
-        ("x", "must end in one of"),
-        ("text.md/x.png", "cannot be written: .*text.md is no folder"),
-        ("text.md/more/x.png", "cannot be written: .*/more is no folder"),
-        ("folder.png", "cannot be written: Is a directory"),
-    ],
-)
-def test_a_picture_that_cannot_be_written_is_one_line(tmp_path, capsys, name, message):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "text.md").write_text("kept")
-    (tmp_path / "folder.png").mkdir()
-    assert plot_schedule.main(["--steps", "9", "--picture", str(tmp_path / name)]) == 2
-    out, error = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(rf"error: --picture {tmp_path / name}: .*{message}.*\n", error)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.png", "text.md"]
-
-
-def test_a_picture_without_matplotlib_names_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot_schedule.main(["--steps", "9"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert 'pip install -e ".[plot]"' in error
-
-
-def test_help_lists_the_picture_and_an_unknown_flag_is_named(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as ended:
-        plot_schedule.main(["--help"])
-    assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert re.search(r"--picture FILE +to write, .*schedule\.png", told)
-    assert "examples/train_gpt.py" in told
-    for given in (["--picture"], ["--pictur", "x.png"]):
-        assert plot_schedule.main(given) == 2
-        assert capsys.readouterr().err.startswith("error: ")

@@ -174,13 +174,6 @@ def test_a_run_without_checkpoints_says_that_it_leaves_none(start, flags, tmp_pa
     assert not list((tmp_path / "runs").glob("*/checkpoints*"))
 
 
-def test_ctrl_c_before_a_run_begins_ends_it_without_a_traceback(start, flags):
-    process = start([sys.executable, str(SCRIPT), *flags])
-    assert "loading PyTorch" in process.stdout.readline()  # while it imports
-    process.send_signal(signal.SIGINT)
-    assert end(process)[::2] == (-signal.SIGINT, "")
-
-
 def test_a_run_is_gone_when_its_ranks_part(flags, monkeypatch):
     """DDP, freed after the process group, may wait for gloo's threads for ever."""
     seen, leave = [], dist.destroy_process_group

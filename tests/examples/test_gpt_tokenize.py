@@ -1,7 +1,6 @@
 """What tokenize_data.py sets aside: budgets of all parts together, and an error where nothing is left to train on."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,13 +38,6 @@ def test_validation_that_leaves_nothing_to_train_on_is_refused_with_a_number_tha
     assert sum(map(len, held_out)) == int(number)
 
 
-def test_a_single_document_is_not_split(tmp_path, capsys):
-    given = [*write_documents(tmp_path / "one", ["a" * 99]), "--shards", str(tmp_path / "shards")]
-    assert tokenize_data.main(given) == 2
-    assert "one document cannot be for validation and for training" in capsys.readouterr().err
-    assert not (tmp_path / "shards").exists()
-
-
 def test_budgets_are_of_all_shards_together(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
@@ -58,29 +50,6 @@ def test_budgets_are_of_all_shards_together(tmp_path):
     _, train, held_out = windows.open_shards(tmp_path / "new")
     assert np.concatenate(train).tolist() == list(range(150))
     assert np.concatenate(held_out).tolist() == list(range(230))
-
-
-def test_the_home_folder_may_be_given_as_a_tilde(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "book.txt").write_text("a line\n" * 100)
-    given = ["--data", "~/book.txt", "--encoding", "bytes", "--shards", "~/shards"]
-    assert tokenize_data.main(given) == 0
-    assert (tmp_path / "shards" / "train_000000.bin").exists()
-
-
-def test_an_interruption_among_the_last_renames_leaves_nothing(tmp_path, monkeypatch):
-    given = [*write_documents(tmp_path / "few", DOCUMENTS), "--val-tokens", "32"]
-    real = Path.replace
-
-    def interrupted(self, target):
-        if self.name.startswith("val"):
-            raise KeyboardInterrupt
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "replace", interrupted)
-    assert tokenize_data.main([*given, "--shards", str(tmp_path / "shards")]) == 130
-    assert not (tmp_path / "shards").exists()
 
 
 @pytest.mark.parametrize("was_there", [False, True])

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 
-import corpus
 import numpy as np
 import pytest
 from gpt import hub, tokenize_data
@@ -109,16 +108,6 @@ def test_a_run_trains_on_a_tokenizer_s_shards(file, tmp_path, capsys):
     assert "padded to 320" in capsys.readouterr().out
 
 
-def test_shards_hold_more_text_than_runs_read(tmp_path):
-    text = b"a line\n" * (5 * 2**20)
-    (tmp_path / "book.txt").write_bytes(text)
-    shards = tmp_path / "shards"
-    given = ["--data", str(tmp_path / "book.txt"), "--shards", str(shards)]
-    assert tokenize_data.main(given) == 0
-    written = sum(path.stat().st_size for path in shards.glob("*.bin"))
-    assert written == len(text) > corpus.MAX_BYTES
-
-
 def test_unigrams_are_counted_and_large_vocabularies_take_four_bytes(tmp_path):
     path = tmp_path / "tokenizer.json"
     vocab = [[f"t{i}", -1.0] for i in range(65_600)]
@@ -148,14 +137,3 @@ def test_files_that_are_no_tokenizers_are_refused(tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         open_encoding(str(path)).encode("a")
-
-
-def test_encodings_are_named(tmp_path, monkeypatch, file):
-    message = "got 'bites', must be one of auto, bytes, gpt2, or a path that ends in .json"
-    with pytest.raises(ConfigError, match=message):
-        parse(["--encoding", "bites"])
-    with pytest.raises(ConfigError, match="encoding='gpt5' must be one of bytes, gpt2"):
-        open_encoding("gpt5")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"needs the package tokenizers.*\[train\]"):
-        open_data(Config(encoding=str(file)))

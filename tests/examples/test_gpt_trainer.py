@@ -2,13 +2,9 @@
 
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-import warnings
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +13,10 @@ from gpt import GPT, ModelConfig, build, evaluation, logs
 from gpt.config import Config
 from gpt.evaluation import Question
 from gpt.guard import DivergedError, Guard
-from gpt.trainer import Trainer
-from workers_gpt import configure, read, train, write_text
+from workers_gpt import read, train, write_text
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 
-SCRIPT = Path(train_gpt.__file__)
 SMALL = """--model tiny --seq-len 16 --steps 4 --warmup-steps 1 --target-effective-batch-size 4 --checkpoint-freq 2
     --eval-freq 2 --eval-batches 2 --eval-batch-size 1 --log-freq 1 --device cpu"""
 LINE = re.compile(
@@ -44,25 +38,12 @@ def run(folder, *arguments):
     )
 
 
-def test_what_the_system_refuses_is_a_line(folder, capsys):
-    assert run(folder, "--out", str(folder / ("x" * 300))) == 2
-    assert "File name too long" in capsys.readouterr().err
-
-
 def test_a_process_without_a_gpu_of_its_own_is_told_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ConfigError, match=r"local rank 1 has no GPU.*--nproc-per-node"):
         build.join_ranks("auto")
-
-
-def test_the_line_of_a_step_is_as_documented():
-    numbers = {
-        "step": 250, "epoch": 0, "loss": 3.45678, "lr": 6e-4, "norm": 0.8234, "dt_ms": 156.84,
-        "tokens_per_second": 3345.2, "memory_gib": 16.08,
-    }  # fmt: skip
-    assert logs.format_line(numbers, "FP8 O2") in logs.__doc__
 
 
 def test_a_run_leaves_its_record(folder, capsys):
@@ -102,25 +83,6 @@ def test_a_run_leaves_its_record(folder, capsys):
     assert run(folder, "--run-name", "mine", "--list-checkpoints") == 0
     table = capsys.readouterr().out
     assert re.search(r"4 +\d\.\d{4} +\d\.\d{4}  FP8 O2 +0\.\d{3}  .*step_00000004 \(latest", table)
-
-
-def test_what_a_step_is_and_the_first_and_last_of_a_process_are_shown(folder, capsys):
-    options = ("--run-name", "ends", "--opt-level", "off", "--log-freq", "100", "--eval-freq", "0")
-    assert run(folder, *options, "--checkpoint-freq", "4") == 0
-    out = capsys.readouterr().out
-    assert re.search(r"^a step has 64 tokens: 4 sequences \(\d × 1 rank × \d\)$", out, re.M)
-    assert re.findall(r"^(step \d+) \| epoch", out, re.M) == ["step 1", "step 4"]
-    assert run(folder, *options, "--steps", "7", "--resume", "latest") == 0
-    shown = re.findall(r"^(step \d+) \| epoch", capsys.readouterr().out, re.M)
-    assert shown == ["step 5", "step 7"]
-
-
-def test_a_run_without_samples_of_fp8_says_so(folder, capsys):
-    for given in ({"compute": "native"}, {"compute": "bf16"}, {"compile": True}):
-        config = configure(folder, opt_level="O0", run_name="unseen", **given)
-        Trainer(config).log.close()
-        told = "there will be no fp8/ numbers" in capsys.readouterr().out
-        assert told == ("compile" in given)
 
 
 def test_a_sample_cannot_speak_to_the_terminal(folder, capsys):
@@ -182,35 +144,6 @@ def test_loggers_that_are_not_installed(folder, monkeypatch, capsys):
     assert 'pip install "fp8stack[wandb]"' in capsys.readouterr().err
     with pytest.warns(Fp8StackWarning, match=r"TensorBoard is not installed.*fp8stack\[train\]"):
         assert run(folder, "--run-name", "none", "--opt-level", "off") == 0
-
-
-def test_wandb_without_a_login_is_one_line(folder, tmp_path, monkeypatch, capsys):
-    wandb = pytest.importorskip("wandb")
-    wandb.teardown()  # as above
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):  # nobody has logged in there
-        monkeypatch.setenv(name, str(tmp_path / name))
-    assert run(folder, "--run-name", "nobody", "--wandb") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert re.match(r"train_gpt: --wandb: .*wandb login, or set WANDB_MODE=offline", error)
-    monkeypatch.setenv("WANDB_API_KEY", "short")
-    assert run(folder, "--run-name", "nobody", "--wandb") == 2
-    assert "WANDB_API_KEY invalid" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_a_resumed_run_cuts_what_its_record_says_of_later_steps(folder, capsys):
-    name = ("--run-name", "cut", "--opt-level", "off")
-    assert run(folder, *name) == 0
-    before = read(folder / "cut-bf16" / "metrics.jsonl")
-    with open(folder / "cut-bf16" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "lo')
-    path = folder / "cut-bf16" / "checkpoints" / "step_00000002"
-    assert run(folder, *name, "--resume", str(path)) == 0
-    after = read(folder / "cut-bf16" / "metrics.jsonl")
-    keys = ("step", "loss", "val_loss", "norm", "lr")
-    assert [[r.get(k) for k in keys] for r in after] == [[r.get(k) for k in keys] for r in before]
 
 
 def test_steps_that_are_not_finite_are_skipped_and_end_the_run(folder, capsys):
@@ -292,95 +225,6 @@ def test_what_cannot_be_done_is_one_line(folder, arguments, message, capsys):
     assert error.count("\n") == 1
 
 
-def test_warnings_of_options_are_a_line_each(folder):
-    """Without the line of source that Python prints, and from one rank."""
-    options = ["--fp8-interval", "4", "--warmup-steps", "9", "--list-checkpoints"]
-    command = [sys.executable, str(SCRIPT), *SMALL.split(), *options, "--out", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
-    results = [
-        subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env={**environment, "RANK": rank}
-        )
-        for rank in "01"
-    ]
-    first, other = (result.stderr.splitlines() for result in results)
-    assert [" ".join(line.split()[:4]) for line in first] == [
-        "train_gpt: warning: --fp8-interval 4",
-        "train_gpt: warning: --warmup-steps 9",
-    ]
-    assert other == []
-    python_s = warnings.formatwarning("of torch's", UserWarning, "a.py", 3, "x = 1")
-    assert train_gpt.format_warning("of torch's", UserWarning, "a.py", 3, "x = 1") == python_s
-
-
-def test_torchrun_starts_ranks(folder):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(SCRIPT),
-    ]
-    options = [
-        *SMALL.split(),
-        "--data",
-        str(folder / "text.txt"),
-        "--out",
-        str(folder),
-        "--run-name",
-        "ranks",
-        "--steps",
-        "2",
-    ]
-    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    assert (
-        len([line for line in result.stdout.splitlines() if LINE.fullmatch(line)]) == 2
-    )  # one rank logs
-    records = read(folder / "ranks-fp8-o2" / "metrics.jsonl")
-    assert all(r["comm/bytes"] > 0 for r in records if "loss" in r)
-
-
-def test_a_run_says_at_once_what_takes_its_time(folder, capsys):
-    """Before PyTorch is imported, which the processes here cannot."""
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    loading = "train_gpt: loading PyTorch and fp8stack\n"
-    for rank, flags, said in (
-        ("0", (), loading),
-        ("1", (), ""),
-        ("0", ("--help",), ""),
-        ("0", ("--list-checkpoints",), ""),
-    ):
-        command = [sys.executable, "-c", code, str(SCRIPT), *flags]
-        environment = {**os.environ, "RANK": rank}
-        result = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert result.stdout == said
-        assert "import of torch halted" in result.stderr
-    text = str(folder / "text.txt")
-    assert run(folder, "--run-name", "begins", "--opt-level", "off", "--steps", "1") == 0
-    found = capsys.readouterr().out.splitlines()
-    assert found[0] == (
-        f"train_gpt: reading {text}, building tiny, trying how many sequences fit (--micro-batch auto)"
-    )
-    assert run(folder, "--run-name", "begins", "--list-checkpoints") == 0
-    assert "building" not in capsys.readouterr().out
-
-
-def test_torchrun_s_report_quotes_what_went_wrong(folder):
-    """Below its own traceback, in place of a hint at its documentation."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    options = ["--model", "tiny", "--device", "cpu", "--data", "nowhere", "--out", str(folder)]
-    command = [*torchrun, "2", str(SCRIPT), *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 1
-    report = result.stderr.rpartition("FAILED")[2]
-    assert re.search(r"traceback : train_gpt: .*nowhere: there is no such file or folder", report)
-    assert len(re.findall(r"^train_gpt: ", result.stderr, re.M)) <= 1  # of the first rank alone
-
-
 # --- HellaSwag
 
 
@@ -443,20 +287,3 @@ def test_questions_of_hellaswag_are_scored_together_as_alone():
     assert 0 < sum(right) < 5
     accuracy = evaluation.hellaswag_accuracy(model, questions, encode, 32, *where)
     assert accuracy == pytest.approx(sum(right) / 5)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        '{"ctx": "a"}',
-        '{"ctx": "a", "endings": ["b", "c"], "label": 2}',
-        '{"ctx": "", "endings": ["b"], "label": 0}',
-    ],
-)
-def test_a_damaged_file_of_hellaswag_names_its_line(tmp_path, line):
-    path = tmp_path / "hellaswag.jsonl"
-    path.write_text('{"ctx": "a", "endings": ["b", "c"], "label": 0}\n' + line)
-    with pytest.raises(ConfigError, match="line 2 is not an object"):
-        evaluation.read_questions(path)
