@@ -3,49 +3,35 @@
     fp8stack estimate --parameters 7e9 --seq 4096 --gpu H100
     fp8stack estimate --hf-config config.json --opt-level O2 --states 4bit --ranks 8 --zero 2 --batch 4 --memory 80
 
-The model (`estimated_model.py`) is a number of parameters (a Llama-style shape is made of it, and said), a Hugging Face
-configuration, weights that lie beside one, or a function of a Python file, which is called on the meta device. Levels
-stand beside AdamW in float32, AdamW on float32 weights under bf16 autocast, and bitsandbytes' 8-bit AdamW on bfloat16
-weights. `fp8stack.planning` says how it is estimated; nothing is allocated.
+The model is a number of parameters (of which a Llama-style shape is made, and a note says so), sizes, a Hugging Face
+configuration, or a function of a Python file, which is called on the meta device. Levels stand beside AdamW in float32,
+AdamW on float32 weights under bf16 autocast, and bitsandbytes' 8-bit AdamW on bfloat16 weights. `fp8stack.planning`
+says how the bytes are estimated; nothing is allocated.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import re
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from fp8stack import conflicts, planning
 from fp8stack.capability import FP8_CAPABILITY
-from fp8stack.conflicts import (
-    ACCUMULATION,
-    DEEPSPEED,
-    FSDP2,
-    SEVERAL_PROCESSES,
-    ZERO,
-    refuse_conflicts,
-)
+from fp8stack.conversion import check_model
 from fp8stack.errors import ConfigError, did_you_mean
-from fp8stack.levels import LEVELS, Recipe
-from fp8stack.planning import (
-    BASELINES,
-    Make,
-    Precision,
-    Setup,
-    Shape,
-    at_level,
-    estimate,
-    largest_batch,
-    largest_model,
-)
+from fp8stack.levels import LEVELS, recipe_for
+from fp8stack.planning import BASELINES, FAMILIES, LLAMA, Make, Precision, Setup, Shape
 
-from .estimated_model import SIZES, model_of
 from .output import add_command, number_of, show, size, table
 from .recipe import FIELDS, add_recipe, recipe_of
+from .load_function import build
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,24 +46,30 @@ GPUS = {
     "B300": (267, 103),
 }  # fmt: skip
 """GiB that a program can have, rounded down, and the compute capability, times ten."""
-_LEFT_OUT = r"nvidia|geforce|tesla|rtx|generation|pcie|sxm\d?|hbm\de?|(?<=\d)gb?\b"
+_LEFT_OUT = r"nvidia|geforce|tesla|rtx|generation|pcie|sxm\d?|hbm\de?|(?<=\d)gb?\b"  # of names
 _MOST = 1e15  # parameters, far above all that are trained
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SWITCHES = {
+    "checkpointing": "keep only the inputs of blocks",
+    "accumulate": "several micro-batches a step",
+    "fuse": "SwiGLU blocks are fused (fp8stack.nn.fuse)",
+    "compile": "torch.compile has the whole model",
+}
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 
 
 def add_parser(commands: Commands) -> None:
     brief = "the memory that training takes on each GPU, by kind, and what fits"
     parser = add_command(commands, "estimate", brief)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--parameters", type=partial(_number, suffixes=True), metavar="N", help="such as 7e9 or 7B"
-    )
-    source.add_argument("--hf-config", metavar="config.json", help="of Hugging Face, or its folder")
-    source.add_argument("--model", metavar="FILE:function", help="returns a model; or its weights")
-    source.add_argument("--sizes", action="store_true", help="all of it in the options below")
-    for name in SIZES:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    parameters = partial(_number, suffixes=True)
+    add("--parameters", type=parameters, metavar="N", help="such as 7e9 or 7B")
+    add("--hf-config", metavar="config.json", help="of Hugging Face, or its folder")
+    add("--model", metavar="FILE:function", help="returns a model")
+    add("--sizes", action="store_true", help="all of it in the options below")
     add = parser.add_argument
+    for name in _SIZES:
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N")
     add("--batch", type=int, default=1, metavar="N", help="sequences of a micro-batch")
     add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or learned positions")
     add("--ranks", type=int, default=1, metavar="N", help="GPUs that share a model's training")
@@ -85,10 +77,8 @@ def add_parser(commands: Commands) -> None:
     sharing.add_argument("--zero", type=int, choices=(1, 2, 3), help="DeepSpeed's stage")
     sharing.add_argument("--fsdp", action="store_true", help="FSDP2")
     sharing.add_argument("--ddp", action="store_true", help="torch's DDP at all levels")
-    add("--checkpointing", action="store_true", help="keep only the inputs of blocks")
-    add("--accumulate", action="store_true", help="several micro-batches a step")
-    add("--fuse", action="store_true", help="SwiGLU blocks are fused (fp8stack.nn.fuse)")
-    add("--compile", action="store_true", help="torch.compile has the whole model")
+    for name, brief in _SWITCHES.items():
+        add(f"--{name}", action="store_true", help=brief)
     add("--weights", choices=_DTYPES, help="what a level starts from; float32, or the model's")
     add("--gpu", metavar="NAME", help=", ".join(GPUS))
     add("--memory", type=_number, metavar="GiB", help="of one GPU, instead of its name")
@@ -98,33 +88,31 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     notes: list[str] = []
-    model, shape, weights = model_of(options, notes)
-    memory = _memory(options)
-    precisions = [
-        *BASELINES.values(),
-        *_levels(options, _DTYPES.get(options.weights, weights), notes),
-    ]
-    setup = Setup(
-        options.batch,
-        options.seq if options.seq is not None else (shape.positions if shape else 0) or 2048,
-        options.ranks,
-        _sharding(options),
-        options.checkpointing,
-        options.accumulate,
-        options.fuse,
-        options.compile,
-    )
+    model, shape, weights = _model(options, notes)
+    if options.memory and options.gpu:
+        raise ConfigError("--gpu and --memory say the same; give one of them.")
+    gpu = _gpu(options.gpu) if options.gpu else None
+    memory = GPUS[gpu][0] * 2**30 if gpu else round((options.memory or 0) * 2**30) or None
+    weights = _DTYPES.get(options.weights, weights)
+    precisions = [*BASELINES.values(), *_levels(options, gpu, weights, notes)]
+    seq = options.seq if options.seq is not None else (shape.positions if shape else 0) or 2048
+    sharding = f"zero{options.zero}" if options.zero else "fsdp" if options.fsdp else "none"
+    sharding = "ddp" if options.ddp else sharding
+    switches = {name: getattr(options, name) for name in _SWITCHES}
+    setup = Setup(options.batch, seq, options.ranks, sharding, **switches)
+    if setup.ranks == 1 and sharding != "none":
+        raise ConfigError("--zero, --fsdp and --ddp are for several GPUs; give --ranks above 1.")
     if setup.fuse and not isinstance(model, Shape):
         raise ConfigError(
             "--fuse is for --parameters, --sizes and --hf-config, not for --model FILE:function."
         )
-    if shape and 0 < shape.positions < setup.seq:
-        raise ConfigError(
-            f"--seq {setup.seq} is more than the {shape.positions} positions of the model."
-        )
+    if shape and 0 < shape.positions < seq:
+        raise ConfigError(f"--seq {seq} is more than the {shape.positions} positions of the model.")
     columns = [_column(model, shape, p, setup, memory) for p in precisions]
     if setup.fuse:
-        plain = [estimate(model, p, replace(setup, fuse=False), shape).parts for p in precisions]
+        plain = [
+            planning.estimate(model, p, replace(setup, fuse=False), shape).parts for p in precisions
+        ]
         if plain == [column["bytes"] for column in columns]:
             notes.append("--fuse changes nothing: nn.fuse takes other blocks, or other FP8")
     if setup.compile and setup.ranks > 1:
@@ -145,40 +133,60 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _column(
+    model: Shape | Make, shape: Shape | None, precision: Precision, setup: Setup, memory: int | None
+) -> dict[str, Any]:
+    """Return the estimate at one precision, and what fits."""
+    e = planning.estimate(model, precision, setup, shape)
+    column = {"name": precision.name, "brief": precision.brief, "parameters": e.parameters}
+    column |= {"bytes": e.parts, "moments": e.moments, "moment": e.moment}
+    column |= {"peak": e.peak, "overhead": e.overhead, "total": e.total}
+    if memory:
+        column["fits"] = e.total <= memory
+        if shape:
+            column["largest_batch"] = planning.largest_batch(model, precision, setup, memory, shape)
+        if isinstance(model, Shape):
+            best = planning.largest_model(model, precision, setup, memory)
+            column["largest_model"] = best and {"parameters": best.parameters, **asdict(best)}
+    return column
+
+
 def draw(console: Console, data: dict[str, Any]) -> None:
     """Show a line for each kind of bytes and a column for each precision."""
     setup, shape, columns = data["setup"], data["shape"], data["precisions"]
-    console.print(f"{data['parameters']:,} parameters" + (f": {_describe(shape)}" if shape else ""))
+    text = (
+        ": {layers} layers of {hidden:,}, {heads} heads ({kv_heads} of keys and values), feed-forward {ffn:,}, "
+        "vocabulary {vocab:,}"
+    )
+    console.print(f"{data['parameters']:,} parameters" + (text.format(**shape) if shape else ""))
     sharding = "" if setup["sharding"] == "none" else f" ({setup['sharding']})"
     more = [f"{setup['ranks']} GPUs{sharding}"] if setup["ranks"] > 1 else []
-    more += [name for name in ("checkpointing", "accumulate", "fuse", "compile") if setup[name]]
-    console.print(
-        f"Each GPU: {setup['batch']} × {setup['seq']} tokens{''.join(f', {m}' for m in more)}."
-    )
-    rows: list[tuple[str, ...]] = []
+    more += [name for name in _SWITCHES if setup[name]]
+    given = ", ".join([f"{setup['batch']} × {setup['seq']} tokens", *more])
+    console.print(f"Each GPU: {given}.")
     unit, power = ("GiB", 30) if max(c["peak"] for c in columns) >= 2**30 else ("MiB", 20)
 
-    def amount(nbytes: int) -> str:
-        return f"{nbytes / 2**power:,.2f}" if nbytes else "-"
+    def amounts(values: list[int]) -> list[str]:
+        return [f"{nbytes / 2**power:,.2f}" if nbytes else "-" for nbytes in values]
 
-    def line(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
-        rows.append((label, *(cell(column) for column in columns)))
-
-    for kind in columns[0]["bytes"]:
-        if any(c["bytes"][kind] for c in columns):
-            line(kind, lambda c, kind=kind: amount(c["bytes"][kind]))  # type: ignore[misc]
-    line("peak at once", lambda c: amount(c["peak"]))
-    line("at", lambda c: c["moment"])
-    line("context and slack", lambda c: amount(c["overhead"]))
-    line("total", lambda c: amount(c["total"]))
+    rows = {kind: amounts([c["bytes"][kind] for c in columns]) for kind in columns[0]["bytes"]}
+    rows = {kind: cells for kind, cells in rows.items() if set(cells) != {"-"}}
+    rows["peak at once"] = amounts([c["peak"] for c in columns])
+    rows["at"] = [c["moment"] for c in columns]
+    rows["context and slack"] = amounts([c["overhead"] for c in columns])
+    rows["total"] = amounts([c["total"] for c in columns])
     if data["memory"]:
-        line("fits", lambda c: "yes" if c["fits"] else "no")
+        rows["fits"] = ["yes" if c["fits"] else "no" for c in columns]
         if shape:
-            line("largest micro-batch", lambda c: str(c["largest_batch"]))
+            rows["largest micro-batch"] = [str(c["largest_batch"]) for c in columns]
         if "largest_model" in columns[0]:
-            line("largest model", lambda c: _billions(c["largest_model"]))
+            models = [c["largest_model"] for c in columns]
+            rows["largest model"] = [
+                (m and f"{m['parameters'] / 1e9:.2f}e9") or "none" for m in models
+            ]
     names = [c["name"] for c in columns]
-    console.print(table((unit, *names), rows, right=" ".join(names)))
+    lines = [(label, *cells) for label, cells in rows.items()]
+    console.print(table((unit, *names), lines, right=" ".join(names)))
     for column in columns:
         console.print(f"{column['name']}: {column['brief']}")
     console.print("Kinds are each at their largest; the peak is what is held at once.")
@@ -188,36 +196,12 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         console.print(f"note: {note}")
 
 
-def _column(
-    model: Shape | Make, shape: Shape | None, precision: Precision, setup: Setup, memory: int | None
-) -> dict[str, Any]:
-    """Return the estimate at one precision, and what fits."""
-    e = estimate(model, precision, setup, shape)
-    column: dict[str, Any] = {
-        "name": precision.name,
-        "brief": precision.brief,
-        "parameters": e.parameters,
-        "bytes": e.parts,
-        "moments": e.moments,
-        "moment": e.moment,
-        "peak": e.peak,
-        "overhead": e.overhead,
-        "total": e.total,
-    }
-    if memory:
-        column["fits"] = e.total <= memory
-        if shape:
-            column["largest_batch"] = largest_batch(model, precision, setup, memory, shape)
-        if isinstance(model, Shape):
-            best = largest_model(model, precision, setup, memory)
-            column["largest_model"] = best and {"parameters": best.parameters, **asdict(best)}
-    return column
+# --- levels and GPUs
 
 
-# --- options
-
-
-def _levels(options: argparse.Namespace, weights: torch.dtype, notes: list[str]) -> list[Precision]:
+def _levels(
+    options: argparse.Namespace, gpu: str | None, weights: torch.dtype, notes: list[str]
+) -> list[Precision]:
     """Return the levels to show: the one asked for, else all, or O2 where fields of a recipe are given."""
     given = [name for name in (*FIELDS, "preset") if getattr(options, name) is not None]
     if options.opt_level in BASELINES:
@@ -229,47 +213,24 @@ def _levels(options: argparse.Namespace, weights: torch.dtype, notes: list[str])
         return []
     names = [options.opt_level] if options.opt_level else ["O2"] if given else list(LEVELS)
     recipes = [recipe_of(argparse.Namespace(**{**vars(options), "opt_level": n})) for n in names]
+    places = {
+        conflicts.FSDP2: options.fsdp,
+        conflicts.DEEPSPEED: options.zero,
+        conflicts.ZERO: options.zero,
+        conflicts.SEVERAL_PROCESSES: options.ranks > 1,
+        conflicts.ACCUMULATION: options.accumulate,
+    }
     for recipe in recipes:
-        _check_shared(recipe, options)
-    name = _gpu(options.gpu) if options.gpu else None
-    if name and divmod(GPUS[name][1], 10) < FP8_CAPABILITY:
-        lacking = f"{name} has no FP8 products (compute capability 8.9 and up has)"
+        conflicts.refuse_conflicts(recipe, *(place for place, holds in places.items() if holds))
+    if gpu and divmod(GPUS[gpu][1], 10) < FP8_CAPABILITY:
+        lacking = f"{gpu} has no FP8 products (compute capability 8.9 and up has)"
         if recipes[0].compute in ("native", "te"):
             raise ConfigError(
                 f"--compute {recipes[0].compute}: {lacking}. Leave it out for bf16 ones."
             )
         notes.append(f"{lacking}: levels multiply in bf16 there")
         recipes = [replace(recipe, compute="bf16") for recipe in recipes]
-    return [at_level(recipe, weights) for recipe in recipes]
-
-
-def _check_shared(recipe: Recipe, options: argparse.Namespace) -> None:
-    """Raise ConfigError for what a level cannot do on several ranks."""
-    places = {
-        FSDP2: options.fsdp,
-        DEEPSPEED: options.zero,
-        ZERO: options.zero,
-        SEVERAL_PROCESSES: options.ranks > 1,
-        ACCUMULATION: options.accumulate,
-    }
-    refuse_conflicts(recipe, *(place for place, given in places.items() if given))
-
-
-def _sharding(options: argparse.Namespace) -> str:
-    if options.ranks == 1 and (options.zero or options.fsdp or options.ddp):
-        raise ConfigError("--zero, --fsdp and --ddp are for several GPUs; give --ranks above 1.")
-    if options.zero:
-        return f"zero{options.zero}"
-    return "fsdp" if options.fsdp else "ddp" if options.ddp else "none"
-
-
-def _memory(options: argparse.Namespace) -> int | None:
-    """Return the bytes of a GPU, if they were given."""
-    if options.memory and options.gpu:
-        raise ConfigError("--gpu and --memory say the same; give one of them.")
-    if options.gpu:
-        return GPUS[_gpu(options.gpu)][0] * 2**30
-    return round(options.memory * 2**30) if options.memory else None
+    return [planning.at_level(recipe, weights) for recipe in recipes]
 
 
 def _gpu(given: str) -> str:
@@ -278,23 +239,21 @@ def _gpu(given: str) -> str:
     Raises:
         ConfigError: where there is none, with the nearest.
     """
-    asked, within = _letters_and_digits(given), []
+
+    def parts(name: str) -> list[str]:
+        return re.findall(r"[a-z]+|[0-9]+", re.sub(_LEFT_OUT, " ", name.lower()))
+
+    asked = parts(given)
     for name, (gib, _) in GPUS.items():
-        own = _letters_and_digits(name)
-        size = int(asked[-1]) if own == asked[:-1] and asked[-1].isdigit() else 0  # "H100 80GB"
-        if own == asked or 0 <= size - gib <= gib / 6:
+        same = parts(name) == asked[:-1] and asked[-1].isdigit()
+        gb = int(asked[-1]) if same else 0  # as in "H100 80GB"
+        if parts(name) == asked or 0 <= gb - gib <= gib / 6:
             return name
-        if set(own) <= set(asked):
-            within.append(name)
-    nearest = max(within, key=len, default=given)
+    within = [name for name in GPUS if set(parts(name)) <= set(asked)]
+    nearest = max(within, key=lambda name: len(parts(name)), default=given)
     raise ConfigError(
         f"--gpu {given!r} is not known.{did_you_mean(nearest, GPUS)} Known: {', '.join(GPUS)}; or give --memory in GiB."
     )
-
-
-def _letters_and_digits(name: str) -> list[str]:
-    """Return a name's parts, without the words that people leave out."""
-    return re.findall(r"[a-z]+|[0-9]+", re.sub(_LEFT_OUT, " ", name.lower()))
 
 
 def _number(text: str, suffixes: bool = False) -> float:
@@ -304,16 +263,93 @@ def _number(text: str, suffixes: bool = False) -> float:
     return value
 
 
-# --- texts
+# --- the model
 
 
-def _describe(shape: dict[str, Any]) -> str:
-    heads = f"{shape['heads']} heads ({shape['kv_heads']} of keys and values)"
-    return (
-        f"{shape['layers']} layers of {shape['hidden']:,}, {heads}, feed-forward {shape['ffn']:,}, "
-        f"vocabulary {shape['vocab']:,}"
-    )
+def _model(
+    options: argparse.Namespace, notes: list[str]
+) -> tuple[Shape | Make, Shape | None, torch.dtype]:
+    """Return what to count, the shape that activations are computed from, and the dtype of the weights."""
+    sizes = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    if options.model is not None:
+        return _users_model(options.model, sizes, notes)
+    if options.hf_config is not None:
+        anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
+        shape = replace(planning.read_config(options.hf_config), **{**sizes, **anew})
+        if shape.positions:
+            notes.append(
+                "layers are nn.Linear here; transformers' GPT-2 has Conv1D, which no level converts: see --model"
+            )
+    elif options.sizes or set(sizes) - {"vocab"}:
+        shape = _shape_of(sizes)
+    else:
+        shape = replace(LLAMA, **sizes).resized(options.parameters)
+        notes.append(
+            "the shape is a Llama's of about that many parameters; give --layers, ... for another"
+        )
+    if options.parameters:
+        _compare_counts(shape, options.parameters, notes)
+    return shape, shape, torch.float32
 
 
-def _billions(model: dict[str, Any] | None) -> str:
-    return f"{model['parameters'] / 1e9:.2f}e9" if model else "none"
+def _shape_of(sizes: dict[str, int]) -> Shape:
+    """Return a Llama of the sizes given, the others in a Llama's proportions."""
+    missing = [f"--{name}" for name in ("layers", "hidden") if name not in sizes]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise ConfigError(
+            f"sizes need --layers and --hidden at least; {' and '.join(missing)} {verb} missing."
+        )
+    hidden = sizes["hidden"]
+    if "heads" not in sizes and hidden > LLAMA.head_dim and hidden % LLAMA.head_dim:
+        raise ConfigError(
+            f"--hidden {hidden} is no multiple of {LLAMA.head_dim}, the size of a Llama's heads. Give --heads."
+        )
+    heads = sizes.get("heads") or max(1, hidden // LLAMA.head_dim)
+    rest = {"kv_heads": heads, "vocab": LLAMA.vocab, "ffn": hidden * LLAMA.ffn // LLAMA.hidden}
+    given: dict[str, Any] = {"heads": heads, **rest, **sizes}
+    return Shape(**given)
+
+
+def _compare_counts(shape: Shape, wanted: float, notes: list[str]) -> None:
+    if abs(shape.parameters / wanted - 1) > 0.05:
+        notes.append(f"the sizes make {shape.parameters:,} parameters, not {wanted:,.0f}")
+
+
+def _users_model(
+    target: str, sizes: dict[str, int], notes: list[str]
+) -> tuple[Make, Shape | None, torch.dtype]:
+    """Return what copies the model of FILE:function in a dtype, a shape if one is known, and the dtype of weights."""
+    model, optimizer = build(target, meta=True)
+    if optimizer is not None:
+        notes.append("the function's optimizer is not looked at; all columns are AdamW's")
+    check_model(model, recipe_for("O0"), planned=True)
+    elements: Counter[torch.dtype] = Counter()
+    for p in model.parameters():
+        elements[p.dtype] += p.numel()
+    (weights, most), *_ = elements.most_common()
+    if 100 * (elements.total() - most) > most:
+        kinds = " and ".join(str(dtype).removeprefix("torch.") for dtype in elements)
+        notes.append(
+            f"weights are {kinds}; all are counted as most of them are, or as --weights says"
+        )
+
+    def make(dtype: torch.dtype) -> nn.Module:
+        return copy.deepcopy(model).to(dtype)
+
+    config: Any = getattr(model, "config", None)
+    told = config.to_dict() if hasattr(config, "to_dict") else {}
+    shape = _shape_of(sizes) if sizes else None
+    if not sizes and told.get("model_type") in FAMILIES:
+        shape = planning.shape_of_config(told, f"the model of {target}")
+    if shape is None:
+        notes.append(
+            "activations are not estimated: the model has no Hugging Face config that is known here "
+            f"({', '.join(FAMILIES)}); give --layers, --hidden, --heads, --kv-heads, --ffn and --vocab"
+        )
+        return make, None, weights
+    head = getattr(model, "get_output_embeddings", None)  # of transformers
+    if callable(head) and head() is None:
+        notes.append("the model has no language-model head; activations are counted as with one")
+    _compare_counts(shape, elements.total(), notes)
+    return make, shape, weights

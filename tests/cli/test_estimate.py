@@ -238,36 +238,6 @@ def test_a_model_of_another_family_has_all_but_activations(estimated, tmp_path):
     assert columns["fp32"]["bytes"]["weights"] == 4 * data["parameters"] > 0
 
 
-def test_a_folder_of_a_model_has_its_config(estimated, tmp_path, capsys):
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-    }
-    text = json.dumps({"model_type": "llama", "vocab_size": 192, **sizes})
-    (tmp_path / "config.json").write_text(text)
-    file, folder = (
-        estimated("--hf-config", str(tmp_path / name))[0] for name in ("config.json", "")
-    )
-    weights = tmp_path / "model.safetensors"
-    weights.touch()
-    for model in (weights, tmp_path):
-        assert estimated("--model", str(model))[0] == file
-    assert file == folder
-    (tmp_path / "config.json").unlink()
-    for model in (weights, tmp_path):
-        with pytest.raises(SystemExit, match="2"):
-            main(["estimate", "--model", str(model)])
-        told = capsys.readouterr().err
-        assert f"there is no {tmp_path / 'config.json'} that would. Give that, --sizes, or" in told
-    with pytest.raises(SystemExit, match="2"):
-        main(["estimate", "--hf-config", str(tmp_path)])
-    told = capsys.readouterr().err
-    assert f"{tmp_path / 'config.json'} cannot be read" in told
-    assert "Give a model's config.json, or its folder." in told
-
-
 def test_an_option_that_is_not_known_is_one_of_a_command(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["estimate", *SMALL, "--gpus", "8"])

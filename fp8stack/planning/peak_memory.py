@@ -1,7 +1,7 @@
 """The memory of training on each GPU: what stays, what comes and goes, and when most is held at once.
 
-What stays is counted (`counted.py`), activations follow a formula (`saved.py`), and this module divides by
-ranks, adds the buffers of communication, and looks at four moments of a step:
+`resident_memory.py` counts what stays from step to step, and `activation_memory.py` has the formula for activations.
+This module divides the bytes by ranks, adds the buffers of communication, and looks at four moments of a step:
 
     loss       all activations, and the gradients of log-probabilities and logits
     backward   the first block to go back: all other activations (under checkpointing, one block's again), the buffers
@@ -50,9 +50,9 @@ from torch import nn
 from fp8stack.errors import ConfigError
 from fp8stack.nn.casts import FEW_ROWS
 
-from .counted import Precision, Resident, resident
-from .saved import activations
-from .shapes import MOST, Shape
+from .activation_memory import activations
+from .decoder_shape import Shape, check_sizes
+from .resident_memory import Precision, Resident, resident
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
 CONTEXT = 600 * 2**20  # bytes: CUDA context and cuBLAS' workspaces
@@ -77,10 +77,7 @@ class Setup:
     compile: bool = False  # torch.compile has the whole model
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq", "ranks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-                raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}.")
+        check_sizes(self, "batch", "seq", "ranks")
         if self.sharding not in SHARDINGS:
             raise ConfigError(f"sharding={self.sharding!r} must be one of {', '.join(SHARDINGS)}.")
 

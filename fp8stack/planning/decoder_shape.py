@@ -1,11 +1,11 @@
 """Transformers as a few numbers: from a count of parameters, or from a Hugging Face configuration.
 
 A `Shape` is a decoder of equal blocks: attention with q, k, v and o projections, then an MLP, each behind a norm. Its
-`skeleton` has the modules of such a model and no forward pass, on the meta device: what `fp8stack.initialize` decides
-about it, and what optimizers keep for it, is then found out by running them.
+`skeleton` has the modules of such a model on the meta device, without a forward pass. `fp8stack.initialize` and the
+optimizers then run on the skeleton, so that their decisions and their states are counted and not guessed.
 
-`resized(n)` keeps the proportions: with hidden, feed-forward and heads growing together, and hidden in proportion to
-layers, parameters of the blocks grow with the cube of the width. A count alone is `LLAMA.resized(n)`: 7e9 is close to
+`resized(n)` keeps the proportions of the shape: hidden, feed-forward and heads grow together, and layers in proportion
+to hidden. `LLAMA.resized(n)` stands for a model of which only the number of parameters is known: 7e9 is close to
 Mistral-7B, a Llama whose queries share keys and values.
 """
 
@@ -51,12 +51,7 @@ class Shape:
     positions: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_dim"):
-            value = getattr(self, name)
-            if name == "head_dim" and value == 0:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-                raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}.")
+        check_sizes(self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, whose keys and values they share."
@@ -67,6 +62,7 @@ class Shape:
                     f"hidden={self.hidden} must be a multiple of heads={self.heads}, or head_dim be given."
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        check_sizes(self, "head_dim")
 
     @property
     def q_dim(self) -> int:
@@ -124,38 +120,40 @@ class Shape:
     def resized(self, parameters: float) -> Shape:
         """Return the shape of this family with about that many parameters; heads keep their size.
 
-        Of all widths, that one whose number of layers is nearest to this shape's proportion.
+        Of all widths, the one whose number of layers is nearest to this shape's proportion.
 
         Raises:
             ConfigError: where embeddings and one block are more than that.
         """
-        best, off = None, math.inf
+        found = []
         for kv_heads in itertools.count(1):
             wider = kv_heads / self.kv_heads
-            shape = replace(
-                self,
-                kv_heads=kv_heads,
-                heads=kv_heads * (self.heads // self.kv_heads),
-                hidden=round(self.hidden * wider),
-                ffn=round(self.ffn * wider),
-            )
-            edge, block = shape.counts
-            layers = round((parameters - edge) / block)
+            heads = kv_heads * (self.heads // self.kv_heads)
+            hidden, ffn = round(self.hidden * wider), round(self.ffn * wider)
+            shape = replace(self, kv_heads=kv_heads, heads=heads, hidden=hidden, ffn=ffn)
+            outside, block = shape.counts
+            layers = round((parameters - outside) / block)
             if layers < 1:
                 break
-            if layers > MOST:
-                continue
-            proportion = layers / self.layers / wider
-            if abs(math.log(proportion)) < off:
-                best, off = replace(shape, layers=layers), abs(math.log(proportion))
-            elif proportion < 1:
+            proportion = layers / self.layers / wider  # falls as width grows
+            if layers <= MOST:
+                found.append((abs(math.log(proportion)), kv_heads, replace(shape, layers=layers)))
+            if proportion < 1:
                 break
-        if best is None:
+        if not found:
             raise ConfigError(
                 f"{parameters:g} parameters are fewer than the embeddings ({self.vocab:,} words) and one block of such "
                 "a model have. Give a smaller vocab, or layers and hidden."
             )
-        return best
+        return min(found)[-1]
+
+
+def check_sizes(sizes: object, *names: str) -> None:
+    """Raise ConfigError unless these attributes are whole numbers of a possible size."""
+    for name in names:
+        value = getattr(sizes, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}.")
 
 
 @lru_cache(maxsize=1024)
@@ -168,10 +166,15 @@ def _counts(shape: Shape) -> tuple[int, int]:
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32_000)
 """The family of a model of which only the number of parameters is known."""
 
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
-_GPT2_LIKE = ("gpt2",)
-FAMILIES = (*_LLAMA_LIKE, *_GPT2_LIKE)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 """The `model_type` of configurations that a shape can be made of."""
+
+_KEYS = {  # of sizes in configurations: of Llama-like models, and of GPT-2
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size", "vocab_size"),
+}
 
 
 def read_config(path: str | Path) -> Shape:
@@ -196,48 +199,36 @@ def read_config(path: str | Path) -> Shape:
 def shape_of_config(config: Mapping[str, Any], where: str = "the configuration") -> Shape:
     """Return the shape of a Hugging Face configuration, given as a dict."""
     kind = config.get("model_type")
-    if kind in _GPT2_LIKE:
-        if config.get("add_cross_attention"):
-            raise ConfigError(
-                f"{where}: add_cross_attention=True is not counted. Give the model as --model FILE:function."
-            )
-        hidden = _size(config, "n_embd", where)
-        return Shape(
-            _size(config, "n_layer", where),
-            hidden,
-            _size(config, "n_head", where),
-            _size(config, "n_head", where),
-            config.get("n_inner") or 4 * hidden,
-            _size(config, "vocab_size", where),
-            gated=False,
-            rms=False,
-            bias=True,
-            tied=bool(config.get("tie_word_embeddings", True)),
-            joint_qkv=True,
-            positions=_size(config, "n_positions", where),
-        )
-    if kind not in _LLAMA_LIKE:
+    if kind not in FAMILIES:
         experts = any("expert" in key for key in config)  # near by name, and another model
         meant = "" if experts else did_you_mean(str(kind), FAMILIES)
         raise ConfigError(
             f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}.{meant} Give --sizes with "
             "--layers, --hidden, --heads and so on, or the model as --model FILE:function."
         )
-    heads = _size(config, "num_attention_heads", where)
+    if config.get("add_cross_attention"):
+        raise ConfigError(
+            f"{where}: add_cross_attention=True is not counted. Give the model as --model FILE:function."
+        )
+    gpt2 = kind == "gpt2"
+    sizes: dict[str, Any] = {n: _size(config, keys[gpt2], where) for n, keys in _KEYS.items()}
+    tied = bool(config.get("tie_word_embeddings", gpt2))
+    if gpt2:
+        sizes |= {"kv_heads": sizes["heads"], "ffn": config.get("n_inner") or 4 * sizes["hidden"]}
+        positions = _size(config, "n_positions", where)
+        kinds = {"gated": False, "rms": False, "bias": True, "joint_qkv": True}
+        return Shape(**sizes, **kinds, tied=tied, positions=positions)
     return Shape(
-        _size(config, "num_hidden_layers", where),
-        _size(config, "hidden_size", where),
-        heads,
-        config.get("num_key_value_heads") or heads,
-        _size(config, "intermediate_size", where),
-        _size(config, "vocab_size", where),
+        **sizes,
+        kv_heads=config.get("num_key_value_heads") or sizes["heads"],
+        ffn=_size(config, "intermediate_size", where),
         head_dim=config.get("head_dim") or (128 if kind == "qwen3" else 0),
         bias=bool(config.get("attention_bias", False) and config.get("mlp_bias", False)),
         qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
         fusible=not config.get("mlp_bias", False)
         and config.get("hidden_act", "silu") in ("silu", "swish"),
         qk_norm=kind == "qwen3",
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=tied,
     )
 
 

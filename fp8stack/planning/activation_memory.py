@@ -43,8 +43,8 @@ from dataclasses import dataclass
 
 from fp8stack.formats import BLOCK
 
-from .counted import Precision
-from .shapes import Shape
+from .decoder_shape import Shape
+from .resident_memory import Precision
 
 IDS = 8  # bytes of a token's number in int64
 
