@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,14 +29,9 @@ from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import LEVELS, recipe_for
 from fp8stack.planning import BASELINES, FAMILIES, LLAMA, Make, Precision, Setup, Shape
 
-from .output import add_command, number_of, show, size, table
-from .recipe import FIELDS, add_recipe, recipe_of
 from .load_function import build
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .output import Commands
+from .output import Commands, Console, add_command, number_of, show, size, table
+from .recipe import FIELDS, add_recipe, recipe_of
 
 GPUS = {
     "T4": (14, 75), "V100-16GB": (15, 70), "V100": (31, 70), "RTX 3090": (23, 86), "RTX 4090": (23, 89),

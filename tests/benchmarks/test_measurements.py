@@ -26,6 +26,7 @@ import train_step
 import wire_parity
 from convergence import PEERS, build_peer, choose_peers
 from gpt.model import GPT
+from layers import count_casts
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -142,11 +143,23 @@ def test_profile_is_divided_into_products_and_the_rest():
     kernels = {"nvjet_qqtst_128x128": 40.0, "sm90_xmma_gemm_e4m3": 20.0, "_cast_kernel": 10.0}
     events = [{"cat": "kernel", "name": n, "dur": d} for n, d in kernels.items()]
     events += [{"cat": "gpu_memset", "name": "Memset"}, {"ph": "M", "name": "process_name"}]
-    numbers = linear.summarize({"traceEvents": events * 2}, "cast_", calls=2)
-    assert (numbers["cast_launches"], numbers["cast_copies"]) == (3, 1)
-    assert numbers["cast_gemm_ms"] == pytest.approx(0.06)
-    assert numbers["cast_rest_ms"] == pytest.approx(0.01)
-    assert numbers["cast_names"] == sorted(kernels)
+    numbers = linear.summarize({"traceEvents": events * 2}, calls=2)
+    assert (numbers["launches"], numbers["copies"]) == (3, 1)
+    assert (numbers["gemm_ms"], numbers["rest_ms"]) == pytest.approx((0.06, 0.01))
+    assert numbers["names"] == sorted(kernels)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_every_step_of_a_linear_casts_inputs_gradients_and_weights(layers, monkeypatch):
+    (variant,) = (v for v in linear.VARIANTS if v.name == linear.NATIVE)
+    seen = count_casts(monkeypatch)
+    with contextlib.ExitStack() as scopes:
+        step = linear.make_step(variant, (32, 64, 64), "cpu", scopes, layers)
+        for _ in range(2):
+            seen.clear()
+            step()
+            assert seen.count((64, 64)) == layers
+            assert len(seen) == 3 * layers
 
 
 # --- bytes
