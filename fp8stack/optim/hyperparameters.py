@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, did_you_mean
 
 
 def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], float, float]:
@@ -49,6 +50,14 @@ def rates_on_gpu(groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     """Return (index of the group, learning rate) where it is a tensor on a GPU, which stays there."""
     rates = ((g, group["lr"]) for g, group in enumerate(groups))
     return [(g, lr) for g, lr in rates if isinstance(lr, Tensor) and lr.is_cuda]
+
+
+def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    """Raise ConfigError unless `value` is one of `known`."""
+    if value not in known:
+        raise ConfigError(
+            f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), known)}"
+        )
 
 
 def check_positive(name: str, value: float) -> None:

@@ -19,16 +19,15 @@ on all ranks' parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.errors import ConfigError, ModelError
 from fp8stack.tensor import is_sharded
 
-from .hyperparameters import check_positive, check_range
+from .hyperparameters import check_choice, check_positive, check_range
 from .optimizer import BlockwiseOptimizer, Options, ParamsT
 from .step import Batch
 
@@ -85,19 +84,12 @@ class Muon(BlockwiseOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; what Muon does not step in it becomes a group of its own, stepped by AdamW."""
         algorithm = param_group.get("algorithm")
-        if algorithm not in (None, "muon", "adamw"):
-            raise ConfigError(
-                f'algorithm must be "muon" or "adamw", got {algorithm!r}.'
-                f"{did_you_mean(str(algorithm), ('muon', 'adamw'))}"
-            )
+        if algorithm is not None:
+            check_choice("algorithm", algorithm, ("muon", "adamw"))
         given = param_group["params"]
         if isinstance(given, set):
             raise ConfigError("parameters must be in an order, which a set has not: pass a list.")
-        named = (
-            list(given)
-            if isinstance(given, Iterable) and not isinstance(given, Tensor)
-            else [given]
-        )
+        named = [given] if isinstance(given, Tensor) else list(given)
         dims = {"adamw": (), "muon": (2, 3)}.get(str(algorithm), (2,))
         parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
         for x in named:  # (name, parameter), where parameters are named
@@ -124,11 +116,8 @@ class Muon(BlockwiseOptimizer):
         check_positive("momentum", momentum)
         if momentum >= 1:
             raise ConfigError(f"momentum must lie in [0, 1), got {momentum}.")
-        if adjustment not in (None, *ADJUSTMENTS):
-            raise ConfigError(
-                f"adjust_lr_fn must be one of {ADJUSTMENTS} or None, got {adjustment!r}."
-                f"{did_you_mean(str(adjustment), ADJUSTMENTS)}"
-            )
+        if adjustment is not None:
+            check_choice("adjust_lr_fn", adjustment, ADJUSTMENTS)
         if not isinstance(steps, int) or isinstance(steps, bool) or not 0 < steps < 100:
             raise ConfigError(f"ns_steps must be an integer from 1 to 99, got {steps!r}.")
         numbers = group["ns_coefficients"]

@@ -23,7 +23,7 @@ from fp8stack.levels import CHOICES
 
 from . import state_dict as saved_state
 from .gradients import check_gradient
-from .hyperparameters import rates_on_gpu
+from .hyperparameters import check_choice, rates_on_gpu
 from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceStep
 from .sharded import local, local_state, reduce_nothing, shares_of
@@ -63,8 +63,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         offload: str = "none",
     ) -> None:
         check_formats(states, master)
-        if offload not in CHOICES["offload"]:
-            raise ConfigError(f"offload must be one of {CHOICES['offload']}, got {offload!r}.")
+        check_choice("offload", offload, CHOICES["offload"])
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be > 0 (or None), got {max_grad_norm}.")
         self.states, self.master, self.min_numel = states, master, min_numel

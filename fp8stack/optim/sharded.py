@@ -176,14 +176,14 @@ def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0
 def reduce_nothing(groups: Iterable[dict[str, Any]], want_norm: bool) -> None:
     """Take part in the reductions of a step in which this rank has no gradients at all."""
     shares = shares_of(groups)
-    for share in shares:
-        if share is not None:
-            zero = torch.zeros((), device=share.mesh.device_type)
-            if want_norm:
-                reduce_squares(dict.fromkeys(shares, zero.double()))
-            else:
-                reduce_largest(zero, shares)
-            return
+    mesh = next((share.mesh for share in shares if share is not None), None)
+    if mesh is None:
+        return
+    zero = torch.zeros((), device=mesh.device_type)
+    if want_norm:
+        reduce_squares(dict.fromkeys(shares, zero.double()))
+    else:
+        reduce_largest(zero, shares)
 
 
 def _all_reduce(value: Tensor, mesh: DeviceMesh, operation: Any) -> None:

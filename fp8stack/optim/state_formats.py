@@ -44,7 +44,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.formats import (
     E4M3,
     E4M3_ROOT,
@@ -60,6 +59,8 @@ from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
 from fp8stack.levels import CHOICES
 from fp8stack.tensor import whole_shape
+
+from .hyperparameters import check_choice
 
 State = dict[str, Any]
 
@@ -77,12 +78,8 @@ _SPLIT = {"split24": torch.int8, "split32": torch.int16}
 
 def check_formats(states: str, master: str) -> None:
     """Raise ConfigError unless both are known."""
-    for name, value in (("states", states), ("master", master)):
-        known = CHOICES[name]
-        if value not in known:
-            raise ConfigError(
-                f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), known)}"
-            )
+    check_choice("states", states, CHOICES["states"])
+    check_choice("master", master, CHOICES["master"])
 
 
 def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:

@@ -1,5 +1,7 @@
 """Muon: against torch's, its kernels against the reference, its groups, and training in 8 bits."""
 
+import copy
+
 import pytest
 import torch
 from helpers import TinyLM, train
@@ -144,24 +146,6 @@ def test_launches_by_shape_equal_the_reference(master, fp8, kernel_device, monke
             assert ((x - y).abs() > limit).float().mean() <= 1e-3, (p.shape, key)
 
 
-def test_a_bad_gradient_changes_nothing(kernel_device, monkeypatch):
-    monkeypatch.setattr(TRITON, lambda device: True)
-    parameters = matrices([(32, 160), (32, 160), (40,)], torch.bfloat16, kernel_device)
-    optimizer = Muon(parameters, lr=0.02)
-    set_gradients(parameters, 0)
-    optimizer.step()
-    before = [p.detach().clone() for p in parameters]
-    states = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters]
-    set_gradients(parameters, 1)
-    parameters[2].grad[3] = torch.nan
-    optimizer.step()
-    assert float(optimizer.skipped_steps) == 1
-    for p, old, state in zip(parameters, before, states, strict=True):
-        assert torch.equal(p, old)
-        for key, value in state.items():
-            assert torch.equal(optimizer.state[p][key], value), key
-
-
 def test_large_shapes_are_orthogonalized_in_batches(kernel_device, monkeypatch):
     monkeypatch.setattr(TRITON, lambda device: True)
     monkeypatch.setattr(triton_step, "MATRICES", 2 * 32 * 160)
@@ -191,11 +175,14 @@ def test_gradients_that_arrive_later_join(kernel_device, monkeypatch):
     set_gradients([matrix, bias], 1)
     optimizer.step()
     assert not torch.equal(bias, before)
-    held = matrix.detach().clone()
+    before = [{"weight": p.detach(), **optimizer.state[p]} for p in (matrix, bias)]
+    before = copy.deepcopy(before)
     set_gradients([matrix, bias], 2)
     bias.grad[0] = torch.nan
     optimizer.step()
-    assert torch.equal(matrix, held)
+    for p, held in zip((matrix, bias), before, strict=True):
+        for key, value in {"weight": p.detach(), **optimizer.state[p]}.items():
+            assert torch.equal(value, held[key]), key
     assert float(optimizer.skipped_steps) == 1
 
 
@@ -279,34 +266,6 @@ def test_named_parameters_and_generators_are_taken():
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
     with pytest.raises(ValueError, match="empty"):
         Muon([])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
-        ({"momentum": -0.1}, "momentum must be a finite number >= 0"),
-        ({"lr": float("nan")}, "lr must be"),
-        ({"ns_steps": 0}, "ns_steps must be an integer from 1 to 99, got 0"),
-        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three finite numbers"),
-        ({"ns_coefficients": 3.0}, "ns_coefficients must be three finite numbers, got 3.0"),
-        ({"ns_coefficients": (float("nan"), 1, 1)}, "ns_coefficients must be three finite numbers"),
-        ({"ns_coefficients": ("a", "b", "c")}, "ns_coefficients must be three finite numbers"),
-        ({"ns_steps": True}, "ns_steps must be an integer from 1 to 99, got True"),
-        ({"adjust_lr_fn": "match_rms_adam"}, "Did you mean.*match_rms_adamw"),
-        ({"betas": (0.9, 1.0)}, "betas must lie"),
-        ({"adamw_eps": -1.0}, "adamw_eps must be"),
-        ({"states": "9bit"}, "states must be one of"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        Muon(matrices(), **options)
-
-
-def test_an_unknown_algorithm_is_refused():
-    with pytest.raises(ConfigError, match=r"algorithm must be .*got 'adam'.*adamw"):
-        Muon([{"params": matrices(), "algorithm": "adam"}])
 
 
 def test_sharded_matrices_are_refused(mesh):

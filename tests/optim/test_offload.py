@@ -12,8 +12,6 @@ from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 
 
 def test_bad_values_are_refused():
-    with pytest.raises(ConfigError, match=r"offload must be one of .*got 'gpu'"):
-        fp8stack.optim.AdamW([torch.zeros(2, requires_grad=True)], offload="gpu")
     model = TinyLM()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match=r"offload='disk' is not a choice"):

@@ -8,11 +8,13 @@ import math
 
 import pytest
 import torch
+from helpers import assert_same_bits
 from torch import nn
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, GradientError
 from fp8stack.optim import SGD, Adam, AdamW, Lion, clip_grad_norm_, triton_step
+from fp8stack.tensor import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
@@ -42,6 +44,15 @@ def set_gradients(parameters, step, fp8=True, scale=0.1):
     for p in parameters:
         g = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
         p.grad = BlockScaledTensor.quantize(g) if fp8 and p.ndim > 1 else g
+
+
+def snapshot(parameters, optimizer):
+    """Return copies of all that a step may change."""
+    result = {}
+    for i, p in enumerate(parameters):
+        for key, value in {"weight": p.detach(), **optimizer.state[p]}.items():
+            result[i, key] = value.clone()
+    return result
 
 
 def assert_alike(ours, theirs):
@@ -211,17 +222,31 @@ def test_gradients_and_weights_of_any_strides_step(kernel_device, through_kernel
     run_both(make, kernel_device, through_kernels, 3, change=change, lr=0.01)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**64])
+@pytest.mark.parametrize("place", [0, 3], ids=["fp8", "vector"])
+@pytest.mark.parametrize("kind", [AdamW, SGD])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_a_bad_gradient_skips_the_step_and_is_counted(
-    bad, max_grad_norm, kernel_device, through_kernels
+def test_a_bad_gradient_skips_the_whole_step_and_is_counted(
+    bad, place, kind, max_grad_norm, kernel_device, through_kernels
 ):
+    before = []
+
     def change(step, parameters, optimizer):
         if step == 1:
-            parameters[3].grad[5] = bad
+            gradient = plain(parameters[place].grad).clone()
+            gradient.view(-1)[5] = bad
+            parameters[place].grad = (
+                BlockScaledTensor.quantize(gradient) if place == 0 else gradient
+            )
+            before.append(snapshot(parameters, optimizer))
+        elif step == 2:
+            now = snapshot(parameters, optimizer)
+            for key, value in before.pop().items():
+                assert_same_bits(now[key], value, key)
 
     options = {"lr": 0.01, "max_grad_norm": max_grad_norm}
-    for _, optimizer in run_both(AdamW, kernel_device, through_kernels, change=change, **options):
+    options |= {"momentum": 0.9} if kind is SGD else {}
+    for _, optimizer in run_both(kind, kernel_device, through_kernels, change=change, **options):
         assert float(optimizer.skipped_steps) == 1
         assert {float(entry["step"]) for entry in optimizer.state.values()} == {2.0}
 
