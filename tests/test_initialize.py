@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack import BlockScaledTensor, memory
-from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
+from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 
 LEVELS = ["O0", "O1", "O2"]
@@ -508,23 +508,6 @@ def test_single_parameters_have_formats_of_their_own():
     assert up["remainder"].dtype is torch.int16
     assert down["exp_avg_sq_code"].shape == (128, 256)
     assert down["remainder"].dtype is torch.int8
-
-
-@pytest.mark.parametrize(
-    ("states_for", "match"),
-    [
-        ({"embd": "fp32"}, r"states_for\['embd'\] matches no parameter.*Did you mean \"embed"),
-        ({"embed": "fp31"}, r"states='fp31' is not a choice.*Did you mean \"fp32\""),
-        ({"embed": {"state": "fp32"}}, 'must be a format, or a dict with "states" and "master"'),
-        (["embed"], "must be a dict of patterns and formats"),
-    ],
-)
-def test_formats_of_single_parameters_are_checked(states_for, match):
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match=match):
-        fp8stack.initialize(model, optimizer, "O2", states_for=states_for)
-    assert type(model.up) is nn.Linear
 
 
 @pytest.mark.parametrize(
