@@ -1,17 +1,22 @@
-"""A matrix in FP8 with one scale, in both layouts that GEMMs want; the twin of `reference/cast.py`, bit for bit.
+"""A matrix in FP8 with one scale, in both layouts that FP8 products want; the twin of `reference/cast.py`, bit for bit.
 
-Two kernels. The first writes the largest magnitude of each of up to 512 parts of the matrix (as integers: NaN and
-infinity win); the second reduces those again in each program, which costs less than a launch that would do it once, and
-casts tiles, writing each as it lies and transposed (`transpose_tiles.py`). So a cast holds no state, waits for nothing
-and needs no buffer zeroed before it; what it moves is 2 + 2 bytes to read and 1 + 1 to write for an element in
-bfloat16. The first kernel walks from the end of the matrix to its start and the second from start to end: each begins
-with what was used last, which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`),
-the second kernel is the whole cast.
+Why: a product reads an operand along its rows in one direction of training and along its columns in the other. One
+kernel that writes both layouts reads the matrix once, not twice.
 
-`recast` reads a matrix once: its first kernel casts with a scale from before, and each program leaves the largest
-magnitude of its tile in a place of its own. The second kernel, of few programs, compares those with the scale: it
-returns if that fits, else it casts every tile anew. All programs decide alike, by what none of them writes: the first
-kernel leaves them that scale too, so that the second may write the next one over it.
+How, `cast`: two kernels. The first writes the largest magnitude of each of up to 512 parts of the matrix, as integers,
+in which NaN and infinity win. The second reduces those again in each program, which costs less than a third launch, and
+casts tiles, writing each as it lies and transposed (`transpose_tiles.py`). So a cast keeps no state, waits for nothing
+and needs no buffer zeroed before it. It moves 2 + 2 bytes to read and 1 + 1 to write for an element in bfloat16. The
+first kernel walks from the end of the matrix to its start and the second from start to end: each begins with what was
+used last, which L2 still holds. Where the magnitudes of parts are known, as behind a norm (`rmsnorm.py`), the second
+kernel is the whole cast.
+
+How, `recast`: it reads a matrix once. Its first kernel casts with a scale from before, and each program leaves the
+largest magnitude of its tile in a place of its own. The second kernel, of few programs, compares those with the scale:
+it returns if that fits, else it casts every tile anew. All programs decide alike, by what none of them writes: the
+first kernel leaves them that scale too, so that the second may write the next one over it.
+
+Limits: contiguous matrices (others are copied); E4M3 and E5M2.
 """
 
 from __future__ import annotations

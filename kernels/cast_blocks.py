@@ -1,7 +1,12 @@
-"""A matrix in FP8 with block scales; the twin of `reference/cast_blocks.py`, bit for bit.
+"""Matrices in FP8 with block scales, and their products; the twin of `reference/cast_blocks.py`, casts bit for bit.
 
-A program reads one 128×128 tile once and writes it in both layouts: 2 bytes to read and 1 + 1 to write for an element
-in bfloat16. No search for a largest magnitude comes first, since a block's is inside the tile.
+Why: block scales follow outliers that one scale for a matrix would make everything else pay for.
+
+How: a program reads one 128×128 tile once and writes it in both layouts: 2 bytes to read and 1 + 1 to write for an
+element in bfloat16. No search for a largest magnitude comes first, since a block's is inside the tile. Products are
+cuBLAS's.
+
+Limits: sizes are padded to multiples of 128; products need sm_90 and torch's scaled_mm.
 """
 
 from __future__ import annotations

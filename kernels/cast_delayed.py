@@ -1,8 +1,12 @@
 """A matrix in FP8 with a scale known before it is read; the twin of `reference/cast_delayed.py`, bit for bit.
 
-Every program casts a tile with the scale that the state holds and notes the tile's amax in one of 512 places, so that
-few meet at one; a second kernel of one program then writes the history and the next scale. For the first casts of a
-state, one more kernel gives it a scale from the matrix itself, if it has none.
+Why: with the scale known, one kernel reads the matrix once.
+
+How: every program casts a tile with the scale that the state holds, and notes the tile's largest magnitude in one of
+512 places, so that few programs meet at one. A second kernel of one program then writes the history and the next scale.
+For the first casts of a state, one more kernel gives it a scale from the matrix itself, if it has none.
+
+Limits: values beyond the scale saturate until the next cast.
 """
 
 from __future__ import annotations
@@ -49,7 +53,8 @@ def state_scale(
     return scale
 
 
-# x × inverse, and NaN for an infinity, whose product with zero is NaN; in PTX, where nothing else is contracted
+# x × inverse, but NaN where x is infinite: n = x × 0 + inverse is the inverse for all that is finite and NaN for the
+# rest, and costs one instruction. It is PTX because Triton contracts either all multiply-adds of a kernel or none.
 _SCALE = tl.constexpr("""{
 .reg .f32 n;
 fma.rn.f32 n, $1, 0f00000000, $2;

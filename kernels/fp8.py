@@ -1,15 +1,20 @@
-"""Device-side casts between float32 and the FP8 formats; no other file of this project casts to FP8.
+"""Device-side casts between float32 and the FP8 formats E4M3 and E5M2. No other file of this project casts to FP8; the
+optimizer's own formats are in `state_codecs.py`.
 
-The optimizer's own formats are in `state_codecs.py`.
+Why: the same bits have to come out of an A100, an H200, Triton's interpreter and `reference/fp8.py`. Hardware casts do
+not give them: sm_80 has none, sm_89 rounds twice on the way from float32, and the interpreter does not round to nearest
+even.
 
-The rounding is `reference/fp8.py`'s, instruction for instruction: add a power of two that leaves exactly the target's
-mantissa, and count steps with an integer subtraction. Hardware casts disagree: sm_80 has none, sm_89 rounds twice on
-the way from float32, and Triton's CPU interpreter does not round to nearest even. So the same bits come out of an
-A100, an H200 and the interpreter. Where a kernel has no instructions to spare, `encode_ocp` takes the cast of sm_90,
-which was compared on every float32 (`tests/kernels/test_hardware_cast.py`).
+How: `encode` rounds as the reference does, instruction for instruction, in float32 and integers. Decoding goes through
+float16, whose exponent and mantissa fields line up with a shifted code: one shift, one exact conversion, one
+multiplication by a power of two. Where a kernel has no instructions to spare, `encode_ocp` and `decode_e4m3` use the
+casts of sm_90, which round as we do: they were compared on every float32 (`tests/kernels/test_hardware_cast.py`).
 
-Decoding goes through float16, whose exponent and mantissa fields line up with a shifted code: one shift, one exact
-conversion, one multiplication by a power of two. NaN codes are not decoded: a block that is not finite has scale NaN.
+Divisions are written `tl.div_rn` everywhere: Triton's `/` is an approximate division, which may differ from the
+reference in the last bit.
+
+Limits: `encode` takes finite values; NaN codes are not decoded. A block that is not finite has scale NaN, and what its
+codes say does not matter.
 """
 
 from __future__ import annotations
@@ -29,20 +34,29 @@ def encode(
     MAX: tl.constexpr,  # largest finite value
 ):  # int32 codes in [0, 255]
     """Round to the nearest code, ties to even, saturating."""
-    lowest: tl.constexpr = (MIN_EXPONENT + 127) << 23
+    lowest: tl.constexpr = (MIN_EXPONENT + 127) << 23  # bits of the smallest normal number
     magnitude = tl.minimum(tl.abs(x), MAX)
+    # the exponent field of the value, or of the smallest normal number for what is subnormal in the format
     exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True), lowest) & 0x7F800000
+    # 2^(23 - MANTISSA) times that power of two: added to it, a float32 has no bits left below the format's last one,
+    # so the addition itself rounds to nearest even
     magic = exponent + ((23 - MANTISSA) << 23)
     rounded = magnitude + magic.to(tl.float32, bitcast=True)
-    code = rounded.to(tl.int32, bitcast=True) - magic
-    code += (exponent - lowest) >> (23 - MANTISSA)
-    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    code = (
+        rounded.to(tl.int32, bitcast=True) - magic
+    )  # steps of the grid above zero, within this power of two
+    code += (exponent - lowest) >> (
+        23 - MANTISSA
+    )  # 2^MANTISSA codes for each power of two below it
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)  # float32's sign bit, as the code's
 
 
 # As inline PTX, not `.to(tl.float8e4nv)`: Triton 3.6 misplaces half of a tile that is stored both as it lies and
 # transposed where its elements came as float32 and went through its float8 types.
-# The halves are joined by arithmetic, not by `mov.b32 $0, {low, high}`: where both are made of the same registers, as
-# are zeros behind the mask of a single column, ptxas 12.8 (Triton 3.6) leaves the upper half unwritten.
+# An instruction casts two numbers, of which its second operand lands in the lower byte. The register that Triton asks
+# for holds four codes. The halves are joined by arithmetic, not by `mov.b32 $0, {low, high}`: where both are made of
+# the same registers, as are zeros behind the mask of a single column, ptxas 12.8 (Triton 3.6) leaves the upper half
+# unwritten.
 _PTX = """{{
 .reg .b16 low, high;
 .reg .b32 lower, upper;
@@ -74,6 +88,7 @@ def encode_ocp(
     return code
 
 
+# $4 holds four codes. The GPU casts two of them at a time, to float16, which is exact.
 _FROM_E4M3 = tl.constexpr("""{
 .reg .b16 low, high, h0, h1, h2, h3;
 .reg .b32 some, others;
@@ -118,9 +133,9 @@ def decode(
 ):  # float32
     """Return the value of a code, exactly."""
     c = code.to(tl.int16)
-    half = (c & 0x7F if SIGNED else c) << (10 - MANTISSA)
+    half = (c & 0x7F if SIGNED else c) << (10 - MANTISSA)  # float16 has 10 bits of mantissa
     if SIGNED:
-        half |= (c & 0x80) << 8
+        half |= (c & 0x80) << 8  # bit 7 to bit 15
     unit: tl.constexpr = 2.0 ** (MIN_EXPONENT + 14)  # float16's smallest normal number is 2^-14
     return half.to(tl.float16, bitcast=True).to(tl.float32) * unit
 
@@ -132,9 +147,11 @@ def scale_and_inverse(
 ):  # float32, float32
     """Return (amax / MAX, its reciprocal): 0 for a block too small to scale, NaN and 0 for one that is not finite."""
     scale = tl.div_rn(magnitude_bits.to(tl.float32, bitcast=True), MAX)
-    scale = tl.where(scale >= 2.0**-126, scale, 0.0)
+    scale = tl.where(
+        scale >= 2.0**-126, scale, 0.0
+    )  # no subnormal scales: their inverse may be infinite
     inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
-    finite = magnitude_bits < 0x7F800000
+    finite = magnitude_bits < 0x7F800000  # the bits of infinity
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
 
 
@@ -172,6 +189,7 @@ def round_to(x, DTYPE: tl.constexpr):  # float32
     """Round float32 to the nearest `DTYPE`. To bfloat16 by hand in Triton's interpreter, which truncates there."""
     if tl.bfloat16 == DTYPE and INTERPRETED:
         bits = x.to(tl.int32, bitcast=True)
+        # half a step less one bit, and one more where the kept part is odd: ties go to even
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
     else:

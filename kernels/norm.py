@@ -1,8 +1,13 @@
 """Norm, largest magnitude and scaling of many gradients of any format, each in one launch; twin of `reference/norm.py`.
 
-An FP8 gradient is read once, one byte an element, for its norm; its scales alone, a thirty-second of that, for its
-largest magnitude and for being multiplied. Sums are float64, a partial sum for each program, added in a fixed order:
-the norm has the same bits every time.
+Why: a launch for each gradient would take longer than the work.
+
+How: gradients stand in a pointer table, and each program reads a span of one of them. An FP8 gradient is read once, one
+byte an element, for its norm; its scales alone, a thirty-second of that, for its largest magnitude and for being
+multiplied. Sums are float64, a partial sum for each program, added in a fixed order: the norm has the same bits every
+time.
+
+Limits: contiguous gradients.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""Triton kernels that quantize and dequantize, with a scale per block of 128 or per tensor.
+"""Triton kernels that quantize and dequantize with a scale per block of 128; the twin of `reference/quantize.py`.
 
-The numbers are those of `reference/quantize.py`, bit for bit. A program owns 16 blocks; a block never crosses a row, so
-the tail of a row is masked, and rows that are a multiple of 128 take the unmasked path. A scale per tensor takes two
-kernels: the largest magnitude by an integer atomic maximum (bits of |x|, so that NaN and infinity win), then the cast,
-which reads it on the device.
+Why: FP8 gradients and stored states are made and read outside the optimizer's step too: by backward, by collectives, by
+checkpoints.
+
+How: a program owns 16 blocks, finds the largest magnitude of each, and writes codes and scale, bit for bit as the
+reference. A block never crosses a row, so the tail of a row is masked; rows that are a multiple of 128 take a path
+without masks.
+
+Limits: codes of 4 bits, which only checkpoints quantize here, are left to the reference.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
 """RMSNorm that tells the cast behind it how large its output is; the twin of `reference/rmsnorm.py`.
 
-A program holds whole rows in registers, several where they are short, and goes on to the next until there are none
+Why: the cast leaves out its search for the largest magnitude, and with it a read of the whole output.
+
+How: a program holds whole rows in registers, several where they are short, and goes on to the next until there are none
 left. So each tensor is moved once: 2 + 2 bytes an element forward and 4 + 2 backward in bfloat16. Forward keeps the
-largest magnitude that each program wrote, with which the cast behind it leaves out its first kernel and 2 bytes more.
-Rows are done from the last to the first: what was written last, L2 still holds, and the cast begins with the first.
+largest magnitude that each program wrote. Rows are done from the last to the first: L2 still holds what was written
+last, and the cast begins with the first.
 
 Backward adds dy × x̂ up in float32, each program for itself, and a second kernel adds those sums: no atomics, so the
-gradient of the weight has the same bits every time. They take 4 bytes for a column and a program, so fewer programs run
-there. Sums are in another order than the reference's, and the root is the GPU's own: results may be one rounding away.
-Rows of 8192 elements are the longest that fit: those of 16384 spill in backward (on sm_90, 103 times in bfloat16 and
-583 times in float32).
+gradient of the weight has the same bits every time. The sums take 4 bytes for a column and a program, so fewer programs
+run there.
+
+Limits: sums are in another order than the reference's, and the root is the GPU's own, so results may be one rounding
+away. Rows of 8,192 elements are the longest: those of 16,384 spill in backward (on sm_90, 103 times in bfloat16 and 583
+times in float32).
 """
 
 from __future__ import annotations

@@ -1,16 +1,22 @@
-"""Device-side codecs of the optimizer formats, the masters and the noise, made for speed.
+"""Device-side codecs of the optimizer's formats, the masters and the noise.
 
-The numbers are those of `reference/fp8.py`, `reference/quantize.py` and `reference/master.py`. A code is the top of a
-float16 (see there), so the four codes in a register unpack with shifts and masks into two pairs of float16, and pack
-the same way after a truncating conversion; neither needs FP8 hardware. On NVIDIA GPUs that is inline PTX, where
-Triton's own byte-wise code takes twice the instructions; elsewhere, and in Triton's interpreter, plain operations
-give the same bits.
+Why: an optimizer step decodes and encodes three numbers an element, and must still be bound by memory. Byte-wise code,
+as Triton makes it, takes twice the instructions.
 
-The power of two between a format's exponents and float16's is folded into the scale. Scales above 2^114 lose bits by
-that; no moment of gradients below 2^64 has one.
+How: the numbers are those of `reference/fp8.py`, `reference/quantize.py` and `reference/master.py`. A code is the top
+of a float16 (see there), so the four codes in a register unpack with shifts and masks into two pairs of float16, and
+pack the same way after a truncating conversion. Neither needs FP8 hardware. On NVIDIA GPUs that is inline PTX;
+elsewhere, and in Triton's interpreter, plain operations give the same bits. The power of two between a format's
+exponents and float16's is folded into the scale.
 
-`FAST` allows the GPU's approximate reciprocal and square root (one or two units in the last place of a float32);
-without it every operation rounds as in the reference.
+In the PTX, `lop3.b32 d, x, mask, y, 0xEA` is d = (x & mask) | y: the last operand is the truth table of (a & b) | c,
+with a = 0xF0, b = 0xCC and c = 0xAA. `prmt.b32 d, x, y, 0x3210` picks bytes: each hexadecimal digit, from the lowest
+byte of d on, names a byte of x (0 to 3) or y (4 to 7); with 8 added, it repeats that byte's sign bit eight times.
+
+`FAST` allows the GPU's approximate reciprocal and square root, one or two units in the last place of a float32. Without
+it every operation rounds as in the reference: `div_rn` and `sqrt_rn`, since Triton's `/` and `sqrt` are approximate.
+
+Limits: scales above 2^114 lose bits by the folded power of two. No moment of gradients below 2^64 has one.
 """
 
 from __future__ import annotations
@@ -81,6 +87,7 @@ def weighted_sum(a, x, b, y, FAST: tl.constexpr):
 @triton.jit
 def noise(index, seed):  # int64 or int32, int32 -> uint32
     """Return 32 random bits for each index: Wellons' lowbias32."""
+    # 2^32 / golden ratio, odd: neighbours in a tensor get seeds far from each other
     x = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -93,6 +100,9 @@ def noise(index, seed):  # int64 or int32, int32 -> uint32
 @triton.jit
 def signed_values(code, SHIFT: tl.constexpr, MASK: tl.constexpr):
     """Return sign-and-magnitude bytes as the float16 whose top bits they are, 10 - SHIFT bits of mantissa."""
+    # $4 holds codes 0 to 3, a byte each. Shifted left by SHIFT, codes 0 and 2 lie where the exponents and mantissas of
+    # two float16 are; shifted right by 8 - SHIFT, codes 1 and 3 do. MASK keeps those fields in both halves, and
+    # 0x8000 the signs, which are bit 7 of a code: moved up by 8 for codes 0 and 2, in place for 1 and 3.
     if PTX:
         return tl.inline_asm_elementwise(
             f"""{{
@@ -112,6 +122,7 @@ def signed_values(code, SHIFT: tl.constexpr, MASK: tl.constexpr):
 @triton.jit
 def unsigned_values(code, SHIFT: tl.constexpr, MASK: tl.constexpr):
     """Return unsigned bytes as the float16 whose top bits below the sign they are."""
+    # as `signed_values`, without signs
     if PTX:
         return tl.inline_asm_elementwise(
             f"""{{
@@ -142,6 +153,9 @@ def decode_blocks(code, scale, FORMAT: tl.constexpr):  # uint8 [blocks, 128], fl
 @triton.jit
 def pack_signed(x):  # float32 in float16's range -> uint8
     """Return the bytes of s1e3m4 for values scaled to float16's exponents; four conversions and eleven operations."""
+    # p holds numbers 0 and 2 as float16, cut off (rz), and q numbers 1 and 3. s1e3m4 keeps 4 of float16's 10 bits of
+    # mantissa: 0x0020, half of its last one, rounds; the carry may run into the exponent, as it should. Then the 7 bits
+    # of p go down by 6 and its sign by 8, into bytes 0 and 2; those of q go up by 2, its sign stays, for bytes 1 and 3.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p, q, a, b, c;
@@ -160,6 +174,7 @@ def pack_signed(x):  # float32 in float16's range -> uint8
 @triton.jit
 def pack_unsigned(x):  # float32 in float16's range, not negative -> uint8
     """Return the bytes of ue3m5 for values scaled to float16's exponents."""
+    # as `pack_signed`, with 5 bits of mantissa (half of the last is 0x0010) and no sign: 8 bits down by 5, or up by 3
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p, q, a, b;
@@ -180,6 +195,8 @@ def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, random, RANDOM: tl.constexpr):
     Truncated to float16 to round to nearest, but with all of float32's bits to round stochastically: a second moment
     that lost 2^-10 of a step each time would decay faster than beta2 says.
     """
+    # Below 2^-14, float16's smallest normal number, the code counts steps of 2^-24 (RANDOM: of 2^-37). Above, it is
+    # made of the bits, less 112 in the exponent: the difference of the biases, 127 - 15.
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     if RANDOM:
@@ -256,6 +273,8 @@ def pack_codes(code, BLOCKS: tl.constexpr):  # uint8 [blocks, 128] -> uint8 [blo
 @triton.jit
 def join24(weight, remainder):  # bits of bfloat16 as int16, int8 -> float32
     """Return the 24-bit master; the weight alone where the sum is NaN."""
+    # For each of four: the bfloat16 weight in the upper half (shl, or a mask), plus the remainder. prmt puts its byte
+    # in bits 8 to 15, zeros below, and its sign bit in all 16 bits above.
     if PTX:
         return tl.inline_asm_elementwise(
             """{
@@ -284,7 +303,9 @@ def join(weight, low):  # bits of bfloat16 as int16, int32 -> float32
 
 @triton.jit
 def split24(x):  # float32 -> bits of bfloat16 as int16, int8
-    if PTX:  # a NaN that arithmetic makes there is 0x7FFFFFFF, which rounding would carry over
+    # To 24 bits: + 0x80, half of bit 8. Byte 1 of that is the remainder: prmt gathers those of all four. Then to 16
+    # bits: + 0x8000, and prmt gathers the upper halves, two bfloat16 to a register.
+    if PTX:  # a NaN that arithmetic makes there is 0x7FFFFFFF, which rounding would carry over: min makes it 0x7FC00000
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, e, f;
@@ -309,6 +330,7 @@ def split32(x):  # float32 -> bits of bfloat16 as int16, int16
 
 @triton.jit
 def number_bits(x):
+    """Return the bits of x; every NaN has the one payload that rounding cannot carry over into a number."""
     return tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
 
 
@@ -321,7 +343,8 @@ def dither(x, random):  # float32, uint32 below 2^16 -> bits of bfloat16 as int1
 def power_of_two_scale(amax_bits, LARGEST: tl.constexpr):  # int32 bits of a magnitude -> float32
     """Return the smallest power of two s with amax / s <= LARGEST; 1 for zero, NaN for a non-finite one."""
     ratio = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), LARGEST)
+    # any bit of the mantissa carries into the exponent, which alone is kept
     up = (ratio.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
-    scale = tl.maximum(up, 1 << 23).to(tl.float32, bitcast=True)
+    scale = tl.maximum(up, 1 << 23).to(tl.float32, bitcast=True)  # 2^-126 at least
     scale = tl.where(amax_bits > 0, scale, 1.0)
     return tl.where(amax_bits < 0x7F800000, scale, float("nan"))

@@ -1,14 +1,16 @@
 """One optimizer step on many tensors in one launch and one pass: decode, update, encode, in registers.
 
-The arithmetic is `reference/step.py`'s. The tensors stand in a table of pointers on the device (`pointer_table.py`),
-and each program owns 8 blocks of 128 elements of one of them. So a launch costs the same for one tensor or ten
-thousand, and each byte of state is read once and written once.
+Why: an optimizer step is bound by memory. Each byte of state is read once and written once, and a launch costs the same
+for one tensor or ten thousand.
 
-States with one scale for the whole tensor (FP8-LM's) take two launches: the first only finds the new maxima, by integer
-atomics, the second does the work; a third kernel, of one program a tensor, then stores the new scales.
+How: the arithmetic is `reference/step.py`'s. The tensors stand in a table of pointers on the device
+(`pointer_table.py`), and each program owns 8 blocks of 128 elements of one of them. States with one scale for the whole
+tensor (FP8-LM's) take two launches: the first only finds the new maxima, by integer atomics, the second does the work;
+a third kernel, of one program a tensor, then stores the new scales.
 
-`FAST` (the default on a GPU) contracts the moments' multiply-adds and takes the approximate reciprocal and square root:
-against the reference at most one code in a thousand differs, nearly always by one. Without it every bit agrees.
+Limits: `FAST`, the default on a GPU, contracts the moments' multiply-adds and takes the approximate reciprocal and
+square root: against the reference at most one code in a thousand differs, nearly always by one. Without it every bit
+agrees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""The scalars of a step, computed on the device in one small launch; the twin of `reference/step_scalars.py`."""
+"""The scalars of a step, computed on the device in one small launch; the twin of `reference/step_scalars.py`.
+
+Why: the decision to skip a step, the clip coefficient and the count of steps must not wait for the host.
+
+How: a program computes a row of `hyper` for each of 128 parameters, in float64, and rounds it to float32.
+
+Limits: powers are exponentials of logarithms, so a last bit may differ from the reference.
+"""
 
 from __future__ import annotations
 

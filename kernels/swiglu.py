@@ -1,12 +1,15 @@
 """SwiGLU joined to the casts around it; the twin of `reference/swiglu.py`.
 
-With current scaling each direction is two kernels, as a cast is (`cast.py`): one looks for the largest magnitude of
-what it computes, the other computes it again and casts. With delayed scaling the second is enough, and the first only
-gives a young state its first scale. Backward also casts the activation again, with its scale of forward, in the layout
-that the product for the weight's gradient wants: nothing of it need be kept. For an element in bfloat16 forward moves
-4 + 4 bytes in (delayed: 4) and 1 out, backward 6 + 6 in (6) and 5 out, where torch's kernels and the casts behind them
-move 16 and 30. The exponential is the GPU's, so results may lie one code from the reference's. Where something is not
-finite and scales are current, the scale is NaN as the reference's, and codes are not compared.
+Why: for an element in bfloat16 forward moves 4 + 4 bytes in (delayed: 4) and 1 out, backward 6 + 6 in (6) and 5 out;
+torch's kernels and the casts behind them move 16 and 30.
+
+How: with current scaling each direction is two kernels, as a cast is (`cast.py`): one looks for the largest magnitude
+of what it computes, the other computes it again and casts. With delayed scaling the second is enough, and the first
+only gives a young state its first scale. Backward also casts the activation again, with its scale of forward, in the
+layout that the product for the weight's gradient wants, so nothing of the activation need be kept.
+
+Limits: the exponential is the GPU's, so results may lie one code from the reference's. Where something is not finite
+and scales are current, the scale is NaN as the reference's, and codes are not compared.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _E4M3_MAX = tl.constexpr(E4M3.max)
 _NOTES = tl.constexpr(NOTES)
 
 
-# 1 / (1 + exp(-x)) without care for subnormals, which take Triton's own five instructions more
+# 1 / (1 + exp(-x)): 0fBFB8AA3B is -log2(e), 0f3F800000 is 1. Subnormals count as zero (ftz), which saves the five
+# instructions that Triton's own sigmoid spends on them.
 _PTX = tl.constexpr("""{
 .reg .f32 e;
 mul.f32 e, $1, 0fBFB8AA3B;

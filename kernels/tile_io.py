@@ -1,7 +1,12 @@
 """How a tile of a tensor of any format is found, loaded and stored by a program that knows a row of a pointer table.
 
-A tile is [blocks, 128]: whole blocks, the last of a row perhaps padded. Where a row is "flat" its blocks lie end to
-end; where its length is a multiple of 16 the accesses stay 16 bytes wide; "any" other takes them one by one.
+Why: the step and the norm read the same formats, each with its own arithmetic.
+
+How: a tile is [blocks, 128]: whole blocks, the last of a row perhaps padded. A launch knows how rows lie (`ROWS`):
+"flat" where blocks lie end to end, "sixteen" where a row's length is a multiple of 16, so that accesses stay 16 bytes
+wide, and "any", where elements are accessed one by one. What a format does not need is compiled away.
+
+Limits: 4-bit codes are packed two to a byte, and a row begins with a whole byte.
 """
 
 from __future__ import annotations

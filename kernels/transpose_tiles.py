@@ -1,7 +1,12 @@
 """Tiles of a matrix, read four rows at a time, whose codes of one byte are written as they lie and transposed.
 
-A thread holds the same columns of four rows. It turns the four codes of a column into one word, and threads exchange
-words to write the transpose, a fourth of what they would exchange byte by byte.
+Why: FP8 products want both layouts of an operand. Transposing byte by byte, threads would exchange four times as many
+words.
+
+How: a thread holds the same columns of four rows. It turns the four codes of a column into one word; threads exchange
+words, through `tl.trans`, and write four codes at a time.
+
+Limits: the number of rows that is stored is a multiple of 4.
 """
 
 from __future__ import annotations
@@ -62,7 +67,9 @@ def magnitude(x0, x1, x2, x3):
     return bits_of_magnitude(tl.maximum(a, b, propagate_nan=nan))
 
 
-# $0 to $3: the columns of four rows of four bytes
+# A 4 × 4 transpose of bytes: $4 to $7 are four rows of four codes, $0 to $3 their columns. A digit of prmt's selector
+# names a byte of the first operand (0 to 3) or of the second (4 to 7), from the lowest byte of the result on. The first
+# four interleave rows 0 and 1, and rows 2 and 3; the others join halves of those.
 _TURN = tl.constexpr("""{
 .reg .b32 a, b, c, d;
 prmt.b32 a, $4, $5, 0x5140;

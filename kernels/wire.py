@@ -1,8 +1,12 @@
 """E4M3 blocks as ranks send them to each other, and their sums; the twin of `reference/wire.py`, bit for bit.
 
-Every kernel is one pass: packing reads the tensor and writes chunks, 2 + 1.03 bytes an element in bfloat16; a reduction
-reads what all ranks sent of a stripe, 1.03 bytes an element of each; unpacking is packing turned round. A program does
-16 blocks, wherever the borders of stripes and rows are.
+Why: with torch's operations, packing and adding up would move each byte several times; a collective's time is bytes.
+
+How: every kernel is one pass. Packing reads the tensor and writes chunks, 2 + 1.03 bytes an element in bfloat16; a
+reduction reads what all ranks sent of a stripe, 1.03 bytes an element of each; unpacking reads chunks and writes the
+tensor. A program does 16 blocks, wherever the borders of stripes and rows are.
+
+Limits: contiguous tensors; chunks begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations

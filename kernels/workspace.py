@@ -1,9 +1,15 @@
-"""Memory that the GPUs of a host write into each other, and the flags that say when.
+"""Memory that the GPUs of a host write into each other, and the flags that say when it is there.
 
-Every rank gives a workspace: for each program an inbox and an outbox of two steps, with a place for a tile of every
-rank in each, and a flag a rank. A tile is BLOCKS blocks of E4M3 codes, then their scales. A flag is the number of
-steps that a rank has ended, written with release order over the whole system and awaited with acquire order;
-numbers only grow, modulo 2^32. In Triton's interpreter ranks are processes that share memory.
+Why: `two_shot.py` needs no collective of NCCL, and no host, to know that another rank has written or read a tile.
+
+How: every rank gives a workspace. For each program it has an inbox and an outbox of two steps, with a place for a tile
+of every rank in each, and a flag for each rank. A tile is BLOCKS blocks of E4M3 codes, then their scales. A flag is the
+number of steps that a rank has ended. It is stored with release semantics over the whole system, after a barrier of
+the program that wrote the tiles, and read with acquire semantics; so a reader that sees a number sees all tiles written
+before it. Numbers only grow, modulo 2^32, and are compared by the sign of their difference.
+
+Limits: MOST_RANKS ranks. In Triton's interpreter ranks are processes that share memory, and atomics stand in for the
+loads and stores of flags.
 """
 
 from __future__ import annotations
@@ -58,8 +64,9 @@ def bytes_of(world: int) -> int:
     return int(_FLAGS.value + 2 * 2 * PROGRAMS * world * _TILE.value)
 
 
-# A thread spins on the flag $1 until it is at least $2 or the clock is past $3; returns whether it was late. It looks
-# without acquiring, which would empty the cache of the multiprocessor each time.
+# A thread spins on the flag $1 until it is at least $2 or the clock is past $3, and returns whether it was late: the
+# sign bit of flag - $2, shifted down. It spins with relaxed loads, since an acquire empties the cache of the
+# multiprocessor each time, and acquires once at the end.
 _WAIT = tl.constexpr("""{
 .reg .pred up, early;
 .reg .b32 seen, ahead;
@@ -77,7 +84,8 @@ ld.acquire.sys.global.b32 seen, [$1];
 sub.s32 ahead, seen, $2;
 shr.u32 $0, ahead, 31;
 }""")
-# A flag has one writer, so a store does; an atomic would not reach the memory of other GPUs over every bus.
+# A flag has one writer, so a store does; an atomic would not reach the memory of other GPUs over every bus. Release:
+# all that this program wrote before, and the barrier ordered before this thread, is visible first.
 _RAISE = tl.constexpr("""{
 .reg .pred mine;
 setp.ne.s32 mine, $3, 0;
@@ -118,7 +126,7 @@ def deadline_after(timeout):
 @triton.jit
 def raise_flags(peers_ptr, program, rank, value, WORLD: tl.constexpr):
     """Tell all ranks that what this program wrote is there."""
-    tl.debug_barrier()
+    tl.debug_barrier()  # the stores of all threads come before the flags
     lane = tl.arange(0, _THREADS)
     memory = tl.load(peers_ptr + lane, mask=lane < WORLD, other=0)
     values = tl.zeros((_THREADS,), tl.int32) + value
@@ -149,7 +157,7 @@ def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.con
         late = tl.inline_asm_elementwise(
             _WAIT, "=r,l,r,l", [flags, values, until], tl.int32, is_pure=False, pack=1
         )
-    tl.debug_barrier()
+    tl.debug_barrier()  # and before what other threads load next
     tl.store(missing_ptr + source, tl.zeros((_THREADS,), tl.int32) + call, mask=late != 0)
     return tl.max(late, axis=0)
 
@@ -165,6 +173,7 @@ def _behind(flags, value):
 @triton.jit
 def _tile(memory, box: tl.constexpr, program, turn, place, WORLD: tl.constexpr):
     """Return where codes (uint8) and scales (float32) of a tile are: of rank `place` in the inbox (0) or outbox (1)."""
+    # boxes, programs, the two steps, ranks: in this order; the flags lie before all of them
     slot = ((box * _PROGRAMS + program) * 2 + (turn & 1)) * WORLD + place
     codes = memory.to(_BYTES, bitcast=True) + _FLAGS + slot * tl.cast(_TILE, tl.int64)
     scales = tl.multiple_of((codes + _CODES).to(_FLOATS, bitcast=True), 16)
