@@ -1,11 +1,13 @@
 """The way in to the kernels: one list of operators, and which implementation runs.
 
-An entry of the list is a function under `@_operator`. It names
+An entry of the list is a call of `_operator`. It names
 
     schema       the operator's signature for torch.library, in the namespace `fp8stack`
-    reference    the function in `reference/` that defines the numbers
+    reference    the function in `reference/` that defines the numbers, and has the types
     shapes       what FakeTensor and torch.compile need: empty results of the right shapes and dtypes
     adapt        how handles in a schema, which knows no objects, become what implementations take
+
+A function below it gives arguments other names, types or defaults, where the reference's are not those of callers.
 
 The Triton kernel of an operator is launched by the function of the same name in the file of the same name: for
 `reference/cast.py` and its `cast` that is `cast` in `cast.py`. It is imported when a GPU first needs it. No other file
@@ -28,7 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from importlib import import_module
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from typing import cast as cast_
 
 import torch
@@ -122,18 +124,13 @@ def _unchanged(run: Function) -> Function:
 
 def _operator(
     schema: str,
-    reference: Function,
+    reference: Callable[P, R],
     shapes: Function,
     adapt: Callable[[Function], Function] = _unchanged,
     triton: bool = True,  # False: the reference runs on a GPU too
-    captured: dict[str, Any]
-    | None = None,  # what implementations take where the operator is called
-) -> Callable[[Callable[Concatenate[Function, P], R]], Callable[P, R]]:
-    """Register an operator, and make the function below the decorator its typed entry.
-
-    That function gets `run` as its first argument, the implementation or the operator, and hands it all arguments in
-    the order of the schema.
-    """
+    captured: dict[str, Any] | None = None,  # what implementations take from the operator alone
+) -> Callable[P, R]:
+    """Register an operator, and return what calls it or its implementation; arguments are given by position, all."""
     name = schema.split("(")[0]
     if triton:
         TWINS.append(reference)
@@ -147,22 +144,14 @@ def _operator(
     _LIBRARY.impl(name, kernel, "CPU")
     _LIBRARY.impl(name, kernel, "CUDA")
     torch.library.register_fake(f"fp8stack::{name}", shapes, lib=_LIBRARY)
-    registered = getattr(torch.ops.fp8stack, name)
+    operator = getattr(torch.ops.fp8stack, name)
 
-    def operator(*args: Any) -> Any:
-        return registered(*[a.name if isinstance(a, MiniFloat) else a for a in args])
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN:
+            return operator(*[a.name if isinstance(a, MiniFloat) else a for a in args])
+        return adapt(implementation(reference, args[0].is_cuda))(*args)
 
-    def make(entry: Callable[Concatenate[Function, P], R]) -> Callable[P, R]:
-        @wraps(entry)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN:
-                return entry(operator, *args, **kwargs)
-            gpu: bool = args[0].is_cuda  # type: ignore[attr-defined]
-            return entry(adapt(implementation(reference, gpu)), *args, **kwargs)
-
-        return call
-
-    return make
+    return cast_("Callable[P, R]", call)
 
 
 # --- shapes of results
@@ -209,24 +198,27 @@ def _swiglu_backward(
 # --- blocks of 128
 
 
-@_operator(
+_quantize_blocks = _operator(
     "quantize_blocks(Tensor x, str fmt) -> (Tensor, Tensor)", quantize.quantize_blocks, _quantized
 )
-def quantize_blocks(run: Function, x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
+
+
+def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return codes and scale (float32 [rows, ceil(cols / 128)]), to nearest; see `reference/quantize.py`."""
-    return run(x, fmt)  # type: ignore[no-any-return]
+    return _quantize_blocks(x, fmt)
 
 
 quantize_blocks_into = _on_each_device(quantize.quantize_blocks_into)
 
 
-@_operator(
+_dequantize_blocks = _operator(
     "dequantize_blocks(Tensor codes, Tensor scale, str fmt, ScalarType dtype, int[] shape) -> Tensor",
     quantize.dequantize_blocks,
     lambda codes, scale, fmt, dtype, shape: codes.new_empty(shape, dtype=dtype),
 )
+
+
 def dequantize_blocks(
-    run: Function,
     codes: Tensor,
     scale: Tensor,
     fmt: MiniFloat,
@@ -235,37 +227,24 @@ def dequantize_blocks(
 ) -> Tensor:
     """Return code × scale in `dtype`, of `shape` or that of the codes; see `reference/quantize.py`."""
     shape = torch.Size(fmt.values_shape(codes.shape)) if shape is None else shape
-    return run(codes, scale, fmt, dtype, shape)  # type: ignore[no-any-return]
+    return _dequantize_blocks(codes, scale, fmt, dtype, shape)
 
 
-@_operator(
+accumulate_blocks = _operator(
     "accumulate_blocks(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) residual_codes, "
     "Tensor(d!) residual_scale, Tensor x) -> ()",
     gradients.accumulate_blocks,
     lambda *_: None,
     triton=False,
 )
-def accumulate_blocks(
-    run: Function,
-    codes: Tensor,
-    scale: Tensor,
-    residual_codes: Tensor,
-    residual_scale: Tensor,
-    x: Tensor,
-) -> None:
-    """Add `x` to a block-scaled gradient with a residual, in place; see `reference/gradient.py`."""
-    run(codes, scale, residual_codes, residual_scale, x)
 
 
-@_operator(
+norm_blocks = _operator(
     "norm_blocks(Tensor codes, Tensor scale) -> Tensor",
     gradients.norm_blocks,
     lambda codes, scale: scale.new_empty(()),
     triton=False,
 )
-def norm_blocks(run: Function, codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the 2-norm (float32, 0-d) of a block-scaled gradient; see `reference/gradient.py`."""
-    return run(codes, scale)  # type: ignore[no-any-return]
 
 
 def wire_kernels(gpu: bool) -> Any:
@@ -276,14 +255,15 @@ def wire_kernels(gpu: bool) -> Any:
 # --- operands of matrix products
 
 
-@_operator(
+_cast = _operator(
     "cast(Tensor x, str fmt, bool codes, bool transposed, Tensor? amax) -> (Tensor, Tensor, Tensor)",
     matrix.cast,
     _matrix,
     captured={"reuse": False},
 )
+
+
 def cast(
-    run: Function,
     x: Tensor,
     fmt: MiniFloat,
     codes: bool = True,
@@ -294,84 +274,66 @@ def cast(
 
     `amax` is the largest magnitude of x, 0-d; or int32 [a power of two], the bits of those of its parts, as rmsnorm's.
     """
-    return run(x, fmt, codes, transposed, amax)  # type: ignore[no-any-return]
+    return _cast(x, fmt, codes, transposed, amax)
 
 
-@_operator(
+_recast: Function = _operator(
     "recast(Tensor x, str fmt, int of, bool codes, bool transposed) -> (Tensor, Tensor, Tensor)",
     matrix.recast,
     lambda x, fmt, of, codes, transposed: _matrix(x, fmt, codes, transposed),
     lambda run: lambda x, fmt, of, *how: run(x, fmt, STATES[of].on(x.device), *how, update=True),
     captured={"reuse": False},
 )
-def recast(
-    run: Function, x: Tensor, fmt: MiniFloat, of: int, codes: bool = True, transposed: bool = True
-) -> Cast:
+
+
+def recast(x: Tensor, fmt: MiniFloat, of: int, codes: bool = True, transposed: bool = True) -> Cast:
     """Return what `cast` does, with the scale of x's last such cast while that fits; see `reference/cast.py`.
 
     `of` is the handle of a DelayedState, which keeps that scale and needs no history.
     """
-    return run(x, fmt, of, codes, transposed)  # type: ignore[no-any-return]
+    return cast_("Cast", _recast(x, fmt, of, codes, transposed))
 
 
 def recast_with(
     x: Tensor, fmt: MiniFloat, scale: Tensor, codes: bool = True, transposed: bool = True
 ) -> Cast:
     """Return what `recast` does after a cast with `scale`, float32; in eager mode only."""
-    recast_with_scale = implementation(matrix.recast, x.is_cuda)
-    return recast_with_scale(x, fmt, scale, codes, transposed)  # type: ignore[no-any-return]
+    return cast_("Cast", implementation(matrix.recast, x.is_cuda)(x, fmt, scale, codes, transposed))
 
 
-@_operator(
+cast_1x128 = _operator(
     "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)", blocks.cast_1x128, _blocks
 )
-def cast_1x128(run: Function, x: Tensor, fmt: MiniFloat) -> Codes:
-    """Return (codes, scale, transposed codes, their scale), a scale for each 128; see `reference/cast_blocks.py`."""
-    return run(x, fmt)  # type: ignore[no-any-return]
 
 
-@_operator(
+cast_128x128 = _operator(
     "cast_128x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_128x128,
     lambda x, fmt: _blocks(x, fmt, True),
 )
-def cast_128x128(run: Function, x: Tensor, fmt: MiniFloat) -> Codes:
-    """Return (codes, scale, transposed codes, their scale), a scale for each square of 128; see there."""
-    return run(x, fmt)  # type: ignore[no-any-return]
 
 
-@_operator(
+matmul_blocks = _operator(
     "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool squares, ScalarType dtype) -> Tensor",
     blocks.matmul_blocks,
     lambda a, a_scale, b, b_scale, squares, dtype: a.new_empty((len(a), len(b)), dtype=dtype),
 )
-def matmul_blocks(
-    run: Function,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    squares: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return (a × a_scale) @ (b × b_scale).T in `dtype`; see `reference/cast_blocks.py`."""
-    return run(a, a_scale, b, b_scale, squares, dtype)  # type: ignore[no-any-return]
 
 
-@_operator(
+_cast_delayed: Function = _operator(
     "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
     delayed.cast_delayed,
     lambda x, fmt, *_: _matrix(x, fmt),
     lambda run: lambda x, fmt, of, *how: run(x, fmt, STATES[of], *how),
 )
-def cast_delayed(
-    run: Function, x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool
-) -> Cast:
+
+
+def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:
     """Return (codes, transposed codes, scale) with a scale from the past; see `reference/cast_delayed.py`.
 
     `of` is the handle of a DelayedState.
     """
-    return run(x, fmt, of, update, again)  # type: ignore[no-any-return]
+    return cast_("Cast", _cast_delayed(x, fmt, of, update, again))
 
 
 transpose = _on_each_device(matrix.transpose)
@@ -384,14 +346,15 @@ def _states(handles: Sequence[int]) -> tuple[DelayedState, ...]:
     return tuple([STATES[handle] for handle in handles])
 
 
-@_operator(
+_swiglu_cast: Function = _operator(
     "swiglu_cast(Tensor gate, Tensor up, str fmt, int[] of, bool update, bool again) -> (Tensor, Tensor)",
     swiglu.swiglu_cast,
     lambda gate, up, fmt, *_: _matrix(gate, fmt, True, False)[::2],
     lambda run: lambda gate, up, fmt, of, *how: run(gate, up, fmt, _states(of), *how),
 )
+
+
 def swiglu_cast(
-    run: Function,
     gate: Tensor,
     up: Tensor,
     fmt: MiniFloat,
@@ -400,18 +363,19 @@ def swiglu_cast(
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return (codes, scale) of silu(gate) × up; see `reference/swiglu.py`. `of` has the handle of a DelayedState."""
-    return run(gate, up, fmt, of, update, again)  # type: ignore[no-any-return]
+    return cast_("tuple[Tensor, Tensor]", _swiglu_cast(gate, up, fmt, of, update, again))
 
 
-@_operator(
+_swiglu_backward_cast: Function = _operator(
     "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, Tensor h_scale, str fmt, int[] of, bool update) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     swiglu.swiglu_backward_cast,
     _swiglu_backward,
     lambda run: lambda *args: run(*args[:5], _states(args[5]), args[6]),
 )
+
+
 def swiglu_backward_cast(
-    run: Function,
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -424,7 +388,9 @@ def swiglu_backward_cast(
 
     See `reference/swiglu.py`. `of` has the handles of gate's DelayedState and of up's.
     """
-    return run(dh, gate, up, h_scale, fmt, of, update)  # type: ignore[no-any-return]
+    return cast_(
+        "tuple[Tensor, ...]", _swiglu_backward_cast(dh, gate, up, h_scale, fmt, of, update)
+    )
 
 
 rmsnorm = _on_each_device(norms.rmsnorm)

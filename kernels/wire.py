@@ -174,55 +174,41 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool, out: Tensor | N
 
 
 def reduce_pack(
-    chunks: Tensor, layout: Layout, divisor: float = 1.0,
-    error: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    chunks: Tensor, layout: Layout, divisor: float = 1.0, error: Tensor | None = None
+) -> Tensor:
     """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
-    if out is None:
-        out = torch.empty_like(chunks[0])
-    if not layout.pitch:
-        return out
-    codes, per = chunks.view(len(chunks), -1, layout.pitch), layout.per
-    scales, out_scales = scales_of(codes, per), scales_of(out.view(-1, layout.pitch), per)
-    _reduce(codes, scales, out, out_scales, per, 0, divisor, error)
+    out = torch.empty_like(chunks[0])
+    if layout.pitch:
+        codes, per = chunks.view(len(chunks), -1, layout.pitch), layout.per
+        _reduce(codes, per, out, scales_of(out.view(-1, layout.pitch), per), 0, divisor, error)
     return out
 
 
 def reduce_unpack(chunks: Tensor, out: Tensor, divisor: float = 1.0) -> None:
     """Add up a stripe in float32, in the order of ranks, divide by `divisor`, and round to the dtype of `out`."""
-    per, codes = Layout(1, out.numel(), 1).per, chunks[:, None]
-    _reduce(codes, scales_of(codes, per), out, out, per, out.numel(), divisor, None)
-
-
-def reduce_blocks(
-    codes: Tensor, scales: Tensor, out: Tensor, out_scales: Tensor,
-    divisor: float = 1.0, error: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Add up blocks of all ranks in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
-    per = scales.shape[1]
-    _reduce(codes[:, None], scales[:, None], out, out_scales, per, 0, divisor, error)
+    per = Layout(1, out.numel(), 1).per
+    _reduce(chunks[:, None], per, out, out, out.numel(), divisor, None)
 
 
 def _reduce(
-    codes: Tensor,  # uint8 [ranks, stripes, ≥ per × 128]
-    scales: Tensor,  # float32 [ranks, stripes, per]
+    codes: Tensor,  # uint8 [ranks, stripes, pitch]
+    per: int,  # blocks of a stripe
     out: Tensor,
     out_scales: Tensor,
-    per: int,
     numel: int,  # of `out`; 0: blocks, as they lie in `codes`
     divisor: float,
     error: Tensor | None,
 ) -> None:
-    blocks = per * codes.shape[1]
+    scales, blocks = scales_of(codes, per), per * codes.shape[1]
     if not blocks:
         return
-    lies = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
+    steps = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
     lost = out_scales if error is None else error
-    (how, by), own = division(divisor), error is not None
+    how, by = division(divisor)
     _launch_reduce(
         _grid(blocks),
-        codes, scales, out, out_scales, lost, len(codes), by, blocks, per, *lies, numel,
-        how, not numel, own, casts_in_hardware(out.device), BLOCKS,
+        codes, scales, out, out_scales, lost, len(codes), by, blocks, per, *steps, numel,
+        how, not numel, error is not None, casts_in_hardware(out.device), BLOCKS,
     )  # fmt: skip
 
 

@@ -81,34 +81,17 @@ def reduce_pack(
     chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank; or [ranks, stripes, pitch]
     layout: Layout,
     divisor: float = 1.0,
-    error: Tensor | None = None,  # float32 [per × 128], see reduce_blocks
-    out: Tensor | None = None,  # what is returned
+    error: Tensor | None = None,  # float32 [stripes × per × 128], written
 ) -> Tensor:  # uint8 [pitch], or [stripes, pitch]
-    """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
+    """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result.
+
+    `error` is what quantization cut off the last time: it is added first, and what is cut off now replaces it.
+    """
     ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
     codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
     codes, scale = codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1)
     result = _chunks(*_quantize_sum(codes, scale, divisor, error), layout.stripes(stripes))
-    result = result.view_as(chunks[0])
-    return result if out is None else out.copy_(result)
-
-
-def reduce_blocks(
-    codes: Tensor,  # uint8 [ranks, blocks × 128], of E4M3
-    scales: Tensor,  # float32 [ranks, blocks]
-    out: Tensor,  # uint8 [blocks × 128], written
-    out_scales: Tensor,  # float32 [blocks], written
-    divisor: float = 1.0,
-    error: Tensor | None = None,  # float32 [blocks × 128], written
-) -> None:
-    """Add up blocks of all ranks in float32, in the order of ranks, divide by `divisor`, and quantize the result.
-
-    `error` is what quantization cut off the last time: it is added first, and what is cut off now replaces it.
-    """
-    sent = codes.reshape(len(codes), -1, BLOCK).view(E4M3.dtype)
-    result, scale = _quantize_sum(sent, scales, divisor, error)
-    out.view(-1, BLOCK).copy_(result)
-    out_scales.copy_(scale)
+    return result.view_as(chunks[0])
 
 
 def reduce_unpack(
