@@ -24,17 +24,18 @@ MODES = {
 
 def check_all(rank):
     world, device = dist.get_world_size(), own_device()
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16) if world == 2 else (torch.float32,):
         for mode in MODES:
             check_gradients(rank, world, device, mode, dtype)
-    check_small_buckets_go_as_they_are(rank, world, device)
-    check_one_bad_rank_stops_all(rank, world, device)
     check_errors_are_fed_back(rank, world, device)
-    for level in (None, "O1", "O2") if world == 2 or device.type == "cuda" else ("O2",):
-        check_training(rank, world, device, level)
-    if world == 2 and device.type == "cpu":
-        check_without_the_hook(rank)
     check_shards(rank, world, device)
+    if world == 2:
+        check_small_buckets_go_as_they_are(rank, device)
+        check_one_bad_rank_stops_all(rank, device)
+        for level in (None, "O1", "O2"):
+            check_training(rank, device, level)
+        if device.type == "cpu":
+            check_without_the_hook(rank)
 
 
 @pytest.mark.slow
@@ -95,7 +96,7 @@ def check_gradients(rank, world, device, mode, dtype):
     assert 0 < noise <= exact.square().sum() * 10 ** -(2.7 if dtype is torch.float32 else 2.6)
 
 
-def check_small_buckets_go_as_they_are(rank, world, device):
+def check_small_buckets_go_as_they_are(rank, device):
     gradients = {}
     for min_bytes in (None, 10**9):
         model, _ = make(device, "plain")
@@ -106,7 +107,7 @@ def check_small_buckets_go_as_they_are(rank, world, device):
     assert torch.allclose(*gradients.values(), rtol=1e-6, atol=1e-9)
 
 
-def check_one_bad_rank_stops_all(rank, world, device):
+def check_one_bad_rank_stops_all(rank, device):
     """A gradient that is not finite on one rank is not on any, and O2's step is skipped by all."""
     model, optimizer = make(device, "plain", "O2")
     comm.register_fp8_hook(model)
@@ -145,15 +146,15 @@ def check_errors_are_fed_back(rank, world, device):
         assert errors["shard"] < 0.9 * errors["none"], errors
 
 
-def check_training(rank, world, device, level):
+def check_training(rank, device, level):
     losses = {}
     for hooked in (False, True):
         model, optimizer = make(device, "plain", level)
         if hooked:
             comm.register_fp8_hook(model)
-        losses[hooked] = train_part(model, optimizer, rank, world, device)
+        losses[hooked] = train_part(model, optimizer, rank, 2, device)
         for p in model.parameters():
-            assert_equal_everywhere(p.detach())
+            assert_equal_everywhere(p)
     for sums in losses.values():
         dist.all_reduce(sums)
     assert losses[True][-1] < 0.5 * losses[True][0]
@@ -168,7 +169,9 @@ def check_shards(rank, world, device):
     mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
     for reduce_dtype in (None, torch.float32, torch.bfloat16):
         for factor in (None, 3.0):
-            check_sharded_gradients(rank, world, device, mesh, reduce_dtype, factor)
+            check_sharded_gradients(rank, device, mesh, reduce_dtype, factor)
+    if world > 2:
+        return
     losses = {}
     for hooked in (False, True):
         model = shard(device, mesh, None, hooked)
@@ -191,7 +194,7 @@ def shard(device, mesh, reduce_dtype, hooked):
     return model
 
 
-def check_sharded_gradients(rank, world, device, mesh, reduce_dtype, factor):
+def check_sharded_gradients(rank, device, mesh, reduce_dtype, factor):
     gradients = {}
     for hooked in (False, True):
         model = shard(device, mesh, reduce_dtype, hooked)

