@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp8stack import capability_te
+from fp8stack import capability
 
 RESULTS = ROOT / "benchmarks" / "results" / "attention.jsonl"
 CHECKED = 256  # tokens that are compared with float32
@@ -102,7 +102,7 @@ def flash_attn(shape: Shape) -> Attention:
 
 
 def transformer_engine(shape: Shape) -> Attention:
-    module = capability_te.load().te.DotProductAttention(
+    module = capability.load_te().te.DotProductAttention(
         shape.heads, shape.dim, num_gqa_groups=shape.kv_heads, attn_mask_type="causal", qkv_format="bshd"
     )  # fmt: skip
 

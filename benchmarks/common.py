@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import fp8stack
-from fp8stack import capability_te
+from fp8stack import capability
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,8 +58,8 @@ def append_records(path: Path, records: list[dict[str, Any]]) -> None:
 
 def import_peer(name: str) -> Any:
     """Import a module of another library. TransformerEngine by itself may load another cuDNN beside torch's."""
-    if name.partition(".")[0] == "transformer_engine" and capability_te.installation():
-        capability_te.load()
+    if name.partition(".")[0] == "transformer_engine" and capability.te_installation():
+        capability.load_te()
     return importlib.import_module(name)
 
 

@@ -42,7 +42,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
-from fp8stack import capability_te
+from fp8stack import capability
 
 RESULTS = ROOT / "benchmarks" / "results" / "memory.jsonl"
 LARGEST = "largest"
@@ -124,14 +124,14 @@ def build(method: Method, shape: Shape, device: str, recompute: bool) -> tuple[n
         model, optimizer = fp8stack.initialize(model, optimizer, method.level, **options)
     if recompute:
         # TransformerEngine's enters its FP8 scope again, where torch's would recompute a block in bf16
-        again = capability_te.load().te.checkpoint if method.te else checkpoint
+        again = capability.load_te().te.checkpoint if method.te else checkpoint
         for block in model.blocks:
             block.forward = partial(again, block.forward, use_reentrant=False)
     return model, optimizer, scope
 
 
 def use_te(model: nn.Module, outer: Callable[[], Any]) -> Callable[[], Any]:
-    library = capability_te.load()
+    library = capability.load_te()
     te, recipe = library.te, library.recipe.Float8CurrentScaling()
     models.swap_te(model, te)
 

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from . import capability
-from .capability_te import transformer_engine_recipe
 from .conflicts import (
     BF16_ASKED,
     BF16_PRODUCTS,
@@ -396,7 +395,7 @@ def _te_for(recipe: Recipe, device: torch.device) -> capability.Answer:
     except ConfigError as error:
         return capability.Answer(False, str(error))
     answer = capability.transformer_engine(device)
-    return transformer_engine_recipe(recipe.fp8_recipe, device) if answer else answer
+    return capability.transformer_engine_recipe(recipe.fp8_recipe, device) if answer else answer
 
 
 def choose_stepper(

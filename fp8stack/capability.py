@@ -4,17 +4,29 @@ FP8 GEMMs are decided by compute capability (8.9 and up) *and* by a live probe: 
 through `torch._scaled_mm`, in both format combinations that training needs. A device name decides nothing, so a GPU
 that did not exist when this was written gets the right answer. On a CPU the probe alone decides: FP8 GEMMs run there
 for numerics and tests, not for speed. Nothing here runs at import, and answers are remembered per device.
+
+TransformerEngine is three packages that must have one version (`transformer_engine`, its core library
+`transformer_engine_cu12` or `_cu13`, its torch extension `transformer_engine_torch`). It loads cuDNN by itself, and its
+own errors come from whatever broke last. So the packages are looked at first, without importing anything; then it is
+imported on the cuDNN that torch uses; then it multiplies known numbers, forward and backward.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from .errors import first_line
+from .errors import UnsupportedDeviceError, first_line
 from .formats import E4M3, E5M2
 
 FP8_CAPABILITY = (8, 9)
@@ -105,13 +117,6 @@ def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
     return _probe_bitsandbytes(indexed(torch.device(device)))
 
 
-def transformer_engine(device: torch.device | str) -> Answer:
-    """Is TransformerEngine installed as a whole, and does its FP8 Linear run forward and backward on this device?"""
-    from . import capability_te
-
-    return capability_te.transformer_engine(device)
-
-
 def report(device: torch.device | str) -> dict[str, Answer]:
     """Return every answer for `device`, by question."""
     questions = (fp8_gemm, fp8_optimizer, transformer_engine, bitsandbytes_optimizer)
@@ -191,3 +196,202 @@ def _probe_bitsandbytes(device: torch.device) -> Answer:
     if not right:
         return Answer(False, f"bitsandbytes took a wrong step on {device}")
     return Answer(True, f"a step of bitsandbytes' AdamW8bit was right on {device}")
+
+
+# --- TransformerEngine
+
+_CUDNN_PARTS = (
+    "", "_graph", "_ops", "_engines_runtime_compiled", "_engines_precompiled", "_heuristic", "_adv", "_cnn",
+)  # fmt: skip
+# What TransformerEngine calls its recipes.
+_TE_RECIPES = {"current": "fp8", "delayed": "fp8", "blockwise": "fp8_block_scaling"}
+
+
+class TransformerEngine(NamedTuple):
+    """The parts of it that fp8stack uses."""
+
+    te: Any  # transformer_engine.pytorch
+    recipe: Any  # transformer_engine.common.recipe
+    state: Any  # FP8GlobalStateManager
+    tex: Any  # the torch extension
+
+
+def transformer_engine(device: torch.device | str) -> Answer:
+    """Is TransformerEngine installed as a whole, and does its FP8 Linear run forward and backward on this device?"""
+    device = torch.device(device)
+    return _probe_te(indexed(device) if te_installation() else device)
+
+
+def transformer_engine_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
+    """Does TransformerEngine, which must pass its probe first, have this recipe on this device?"""
+    device = indexed(torch.device(device))
+    name = f"is_{_TE_RECIPES.get(fp8_recipe, fp8_recipe)}_available"
+    supports = getattr(load_te().te, name, None)
+    if supports is None:
+        return Answer(
+            False, f"this TransformerEngine has no recipe {fp8_recipe!r}: {_install_te()}"
+        )
+    with torch.cuda.device(device):
+        ok, why = supports(return_reason=True)
+    return Answer(bool(ok), f"{why or 'TransformerEngine has it;'} {fp8_hardware(device).reason}")
+
+
+def te_installation() -> Answer:
+    """Are the packages that TransformerEngine consists of all here, in one version? Imports nothing."""
+    spec, found = find_spec("transformer_engine"), _distribution("transformer_engine")
+    if spec is None:
+        return Answer(False, f"TransformerEngine is not installed: {_install_te()}")
+    if spec.origin is None or found is None:
+        where = spec.origin or ", ".join(spec.submodule_search_locations or [])
+        why = f"{where} is not an installation of TransformerEngine (it has no package metadata)"
+        return Answer(False, f"{why}: start Python from another folder, or {_install_te()}")
+    names = (f"transformer_engine{part}" for part in ("", "_cu12", "_cu13", "_torch"))
+    versions = {name: d.version for name in names if (d := _distribution(name))}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    package, cuda = Path(spec.origin).parent, (torch.version.cuda or "").partition(".")[0]
+    folders = (package.parent, package, package / "wheel_lib")
+    built = any(True for f in folders for _ in f.glob("transformer_engine_torch*.so"))
+    # Built from source, it is one package.
+    whole = "Root-Is-Purelib: true" not in (found.read_text("WHEEL") or "")
+    core = whole or any(name.endswith(cuda) for name in versions if "_cu" in name)
+    of_one_version = len({version.partition("+")[0] for version in versions.values()}) == 1
+    if not (core and of_one_version and (built or "transformer_engine_torch" in versions)):
+        needed = f"its core library for CUDA {torch.version.cuda} and its torch extension"
+        why = f"TransformerEngine needs {needed}, all of one version; here are {listed}"
+        return Answer(False, f"{why}: {_install_te()}")
+    return Answer(True, f"TransformerEngine {found.version} is installed")
+
+
+@cache
+def load_te() -> TransformerEngine:
+    """Import TransformerEngine on the cuDNN that torch uses.
+
+    Raises:
+        UnsupportedDeviceError: with the reason and the remedy, if it is missing or broken.
+    """
+    answer = te_installation()
+    if not answer:
+        raise UnsupportedDeviceError(answer.reason)
+    try:
+        te = _import_te()
+    except Exception as error:  # AssertionError, OSError, FileNotFoundError: whatever broke last
+        why = f"TransformerEngine cannot be imported ({first_line(error)})"
+        raise UnsupportedDeviceError(f"{why}: {cudnn_remedy() or _install_te()}") from error
+    if remedy := cudnn_remedy():
+        raise UnsupportedDeviceError(f"TransformerEngine was loaded, but {remedy}")
+    try:
+        recipe = import_module("transformer_engine.common.recipe")
+        state = import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+        tex = import_module("transformer_engine_torch")
+        _ = te.autocast, te.quantized_model_init, recipe.Float8CurrentScaling
+        _ = state.is_first_fp8_module, tex.fused_amax_and_scale_update_after_reduction
+    except (ImportError, AttributeError) as error:
+        version = distribution("transformer_engine").version
+        raise UnsupportedDeviceError(
+            f"TransformerEngine {version} is too old ({first_line(error)}): {_install_te(latest=True)}"
+        ) from error
+    return TransformerEngine(te, recipe, state, tex)
+
+
+def _import_te() -> Any:
+    """Import TransformerEngine with every part of cuDNN taken from where torch has its own.
+
+    It asks the system for cuDNN first, and its core library then takes the parts that torch has not loaded yet from
+    there as well: two versions in one process, with undefined symbols at import or errors much later. What is loaded
+    already satisfies it, so the parts are loaded here.
+    """
+    pip = Path(torch.__file__).parent.parent / "nvidia" / "cudnn" / "lib"
+    folder = Path((cudnn_folders() or [str(pip)])[0])
+    present = [folder / f"libcudnn{part}.so.9" for part in _CUDNN_PARTS]
+    for library in filter(Path.exists, present):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    ours = present[0].exists() and "CUDNN_HOME" not in os.environ
+    if ours:
+        os.environ["CUDNN_HOME"] = str(folder)  # where it looks first
+    try:
+        return import_module("transformer_engine.pytorch")
+    finally:
+        if ours:
+            del os.environ["CUDNN_HOME"]
+
+
+def cudnn_folders(maps: str | None = None) -> list[str]:
+    """Return the folders of the cuDNN libraries in this process, from the text of /proc/self/maps."""
+    source = Path("/proc/self/maps")
+    if maps is None:
+        maps = source.read_text() if source.exists() else ""
+    paths = re.findall(r"(/\S*/libcudnn[^/\s]*\.so\S*)", maps)
+    return sorted({os.path.dirname(os.path.realpath(path)) for path in paths})
+
+
+def cudnn_remedy() -> str:
+    """Return what to do about two cuDNNs in this process, or an empty string."""
+    folders = cudnn_folders()
+    if len(folders) < 2:
+        return ""
+    pip = next((f for f in folders if f.endswith("nvidia/cudnn/lib")), folders[0])
+    return (
+        f"two cuDNNs are in this process ({', '.join(folders)}): before Python starts, export "
+        f"CUDNN_HOME={pip} LD_LIBRARY_PATH={pip}:$LD_LIBRARY_PATH"
+    )
+
+
+def _install_te(latest: bool = False) -> str:
+    """Return the command that installs all parts: in the version found if there is one."""
+    cuda = (torch.version.cuda or "").partition(".")[0]
+    found = None if latest else _distribution("transformer_engine")
+    extras = "pytorch" + (f",core_cu{cuda}" if cuda in ("12", "13") else "")
+    version = f"=={found.version}" if found else ""
+    return f'pip install --no-build-isolation "transformer_engine[{extras}]{version}"'
+
+
+def _distribution(name: str) -> Distribution | None:
+    try:
+        return distribution(name)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _probe_te(device: torch.device) -> Answer:
+    if not (installed := te_installation()):
+        return installed
+    if device.type != "cuda":
+        return Answer(False, f"TransformerEngine runs on cuda devices, not on {device.type}")
+    if not (hardware := fp8_hardware(device)):
+        return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
+    named = f"TransformerEngine {distribution('transformer_engine').version}"
+    try:
+        if not (recipe := transformer_engine_recipe("current", device)):
+            return Answer(False, f"TransformerEngine: {recipe.reason}")
+        right = _multiplies_in_te(load_te(), device)
+    except UnsupportedDeviceError as error:
+        return Answer(False, str(error))
+    except Exception as error:  # its extension raises any
+        return Answer(False, f"{named} failed on {device}: {first_line(error)}")
+    if not right:
+        return Answer(False, f"{named} gave wrong numbers on {device}")
+    # They may change its numbers, and are easily left in a shell.
+    told = sorted(
+        name for name, value in os.environ.items() if name[:5] == "NVTE_" and value != "0"
+    )
+    found = f"; found in the environment: {', '.join(told)}" if told else ""
+    return Answer(True, f"the probe of {named} passed on {device}{found}")
+
+
+def _multiplies_in_te(library: TransformerEngine, device: torch.device) -> bool:
+    """Are output and gradients right for a layer of ones, whose sums FP8 makes exactly?"""
+    te, recipes = library.te, library.recipe
+    recipe = recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID)
+    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    with torch.inference_mode(False), torch.enable_grad(), torch.cuda.device(device):
+        x = torch.ones(32, 32, requires_grad=True, **made)
+        with torch.autocast("cuda", enabled=False), te.quantized_model_init(enabled=False):
+            layer = te.Linear(
+                32, 32, bias=False, params_dtype=torch.bfloat16, device=device,
+                init_method=torch.nn.init.ones_,  # draws no random numbers
+            )  # fmt: skip
+            with te.autocast(enabled=True, recipe=recipe):
+                y = layer(x)
+            y.sum().backward()
+    return all(bool((t == 32).all()) for t in (y, x.grad, layer.weight.grad))

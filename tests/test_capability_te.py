@@ -10,7 +10,7 @@ import pytest
 import torch
 from workers_scripts import run_script
 
-from fp8stack import capability, capability_te
+from fp8stack import capability
 from fp8stack.errors import UnsupportedDeviceError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,19 +39,19 @@ def package(site, init="", torch_init="", extension=False):
 def ask(site, code):
     """Return what `code` prints in a process whose packages include those of `site`."""
     script = site / "ask.py"
-    script.write_text("from fp8stack import capability, capability_te\n" + code)
+    script.write_text("from fp8stack import capability\n" + code)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(site), str(ROOT), *sys.path])
         return run_script([str(script)], site / "answer.txt", count=1).strip()
 
 
 def installed(site):
-    return ask(site, "print(capability_te.installation().reason)")
+    return ask(site, "print(capability.te_installation().reason)")
 
 
 @pytest.fixture
 def site(tmp_path):
-    if capability_te.installation():
+    if capability.te_installation():
         pytest.skip("TransformerEngine is installed here, so none of its parts can be missing")
     return tmp_path
 
@@ -61,7 +61,7 @@ def test_nothing_is_installed(site):
     assert not answer
     assert "is not installed: pip install --no-build-isolation" in answer.reason
     with pytest.raises(UnsupportedDeviceError, match="not installed"):
-        capability_te.load()
+        capability.load_te()
 
 
 def test_a_folder_of_its_name_is_not_it(site):
@@ -75,7 +75,8 @@ def test_the_package_alone_is_empty(site):
     package(site)
     install(site, "transformer_engine")
     answer = installed(site)
-    assert "no core library" in answer
+    assert "needs its core library" in answer
+    assert "here are transformer_engine 2.20.2:" in answer
     assert "pytorch" in answer.partition("pip install")[2]
     assert "==2.20.2" in answer
 
@@ -85,7 +86,8 @@ def test_the_torch_extension_is_missing(site):
     install(site, "transformer_engine")
     install(site, "transformer_engine_cu13", purelib="false")
     answer = installed(site)
-    assert "2.20.2 has no torch extension" in answer
+    assert "its torch extension" in answer
+    assert "here are transformer_engine 2.20.2, transformer_engine_cu13 2.20.2:" in answer
     assert "--no-build-isolation" in answer
 
 
@@ -112,16 +114,17 @@ def test_a_core_library_for_another_cuda(site):
     package(site, extension=True)
     for name in ("transformer_engine", "transformer_engine_cu12", "transformer_engine_torch"):
         install(site, name)
-    code = "import torch; torch.version.cuda = '13.0'; print(capability_te.installation().reason)"
+    code = "import torch; torch.version.cuda = '13.0'; print(capability.te_installation().reason)"
     answer = ask(site, code)
-    assert "transformer_engine_cu12, and torch was built with CUDA 13.0" in answer
+    assert "its core library for CUDA 13.0" in answer
+    assert "transformer_engine_cu12 2.20.2" in answer
     assert "core_cu13" in answer
 
 
 LOAD = """
 try:
-    capability_te.load()
-except capability_te.UnsupportedDeviceError as error:
+    capability.load_te()
+except capability.UnsupportedDeviceError as error:
     print(error)
 """
 
@@ -157,7 +160,7 @@ def test_a_device_without_cuda_is_named(site):
 
 def test_nothing_of_it_is_imported_to_look(site):
     whole(site, init="raise SystemExit('imported')")
-    assert "True" in ask(site, "print(bool(capability_te.installation()))")
+    assert "True" in ask(site, "print(bool(capability.te_installation()))")
 
 
 def test_two_cudnns_are_found_in_the_memory_map(tmp_path):
@@ -170,8 +173,8 @@ def test_two_cudnns_are_found_in_the_memory_map(tmp_path):
         (tmp_path / folder).mkdir()
         shutil.copy(sample, tmp_path / folder / name)
         code += f"ctypes.CDLL({str(tmp_path / folder / name)!r})\n"
-    before = ask(tmp_path, "print(capability_te.cudnn_remedy() or 'one')")
-    after = ask(tmp_path, code + "print(capability_te.cudnn_remedy())")
+    before = ask(tmp_path, "print(capability.cudnn_remedy() or 'one')")
+    after = ask(tmp_path, code + "print(capability.cudnn_remedy())")
     assert before == "one"
     assert "two cuDNNs are in this process" in after
     assert str(tmp_path / "a") in after
@@ -182,12 +185,12 @@ def test_cudnn_folders_are_read_from_maps():
     line = "7f00-7f01 r-xp 00000000 08:01 42    {}\n"
     paths = ("/x/nvidia/cudnn/lib/libcudnn.so.9", "/lib/x86_64-linux-gnu/libcudnn_cnn.so.9.10.2")
     maps = "".join(line.format(path) for path in (*paths, "/usr/lib/libcublas.so.13"))
-    assert len(capability_te.cudnn_folders(maps)) == 2
-    assert capability_te.cudnn_folders(line.format(paths[0])) == ["/x/nvidia/cudnn/lib"]
+    assert len(capability.cudnn_folders(maps)) == 2
+    assert capability.cudnn_folders(line.format(paths[0])) == ["/x/nvidia/cudnn/lib"]
 
 
 def test_fp8stack_does_not_import_it():
-    code = "import sys; from fp8stack import capability, capability_te; "
+    code = "import sys; from fp8stack import capability; "
     code += (
         "print([m for m in sys.modules if m.startswith(('transformer_engine', 'torch._dynamo.'))])"
     )
@@ -200,7 +203,7 @@ def test_fp8stack_does_not_import_it():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not capability_te.installation(), reason=capability_te.installation().reason)
+@pytest.mark.skipif(not capability.te_installation(), reason=capability.te_installation().reason)
 def test_it_passes_here():
     if torch.cuda.get_device_capability() < capability.FP8_CAPABILITY:
         pytest.skip("this GPU has no FP8")
@@ -209,5 +212,5 @@ def test_it_passes_here():
     assert answer, answer.reason
     assert "passed on cuda" in answer.reason
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert len(capability_te.cudnn_folders()) == 1
-    assert capability_te.transformer_engine_recipe("delayed", "cuda")
+    assert len(capability.cudnn_folders()) == 1
+    assert capability.transformer_engine_recipe("delayed", "cuda")

@@ -11,14 +11,16 @@ inside of what activation checkpointing computes again, which must see the same 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8stack import capability_te
-from fp8stack.nn.te import Settings, check_recipe, te_recipe
+from fp8stack import capability
+from fp8stack.errors import UnsupportedDeviceError
+from fp8stack.nn.te import te_recipe
 
 from .blocks import EPS, Rotation, attention_function, rotate, split_heads
 
@@ -38,11 +40,16 @@ class TeBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        te = capability_te.load().te
+        te = capability.load_te().te
         self.autocast = te.autocast
         if config.fp8:
-            check_recipe(config.fp8, torch.device("cuda"))
-        self.recipe = config.fp8 and te_recipe(Settings.of(config.fp8))
+            replace(config.fp8, compute="te")  # which finds options that do not go with it
+            answer = capability.transformer_engine_recipe(config.fp8.fp8_recipe, "cuda")
+            if not answer:
+                raise UnsupportedDeviceError(
+                    f"fp8_recipe={config.fp8.fp8_recipe!r}: {answer.reason}."
+                )
+        self.recipe = config.fp8 and te_recipe(config.fp8)
         self.head_dim, self.sizes = config.head_dim, [config.dim, config.kv_dim, config.kv_dim]
         on_meta = torch.get_default_device().type == "meta"
         options = {"bias": config.bias, "device": "meta" if on_meta else "cuda"}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 import fp8stack.kernels
-from fp8stack.capability_te import cudnn_folders, cudnn_remedy
+from fp8stack.capability import cudnn_folders, cudnn_remedy
 from fp8stack.kernels.ops import kernel_backend
 
 from . import machine

@@ -28,7 +28,7 @@ from .casts import InputCodes, Products
 from .linear import Bf16Linear, Fp8Linear, alignment_of
 from .mixin import class_below
 from .select import Chooser
-from .te import ALIGNMENTS, Engine, Settings, TeLinear
+from .te import ALIGNMENTS, Engine, TeLinear
 
 GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
 """What `apply_gemms` makes of Linear layers."""
@@ -135,7 +135,7 @@ def apply_gemms(
     first: dict[torch.Tensor, Products] = {}  # of the layers that share a weight
     for name, module in plan.gemm:
         if compute == "te":
-            engine = Engine(Settings.of(recipe), module.weight, name)
+            engine = Engine(recipe, module.weight, name)
             conversion.change(module, TeLinear, te=engine)
         elif compute == "native":
             weight = module.weight

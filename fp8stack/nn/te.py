@@ -32,18 +32,17 @@ that a GradScaler looks at as well.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
-from functools import cache
-from typing import Any, NamedTuple, cast
+from dataclasses import fields
+from functools import cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from fp8stack import capability_te
+from fp8stack.capability import load_te
 from fp8stack.errors import Fp8StackWarning, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
@@ -52,21 +51,6 @@ from .linear import check_input, output_dtype, title
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 """Of every dimension of a product, by recipe."""
-
-
-class Settings(NamedTuple):
-    """What of a `Recipe` decides TransformerEngine's."""
-
-    fp8_recipe: str
-    fp8_format: str
-    fp8_margin: int
-    amax_history_len: int
-    amax_compute_algo: str
-    fp8_fast_accum: bool | None = None
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> Settings:
-        return cls(*(getattr(recipe, name) for name in cls._fields))
 
 
 class TeLinear(nn.Linear):
@@ -82,52 +66,35 @@ class TeLinear(nn.Linear):
         return _forward(self, input)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, te={self.te.settings.fp8_recipe}"
-
-
-def check_recipe(recipe: Recipe, device: torch.device) -> None:
-    """Raise where TransformerEngine, which must pass its probe first, cannot do what `recipe` asks for.
-
-    Raises:
-        ConfigError: for a format, or a way to sum, that it has not.
-        UnsupportedDeviceError: for a recipe that it has not on this device, with its reason.
-    """
-    replace(recipe, compute="te")  # which finds options that do not go with it
-    answer = capability_te.transformer_engine_recipe(recipe.fp8_recipe, device)
-    if not answer:
-        other = "" if recipe.fp8_recipe == "current" else ' Use fp8_recipe="current".'
-        raise UnsupportedDeviceError(f"fp8_recipe={recipe.fp8_recipe!r}: {answer.reason}.{other}")
+        return f"{super().extra_repr()}, te={self.te.recipe.fp8_recipe}"
 
 
 class Engine:
-    """What computes one layer: a `te.Linear` without parameters of its own. Copies have settings and name only."""
+    """What computes one layer: a `te.Linear` without parameters of its own. Copies have recipe and name only."""
 
-    def __init__(self, settings: Settings, weight: Tensor | None = None, layer: str = "") -> None:
-        self.settings = settings
+    def __init__(self, recipe: Recipe, weight: Tensor | None = None, layer: str = "") -> None:
+        self.recipe = recipe
         self.layer = layer  # its name in the model
         self.outside_graph = _outside_graph()
-        self._home = None if weight is None else weakref.ref(weight)
+        self._home = None if weight is None else id(weight)  # compared, never followed
         self._linear: Any = None
         self._device: torch.device | None = None
         self._seeded = [False, False]  # delayed scaling: the first scales of forward, backward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        return Engine(self.settings, None, self.layer)
-
     def __reduce__(self) -> Any:
-        return Engine, (self.settings, None, self.layer)
+        return Engine, (self.recipe, None, self.layer)
 
     def multiply(self, layer: nn.Linear, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows @ weight.T + bias: [tokens, in] -> [tokens, out] in `dtype`."""
-        library, recipe = capability_te.load(), te_recipe(self.settings)
-        step = ALIGNMENTS[self.settings.fp8_recipe]
+        library, recipe = load_te(), te_recipe(self.recipe)
+        step = ALIGNMENTS[self.recipe.fp8_recipe]
         tokens = rows.shape[0]
         weight: Tensor = layer.weight
         bias: Tensor | None = layer.bias
         below, right, down = (-size % step for size in (*weight.shape, tokens))
         mode: AbstractContextManager[Any] = nullcontext()
-        inner = dtype
-        if self.settings.fp8_recipe == "nvfp4":  # its Hadamard transform takes bfloat16 only
+        inner, delayed = dtype, self.recipe.fp8_recipe == "delayed"
+        if self.recipe.fp8_recipe == "nvfp4":  # its Hadamard transform takes bfloat16 only
             inner = torch.bfloat16
             rows, mode = rows.to(inner), torch.autocast("cuda", enabled=False)
         if right or down:
@@ -151,12 +118,13 @@ class Engine:
             ):
                 library.state.is_first_fp8_module()  # takes the mark that makes backward do so
                 try:
-                    with self._scales(module, rows, weight, layer.training):
+                    scales = self._scales(module, rows, weight, layer.training)
+                    with scales if delayed else nullcontext():
                         output: Tensor = module(rows)
                 finally:
                     module._parameters.update(dict.fromkeys(module._parameters))
-        if self.settings.fp8_recipe == "delayed" and output.requires_grad and not self._seeded[1]:
-            output.register_hook(self._seed_backward(module))
+        if delayed and output.requires_grad and not self._seeded[1]:
+            output.register_hook(partial(self._seed_backward, module))
         if below or down:
             output = output[:tokens, : layer.out_features]
         return output.to(dtype)
@@ -164,7 +132,7 @@ class Engine:
     def _module(self, layer: nn.Linear, device: torch.device, shape: torch.Size) -> Any:
         """Return the `te.Linear`, made at the first forward on a device."""
         if self._linear is None or self._device != device:
-            te = capability_te.load().te
+            te = load_te().te
             with te.quantized_model_init(enabled=False):
                 self._linear = te.Linear(
                     shape[1], shape[0], bias=layer.bias is not None, params_dtype=layer.weight.dtype, device="meta",
@@ -175,18 +143,15 @@ class Engine:
     def _comes_and_goes(self, weight: Tensor) -> bool:
         """Is this a whole weight that FSDP2 put in the place of the layer's own?"""
         known = self._home is not None and torch.distributed.is_available()
-        return known and torch.distributed.is_initialized() and self._home() is not weight  # type: ignore[misc]
+        return known and torch.distributed.is_initialized() and self._home != id(weight)
 
     @contextmanager
     def _scales(self, module: Any, rows: Tensor, weight: Tensor, training: bool) -> Iterator[None]:
         """Delayed scaling: move the scales on before a forward in training, and leave no trace of an evaluation."""
-        if self.settings.fp8_recipe != "delayed":
-            yield
-            return
         module.init_fp8_metadata()  # makes histories and scales, if there are none
         meta = module.fp8_meta
         # As if registered already, so that it does not enter the histories that are moved on together.
-        meta.setdefault(capability_te.load().state.get_buffer_info(), ())
+        meta.setdefault(load_te().state.get_buffer_info(), ())
         history = meta["scaling_fwd"].amax_history  # [steps, tensors]; row 0 is being recorded
         if not self._seeded[0]:
             history[0, 0], history[0, 1] = _finite_amax(rows), _finite_amax(weight)
@@ -205,39 +170,29 @@ class Engine:
             if recorded is not None:
                 history[0].copy_(recorded)
 
-    def _seed_backward(self, module: Any) -> Any:
-        """Return a hook that makes the first gradient set its own scale: at 1, a small one would vanish."""
-
-        def seed(grad: Tensor) -> None:
-            if not self._seeded[1]:
-                state = module.fp8_meta["scaling_bwd"]
-                state.amax_history[0, 0] = _finite_amax(grad)
-                _update(state)
-                self._seeded[1] = True
-
-        return seed
+    def _seed_backward(self, module: Any, grad: Tensor) -> None:
+        """Let the first gradient set its own scale: at 1, a small one would vanish."""
+        if not self._seeded[1]:
+            state = module.fp8_meta["scaling_bwd"]
+            state.amax_history[0, 0] = _finite_amax(grad)
+            _update(state)
+            self._seeded[1] = True
 
 
 @cache
-def te_recipe(settings: Settings) -> Any:
+def te_recipe(settings: Recipe) -> Any:
     """Return TransformerEngine's recipe; options that its environment variables would set are given."""
-    recipes = capability_te.load().recipe
-    own = getattr(recipes.Format, "HYBRID" if settings.fp8_format == "hybrid" else "E4M3")
+    recipes = load_te().recipe
+    hybrid, e4m3 = recipes.Format.HYBRID, recipes.Format.E4M3
+    own = {"fp8_format": hybrid if settings.fp8_format == "hybrid" else e4m3}
     forward = recipes.MMParams(use_split_accumulator=not settings.fp8_fast_accum)
+    history = {name: getattr(settings, name) for name in ("amax_history_len", "amax_compute_algo")}
+    history |= {"margin": settings.fp8_margin, "reduce_amax": False}
     name, options = {
-        "current": ("Float8CurrentScaling", {"fp8_format": own, "fp8_gemm_fprop": forward}),
-        "delayed": (
-            "DelayedScaling",
-            {
-                "fp8_format": own,
-                "margin": settings.fp8_margin,
-                "amax_history_len": settings.amax_history_len,
-                "amax_compute_algo": settings.amax_compute_algo,
-                "reduce_amax": False,
-            },
-        ),
-        "blockwise": ("Float8BlockScaling", {"fp8_format": recipes.Format.E4M3}),
-        "mxfp8": ("MXFP8BlockScaling", {"fp8_format": recipes.Format.E4M3}),
+        "current": ("Float8CurrentScaling", own | {"fp8_gemm_fprop": forward}),
+        "delayed": ("DelayedScaling", own | history),
+        "blockwise": ("Float8BlockScaling", {"fp8_format": e4m3}),
+        "mxfp8": ("MXFP8BlockScaling", {"fp8_format": e4m3}),
         "nvfp4": ("NVFP4BlockScaling", {}),
     }[settings.fp8_recipe]
     kind: Any = getattr(recipes, name)
@@ -296,7 +251,7 @@ def _finite_amax(x: Tensor) -> Tensor:
 def _update(state: Any) -> None:
     """Take what was recorded since the last call into the history, and make the scales of what it then says."""
     recipe = state.recipe
-    capability_te.load().tex.fused_amax_and_scale_update_after_reduction(
+    load_te().tex.fused_amax_and_scale_update_after_reduction(
         state.amax_history[0].clone(), [state.amax_history], [state.scale], recipe.amax_compute_algo, state.dtype,
         recipe.margin,
     )  # fmt: skip

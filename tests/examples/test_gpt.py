@@ -238,7 +238,7 @@ def test_models_learn_at_o2_and_their_swiglus_can_be_fused(size):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", ["gpt2", "llama-8b"])
 def test_te_blocks_compute_what_plain_ones_do(size):
-    if not fp8stack.capability_te.transformer_engine("cuda"):
+    if not fp8stack.capability.transformer_engine("cuda"):
         pytest.skip("needs TransformerEngine")
     config = replace(small(size), dim=256, ffn=512, heads=4, layers=2, seq_len=64)
     plain = GPT(config).cuda()

@@ -27,7 +27,7 @@ from workers_gpt import (
     write_text,
 )
 
-from fp8stack import capability_te
+from fp8stack import capability
 from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 
 OPTIONS = [
@@ -134,7 +134,7 @@ def test_a_deterministic_run_adds_up_in_one_order(folder):
 )
 def test_long_windows_resume_with_the_same_bits_on_a_gpu_in_one_order(tmp_path, precision):
     """Where attention's backward adds up several blocks of keys; with samples of text between the steps."""
-    if "te" in precision.values() and not capability_te.transformer_engine("cuda"):
+    if "te" in precision.values() and not capability.transformer_engine("cuda"):
         pytest.skip("needs TransformerEngine")
     text = write_text(tmp_path)
     text.write_text(40 * text.read_text())

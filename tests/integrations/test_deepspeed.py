@@ -28,7 +28,7 @@ from ranks import run_ranks
 from torch import nn
 
 import fp8stack
-from fp8stack import capability_te, optim
+from fp8stack import capability, optim
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.integrations import deepspeed as fp8_deepspeed
 from fp8stack.nn import Fp8Linear
@@ -153,7 +153,7 @@ def train_on_gpus(rank, compute):
 @pytest.mark.parametrize("compute", ["native", "te"])
 def test_levels_on_gpus(compute, world):
     need_gpus(world)
-    if compute == "te" and not (installed := capability_te.installation()):
+    if compute == "te" and not (installed := capability.te_installation()):
         pytest.skip(installed.reason)
     run_ranks(train_on_gpus, world, compute, device="cuda")
 
