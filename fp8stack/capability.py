@@ -394,4 +394,5 @@ def _multiplies_in_te(library: TransformerEngine, device: torch.device) -> bool:
             with te.autocast(enabled=True, recipe=recipe):
                 y = layer(x)
             y.sum().backward()
-    return all(bool((t == 32).all()) for t in (y, x.grad, layer.weight.grad))
+    found: list[Any] = [y, x.grad, layer.weight.grad]
+    return all(bool((t == 32).all()) for t in found)
