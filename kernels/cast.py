@@ -38,13 +38,10 @@ from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, s
 from .launch import Launcher, raw_stream
 from .reference.cast import LEAST, MOST, aligned
 from .transpose_tiles import (
-    BYTES,
     load_float,
-    load_rows,
     magnitude,
     place_tile,
     store_both,
-    store_columns,
 )
 
 PARTS = 512
@@ -161,21 +158,10 @@ def _refit_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def _transpose_kernel(
-    x_ptr, out_ptr, rows, cols,
-    HARDWARE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    q, c = place_tile(tl.program_id(0), tl.cdiv(cols, COLS), ROWS, COLS)
-    c0, c1, c2, c3 = load_rows(x_ptr.to(BYTES, bitcast=True), q, c, rows, cols, EVEN)
-    store_columns(c0, c1, c2, c3, out_ptr, q, c, rows, cols, HARDWARE, EVEN)
-
-
 _launch_parts = Launcher(_parts_kernel, num_warps=8, **_ROUNDING)
 _launch_cast = Launcher(_cast_tiles_kernel, num_warps=8, **_ROUNDING)
 _launch_recast = Launcher(_recast_tiles_kernel, num_warps=8, **_ROUNDING)
 _launch_refit = Launcher(_refit_kernel, num_warps=8, **_ROUNDING)
-_launch_transpose = Launcher(_transpose_kernel, num_warps=8)
 
 
 class _Scratch(threading.local):
@@ -309,17 +295,3 @@ def _prepare(
     numel, cols, dtype = x.numel(), x.shape[-1], fmt.dtype
     g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, known, x.device)
     return x, g, x.new_empty(g.shape, dtype=dtype), x.new_empty(g.shape_t, dtype=dtype)
-
-
-def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]
-    """Return the transpose, laid out as rows."""
-    rows, cols = codes.shape
-    if rows % 4 or not codes.is_contiguous():  # not of a cast
-        return codes.t().clone(memory_format=torch.contiguous_format)
-    out = codes.new_empty((cols, rows))
-    if codes.numel():
-        grid = (-(-rows // ROWS) * -(-cols // COLS), 1, 1)
-        even = rows % ROWS == 0 and cols % COLS == 0
-        hardware = casts_in_hardware(codes.device)
-        _launch_transpose(grid, codes, out, rows, cols, hardware, even, ROWS, COLS)
-    return out

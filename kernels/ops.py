@@ -336,9 +336,6 @@ def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) 
     return cast_("Cast", _cast_delayed(x, fmt, of, update, again))
 
 
-transpose = _on_each_device(matrix.transpose)
-
-
 # --- operations that end in a cast
 
 

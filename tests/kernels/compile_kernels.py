@@ -231,12 +231,6 @@ def update_cases(names):
         yield "most_recent" if latest else "max", {"scale_ptr": "fp32"}, constants
 
 
-def transpose_cases(names):
-    for even in (True, False):
-        label = "even" if even else "any size"
-        yield label, {"x_ptr": "fp8e4nv", "out_ptr": "fp8e4nv"}, {"EVEN": even, "HARDWARE": None}
-
-
 def rmsnorm_cases(names):
     pointers = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "weight_ptr")
     longest = 1, MOST_COLS
@@ -302,7 +296,6 @@ CASES = {
     "_cast_tiles_kernel": matrix_cases,
     "_recast_tiles_kernel": matrix_cases,
     "_refit_kernel": matrix_cases,
-    "_transpose_kernel": transpose_cases,
     "_cast_1x128_kernel": matrix_cases,
     "_cast_128x128_kernel": matrix_cases,
     "_seed_kernel": parts_cases,
@@ -332,7 +325,6 @@ TILES = {  # [rows, columns] of one program
     "_cast_tiles_kernel": (cast.ROWS, cast.COLS),
     "_recast_tiles_kernel": (cast.ROWS, cast.COLS),
     "_refit_kernel": (cast.ROWS, cast.COLS),
-    "_transpose_kernel": (cast.ROWS, cast.COLS),
     "_cast_1x128_kernel": (128, 128),
     "_cast_128x128_kernel": (128, 128),
     "_cast_delayed_kernel": (cast_delayed.ROWS, cast_delayed.COLS),
