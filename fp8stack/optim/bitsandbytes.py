@@ -1,23 +1,23 @@
-"""bitsandbytes' 8-bit optimizers, with fp8stack's masters, FP8 gradients, skipped steps and checkpoints around them.
+"""Steps taken by bitsandbytes' 8-bit optimizers, with fp8stack's masters, FP8 gradients, skipped steps and checkpoints.
 
-For GPUs without FP8 (O2 chooses it there, if it is installed) and for its paged variants, whose states the driver moves
-between GPU and host as memory allows. Each parameter that has a gradient goes through `bitsandbytes.optim` like this:
+O2 chooses them on GPUs without FP8 where bitsandbytes is installed. The paged variants let the driver move states
+between GPU and host as memory allows. For each parameter that has a gradient
 
-    float32 gradient: FP8 decoded, unscaled, clipped
-    update_step of bitsandbytes' own optimizer on it and zeros, without weight decay: 8-bit states and the update
-    weight and master × (1 - lr × decay) + update, in one launch of fp8stack's own step
+    1. the gradient becomes float32: decoded from FP8, unscaled, clipped;
+    2. bitsandbytes' own update_step runs on it and on zeros, without weight decay. It updates the 8-bit states, and
+       the zeros become the update;
+    3. one launch of fp8stack's own step sets weight and master to weight × (1 - lr × decay) + update.
 
-A float32 weight is updated in place, by bitsandbytes alone. On a GPU with Triton all gradients are examined at once,
-the host waits once for each format of states, and tensors go in pieces of 2^24 elements, so that what is float32 takes
-128 MiB (more for rows longer than 2^16, and for master="fp16", whose one scale is the whole tensor's). Which tensors
-are kept in 8 bits is fp8stack's rule, not the element count of bitsandbytes; its `GlobalOptimManager` is not asked
-(name formats with `states_for` or `override`).
+A float32 weight is updated in place, by bitsandbytes alone. On a GPU with Triton all gradients are examined at once and
+the host waits once for each format of states. Tensors are stepped in pieces of 2^24 elements, so that the float32
+buffers take 128 MiB (more for rows longer than 2^16, and for master="fp16", which has one scale for the whole tensor).
+fp8stack decides which tensors have 8-bit states. bitsandbytes' element count and `GlobalOptimManager` are not asked:
+name formats with `states_for` or `override`.
 
-Limits: up to four launches for each piece, and that wait, so a step cannot be captured in a CUDA graph. SGD needs
-momentum, and has neither Nesterov's nor dampening. L2 regularization needs the weight in float32 beside the gradient:
-it takes more memory and launches, but for SGD with float32 weights.
-States are neither sharded nor in other formats than "8bit" and "fp32"; what `paged` allocates is never freed by
-bitsandbytes, so one optimizer keeps its pages for good.
+Limits: a step waits for the GPU, so it cannot be captured in a CUDA graph, and takes up to four launches for each
+piece. SGD needs momentum, and has neither Nesterov's nor dampening. L2 regularization needs the weight in float32
+beside the gradient, which costs memory and launches (except for SGD with float32 weights). States are not sharded and
+are "8bit" or "fp32". bitsandbytes never frees what `paged` allocates, so one optimizer keeps its pages for good.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .optimizer import BlockwiseOptimizer, ParamsT
 from .state_formats import BITSANDBYTES, State
 from .step import Batch, Entry, Piece
 
-LEAST_EPS = 1e-30  # so that bitsandbytes' 0 / 0 is 0
+LEAST_EPS = 1e-30  # makes 0 / 0 in bitsandbytes' update 0
 PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller states
 PART = 2**24  # elements that are updated at once
 
@@ -85,7 +85,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
 
     @property
     def inner(self) -> Any:
-        """bitsandbytes' optimizer. It owns no parameter; each is lent to it for the time of its update."""
+        """bitsandbytes' optimizer. It owns no parameters: each is handed to it for its update only."""
         if self._inner is None:
             from bitsandbytes import optim
 
@@ -123,17 +123,17 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         for key in self._paged_keys(state, parameter):
             if (parameter, key) not in self._pages:
                 page = self.inner.get_state_buffer(parameter, state[key].dtype)
-                # An alias that does not say it is managed memory: a copy of it would say so too, and not be.
+                # An alias without bitsandbytes' mark of managed memory, which copies would carry too.
                 self._pages[parameter, key] = page.detach()
             if state[key] is not self._pages[parameter, key]:  # new or loaded
                 state[key] = self._pages[parameter, key].copy_(state[key])
         return state
 
-    def house(self, state: State, parameter: Tensor) -> State:
-        """Return `state` with the parameter; what is paged, or will be at the next step, on the host."""
+    def place(self, state: State, parameter: Tensor) -> State:
+        """Place `state` with the parameter; what is paged, or will be at the next step, on the host."""
         host = {key: state[key].cpu() for key in self._paged_keys(state, parameter)}
         rest = {key: value for key, value in state.items() if key not in host}
-        return {**super().house(rest, parameter), **host}
+        return {**super().place(rest, parameter), **host}
 
     def _paged_keys(self, state: State, parameter: Tensor) -> list[str]:
         if not (self.paged and parameter.is_cuda and parameter.numel() >= PAGED_FROM):
@@ -184,9 +184,9 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         grad_mul: float,
         count: int,
     ) -> bool:
-        """Let bitsandbytes take step `count` on zeros in `buffer`, which is to be added to the weight: return True.
+        """Let bitsandbytes take step `count`. Return whether `buffer` holds an update that is still to be applied.
 
-        A float32 weight it updates itself.
+        A float32 weight is updated in place instead.
         """
         lr, beta1, beta2, eps, decay, coupled, *_ = numbers
         in_place = t.weight.dtype is torch.float32
@@ -212,7 +212,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         u.grad, self.inner.state = g, {u: state}
         try:
             self.inner.prefetch_state(u)
-            # An index that its global manager of overrides does not hold.
+            # Indices that its global manager of overrides does not have.
             self.inner.update_step({**options, "weight_decay": own_decay}, u, -1, -1)
         finally:
             u.grad, self.inner.state = None, {}
@@ -300,7 +300,7 @@ def _gradient(t: StepTensors, grad_mul: float) -> Tensor:
 
 @contextmanager
 def _default_streams(devices: set[torch.device]) -> Iterator[None]:
-    """Work on the default streams, where bitsandbytes launches its kernels whatever the current stream is."""
+    """Work on the default streams: bitsandbytes launches its kernels there, whatever the current stream is."""
     with ExitStack() as stack:
         for device in devices:
             current, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)

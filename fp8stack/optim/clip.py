@@ -1,7 +1,7 @@
-"""Clipping by the norm of all gradients, in one read of one byte an element where they are FP8.
+"""Clips gradients by the norm of all of them.
 
-An FP8 gradient is multiplied through its scales, a thirty-second of its bytes. To have even that done by the step,
-and to save dense gradients a pass, give the optimizer `max_grad_norm` instead.
+An FP8 gradient is read once, one byte an element, and multiplied through its scales, a thirty-second of its bytes. With
+`max_grad_norm` the optimizer clips inside the step instead, which also saves dense gradients a pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of `parameters` in place so that their total norm is at most `max_norm`; return the norm.
 
-    As `torch.nn.utils.clip_grad_norm_`, which works on FP8 gradients too, in one pass for each tensor and more memory.
+    Does what `torch.nn.utils.clip_grad_norm_` does. Torch's function works on FP8 gradients too, but takes a pass for
+    each tensor, and more memory.
 
     Args:
         parameters: with gradients of any format: FP8 blocks, float32, bfloat16, float16. On any devices.
@@ -89,7 +90,7 @@ class _Gradients:
 
     def norm(self, norm_type: float) -> Tensor:
         """Return the norm of all, float32, 0-d."""
-        if norm_type == math.inf:  # what the scales of FP8 allow is not the largest element: decode
+        if norm_type == math.inf:  # the scales of FP8 only bound the largest element: decode
             return torch.stack([g.abs().amax().float() for g in self.grads]).amax()
         squares = [reference.sum_of_squares(*gradient_parts(g.contiguous())) for g in self.others]
         if self.tables:

@@ -1,4 +1,4 @@
-"""What a step asks of a gradient."""
+"""Checks gradients before a step, and splits FP8 gradients into codes and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges of hyper-parameters, checked when an optimizer is made and at every step, since schedulers change them."""
+"""Checks hyper-parameters when an optimizer is made and at every step, because schedulers change them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from fp8stack.errors import ConfigError, did_you_mean
 
 
 def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], float, float]:
-    """Return (lr, betas, eps, weight_decay) of a group, 0 for a learning rate on a GPU and what a group does not have.
+    """Return (lr, betas, eps, weight_decay) of a group.
+
+    A learning rate on a GPU counts as 0 here, as does what the group does not have.
 
     Raises:
         ConfigError: naming the hyper-parameter, its value and its range.
@@ -35,7 +37,7 @@ def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], floa
 
 
 def check_rate(lr: float | Tensor) -> float:
-    """Return a learning rate, 0 for one on a GPU, which cannot be read without waiting."""
+    """Return a learning rate as a number; 0 if it is on a GPU, because reading it would wait for the GPU."""
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ConfigError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}.")
@@ -47,7 +49,7 @@ def check_rate(lr: float | Tensor) -> float:
 
 
 def rates_on_gpu(groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
-    """Return (index of the group, learning rate) where it is a tensor on a GPU, which stays there."""
+    """Return (index of the group, learning rate) for the learning rates that are tensors on a GPU."""
     rates = ((g, group["lr"]) for g, group in enumerate(groups))
     return [(g, lr) for g, lr in rates if isinstance(lr, Tensor) and lr.is_cuda]
 

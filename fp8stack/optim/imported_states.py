@@ -1,12 +1,12 @@
-"""Optimizer checkpoints of bitsandbytes and torchao, entry by entry, under torch's names.
+"""Reads the optimizer states of bitsandbytes and torchao: returns them under torch's names.
 
-bitsandbytes keeps `state1` and `state2`, float32, or codes with `absmax1` and `qmap1` (the table of their values), in a
-dictionary of their own or among the rest; blocks are 256 elements, in old versions 2048. torchao keeps torch's names,
-and values that are tensor subclasses. bitsandbytes is not needed to read its checkpoints; torchao is, since torch.load
-makes its classes.
+bitsandbytes keeps `state1` and `state2`, in float32 or as codes with `absmax1` and `qmap1` (the table of their values).
+They lie in a dictionary of their own or beside the other entries; blocks have 256 elements, in old versions 2048.
+torchao uses torch's names, and tensor subclasses as values. Reading checkpoints of bitsandbytes does not need the
+library; those of torchao need it, because torch.load makes its classes.
 
-Only states are translated. Parameter groups load as they are, so SGD's momentum, which bitsandbytes keeps among
-`betas`, remains what the optimizer was made with. bitsandbytes' Adam decays weights as AdamW does: load it into AdamW.
+Only states are translated. Parameter groups load as they are. SGD keeps the momentum it was made with, because
+bitsandbytes saves it among `betas`. bitsandbytes' Adam decays weights as AdamW does: load its states into AdamW.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ _BLOCKS = (bitsandbytes_format.BLOCK, 2048)
 
 
 def translate(entry: State, moments: tuple[str, ...], key: Any, decode: bool = False) -> State:
-    """Return one parameter's saved state with torch's names, `moments` in their order; any other state as it is.
+    """Return one parameter's saved state with torch's names; a state of neither library is returned as it is.
 
-    `decode`: never leave codes with flat blocks, which no slice of rows can be cut from.
+    Args:
+        moments: the names of the optimizer's moments, in the order of bitsandbytes' `state1` and `state2`.
+        decode: decode codes with flat blocks, because no slice of rows can be cut from them.
 
     Raises:
-        CheckpointError: for a state of bitsandbytes' that is incomplete, or of an optimizer with other moments.
+        CheckpointError: for an incomplete state of bitsandbytes, or one of an optimizer with other moments.
     """
     entry = {**entry, **entry.get(_WRAPPED, {})}
     entry.pop(_WRAPPED, None)

@@ -1,9 +1,12 @@
-"""What the fp8stack optimizers share: the step on one device or several, the skip of bad steps, state_dict.
+"""The base class of the fp8stack optimizers: options, the step, parameter groups, state_dict.
 
 A step whose gradients hold a NaN, an infinity or a magnitude of 2^64 changes nothing: not the weights, not the state,
-not the step count. The decision is a device scalar that every kernel reads, so the host never waits for it. Under
-`torch.amp.GradScaler` the same scalar carries the scaler's verdict, and its scale is divided out in the same pass; so
-is the clip coefficient of `max_grad_norm`. What states there are and where they lie is said in `parameter_state.py`.
+not the step count. The decision is a number on the device that every kernel reads, so the host never waits for it.
+Under `torch.amp.GradScaler` that number also carries the scaler's verdict. The same pass over memory divides by the
+loss scale and multiplies by the clip coefficient of `max_grad_norm`.
+
+`_step` is the whole orchestration. The work is done by `triton_step.py` on GPUs and by `reference_step.py` elsewhere.
+What states are made in, and where they lie, is in `parameter_state.py`.
 """
 
 from __future__ import annotations
@@ -103,7 +106,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         raise NotImplementedError
 
     def step_batch(self, batch: Batch) -> None:
-        """Step parameters that are stepped together; what an algorithm overrides that has more to do."""
+        """Step the parameters of a batch. An algorithm whose step has two passes overrides this."""
         batch.step()
 
     # --- stepping
@@ -141,12 +144,12 @@ class BlockwiseOptimizer(StatefulOptimizer):
         if any(p.grad is not None for p in flat):
             # ZeRO steps its partitions one by one: each keeps its tables
             self._step(flat, flat[0] if len(flat) == 1 else None)
-        else:  # another rank may have gradients, and waits for this one's word
+        else:  # another rank may have gradients and waits for this one
             reduce_nothing(self.param_groups, self.max_grad_norm is not None)
         return loss
 
     def step_in_backward(self) -> GradientRelease:
-        """Step each parameter when its gradient arrives in backward, and free the gradient; see `release.py`.
+        """Step each parameter when its gradient arrives in backward, and free the gradient; see `step_in_backward.py`.
 
         `step()` goes on being called after each backward. Returns a handle whose `remove()` ends it.
 
@@ -166,7 +169,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         self._step([parameter], parameter)
 
     def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
-        """Step those of `chosen` that have a gradient; `only` is the one that there is, where there is one."""
+        """Step those of `chosen` that have a gradient. `only`: the parameter, if there is just one."""
         numbers = [self.numbers_of(group) for group in self.param_groups]
         parts = self._parts_of(chosen, only)
         rates, clip = rates_on_gpu(self.param_groups), self.max_grad_norm
@@ -180,7 +183,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
             share_verdict(parts, clip is not None)
         skipped = torch.as_tensor(self.skipped_steps, dtype=torch.float32, device=first.device)
         self.skipped_steps = skipped
-        for part in parts:  # a skip counts once
+        for part in parts:  # only the first one counts a skipped step
             counted = skipped if part is first else torch.zeros((), device=part.device)
             part.run(counted, self.step_batch)
             torch.autograd.graph.increment_version(part.stepped)
@@ -190,7 +193,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
             self.grad_norm = first.verdict[2] * first.verdict[0]
 
     def _parts_of(self, chosen: Sequence[Tensor], only: Tensor | None) -> Sequence[DeviceStep]:
-        """Return the step in parts, one for each device and family of algorithms; on a GPU those of the last step."""
+        """Return the parts of the step, one for each device and family of algorithms; on a GPU they are kept."""
         families = [self.family_of(group) for group in self.param_groups]
         kernels = [
             (family, self.algorithm_of(g), self.moments_of(g))
@@ -248,8 +251,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
         Everything is stored as it is in memory (codes, scales, masters): loading it continues bit for bit. Where
         `portable` is set, moments are float32 and on the CPU, for tools that cut and join them by element, such as
-        DeepSpeed's universal checkpoints: 8 bytes a parameter. Before the first step, masters are not all that is
-        returned: moments are made, zeros, since torch.distributed.checkpoint loads only what it finds.
+        DeepSpeed's universal checkpoints: 8 bytes a parameter. Called before the first step, this also creates zero
+        moments, because torch.distributed.checkpoint loads only entries that already exist.
         """
         self.wait_for_offloaded()
         if self.state and not any("step" in entry for entry in self.state.values()):
@@ -267,7 +270,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         saved_state.load(self, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch: state and groups, but no hooks or listeners, which belong to a model in this process."""
+        """Return state and groups as torch does, without hooks and listeners, which belong to this process."""
         own = ("states", "master", "min_numel", "overrides", "max_grad_norm", "offload", "portable")
         mine = {name: getattr(self, name) for name in own}
         self.wait_for_offloaded()

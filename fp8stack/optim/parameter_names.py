@@ -1,4 +1,4 @@
-"""Names of parameters in optimizer checkpoints, where states are known by number."""
+"""The names of an optimizer's parameters: checkpoints hold states by number, and names tell another order."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
 
 
 def names_of_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the parameters that an optimizer's state_dict knows by number; "" for others'."""
+    """Return the names of the optimizer's parameters in the order of its state_dict; "" for those of other models."""
     names = names_of(model)
     return [names.get(p, "") for group in optimizer.param_groups for p in group["params"]]
 
 
 def check_order(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Sequence[str]) -> None:
-    """Raise if states of some parameters of a model would go to other ones of it.
+    """Raise CheckpointError if the states of some parameters would be loaded into other parameters of the model.
 
-    States are taken by number, so where shapes agree nothing else would tell. Names that the model does not have are
-    another wrapper's. A hook that rearranges states before they are loaded knows what it does.
+    States are assigned by number, so parameters of equal shape could change places unnoticed. Saved names that the
+    model does not have come from another wrapper and are ignored. With a hook that rearranges states before they are
+    loaded, nothing is checked.
 
     saved: names as `names_of_owned` returned them when the state was written.
     """
@@ -45,5 +46,5 @@ def check_order(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Seque
 
 
 def _bare(name: str) -> str:
-    """Return a parameter's name without those of modules around the model."""
+    """Return a parameter's name without the names of modules that wrap the model."""
     return name.replace("_orig_mod.", "").removeprefix("module.")

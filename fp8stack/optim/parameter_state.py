@@ -76,7 +76,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self.overrides[parameter] = new
 
     def note_formats(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> None:
-        """Make states of these parameters as `group` says, whatever becomes of it: ZeRO empties and rewrites groups."""
+        """Remember what `group` says of formats for these parameters: ZeRO empties and rewrites groups later."""
         states, master = group.get("states", self.states), group.get("master", self.master)
         formats.check_formats(states, master)
         asked = states, master, bool(group.get("flat", False))
@@ -94,7 +94,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return self.overrides.get(parameter) or self._of_group(parameter)[:2]
 
     def _is_large(self, parameter: Tensor) -> bool:
-        """Is this a matrix worth quantizing, or several of them end to end?"""
+        """Return whether this is a matrix worth quantizing, or several of them end to end."""
         if parameter.ndim == 1 and self._of_group(parameter)[2]:
             return parameter.numel() >= self.min_numel
         return is_large_matrix(parameter, self.min_numel)
@@ -125,14 +125,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
     # --- making states
 
     def set_master(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Make float32 `value` the weight: its master in the state, its rounded part in the parameter.
+        """Set a weight to float32 `value`: the parameter holds its rounded part, the state its master.
 
         The parameter's dtype must be the final one already.
         """
         value = collect({"value": value}, parameter, "given")["value"]
         weight, entries = formats.encode_master(value, self.master_format(parameter))
         assign(parameter, weight)
-        self.state[parameter].update(self.house(entries, parameter))
+        self.state[parameter].update(self.place(entries, parameter))
 
     def master_weight(self, parameter: nn.Parameter) -> Tensor:
         """Return a float32 copy of the weight that the optimizer accumulates in; sharded if the parameter is."""
@@ -165,19 +165,19 @@ class StatefulOptimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments_of(group):
             if name in state and not formats.is_dense(state[name], weight, states):
-                # put there by somebody else: DeepSpeed's universal checkpoints
+                # somebody else put it there, such as DeepSpeed's universal checkpoints
                 given = local_state({name: state.pop(name)})[name]
                 state.update(
-                    self.house(formats.encode_moment(name, given, weight, states), parameter)
+                    self.place(formats.encode_moment(name, given, weight, states), parameter)
                 )
             elif not formats.has_moment(name, state):
                 home = torch.device("cpu") if self.offloads(parameter) else weight.device
-                state.update(self.house(formats.zero_moment(name, weight, states, home), parameter))
+                state.update(self.place(formats.zero_moment(name, weight, states, home), parameter))
         if not state.keys() & set(MASTER_KEYS):
             entries = formats.encode_master(weight.detach().float(), self.master_format(parameter))[
                 1
             ]
-            state.update(self.house(entries, parameter))
+            state.update(self.place(entries, parameter))
         elif parameter.dtype is torch.float32 or (
             "remainder" in state and parameter.dtype is not torch.bfloat16
         ):
@@ -185,8 +185,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(parameter.shape)} became {parameter.dtype} after its master was made; "
                 "change the dtype of a model before fp8stack.initialize, or fp8stack.restore it first."
             )
-        housed = self.house(state, parameter)
-        moved = {k: v for k, v in housed.items() if v is not state[k]}
+        placed = self.place(state, parameter)
+        moved = {k: v for k, v in placed.items() if v is not state[k]}
         if moved:  # model.to(device) after the optimizer was made, or state that a user moved
             state.update(moved)
         return state
@@ -216,8 +216,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
 
-    def house(self, state: State, parameter: Tensor) -> State:
-        """Return `state` where it is kept: with the parameter, sharded like it, or in pinned host memory.
+    def place(self, state: State, parameter: Tensor) -> State:
+        """Return `state` moved to where it is kept: with the parameter, sharded like it, or in pinned host memory.
 
         The step's kernel reads and writes pinned memory itself, across the bus, so an offloaded state needs no copies
         and no buffers; numbers (0-d) stay on the device. (torch rounds pinned allocations up to a power of two.)

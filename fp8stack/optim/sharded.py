@@ -1,14 +1,14 @@
 """Parameters sharded over ranks (DTensor: FSDP2, tensor parallelism): every rank steps its own part.
 
-A block never crosses a row, so the codes and scales of a part are the part of the codes and scales. The kernels see
-this rank's tensors; what `optimizer.state` holds are DTensors with the parameter's mesh and placements, which
-`torch.distributed.checkpoint` reshards like any other. What the ranks have to agree on is the largest gradient (a step
-is taken by all or by none) and the norm to clip by: two numbers, reduced over the parameter's mesh.
+A block of 128 never crosses a row, so a rank's part of the codes and scales belongs to its part of the parameter. The
+kernels see plain tensors of this rank. `optimizer.state` holds DTensors with the parameter's mesh and placements, which
+`torch.distributed.checkpoint` reshards like any other. The ranks agree on two numbers, reduced over the parameter's
+mesh: the largest gradient, because either all ranks take a step or none does, and the norm to clip by.
 
 Limits: a parameter may be sharded along its rows (dim 0) in any way, along dim 1 only as a matrix whose parts have a
-multiple of 128 columns; formats with one scale a tensor ("fp8-lm", master "fp16") cannot be sharded. Ranks agree within
-the meshes of their parameters: pipeline stages, whose meshes are disjoint, do not. The codes of states="fp8" are
-float8 DTensors, which torch's checkpoints handle and gloo's collectives (`full_tensor()`) refuse.
+multiple of 128 columns. Formats with one scale a tensor ("fp8-lm", master "fp16") cannot be sharded. Ranks agree within
+the meshes of their parameters; pipeline stages have disjoint meshes and do not agree. The codes of states="fp8" are
+float8 DTensors: torch's checkpoints handle them, gloo's collectives (`full_tensor()`) refuse them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def local_state(state: State) -> State:
 
 
 def distribute(state: State, parameter: Tensor) -> State:
-    """Return `state`, made for this rank's part of `parameter`, as DTensors sharded like it; 0-d ones as they are."""
+    """Turn the plain tensors of `state`, made for this rank's part of `parameter`, into DTensors sharded like it.
+
+    Numbers (0-d) stay as they are.
+    """
     if not is_sharded(parameter):
         return state
     from torch.distributed.tensor import DTensor
@@ -77,7 +80,7 @@ def collect(state: State, parameter: Tensor, key: Any) -> State:
     """Return this rank's part of a saved `state`, which may be sharded otherwise or not at all.
 
     Raises:
-        CheckpointError: for a tensor that has not as many rows as the parameter.
+        CheckpointError: for a tensor with another number of rows than the parameter.
     """
     return {
         k: _part(v, parameter, f"{k} of parameter {key}") if isinstance(v, Tensor) else v
@@ -153,14 +156,17 @@ def shares_of(groups: Iterable[dict[str, Any]]) -> list[Share | None]:
 
 
 def reduce_largest(largest: Tensor, shares: Iterable[Share | None]) -> None:
-    """Raise `largest` (float32, 0-d, >= 0 or NaN) to that of all ranks. As integers, a NaN is larger than all."""
+    """Replace `largest` (float32, 0-d, >= 0 or NaN) by the largest of all ranks.
+
+    The bits are compared as integers, where a NaN is larger than every number.
+    """
     bits = largest.view(torch.int32)
     for mesh in dict.fromkeys(share.mesh for share in shares if share is not None):
         _all_reduce(bits, mesh, torch.distributed.ReduceOp.MAX)
 
 
 def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0-d
-    """Return the sum of squares over all ranks from those of this rank's parts, by share."""
+    """Return the sum of squares over all ranks. `squares`: this rank's sums, by share."""
     whole, parts = torch.zeros_like(next(iter(squares.values()))), dict[Any, Tensor]()
     for share, value in squares.items():
         if share is None:
@@ -174,7 +180,7 @@ def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0
 
 
 def reduce_nothing(groups: Iterable[dict[str, Any]], want_norm: bool) -> None:
-    """Take part in the reductions of a step in which this rank has no gradients at all."""
+    """Take part in the reductions of a step for which this rank has no gradients: the other ranks wait for them."""
     shares = shares_of(groups)
     mesh = next((share.mesh for share in shares if share is not None), None)
     if mesh is None:
@@ -187,7 +193,7 @@ def reduce_nothing(groups: Iterable[dict[str, Any]], want_norm: bool) -> None:
 
 
 def _all_reduce(value: Tensor, mesh: DeviceMesh, operation: Any) -> None:
-    """Reduce on the mesh's kind of device: where FSDP2 offloads to the CPU its groups may know NCCL alone."""
+    """Reduce in place, on the mesh's kind of device: with FSDP2's CPU offload the groups may have NCCL only."""
     there = value.to(mesh.device_type)
     for dim in range(mesh.ndim):
         torch.distributed.all_reduce(there, operation, group=mesh.get_group(dim))

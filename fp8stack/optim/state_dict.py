@@ -61,10 +61,12 @@ def tag(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
 def to_torch(
     optimizer: StatefulOptimizer, device: str | None = None, masters: bool = False
 ) -> dict[str, Any]:
-    """Return the state as torch's optimizer of the same kind would hold it: float32 moments, on `device` or in place.
+    """Return the state as torch's optimizer of the same kind would hold it: float32 moments.
 
-    The weights' masters are not part of it unless asked for, as they are kept: export them with
-    `fp8stack.checkpoint.master_state_dict`.
+    Args:
+        device: where the moments go; by default they stay with their parameters.
+        masters: include the masters of the weights, in the format they are kept in. `fp8stack.checkpoint` exports them
+            as float32 (`master_state_dict`).
     """
     optimizer.wait_for_offloaded()
     packed = torch.optim.Optimizer.state_dict(optimizer)
@@ -91,7 +93,7 @@ def to_torch(
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return `value` with numpy's scalars, which schedules make and `weights_only=True` refuses, as Python's."""
+    """Return `value` with Python numbers for numpy's, which schedules make and `weights_only=True` refuses."""
     if type(value) is dict:
         return {plain_numbers(key): plain_numbers(part) for key, part in value.items()}
     if type(value) is OrderedDict:
@@ -166,7 +168,7 @@ def install(optimizer: StatefulOptimizer, prepared: Prepared) -> None:
 
 
 def adopt(optimizer: StatefulOptimizer, source: torch.optim.Optimizer) -> None:
-    """Take over the state of an optimizer of the same kind, encoded; groups are shared already.
+    """Take over the state of an optimizer of the same kind, in this one's formats. The groups are shared already.
 
     Raises:
         ModelError: if a state is not what an optimizer of this kind has. Nothing is changed.
@@ -178,7 +180,7 @@ def adopt(optimizer: StatefulOptimizer, source: torch.optim.Optimizer) -> None:
 
 
 def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]]) -> None:
-    """Keep the states of these parameters in other (states, master) from now on; those there are are encoded anew."""
+    """Keep the states of these parameters in other (states, master) from now on, and convert existing states."""
     old = dict(optimizer.overrides)
     optimizer.overrides.update(formats)
     try:
@@ -239,13 +241,13 @@ def check_packed(optimizer: torch.optim.Optimizer, packed: Any) -> None:
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the class of fp8stack.optim, or torch's, that an optimizer is of; a subclass has its state."""
+    """Return the class of fp8stack.optim or torch.optim that an optimizer's state belongs to: its own or its base."""
     ours = ("fp8stack.optim.", "torch.optim.")
     return next(c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith(ours))
 
 
 def _check_header(optimizer: torch.optim.Optimizer, header: Any, entries: int) -> None:
-    """Raise unless what fp8stack's optimizer wrote of its state is whole and of this kind."""
+    """Raise unless the entry that `tag` wrote fits this optimizer and the number of states."""
     found = header.get("format") if isinstance(header, dict) else header
     if found != FORMAT:
         raise CheckpointError(
@@ -309,11 +311,11 @@ def _convert(
             "fp8stack.checkpoint.master_state_dict."
         )
     new.update(saved or _masters(optimizer.state.get(parameter, {})))
-    return optimizer.house(new, parameter)
+    return optimizer.place(new, parameter)
 
 
 def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: Any) -> State:
-    """Return one moment of a saved state as `states` keeps it, as it is if it is kept so already."""
+    """Return one moment of a saved state in the format `states`; unchanged if it is in that format already."""
     codes = entry.get(f"{name}_code")
     packed = codes is not None and tuple(codes.shape) == UE3M1.codes_shape(weight.shape)
     if codes is not None and codes.shape != weight.shape and not (packed and is_second(name)):
@@ -337,7 +339,7 @@ def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: A
 def _encode_masters(
     optimizer: StatefulOptimizer, states: dict[Tensor, State]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Bring the masters among `states` to the optimizer's format; yield the weights that are their rounding then."""
+    """Convert the masters in `states` to the optimizer's format; yield the weights that this changes."""
     for p, state in states.items():
         saved, kind = local_state(_masters(state)), optimizer.master_format(p)
         wanted = formats.zero_master(_shadow(local(p)), kind)
@@ -346,12 +348,12 @@ def _encode_masters(
         weight, entries = formats.encode_master(formats.decode_master(local(p), saved), kind)
         for name in saved:
             del state[name]
-        state.update(optimizer.house(entries, p))
+        state.update(optimizer.place(entries, p))
         yield p, weight
 
 
 def _check_names(optimizer: StatefulOptimizer, entry: State, parameter: Tensor, key: Any) -> None:
-    """Raise if a state holds tensors that this kind of optimizer has no use for: it is of another."""
+    """Raise if a state holds tensors that this kind of optimizer does not have."""
     known = {f"{name}{part}" for name in optimizer.moments for part in ("", "_code", "_scale")}
     found = {k for k, v in entry.items() if isinstance(v, Tensor)}
     if unknown := found - known - {"step", *MASTER_KEYS}:
@@ -373,7 +375,7 @@ def _masters(state: State) -> State:
 
 
 def _shadow(parameter: Tensor) -> Tensor:
-    """Return the parameter without its data: what shapes and dtypes are worked out with."""
+    """Return an empty tensor on meta with the parameter's shape and dtype."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
