@@ -69,6 +69,18 @@ def record_sums(monkeypatch):
     return told
 
 
+class SwiGLU(nn.Module):
+    """A feed-forward block that `fuse` takes."""
+
+    def __init__(self, features=32, inner=48):
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(features, inner, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(inner, features, bias=False)
+
+    def forward(self, x):
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
 class QKV(nn.Module):
     """Three layers that read one input."""
 

@@ -10,8 +10,10 @@ from helpers import TinyLM, assert_same_bits, batch, train
 from torch import nn
 
 import fp8stack
+from fp8stack.capability import native_recipe
 from fp8stack.errors import GradientError, ModelError
 from fp8stack.monitor import Monitor
+from fp8stack.nn import casts
 from fp8stack.optim import SGD, AdamW
 
 RELEASED = {"compute": "native", "step_in_backward": True}
@@ -216,3 +218,67 @@ def test_a_release_that_was_removed_is_over():
     optimizer.step_in_backward()
     model(*batch(0)).backward()
     assert model.up.weight.grad is None
+
+
+# --- FP8 codes, which live from forward to backward at most
+
+
+def read_by_up(device):
+    """Return a model, an activation that its layer `up` read, the output, and a weak reference to the codes between."""
+    model, _ = initialized("O0", device, compute="native")
+    x = torch.randn(16, 128, device=device, requires_grad=True) * 1
+    y = model.up(x)
+    return model, x, y, weakref.ref(model.up.products.inputs.last[2].codes)
+
+
+def test_codes_of_an_input_go_with_it(device):
+    model, x, y, codes = read_by_up(device)
+    assert codes() is not None
+    del x
+    assert codes() is None
+    assert model.up.products.inputs.last is None
+    y.sum().backward()
+
+
+def test_codes_of_an_input_that_others_keep_go_when_the_next_is_cast(device):
+    """As where a layer that is not FP8 saves the same input for its backward."""
+    model, x, y, codes = read_by_up(device)
+    kept = x.sin()
+    del x
+    assert codes() is not None  # the graph of sin has the input
+    z = model.down(y * 1)
+    assert codes() is None
+    (z.sum() + kept.sum()).backward()
+
+
+def test_codes_of_an_input_that_others_keep_go_when_backward_begins(device):
+    _model, x, y, codes = read_by_up(device)
+    seen = []
+    x.register_hook(lambda _: seen.append(codes()))  # behind the layer's backward
+    y.sum().backward()
+    assert seen == [None]
+    assert codes() is None
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+@pytest.mark.parametrize("few", [0, casts.FEW_ROWS], ids=["many rows", "few rows"])
+def test_no_codes_are_left_after_a_step(recipe, few, device, monkeypatch):
+    """Neither of weights nor of anything else: FP8 tensors are all gone."""
+    if not native_recipe(recipe, device):
+        pytest.skip("this GPU has no such recipe")
+    monkeypatch.setattr(casts, "FEW_ROWS", few)
+    model, optimizer = initialized("O0", device, compute="native", fp8_recipe=recipe)
+    fp8stack.nn.fuse(model)
+    made = []
+    for name in ("cast", "recast", "recast_with", "cast_1x128", "cast_128x128", "cast_delayed"):
+        function = getattr(casts.ops, name)
+
+        def watching(*args, function=function, **kwargs):
+            found = function(*args, **kwargs)
+            made.extend(weakref.ref(t) for t in found if t.element_size() == 1)
+            return found
+
+        monkeypatch.setattr(casts.ops, name, watching)
+    train(model, optimizer, 2, device=device)
+    assert len(made) > 10
+    assert [one() for one in made if one() is not None] == []

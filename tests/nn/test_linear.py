@@ -1,16 +1,21 @@
 """FP8 Linear layers: numbers against float64, what they save, padding, dtypes, and the layers around them."""
 
+import copy
+
 import pytest
 import torch
 from helpers import assert_same_bits, quantize_tensor
-from layers import RECIPES, linear, record_sums
+from layers import RECIPES, SwiGLU, linear, native, record_sums
 from torch import nn
 from torch.nn import functional as F
 
+import fp8stack
+from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.levels import recipe_for
 from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 from fp8stack.nn.casts import Products
+from fp8stack.nn.swiglu import fuse
 
 
 def fp8_linear(in_features, out_features, bias=True, fmt="hybrid", device="cpu"):
@@ -223,3 +228,60 @@ def test_prints_its_format_and_recipe():
 
 def test_prints_its_format():
     assert "fp8=e4m3" in repr(fp8_linear(16, 16, fmt="e4m3"))
+
+
+# --- inputs that are refused
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("size", [17, 31])
+def test_an_input_of_the_wrong_size_is_an_error(recipe, size):
+    layer = linear(32, 40, fp8_recipe=recipe)
+    with pytest.raises((RuntimeError, ValueError)):
+        layer(torch.randn(4, size))
+
+
+@pytest.mark.parametrize("compute", ["native", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.float64])
+def test_an_input_of_another_dtype_is_an_error_that_names_the_layer(dtype, compute):
+    model = nn.ModuleDict({"up": nn.Linear(32, 32)})
+    fp8stack.initialize(model, None, "O0", compute=compute)
+    said = rf"Linear layer up of 32 features got {dtype} input; .*float16.*skip=\[.up.\]"
+    for layer in (model["up"], copy.deepcopy(model)["up"]):
+        with pytest.raises(ModelError, match=said):
+            layer(torch.ones(16, 32).to(dtype))
+        with pytest.raises(ModelError, match=r"layer up got .* shape \(4, 31\); .* must be 32"):
+            layer(torch.ones(4, 31))
+
+
+def make_nested(layout):
+    return torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: make_nested(torch.jagged), r"layer 0 got nested input; .*dense.*skip=\[.0.\]"),
+        (lambda: make_nested(torch.strided), "got nested input"),
+        (lambda: torch.randn(4, 32).to_sparse(), "got sparse input"),
+        (lambda: torch.randn(4, 32).to_sparse_csr(), "got sparse input"),
+    ],
+    ids=["jagged", "nested", "sparse", "csr"],
+)
+def test_an_input_that_is_no_plain_tensor_is_an_error_that_names_the_layer(make, said):
+    with pytest.raises(ModelError, match=said):
+        native(nn.Sequential(nn.Linear(32, 32)))(make())
+
+
+def test_tensor_parallelism_is_refused_with_what_helps(mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    x = distribute_tensor(torch.randn(16, 32), mesh, [Replicate()])
+    with pytest.raises(ModelError, match=r"layer 0 got sharded \(DTensor\).*skip=\[.0.\]"):
+        native(nn.Sequential(nn.Linear(32, 32)))(x)
+    model = native(SwiGLU())
+    assert fuse(model) == [""]
+    with pytest.raises(ModelError, match="layer w1 got sharded"):
+        model(x)

@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import fp8stack
 from fp8stack.errors import Fp8StackWarning, UnsupportedDeviceError
 from fp8stack.formats import E4M3, E5M2
+from fp8stack.kernels import cast_delayed as triton_delayed
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.cast_delayed import HEADER
+from fp8stack.kernels.reference import cast_delayed as reference_delayed
+from fp8stack.kernels.reference.cast_delayed import HEADER, DelayedState
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 MARGINS = pytest.mark.parametrize("margin", [0, 1, 2])
@@ -287,3 +289,54 @@ def test_restore_gives_plain_layers_with_the_same_parameters(recipe, device):
     assert not any("products" in m.__dict__ for m in model.modules())
     for given, same in zip(results(model, x), expected, strict=True):
         assert_same_bits(given, same)
+
+
+def test_a_delayed_layer_may_be_gone_before_backward():
+    def loss():
+        return linear(fp8_recipe="delayed")(torch.randn(16, 32, requires_grad=True)).sum()
+
+    loss().backward()
+
+
+def test_blocks_of_zero_tokens():
+    layer = linear(fp8_recipe="blockwise")
+    y, dx, dw, _ = results(layer, torch.empty(0, 32))
+    assert (y.shape, dx.shape) == ((0, 32), (0, 32))
+    assert dw.eq(0).all()
+
+
+def test_the_reference_lays_out_transposed_blocks_as_its_fake_says():
+    torch.library.opcheck(
+        torch.ops.fp8stack.cast_1x128.default,
+        (torch.randn(5, 200), "e4m3"),
+        test_utils=["test_faketensor"],
+    )
+
+
+def test_an_amax_too_small_for_a_scale_leaves_the_scale_alone():
+    """most_recent (or max, once all of the history is tiny); Triton loses the next cast, the reference does not."""
+    states = [DelayedState(4, 0, True) for _ in range(2)]
+    for i in range(18):
+        x = torch.randn(16, 16) * (1e-44 if i == 16 else 1)
+        given = triton_delayed.cast_delayed(x, E4M3, states[0], True, False)
+        expected = reference_delayed.cast_delayed(x, E4M3, states[1], True, False)
+        assert states[1].tensor[0] > 0
+        for one, other in zip(given, expected, strict=True):
+            assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("rows", [0, 16])
+def test_what_the_reference_returns_shares_no_memory(rows):
+    """Operators must not return views of one another; of no elements, contiguous() is one."""
+    x, state = torch.randn(rows, 128), DelayedState(4)
+    namespace = torch.ops.fp8stack
+    for results_ in (
+        namespace.cast(x, "e4m3", True, True, None),
+        namespace.cast_delayed(x, "e4m3", state.handle, True, False),
+        namespace.cast_1x128(x, "e4m3"),
+        namespace.cast_128x128(x, "e4m3"),
+        namespace.swiglu_backward_cast(x, x, x, torch.ones(()), "e4m3", [], False),
+    ):
+        matrices = [t for t in results_ if t.dim() == 2 and t.element_size() == 1]
+        memory = {t.untyped_storage()._cdata for t in matrices}
+        assert len(memory) == len(matrices)

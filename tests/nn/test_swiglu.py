@@ -92,12 +92,31 @@ def hooked():
     return block
 
 
+class LayerScaled(Block):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return super().forward(x) * self.gamma
+
+
+def beginning_at_zero(name):
+    block = Block(act=F.gelu)  # whose output is that of a SwiGLU then
+    nn.init.zeros_(getattr(block, name).weight)
+    return block
+
+
 REFUSED = {
     "a bias": (lambda: Block(bias=True), {}),
     "GELU": (lambda: Block(act=F.gelu), {}),
     "ReLU": (lambda: Block(act=F.relu), {}),
     "dropout": (lambda: Block(dropout=nn.Dropout(0.1)), {}),
+    "dropout in evaluation": (lambda: Block(dropout=nn.Dropout(0.1)).eval(), {}),
     "a factor": (Scaled, {}),
+    "a factor that begins at one": (LayerScaled, {}),
+    "GELU, down at zero": (lambda: beginning_at_zero("down_proj"), {}),
+    "GELU, up at zero": (lambda: beginning_at_zero("up_proj"), {}),
     "other arguments": (TwoInputs, {}),
     "a forward put in its place": (hooked, {}),
     "blockwise scaling": (Block, {"fp8_recipe": "blockwise"}),
@@ -432,6 +451,20 @@ def test_restoring_a_fused_block_that_was_sharded_says_what_to_do(mesh):
         fp8stack.restore(model)
     assert isinstance(model[1], FusedRMSNorm)  # nothing is changed
     fp8stack.get_report(model)
+
+
+def test_modules_that_are_fused_and_multiply_by_themselves_are_restored():
+    model = native(nn.Sequential(Block()), matmuls=True)
+    assert fuse(model) == ["0"]
+    fp8stack.restore(model)
+    assert type(model[0]) is Block
+
+
+def test_the_wrong_size_through_a_fused_block():
+    model = native(nn.Sequential(Block()))
+    assert fuse(model) == ["0"]
+    with pytest.raises((RuntimeError, ValueError)):
+        model(torch.randn(4, 31))
 
 
 def test_restore_undoes_fuse(device):

@@ -1,0 +1,160 @@
+"""Which modules are converted and what the card says of the others; classes and forwards that others set."""
+
+import functools
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from layers import RECIPES, native, results
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import fp8stack
+from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
+
+
+class Root(nn.Module):
+    """Multiplies by a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 64))
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.layer(x) @ self.w
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compute": "bf16", "fp8_recipe": "delayed"}, "fp8_recipe='delayed' has no effect"),
+        ({"compute": "bf16", "select": "auto"}, "select='auto' has no effect"),
+        ({"compute": "bf16", "matmuls": True}, "matmuls=True has no effect"),
+    ],
+)
+def test_options_without_an_effect_are_named(options, said):
+    with pytest.raises(UnsupportedDeviceError, match=said):
+        fp8stack.initialize(nn.Sequential(nn.Linear(32, 32)), None, "O0", strict=True, **options)
+
+
+def test_layers_that_the_card_leaves_out_are_no_bare_parameters_either():
+    encoder = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = nn.Sequential(encoder)
+    fp8stack.initialize(model, None, "O0", compute="native", matmuls=True)
+    model(torch.randn(2, 16, 64)).sum().backward()
+    report = fp8stack.get_report(model)
+    assert not {name.removesuffix(".weight") for name in report.multiplied} & report.skipped.keys()
+
+
+@pytest.mark.parametrize("pad", ["auto", "skip"])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_of_no_size_is_left_out_for_that(pad):
+    model = nn.Sequential(nn.Linear(16, 0), nn.Linear(0, 16))
+    native(model, pad=pad)
+    skipped = fp8stack.get_report(model).skipped
+    assert skipped == {
+        "0": "it has 0 out_features: there is nothing to multiply",
+        "1": "it has 0 in_features: there is nothing to multiply",
+    }
+
+
+def test_blocks_are_aligned_to_128():
+    model = nn.Sequential(nn.Linear(128, 208), nn.Linear(208, 256), nn.Linear(256, 128))
+    native(model, fp8_recipe="blockwise", pad="skip", matmuls=True)
+    report = fp8stack.get_report(model)
+    assert report.converted == ["2"]
+    assert "out_features 208 is not a multiple of 128" in report.skipped["0"]
+    assert "make it 256" in report.skipped["0"]
+    bare = native(nn.Sequential(Root()), fp8_recipe="blockwise", pad="skip", matmuls=True)
+    bare(torch.randn(16, 64))
+    left = fp8stack.get_report(bare).left_alone
+    assert left["sizes that are no multiples of 128"] == 2  # w, and what the layer multiplies by
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_card_says_where_bare_parameters_have_another_scaling(recipe):
+    said = r"fp8_recipe='delayed' has no effect with matmuls=True: .* use \"current\" scaling"
+    options = {"compute": "native", "matmuls": True, "fp8_recipe": recipe}
+    if recipe == "delayed":
+        with pytest.raises(UnsupportedDeviceError, match=said):
+            fp8stack.initialize(Root(), None, "O0", strict=True, **options)
+        with pytest.warns(Fp8StackWarning, match=said):
+            model, _ = fp8stack.initialize(Root(), None, "O0", **options)
+    else:
+        model, _ = fp8stack.initialize(Root(), None, "O0", strict=True, **options)
+    assert ("fallbacks: none" in str(fp8stack.get_report(model))) == (recipe != "delayed")
+
+
+# --- classes and forwards that others set
+
+
+@pytest.mark.parametrize("compute", ["native", "bf16"])
+def test_a_parametrization_over_a_converted_layer_is_not_destroyed(compute):
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(16, 32)
+    fp8stack.initialize(model, None, "O0", compute=compute)
+    parametrizations.weight_norm(model[1])
+    expected = results(model, x)
+    with pytest.raises(ModelError, match=r"^1 is a Parametrized.*Linear.*remove_parametrizations"):
+        fp8stack.restore(model)
+    for one, same in zip(results(model, x), expected, strict=True):
+        assert_same_bits(one, same)
+    parametrize.remove_parametrizations(model[1], "weight")
+    fp8stack.restore(model)
+    assert [type(m) for m in model] == [nn.Linear] * 2
+
+
+def test_a_parametrization_over_a_module_of_bare_products_is_not_destroyed():
+    model = native(Root(), matmuls=True)
+    parametrize.register_parametrization(model, "w", nn.Identity())
+    with pytest.raises(ModelError, match=r"^the model is a ParametrizedRoot, .* made over Root,"):
+        fp8stack.restore(model)
+    parametrize.remove_parametrizations(model, "w")
+    fp8stack.restore(model)
+    assert type(model) is Root
+
+
+def test_a_layer_that_was_sharded_is_not_destroyed(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    model = native(nn.Sequential(nn.Linear(32, 32)))
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(ModelError, match=r"^0 is a FSDPFp8Linear.*restore before fully_shard"):
+        fp8stack.restore(model)
+    model(torch.randn(16, 32)).sum().backward()
+
+
+def wrapped(module):
+    """Set a forward on the instance, as accelerate's hooks and others do."""
+    module.forward = functools.partial(type(module).forward, module)
+    return module
+
+
+@pytest.mark.parametrize("compute", ["native", "bf16"])
+def test_a_layer_with_a_forward_of_its_own_is_left_out_and_named(compute):
+    model = nn.Sequential(nn.Linear(32, 32), wrapped(nn.Linear(32, 32)))
+    fp8stack.initialize(model, None, "O0", compute=compute)
+    report = fp8stack.get_report(model)
+    assert report.converted == ["0"]
+    assert "forward was set on the instance" in report.skipped["1"]
+    assert "1 (its forward was set" in " ".join(str(report).split())
+    assert type(model[1]) is nn.Linear
+
+
+def test_a_weight_that_a_wrapper_s_forward_reads_keeps_its_dtype():
+    model = nn.Sequential(wrapped(nn.Embedding(64, 128)), wrapped(nn.Linear(128, 64)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    _, optimizer = fp8stack.initialize(model, optimizer, "O2", compute="native")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    model(torch.arange(64)).sum().backward()
+    optimizer.step()
+
+
+def test_a_module_with_a_forward_of_its_own_is_no_module_of_bare_products():
+    model = nn.Sequential(wrapped(Root()), Root())
+    native(model, matmuls=True)
+    model(torch.randn(16, 64)).sum().backward()
+    report = fp8stack.get_report(model)
+    assert report.multiplied == {"1.w"}
+    assert report.left_alone["0 has a forward set on the instance"] == 1
+    assert "1 × 0 has a forward set on the instance" in str(report)
