@@ -80,7 +80,7 @@ def all_reduce(
     """Add up `input` over all ranks, and divide."""
     layout, hosts = flat(input, way.world), _HIERARCHIES.get(way.group, ())
     if not hosts and (link := link_of(way.group, input.device)):
-        link.all_reduce(*parts(input), *parts(output), layout, way, divisor, error)
+        link.all_reduce(input, output, layout, way, divisor, error)
         nbytes = 2 * (way.world - 1) * layout.per * (BLOCK + 4)
     else:
         chunks = pack(input, layout)
@@ -168,13 +168,6 @@ def flat(x: Tensor, world: int) -> Layout:
     """Return the layout of a tensor in one row, or in the rows that its blocks have."""
     rows, cols = rows_cols(x.shape) if isinstance(x, BlockScaledTensor) else (1, x.numel())
     return Layout(rows, cols, world)
-
-
-def parts(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return values, or codes and scales."""
-    if isinstance(x, BlockScaledTensor):
-        return x.codes.view(torch.uint8), x.scale
-    return x, None
 
 
 def pack(x: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:

@@ -67,11 +67,10 @@ class Fp8AllGather(Allocates):
         self._whole = len(parameters) == len(self._matrices) == 1
         rounded = [-(-size // BLOCK) * BLOCK for _, size in self._matrices]
         self._staged = self._numel if self._whole else sum(rounded)
-        # where the shards lie in the message
-        sizes = [size for _, size in self._matrices]
-        self._blocks = list(zip(_starts(rounded), sizes, strict=True))
-        sizes = [size for _, size in self._rest]
-        self._bytes = list(zip(_starts(sizes), sizes, strict=True))
+        # where the shards lie in the message, one after the other
+        sizes, rest = ([size for _, size in each] for each in (self._matrices, self._rest))
+        self._blocks = list(zip(accumulate(rounded, initial=0), sizes, strict=False))
+        self._bytes = list(zip(accumulate(rest, initial=0), rest, strict=False))
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -144,11 +143,6 @@ class Fp8AllGather(Allocates):
             rest = messages[:, layout.pitch :].view(output.dtype)
             _copy(rest, self._bytes, parts, self._rest)
         return chunks
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each of several pieces that lie end to end begins."""
-    return [0, *accumulate(sizes[:-1])] if sizes else []
 
 
 def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> None:

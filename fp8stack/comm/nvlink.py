@@ -27,6 +27,7 @@ from torch import Tensor
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, did_you_mean, first_line
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
+from fp8stack.tensor import BlockScaledTensor
 
 from .transport import Transport, failures_named, gather_objects, group_of
 
@@ -137,26 +138,20 @@ class Link:
         self._call = 0
 
     def all_reduce(
-        self,
-        x: Tensor,  # values, or uint8 codes of E4M3; contiguous, layout.rows × layout.cols elements
-        x_scales: Tensor | None,  # float32 [blocks], of codes
-        out: Tensor,  # as `x`, which it may be
-        out_scales: Tensor | None,
-        layout: Layout,
-        way: Transport,
-        divisor: int,
-        error: Tensor | None,  # see kernels/reference/wire.py
-    ) -> None:
-        """Add up `x` over all ranks, and divide by `divisor`; raise CommError if an earlier call failed."""
+        self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int, error: Tensor | None
+    ) -> None:  # fmt: skip
+        """Add up a tensor, or FP8 blocks, over all ranks, and divide; raise CommError if an earlier call failed.
+
+        `out` may be `x`; both are contiguous. `error`: see kernels/reference/wire.py.
+        """
+        tensors = [part for tensor in (x, out) for part in _values_and_scales(tensor)]
         call, space = self._begin(way)
-        self._kernels.all_reduce(
-            x, x_scales, out, out_scales, layout, space, call, self._timeout, divisor, error
-        )
+        self._kernels.all_reduce(*tensors, layout, space, call, self._timeout, divisor, error)
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int
     ) -> None:
-        """Add up the own row of `x` over all ranks, and divide; raise CommError if an earlier call failed."""
+        """Add up this rank's row of `x` over all ranks, and divide; raise CommError if an earlier call failed."""
         call, space = self._begin(way)
         self._kernels.reduce_scatter(x, out, layout, space, call, self._timeout, divisor)
 
@@ -179,6 +174,12 @@ class Link:
             f"take part within {self._timeout:g} s. Its results are NaN. See what ended or delayed the missing ranks; "
             "all have to be started again."
         )
+
+
+def _values_and_scales(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    if isinstance(x, BlockScaledTensor):
+        return x.codes.view(torch.uint8), x.scale
+    return x, None
 
 
 # The stream of the last call on each GPU, behind its handle.

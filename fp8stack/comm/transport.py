@@ -26,6 +26,8 @@ from fp8stack.errors import CommError, ConfigError, first_line
 # Since torch 2.13 it has this name, and the old one warns.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
+_TRUE = ("1", "y", "yes", "t", "true")  # as torch reads its variables
+
 
 class Call(NamedTuple):
     """A collective, which errors name."""
@@ -66,16 +68,12 @@ class Transport:
         self._run(partial(dist.broadcast, src=source), tensor)
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
+        # If the host is to wait for NCCL: since torch 2.8 only handles of asynchronous calls do that.
+        blocks = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in _TRUE
         with failures_named(self.what, self.group):
-            blocks = tensors[0].is_cuda and _nccl_blocks()
-            work = collective(*tensors, group=self.group, async_op=blocks)
+            work = collective(*tensors, group=self.group, async_op=blocks and tensors[0].is_cuda)
             if work is not None:
                 work.wait()
-
-
-def _nccl_blocks() -> bool:
-    """Is the host to wait for NCCL? Since torch 2.8 only the handles of asynchronous calls do that."""
-    return os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "y", "yes", "t", "true")
 
 
 @contextlib.contextmanager
