@@ -18,13 +18,19 @@ def group_of(count):
 
 
 def run_script(command, output, count=2, **variables):
-    """Run a script and its arguments as torchrun does, if it ends in order; return what the first rank printed."""
-    start_ranks(_run, (command, str(output), {**variables, **group_of(count)}), nprocs=count)
+    """Run a script and its arguments as torchrun does, if it ends in order; return what the first rank printed.
+
+    count: of ranks; 0 is one process that is no rank.
+    """
+    group = group_of(count) if count else {}
+    start_ranks(_run, (command, str(output), {**variables, **group}), nprocs=max(count, 1))
     return output.read_text()
 
 
 def _run(rank, command, output, variables):
-    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    if "WORLD_SIZE" in variables:
+        variables = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ.update(variables)
     with open(output if rank == 0 else os.devnull, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
     sys.argv = list(command)

@@ -74,16 +74,3 @@ def test_batches_are_reproducible_windows_with_shifted_targets():
     assert tokens.dtype == torch.int64
     assert torch.equal(targets, tokens + 1)
     assert torch.equal(tokens, second[0])
-
-
-def test_spaced_batches_reach_from_the_first_to_the_last_byte():
-    split = torch.arange(200, dtype=torch.uint8)
-    windows = corpus.spaced_batches(split, batch=4, seq_len=16, count=3)
-    assert [tokens.shape for tokens, _ in windows] == [(4, 16)] * 3
-    assert windows[0][0][0, 0] == 0
-    assert windows[-1][1][-1, -1] == 199
-
-
-def test_text_survives_encoding_and_padding_tokens_are_cut():
-    tokens = corpus.encode("naïve größe")
-    assert corpus.decode(torch.cat((tokens, torch.tensor([256, 319])))) == "naïve größe"

@@ -52,22 +52,6 @@ def test_other_bits_of_the_optimizer_are_said(folder, saved, options, expected):
         go_on(folder, saved, **options, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("saved", "options"),
-    [
-        ("O2", {"opt_level": "off"}),
-        ("off", {"opt_level": "O2"}),
-        ("O2", {"opt_level": "off", "optimizer_bits": 8}),
-        ("off-8", {"opt_level": "O2"}),
-        ("O2-4", {"opt_level": "O2", "optimizer_bits": 4}),
-    ],
-)
-def test_bits_that_stay_or_come_with_a_level_are_not_said(folder, saved, options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        go_on(folder, saved, **options, strict=True).log.close()
-
-
 def test_a_run_goes_on_with_other_bits(folder):
     expected = train(folder, opt_level="off", optimizer_bits=8, run_name="whole", warmup_steps=1)
     with pytest.warns(Fp8StackWarning, match="--optimizer-bits was 8, is now 32"):

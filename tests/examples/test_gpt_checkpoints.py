@@ -12,8 +12,6 @@ import pytest
 import torch
 from gpt import checkpoints
 from gpt.checkpoints import CheckpointError, find, find_latest, inspect, list_checkpoints
-from gpt.config import Config
-from gpt.runs import find_checkpoint, list_runs
 
 from fp8stack.errors import Fp8StackWarning
 
@@ -142,19 +140,6 @@ def test_what_cannot_be_read_is_not_called_damaged(tmp_path, file):
     with pytest.raises(CheckpointError, match=f"cannot be read: {file}.*Too many levels") as raised:
         find_latest([tmp_path])
     assert "damaged" not in str(raised.value)
-
-
-def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
-    config = Config(model="tiny", run_name="mine", out=tmp_path, resume="auto")
-    folder = tmp_path / "mine-fp8-o2" / "checkpoints_fp8"
-    folder.parent.mkdir()
-    folder.symlink_to(folder.name)
-    with pytest.raises(CheckpointError, match=r"checkpoints_fp8 cannot be read .*--run-name"):
-        find_checkpoint(config, "FP8 O2")
-    assert list_runs(config).splitlines()[1:] == [f" damaged  {folder}: cannot be read"]
-    other = write(tmp_path / "mine-bf16" / "checkpoints", 1)
-    with pytest.warns(Fp8StackWarning, match=r"^1 checkpoint cannot be used; using step"):
-        assert find_latest([folder, other.parent]).path == other
 
 
 def test_the_link_to_the_best_goes_with_its_loss(tmp_path):

@@ -218,38 +218,6 @@ def test_columns_of_a_dataset_are_named_and_chosen(tmp_path):
         open_data(Config(text_column="a"))
 
 
-def test_rows_without_text_are_empty_documents(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = ["ab" * SEQ, None, "cd" * SEQ]
-    parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "x.parquet")
-    documents, _ = hub.open_documents(str(tmp_path))
-    assert list(documents(0)) == [rows[0], "", rows[2]]
-    rows = [None, *rows]  # of which the first says nothing of the column
-    parquet.write_table(pyarrow.table({"id": [1] * 4, "text": rows}), tmp_path / "x.parquet")
-    documents, _ = hub.open_documents(str(tmp_path))
-    assert list(documents(0)) == ["", rows[1], "", rows[3]]
-    with pytest.raises(ConfigError, match=r"x.parquet: is a file. Give its folder, as --data hf:"):
-        hub.open_documents(f"hf:{tmp_path / 'x.parquet'}")
-
-
-def test_gpt2_s_vocabulary_without_a_network_is_an_error_with_the_remedy(tmp_path, monkeypatch):
-    pytest.importorskip("tiktoken").registry.ENCODINGS.pop("gpt2", None)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    for name in ("HTTPS_PROXY", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
-    with pytest.raises(ConfigError, match=r"TIKTOKEN_CACHE_DIR .* or use --encoding bytes"):
-        open_data(Config(encoding="gpt2"))
-    for name in ("train", "val"):  # shards do without it, but for samples
-        np.arange(50_000, 50_100, dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
-    data = open_data(Config(data=str(tmp_path), seq_len=SEQ))
-    assert data.train.next_batch(2)[0].min() >= 50_000
-    with pytest.warns(UserWarning, match="no samples of text.*TIKTOKEN_CACHE_DIR"):
-        assert not data.readable
-    assert not data.readable
-
-
 @pytest.mark.parametrize(
     "answer",
     [
@@ -292,24 +260,6 @@ def test_documents_that_cannot_be_read_later_are_an_error_that_says_where(tmp_pa
         list(batches)
 
 
-def test_names_of_files_are_no_patterns_and_files_without_rows_are_passed_over(tmp_path):
-    pytest.importorskip("datasets")
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    for folder, rows in (("run*", ["one", "two"]), ("run_other", ["other"])):
-        (tmp_path / folder).mkdir()
-        for name, part in (("a[1]", rows[:1]), ("b", []), ("c?", rows[1:])):
-            table = pa.table({"text": pa.array(part, pa.string())})
-            pq.write_table(table, tmp_path / folder / f"{name}.parquet")
-    documents, _ = hub.open_documents(str(tmp_path / "run*"))
-    assert list(documents(0)) == ["one", "two"]
-    assert list(documents(1)) == ["two"]
-    (tmp_path / "run*" / "d[2].txt").write_text("text")
-    for file in (tmp_path / "run*").glob("*.parquet"):
-        file.unlink()
-    documents, _ = hub.open_documents(f"hf:{tmp_path / 'run*'}")
-    assert list(documents(0)) == ["text"]
-
-
 @pytest.mark.parametrize("name", ["hf:", "hf:.", "hf:..", "hf:../..", "hf::part", "hf:/"])
 def test_a_dataset_without_a_name_is_not_the_current_folder(name, folders, monkeypatch):
     monkeypatch.chdir(folders / "documents")  # whose files would be taken
@@ -327,19 +277,3 @@ def test_a_position_of_another_kind_of_source_is_refused(folders):
     for one, other in ((arrays, stream), (stream, arrays)):
         with pytest.raises(ConfigError, match="resume with the --data"):
             one.load_state_dict(other.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("stem", "held_out"),
-    [("val", True), ("fineweb_val_000000", True), ("validation-00000-of-00001", True), ("test", True),
-     ("train_000000", False), ("medieval", False), ("latest", False)],
-)  # fmt: skip
-def test_files_for_validation_are_known_by_their_names(tmp_path, stem, held_out):
-    assert windows.is_held_out(tmp_path / f"{stem}.bin") == held_out
-
-
-def test_shards_are_not_written_over(folders, capsys):
-    given = ["--data", "stdlib", "--shards", str(folders / "shards")]
-    assert tokenize_data.main(given) == 2
-    assert "has .bin files already" in capsys.readouterr().err
-    assert tokenize_data.main([*given, "--max-tokens", "0"]) == 2

@@ -5,11 +5,11 @@ import os
 from dataclasses import replace
 
 import pytest
-from gpt import changes, hub
+from gpt import changes
 from gpt.config import Config
 from gpt.data import open_data
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError
 
 SEQ = 16
 
@@ -29,29 +29,6 @@ def test_a_folder_that_may_not_be_read_is_named_not_left_out(tmp_path, monkeypat
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ConfigError, match=rf"^--data {closed}: cannot be read: Permission denied"):
         open_data(Config(data=str(tmp_path), seq_len=SEQ))
-
-
-def test_text_that_is_not_read_as_a_whole_is_said_once(tmp_path):
-    book = tmp_path / "book.txt"
-    book.write_bytes(b"a line\n" * (5 * 2**20))
-    with pytest.warns(
-        Fp8StackWarning, match=r"book.txt: read 32 MiB of text, of 35 MiB of files; .*all"
-    ) as told:
-        open_data(Config(data=str(book), seq_len=SEQ))
-    assert len(told) == 1
-
-
-def test_a_dataset_of_several_configurations_asks_for_one(tmp_path):
-    pytest.importorskip("datasets")
-    configs = [f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("en", "de")]
-    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{''.join(configs)}---\n")
-    for name in ("en", "de"):
-        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
-    expected = f"has several configurations: en, de. Choose one, .*--data hf:{tmp_path}:en"
-    with pytest.raises(ConfigError, match=expected):
-        hub.open_documents(f"hf:{tmp_path}")
-    documents, _ = hub.open_documents(f"hf:{tmp_path}:de")
-    assert list(documents(0)) == ["de"]
 
 
 # --- validation of another size

@@ -68,20 +68,6 @@ def test_a_record_that_finds_no_room_is_one_line(tmp_path, monkeypatch):
     assert len(trainer.losses) == 1
 
 
-def test_a_disk_that_is_full_at_the_end_is_told_where_nothing_else_is(tmp_path, monkeypatch):
-    write_text(tmp_path)
-    trainer = Trainer(configure(tmp_path, opt_level="off"))
-    monkeypatch.setattr(logs.RunLog, "_write", lambda self, entry: None)
-    trainer.log.file = FullFile(trainer.log.file)
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be written"):
-        trainer.run()
-    trainer = Trainer(configure(tmp_path, opt_level="off", run_name="other"))
-    trainer.log.file = FullFile(trainer.log.file)
-    monkeypatch.setattr(trainer, "take_step", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # the first error stays
-        trainer.run()
-
-
 def test_a_thread_of_tensorboard_that_finds_no_room_is_one_line(tmp_path, monkeypatch, capsys):
     write_text(tmp_path)
     trainer = Trainer(configure(tmp_path, opt_level="off", tensorboard=True))
@@ -123,14 +109,9 @@ def test_files_that_cannot_grow_end_a_run_without_a_traceback(flags, board, file
     assert re.search(rf"/{files} cannot be written \(File too large\)", result.stderr)
 
 
-@pytest.mark.parametrize("where", ["full", "pipe", "closed", "both closed"])
+@pytest.mark.parametrize("where", ["full", "pipe", "both closed"])
 def test_a_run_goes_on_without_its_stdout(flags, where, tmp_path):
-    redirect = {
-        "full": "> /dev/full",
-        "pipe": "| head -n 1",
-        "closed": ">&-",
-        "both closed": ">&- 2>&-",
-    }[where]
+    redirect = {"full": "> /dev/full", "pipe": "| head -n 1", "both closed": ">&- 2>&-"}[where]
     arguments = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags, "--log-freq", "1"]
     script = f'{{ "$@"; echo $? > {tmp_path}/status; }} {redirect}'
     command = ["bash", "-c", script, "bash", *arguments, "--no-tensorboard"]

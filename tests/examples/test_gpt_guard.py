@@ -51,13 +51,3 @@ def told(flags, precision):
 def test_advice_is_what_applies_to_the_run(flags, precision, advice):
     expected = [*advice[:-1], "--max-lr 0.001", *advice[-1:]]
     assert told(f"{flags} --max-lr=2e-3", precision) == expected
-
-
-@pytest.mark.parametrize(("margin", "room"), [(0, 2), (1, 4), (15, 65536)])
-def test_the_margin_grows_by_one_up_to_its_most(margin, room):
-    flags = f"--fp8-recipe=delayed --fp8-margin={margin}"
-    first, *_ = advise(parse(shlex.split(flags)), "FP8 O2")
-    assert first == f"--fp8-margin {margin + 1} (room of {room} times the largest value)"
-    order = ["--fp8-format e5m2", "--max-lr 0.0015", "--compute bf16"]
-    assert told(flags, "FP8 O2") == [f"--fp8-margin {margin + 1}", *order]
-    assert told("--fp8-recipe=delayed --fp8-margin=16", "FP8 O2") == order

@@ -2,19 +2,14 @@
 
 import subprocess
 import sys
-import time
-import warnings
 from pathlib import Path
 
 import pytest
 import train_gpt
-from gpt import checkpoints, logs
 from gpt.lock import lock
-from gpt.runs import list_runs
 from gpt.trainer import Trainer
 from workers_gpt import configure, read, train, write_text
 
-from fp8stack.__main__ import main
 from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 
 
@@ -23,28 +18,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt")
     write_text(folder)
     return folder
-
-
-def test_a_file_that_convert_puts_beside_checkpoints_is_none_and_stays(folder):
-    options = {"run_name": "convert"}
-    train(folder, **options)
-    there = folder / "runs" / "convert-fp8-o2" / "checkpoints_fp8"
-    assert main(["convert", str(there / "latest"), "--to", "fp32"]) == 0
-    file = there / "step_00000004_fp32.pt"
-    content = file.read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Fp8StackWarning)
-        assert "damaged" not in list_runs(configure(folder, **options))
-        train(folder, **options, resume="latest")
-        with pytest.raises(ConfigError, match="has 2 checkpoints"):
-            train(folder, **options)
-        train(folder, **options, overwrite=True)  # which saves twice
-    steps = ["step_00000002", "step_00000004", file.name]
-    assert sorted(path.name for path in there.iterdir()) == ["latest", *steps]
-    assert file.read_bytes() == content
-    checkpoints.clear(there)
-    assert [path.name for path in there.iterdir()] == [file.name]
-    train(folder, **options)  # which begins, as there are no checkpoints
 
 
 def test_an_older_run_s_record_is_there_still_where_its_checkpoints_cannot_be_removed(
@@ -86,20 +59,6 @@ def test_a_record_is_cut_at_once_or_not_at_all(folder, monkeypatch):
     assert not [
         path for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"
     ]
-
-
-def test_tensorboard_shows_the_later_of_two_runs_that_began_in_a_folder(folder):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    options = {"run_name": "board", "tensorboard": True, "eval_freq": 1}
-    train(folder, **options)
-    time.sleep(1.1)  # files are ordered by the second of their names
-    losses = train(folder, **options, seed=5, steps=3, overwrite=True)
-    events = accumulator.EventAccumulator(str(folder / "runs" / "board-fp8-o2" / logs.BOARD))
-    events.Reload()
-    points = events.Scalars("train/loss")
-    assert [point.step for point in points] == [1, 2, 3]
-    assert [point.value for point in points] == pytest.approx(losses, rel=1e-6)
-    assert [point.step for point in events.Scalars("eval/val_loss")] == [1, 2, 3]
 
 
 def test_tokens_are_counted_over_a_resume_with_another_batch(folder):

@@ -1,7 +1,7 @@
 """Examples and their twins in examples/plain, which are the same scripts without fp8stack: short and hardly different.
 
-An example is run as a stranger runs it. A twin that torchrun would start runs as forks of a process that has imported
-torch, and so does an example that goes on from its checkpoint.
+One example of each launcher is run as a stranger runs it. The others and the twins run as forks of a process that has
+imported torch, and so does an example that goes on from its checkpoint.
 """
 
 import difflib
@@ -37,9 +37,11 @@ class Twin(NamedTuple):
     needs: str = "torch"
 
     @property
-    def forks(self):
-        """Can the twin's ranks be forks? torchrun says no more to them than which ranks there are."""
-        return self.launch[: len(TORCHRUN)] == TORCHRUN
+    def ranks(self):
+        """How many forks can be its processes, 0 for one that is no rank; None: accelerate says more to them."""
+        return (
+            None if self.needs == "accelerate" else 2 * (self.launch[: len(TORCHRUN)] == TORCHRUN)
+        )
 
 
 TWINS = {
@@ -52,7 +54,7 @@ TWINS = {
     "06_accelerate/train.py": Twin(
         [*ACCELERATE, SMALL], ["--batch=1", "--accumulate=2"], needs="accelerate"
     ),
-    "07_hf_trainer/train.py": Twin([], ["--batch=1"], "--output", "transformers"),
+    "07_hf_trainer/train.py": Twin([SMALL], ["--batch=1"], "--output", "transformers"),
     "08_lightning/train.py": Twin([SMALL], ["--batch=1", "--devices=1"], needs="lightning.pytorch"),
 }
 
@@ -122,9 +124,9 @@ def end(process):
 
 
 def fork(twin, *what, output):
-    """Run a script on two ranks that are forks; return the last loss."""
+    """Run a script in processes that are forks; return the last loss."""
     command = [SMALL, *arguments_of(twin, *what)]
-    return last_loss(run_script(command, output, **ENVIRONMENT))
+    return last_loss(run_script(command, output, twin.ranks, **ENVIRONMENT))
 
 
 @pytest.mark.slow
@@ -132,13 +134,18 @@ def fork(twin, *what, output):
 def test_twins_train_alike_and_save(name, texts, tmp_path):
     twin = TWINS[name]
     pytest.importorskip(twin.needs)
-    process = start(twin, EXAMPLES / name, texts, tmp_path / "fp8")
+    example = EXAMPLES / name, texts, tmp_path / "fp8"
     plain = EXAMPLES / "plain" / name, texts, tmp_path / "plain"
-    if twin.forks:
-        expected = fork(twin, *plain, output=tmp_path / "log")
+    if name.startswith("04") or twin.needs == "deepspeed":  # torchrun starts the first one
+        ours = fork(twin, *example, output=tmp_path / "log")
+        expected = fork(twin, *plain, output=tmp_path / "plain log")
     else:
-        expected = end(start(twin, *plain))
-    ours = end(process)
+        process = start(twin, *example)
+        if twin.ranks is None:
+            expected = end(start(twin, *plain))
+        else:
+            expected = fork(twin, *plain, output=tmp_path / "log")
+        ours = end(process)
     assert ours == pytest.approx(expected, rel=0.1)
     assert (tmp_path / "fp8").exists()
     if name == "04_gpt_fsdp2.py":  # a run goes on from its checkpoint
