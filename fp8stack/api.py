@@ -2,7 +2,7 @@
 
     model, optimizer = fp8stack.initialize(model, optimizer, opt_level="O2")
 
-In order: every check; the plan (which layers, which weights); then the changes. Linear layers change class (O0). Large
+In order: every check; the choice of layers and weights; then the changes. Linear layers change class (O0). Large
 matrices get a hook that turns each fresh gradient into FP8 blocks (O1). The optimizer is replaced by its low-precision
 counterpart, which shares the `param_groups` list and takes over the state; weights of Linear and Embedding layers
 become bfloat16, their remaining bits the optimizer's (O2). Parameters keep their identity throughout, so ties, groups,
@@ -56,7 +56,7 @@ from .errors import (
 from .formats import scale_shape
 from .kernels.ops import kernel_backend
 from .levels import Recipe, recipe_for
-from .nn.convert import LayerPlan, apply_gemms, plan_layers, skipped_modules
+from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.matmuls import apply_matmuls
 from .nn.select import Chooser
 from .nn.swiglu import unfuse
@@ -116,7 +116,7 @@ class Decisions(NamedTuple):
     skipped: dict[nn.Module, str]
     quantized: set[nn.Parameter]
     formats: dict[nn.Parameter, tuple[str, str]]
-    plan: LayerPlan
+    layers: LayerChoices
     report: Report
 
 
@@ -155,7 +155,7 @@ def decide(
     }
     formats = _formats_by_parameter(model, recipe, left_alone)
     stored = replace(recipe, master="keep") if gathered_on else recipe
-    plan = plan_layers(model, stored, skipped, quantized, compute)
+    layers = choose_layers(model, stored, skipped, quantized, compute)
     if missing:
         fallbacks.append(
             f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
@@ -163,8 +163,8 @@ def decide(
     fallbacks += notes
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
-    report = report_of(recipe, plan, compute, reason, device, fallbacks)
-    return Decisions(recipe, compute, skipped, quantized, formats, plan, report)
+    report = report_of(recipe, layers, compute, reason, device, fallbacks)
+    return Decisions(recipe, compute, skipped, quantized, formats, layers, report)
 
 
 def carry_out(
@@ -175,7 +175,7 @@ def carry_out(
     stacklevel: int = 3,
 ) -> Session:
     """Change what was decided; `store` is what an adapter does to weights, before layers change their classes."""
-    recipe, compute, plan = decisions.recipe, decisions.compute, decisions.plan
+    recipe, compute, layers = decisions.recipe, decisions.compute, decisions.layers
     for fallback in decisions.report.fallbacks:  # first: a caller may turn warnings into errors
         text = f"fp8stack {recipe.level}: {fallback}"
         warnings.warn(text, Fp8StackWarning, stacklevel=stacklevel)
@@ -188,16 +188,16 @@ def carry_out(
         store(session)
     chooser = None
     if recipe.select == "auto" and compute == "native":
-        chooser = Chooser(recipe, plan.gemm, say)
+        chooser = Chooser(recipe, layers.gemm, say)
         session.report.selected = chooser.selected  # filled as shapes are seen
         session.hooks.append(chooser.watch(model))
-    apply_gemms(plan, session.conversion, compute, recipe, chooser)
+    apply_gemms(layers, session.conversion, compute, recipe, chooser)
     if recipe.matmuls and compute != "bf16":
-        alone = {model.get_submodule(name) for name, _ in plan.skipped} | decisions.skipped.keys()
+        alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
         bare = apply_matmuls(model, recipe, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     if optimizer is not None:
-        store_weights(model, plan, session)
+        store_weights(model, layers, session)
         quantize_gradients(model, decisions.quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(decisions.quantized, session)
     model.__dict__[_KEPT] = session

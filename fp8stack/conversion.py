@@ -28,7 +28,7 @@ from .errors import ModelError
 from .formats import FLOATS
 from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
-from .nn.convert import Conversion, LayerPlan, apply_storage
+from .nn.convert import Conversion, LayerChoices, apply_storage
 from .nn.matmuls import runs_matmuls
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
@@ -274,11 +274,11 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
     session.hooks.append(new.register_step_post_hook(mark_called))
 
 
-def store_weights(model: nn.Module, plan: LayerPlan, session: Session) -> None:
+def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:
     """Turn the planned weights to bfloat16 and give their remaining bits to the optimizer."""
-    apply_storage(model, plan, session.conversion)
+    apply_storage(model, layers, session.conversion)
     optimizer = session.returned
-    for _, parameter in plan.stored:
+    for _, parameter in layers.stored:
         if not isinstance(optimizer, BlockwiseOptimizer):
             continue
         # more than the weight, where there is a master already

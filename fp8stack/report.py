@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .levels import Recipe
-from .nn.convert import LayerPlan
+from .nn.convert import LayerChoices
 from .version import __version__
 
 logger = logging.getLogger("fp8stack")
@@ -97,7 +97,7 @@ class Report:
 
 def report_of(
     recipe: Recipe,
-    plan: LayerPlan,
+    layers: LayerChoices,
     compute: str,
     reason: str,
     device: torch.device,
@@ -129,10 +129,10 @@ def report_of(
         gradients="used in backward and freed" if recipe.step_in_backward else gradients,
         states=words.get(recipe.states, recipe.states) + offloaded,
         master="the weight" if recipe.master == "keep" else recipe.master,
-        converted=[name for name, _ in plan.gemm],
-        skipped=dict(plan.skipped),
-        stored=[name for name, _ in plan.stored],
-        kept=dict(plan.kept),
+        converted=[name for name, _ in layers.gemm],
+        skipped=dict(layers.skipped),
+        stored=[name for name, _ in layers.stored],
+        kept=dict(layers.kept),
         fallbacks=fallbacks,
     )
 

@@ -216,7 +216,7 @@ def _decide(
     for p in decisions.quantized if recipe.states != "keep" else ():
         states, master = decisions.formats.get(p, (recipe.states, recipe.master))
         check_placements(p, states, master, states not in ("keep", "fp32"))
-    if fp8_all_gather and (decisions.compute == "bf16" or not decisions.plan.gemm):
+    if fp8_all_gather and (decisions.compute == "bf16" or not decisions.layers.gemm):
         raise ConfigError(
             "fp8_all_gather=True gathers the weights of FP8 layers, and there are none: "
             f"compute is {decisions.compute} ({decisions.report.compute_reason}). Leave it out, or call "

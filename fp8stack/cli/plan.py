@@ -137,7 +137,7 @@ def _matrices(
     moments: bool,  # that the optimizer has some: SGD without momentum has not
 ) -> list[dict[str, Any]]:
     """Return what became of every matrix: module class, shape, GEMMs, weight, gradient and states."""
-    recipe, gemm = decisions.recipe, {name for name, _ in decisions.plan.gemm}
+    recipe, gemm = decisions.recipe, {name for name, _ in decisions.layers.gemm}
     result = []
     for name, module in model.named_modules():
         for own, p in module.named_parameters(recurse=False):

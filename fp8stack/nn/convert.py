@@ -4,7 +4,8 @@ A layer is converted by assigning to `module.__class__`: parameters, hooks, name
 `isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear` (or
 `nn.Embedding`, for storage) are touched: a subclass may use its weight in ways that cannot be known.
 
-`plan` only looks; it is what the checks and the summary card are made from. `apply` changes the model.
+`choose_layers` only looks; the checks and the summary card are made from what it returns. `apply_gemms` and
+`apply_storage` change the model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ OWN_FORWARD = "its forward was set on the instance, which hides the class's; ini
 
 
 @dataclass
-class LayerPlan:
+class LayerChoices:
     """What happens to the layers of a model."""
 
     gemm: list[tuple[str, nn.Linear]] = field(default_factory=list)  # to FP8 (or bf16) GEMMs
@@ -95,18 +96,18 @@ class _Change(NamedTuple):
     attributes: tuple[str, ...]
 
 
-def plan_layers(
+def choose_layers(
     model: nn.Module,
     recipe: Recipe,
     skipped: dict[nn.Module, str],
     quantized: set[nn.Parameter],
     compute: str = "native",
-) -> LayerPlan:
+) -> LayerChoices:
     """Return what `recipe` does to the layers of `model`, whose GEMMs `compute` will do.
 
     `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted.
     """
-    plan = LayerPlan()
+    layers = LayerChoices()
     excluded = {**_fast_paths(model), **skipped}
     alignments = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}
     alignment = alignments.get(compute, alignment_of(recipe.fp8_recipe))
@@ -115,16 +116,16 @@ def plan_layers(
             continue
         reason = excluded.get(module) or _unfit(module, recipe, alignment)
         if reason:
-            plan.skipped.append((name, reason))
+            layers.skipped.append((name, reason))
         else:
-            plan.gemm.append((name, module))
+            layers.gemm.append((name, module))
     if recipe.master != "keep":
-        _plan_storage(model, plan, excluded, quantized)
-    return plan
+        _choose_storage(model, layers, excluded, quantized)
+    return layers
 
 
 def apply_gemms(
-    plan: LayerPlan,
+    layers: LayerChoices,
     conversion: Conversion,
     compute: str,
     recipe: Recipe,
@@ -133,7 +134,7 @@ def apply_gemms(
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     first: dict[torch.Tensor, Products] = {}  # of the layers that share a weight
-    for name, module in plan.gemm:
+    for name, module in layers.gemm:
         if compute == "te":
             engine = Engine(recipe, module.weight, name)
             conversion.change(module, TeLinear, te=engine)
@@ -148,9 +149,9 @@ def apply_gemms(
             conversion.change(module, Bf16Linear, layer_name=name)
 
 
-def apply_storage(model: nn.Module, plan: LayerPlan, conversion: Conversion) -> None:
+def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion) -> None:
     """Let the modules around weights that are now bfloat16 compute in the dtype they had (call before the change)."""
-    stored = {p: p.dtype for _, p in plan.stored if p.dtype is not torch.bfloat16}
+    stored = {p: p.dtype for _, p in layers.stored if p.dtype is not torch.bfloat16}
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight not in stored:
@@ -215,8 +216,11 @@ def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
     return ""
 
 
-def _plan_storage(
-    model: nn.Module, plan: LayerPlan, excluded: dict[nn.Module, str], quantized: set[nn.Parameter]
+def _choose_storage(
+    model: nn.Module,
+    layers: LayerChoices,
+    excluded: dict[nn.Module, str],
+    quantized: set[nn.Parameter],
 ) -> None:
     """Fill in which weights become bfloat16 + remainder: those of plain Linear and Embedding layers only.
 
@@ -247,9 +251,9 @@ def _plan_storage(
                 else "shares its storage with another parameter; tie them: a.weight = b.weight"
             )
         if reason:
-            plan.kept.append((name, reason))
+            layers.kept.append((name, reason))
         else:
-            plan.stored.append((name, parameter))
+            layers.stored.append((name, parameter))
 
 
 def _storage_of(parameter: nn.Parameter) -> int:
