@@ -103,11 +103,12 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
     # --- state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        check_states(param_group.get("states", self.states))
+        states = param_group.get("states", self.states)
+        check_option("states", states, *ON_BITSANDBYTES, *EIGHT_BITS)
         super().add_param_group(param_group)
 
     def check_formats_of(self, parameter: Tensor) -> None:
-        check_states(self.formats_of(parameter)[0])
+        check_option("states", self.formats_of(parameter)[0], *ON_BITSANDBYTES, *EIGHT_BITS)
         if is_sharded(parameter):
             raise ModelError(
                 f"a parameter of shape {tuple(parameter.shape)} is sharded (DTensor), which bitsandbytes does not "
@@ -244,10 +245,7 @@ class SGD(BitsandbytesOptimizer, sgd.SGD):
 
 
 COUNTERPARTS: dict[type[BlockwiseOptimizer], type[BitsandbytesOptimizer]] = {
-    adam.AdamW: AdamW,
-    adam.Adam: Adam,
-    lion.Lion: Lion,
-    sgd.SGD: SGD,
+    kind.__bases__[1]: kind for kind in (AdamW, Adam, Lion, SGD)
 }
 
 
@@ -258,11 +256,6 @@ def check_bitsandbytes(device: torch.device, paged: bool) -> None:
         raise UnsupportedDeviceError(f"{answer.reason}.")
     if paged and device.type == "cpu":
         check_option("optimizer_backend", "bitsandbytes-paged", ON_CPU)
-
-
-def check_states(states: str) -> None:
-    """Raise ConfigError unless bitsandbytes' optimizers keep `states`."""
-    check_option("states", states, *ON_BITSANDBYTES, *EIGHT_BITS)
 
 
 def _pieces(number: int, entry: Entry, divisible: bool) -> Iterator[Piece]:

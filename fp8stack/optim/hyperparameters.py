@@ -26,14 +26,9 @@ def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], floa
         )
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise ConfigError(f"betas must lie in [0, 1), got {betas}.")
-    check_positive("eps", eps)
-    check_positive("weight_decay", group["weight_decay"])
-    return (
-        check_rate(group["lr"]),
-        (float(betas[0]), float(betas[1])),
-        float(eps),
-        float(group["weight_decay"]),
-    )
+    decay = check_positive("weight_decay", group["weight_decay"])
+    first, second = map(float, betas)
+    return check_rate(group["lr"]), (first, second), check_positive("eps", eps), decay
 
 
 def check_rate(lr: float | Tensor) -> float:
@@ -44,8 +39,7 @@ def check_rate(lr: float | Tensor) -> float:
         if lr.is_cuda:
             return 0.0
         lr = float(lr)
-    check_positive("lr", lr)
-    return float(lr)
+    return check_positive("lr", lr)
 
 
 def rates_on_gpu(groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
@@ -62,7 +56,8 @@ def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
         )
 
 
-def check_positive(name: str, value: float) -> None:
-    """Raise ConfigError unless `value` is a finite number >= 0."""
+def check_positive(name: str, value: float) -> float:
+    """Return `value`; raise ConfigError unless it is a finite number >= 0."""
     if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
         raise ConfigError(f"{name} must be a finite number >= 0, got {value!r}.")
+    return float(value)

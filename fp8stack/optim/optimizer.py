@@ -24,12 +24,12 @@ from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.levels import CHOICES
 
-from . import state_dict as saved_state
 from .gradients import check_gradient
 from .hyperparameters import check_choice, rates_on_gpu
 from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceStep
 from .sharded import local, local_state, reduce_nothing, shares_of
+from .state_dict import install, prepare, tag, to_torch
 from .state_formats import check_formats, step_kind
 from .step import Batch, DeviceStep, Entry, share_verdict
 from .step_in_backward import GradientRelease
@@ -258,8 +258,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
         if self.state and not any("step" in entry for entry in self.state.values()):
             self.ensure_states()
         if self.portable:
-            return saved_state.tag(self, saved_state.to_torch(self, "cpu", masters=True))
-        return saved_state.tag(self, super().state_dict())
+            return tag(self, to_torch(self, "cpu", masters=True))
+        return tag(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state made by `state_dict`, or by torch's optimizer of the same kind, whose moments are quantized.
@@ -267,7 +267,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         Raises:
             CheckpointError: if it is of another format version, optimizer or model, or incomplete. Nothing is changed.
         """
-        saved_state.load(self, state_dict)
+        install(self, prepare(self, state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return state and groups as torch does, without hooks and listeners, which belong to this process."""

@@ -16,16 +16,7 @@ from fp8stack.kernels.reference.step import step as step_tensor
 from fp8stack.kernels.reference.step_scalars import scalars
 
 from .sharded import Share, share_of
-from .step import (
-    Batch,
-    DeviceStep,
-    Entry,
-    Piece,
-    apply_hyper,
-    apply_tensors,
-    direction_tensors,
-    split_kind,
-)
+from .step import Batch, DeviceStep, Entry, Piece, apply_hyper, two_passes
 
 
 class ReferenceStep(DeviceStep):
@@ -128,12 +119,13 @@ class _Single(Batch):
 
     def directions(self) -> Tensor:
         u = torch.zeros_like(self.all.weight, dtype=torch.bfloat16)
-        step_tensor(split_kind(self.kind)[0], direction_tensors(u, self.all), self.hyper[0])
+        first, _ = two_passes(self.kind, self.all, u)
+        step_tensor(*first, self.hyper[0])
         return u.unsqueeze(0)
 
     def apply(self, updates: Tensor, step_size: Tensor | float) -> None:
-        tensors = apply_tensors(updates.view(self.all.weight.shape), self.all)
-        step_tensor(split_kind(self.kind)[1], tensors, apply_hyper(self.hyper, step_size)[0])
+        _, second = two_passes(self.kind, self.all, updates.view(self.all.weight.shape))
+        step_tensor(*second, apply_hyper(self.hyper, step_size)[0])
 
     def tensors(self, number: int) -> StepTensors:
         return self.all

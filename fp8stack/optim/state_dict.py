@@ -117,11 +117,6 @@ class Prepared(NamedTuple):
     states: dict[Tensor, State]
 
 
-def load(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> None:
-    """Check `packed` against `optimizer`, then load it; see `BlockwiseOptimizer.load_state_dict`."""
-    install(optimizer, prepare(optimizer, packed))
-
-
 def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
     """Return what `packed` holds, checked and in the optimizer's formats; change nothing.
 

@@ -134,19 +134,18 @@ def share_verdict(parts: Sequence[DeviceStep], want_norm: bool) -> None:
         part.verdict[3].copy_(largest)
 
 
-def split_kind(kind: StepKind) -> tuple[StepKind, StepKind]:
-    """Return the kinds of the two passes: one that updates the momentum, one that applies a direction."""
-    return kind._replace(master=""), StepKind("sgd", False, "", "", kind.master)
+def apply_kind(kind: StepKind) -> StepKind:
+    """Return the kind of a second pass: SGD without momentum."""
+    return StepKind("sgd", False, "", "", kind.master)
 
 
-def direction_tensors(u: Tensor, t: StepTensors) -> StepTensors:
-    """Return the tensors of the first pass, which writes the direction to `u`."""
-    return t._replace(weight=u, master=None, master_scale=None)
-
-
-def apply_tensors(direction: Tensor, t: StepTensors) -> StepTensors:
-    """Return the tensors of the second pass, whose gradient is the direction."""
-    return StepTensors(t.weight, t.master, t.master_scale, direction, *[None] * 5)
+def two_passes(
+    kind: StepKind, t: StepTensors, u: Tensor
+) -> tuple[tuple[StepKind, StepTensors], tuple[StepKind, StepTensors]]:
+    """Return kind and tensors of both passes: the first writes its directions to `u`, which the second applies."""
+    first = kind._replace(master=""), t._replace(weight=u, master=None, master_scale=None)
+    applied = StepTensors(t.weight, t.master, t.master_scale, u, *[None] * 5)
+    return first, (apply_kind(kind), applied)
 
 
 def apply_hyper(hyper: Tensor, step_size: float | Tensor) -> Tensor:  # float32 [..., 16]

@@ -33,17 +33,7 @@ from fp8stack.tensor import BlockScaledTensor
 
 from .gradients import check_gradient
 from .sharded import Share, local, share_of
-from .step import (
-    MATRICES,
-    Batch,
-    DeviceStep,
-    Entry,
-    Piece,
-    apply_hyper,
-    apply_tensors,
-    direction_tensors,
-    split_kind,
-)
+from .step import MATRICES, Batch, DeviceStep, Entry, Piece, apply_hyper, apply_kind, two_passes
 
 FAST = True
 """Let kernels use approximate reciprocals and roots; without, the bits are the reference's (see `kernels/step.py`)."""
@@ -110,11 +100,9 @@ class TritonStep(DeviceStep):
             if e.kind.algorithm != "muon":
                 keys.append(_Key(launch_of(e.kind, t), share_of(e.parameter)))
                 continue
-            direction, apply = split_kind(e.kind)
             # It stands for a direction, whose memory is not there yet.
             u = torch.empty(1, dtype=torch.bfloat16, device=self.device).expand(t.weight.shape)
-            first = launch_of(direction, direction_tensors(u, t))
-            second = launch_of(apply, apply_tensors(u, t))
+            first, second = (launch_of(*one) for one in two_passes(e.kind, t, u))
             key = _Key(first, share_of(e.parameter), second, e.group, t.weight.shape)
             number = matrices[key] // max(1, MATRICES // max(1, t.weight.numel()))
             matrices[key] += 1
@@ -403,7 +391,7 @@ class TritonBatch(Batch):
         programs = [-(-piece.blocks // self._blocks) for piece in pieces]
         owner = torch.zeros(max(programs), dtype=torch.int32, device=update.device)
         dtypes = (*self.launch.dtypes[:2], update.dtype, None, None)
-        launch = self.launch._replace(kind=split_kind(self.kind)[1], dtypes=dtypes)
+        launch = self.launch._replace(kind=apply_kind(self.kind), dtypes=dtypes)
         return [
             partial(self._step_table, launch, row, owner[:count], scalars, self.amax[:1])
             for row, count, scalars in zip(rows.split(1), programs, hyper.split(1), strict=True)
