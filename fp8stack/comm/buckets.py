@@ -84,9 +84,9 @@ class Bucket:
         device = regions[0].parameter.device
         self.codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(blocks, dtype=torch.float32, device=device)
-        self.error: Tensor | None = (
-            None  # what quantizing this rank's stripe of the last mean cut off
-        )
+        self._whole = BlockScaledTensor(self.codes.view(E4M3.dtype), self.scales[None])
+        # what quantizing this rank's stripe of the last mean cut off
+        self.error: Tensor | None = None
         if feedback:
             self.error = torch.zeros(blocks // world * BLOCK, dtype=torch.float32, device=device)
         self.pending = 0  # parameters whose gradient of this backward is not there yet
@@ -111,8 +111,7 @@ class Bucket:
             region.after_exchange()
 
     def _exchange(self, way: Transport) -> Sent:
-        whole = BlockScaledTensor(self.codes.view(E4M3.dtype), self.scales[None])
-        return exchange.all_reduce(whole, whole, way.world, way, self.error)
+        return exchange.all_reduce(self._whole, self._whole, way.world, way, self.error)
 
 
 def make_buckets(

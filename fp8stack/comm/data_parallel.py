@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import zip_longest
@@ -32,7 +32,7 @@ from fp8stack.tensor import check_dense, is_sharded
 
 from .buckets import Region, make_buckets
 from .collectives import feeds_back
-from .transport import Transport, failures_named, gather_objects, member_group, verify
+from .transport import Transport, failures_named, gather_objects, group_of, verify
 
 
 class DataParallel(nn.Module):
@@ -77,7 +77,9 @@ class DataParallel(nn.Module):
             "bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers, "static_graph": static_graph,
             "find_unused_parameters": find_unused_parameters, "error_feedback": error_feedback,
         }  # fmt: skip
-        self.process_group = member_group(process_group)
+        self.process_group = group_of(process_group)
+        if self.process_group is None:
+            raise ConfigError(f"rank {dist.get_rank()} does not belong to the given process group.")
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.device = _check_model(module, trained, bucket_cap_mb)
         self.broadcast_buffers = broadcast_buffers
@@ -110,12 +112,10 @@ class DataParallel(nn.Module):
         self._backward: Any = lambda: None
         self._unused: set[Region] | None = None  # of a static graph, once known
         handles = []
-        own = weakref.ref(self)
         for index, bucket in enumerate(self.buckets):
             for region in bucket.regions:
-                p = region.parameter
-                take = partial(_take_weakly, own, index, region)
-                handles.append(p.register_post_accumulate_grad_hook(take))
+                take = partial(_call_weakly, weakref.WeakMethod(self._take), index, region)
+                handles.append(region.parameter.register_post_accumulate_grad_hook(take))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class DataParallel(nn.Module):
         mark = _Mark()
         self._backward = weakref.ref(mark)
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(_end_weakly, weakref.ref(self), mark))
+        engine.queue_callback(partial(_call_weakly, weakref.WeakMethod(self._end), mark))
 
     def _finish_failed(self) -> None:
         """If the last backward failed, send NaN for the buckets that it did not send.
@@ -236,8 +236,11 @@ class DataParallel(nn.Module):
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def _end(self) -> None:
+    def _end(self, mark: _Mark) -> None:
         """Send what is left, wait for all, and hand the gradients out."""
+        self._backward = lambda: (
+            None
+        )  # the mark may live on, in the frames of an error that is kept
         if not self._fired:
             self._unfinished = False
             return  # torch.autograd.grad with respect to inputs
@@ -341,16 +344,9 @@ class _Mark:
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _take_weakly(own: Any, index: int, region: Region, p: Tensor) -> None:
-    if (parallel := own()) is not None:
-        parallel._take(index, region, p)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _end_weakly(own: Any, mark: _Mark) -> None:
-    if (parallel := own()) is not None:
-        parallel._backward = lambda: None  # the mark lives on if an error with this frame is kept
-        parallel._end()
+def _call_weakly(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
+    if (bound := method()) is not None:
+        bound(*arguments)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

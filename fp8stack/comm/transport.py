@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack.errors import CommError, ConfigError, first_line
+from fp8stack.errors import CommError, first_line
 
 # Since torch 2.13 it has this name, and the old one warns.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -124,11 +124,3 @@ def group_of(given: Any) -> Any:
         return group
     dist.get_rank(group)  # raises torch's own error if there is no process group at all
     return None
-
-
-def member_group(given: Any) -> Any:
-    """Return the process group that an argument means, or raise ConfigError if this rank is not in it."""
-    group = group_of(given)
-    if group is None:
-        raise ConfigError(f"rank {dist.get_rank()} does not belong to the given process group.")
-    return group
