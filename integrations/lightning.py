@@ -149,16 +149,14 @@ class _Precision:
             self._initialize(module, None)
         else:
             homes = [_home_of(o, module) for o in optimizers] if len(optimizers) > 1 else [module]
-            optimizers = [
-                self._initialize(home, optimizer)
-                for home, optimizer in zip(homes, optimizers, strict=True)
-            ]
+            pairs = zip(homes, optimizers, strict=True)
+            optimizers = [self._initialize(home, optimizer) for home, optimizer in pairs]
         if parallel:
             strategy.model = module
             strategy.configure_ddp()
             model = strategy.model
         if on_wire:
-            register_fp8_hook(strategy.model)
+            register_fp8_hook(model)
         return model, optimizers, lr_schedulers
 
     def _initialize(self, module: nn.Module, optimizer: Any) -> Any:

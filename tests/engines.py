@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from helpers import assert_same_bits
 from torch import nn
 from workers import leave_ranks
 
@@ -37,6 +38,14 @@ def enter(rank, world, store):
 def leave():
     leave_ranks()
     os._exit(0)
+
+
+def assert_same_on_all_ranks(model):
+    """Compare the bits of weights (whole ones: a part of its own on each rank is another)."""
+    for p in model.parameters():
+        first = p.detach().clone()
+        dist.broadcast(first, 0)
+        assert_same_bits(p.detach(), first)
 
 
 def let_shard(accelerator, plugin):

@@ -66,9 +66,7 @@ def initialize(*args: Any, opt_level: str | None = None, **kwargs: Any) -> Start
         ModelError: for a model or optimizer that the level cannot be applied to. Nothing has been changed then.
         UnsupportedDeviceError: for a fallback under `"strict": true`.
     """
-    original = _original()
-    arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-    return _run(original, arguments, opt_level, "O2")
+    return _run(_original(), args, kwargs, opt_level, "O2")
 
 
 class Handle(ExitStack):
@@ -90,8 +88,7 @@ def install() -> Handle:
 
         @functools.wraps(original)
         def initialize(*args: Any, **kwargs: Any) -> Any:
-            arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-            return _run(original, arguments, None, None)
+            return _run(original, args, kwargs, None, None)
 
         initialize.fp8stack_original = original  # type: ignore[attr-defined]
         deepspeed.initialize = initialize
@@ -117,11 +114,13 @@ def _original() -> Callable[..., Any]:
 
 def _run(
     original: Callable[..., Any],
-    arguments: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
     opt_level: str | None,
     default: str | None,
 ) -> Started:
     """Start an engine with `original`'s arguments; as `original` does where neither section nor level asks for more."""
+    arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
     config, section = find_config(arguments), None
     if config is not None:
         level = opt_level if "fp8stack" in config else opt_level or default

@@ -21,19 +21,18 @@ from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import OPTIONS, Recipe, recipe_for
 
 CHECKPOINT_FORMATS = ("native", "portable")
+_TRUE_OR_FALSE = (lambda value: isinstance(value, bool), "true or false")
+_ANYTHING = (lambda value: True, "")  # which `recipe_for` checks
 OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "enabled": (lambda value: isinstance(value, bool), "true or false"),
-    "opt_level": (lambda value: True, ""),  # which `recipe_for` checks
-    "preset": (lambda value: True, ""),
-    "strict": (lambda value: isinstance(value, bool), "true or false"),
+    "enabled": _TRUE_OR_FALSE,
+    "opt_level": _ANYTHING,
+    "preset": _ANYTHING,
+    "strict": _TRUE_OR_FALSE,
     "allow": (
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
         "a list of names of known incompatibilities",
     ),
-    "checkpoint_format": (
-        lambda value: value in CHECKPOINT_FORMATS,
-        f"one of {', '.join(CHECKPOINT_FORMATS)}",
-    ),
+    "checkpoint_format": (CHECKPOINT_FORMATS.__contains__, f"one of {CHECKPOINT_FORMATS}"),
 }
 """Keys that no recipe has, with what their values must be."""
 
@@ -55,14 +54,11 @@ def find_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         ConfigError: for a file or text that holds no JSON object.
     """
-    given = arguments.get("config")
-    if given is None:
-        given = arguments.get("config_params")
-    if given is None:
-        given = getattr(arguments.get("args"), "deepspeed_config", None)
-    if given is None or isinstance(given, dict):
-        return copy.deepcopy(given)
-    return _read(given)
+    of_arguments = getattr(arguments.get("args"), "deepspeed_config", None)
+    for given in (arguments.get("config"), arguments.get("config_params"), of_arguments):
+        if given is not None:
+            return copy.deepcopy(given) if isinstance(given, dict) else _read(given)
+    return None
 
 
 def with_config(arguments: Mapping[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from engines import (
     VOCABULARY,
     Bigrams,
+    assert_same_on_all_ranks,
     batches,
     build,
     configure,
@@ -35,17 +36,8 @@ from fp8stack.nn import Fp8Linear
 
 pytest.importorskip("deepspeed")
 
-STEPS = 40
+STEPS = 30
 MATRICES = sum(p.numel() for p in build().parameters() if p.ndim > 1)
-
-
-def same_on_all_ranks(engine):
-    """Assert that the weights have the same bits on all ranks (of ZeRO-3: that nobody can tell)."""
-    for p in engine.module.parameters():
-        mine = p.detach().float()
-        other = mine.clone()
-        dist.broadcast(other, 0)
-        assert_same_bits(mine, other)
 
 
 def check_states(inner, low_master, least=1):
@@ -88,7 +80,9 @@ def train_at_every_level(rank, stage, folder):
     for dtype in ("fp32", "bf16"):
         plain = train(start_plain(deepspeed, configure(stage, dtype)), STEPS, rank)
         low = bool(stage) and dtype == "bf16"
-        cases = [("O0", False), ("O1", False), ("O2", low), (None, False), *[(None, True)] * low]
+        cases = [("O0", False), ("O1", False), ("O2", low)]
+        if dist.get_world_size() > 1:
+            cases += [(None, False), *[(None, True)] * low]
         for level, low_master in cases:
             engine = make(level, dtype, low_master)
             losses = train(engine, STEPS, rank)
@@ -104,7 +98,7 @@ def train_at_every_level(rank, stage, folder):
             if ours:
                 check_states(inner, low_master, 1 if level else MATRICES)
             if stage < 3:
-                same_on_all_ranks(engine)
+                assert_same_on_all_ranks(engine.module)
             place = f"{folder}/{level}{dtype}{low_master}"
             engine.save_checkpoint(place, tag="here")
             after = train(engine, 3, rank, seed=2)
@@ -138,7 +132,7 @@ def train_on_gpus(rank, compute):
             assert engine.fp8stack.report.compute == compute
             check_states(inner_of(engine), low_master=bool(stage) and dtype == "bf16")
             if stage < 3:
-                same_on_all_ranks(engine)
+                assert_same_on_all_ranks(engine.module)
         # stage 0 adds up in another order and rounds to 16 bits at other places, which flips codes of FP8
         for other in alone[1:]:
             torch.testing.assert_close(other, alone[1], rtol=1e-3, atol=0)

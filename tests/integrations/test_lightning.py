@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from engines import import_deepspeed
+from engines import assert_same_on_all_ranks, import_deepspeed
 from helpers import TinyLM, assert_same_bits, batch
 from ranks import run_ranks
 from torch import nn
@@ -355,13 +354,6 @@ def use_two_ranks(rank, folder):
     use_deepspeed(rank)
 
 
-def assert_equal_everywhere(module):
-    for p in module.parameters():
-        first = p.detach().clone()
-        dist.broadcast(first, 0)
-        assert_same_bits(p.detach(), first)
-
-
 def in_ddp(model):
     parallel = DistributedDataParallel(model)
     comm.register_fp8_hook(parallel)
@@ -378,7 +370,7 @@ def train_in_ddp(rank):
             run.fit(module, loader(4, rank), loader(1))
         assert module.losses == expected
         assert statistics.collect()["all_reduce"]["calls"] >= 4
-        assert_equal_everywhere(module)
+        assert_same_on_all_ranks(module)
     strategy = strategies.DDPStrategy(ddp_comm_hook=comm.fp8_compress_hook)
     with pytest.raises(ConfigError, match="has a ddp_comm_hook, and O2 registers its own"):
         trainer(strategy=strategy, devices=2).fit(Module(), loader(1))
@@ -391,7 +383,7 @@ def use_fabric(rank):
     fabric.launch()
     model, losses = train_by_fabric(fabric, rank, 4, rank)
     assert losses == expected
-    assert_equal_everywhere(model)
+    assert_same_on_all_ranks(model)
     sharding = Fabric(accelerator="cpu", devices=2, strategy=FabricModelParallel(shard, 1, 1))
     with pytest.raises(ConfigError, match=r"'ModelParallelStrategy' does not go.*fsdp.attach"):
         setup(sharding, TinyLM(), None, "O0")

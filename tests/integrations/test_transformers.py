@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from engines import forget_accelerators, forget_launch, import_deepspeed, let_shard
+from engines import (
+    assert_same_on_all_ranks,
+    forget_accelerators,
+    forget_launch,
+    import_deepspeed,
+    let_shard,
+)
 from helpers import assert_same_bits
 from ranks import run_ranks
 from torch.utils.data import Dataset
@@ -250,10 +255,7 @@ def use_two_processes(rank, folder):
     assert statistics.collect()
     trainer, losses = resume(f"{folder}/ddp", "O2", **ddp)
     assert_as_good(losses, plain)
-    for p in trainer.model.parameters():
-        first = p.detach().clone()
-        dist.broadcast(first, 0)
-        assert_same_bits(p.detach(), first)
+    assert_same_on_all_ranks(trainer.model)
     trainer, losses = resume(f"{folder}/fsdp", "O2", shards=True, **ddp)
     assert_as_good(losses, plain)
     fsdp.verify(trainer.model, inner_of(trainer))
