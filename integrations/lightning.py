@@ -156,7 +156,7 @@ class _Precision:
             strategy.configure_ddp()
             model = strategy.model
         if on_wire:
-            register_fp8_hook(model)
+            register_fp8_hook(strategy.model)
         return model, optimizers, lr_schedulers
 
     def _initialize(self, module: nn.Module, optimizer: Any) -> Any:

@@ -26,8 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
+from fp8stack.conflicts import FSDP2, RULES
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.integrations.fsdp import attach, fully_shard_fp8, verify
+from fp8stack.levels import OPTIONS
 from fp8stack.monitor import Monitor
 
 LR = 5e-4
@@ -398,71 +400,55 @@ def refused(kind, match, model):
     assert [(type(m), [p.dtype for p in m.parameters()]) for m in model.modules()] == before
 
 
-REFUSED = (  # options of `attach`, and words of the error
-    (
-        {"step_in_backward": True},
-        "step_in_backward=True does not go with FSDP2.*steps each gradient",
-    ),
-    ({"offload": "cpu"}, "offload='cpu' does not go with FSDP2.*CPUOffloadPolicy"),
-    ({"matmuls": True}, "matmuls=True does not go with FSDP2.*by their parameters"),
-    ({"master": "fp16"}, "master='fp16' does not go with FSDP2.*one scale for a whole tensor"),
-    (
-        {"optimizer_backend": "bitsandbytes"},
-        "optimizer_backend='bitsandbytes' does not go with FSDP2.*no sharded states",
-    ),
-    ({"preset": "fp8-lm"}, "states='fp8-lm' does not go with FSDP2.*one scale for a whole tensor"),
-    (
-        {"states_for": {"head": {"master": "fp16"}}},
-        "states_for.*master='fp16' does not go with FSDP2.*one scale",
-    ),
-    ({"skipp": ["head"]}, r"Did you mean \"skip\""),
-    ({"compute": "bf16", "fp8_all_gather": True}, "fp8_all_gather=True .*compute is bf16"),
-)
+RULES_OF_FSDP2 = [
+    (rule, value) for rules in RULES.values() for rule in rules for value in rule.values
+    if rule.contexts == (FSDP2,) and rule.option in OPTIONS
+]  # fmt: skip
 
 
 def refuse():
-    whole_model, model = make(), shard(make())
-    optimizer = adamw(model)
-    for options, words in REFUSED:
-        with refused(ConfigError, words, model):
-            attach(model, optimizer, **options)
-        if "fp8_all_gather" not in options:
-            with refused(ConfigError, words, whole_model):
-                shard_fp8(whole_model, adamw(whole_model), **options)
-    late, mixed = make(), make()
-    early = adamw(late)
+    whole_model, model, late, mixed = make(), shard(make()), make(), make()
+    optimizer, early = adamw(model), adamw(late)
+    assert len(RULES_OF_FSDP2) == 7
+    for rule, value in RULES_OF_FSDP2:
+        for call, given in ((attach, model), (shard_fp8, whole_model)):
+            with refused(rule.error, f"{rule.option}={value!r} does not go with FSDP2", given):
+                call(given, adamw(given), **{rule.option: value})
     shard(late)
     mixed.head.half()
     with torch.device("meta"):
         meta, sharded_meta = Blocks(), shard(Blocks())
-    rms = torch.optim.RMSprop(whole_model.parameters())
-    muon, other = fp8stack.optim.Muon(model.parameters()), [nn.Linear(2, 2)]
-    for call, given, makes, words in (
-        (attach, model, None, "O2 converts gradients for an optimizer"),
-        (attach, late, early, r"14 of the 14 .*fully_shard replaced them.*Build it after"),
-        (shard_fp8, whole_model, rms, "RMSprop does not go with states='8bit'.*torch.optim.Adam"),
-        (attach, model, muon, "Muon does not go with FSDP2.*all of a matrix"),
-        (shard_fp8, model, optimizer, "is sharded already.*attach"),
-        (shard_fp8, mixed, adamw(mixed), r"several dtypes \(.*float16.*param_dtype"),
-        (shard_fp8, meta, adamw(meta), "on the meta device; materialize"),
-        (attach, sharded_meta, adamw(sharded_meta), "on the meta device; materialize"),
-    ):
-        with refused(ModelError, words, given):
-            call(given, makes)
-    with refused(ModelError, "blocks has a Linear that is no module inside", whole_model):
-        shard_fp8(whole_model, adamw(whole_model), blocks=other)
-    with refused(ConfigError, r"attach found no module sharded.*fully_shard_fp8", whole_model):
-        attach(whole_model, adamw(whole_model))
-    wrapped = DistributedDataParallel(make())
-    one = FullyShardedDataParallel(make(), device_id=HERE.device)
-    for call, given, words in (
-        (attach, wrapped, "DistributedDataParallel.* FSDP2: it keeps whole parameters"),
-        (attach, one, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)"),
-        (shard_fp8, one, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)"),
-        (attach, torch.compile(model), r"OptimizedModule.*model.compile\(\)"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            call(given, adamw(given))
+    rms, muon = (
+        torch.optim.RMSprop(whole_model.parameters()),
+        fp8stack.optim.Muon(model.parameters()),
+    )
+    one, wrapped = (
+        FullyShardedDataParallel(make(), device_id=HERE.device),
+        DistributedDataParallel(make()),
+    )
+    for call, given, makes, words, options in (
+        (attach, model, adamw, r"Did you mean \"skip\"", {"skipp": ["head"]}),
+        (attach, model, adamw, "states_for.*master='fp16' does not go with FSDP2.*one scale",
+         {"states_for": {"head": {"master": "fp16"}}}),
+        (attach, model, adamw, "fp8_all_gather=True .*compute is bf16",
+         {"compute": "bf16", "fp8_all_gather": True}),
+        (attach, model, lambda _: None, "O2 converts gradients for an optimizer", {}),
+        (attach, late, lambda _: early, r"14 of the 14 .*fully_shard replaced them.*Build it after", {}),
+        (shard_fp8, whole_model, lambda _: rms, "RMSprop does not go with states='8bit'.*torch.optim.Adam", {}),
+        (attach, model, lambda _: muon, "Muon does not go with FSDP2.*all of a matrix", {}),
+        (shard_fp8, model, adamw, "is sharded already.*attach", {}),
+        (shard_fp8, mixed, adamw, r"several dtypes \(.*float16.*param_dtype", {}),
+        (shard_fp8, meta, adamw, "on the meta device; materialize", {}),
+        (attach, sharded_meta, adamw, "on the meta device; materialize", {}),
+        (shard_fp8, whole_model, adamw, "blocks has a Linear that is no module inside", {"blocks": [nn.Linear(2, 2)]}),
+        (attach, whole_model, adamw, "attach found no module sharded.*fully_shard_fp8", {}),
+        (attach, wrapped, adamw, "DistributedDataParallel.* FSDP2: it keeps whole parameters", {}),
+        (attach, one, adamw, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)", {}),
+        (shard_fp8, one, adamw, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)", {}),
+        (attach, torch.compile(model), adamw, r"OptimizedModule.*model.compile\(\)", {}),
+    ):  # fmt: skip
+        with refused((ConfigError, ModelError), words, given):
+            call(given, makes(given), **options)
     with pytest.raises(ModelError, match="got int"):
         attach(3, optimizer)
     model, optimizer = attach(model, optimizer)
