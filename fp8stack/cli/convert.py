@@ -12,7 +12,7 @@ Tied weights stay tied in a state_dict. safetensors holds one of them, and the o
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -43,33 +43,23 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: there is no folder {out.parent}. Make it.")
     if out.exists() and (not out.is_file() or out.samefile(source)):
         raise ConfigError(f"--out {out} is the checkpoint itself, or no file. Name another one.")
-    save: Any = _save_plain
-    if "safetensors" in (options.to, out.suffix[1:]):
-        try:
-            import safetensors.torch  # now, before minutes of reading
-        except ImportError:
-            what = "writing weights as safetensors"
-            raise MissingLibraryError(what, "safetensors", "safetensors") from None
-        save = partial(_save_tied, safetensors.torch.save_file)
+    safe = "safetensors" in (options.to, out.suffix[1:])
+    if safe and find_spec("safetensors") is None:  # now, before minutes of reading
+        raise MissingLibraryError("writing weights as safetensors", "safetensors", "safetensors")
     contents = read(source)
     masters = find_masters(contents)
     dtype = torch.bfloat16 if options.to == "bf16" else torch.float32
     weights = consolidate(contents.model, masters, dtype)
     try:
         with replacing(out) as temporary:
-            save(weights, temporary)
+            _write(temporary, weights, safe)
     except Exception as error:  # on a full disk safetensors raises one of its own
         raise CheckpointError(
             f"{out} cannot be written: {reason_of(error)} Nothing is left of it."
         ) from error
-    data = {
-        "out": str(out),
-        "dtype": str(dtype).removeprefix("torch."),
-        "tensors": len(weights),
-        "masters": len(masters),
-        "bytes": out.stat().st_size,
-    }
-    show(options, data, draw)
+    facts = {"dtype": str(dtype).removeprefix("torch."), "bytes": out.stat().st_size}
+    counts = {"tensors": len(weights), "masters": len(masters)}
+    show(options, {"out": str(out), **facts, **counts}, draw)
     return 0
 
 
@@ -119,13 +109,14 @@ def consolidate(
     return {name: made[place_of(value)] for name, value in model.items()}
 
 
-def _save_plain(weights: dict[str, Tensor], path: Path) -> None:
-    with open(path, "wb") as file:  # a full disk is an OSError then
-        torch.save(weights, file)
+def _write(path: Path, weights: dict[str, Tensor], safe: bool) -> None:
+    """Write a state_dict, or safetensors: of tied weights the first, and the names of the others."""
+    if not safe:
+        with open(path, "wb") as file:  # a full disk is an OSError then
+            torch.save(weights, file)
+        return
+    from safetensors.torch import save_file
 
-
-def _save_tied(save_file: Any, weights: dict[str, Tensor], path: Path) -> None:
-    """Write safetensors: of tied weights the first, and the names of the others."""
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(value), name) for name, value in weights.items()}
     ties = {name: other for name, other in names.items() if name != other}

@@ -58,14 +58,8 @@ def diagnose(path: str, target: str | None = None, opt_level: str | None = None)
         "level": None if recipe is None else recipe.level,
         "versions": {"torch": torch.__version__, **machine.environment()["libraries"]},
         "findings": [
-            {
-                "severity": f.severity,
-                "name": f.row.name,
-                "where": f.where,
-                "value": f.value,
-                "symptom": f.row.symptom,
-                "remedy": f.row.remedy,
-            }
+            {"severity": f.severity, "where": f.where, "value": f.value}
+            | {"name": f.row.name, "symptom": f.row.symptom, "remedy": f.row.remedy}
             for f in with_allowed(found, section.allow if section else ())
         ],
     }

@@ -39,9 +39,8 @@ def run(options: argparse.Namespace) -> int:
         found = deepspeed_config.diagnose(options.deepspeed, options.model, options.opt_level)
         show(options, found, deepspeed_config.draw)
         return int(any(f["severity"] == "error" for f in found["findings"]))
-    for name in ("model", "opt_level"):
-        if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} goes with --deepspeed ds_config.json.")
+    if options.model is not None or options.opt_level is not None:
+        raise ConfigError("--model and --opt-level go with --deepspeed ds_config.json.")
     device = machine.device()
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     devices = [torch.device("cuda", i) for i in range(count)] or [device]

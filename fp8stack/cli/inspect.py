@@ -107,26 +107,28 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def describe(contents: Contents) -> dict[str, Any]:
     """Return what a checkpoint holds, as plain data."""
-    parts: dict[tuple[str, str], Counter[str]] = {}
-
-    def count(part: str, kept_as: str, codes: Tensor, scale: Tensor | None = None) -> None:
-        sizes = (t.numel() * t.element_size() for t in (codes, scale) if t is not None)
-        row = parts.setdefault((part, kept_as), Counter())
-        row.update(tensors=1, elements=codes.numel(), bytes=sum(sizes))
-
-    for tensor in {place_of(t): t for t in contents.model.values()}.values():  # tied ones once
-        count("model", _dtype(tensor), tensor)
+    tied_once = {place_of(t): t for t in contents.model.values()}.values()
+    held: list[tuple[str, Tensor, Any, Any]] = [("model", t, None, None) for t in tied_once]
     for parameter, entry in contents.states.items():
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.ndim and not key.endswith("_scale"):
-                part = key.removesuffix("_code")
-                scale = entry.get(f"{part}_scale")
-                count(part, _format(value, scale, contents.model.get(parameter)), value, scale)
+                part, weight = key.removesuffix("_code"), contents.model.get(parameter)
+                held.append((part, value, entry.get(f"{part}_scale"), weight))
+    parts: dict[tuple[str, str], Counter[str]] = {}
+    for part, codes, scale, weight in held:
+        nbytes = sum(t.numel() * t.element_size() for t in (codes, scale) if t is not None)
+        row = parts.setdefault((part, _format(codes, scale, weight)), Counter())
+        row.update(tensors=1, elements=codes.numel(), bytes=nbytes)
+    keys = {key for entry in contents.states.values() for key in entry}
+    keeps = contents.header.get("states") == "keep"
+    level = "O1" if keeps else "O2" if contents.header else None
+    if keys & set(MASTER_KEYS) or any(key.endswith("_code") for key in keys):
+        level = "O2"
     steps = [int(entry["step"]) for entry in contents.states.values() if "step" in entry]
     return {
         "kind": contents.kind,
         "step": contents.extra.get("step", max(steps, default=None)),
-        "level": _level(contents),
+        "level": level,
         "parts": [{"part": p, "format": f, **counts} for (p, f), counts in parts.items()],
         "extra": {k: v for k, v in contents.extra.items() if isinstance(v, int | float | str)},
     }
@@ -148,24 +150,13 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     console.print(table(header, rows, right="tensors elements size"))
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _format(value: Tensor, scale: Tensor | None, weight: Tensor | None) -> str:
-    """Return how a state is kept, read from its layout; see `fp8stack/optim/state_formats.py`."""
-    if scale is None or scale.ndim == 0:
-        return _dtype(value) + ("" if scale is None else ", one scale")
-    if scale.ndim == 1:
-        return "8-bit block 256 (bitsandbytes)"
+    """Return how a state is kept, read off its layout; see `fp8stack/optim/state_formats.py`."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    if scale is None:
+        return dtype
+    scaled = ("one scale", "block 256", "block 128")[scale.ndim]  # bitsandbytes' blocks are of 256
     if value.is_floating_point():
-        return f"{_dtype(value)}, block 128"
-    packed = weight is not None and value.shape != weight.shape  # two codes of 4 bits in a byte
-    return f"{4 if packed else 8}-bit block 128"
-
-
-def _level(contents: Contents) -> str | None:
-    keys = {key for entry in contents.states.values() for key in entry}
-    if keys & set(MASTER_KEYS) or any(key.endswith("_code") for key in keys):
-        return "O2"
-    return "O1" if contents.header.get("states") == "keep" else "O2" if contents.header else None
+        return f"{dtype}, {scaled}"
+    packed = scale.ndim == 2 and weight is not None and value.shape != weight.shape
+    return f"{4 if packed else 8}-bit {scaled}"

@@ -9,11 +9,13 @@ modules beside it have their plain names too, after all others. The function tak
 from __future__ import annotations
 
 import ast
-import importlib.util
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,24 +44,20 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
     if not path.is_file() or path.suffix != ".py":
         raise ModelError(f"there is no Python file {file!r}.")
     package, root = _package_of(path)
-    added = [str(root), *([str(path.parent)] if package else [])]
-    sys.path.insert(0, added[0])
-    sys.path += added[1:]
+    before = list(sys.path)
+    sys.path[:] = [str(root), *before, *([str(path.parent)] if package else [])]
     try:
         with redirect_stdout(sys.stderr):  # stdout is the command's
             function = _call(lambda: _function(path, name, package), file)
             with torch.device("meta") if meta else nullcontext():
                 result = _call(function, target, _ON_META if meta else "")
     finally:
-        # These very strings: the same folders may have been there before, and the file may have changed the list.
-        sys.path[:] = [entry for entry in sys.path if not any(entry is ours for ours in added)]
+        sys.path[:] = before
     model, optimizer = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     if not isinstance(model, nn.Module) or not fits:
-        raise ModelError(
-            f"{target} returned {type(result).__name__}; it must return a torch.nn.Module, or a module and an "
-            "optimizer."
-        )
+        what = f"{target} returned {type(result).__name__}"
+        raise ModelError(f"{what}; it must return a torch.nn.Module, or a module and an optimizer.")
     return model, optimizer
 
 
@@ -80,15 +78,15 @@ def _package_of(path: Path) -> tuple[str, Path]:
 
 def _function(path: Path, name: str, package: str) -> Callable[[], Any]:
     """Import a file anew and return its function."""
-    if package and str(path.parent) not in importlib.import_module(package).__path__:
+    if package and str(path.parent) not in import_module(package).__path__:
         raise ImportError(f"another package {package} is there. Rename one of them")
-    module_name = f"{package}.{path.stem}" if package else "_fp8stack_target"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # where dataclasses look for their module
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader(
+        f"{package}.{path.stem}" if package else "_fp8stack_target", str(path)
+    )
+    module = ModuleType(loader.name)
+    module.__file__, module.__package__ = str(path), package
+    sys.modules[loader.name] = module  # where dataclasses look for their module
+    loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value)]

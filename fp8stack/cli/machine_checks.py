@@ -10,13 +10,10 @@ import os
 import re
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-import fp8stack.kernels
 from fp8stack.capability import cudnn_folders, cudnn_remedy
 from fp8stack.kernels.ops import kernel_backend
 
@@ -33,8 +30,7 @@ class Problem(NamedTuple):
 
 def find() -> list[Problem]:
     """Return what is known to be wrong with this machine, errors first."""
-    versions = machine.installed_versions()
-    found = [*_gpu(), *_cudnn(), *_versions(versions), *_hidden(versions)]
+    found = [*_gpu(), *_cudnn(), *_versions(machine.installed_versions())]
     return sorted(found, key=lambda problem: problem.severity != "error")
 
 
@@ -60,28 +56,8 @@ def _gpu() -> Iterator[Problem]:
 
 
 def _cudnn() -> Iterator[Problem]:
-    remedy, folders = cudnn_remedy(), installed_cudnn()
-    if remedy:
+    if remedy := cudnn_remedy():
         yield Problem("error", f"{len(cudnn_folders())} cuDNNs are loaded", remedy)
-    elif len(folders) > 1:
-        yield Problem(
-            "warning",
-            f"{len(folders)} cuDNNs are installed ({', '.join(folders)}): libraries that load it themselves, as "
-            "TransformerEngine does, may take another one than torch",
-            f"Let CUDNN_HOME and LD_LIBRARY_PATH name torch's alone: {folders[0]}",
-        )
-
-
-def installed_cudnn() -> list[str]:
-    """Return the folders that hold a cuDNN which a library could load: torch's own first."""
-    home = os.environ.get("CUDNN_HOME")
-    folders = [Path(torch.__file__).parent.parent / "nvidia" / "cudnn" / "lib"]
-    folders += [Path(home, part) for part in ("lib", "lib64", "") if home]
-    folders += [Path(p) for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p]
-    for place in ("lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu", "local/cuda/lib64"):
-        folders.append(Path("/usr", place))
-    real = [os.path.realpath(f) for f in folders if any(f.glob("libcudnn.so*"))]
-    return list(dict.fromkeys(real))
 
 
 def _versions(versions: dict[str, str]) -> Iterator[Problem]:
@@ -102,17 +78,3 @@ def _versions(versions: dict[str, str]) -> Iterator[Problem]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
-
-
-def _hidden(versions: dict[str, str]) -> Iterator[Problem]:
-    """Look for Hugging Face's package `kernels`, hidden by the folder of that name in fp8stack's repository."""
-    spec = find_spec("kernels")
-    own = os.path.realpath(fp8stack.kernels.__path__[0])
-    places = [os.path.realpath(p) for p in (spec.submodule_search_locations or [])] if spec else []
-    if "kernels" in versions and own in places:
-        yield Problem(
-            "warning",
-            f"fp8stack's repository is on sys.path, and its folder {own} hides Hugging Face's package kernels "
-            f"{versions['kernels']}, which transformers imports",
-            "Start Python from another folder, and leave the repository out of PYTHONPATH.",
-        )

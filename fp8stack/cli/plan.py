@@ -74,10 +74,11 @@ def plan(
     if session.returned is None:
         raise RuntimeError("initialize returned no optimizer for the one it was given")
     after = _held(use_after_step(model, session.returned, decisions))
-    moments = bool(after.keys() & {"m", "v"})
+    matrices = _matrices(model, kinds, decisions, session.returned)
+    if not after.keys() & {"m", "v"}:  # as of SGD without momentum
+        matrices = [{**matrix, "states": "none"} for matrix in matrices]
     if decisions.recipe.offload == "cpu" and device.type == "cuda":
         after["host"] = sum(after.pop(part, 0) for part in ("master", "m", "v"))
-    matrices = _matrices(model, kinds, decisions, session.returned, moments)
     small = [m["name"] for m in matrices if math.prod(m["shape"]) < recipe.min_numel]
     return {
         "optimizer": kind,
@@ -99,11 +100,10 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         f"GEMMs {report['gemm']} ({report['compute']}: {report['compute_reason']})\n"
         f"gradients {report['gradients']}, states {report['states']}, master {report['master']}"
     )
-    groups = Counter(
-        (re.sub(r"\d+", "*", m["name"]), m["module"], "×".join(map(str, m["shape"])),
-         m["gemm"], m["weight"], m["gradient"], m["states"])
-        for m in data["matrices"]
-    )  # fmt: skip
+    groups: Counter[tuple[str, ...]] = Counter()
+    for m in data["matrices"]:
+        alike = {"name": re.sub(r"\d+", "*", m["name"]), "shape": "×".join(map(str, m["shape"]))}
+        groups[tuple({**m, **alike}.values())] += 1
     rows = ((name, count, *rest) for (name, *rest), count in groups.items())
     header = ("matrix", "n", "of", "shape", "GEMM", "weight", "gradient", "states")
     console.print(table(header, rows, right="n"))
@@ -130,35 +130,31 @@ def draw(console: Console, data: dict[str, Any]) -> None:
 
 
 def _matrices(
-    model: nn.Module,
-    kinds: dict[str, str],
-    decisions: Decisions,
-    optimizer: torch.optim.Optimizer,
-    moments: bool,  # that the optimizer has some: SGD without momentum has not
+    model: nn.Module, kinds: dict[str, str], decisions: Decisions, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
     """Return what became of every matrix: module class, shape, GEMMs, weight, gradient and states."""
-    recipe, gemm = decisions.recipe, {name for name, _ in decisions.layers.gemm}
-    result = []
+    fp8_layers, result = {name for name, _ in decisions.layers.gemm}, []
     for name, module in model.named_modules():
         for own, p in module.named_parameters(recurse=False):
             if p.ndim < 2:
                 continue
-            full, dtype = f"{name}.{own}".lstrip("."), str(p.dtype).removeprefix("torch.")
-            weight, states = dtype, dtype
+            dtype = str(p.dtype).removeprefix("torch.")
+            weight = gradient = states = dtype
             if isinstance(optimizer, BlockwiseOptimizer):
                 master, kept_as = optimizer.master_format(p), optimizer.moment_format(p)
                 weight += f" + {master}" if master not in (None, "none") else ""
                 states = dtype if kept_as == "keep" else kept_as
-            fp8 = recipe.gradients == "fp8" and p in decisions.quantized
+            if decisions.recipe.gradients == "fp8" and p in decisions.quantized:
+                gradient = "fp8"
             result.append(
                 {
-                    "name": full,
+                    "name": f"{name}.{own}".lstrip("."),
                     "module": kinds[name],
                     "shape": list(p.shape),
-                    "gemm": decisions.report.gemm.split()[0] if name in gemm else "",
+                    "gemm": decisions.report.gemm.split()[0] if name in fp8_layers else "",
                     "weight": weight,
-                    "gradient": ("fp8" if fp8 else dtype) if p.requires_grad else "none",
-                    "states": states if p.requires_grad and moments else "none",
+                    "gradient": gradient if p.requires_grad else "none",
+                    "states": states if p.requires_grad else "none",
                 }
             )
     return result

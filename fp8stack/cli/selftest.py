@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 import fp8stack
 from fp8stack.capability import Answer, fp8_gemm
@@ -48,22 +51,19 @@ def gemm(rank: int, device: str, folder: str) -> Answer:
 def step(rank: int, device: str, folder: str) -> Answer:
     """Take a step of AdamW at O2, and compare with torch's."""
     start, g = _numbers(128, 256, seed=3, signed=True), _numbers(128, 256, seed=4, signed=True)
-    mine, theirs = _layer(start, device), _layer(start, device)
-    optimizer, plain = (
-        torch.optim.AdamW(layer.parameters(), lr=0.01, weight_decay=0.1) for layer in (mine, theirs)
-    )
-    mine, optimizer = fp8stack.initialize(
-        mine, optimizer, opt_level="O2", compute="bf16", optimizer_backend="fp8stack"
-    )
-    for layer, steps in ((mine, optimizer), (theirs, plain)):
+    layers = [_layer(start, device) for _ in range(2)]
+    both = [torch.optim.AdamW(n.parameters(), lr=0.01, weight_decay=0.1) for n in layers]
+    options: dict[str, Any] = {"compute": "bf16", "optimizer_backend": "fp8stack"}
+    layers[0], both[0] = fp8stack.initialize(layers[0], both[0], "O2", **options)
+    for layer, optimizer in zip(layers, both, strict=True):
         (layer.weight * g.bfloat16().float().to(device)).sum().backward()
-        steps.step()
-    (moments,) = fp8stack.checkpoint.torch_state_dict(optimizer)["state"].values()
-    (right,) = plain.state.values()
-    weight = fp8stack.checkpoint.master_state_dict(mine, optimizer)["weight"]
+        optimizer.step()
+    moments = fp8stack.checkpoint.torch_state_dict(both[0])["state"][0]
+    right = both[1].state_dict()["state"][0]
+    weight = fp8stack.checkpoint.master_state_dict(layers[0], both[0])["weight"]
     # split24 (16 bits of mantissa) rounds twice; a first step is lr in each element, whatever the gradient
     parts = {
-        "weight": (weight, theirs.weight.detach(), 2.0**-15),
+        "weight": (weight, layers[1].weight.detach(), 2.0**-15),
         "m": (moments["exp_avg"], right["exp_avg"], (1 + _E4M3) * (1 + 2.0**-5) - 1),
         "v": (moments["exp_avg_sq"], right["exp_avg_sq"], ((1 + _E4M3) * (1 + 2.0**-6)) ** 2 - 1),
     }
@@ -111,43 +111,34 @@ def run_all(device: torch.device) -> dict[str, dict[str, Any]]:
 
 def run(test: Test, device: str, ranks: int = 1, limit: float = LIMIT) -> Answer:
     """Run a test in processes of its own; the first answer that is no, or the first rank's, or why there is none."""
-    context = multiprocessing.get_context("forkserver")  # torch is imported once, before the forks
-    context.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload([__name__])  # torch is imported once, before the forks
     deadline = time.monotonic() + limit
-    answers = []
     with tempfile.TemporaryDirectory(prefix="fp8stack-doctor-") as folder:
-        started = [
-            context.Process(target=_child, args=(test, rank, device, folder), daemon=True)
-            for rank in range(ranks)
-        ]
-        for process in started:
-            process.start()
-        for rank, process in enumerate(started):
-            process.join(max(0.0, deadline - time.monotonic()))
-            told, code = Path(folder, f"answer{rank}"), process.exitcode
-            if code is None:
-                what = f"{test.__name__} did not end within {limit:g} s, and was killed"
-                answers.append(Answer(False, what))
-            elif told.exists():
-                answers.append(Answer(*json.loads(told.read_text())))
-            else:
-                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-                answers.append(Answer(False, f"the process of {test.__name__} ended with {how}"))
-        for process in started:
-            process.kill()
-            process.join(5)
+        arguments = (test, device, folder)
+        started = start_processes(_child, arguments, ranks, join=False, start_method="forkserver")
+        try:
+            while not started.join(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() > deadline:
+                    what = f"{test.__name__} did not end within {limit:g} s, and was killed"
+                    return Answer(False, what)
+        except ProcessRaisedException as error:  # whatever is broken here
+            return Answer(False, f"{test.__name__} raised {str(error).strip().splitlines()[-1]}")
+        except ProcessExitedException as error:
+            how = error.signal_name or f"exit status {error.exit_code}"
+            return Answer(False, f"the process of {test.__name__} ended with {how}")
+        finally:
+            for process in started.processes:
+                process.kill()
+        told = [Path(folder, f"answer{rank}").read_text() for rank in range(ranks)]
+    answers = [Answer(*json.loads(text)) for text in told]
     return next((answer for answer in answers if not answer), answers[0])
 
 
-def _child(test: Test, rank: int, device: str, folder: str) -> None:
+def _child(rank: int, test: Test, device: str, folder: str) -> None:
     """Run in the process of a test: write the answer, and leave without the destructors of libraries."""
     os.dup2(2, 1)  # stdout is the doctor's
     os.environ["FP8STACK_QUIET"] = "1"
-    try:
-        answer = test(rank, device, folder)
-    except Exception as error:  # whatever is broken here
-        last = traceback.format_exception_only(error)[-1].strip()
-        answer = Answer(False, f"{test.__name__} raised {last}")
+    answer = test(rank, device, folder)
     Path(folder, f"answer{rank}").write_text(json.dumps([answer.ok, answer.reason]))
     os._exit(0)
 

@@ -183,7 +183,7 @@ def test_options_of_a_configuration_need_one(files, capsys):
     with pytest.raises(SystemExit) as raised:
         main(["doctor", "--model", "models.py:build"])
     assert raised.value.code == 2
-    assert "--model goes with --deepspeed" in capsys.readouterr().err
+    assert "--model and --opt-level go with --deepspeed" in capsys.readouterr().err
 
 
 def test_no_other_library_is_imported(files):
