@@ -4,11 +4,11 @@
 128, value = code × scale, 1.03 bytes an element. It reports the dtype of the parameter, so autograd and torch's own
 functions accept it.
 
-How operations work (one rule): an operation that reads it gets its dequantized value and returns ordinary tensors; an
-operation that writes it in place is computed on the dequantized value and quantized again. A few are done directly on
-codes and scales, exactly and in 1 byte an element: multiplication and division by a scalar, zeroing, moving, cloning,
-the 2-norm and GradScaler's unscaling. Adding keeps a residual (see `kernels/reference/gradient.py`), so that many
-micro-batches accumulate without swamping.
+One rule covers all operations. An operation that reads it gets its dequantized value and returns ordinary tensors. An
+operation that writes it in place is computed on the dequantized value, and the result is quantized again. A few work
+directly on codes and scales, exactly and on one byte an element: multiplication and division by a scalar, zeroing,
+moving, cloning, the 2-norm and GradScaler's unscaling. Adding keeps a residual (see `kernels/reference/gradient.py`),
+so that the sum of many micro-batches does not lose small addends.
 
 Limits: views (`grad[0]`, `grad.view(-1)`) are read-only copies, except that `grad[...] = value` writes through. Second
 derivatives are ordinary tensors.
@@ -34,13 +34,15 @@ aten = torch.ops.aten
 class BlockScaledTensor(torch.Tensor):
     """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`.
 
-    It has no `__tensor_flatten__`: gradients are no inputs of a compiled forward, and Dynamo, which looks at them while
-    it traces their parameters again, refuses those that have (torch 2.13).
+    It has no `__tensor_flatten__`. Gradients are not inputs of a compiled forward, but Dynamo looks at them when it
+    traces their parameters again, and refuses subclasses that have that method (torch 2.13).
     """
 
     codes: Tensor  # float8_e4m3fn, the shape of the tensor
     scale: Tensor  # float32 [rows, ceil(cols / 128)]
-    holder: list[tuple[Tensor, Tensor] | None]  # of one residual; aliases (detach, .data) share it
+    holder: list[
+        tuple[Tensor, Tensor] | None
+    ]  # holds the residual; aliases (detach, .data) share it
 
     # Everything is decided below the autograd level; no Python override per torch function is needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -86,7 +88,7 @@ class BlockScaledTensor(torch.Tensor):
 
     @classmethod
     def quantize(cls, x: Tensor) -> BlockScaledTensor:
-        """Return `x` (float32, bfloat16 or float16) in E4M3 blocks; it keeps the dtype of x as its face."""
+        """Return `x` (float32, bfloat16 or float16) in E4M3 blocks; the result reports the dtype of x."""
         if isinstance(x, cls):
             return x
         return cls(*ops.quantize_blocks(x.detach(), E4M3), dtype=x.dtype)
@@ -97,7 +99,7 @@ class BlockScaledTensor(torch.Tensor):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes really held: codes, scales and residual."""
+        """The bytes in memory: codes, scales and residual."""
         return sum(t.nbytes for t in self.parts())
 
     @cached_property
@@ -163,7 +165,7 @@ class BlockScaledTensor(torch.Tensor):
         residual = self.residual and (self.residual[0].view(torch.uint8), self.residual[1])
         return BlockScaledTensor, (self.codes.view(torch.uint8), self.scale, self.dtype, residual)
 
-    # What torch does with memory itself, which a wrapper has none of.
+    # Torch does these with a tensor's own memory, and a wrapper has none.
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.dequantize().numpy(force=force)
