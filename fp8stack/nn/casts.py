@@ -67,11 +67,6 @@ class Options(NamedTuple):
     inputs: InputCodes | None = None  # what backward empties first; never in a graph
     probe: Any = None  # a monitor's, while it samples; never in a graph
 
-    @property
-    def squares(self) -> bool:
-        """Does the weight have a scale for each 128×128?"""
-        return self.fp8_recipe == "blockwise"
-
 
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
@@ -282,7 +277,9 @@ def cast_weight(
 ) -> WeightCodes:
     """Return the codes of `weight` as it is now; those for backward only where they are to be kept until then."""
     compiling = torch.compiler.is_compiling()
-    backward = backward and (compiling or (rows <= FEW_ROWS and not _may_be_gathered()))
+    # A rank must keep nothing of FSDP's whole weights, which it could have in any process group.
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    backward = backward and (compiling or (rows <= FEW_ROWS and alone))
     w, turned = weight.detach(), products.turned
     if products.fp8_recipe == "blockwise":
         blocks = ops.cast_128x128(w, E4M3)
@@ -306,16 +303,11 @@ def weight_for_backward(
     if codes.numel() or not weight.numel():
         return codes, scale
     w, turned = weight.detach(), options.turned
-    if options.squares:
+    if options.fp8_recipe == "blockwise":
         plain, plain_scale, plain_t, scale_t = ops.cast_128x128(w, E4M3)
         return (plain, plain_scale) if turned else (plain_t, scale_t)
     plain, plain_t, scale = ops.recast_with(w, E4M3, scale, turned, not turned)
     return (plain if turned else plain_t), scale
-
-
-def _may_be_gathered() -> bool:
-    """May weights be FSDP's whole ones, of which a rank must keep nothing from forward to backward?"""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 # --- gradients

@@ -41,15 +41,12 @@ class LayerChoices:
     """What happens to the layers of a model."""
 
     gemm: list[tuple[str, nn.Linear]] = field(default_factory=list)  # to FP8 (or bf16) GEMMs
-    skipped: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # Linear layers left out: (name, reason and remedy)
-    stored: list[tuple[str, nn.Parameter]] = field(
-        default_factory=list
-    )  # weights to store in bfloat16
-    kept: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # matrices that keep their dtype: (name, reason)
+    # Linear layers left out: name, reason and remedy.
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    # Weights to store in bfloat16.
+    stored: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    # Matrices that keep their dtype: name and reason.
+    kept: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Conversion:
@@ -238,18 +235,11 @@ def _choose_storage(
     for parameter, name in names.items():
         if parameter not in quantized:
             continue
-        reason = (
-            ""
-            if parameter.dtype is torch.bfloat16
-            else _storage_obstacle(owners[parameter], excluded)
-        )
-        if not reason and storages[_storage_of(parameter)] > 1:
-            same = parameter.dtype is torch.bfloat16  # its storage stays as it is
-            reason = (
-                ""
-                if same
-                else "shares its storage with another parameter; tie them: a.weight = b.weight"
-            )
+        reason = ""
+        if parameter.dtype is not torch.bfloat16:  # else its storage stays as it is
+            reason = _storage_obstacle(owners[parameter], excluded)
+            if not reason and storages[_storage_of(parameter)] > 1:
+                reason = "shares its storage with another parameter; tie them: a.weight = b.weight"
         if reason:
             layers.kept.append((name, reason))
         else:

@@ -151,11 +151,11 @@ class _Fp8Matmul(torch.autograd.Function):
             weight,
         )
         size = weight.shape[1] if options.turned else weight.shape[0]
-        fused = bias is not None and _fuses_bias(x, w_scale, dtype, size)
+        # On a GPU the product adds the bias, where it has one scale a tensor and no padding.
+        fused = x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0 and w_scale.ndim == 0
         added = bias if fused else None
-        y = product(
-            x_codes, x_scale, w_forward, w_scale, dtype, options.fast, added, options.squares
-        )
+        squares = options.fp8_recipe == "blockwise"
+        y = product(x_codes, x_scale, w_forward, w_scale, dtype, options.fast, added, squares)
         y = crop(y, (*x.shape[:-1], size))
         return y if bias is None or fused else y + bias.to(dtype)
 
@@ -202,7 +202,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             options.probe("g", grad, g.scale, FORMATS[options.formats].g)
     if need_x:
         w_codes, w_scale = weight_for_backward(weight, w_codes, w_scale, options)
-        dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=options.squares)
+        squares = options.fp8_recipe == "blockwise"
+        dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=squares)
         dx = crop(dx, ctx.x_shape)
     if need_w:
         left, right = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
@@ -235,11 +236,6 @@ def product(
     if a_scale.ndim == 0:
         return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast)
     return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
-
-
-def _fuses_bias(x: Tensor, scale: Tensor, dtype: torch.dtype, size: int) -> bool:
-    """Return whether the product can add the bias."""
-    return x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0 and scale.ndim == 0
 
 
 def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:

@@ -151,7 +151,7 @@ def _swiglu(x: Tensor, gate: Fp8Linear, up: Fp8Linear, down: Fp8Linear) -> Tenso
     state = down.products.x_state
     h_scaling = ([] if state is None else [state.handle], train and not again, again)
     result: Tensor = _SwiGLU.apply(
-        x, gate.weight, up.weight, down.weight, *x8[:3], *weights, h_scaling, *options
+        x, gate.weight, up.weight, down.weight, *x8[:3], h_scaling, *weights, *options
     )
     return result
 
@@ -169,18 +169,11 @@ class _SwiGLU(torch.autograd.Function):
         x_codes: Tensor,
         x_scale: Tensor,
         x_codes_t: Tensor,
-        g_forward: Tensor,
-        g_scale: Tensor,
-        g_backward: Tensor,
-        u_forward: Tensor,
-        u_scale: Tensor,
-        u_backward: Tensor,
-        d_forward: Tensor,
-        d_scale: Tensor,
-        d_backward: Tensor,
         h_scaling: tuple[list[int], bool, bool],
-        *options: Options,  # gate's, up's, down's
+        *weights_and_options: Any,  # of gate, up and down: codes, scale and codes for backward each; Options
     ) -> Tensor:
+        g_forward, g_scale, g_backward, u_forward, u_scale, u_backward = weights_and_options[:6]
+        d_forward, d_scale, d_backward, *options = weights_and_options[6:]
         dtype = options[0].dtype
         gate = product(x_codes, x_scale, g_forward, g_scale, dtype, options[0].fast)
         up = product(x_codes, x_scale, u_forward, u_scale, dtype, options[1].fast)
