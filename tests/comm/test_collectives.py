@@ -360,7 +360,10 @@ def check_hierarchy(rank, world, device):
             parts = [drawn(r, size, dtype) for r in range(world)]
             check_all_reduce(parts[rank].to(device), torch.stack(parts).double().sum(0), world)
     x = drawn(rank, 2**16).to(device)
-    comm.all_reduce(x)
+    with comm.Statistics() as statistics:
+        comm.all_reduce(x)
+    row, chunk = statistics.collect()["all_reduce"], 2**16 // 4 // 128 * 132
+    assert (row["bytes"], row["blocks"]) == (2 * 1 * 2 * chunk + 2 * chunk, 512)  # inside, across
     exact = torch.stack([drawn(r, 2**16) for r in range(world)]).double().sum(0)
     assert_near(x, exact, 26.5)
     bad = torch.ones(1000, device=device)
