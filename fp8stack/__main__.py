@@ -3,9 +3,8 @@
     fp8stack doctor      what this machine can run, and what is wrong with it
     fp8stack plan train.py:build_model
 
-Each command has --help and --json. Without a command the help is printed. Exit status: 0, 1 where the answer is no
-(doctor found trouble), 2 for no command and for what is wrong with arguments and files, said in one line on stderr,
-130 for Ctrl-C.
+Each command has --help and --json. Without a command the help is printed. Exit status: 0 for success, 1 where the
+answer is no (doctor found trouble), 2 for wrong arguments or files (one line on stderr says which), 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ COMMANDS = (doctor, levels, plan, estimate, inspect, convert)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status. What is wrong with arguments exits with status 2."""
+    """Run a command and return its exit status. Wrong arguments exit with status 2."""
     parser = Parser(
         prog="fp8stack", description="FP8 training for PyTorch: tools.", allow_abbrev=False
     )
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command.error(f"{given[0]} goes behind the command, {options.command}.")
         command.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
-    # which asks for a library of kernels that no command needs
+    # Its CPU backend logs a warning about kernels that no command needs.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     if arguments is None:
         keep_stdout()

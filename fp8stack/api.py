@@ -2,11 +2,17 @@
 
     model, optimizer = fp8stack.initialize(model, optimizer, opt_level="O2")
 
-In order: every check; the choice of layers and weights; then the changes. Linear layers change class (O0). Large
-matrices get a hook that turns each fresh gradient into FP8 blocks (O1). The optimizer is replaced by its low-precision
-counterpart, which shares the `param_groups` list and takes over the state; weights of Linear and Embedding layers
-become bfloat16, their remaining bits the optimizer's (O2). Parameters keep their identity throughout, so ties, groups,
-schedulers, hooks and copies go on working. torch itself is not patched anywhere.
+`decide` makes every check and returns `Decisions`: which layers and weights change, and how. It changes nothing.
+`carry_out` then makes the changes:
+
+1. The optimizer is replaced by its low-precision counterpart, which shares the `param_groups` list and takes over the
+   state (O2).
+2. Linear layers change their class, so that they multiply in FP8 (O0).
+3. Weights of Linear and Embedding layers become bfloat16; the optimizer keeps their remaining bits (O2).
+4. Large matrices get a hook that turns each new gradient into FP8 blocks (O1).
+
+Parameters keep their identity throughout, so ties, groups, schedulers, hooks and copies go on working. torch itself is
+not patched anywhere. Planning, FSDP2 and DeepSpeed call `decide` and `carry_out` with arguments of their own.
 """
 
 from __future__ import annotations
@@ -70,7 +76,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
 _KEPT = "_fp8stack_session"
-"""Where a model keeps its session: one that was kept here would keep a model that its optimizer's hooks refer to."""
+"""Model attribute that holds the `Session`. A module-level dict would keep models alive, since hooks refer to them."""
 
 
 def initialize(
@@ -129,10 +135,11 @@ def decide(
     notes: Sequence[str] = (),
     planned_for: torch.device | None = None,
 ) -> Decisions:
-    """Check everything and decide what becomes of layers and states; raise as `initialize` does.
+    """Check everything and decide what happens to layers and states; raise as `initialize` does.
 
-    Weights that are sharded, and gathered on a device, are the caller's to store; `notes` are fallbacks it knows of.
-    A model on the meta device is decided as it would be on the one it is `planned_for`.
+    gathered_on: the device on which sharded weights are gathered. The caller then stores the weights itself.
+    notes: fallbacks that the caller knows of.
+    planned_for: the device that a model on the meta device is planned for.
     """
     known, sharded = model in _SESSIONS, gathered_on is not None
     home = check_model(model, recipe, known, sharded, planned_for is not None)
@@ -174,13 +181,14 @@ def carry_out(
     store: Callable[[Session], None] | None = None,
     stacklevel: int = 3,
 ) -> Session:
-    """Change what was decided; `store` is what an adapter does to weights, before layers change their classes."""
+    """Make the changes that were decided. An adapter's `store` is called before layers change their classes."""
     recipe, compute, layers = decisions.recipe, decisions.compute, decisions.layers
-    for fallback in decisions.report.fallbacks:  # first: a caller may turn warnings into errors
+    # Warnings come before the first change, because a caller may have turned them into errors.
+    for fallback in decisions.report.fallbacks:
         text = f"fp8stack {recipe.level}: {fallback}"
         warnings.warn(text, Fp8StackWarning, stacklevel=stacklevel)
     session = Session(recipe, decisions.report, optimizer, optimizer)
-    if optimizer is not None:  # first, since it may yet find something wrong
+    if optimizer is not None:  # the first change, because it may still find something wrong
         session.returned = convert_optimizer(optimizer, recipe, session, decisions.formats)
     if isinstance(session.returned, BlockwiseOptimizer):
         session.returned.named_by = weakref.ref(model)
@@ -328,7 +336,7 @@ def _formats_by_parameter(
 
 
 class Compute(NamedTuple):
-    """What multiplies: "te", "native" or "bf16"; why that one; and what falls back and why."""
+    """What multiplies ("te", "native" or "bf16"), why, and what falls back."""
 
     name: str
     reason: str
@@ -347,7 +355,8 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     if recipe.compute == "te":
         answer = _te_for(recipe, device)
         if not answer:
-            raise UnsupportedDeviceError(f'compute="te": {answer.reason}')
+            told = f'compute="te", fp8_recipe={recipe.fp8_recipe!r}: {answer.reason}'
+            raise UnsupportedDeviceError(f'{told}. Use compute="auto", or fp8_recipe="current".')
         return Compute("te", "asked for", fallbacks + idle_options(recipe, FP8_PRODUCTS))
     answer = capability.fp8_gemm(device)
     if not answer and recipe.compute == "native":
@@ -374,7 +383,7 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
-    """Return what falls back for want of Triton; raise where the optimizer's kernels do not run at all."""
+    """Return the fallback where Triton is missing; raise where the optimizer's kernels do not run at all."""
     if recipe.level != "O0":
         answer = capability.fp8_optimizer(device)
         if not answer:

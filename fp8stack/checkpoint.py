@@ -1,10 +1,10 @@
-"""Checkpoints and weights in ordinary formats.
+"""Checkpoints in one file, and weights in ordinary formats.
 
-`save` and `load` keep model, optimizer and anything else of plain types in one file: written to a temporary file and
-renamed, so that an interrupted save leaves the old one; read with `weights_only=True`; checked before anything is
-changed. `torch.save(optimizer.state_dict())` works as well: the state is made of plain tensors.
+`save` writes the model, the optimizer and anything else of plain types to a temporary file and renames that, so an
+interrupted save leaves the old file. `load` reads with `weights_only=True` and checks everything before it changes
+anything. `torch.save(optimizer.state_dict())` works as well, because the state is made of plain tensors.
 
-None stands for the optimizer where there is none. (At O2 it holds bits of the weights: give it.)
+The optimizer may be None. At O2 it holds bits of the weights, so pass it there.
 
 `master_state_dict` gives float32 weights (the 24-bit masters), `load_master_state_dict` takes them back, and
 `torch_state_dict` gives the optimizer state as torch's own optimizer would hold it.
@@ -145,7 +145,7 @@ def save(
 
 
 def _find_unloadable(value: Any) -> tuple[str, Any, Exception] | None:
-    """Return the place of a part of `value` that `weights_only=True` would not read, it and why; None without one."""
+    """Find a part of `value` that `weights_only=True` would not read; return its place, the part and the error."""
     if isinstance(value, dict):
         for key, part in value.items():
             if found := _find_unloadable(key):
@@ -192,7 +192,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         cause = error.__context__
         if isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause is not outer:
-            raise cause from None  # a full disk, which torch.save tells of in riddles
+            raise cause from None  # torch.save hides a full disk behind an error of its own
         raise
 
 
@@ -216,7 +216,7 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         ) from error
     except MemoryError:
         raise
-    except Exception as error:  # whatever the unpickler makes of bytes that are no checkpoint
+    except Exception as error:  # the unpickler may raise anything on bytes that are no checkpoint
         raise CheckpointError(
             f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
         ) from error

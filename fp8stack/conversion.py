@@ -1,8 +1,8 @@
-"""What `initialize` needs to know of a model and its optimizer, and the changes that it makes to them.
+"""The checks of a model and its optimizer, and the changes that `initialize` makes to them.
 
-First the checks: everything that can be wrong with a model or an optimizer, apart from options that do not go together
-(`conflicts.py`). Then the changes, each recorded in a `Session`, from which `restore` undoes them. Functions that check
-change nothing, and functions that change check nothing: `api.py` calls the former before the latter.
+The first half checks a model and an optimizer. (Options that do not go together are in `conflicts.py`.) The second half
+makes changes and records each of them in a `Session`, which `restore` uses to undo them. Functions that check change
+nothing, and functions that change check nothing: `api.py` calls all checks before the first change.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def check_model(
 
 
 def find_converted(model: nn.Module) -> str:
-    """Return the name of a module that `initialize` converted, or an empty string."""
+    """Return the name of a module of `model` that is converted, or an empty string."""
     ours = (*GEMM_LAYERS, StoredLinear, StoredEmbedding)
     found = (n for n, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m))
     return next((name or "the model" for name in found), "")
@@ -179,7 +179,7 @@ def counterpart_on_bitsandbytes(
 
 @dataclass
 class Session:
-    """What one `initialize` call changed, so that `restore` can undo it."""
+    """The record of one `initialize` call: what it changed, so that `restore` can undo it."""
 
     recipe: Recipe
     report: Report
@@ -195,7 +195,7 @@ class Session:
     lasting: str = ""  # why `restore` cannot undo it, and what else to do
 
     def __reduce__(self) -> Any:
-        """None, in copies and pickles of the model that keeps it: they are not initialized."""
+        """Copies and pickles of a model hold None instead of its session: they count as not initialized."""
         return type(None), ()
 
 
@@ -219,7 +219,7 @@ def convert_optimizer(
         reformat(optimizer, {p: own for p, own in formats.items() if p not in optimizer.overrides})
         return optimizer
     if kind is None or not has_counterpart(optimizer):
-        # torch's multi-tensor steps would dequantize all gradients at once; one at a time keeps the memory saved.
+        # torch's multi-tensor steps would dequantize all gradients at once; one at a time saves that memory.
         for group in optimizer.param_groups:
             for flag in ("foreach", "fused"):
                 if flag in group:
@@ -241,7 +241,7 @@ def convert_optimizer(
         offload=recipe.offload,
         **extra,
     )
-    new.defaults.update(defaults)  # which its groups need not have, but later ones get
+    new.defaults.update(defaults)  # what groups added later start from
     new.overrides.update(formats.items())
     new.overrides.update(getattr(optimizer, "overrides", {}))
     new.param_groups = optimizer.param_groups
@@ -254,7 +254,7 @@ def convert_optimizer(
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, session: Session) -> None:
-    """Copy the user's hooks to the new optimizer, and let the old one say so if it is used by mistake."""
+    """Copy the user's hooks to the new optimizer, and make the old one raise if it is used by mistake."""
     for action in ("step", "state_dict", "load_state_dict"):
         for when in ("pre", "post"):
             hooks = f"_optimizer_{action}_{when}_hooks"
@@ -266,7 +266,8 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
         )
 
     def mark_called(*_: Any) -> None:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+        # Schedulers look for this flag on the optimizer they were made from.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
     session.hooks.append(optimizer.register_step_pre_hook(refuse))
     session.hooks.append(optimizer.register_state_dict_pre_hook(refuse))
@@ -275,13 +276,13 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
 
 
 def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:
-    """Turn the planned weights to bfloat16 and give their remaining bits to the optimizer."""
+    """Turn the chosen weights to bfloat16 and give their remaining bits to the optimizer."""
     apply_storage(model, layers, session.conversion)
     optimizer = session.returned
     for _, parameter in layers.stored:
         if not isinstance(optimizer, BlockwiseOptimizer):
             continue
-        # more than the weight, where there is a master already
+        # A master that exists already has more bits than the weight.
         value = optimizer.master_weight(parameter)
         if parameter.dtype is not torch.bfloat16:
             session.stored.append((parameter, parameter.dtype))
@@ -298,7 +299,7 @@ def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: Session) -> None:
-    """Let gradients become FP8 as they arrive, or be used and freed at once."""
+    """Register the hooks that turn each new gradient into FP8, or that step in backward and free it."""
     if session.recipe.step_in_backward and isinstance(session.returned, BlockwiseOptimizer):
         session.returned.step_in_backward()
         return
@@ -316,12 +317,12 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
 
 
 def return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
-    """Give the optimizer that was converted its state back: torch's in the dtypes it would hold."""
+    """Give the user's optimizer its state back; torch's gets the dtypes that it would hold itself."""
     if isinstance(source, BlockwiseOptimizer):  # of another backend
         adopt(source, returned)
         returned.state.clear()
         return
-    for group in source.param_groups:  # one that was added since has not all of torch's options
+    for group in source.param_groups:  # groups added since lack some of torch's options
         for name, value in source.defaults.items():
             group.setdefault(name, value)
     parameters = ((group, p) for group in source.param_groups for p in group["params"])
@@ -331,6 +332,6 @@ def return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) ->
             if key != "step":
                 value = value.to(parameter.dtype)
             elif not group.get("capturable") and not group.get("fused"):
-                value = value.cpu()  # where torch counts steps then
+                value = value.cpu()  # torch counts these steps on the host
             source.state[parameter][key] = value
     returned.state.clear()

@@ -49,13 +49,13 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its kind, which the key that a KeyError has needs too."""
+    """Return the first line of an error's message; its class if there is none, and before the key of a KeyError."""
     name, lines = type(error).__name__, str(error).strip().splitlines()
     return f"{name}: {lines[0]}" if lines and isinstance(error, KeyError) else (lines or [name])[0]
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a file cannot be read or written, without the number and path of an OSError, with what to do."""
+    """Return why a file cannot be read or written and what to do, without the number and path of an OSError."""
     if not isinstance(error, OSError) or not error.strerror:
         return f"{first_line(error).removesuffix('.')}."
     forbidden = isinstance(error, PermissionError)

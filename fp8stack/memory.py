@@ -1,8 +1,8 @@
-"""Bytes per parameter, measured from the tensors that are alive: never from a formula.
+"""Bytes per parameter, measured from the tensors that are alive, never from a formula.
 
-Every tensor of a model and its optimizer is counted once, under what it is for. An optimizer of any library is
-understood as far as its state uses torch's names; what is not recognized counts as "other", and state that lies on
-another device than its parameter (offloaded) as "host".
+Every tensor of a model and its optimizer is counted once, under its purpose (`PARTS`). State of any library's optimizer
+is recognized by torch's names; other names count as "other". State on another device than its parameter (offloaded)
+counts as "host".
 """
 
 from __future__ import annotations

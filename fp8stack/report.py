@@ -1,7 +1,7 @@
 """What `initialize` did, as data and as the summary card that is logged once, on rank 0.
 
-The card goes to the logger "fp8stack" at level INFO. Where nobody has configured logging it is written to stderr, once,
-so that a script shows it without setting anything up; FP8STACK_QUIET=1 silences it.
+The card goes to the logger "fp8stack" at level INFO. If logging is not configured, the card goes to stderr, so that a
+script shows it without any set-up. FP8STACK_QUIET=1 silences it.
 """
 
 from __future__ import annotations
