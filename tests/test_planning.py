@@ -377,6 +377,11 @@ def test_what_fits_is_the_largest_that_does():
     batch = largest_batch(LLAMA, precision, setup, memory)
     assert estimate(LLAMA, precision, replace(setup, batch=batch), LLAMA).total <= memory
     assert estimate(LLAMA, precision, replace(setup, batch=batch + 1), LLAMA).total > memory
+    # layers keep codes of the weights for 64 × 64 tokens, not for more
+    few, more = (estimate(LLAMA, precision, Setup(batch=n, seq=64)).total for n in (64, 65))
+    assert more < few
+    assert largest_batch(LLAMA, precision, Setup(seq=64), few - 1) >= 65
+    assert 1 <= largest_batch(LLAMA, precision, Setup(seq=64), more - 1) < 65
     best = largest_model(LLAMA, precision, setup, memory)
     assert estimate(best, precision, setup).total <= memory
     assert estimate(LLAMA.resized(1.08 * best.parameters), precision, setup).total > memory

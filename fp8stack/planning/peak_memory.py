@@ -50,13 +50,14 @@ from torch import nn
 from fp8stack.errors import ConfigError
 from fp8stack.nn.casts import FEW_ROWS
 
-from .activation_memory import activations
+from .activation_memory import Activations, activations
 from .decoder_shape import Shape, check_sizes
 from .resident_memory import Precision, Resident, resident
 
 SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
 CONTEXT = 600 * 2**20  # bytes: CUDA context and cuBLAS' workspaces
 SLACK = 0.03  # of the peak: what the caching allocator cannot use
+MOST_SEQUENCES = 2**20  # of a micro-batch that is searched for
 _BUCKET, _LIVE = 5 * 10**8, 105 * 10**7  # elements: DeepSpeed's defaults
 
 Make = Callable[[torch.dtype], nn.Module]
@@ -135,19 +136,20 @@ def estimate(
         parts["weight copies"] = _of_a_block(parts["weight copies"], stays)
     always, gathered, reducing = _communication(stays, precision, setup)
     tokens = setup.batch * setup.seq
-    kept, block, alone, loss, at_loss, in_block = 0, 0, 0, 0, 0, 0
+    each, layers = Activations(), 0
     absent = 0  # elements whose gradients come after the last block's activations
     if shape is not None:
         sharded = not _whole(setup) and precision.autocast
         fp8 = stays.fp8 if isinstance(model, Shape) else _as_in_skeleton(stays.fp8)
         each = activations(shape, precision, fp8, setup.seq, sharded, setup.fuse, compiled)
-        of_block = each.inputs if setup.checkpointing else each.block
-        kept = tokens * (shape.layers * of_block + each.end + each.loss)
-        block = tokens * each.block * setup.checkpointing
-        alone = tokens * each.inputs * setup.checkpointing + tokens * each.block
+        layers = shape.layers
         absent = stays.block * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
-        loss, at_loss = tokens * each.loss, tokens * each.at_loss
-        in_block = tokens * max(each.at_scores, each.at_block)
+    of_block = each.inputs if setup.checkpointing else each.block
+    kept = tokens * (layers * of_block + each.end + each.loss)
+    block = tokens * each.block * setup.checkpointing
+    alone = tokens * each.inputs * setup.checkpointing + tokens * each.block
+    loss, at_loss = tokens * each.loss, tokens * each.at_loss
+    in_block = tokens * max(each.at_scores, each.at_block)
     copies = parts["weight copies"]  # backward frees them
     held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
     fp8_gradients = _fp8_gradients(precision, setup)
@@ -176,9 +178,14 @@ def largest_batch(
     """Return the largest micro-batch whose total fits in `memory` bytes, 0 if none does."""
 
     def is_too_large(batch: int) -> bool:
-        return not _fits(model, precision, replace(setup, batch=batch), memory, shape)
+        return estimate(model, precision, replace(setup, batch=batch), shape).total > memory
 
-    return bisect(range(1, 2**20), False, key=is_too_large)
+    # Batches of few tokens keep codes of the weights and may take more than larger ones, so they are searched last.
+    few = FEW_ROWS // setup.seq
+    batches = range(few + 1, MOST_SEQUENCES)
+    if is_too_large(batches[0]):
+        batches = range(1, few + 1)
+    return batches.start - 1 + bisect(batches, False, key=is_too_large)
 
 
 def largest_model(shape: Shape, precision: Precision, setup: Setup, memory: int) -> Shape | None:
@@ -191,18 +198,12 @@ def largest_model(shape: Shape, precision: Precision, setup: Setup, memory: int)
         except ConfigError:
             low = middle
             continue
-        if _fits(candidate, precision, setup, memory, None):
+        if estimate(candidate, precision, setup).total <= memory:
             best = candidate if best is None or candidate.parameters > best.parameters else best
             low = middle
         else:
             high = middle
     return best
-
-
-def _fits(
-    model: Shape | Make, precision: Precision, setup: Setup, memory: int, shape: Shape | None
-) -> bool:
-    return estimate(model, precision, setup, shape).total <= memory
 
 
 @lru_cache(maxsize=256)
