@@ -22,9 +22,8 @@ import pytest
 import resume
 import stability
 import torch
-import train_step
 import wire_parity
-from convergence import PEERS, build_peer, choose_peers
+from convergence import PEERS, build_peer
 from gpt.model import GPT
 from layers import count_casts
 from torch import nn
@@ -82,17 +81,6 @@ def test_no_token_sees_a_later_one(name):
     after = variant.make(shape)(q, k, v)
     assert (before[:, :, :40] == after[:, :, :40]).all()
     assert not (before[:, :, 40:] == after[:, :, 40:]).all()
-
-
-def test_torchao_leaves_embedding_and_head_alone():
-    pytest.importorskip("torchao")
-    model, batch = models.make_model(models.MODELS["tiny"], "cpu")
-    (variant,) = (v for v in train_step.VARIANTS if v.name == "torchao rowwise")
-    train_step.convert(model, variant, "cpu")
-    assert type(model.head) is nn.Linear
-    kinds = {type(m).__name__ for m in model.blocks.modules() if isinstance(m, nn.Linear)}
-    assert kinds == {"Float8Linear"}
-    assert model(*batch).isfinite()
 
 
 # --- notes and times
@@ -336,16 +324,6 @@ def test_a_peer_s_rate_follows_its_schedule(peer):
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         assert rates == pytest.approx([6e-4 * (step + 1) / 4] * len(rates))
         schedule.step()
-
-
-def test_peers_are_chosen_by_globs_and_by_the_dtype_of_weights(monkeypatch):
-    monkeypatch.setattr(convergence, "find_spec", lambda library: library)
-    assert choose_peers(["*"]) == [f"peer/{name}" for name in PEERS]
-    chosen = choose_peers(["torchao [48]bit", "torchao 8bit/fp32", "torchao 8bit/bf16"])
-    assert chosen == ["peer/torchao 8bit", "peer/torchao 4bit", "peer/torchao 8bit/bf16"]
-    for wrong in ("torch fused bf16", "fp8stack", "torchao 8bit/fp16"):
-        with pytest.raises(SystemExit, match="must be NAME or NAME/bf16"):
-            choose_peers([wrong])
 
 
 # --- ranks

@@ -8,6 +8,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.__main__ import main
+from fp8stack.cli.estimate import _gpu
 from fp8stack.planning import BASELINES, Setup, Shape, estimate
 
 NEOX = """
@@ -190,40 +191,40 @@ def test_what_fuses_is_what_nn_fuse_takes(given, fuses, estimated, tmp_path):
     assert any("--fuse changes nothing" in note for note in data["notes"]) is not fuses
 
 
-def test_parameters_have_suffixes_and_gpus_any_spelling(estimated):
+def test_parameters_have_suffixes(estimated):
     plain, _ = estimated("--parameters", "1.5e9", "--gpu", "RTX 4090")
-    for parameters, gpu in (
-        ("1.5B", "rtx4090"),
-        ("1500m", "RTX-4090"),
-        ("1.5B", "4090"),
-        ("1.5B", "NVIDIA GeForce RTX 4090"),
-        ("1.5B", "RTX 4090 24GB"),
-    ):
-        assert estimated("--parameters", parameters, "--gpu", gpu)[0] == plain
     assert plain["memory"] == 23 * 2**30
+    for parameters in ("1.5B", "1500m"):
+        assert estimated("--parameters", parameters, "--gpu", "4090")[0] == plain
 
 
 @pytest.mark.parametrize(
-    ("given", "gib"),
+    ("given", "known"),
     [
-        ("H100 80GB", 79),
-        ("NVIDIA H100 80GB HBM3", 79),
-        ("H100 NVL", 93),
-        ("NVIDIA A100-SXM4-40GB", 39),
-        ("A100-PCIE-80GB", 79),
-        ("V100 32GB", 31),
-        ("Tesla V100-SXM2-16GB", 15),
-        ("A10G", 21),
-        ("l4", 22),
-        ("6000 Ada", 47),
-        ("NVIDIA RTX 6000 Ada Generation", 47),
-        ("NVIDIA GH200 144G HBM3e", 142),
-        ("gh200-96gb", 94),
-        ("B300 288GB", 267),
+        ("rtx4090", "RTX 4090"), ("RTX-4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("RTX 4090 24GB", "RTX 4090"), ("H100 80GB", "H100"), ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("A100-PCIE-80GB", "A100"), ("V100 32GB", "V100"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"), ("A10G", "A10"), ("l4", "L4"), ("6000 Ada", "RTX 6000 Ada"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("NVIDIA GH200 144G HBM3e", "GH200-144GB"),
+        ("gh200-96gb", "GH200"), ("H100 NVL", "H100-NVL"), ("B300 288GB", "B300"),
     ],
+)  # fmt: skip
+def test_gpus_go_by_the_names_that_people_and_drivers_give(given, known):
+    assert _gpu(given) == known
+
+
+@pytest.mark.parametrize(
+    "gpu", ["A100", "V100", "T4", "RTX A6000", "RTX 4090", "L4", "H200", "B300"]
 )
-def test_gpus_go_by_the_names_that_people_and_drivers_give(given, gib, estimated):
-    assert estimated(*SMALL, "--opt-level", "bf16", "--gpu", given)[0]["memory"] == gib * 2**30
+def test_levels_multiply_in_bf16_on_gpus_without_fp8(gpu, estimated):
+    found, there = estimated(*SMALL, "--gpu", gpu)
+    lacking = [text for text in found["notes"] if text.startswith(f"{gpu} has no FP8 products")]
+    assert len(lacking) == (gpu in ("A100", "V100", "T4", "RTX A6000"))
+    _, asked = estimated(*SMALL, "--gpu", gpu, "--compute", "bf16")
+    assert (there["O2"] == asked["O2"]) == bool(lacking)
+    assert not any(
+        "FP8 products" in n for n in estimated(*SMALL, "--opt-level", "bf16")[0]["notes"]
+    )
 
 
 def test_a_model_of_another_family_has_all_but_activations(estimated, tmp_path):
@@ -237,25 +238,6 @@ def test_a_model_of_another_family_has_all_but_activations(estimated, tmp_path):
     )
     assert (data["shape"], data["memory"]) == (None, 47 * 2**30)
     assert columns["fp32"]["bytes"]["weights"] == 4 * data["parameters"] > 0
-
-
-def test_an_option_that_is_not_known_is_one_of_a_command(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["estimate", *SMALL, "--gpus", "8"])
-    told = 'fp8stack estimate: error: unrecognized arguments: --gpus 8. Did you mean "--gpu"?\n'
-    assert capsys.readouterr().err == told
-    with pytest.raises(SystemExit, match="2"):
-        main(["estimate", *SMALL, "--level=O2", "layers", "--gpus", "8"])
-    assert '--gpus 8. Did you mean "--opt-level"? Did you mean "--gpu"?' in capsys.readouterr().err
-
-
-def test_small_models_are_shown_in_mib(estimated, capsys):
-    _, columns = estimated(*SMALL)
-    assert main(["estimate", *SMALL]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["MiB", *columns] in lines
-    weights = [f"{c['bytes']['weights'] / 2**20:.2f}" for c in columns.values()]
-    assert ["weights", *weights] in lines
 
 
 def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
@@ -304,30 +286,6 @@ def test_the_file_of_a_model_runs_once(tmp_path, capsys):
     assert "has no parameters" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("gpu", ["A100", "V100", "RTX 3090", "T4", "A10", "A40", "RTX A6000"])
-def test_levels_multiply_in_bf16_on_gpus_without_fp8(gpu, estimated):
-    found, there = estimated(*SMALL, "--gpu", gpu)
-    _, asked = estimated(*SMALL, "--gpu", gpu, "--compute", "bf16")
-    (note,) = (text for text in found["notes"] if "no FP8 products" in text)
-    assert note.startswith(f"{gpu} has no FP8 products")
-    assert there["O2"] == asked["O2"]
-    with_fp8, here = estimated(*SMALL, "--gpu", "H100")
-    assert there["O0"]["bytes"] != here["O0"]["bytes"]
-    assert not any("no FP8 products" in text for text in with_fp8["notes"])
-
-
-def test_what_is_no_level_needs_no_note_of_the_gpu(estimated):
-    found, _ = estimated(*SMALL, "--gpu", "A100", "--opt-level", "bf16")
-    assert not any("no FP8 products" in text for text in found["notes"])
-
-
-@pytest.mark.parametrize("gpu", ["RTX 4090", "RTX 5090", "L4", "L40S", "H200", "B200", "B300"])
-def test_other_gpus_have_fp8(gpu, estimated):
-    found, there = estimated(*SMALL, "--gpu", gpu)
-    assert not any("no FP8 products" in text for text in found["notes"])
-    assert there["O0"]["bytes"]["weight copies"] > 0
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -337,18 +295,13 @@ def test_other_gpus_have_fp8(gpu, estimated):
         (["--parameters", "1e30"], "is not a number above 0 and up to 1e+15"),
         ([*SMALL, "--seq", "0"], "seq=0 must be a whole number from 1 to 16,777,216"),
         ([*SMALL, "--ffn", str(2**40)], "ffn=1099511627776 must be a whole number from 1 to"),
-        (["--parameters", "7e9B"], "'7e9B' is not a number above 0"),
         (["--sizes", "--hidden", "64"], "--layers is missing"),
-        (["--sizes"], "--layers and --hidden are missing"),
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
         ([*SMALL, "--batch", "0"], "batch=0 must be a whole number from 1 to"),
         ([*SMALL, "--batch", "9" * 20], f"batch={'9' * 20} must be a whole number from 1 to"),
         ([*SMALL, "--gpu", "A100", "--compute", "native"], "A100 has no FP8 products"),
-        ([*SMALL, "--gpu", "t4", "--compute", "te"], "T4 has no FP8 products"),
         ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
-        ([*SMALL, "--gpu", "H100 96GB"], 'Did you mean "H100"?'),
         ([*SMALL, "--gpu", "A100-40GB Max"], 'Did you mean "A100-40GB"?'),
-        ([*SMALL, "--memory", "80B"], "'80B' is not a number above 0"),
         ([*SMALL, "--gpu", "H100", "--memory", "80"], "give one of them"),
         ([*SMALL, "--zero", "2"], "give --ranks above 1"),
         ([*SMALL, "--ranks", "2", "--zero", "2", "--fsdp"], "not allowed with argument"),
@@ -364,12 +317,9 @@ def test_other_gpus_have_fp8(gpu, estimated):
         ([*SMALL, "--ranks", "2", "--step-in-backward"], "does not go with several processes"),
         (["--hf-config", "nowhere.json"], "cannot be read as JSON"),
         (["--hf-config", ""], "the argument after 'estimate --hf-config' is empty"),
-        ([*SMALL, "--gpu="], "--gpu=' is empty: is a variable of the shell not set?"),
-        ([*SMALL, "--ranks", "2", "--zero", "0"], "invalid choice: 0"),
         ([*SMALL, "--accumulate", "--step-in-backward"], "does not go with gradient accumulation"),
         (["--sizes", "--layers", "2", "--hidden", "1000"], "Give --heads"),
         (["--model", "nowhere.py:make"], "no Python file"),
-        (["--model", "make"], "must be a file and a function"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(options, message, capsys):
