@@ -136,7 +136,7 @@ def _refit_kernel(
     x_ptr, next_ptr, slots_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    MAX: tl.constexpr, SLOTS: tl.constexpr, UPDATE: tl.constexpr,
+    MAX: tl.constexpr, SLOTS: tl.constexpr, UPDATE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(rows16, ROWS) * tl.cdiv(cols16, COLS)
     most = tl.zeros((SLOTS,), dtype=tl.int32)
@@ -146,6 +146,8 @@ def _refit_kernel(
     own, inverse = scale_and_inverse(tl.max(most, axis=0), MAX)
     previous = tl.load(slots_ptr + tiles).to(tl.float32, bitcast=True)
     fits = (own > previous * _LEAST) & (own <= previous * _MOST)
+    if EXACT:
+        fits = (own == previous) & (own > 0)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, tl.where(fits, previous, own))
         if UPDATE:
@@ -271,6 +273,7 @@ def recast(
     codes: bool = True,
     transposed: bool = True,
     update: bool = False,  # write the scale over `previous`, where the next cast finds it
+    exact: bool = False,  # only a scale that is the matrix's own fits: the result is that of `cast`
     reuse: bool = True,  # as in `cast`
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
     """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
@@ -281,7 +284,7 @@ def recast(
     _launch_recast(g.grid, x, previous, slots, out, out_t, *g.args)
     _launch_refit(
         (min(g.grid[0], PROGRAMS), 1, 1),
-        x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS), update,
+        x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS), update, exact,
     )  # fmt: skip
     return out, out_t, scale
 

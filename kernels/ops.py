@@ -295,10 +295,19 @@ def recast(x: Tensor, fmt: MiniFloat, of: int, codes: bool = True, transposed: b
 
 
 def recast_with(
-    x: Tensor, fmt: MiniFloat, scale: Tensor, codes: bool = True, transposed: bool = True
+    x: Tensor,
+    fmt: MiniFloat,
+    scale: Tensor,
+    codes: bool = True,
+    transposed: bool = True,
+    exact: bool = False,
 ) -> Cast:
-    """Return what `recast` does after a cast with `scale`, float32; in eager mode only."""
-    return cast_("Cast", implementation(matrix.recast, x.is_cuda)(x, fmt, scale, codes, transposed))
+    """Return what `recast` does after a cast with `scale`, float32; in eager mode only.
+
+    With `exact` the result is that of `cast` whatever `scale` is, in one read of x where `scale` is x's own.
+    """
+    run = implementation(matrix.recast, x.is_cuda)
+    return cast_("Cast", run(x, fmt, scale, codes, transposed, exact=exact))
 
 
 cast_1x128 = _operator(

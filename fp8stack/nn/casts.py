@@ -28,7 +28,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
@@ -74,6 +74,7 @@ class Products:
     chooser: Any = None  # of select="auto": select.py
     graph_state: Any = None  # that of the layer whose cast of the same input eager mode found last
     probe: Any = None  # a monitor's, while it samples: monitor.py
+    last_weight: tuple[Any, Tensor] | None = None  # a key of its last cast, and the scale of then
 
     def __init__(
         self,
@@ -289,8 +290,16 @@ def cast_weight(
     state = products.w_state
     if state is not None and state.serves(weight, train):
         plain, plain_t, scale = ops.recast(w, E4M3, state.handle, *layouts)
-    else:
+    elif compiling or not train or not isinstance(weight, nn.Parameter) or weight.is_inference():
         plain, scale, plain_t, _ = cast_matrix(w, E4M3, None, *layouts)
+    else:
+        # Versions miss writes through `.data`, so this is a guess: the kernel looks whether the scale is the weight's.
+        key, last = (weight.get_device(), *_moment(weight)), products.last_weight
+        if last is not None and last[0] == key and type(last[1]) is Tensor:
+            plain, plain_t, scale = ops.recast_with(w, E4M3, last[1], *layouts, exact=True)
+        else:
+            plain, plain_t, scale = ops.cast(w, E4M3, *layouts)
+        products.last_weight = key, scale
     if turned:
         plain, plain_t = plain_t, plain
     return WeightCodes(plain, scale, plain_t, scale)

@@ -9,7 +9,8 @@ rows16 and cols16 are the sizes rounded up to a multiple of 16; the codes there 
 `recast` is for a matrix that was cast before and has changed a little since, as a weight has after a step. It keeps the
 scale of then while the tensor's own is in (1/2, 1 + 1/32] times that; else it gives what `cast` gives. So kernels can
 cast before they know the amax, no more than a factor of 2 of the range goes unused, and nothing saturates that would
-not be rounded to the largest code anyway: 448 × 33/32 = 462, and E4M3 would go on with 480.
+not be rounded to the largest code anyway: 448 × 33/32 = 462, and E4M3 would go on with 480. With `exact` only the tensor's own scale will do: that is `cast`,
+in one read where the guess is right.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ def recast(
     codes: bool = True,
     transposed: bool = True,
     update: bool = False,  # write the scale over `previous`, where the next cast finds it
+    exact: bool = False,  # only a scale that is the matrix's own fits: the result is that of `cast`
     reuse: bool = True,  # of the Triton kernel alone
 ) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
     """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
     last = previous.view(-1)[0]
     own, _ = scale_and_inverse(_amax(x), fmt)
     # a scale that is zero or not finite fits nothing, and nothing fits such a one
-    fits = (own > last * LEAST) & (own <= last * MOST)
+    fits = own == last if exact else (own > last * LEAST) & (own <= last * MOST)
     result = _cast_with(torch.where(fits, last, own), x, fmt, codes, transposed)
     if update and x.numel():
         last.copy_(result[2])

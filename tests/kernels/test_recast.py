@@ -103,6 +103,19 @@ def test_what_is_not_finite_or_has_no_scale_is_as_in_a_cast(bad, previous, devic
     assert_same(recast(x.to(device), E4M3, results[2]), reference_cast.cast(x, E4M3))
 
 
+@OCP
+@pytest.mark.parametrize("amax", [1.0, 0.0, NAN, INF], ids=str)
+def test_an_exact_recast_is_a_cast_whatever_the_scale(fmt, amax, kernel_device):
+    x = torch.randn(140, 300) * min(amax, 1.0)
+    x[3, 5] = amax
+    expected = reference_cast.cast(x, fmt)
+    for factor in (1.0, 1.01, 0.5, 0.0, NAN, INF):
+        previous = expected[2] * factor
+        for kernels, device in ((reference_cast, "cpu"), (triton_cast, kernel_device)):
+            results = kernels.recast(x.to(device), fmt, previous.to(device), exact=True)
+            assert_same(results, expected)
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 40)], ids=str)
 def test_nothing_is_cast_as_ever(shape, device):
     x = torch.empty(shape)

@@ -151,6 +151,31 @@ def test_every_forward_multiplies_the_weight_that_is_there(kind, recipe, change,
             assert_fresh(model, x)
 
 
+def test_further_micro_batches_guess_the_scale_and_give_the_same_bits(monkeypatch, device):
+    """A wrong guess, after a write that no version tells of, is found by the cast itself."""
+    guessed = []
+    recast_with = ops.recast_with
+
+    def count(x, *arguments, exact=False):
+        guessed.append(exact)
+        return recast_with(x, *arguments, exact=exact)
+
+    monkeypatch.setattr(ops, "recast_with", count)
+    model = linear(64, 32, False, device)
+    x = torch.randn(16, 64, device=device, requires_grad=True)
+    for write, expected in (
+        (lambda w: None, []),
+        (lambda w: None, [True]),
+        (lambda w: w.data.mul_(3), [True]),
+        (lambda w: w.detach().mul_(3), []),
+    ):
+        write(model.weight)
+        guessed.clear()
+        y = model(x)
+        assert guessed == expected
+        assert_same_bits(y.detach(), copy.deepcopy(model)(x.detach().clone()).detach())
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("pause", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_moving_averages_may_be_swapped_in_and_out_through_data(training, pause, device):
