@@ -9,8 +9,9 @@ rows16 and cols16 are the sizes rounded up to a multiple of 16; the codes there 
 `recast` is for a matrix that was cast before and has changed a little since, as a weight has after a step. It keeps the
 scale of then while the tensor's own is in (1/2, 1 + 1/32] times that; else it gives what `cast` gives. So kernels can
 cast before they know the amax, no more than a factor of 2 of the range goes unused, and nothing saturates that would
-not be rounded to the largest code anyway: 448 × 33/32 = 462, and E4M3 would go on with 480. With `exact` only the tensor's own scale will do: that is `cast`,
-in one read where the guess is right.
+not be rounded to the largest code anyway: 448 × 33/32 = 462, and E4M3 would go on with 480.
+
+With `exact` only the tensor's own scale will do: the result is that of `cast`, in one read where `previous` is right.
 """
 
 from __future__ import annotations

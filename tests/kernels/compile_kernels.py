@@ -199,6 +199,7 @@ def matrix_cases(names):
         pointers["h_t_ptr"] = "fp8e4nv"
         constants = format_constants(fmt, names) | {"EVEN": even, "HARDWARE": None}
         young = {"SEED": not even, "AGAIN": dtype == "fp16", "UPDATE": dtype != "fp16"}
+        young["EXACT"] = not even
         constants |= {name: value for name, value in young.items() if name in names}
         label = f"{fmt.name}, {dtype}" + ("" if even else ", any size")
         if "BACKWARD" not in names:
