@@ -321,7 +321,7 @@ def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: A
                 "with fp8stack.checkpoint.torch_state_dict."
             )
         raise _of_another_model(key, weight, f"{name} is of shape {tuple(codes.shape)}")
-    wanted = formats.zero_moment(name, _shadow(weight), states)
+    wanted = formats.zero_moment(name, weight.to("meta"), states)
     if _alike(entry, wanted):
         return {k: entry[k] for k in wanted}
     value = formats.decode_moment(name, entry, weight.shape)
@@ -337,10 +337,11 @@ def _encode_masters(
     """Convert the masters in `states` to the optimizer's format; yield the weights that this changes."""
     for p, state in states.items():
         saved, kind = local_state(_masters(state)), optimizer.master_format(p)
-        wanted = formats.zero_master(_shadow(local(p)), kind)
+        old = local(p).detach()
+        wanted = formats.zero_master(old.to("meta"), kind)
         if not saved or (saved.keys() == wanted.keys() and _alike(saved, wanted)):
             continue
-        weight, entries = formats.encode_master(formats.decode_master(local(p), saved), kind)
+        weight, entries = formats.encode_master(formats.decode_master(old, saved), kind)
         for name in saved:
             del state[name]
         state.update(optimizer.place(entries, p))
@@ -367,11 +368,6 @@ def _of_another_model(key: Any, weight: Tensor, problem: str) -> CheckpointError
 
 def _masters(state: State) -> State:
     return {name: value for name, value in state.items() if name in MASTER_KEYS}
-
-
-def _shadow(parameter: Tensor) -> Tensor:
-    """Return an empty tensor on meta with the parameter's shape and dtype."""
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def _alike(saved: State, wanted: State) -> bool:

@@ -43,10 +43,6 @@ _NOWHERE = 16
 _GRAD_COLUMNS = slice(COLUMN["grad"], COLUMN["blocks"] + 1)
 
 
-class _Outdated(Exception):
-    """The gradients or parameters are no longer of the kind that the tables were made for."""
-
-
 class _Key(NamedTuple):
     """What parameters of one launch have in common."""
 
@@ -176,10 +172,10 @@ class TritonStep(DeviceStep):
                 weights[i] = b.weights[i]
             if weights != b.weights:
                 return False
-            try:
-                found.append(self._locate(b))
-            except _Outdated:
+            addresses = self._locate(b)
+            if addresses is None:
                 return False
+            found.append(addresses)
         if found == self.grads:
             return True
         self.stepped = []
@@ -201,8 +197,11 @@ class TritonStep(DeviceStep):
         self._upload_grads()
         return True
 
-    def _locate(self, batch: TritonBatch) -> list[Any]:
-        """Return the address of each gradient of a batch, with that of its scale if FP8; 0 where there is none."""
+    def _locate(self, batch: TritonBatch) -> list[Any] | None:
+        """Return the address of each gradient of a batch, with that of its scale if FP8; 0 where there is none.
+
+        None if one is of another kind than the tables were made for.
+        """
         try:
             if batch.fp8:
                 return [p.grad.addresses for p in batch.parameters]  # type: ignore[union-attr]
@@ -224,7 +223,7 @@ class TritonStep(DeviceStep):
             check_gradient(p, g)
             g = local(g)
             if isinstance(g, BlockScaledTensor) is not batch.fp8:
-                raise _Outdated
+                return None
             if not g.is_contiguous():
                 g = g.contiguous()
                 self._held.append(g)  # until the next step
