@@ -1,14 +1,13 @@
 """FILE:function on a command line: a model from a function of the user's own Python file.
 
-The file is imported with its folder on sys.path, as if it were run, but not as `__main__`. One with relative imports is
-imported as the module of its package that it is, as `python -m` would do from the folder that the package lies in; the
-modules beside it have their plain names too, after all others. The function takes nothing and returns a model, or
-(model, optimizer).
+The file is imported with its folder on sys.path, as if it were run, but not as `__main__`. A file in a package (a
+folder with an __init__.py) is imported as a module of it, as `python -m` would do from the folder that the package lies
+in; the modules beside it also have their plain names, after all others. The function takes nothing and returns a model,
+or (model, optimizer).
 """
 
 from __future__ import annotations
 
-import ast
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -62,14 +61,8 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
 
 
 def _package_of(path: Path) -> tuple[str, Path]:
-    """Return the package of a file with relative imports, else "", and the folder to import from."""
+    """Return the package that a file is in, or "", and the folder to import from."""
     folder, parts = path.parent, list[str]()
-    try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (SyntaxError, ValueError):  # raised when the file is imported
-        nodes = []
-    if not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes):
-        return "", folder
     while (folder / "__init__.py").exists():
         parts.insert(0, folder.name)
         folder = folder.parent
