@@ -28,3 +28,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
         # what Python-Markdown leaves as it is where the forge sees lists, blocks of code and tables
         left = re.findall(r"\n(?:[-*] |\d+\. ).*|```.*|\|---.*|\*\*.*", text)
         assert not left, f"{name}: {left}"
+
+
+def test_files_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:fp8stack|kernels|integrations|tests)/[\w/]*(?:\.py)?)`", text))
+    assert len(named) > 30
+    assert not [name for name in named if not (ROOT / name).exists()]
