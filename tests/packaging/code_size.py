@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 16_600
-TESTS_CAP = 27_300
+LIBRARY_CAP = 16_200
+TESTS_CAP = 26_700
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
