@@ -32,6 +32,7 @@ import fp8stack
 from fp8stack import comm
 from fp8stack.api import session_of
 from fp8stack.errors import CheckpointError, ConfigError
+from fp8stack.integrations.fsdp import attach
 from fp8stack.report import say
 
 from . import host
@@ -62,8 +63,6 @@ class Level:
         if self.name == "off":
             return model, optimizer
         if sharded:
-            from fp8stack.integrations.fsdp import attach
-
             return attach(model, optimizer, self.name, strict=self.strict, **self.options)
         made = fp8stack.initialize(model, optimizer, self.name, strict=self.strict, **self.options)
         if self.fuse and not fp8stack.nn.fuse(model):

@@ -7,14 +7,12 @@ without an entry is not compared by it. Another level is what a run is asked for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from .config import Config
+from .data import Data
 from .options import as_flag, warn
 from .schedule import default_warm_up
-
-if TYPE_CHECKING:
-    from .config import Config
-    from .data import Data
 
 AGAIN = "of text and shards, some of this epoch's come twice and others not at all"
 OTHER_SET = "validation losses are of another set of windows, and do not compare with those before"

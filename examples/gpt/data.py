@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import corpus
 import numpy as np
@@ -29,13 +29,11 @@ from torch import Tensor
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean, reason_of
 
 from . import hub
+from .config import Config
 from .logs import say
 from .model import SIZES
 from .tokens import Encoding, encode_bytes, open_encoding
 from .windows import Batch, Windows, find_shards, open_shards, spaced_batches
-
-if TYPE_CHECKING:
-    from .config import Config
 
 
 class Train(Protocol):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,11 +26,9 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError
 
+from .data import Data
+from .model import GPT
 from .ranks import rank_and_world
-
-if TYPE_CHECKING:
-    from .data import Data
-    from .model import GPT
 
 Encode = Callable[[str], Tensor]  # [T], int64
 Autocast = Callable[[], AbstractContextManager[object]]

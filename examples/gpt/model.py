@@ -15,17 +15,15 @@ window the model can see. A model on the meta device gets its memory by `materia
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import Block, make_norm, rotary_table
+from fp8stack import Recipe
 
-if TYPE_CHECKING:
-    from fp8stack import Recipe
+from .blocks import Block, make_norm, rotary_table
 
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),

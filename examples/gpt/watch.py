@@ -11,17 +11,15 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import fp8stack
 from fp8stack.monitor import Finding, Monitor
 
 from . import options
+from .config import Config
+from .model import GPT
 from .schedule import learning_rate
-
-if TYPE_CHECKING:
-    from .config import Config
-    from .model import GPT
 
 MONITORED = 50  # steps between samples
 WORDS = {"the learning rate": "--max-lr", "warm up longer": "raise --warmup-steps"}
