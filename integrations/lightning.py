@@ -48,7 +48,6 @@ __all__ = ["Fp8Callback", "Fp8Precision", "setup"]
 Fp8Callback: Any  # the classes that `__getattr__` makes
 Fp8Precision: Any
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 # options that say nothing of a forward, and so nothing to a module without an optimizer
 _OF_TRAINING = {
     "gradients", "states", "master", "min_numel", "states_for", "step_in_backward", "offload", "optimizer_backend",
@@ -91,20 +90,21 @@ class _Precision:
     ) -> None:
         self.recipe = recipe_for(opt_level, preset, **overrides)
         refuse_conflicts(self.recipe, LIGHTNING)
-        if precision not in PRECISIONS:
-            raise ConfigError(
-                f"precision={precision!r} is none of {', '.join(PRECISIONS)}, which Fp8Precision can be combined with."
-                f"{did_you_mean(str(precision), PRECISIONS)}"
-            )
-        self.precision = precision
-        self.options = {"preset": preset, "strict": strict, **overrides}
         plugins = _find_lightning().plugins
-        if precision == "bf16-mixed":
-            self.inner = plugins.MixedPrecision(precision, "cuda")  # or where `connect` says
-        elif precision == "bf16-true":
-            self.inner = plugins.HalfPrecision(precision)
-        else:
-            self.inner = plugins.Precision()
+        kinds = {
+            "32-true": lambda: plugins.Precision(),
+            "bf16-mixed": lambda: plugins.MixedPrecision(
+                precision, "cuda"
+            ),  # or where `connect` says
+            "bf16-true": lambda: plugins.HalfPrecision(precision),
+        }
+        if precision not in kinds:
+            raise ConfigError(
+                f"precision={precision!r} is none of {', '.join(kinds)}, which Fp8Precision can be combined with."
+                f"{did_you_mean(str(precision), kinds)}"
+            )
+        self.precision, self.inner = precision, kinds[precision]()
+        self.options = {"preset": preset, "strict": strict, **overrides}
         for name in _INNER:  # what the inner plugin does
             setattr(self, name, getattr(self.inner, name))
 

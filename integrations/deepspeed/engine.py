@@ -241,9 +241,8 @@ def _attach(engine: Any, recipe: Recipe, session: Session, left_out: list[str]) 
     session.source = session.returned = None
     if recipe.states != "keep":
         report.states += f" in ZeRO-{stage} partitions" if stage else ""
-        report.master = (
-            "8 bits beside ZeRO's bfloat16" if recipe.master == "split24" else "DeepSpeed's"
-        )
+        beside = recipe.master == "split24"
+        report.master = "8 bits beside ZeRO's bfloat16" if beside else "DeepSpeed's"
     say(report)
     verify(engine)
 
@@ -308,7 +307,7 @@ def verify(engine: Any) -> Verification:
         applied.report,
         inner,
         f"DeepSpeed ZeRO-{stage}",
-        dict.fromkeys(reduction.names, reduction.attached()) if reduction else {},
+        reduction.attached() if reduction else {},
         differences,
         stage=stage,
         reduced=reduction.calls if reduction else 0,
@@ -325,6 +324,5 @@ def _groups_of(wrapper: Any) -> list[list[Any]]:
     """Return the model's parameters that DeepSpeed's optimizer steps, by group."""
     for name in ("fp16_groups", "bit16_groups", "bf16_groups"):
         if hasattr(wrapper, name):
-            groups: list[list[Any]] = getattr(wrapper, name)
-            return groups
+            return list(getattr(wrapper, name))
     return [group["params"] for group in wrapper.param_groups]

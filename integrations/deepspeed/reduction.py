@@ -36,8 +36,7 @@ class Fp8Reduction:
 
     def __init__(self, engine: Any) -> None:
         self.calls = 0
-        self.names: list[str] = []  # of the methods replaced
-        self._owners: list[Any] = []
+        self._owners: dict[str, Any] = {}  # of the methods replaced, by their names
         self._engine = engine
         zero = engine.optimizer
         stage = engine.zero_optimization_stage()
@@ -62,15 +61,14 @@ class Fp8Reduction:
                 '"fp8stack": {"gradients": "keep"} for its own reduction, or one of these versions.'
             )
         setattr(owner, name, method)
-        self.names.append(name)
-        self._owners.append(owner)
+        self._owners[name] = owner
 
-    def attached(self) -> bool:
-        """Are the methods still the engine's?"""
-        current = (
-            vars(owner).get(name) for owner, name in zip(self._owners, self.names, strict=True)
-        )
-        return all(getattr(method, "__self__", None) is self for method in current)
+    def attached(self) -> dict[str, bool]:
+        """Return the names of the methods that were replaced, and whether they still are."""
+        return {
+            name: getattr(vars(owner).get(name), "__self__", None) is self
+            for name, owner in self._owners.items()
+        }
 
     def _reduce(
         self, tensor: Tensor, average: bool, group: Any, ranks: float | None = None

@@ -22,11 +22,8 @@ from fp8stack.levels import OPTIONS, Recipe, recipe_for
 
 CHECKPOINT_FORMATS = ("native", "portable")
 _TRUE_OR_FALSE = (lambda value: isinstance(value, bool), "true or false")
-_ANYTHING = (lambda value: True, "")  # which `recipe_for` checks
-OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
+_OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enabled": _TRUE_OR_FALSE,
-    "opt_level": _ANYTHING,
-    "preset": _ANYTHING,
     "strict": _TRUE_OR_FALSE,
     "allow": (
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
@@ -34,7 +31,7 @@ OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "checkpoint_format": (CHECKPOINT_FORMATS.__contains__, f"one of {CHECKPOINT_FORMATS}"),
 }
-"""Keys that no recipe has, with what their values must be."""
+"""Keys of this section alone, with what their values must be. `recipe_for` checks all others."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
         raise ConfigError(
             f'"fp8stack": {raw!r} in the DeepSpeed config must be an object, such as {{"opt_level": "O2"}}.'
         )
-    known = [*OWN, *OPTIONS]
+    known = ["opt_level", "preset", *_OWN, *OPTIONS]
     for key, value in raw.items():
         if key not in known:
             raise ConfigError(
@@ -119,8 +116,8 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
                 f'"fp8stack": {{"{key}": "auto"}} in the DeepSpeed config: nobody fills in "auto" here. Give a value, '
                 "or leave the key out for the default."
             )
-        if key in OWN and not OWN[key][0](value):
-            raise ConfigError(f'"fp8stack": {{"{key}": {value!r}}} must be {OWN[key][1]}.')
+        if key in _OWN and not _OWN[key][0](value):
+            raise ConfigError(f'"fp8stack": {{"{key}": {value!r}}} must be {_OWN[key][1]}.')
     level = raw.get("opt_level", opt_level)
     if opt_level is not None and level != opt_level:
         raise ConfigError(
@@ -133,7 +130,7 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
     overrides = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in raw.items()
-        if key not in OWN
+        if key in OPTIONS
     }
     recipe = recipe_for("O2" if level is None else level, raw.get("preset"), **overrides)
     allow, kept = tuple(raw.get("allow", ())), raw.get("checkpoint_format", "native")
