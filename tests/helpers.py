@@ -1,6 +1,7 @@
 """What several test files need: bitwise comparison, exact oracles, steps of optimizers, and small models with data."""
 
 import io
+import math
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8stack.formats import E4M3, FORMATS, MiniFloat
+from fp8stack.formats import E4M3, E5M2, FORMATS, MiniFloat
 from fp8stack.kernels.reference import step as reference
 from fp8stack.kernels.reference.fp8 import encode
 from fp8stack.kernels.reference.master import split
@@ -21,6 +22,11 @@ from fp8stack.kernels.reference.quantize import (
     scale_and_inverse,
 )
 from fp8stack.kernels.reference.step import HYPER, StepKind, StepTensors, load_master
+
+NAN, INF = math.nan, math.inf
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def need_gpus(count: int) -> None:
@@ -44,8 +50,12 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.uint8)
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "") -> None:
-    """Fail unless both have the same dtype, shape and bytes; say where they first differ."""
+def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
+    """Fail unless both have the same dtype, shape and bytes, or all pairs of both do; say where they first differ."""
+    if not isinstance(expected, Tensor):
+        for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_same_bits(one, other, f"{what} [{i}]")
+        return
     assert actual.dtype is expected.dtype, f"{what}: {actual.dtype} is not {expected.dtype}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape} is not {expected.shape}"
     a, e = bits(actual), bits(expected)

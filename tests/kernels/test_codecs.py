@@ -15,8 +15,6 @@ from fp8stack.formats import E5M2, FORMATS, NUDGE
 from fp8stack.kernels import state_codecs
 from fp8stack.kernels.reference import fp8, master, power_of_two, quantize
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
-
 STATE_FORMATS = [f for f in FORMATS.values() if f is not E5M2]
 ALL = pytest.mark.parametrize("fmt", STATE_FORMATS, ids=[f.name for f in STATE_FORMATS])
 STOCHASTIC = [f for f in STATE_FORMATS if f.stochastic]

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import INF, NAN, assert_same_bits
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import norm as triton_norm
@@ -13,9 +13,6 @@ from fp8stack.kernels.pointer_table import firsts, owners, upload_rows
 from fp8stack.kernels.reference import norm as reference
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
-
-NAN, INF = math.nan, math.inf
 FP8 = E4M3.dtype
 DTYPES = pytest.mark.parametrize(
     "dtype",

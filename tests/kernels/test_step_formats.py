@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers import BF16, Step, StepCase, assert_same_bits, make_hyper
+from helpers import BF16, INF, Step, StepCase, assert_same_bits, make_hyper
 
 from fp8stack.formats import BLOCK, E4M3
 from fp8stack.kernels.reference.power_of_two import decode_tensor, encode_tensor, power_of_two_scale
 
 BLOCK_STATES = ["8bit", "fp8", "4bit"]
-INF = math.inf
 
 
 # --- bounded updates

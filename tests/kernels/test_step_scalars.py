@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import INF, NAN, assert_same_bits
 
 from fp8stack.formats import GRAD_LIMIT
 from fp8stack.kernels import step_scalars as triton_scalars
@@ -13,9 +13,6 @@ from fp8stack.kernels.reference import step_scalars as reference
 from fp8stack.kernels.reference.fp8 import noise
 from fp8stack.kernels.reference.step import HYPER
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
-
-NAN, INF = math.nan, math.inf
 ALGORITHMS = pytest.mark.parametrize("algorithm", ["adam", "sgd", "lion", "muon"])
 GROUPS = [  # lr, beta1, beta2, eps, decoupled_decay, coupled_decay, sign, dampening
     (1e-3, 0.9, 0.999, 1e-8, 0.1, 0.0, 1.0, 0.0),

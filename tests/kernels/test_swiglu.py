@@ -6,7 +6,7 @@ where the derivative of silu is next to zero, as what is left there is what roun
 
 import pytest
 import torch
-from helpers import assert_same_bits, grid
+from helpers import INPUTS, OCP, assert_same_bits, grid
 
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import ops
@@ -14,11 +14,6 @@ from fp8stack.kernels import swiglu as triton
 from fp8stack.kernels.reference import swiglu as reference
 from fp8stack.kernels.reference.cast_delayed import SEEDED, DelayedState
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
-
-OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 70), (17, 33)]
 
 

@@ -11,29 +11,23 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import assert_same_bits
+from helpers import INPUTS, OCP, assert_same_bits
 
-from fp8stack.formats import E4M3, E5M2, FORMATS
+from fp8stack.formats import E4M3, FORMATS
 from fp8stack.kernels import quantize as triton_quantize
 from fp8stack.kernels.fp8 import decode as triton_decode
 from fp8stack.kernels.fp8 import encode as triton_encode
 from fp8stack.kernels.reference import fp8 as reference_fp8
 from fp8stack.kernels.reference import quantize as reference_quantize
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
-
-NAN, INF = math.nan, math.inf
 EIGHT_BITS = [
     f for f in FORMATS.values() if f.bits == 8
 ]  # codes of 4 bits are quantized by the reference alone
 ALL = pytest.mark.parametrize("fmt", EIGHT_BITS, ids=[f.name for f in EIGHT_BITS])
-OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = [
     (), (1,), (7,), (128,), (129,), (0,), (0, 4), (4, 0), (3, 5), (4, 128), (5, 200), (2, 3, 64), (17, 256), (9, 130)
 ]  # fmt: skip
 LARGE = pytest.mark.parametrize("shape", [(4096, 4100), (4096, 4096), (70001, 129)], ids=str)
-INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 STORED_BFLOAT16 = pytest.mark.gpu  # see above
 
 

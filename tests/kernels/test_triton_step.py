@@ -4,21 +4,15 @@ In the interpreter, and without fast arithmetic on a GPU, every bit agrees. With
 differs, by one, and float32 values by a few units in the last place.
 """
 
-import math
-
 import pytest
 import torch
-from helpers import BF16, FP16, STEP_CASES, Step, StepCase, assert_same_bits, bits, make_hyper
+from helpers import BF16, FP16, NAN, STEP_CASES, Step, StepCase, assert_same_bits, bits, make_hyper
 
 from fp8stack.formats import E4M3, FORMATS
 from fp8stack.kernels import step as triton_step
 from fp8stack.kernels.pointer_table import COLUMN, WIDTH, firsts, owners, upload_rows
 from fp8stack.kernels.reference import step as reference
 from fp8stack.kernels.reference.quantize import unpack
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
-
-NAN = math.nan
 
 
 def gpu(*values):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import DTYPES, INPUTS, assert_same_bits
 
 from fp8stack.formats import BLOCK, E4M3
 from fp8stack.kernels import wire as triton
@@ -10,10 +10,6 @@ from fp8stack.kernels.reference import wire as reference
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 from fp8stack.kernels.reference.wire import Layout
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 LAYOUTS = [
     Layout(rows, cols, world)
     for rows, cols in ((1, 1), (1, 127), (1, 129), (1, 5000), (3, 130), (17, 256))
