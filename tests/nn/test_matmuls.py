@@ -561,16 +561,6 @@ def test_blocks_compiled_one_by_one(device):
         assert_same_bits(given, wanted)
 
 
-def test_backward_through_a_parameter_that_changed_since_is_torchs_error():
-    model = Bare(torch.matmul, 96, 64)
-    fp8(model)
-    y = model(torch.randn(20, 96, requires_grad=True)).sum()
-    with torch.no_grad():
-        model.w.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.backward()
-
-
 class Probe(nn.Module):
     def forward(self, x):
         self.modes = torch._C._len_torch_function_stack()

@@ -1,21 +1,164 @@
 """Native layers in data-parallel and sharded training: two processes on a CPU, or two GPUs."""
 
 import pytest
+import torch
 from helpers import need_gpus
 from layers import RECIPES
-from ranks import start_ranks
-from workers_nn import run
+from ranks import run_ranks
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional as F
 
+import fp8stack
 from fp8stack.capability import native_recipe
+
+STEPS, MICRO_BATCHES = 4, 2
+
+
+class Net(nn.Module):
+    """Blocks of two layers with a residual, and a head whose size is no multiple of 16."""
+
+    def __init__(self, dim=32, blocks=2, out=10):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(dim, out)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(F.layer_norm(x, x.shape[-1:]))
+        return self.head(x)
+
+
+def make(device, **overrides):
+    """Return the model at O0, the same on every rank."""
+    torch.manual_seed(0)
+    options = {"compute": "native", **overrides}
+    return fp8stack.initialize(Net().to(device), opt_level="O0", **options)[0]
+
+
+def data(step, device):
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(24, 32, generator=generator)
+    return x.to(device), x[:, :10].square().to(device)
+
+
+def train(model, device, rows=slice(None), sync=None):
+    """Take steps of two micro-batches each on `rows` of the data; return the losses."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(MICRO_BATCHES):
+            last = micro == MICRO_BATCHES - 1
+            if sync is not None:
+                sync(last)
+            x, target = data(step * MICRO_BATCHES + micro, device)
+            loss = F.mse_loss(model(x[rows]), target[rows])
+            (loss / MICRO_BATCHES).backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / MICRO_BATCHES)
+    return torch.stack(losses)
+
+
+def mean_over_ranks(losses):
+    torch.distributed.all_reduce(losses)
+    return losses / torch.distributed.get_world_size()
+
+
+def whole(model):
+    """Return the parameters as whole tensors."""
+    return [
+        p.full_tensor() if hasattr(p, "device_mesh") else p.detach() for p in model.parameters()
+    ]
+
+
+def close(given, expected, tolerance, what):
+    error = float((given - expected).norm() / expected.norm())
+    assert error < tolerance, (what, error)
+
+
+def train_replicas(rank, device, recipe):
+    """DDP: ranks end with the same bits, close to those of one process."""
+    world = torch.distributed.get_world_size()
+    model = make(device, fp8_recipe=recipe)
+    ddp = nn.parallel.DistributedDataParallel(model)
+
+    def sync(last):
+        ddp.require_backward_grad_sync = last
+
+    losses = mean_over_ranks(train(ddp, device, slice(rank, None, world), sync))
+    for p in model.parameters():
+        others = [torch.empty_like(p) for _ in range(world)]
+        torch.distributed.all_gather(others, p.detach())
+        assert all(torch.equal(other, p) for other in others)
+    alone = make(device, fp8_recipe=recipe)
+    plain = train(alone, device)
+    assert plain[-1] < 0.8 * plain[0]
+    close(losses, plain, 0.02, "losses")  # scales of half a batch are others
+    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        close(p.detach(), q.detach(), 0.1, name)
+
+
+def train_shards(rank, device, recipe):
+    """FSDP2: the same losses as the whole model on the same data, and no weight from before a step."""
+    given = {}
+    for reshard in (True, False):
+        model = make(device, fp8_recipe=recipe)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh_of(device), reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh_of(device))
+        losses = train(model, device)  # all ranks on the same rows: means change no gradient
+        given[reshard] = [losses, *whole(model)]
+    for value, same in zip(given[True], given[False], strict=True):
+        assert torch.equal(value, same)
+    alone = make(device, fp8_recipe=recipe)
+    plain = [train(alone, device), *whole(alone)]
+    assert plain[0][-1] < 0.8 * plain[0][0]
+    for value, expected in zip(given[True], plain, strict=True):
+        close(value, expected, 1e-4, "sharded and whole")
+
+
+def train_mixed_shards(rank, device, recipe):
+    """FSDP2 that gathers weights in bfloat16, under activation checkpointing."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    given = {}
+    for recompute in (False, True):
+        model = make(device, fp8_recipe=recipe)
+        for block in model.blocks:
+            if recompute:
+                checkpoint(block)
+            fully_shard(block, mesh=mesh_of(device), mp_policy=policy)
+        fully_shard(model, mesh=mesh_of(device), mp_policy=policy)
+        given[recompute] = [train(model, device), *whole(model)]
+    for value, same in zip(given[True], given[False], strict=True):
+        assert torch.equal(value, same)
+    alone = train(make(device, fp8_recipe=recipe), device)
+    close(given[True][0], alone, 0.05, "losses")
+
+
+def mesh_of(device):
+    """Return the mesh of all ranks."""
+    return init_device_mesh(device.partition(":")[0], (torch.distributed.get_world_size(),))
+
+
+def run(rank, device, work, *recipes):
+    """Do one of the functions above for each recipe: starting a process takes longer than what it then does."""
+    for recipe in recipes:
+        globals()[work](rank, f"cuda:{rank}" if device == "cuda" else device, recipe)
 
 
 @pytest.mark.gpus
 @pytest.mark.slow
 @pytest.mark.parametrize("work", ["train_replicas", "train_shards", "train_mixed_shards"])
-def test_two_ranks_train_as_one(work, device, tmp_path):
+def test_two_ranks_train_as_one(work, device):
     recipes = RECIPES
     if device == "cuda":
         need_gpus(2)
         recipes = [r for r in RECIPES if native_recipe(r, device)]
-    store = str(tmp_path / "store")
-    start_ranks(run, (2, store, device, work, recipes), nprocs=2)
+    run_ranks(run, 2, device, work, *recipes, device=device)
