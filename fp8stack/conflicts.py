@@ -1,8 +1,9 @@
 """Which options do not go together: one table for `initialize`, every integration and the command line.
 
 A `Rule` says that an option must not have certain values in certain contexts, with the reason and the remedy. An option
-is a field of a recipe, a setting of an optimizer, or what a model is wrapped in. A context is a place where a recipe is
-used (FSDP2, DeepSpeed, a device), or something that the recipe or the optimizer itself brings ("block scales").
+is a field of a recipe, a setting of an optimizer, or a model's wrapper. A context is a place where a recipe is used
+(FSDP2, DeepSpeed, a device), a setting of the recipe itself, written as "fp8_recipe='blockwise'", or a property of the
+optimizer. To add a conflict, add a row to `_RULES`; callers need no change.
 
     refuse_conflicts(recipe, FSDP2, optimizer=optimizer)    # raises for the first rule that is broken
     check_option("step_in_backward", True, SEVERAL_PROCESSES)
@@ -11,8 +12,8 @@ Every message is made in one place and says what was given, where, why not, and 
 `error=Fp8StackWarning` describes an option that is ignored: `idle_options` returns its message as a fallback, which
 `initialize` warns of, and refuses under `strict=True`.
 
-This module imports nothing but the errors, because recipes check themselves with it. It therefore knows optimizers and
-wrappers by the names of their classes, and recipes by the names of their fields.
+Limits: recipes check themselves with this module, so it imports nothing of fp8stack but the errors. It recognizes
+optimizers and wrappers by the names of their classes, and recipes by the names of their fields.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import nn
 
 from .errors import ConfigError, Fp8StackError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 
-# Places, which callers name.
+# Places: the caller says which of them hold.
 INITIALIZE = "fp8stack.initialize"
 FSDP2 = "FSDP2"
 DEEPSPEED = "DeepSpeed"
@@ -38,14 +39,14 @@ ACCELERATE = "Accelerate"
 SEVERAL_PROCESSES = "several processes"
 ACCUMULATION = "gradient accumulation"
 ON_CPU = "a model on the CPU"
-FP8_PRODUCTS = "FP8 products"  # what multiplies, as it was chosen
+FP8_PRODUCTS = "FP8 products"  # as `choose_compute` decided
 BF16_PRODUCTS = "bf16 products"
 PLACES = (
     INITIALIZE, FSDP2, DEEPSPEED, ZERO, ZERO_FLOAT32, LIGHTNING, FABRIC, ACCELERATE, SEVERAL_PROCESSES, ACCUMULATION,
     ON_CPU, FP8_PRODUCTS, BF16_PRODUCTS,
 )  # fmt: skip
 
-# Contexts that an optimizer brings.
+# Properties of an optimizer.
 FOREIGN = "an optimizer of another library"
 NO_COUNTERPART = "an optimizer without a counterpart"
 IS_SGD = "SGD"
@@ -69,9 +70,9 @@ WRAPPERS = (
 
 
 class Rule(NamedTuple):
-    """`option` cannot have one of `values` in one of `contexts`, or only not if one of `beside` holds as well.
+    """`option` must not have one of `values` while one of `contexts` holds.
 
-    Without values, any value but the default is meant.
+    If `beside` is not empty, one of its contexts must hold too. Without `values` any value but the default is meant.
     """
 
     option: str
@@ -99,7 +100,7 @@ class Conflict(NamedTuple):
 
 
 def setting(field: str, *values: Any) -> tuple[str, ...]:
-    """Return the contexts that a recipe brings whose `field` has one of `values`."""
+    """Return the contexts of a recipe whose `field` has one of `values`."""
     return tuple(f"{field}={value!r}" for value in values)
 
 
@@ -337,13 +338,13 @@ def settings_of_formats(*formats: Sequence[str], where: str = "") -> list[Settin
 
 
 def contexts_of(recipe: Any) -> set[str]:
-    """Return the contexts that a recipe brings: each of its fields with its value, and one pair."""
+    """Return the contexts of a recipe: each field with its value, and one pair of fields."""
     contexts = {f"{field.name}={getattr(recipe, field.name)!r}" for field in fields(recipe)}
     return contexts | {f"gradients={recipe.gradients!r}, states={recipe.states!r}"}
 
 
 def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:
-    """Return what rules look at: the class, options of groups, the norm to clip by."""
+    """Return the settings of an optimizer that rules look at: class, formats, options of groups, norm to clip by."""
     kind: Any = type(optimizer)
     result = [Setting("optimizer", kind, f"{kind.__module__}.{kind.__qualname__}")]
     if is_fp8stack_optimizer(optimizer):
@@ -362,7 +363,7 @@ def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:
 
 
 def settings_of_group(group: Mapping[str, Any]) -> list[Setting]:
-    """Return what rules look at in a parameter group."""
+    """Return the settings of a parameter group that rules look at."""
     given = {"momentum": group["momentum"]} if "momentum" in group else {}
     options = ("amsgrad", "differentiable", "nesterov", "dampening", "states", "master")
     given |= {option: group[option] for option in options if group.get(option)}
@@ -370,7 +371,7 @@ def settings_of_group(group: Mapping[str, Any]) -> list[Setting]:
 
 
 def contexts_of_optimizer(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the contexts that an optimizer brings."""
+    """Return which of the properties above an optimizer has."""
     foreign = not is_fp8stack_optimizer(optimizer)
     holds = {
         FOREIGN: foreign,

@@ -15,10 +15,10 @@ finite value. The exponent-zero codes are subnormals, so zero is exact. Codes ta
 | ue3m1     | 0, 3, 1 (4 bits)         | 24      | 2^-3         | v as its square root, `states="4bit"`      |
 
 E4M3 and E5M2 are the OCP 8-bit formats (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1).
-The others spend every code on finite values: optimizer states need relative precision within a block
-of 128, and a block that holds a NaN or an infinity says so in its scale. Rounding is to nearest, ties to even for e4m3
-and e5m2 (as the hardware does), away from zero for the others, where what lies within 2^-20 of a tie counts as one;
-ue3m1 rounds stochastically, because a moment in steps of a third would never move to its nearest neighbour.
+The others spend every code on finite values, because optimizer states need relative precision within a block of 128; a
+block that holds a NaN or an infinity has a NaN as its scale. Rounding is to nearest. Ties go to even for e4m3 and e5m2
+(as in hardware) and away from zero for the others, for which values within 2^-20 of a tie count as ties. ue3m1 rounds
+stochastically: its steps are a third of the value, so a moment would never move to its nearest neighbour.
 
 **Block scaling.** A tensor of shape [d0, ...] is read as rows = d0, cols = numel / d0 (a 1-d or 0-d tensor is one
 row). Codes have the tensor's shape; scales are float32 [rows, ceil(cols / 128)]; a block never crosses a row, so any
@@ -36,8 +36,8 @@ BLOCK = 128
 """Elements that share a scale."""
 
 NUDGE = 1 + 2.0**-20
-"""What values are multiplied by before they are rounded to an optimizer format, so that a tie stays one whatever the
-last bits of a scale or a root are: FP8 gradients put one element in ten of the first step's states on a tie."""
+"""Values are multiplied by this before they are rounded to an optimizer format. A tie then rounds the same way whatever
+the last bits of a scale or a root are: FP8 gradients put one element in ten of the first step's states on a tie."""
 
 TINY = 2.0**-126
 """Smallest normal float32. A block whose scale would fall below it is a block of zeros."""

@@ -58,12 +58,13 @@ class Recipe:
     fp8_margin: of "delayed": scales leave room for 2^margin times the largest magnitude of the history.
     amax_history_len, amax_compute_algo: of "delayed": how many casts count, and whether by their "max" or
         "most_recent".
-    fp8_fast_accum: may forward products be summed with fewer bits? Hopper's tensor cores then keep about 14, which is
-        faster. Gradients never are. None: no, except by TransformerEngine with "delayed", which knows no other way.
-    pad: sizes that are no multiple of 16 ("blockwise": of 128). "auto": pad inside the layer. "skip": leave such layers
-        out.
+    fp8_fast_accum: True sums forward products with fewer bits (about 14 on Hopper's tensor cores), which is faster.
+        Products of gradients are never summed so. None: False, except with TransformerEngine's "delayed", which always
+        sums fast.
+    pad: what to do with sizes that are not a multiple of 16 ("blockwise": of 128). "auto": pad inside the layer.
+        "skip": leave such layers out.
     select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
-    matmuls: multiplications by bare parameters too (x @ self.w, einsum, F.linear), anywhere in the model's forward.
+    matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
     master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding).
@@ -73,11 +74,11 @@ class Recipe:
         a dict of "states" and "master", e.g. {"*embed*": "fp32", "head": {"states": "4bit", "master": "none"}}.
     step_in_backward: step each parameter when its gradient arrives and free the gradient; one process, no
         accumulation, no clipping by a global norm, no GradScaler.
-    offload: "cpu" keeps optimizer states and remainders in pinned host memory, which the step reads and writes across
-        the bus: 3 bytes a parameter less on the GPU, and a step as long as their way there and back.
-    optimizer_backend: what steps where states are "8bit". "fp8stack": its own kernels. "bitsandbytes",
-        "bitsandbytes-paged": bitsandbytes' optimizers, see `fp8stack/optim/bitsandbytes.py`. "auto": bitsandbytes on a
-        GPU without FP8 if it is installed, else fp8stack; a warning says so there.
+    offload: "cpu" keeps optimizer states and remainders in pinned host memory: 3 bytes a parameter less on the GPU. The
+        step reads and writes them across the bus and takes as long as that transfer.
+    optimizer_backend: the library that steps if states are "8bit". "fp8stack": its own kernels. "bitsandbytes",
+        "bitsandbytes-paged": bitsandbytes' optimizers, see `fp8stack/optim/bitsandbytes.py`. "auto": bitsandbytes,
+        with a warning, on a GPU without FP8 if it is installed; else fp8stack.
     """
 
     level: str
