@@ -6,7 +6,7 @@ The model is built on the meta device, and `initialize` itself decides and chang
 tensors without data, as `fp8stack.memory.measure` counts live ones: before, of the model and torch's optimizer; after,
 at the level. A function that returns a model alone is planned with torch's AdamW.
 
-Not counted: activations, and the FP8 copies of weights that layers keep until the step.
+Not counted: activations, and the FP8 codes that a forward keeps for its backward.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     each = (f"{total / max(data['parameters'], 1):.2f}" for total in sums.values())
     lines.append(("bytes/parameter", *each))
     console.print(table(("", "before", report["level"]), lines, right=f"before {report['level']}"))
-    console.print("Activations and FP8 copies of weights come on top; nothing was allocated.")
+    console.print("Activations come on top; nothing was allocated.")
     for fallback in report["fallbacks"]:
         console.print(f"fallback: {fallback}")
 
