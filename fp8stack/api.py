@@ -448,8 +448,8 @@ def _check_on_bitsandbytes(
 ) -> None:
     """Raise unless bitsandbytes can step instead of `optimizer`."""
     check_bitsandbytes(device, paged=recipe.optimizer_backend == "bitsandbytes-paged")
-    lacking = counterpart_on_bitsandbytes(optimizer) is None
-    refuse_conflicts(recipe, *[NOT_ON_BITSANDBYTES] * lacking, optimizer=optimizer)
+    has_kind = counterpart_on_bitsandbytes(optimizer) is not None
+    refuse_conflicts(recipe, *([] if has_kind else [NOT_ON_BITSANDBYTES]), optimizer=optimizer)
 
 
 # --- the report
@@ -468,15 +468,12 @@ def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
         fp8 = session.recipe.gradients == "fp8"
         gradient = meta.numel() + 4 * rows * blocks if fp8 else meta.nbytes
         total += meta.nbytes + (0 if session.recipe.step_in_backward else gradient)
-        if isinstance(optimizer, BlockwiseOptimizer) and optimizer.offloads(parameter):
-            pass  # on the GPU, nothing
-        elif isinstance(optimizer, BlockwiseOptimizer):
-            for name in moments[parameter]:
-                state = zero_moment(name, meta, optimizer.moment_format(parameter))
-                total += sum(t.nbytes for t in state.values())
-            master = zero_master(meta, optimizer.master_format(parameter))
-            total += sum(t.nbytes for t in master.values())
-        else:
-            total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
         elements += meta.numel()
+        if not isinstance(optimizer, BlockwiseOptimizer):
+            total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
+        elif not optimizer.offloads(parameter):
+            states = [zero_master(meta, optimizer.master_format(parameter))]
+            kind = optimizer.moment_format(parameter)
+            states += [zero_moment(name, meta, kind) for name in moments[parameter]]
+            total += sum(tensor.nbytes for state in states for tensor in state.values())
     return total / max(elements, 1)

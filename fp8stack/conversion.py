@@ -18,7 +18,6 @@ from . import optim
 from .comm import GradientHandle
 from .conflicts import (
     INITIALIZE,
-    SEVERAL_PROCESSES,
     TORCH_OPTIMIZERS,
     has_counterpart,
     refuse_conflicts,
@@ -34,6 +33,7 @@ from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
 from .optim.state_dict import adopt, reformat, to_torch
 from .optim.state_formats import is_large_matrix
+from .optim.step_in_backward import check_single_process
 from .report import Report
 from .tensor import check_dense, is_sharded
 
@@ -143,10 +143,9 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
             f"{f' ({foreign} parameters of something else)' if foreign else ''}. Build it from this model: "
             f"{type(optimizer).__name__}(model.parameters(), ...), after anything that replaces parameters."
         )
-    distributed = torch.distributed
-    several = distributed.is_available() and distributed.is_initialized()
-    several = several and distributed.get_world_size() > 1
-    refuse_conflicts(recipe, *[SEVERAL_PROCESSES] * several, optimizer=optimizer)
+    refuse_conflicts(recipe, optimizer=optimizer)
+    if recipe.step_in_backward:
+        check_single_process()
     if recipe.states != "keep" and isinstance(optimizer, BlockwiseOptimizer):
         _check_formats(optimizer, recipe)
     return missing

@@ -40,7 +40,7 @@ class GradientRelease:
         step: Callable[[Tensor], None],
         removed: Callable[[], None],
     ) -> None:
-        _check_single_process()
+        check_single_process()
         self._step, self._removed = step, removed
         self._stepped: set[Tensor] = set()
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -78,7 +78,7 @@ class GradientRelease:
                 "step_in_backward every backward() is a step, so gradients cannot be accumulated. Call "
                 "optimizer.step() after each backward(), or initialize without step_in_backward."
             )
-        _check_single_process()
+        check_single_process()
         self._stepped.add(parameter)
         self._step(parameter)
         parameter.grad = None
@@ -89,7 +89,7 @@ def _step_weakly(own: weakref.ref[GradientRelease], parameter: Tensor) -> None:
         release.step(parameter)
 
 
-def _check_single_process() -> None:
+def check_single_process() -> None:
     """Raise ConfigError where gradients would have to be reduced over ranks first."""
     distributed = torch.distributed
     initialized = distributed.is_available() and distributed.is_initialized()

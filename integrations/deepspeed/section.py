@@ -160,7 +160,7 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Section, list
 
 def check_recipe(recipe: Recipe, stage: int) -> None:
     """Raise ConfigError for options that have no place in DeepSpeed, at any stage or at this one."""
-    refuse_conflicts(recipe, DEEPSPEED, *[ZERO] * bool(stage))
+    refuse_conflicts(recipe, *([DEEPSPEED, ZERO] if stage else [DEEPSPEED]))
 
 
 def allow_ours(config: dict[str, Any]) -> None:
