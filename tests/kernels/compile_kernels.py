@@ -456,8 +456,8 @@ def changed(value):
 
 
 def unseen(launcher, pointers, constants):
-    """Return arguments whose change makes Triton choose another variant, where the Launcher would not; and how many
-    changes make Triton do so."""
+    """Return arguments whose change makes Triton choose another variant, where the Launcher would not, or the other way
+    round where a kernel does not specialize on them; and how many changes make Triton do so."""
     kernel = launcher.kernel
     bind = create_function_from_signature(
         kernel.signature, kernel.params, make_backend(GPUTarget("cuda", 90, 32))
@@ -480,7 +480,8 @@ def unseen(launcher, pointers, constants):
         for other in changed(value):
             new_theirs, new_ours = choices((*(given | {name: other}).values(),))
             seen += new_theirs != theirs
-            if new_theirs != theirs and new_ours == ours:
+            needless = name in (kernel.do_not_specialize or ()) and new_theirs == theirs
+            if (new_ours == ours) == (new_theirs != theirs) and (needless or new_ours == ours):
                 blind.append(f"{kernel.__name__}: {name}, {value!r} to {other!r}")
     return blind, seen
 
