@@ -10,8 +10,12 @@ scale that forward found, and so reads the weight once; what it holds of a weigh
 torch does. For inputs of few rows (`FEW_ROWS`), where reading a weight again would take a larger share of the time,
 one kernel writes both layouts in forward and autograd keeps the second: one byte an element until backward. It does so
 under torch.compile as well, where casts are part of the graph and Inductor joins the search for the largest magnitude
-to whatever made the tensor. With delayed scaling a weight is cast with the scale of its last cast while that fits, and
-so is read once in forward too (`ops.recast`).
+to whatever made the tensor.
+
+A weight is read once in forward too where its scale can be guessed. With delayed scaling it is cast with the scale of
+its last cast while that fits (`ops.recast`). With current scaling a weight whose version did not change is cast with
+the scale of its last cast, as in a further micro-batch; the kernel finds out whether that is its own, and casts again
+if it is not. So a wrong guess costs time and changes no bit.
 
 The layers of a model share an `InputCodes`, which holds the codes of the activation cast last until the next one is
 cast, backward begins, or the activation goes. A mark on the activation itself says that they are its own; contents,
