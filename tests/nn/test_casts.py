@@ -399,7 +399,7 @@ def test_backward_through_a_weight_that_changed_since_is_torchs_error(kind, reci
         y = model(torch.randn(16, 32, device=device, requires_grad=True))
         with torch.no_grad():
             weight.add_(1)
-        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
             y.sum().backward()
 
 
