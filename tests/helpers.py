@@ -246,7 +246,9 @@ class Step:
             else:
                 narrow = {"bf16": BF16, "keep": self.case.dtype}
                 x = x.to(narrow.get(self.case.states, torch.float32))
-            new |= {name: x} if name == "weight" else {name: x, f"{name}_scale": scale}
+            new[name] = x
+            if name != "weight":
+                new["grad_block_scale" if name == "grad" else f"{name}_scale"] = scale
         moved = {k: None if x is None else x.contiguous().to(self.device) for k, x in new.items()}
         self.tensors = self.tensors._replace(**moved)
         return self
