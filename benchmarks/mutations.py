@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from common import ROOT, append_records
 
@@ -165,11 +166,13 @@ def copy_tree(tree: Path, folder: Path) -> dict[str, str]:
     return {**keep, **threads, "PYTHONPATH": path, "TMPDIR": str(folder)}
 
 
-def pytest(tree: Path, env: dict[str, str], *arguments: str, seconds: float) -> int:
+def pytest(
+    tree: Path, env: dict[str, str], *arguments: str, seconds: float, log: Any = subprocess.DEVNULL
+) -> int:
     """Run pytest in a tree; return its exit code, 1 where it ran out of time (a hang is found too)."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with subprocess.Popen(
-        command, cwd=tree, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        command, cwd=tree, env=env, stdout=log, stderr=log, start_new_session=True
     ) as process:  # fmt: skip
         try:
             return process.wait(seconds)
@@ -179,15 +182,18 @@ def pytest(tree: Path, env: dict[str, str], *arguments: str, seconds: float) -> 
 
 
 def map_tests(
-    tree: Path, folder: Path, jobs: int
+    tree: Path, folder: Path, jobs: int, tests: list[str], limit: float
 ) -> tuple[dict[tuple[str, str, int], set[str]], dict[str, float]]:
     """Run the suite once; return the tests that call each function, and the seconds of those that pass."""
     env = copy_tree(tree, folder)
     calls, report = folder / "calls", folder / "report.xml"
     env["FP8STACK_CALL_MAP"] = str(calls)
     parallel = ["-n", str(jobs), "--dist", "worksteal"] if jobs > 1 else []
-    pytest(folder / "tree", env, "-p", "call_map", f"--junitxml={report}", "-o", "junit_family=xunit1",
-           *parallel, "tests", seconds=5400)  # fmt: skip
+    options = ["-p", "call_map", f"--junitxml={report}", "-o", "junit_family=xunit1", *parallel]
+    with (folder / "log").open("w") as log:
+        pytest(folder / "tree", env, *options, *tests, seconds=limit, log=log)
+    if not report.exists():  # pytest was stopped at the limit: what was it at?
+        sys.exit((folder / "log").read_text()[-2000:] + f"\nthe tests took more than {limit:.0f} s")
     seconds: dict[str, float] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         if not len(case):  # neither failed nor skipped
@@ -223,7 +229,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder, began = Path(temporary), time.time()
         (folder / "map").mkdir()
-        callers, seconds = map_tests(tree, folder / "map", options.jobs)
+        callers, seconds = map_tests(
+            tree, folder / "map", options.jobs, options.tests, options.map_seconds
+        )
         print(
             f"{len(seconds)} tests pass, {len(callers)} functions are called, {time.time() - began:.0f} s"
         )
