@@ -170,7 +170,7 @@ def pytest(
     tree: Path, env: dict[str, str], *arguments: str, seconds: float, log: Any = subprocess.DEVNULL
 ) -> int:
     """Run pytest in a tree; return its exit code, 1 where it ran out of time (a hang is found too)."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with subprocess.Popen(
         command, cwd=tree, env=env, stdout=log, stderr=log, start_new_session=True
     ) as process:  # fmt: skip
