@@ -355,8 +355,9 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     if recipe.compute == "te":
         answer = _te_for(recipe, device)
         if not answer:
+            other = "" if recipe.fp8_recipe == "current" else ', or fp8_recipe="current"'
             told = f'compute="te", fp8_recipe={recipe.fp8_recipe!r}: {answer.reason}'
-            raise UnsupportedDeviceError(f'{told}. Use compute="auto", or fp8_recipe="current".')
+            raise UnsupportedDeviceError(f'{told}. Use compute="auto"{other}.')
         return Compute("te", "asked for", fallbacks + idle_options(recipe, FP8_PRODUCTS))
     answer = capability.fp8_gemm(device)
     if not answer and recipe.compute == "native":
@@ -401,8 +402,8 @@ def _te_for(recipe: Recipe, device: torch.device) -> capability.Answer:
     """Return whether TransformerEngine can multiply as `recipe` says, with the reason."""
     try:
         replace(recipe, compute="te")  # which finds options that do not go with it
-    except ConfigError as error:
-        return capability.Answer(False, str(error))
+    except ConfigError as error:  # its remedy is for those who asked for "te" by name
+        return capability.Answer(False, str(error).partition(". ")[0])
     answer = capability.transformer_engine(device)
     return capability.transformer_engine_recipe(recipe.fp8_recipe, device) if answer else answer
 

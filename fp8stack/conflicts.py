@@ -41,6 +41,7 @@ ACCUMULATION = "gradient accumulation"
 ON_CPU = "a model on the CPU"
 FP8_PRODUCTS = "FP8 products"  # as `choose_compute` decided
 BF16_PRODUCTS = "bf16 products"
+BARE_PARAMETERS = "products by bare parameters (matmuls=True)"  # follows from the recipe
 PLACES = (
     INITIALIZE, FSDP2, DEEPSPEED, ZERO, ZERO_FLOAT32, LIGHTNING, FABRIC, ACCELERATE, SEVERAL_PROCESSES, ACCUMULATION,
     ON_CPU, FP8_PRODUCTS, BF16_PRODUCTS,
@@ -139,8 +140,8 @@ _RULES = (
     Rule("fp8_format", ("e5m2",), _BLOCK_SCALES, "that is E4M3 throughout: block scales replace the range of E5M2",
          _USE_CURRENT),
     Rule("fp8_fast_accum", (True,), _BLOCK_SCALES, "fast sums need one scale a tensor, not one a block", _USE_CURRENT),
-    Rule("fp8_recipe", ("delayed", "mxfp8", "nvfp4"), setting("matmuls", True),
-         'products by bare parameters use "current" scaling', "", Fp8StackWarning, (FP8_PRODUCTS,)),
+    Rule("fp8_recipe", ("delayed", "mxfp8", "nvfp4"), (BARE_PARAMETERS,),
+         'these use "current" scaling, and only Linear layers use yours', "", Fp8StackWarning, (FP8_PRODUCTS,)),
 
     # --- what multiplies
     Rule("fp8_format", ("e5m2",), _TE, 'TransformerEngine has "hybrid" and "e4m3" only', 'Use compute="native"'),
@@ -173,7 +174,7 @@ _RULES = (
 
     # --- bitsandbytes' optimizers
     Rule("offload", ("cpu",), ON_BITSANDBYTES, "it moves the states of fp8stack's own optimizers",
-         'Use optimizer_backend="bitsandbytes-paged", or "fp8stack"'),
+         'Use optimizer_backend="bitsandbytes-paged" (an optimizer with paged=True), or "fp8stack"'),
     Rule("optimizer_backend", _BNB, setting("states", "fp8", "fp8-lm", "bf16", "fp32"),
          'bitsandbytes keeps states as "8bit"', _USE_OURS),
     Rule("states", ("keep", "fp8", "4bit", "fp8-lm", "bf16"), ON_BITSANDBYTES,
@@ -206,6 +207,8 @@ _RULES = (
 
     # --- DeepSpeed, whose ZeRO makes one flat tensor of the parameters of a group
     Rule("step_in_backward", (True,), (DEEPSPEED,), "DeepSpeed's engine steps", _LEAVE),
+    Rule("model", ("DeepSpeedEngine",), (DEEPSPEED,), "it is an engine already, and an engine is made of a bare model",
+         "Pass the module that it was made from, before any engine is made", ModelError),
     Rule("optimizer_backend", _BNB, (DEEPSPEED,),
          "fp8stack's own optimizers step there, whose states its checkpoints can hold", _LEAVE),
     *(Rule(option, (value,), (ZERO,),
@@ -225,7 +228,8 @@ _RULES = (
     Rule("step_in_backward", (True,), (LIGHTNING,),
          "the Trainer clips and accumulates gradients between backward and step", _LEAVE),
     Rule("strategy", ("DeepSpeedStrategy",), (LIGHTNING,), "DeepSpeed converts dtypes and steps itself",
-         f'{_LEAVE}, put a section "fp8stack" into the config and call fp8stack.integrations.deepspeed.install()'),
+         'Leave Fp8Precision or setup() out, put a section "fp8stack" into the config and call '
+         "fp8stack.integrations.deepspeed.install()"),
     Rule("strategy", ("FSDPStrategy",), (LIGHTNING,), f"FSDP1: {_FLAT}", "Use ModelParallelStrategy (FSDP2)"),
     Rule("strategy", ("ModelParallelStrategy",), (FABRIC,), "it shards in fabric.setup_module",
          "Call that, build the optimizer, call fp8stack.integrations.fsdp.attach(model.module, optimizer, opt_level), "
@@ -267,10 +271,12 @@ def find_conflicts(
     contexts, settings = {*places, *contexts_of(recipe)}, settings_of(recipe)
     if optimizer is not None:
         contexts |= contexts_of_optimizer(optimizer)
-        settings += settings_of_optimizer(optimizer)
     if model is not None:
         settings += wrappers_in(model)
-    return broken_rules(settings, contexts)
+    yield from broken_rules(settings, contexts)
+    if optimizer is not None:
+        # A recipe that leaves states alone also leaves an optimizer of fp8stack's its own states and masters.
+        yield from broken_rules(settings_of_optimizer(optimizer), contexts - {*_KEPT})
 
 
 def refuse_conflicts(recipe: Any, *places: str, **given: Any) -> None:
@@ -338,9 +344,10 @@ def settings_of_formats(*formats: Sequence[str], where: str = "") -> list[Settin
 
 
 def contexts_of(recipe: Any) -> set[str]:
-    """Return the contexts of a recipe: each field with its value, and one pair of fields."""
+    """Return the contexts of a recipe: each field with its value, one pair of fields, and what multiplies."""
     contexts = {f"{field.name}={getattr(recipe, field.name)!r}" for field in fields(recipe)}
-    return contexts | {f"gradients={recipe.gradients!r}, states={recipe.states!r}"}
+    contexts.add(f"gradients={recipe.gradients!r}, states={recipe.states!r}")
+    return contexts | ({BARE_PARAMETERS} if recipe.matmuls else set())
 
 
 def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:

@@ -159,9 +159,11 @@ def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:
     for name, own in made_with.items():
         wanted = getattr(recipe, name)
         if own != wanted:
+            remedy = f"Make it with {name}={wanted!r}, or initialize(..., {name}={own!r})."
+            if name == "optimizer_backend":  # the class of the optimizer, and `paged`
+                remedy = "Leave it out of initialize(...), or pass torch's optimizer."
             raise ModelError(
-                f"the optimizer was made with {name}={own!r}, the recipe says {name}={wanted!r}. "
-                f"Make it with {name}={wanted!r}, or initialize(..., {name}={own!r})."
+                f"the optimizer was made with {name}={own!r}, the recipe says {name}={wanted!r}. {remedy}"
             )
 
 

@@ -12,6 +12,7 @@ refuses names and values it does not know.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -40,7 +41,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 
-_LIMITS = {"fp8_margin": (0, 16), "amax_history_len": (1, 2**16), "min_numel": (0, 2**63)}
+_LIMITS = {"fp8_margin": (0, 16), "amax_history_len": (1, 2**16), "min_numel": (0, math.inf)}
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,12 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in CHOICES:
-            _check_choice(name, getattr(self, name))
+            object.__setattr__(self, name, _choice(name, getattr(self, name)))
         for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
-                raise ConfigError(f"{name}={value!r} must be an integer from {least} to {most}.")
+                bounds = f">= {least}" if most == math.inf else f"from {least} to {most}"
+                raise ConfigError(f"{name}={value!r} must be an integer {bounds}.")
         are_patterns = isinstance(self.skip, (list, tuple))
         if not are_patterns or not all(isinstance(pattern, str) for pattern in self.skip):
             raise ConfigError(
@@ -135,14 +137,16 @@ OPTIONS = tuple(f.name for f in fields(Recipe) if f.name not in ("level", "brief
 """The fields of a recipe that can be overridden."""
 
 
-def _check_choice(name: str, value: Any, where: str = "") -> None:
-    """Raise ConfigError unless `value` is one of CHOICES[name]."""
-    if not any(type(value) is type(known) and value == known for known in CHOICES[name]):
-        known = ", ".join(f'"{k}"' if isinstance(k, str) else str(k) for k in CHOICES[name])
-        raise ConfigError(
-            f"{where}{name}={value!r} is not a choice; use one of {known}."
-            f"{did_you_mean(str(value), map(str, CHOICES[name]))}"
-        )
+def _choice(name: str, value: Any, where: str = "") -> Any:
+    """Return the one of CHOICES[name] that `value` is (an enum of strings will do); raise ConfigError if it is none."""
+    for known in CHOICES[name]:
+        if isinstance(value, type(known)) and value == known:
+            return known
+    choices = ", ".join(f'"{k}"' if isinstance(k, str) else str(k) for k in CHOICES[name])
+    raise ConfigError(
+        f"{where}{name}={value!r} is not a choice; use one of {choices}."
+        f"{did_you_mean(str(value), map(str, CHOICES[name]))}"
+    )
 
 
 def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
@@ -160,9 +164,8 @@ def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
             raise ConfigError(
                 f'states_for[{pattern!r}]={value!r} must be a format, or a dict with "states" and "master".'
             )
-        for name, choice in formats.items():
-            _check_choice(name, choice, f"states_for[{pattern!r}]: ")
-        result.append((pattern, formats.get("states", ""), formats.get("master", "")))
+        own = {n: _choice(n, value, f"states_for[{pattern!r}]: ") for n, value in formats.items()}
+        result.append((pattern, own.get("states", ""), own.get("master", "")))
     return tuple(result)
 
 
@@ -207,8 +210,9 @@ def recipe_for(opt_level: str, preset: str | None = None, **overrides: Any) -> R
             f'preset={preset!r} names optimizer states, which only opt_level="O2" converts.'
         )
     named = {} if preset is None else PRESETS[preset]
-    for name in overrides.keys() - {*OPTIONS}:
-        raise ConfigError(
-            f"initialize() has no option {name!r}.{did_you_mean(name, OPTIONS)} Options: {', '.join(OPTIONS)}."
-        )
+    for name in overrides:
+        if name not in OPTIONS:
+            raise ConfigError(
+                f"initialize() has no option {name!r}.{did_you_mean(name, OPTIONS)} Options: {', '.join(OPTIONS)}."
+            )
     return replace(LEVELS[opt_level], **{**named, **overrides})

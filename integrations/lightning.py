@@ -148,7 +148,8 @@ class _Precision:
         if self.recipe.gradients == "keep" and self.recipe.states == "keep":
             self._initialize(module, None)
         else:
-            homes = [_home_of(o, module) for o in optimizers] if len(optimizers) > 1 else [module]
+            alone = len(optimizers) == 1
+            homes = [module if alone else _home_of(o, module) for o in optimizers]
             pairs = zip(homes, optimizers, strict=True)
             optimizers = [self._initialize(home, optimizer) for home, optimizer in pairs]
         if parallel:

@@ -78,6 +78,7 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
 
     _opt_level: str | None
     _fp8_options: dict[str, Any]
+    _begun = False  # to monitor
     optimizer: Any
     lr_scheduler: Any
 

@@ -1,6 +1,7 @@
 """Bad input: each kind has a specific error that names the culprit and the remedy, and leaves everything untouched."""
 
 import copy
+import enum
 import pickle
 import re
 
@@ -10,7 +11,8 @@ from helpers import TinyLM, batch, train
 from torch import nn
 
 import fp8stack
-from fp8stack import conflicts
+from fp8stack import capability, conflicts
+from fp8stack.api import choose_compute
 from fp8stack.errors import (
     ConfigError,
     Fp8StackWarning,
@@ -70,8 +72,9 @@ OPTIONS = [  # options, culprit, remedy
     ({"skip": "head"}, "skip='head' must be a list", r'\["\*head"\]'),
     ({"skip": None}, "skip=None must be a list", ""),
     ({"skip": [1]}, r"skip=\[1\] must be a list", ""),
-    ({"min_numel": -1}, "min_numel=-1 must be an integer", "from 0 to"),
-    ({"min_numel": True}, "min_numel=True must be an integer", "from 0 to"),
+    ({"min_numel": -1}, "min_numel=-1 must be an integer >= 0", ""),
+    ({"min_numel": True}, "min_numel=True must be an integer >= 0", ""),
+    ({"skipp": [], "a": 1}, "no option .skipp", 'Did you mean "skip"'),
     ({"states_for": "fp32"}, "states_for='fp32' must be a dict", "embed"),
     ({"states_for": ["embed"]}, "must be a dict of patterns and formats", "embed"),
     (
@@ -151,6 +154,34 @@ def test_a_recipe_that_native_layers_do_not_have(model, optimizer, recipe):
         )
 
 
+@pytest.mark.parametrize(
+    ("compute", "recipe", "reason", "remedy"),
+    [
+        (
+            "auto",
+            "mxfp8",
+            "select='auto' does not go with compute='te': it times native layers",
+            "current",
+        ),
+        ("te", "current", "TransformerEngine is missing", 'compute="auto"'),
+        ("te", "mxfp8", "TransformerEngine is missing", 'compute="auto", or fp8_recipe="current"'),
+    ],
+)
+def test_the_remedy_fits_what_was_asked_for(monkeypatch, compute, recipe, reason, remedy):
+    """Not that of a part which was only asked whether it could help out, and nothing that is the case already."""
+    yes, no = capability.Answer(True, "here"), "TransformerEngine is missing"
+    monkeypatch.setattr(capability, "fp8_gemm", lambda device: yes)
+    monkeypatch.setattr(capability, "transformer_engine", lambda d: capability.Answer(False, no))
+    asked = recipe_for(
+        "O0", compute=compute, fp8_recipe=recipe, select="all" if compute == "te" else "auto"
+    )
+    with pytest.raises(UnsupportedDeviceError) as caught:
+        choose_compute(asked, torch.device("cpu"))
+    said, _, rest = str(caught.value).partition(reason)
+    assert f"fp8_recipe={recipe!r}" in said
+    assert rest == (f". Use {remedy}." if compute == "te" else f'. Use fp8_recipe="{remedy}".')
+
+
 # --- the table of conflicts
 
 
@@ -161,6 +192,7 @@ def test_every_rule_says_what_was_given_where_why_and_what_to_do():
         conflicts.NO_COUNTERPART,
         conflicts.IS_SGD,
         conflicts.NOT_ON_BITSANDBYTES,
+        conflicts.BARE_PARAMETERS,
     }
     known |= {f"{name}={value!r}" for name, values in CHOICES.items() for value in values}
     known |= {conflicts.NOT_ON_BITSANDBYTES, "gradients='keep', states='keep'"}
@@ -177,6 +209,42 @@ def test_every_rule_says_what_was_given_where_why_and_what_to_do():
                     if rule.error is not Fp8StackWarning:  # what has no effect is no error
                         with pytest.raises(rule.error, match=re.escape(setting.text)):
                             conflicts.check_option(option, value, where, *rule.beside)
+
+
+class Format(str, enum.Enum):
+    """What a training script of the user's may have instead of a literal."""
+
+    STATES = "8bit"
+    MASTER = "fp32"
+    RECIPE = "blockwise"
+
+
+def test_an_enum_of_strings_is_the_string_it_stands_for():
+    """Contexts of rules are written with the repr of a value, and that of an enum is another."""
+    own = {"up": {"states": Format.STATES, "master": Format.MASTER}}
+    recipe = recipe_for("O2", fp8_recipe=Format.RECIPE, states_for=own)
+    assert (type(recipe.fp8_recipe), type(recipe.states_for[0][1])) == (str, str)
+    assert recipe == recipe_for("O2", fp8_recipe="blockwise", states_for=own)
+    with pytest.raises(ConfigError, match="fp8_margin=1 does not go with fp8_recipe='blockwise'"):
+        recipe_for("O2", fp8_recipe=Format.RECIPE, fp8_margin=1)
+
+
+@pytest.mark.parametrize("kind", [fp8stack.optim.AdamW, fp8stack.optim.Lion, fp8stack.optim.SGD])
+@pytest.mark.parametrize(
+    ("level", "options"), [("O0", {}), ("O1", {}), ("O1", {"step_in_backward": True})]
+)
+def test_a_level_without_states_leaves_our_optimizers_their_own_masters(
+    model, kind, level, options
+):
+    optimizer = kind(model.parameters(), lr=1e-3)
+    assert optimizer.master == "split24"
+    _, returned = fp8stack.initialize(model, optimizer, level, **options)
+    assert returned is optimizer
+    before = model.head.weight.detach().clone()
+    train(model, returned, 1)
+    assert not torch.equal(model.head.weight, before)
+    coded = any(key.endswith("_code") for state in optimizer.state.values() for key in state)
+    assert coded == (kind is not fp8stack.optim.SGD)  # which has no momentum here
 
 
 # --- models and optimizers

@@ -20,7 +20,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.api import carry_out, decide
-from fp8stack.conflicts import INITIALIZE, check_option, wrapper_of
+from fp8stack.conflicts import DEEPSPEED, broken_rules, refuse, wrappers_in
 from fp8stack.conversion import Session
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or_warn
@@ -130,7 +130,7 @@ def _run(
     model: Any = arguments.get("model")
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    check_option("model", wrapper_of(model), INITIALIZE)
+    refuse(broken_rules(wrappers_in(model), [DEEPSPEED]))
     given = arguments.get("optimizer")
     lacking: list[str] = []  # in this DeepSpeed
     if section is not None:

@@ -15,6 +15,7 @@ from engines import (
 )
 from helpers import TinyLM, assert_same_bits, batch
 from ranks import run_ranks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8stack
@@ -220,6 +221,17 @@ def refuse():
             attach(accelerator, model)
     with pytest.raises(ModelError, match=r"prepared already.*bare model"):
         prepare(accelerator, bare, optimizer)
+
+
+def test_a_layer_that_was_wrapped_since_is_still_there():
+    accelerator = driver()
+    model = started(accelerator, "O2")[0]
+    layers = attach(accelerator, model).layers
+    model.up = checkpoint_wrapper(model.up)
+    assert attach(accelerator, model).layers == layers
+    model.down = torch.nn.Linear(256, 128)
+    with pytest.raises(ModelError, match="down was converted and is an ordinary layer again"):
+        attach(accelerator, model)
 
 
 @pytest.mark.slow

@@ -280,6 +280,15 @@ def test_metrics_are_logged(tmp_path):
     fp8stack.monitor.Monitor(module).remove()  # the callback's are gone
 
 
+class WithoutOptimizers(Module):
+    """What steps is made elsewhere, where the plugin does not see it."""
+
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return []
+
+
 class Meddling(pl.Callback):
     """Does something to a module and a Trainer before training."""
 
@@ -305,6 +314,8 @@ def test_fp8_that_is_off_raises():
     ):  # fmt: skip
         with pytest.raises(ModelError, match=words):
             fit(Module(), level, **options)
+    with pytest.raises(ModelError, match="nobody has initialized it"):
+        fit(WithoutOptimizers(), "O2")
 
 
 # --- Fabric
@@ -456,7 +467,8 @@ def use_deepspeed(rank):
         return module
 
     with pytest.raises(
-        ConfigError, match=r"Strategy. does not go with Lightning: .*deepspeed\.install\(\)"
+        ConfigError,
+        match=r"Strategy. does not go with Lightning: .* Leave Fp8Precision .*deepspeed\.install\(\)",
     ):
         fit_engine("O2")
     with deepspeed.install():
