@@ -1,6 +1,7 @@
 """How benchmarks come to their numbers: what is counted, compared and searched for, on cases with known answers."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -355,11 +356,47 @@ def test_parts_of_a_batch_are_the_batch(monkeypatch):
             assert torch.equal(torch.cat(half), given)
 
 
-@pytest.mark.usefixtures("mesh")
-def test_runs_that_diverge_say_so(tmp_path, monkeypatch):
+@pytest.fixture
+def parity(tmp_path):
+    """Return arguments of wire_parity for a tiny model and text."""
     (tmp_path / "loop.py").write_text("for x in range(10):\n    print(x)\n" * 200)
-    sizes = ["--device", "cpu", "--model", "tiny", "--batch", "4", "--steps", "6", "--lr", "1e30"]
-    options = wire_parity.parse([*sizes, "--data", str(tmp_path / "loop.py")])
+    given = ["--device", "cpu", "--model", "tiny", "--batch", "4", "--seeds", "0"]
+    return [*given, "--data", str(tmp_path / "loop.py"), "--out", str(tmp_path / "runs.jsonl")]
+
+
+def test_runs_of_the_wire_that_fail_or_are_far_do_not_cost_the_others(parity, capsys, monkeypatch):
+    base, losses, gpus = wire_parity.BASE, {}, set()
+
+    def spawn(work, given, nprocs):
+        variant, seed, _, first, folder = given
+        gpus.add(first)
+        if (variant.name, seed) not in losses:
+            raise torch.multiprocessing.ProcessRaisedException("Traceback\nOops: no", 1, 1)
+        numbers = {"value": losses[variant.name, seed], "unit": "nats/byte"}
+        wire_parity.numbers_in(folder).write_text(json.dumps(numbers))
+
+    def run(*given):
+        status = wire_parity.main([*parity, *given])
+        return status, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    losses |= {(base, 0): 1.0, ("hook", 0): 1.002, (base, 1): 2.0, ("DataParallel", 1): 2.002}
+    status, found = run("--seeds", "0", "1", "--jobs", "2", "--only", base, "hook", "DataParallel")
+    assert (status, gpus) == (1, {0, 2})  # jobs have GPUs of their own
+    assert found["failed"] == dict.fromkeys(("hook, seed 1", "DataParallel, seed 0"), "Oops: no")
+    losses["hook", 1] = 2.004
+    status, found = run("--seeds", "1", "--only", "hook")  # with what was recorded
+    assert status == 0
+    assert found["variants"]["hook"]["differences"] == pytest.approx({"0": 0.002, "1": 0.002})
+    losses |= {("hook", 0): 1.02, ("hook", 2): 9.0}  # far, and without a baseline
+    status, found = run("--seeds", "0", "2", "--only", "hook")
+    assert (status, found["ok"], found["failed"]) == (1, False, {})
+    assert found["variants"]["hook"]["differences"].keys() == {"0", "1"}
+
+
+@pytest.mark.usefixtures("mesh")
+def test_runs_that_diverge_say_so(parity, monkeypatch):
+    options = wire_parity.parse([*parity, "--steps", "6", "--lr", "1e30"])
     with pytest.raises(RuntimeError, match="1 of 2 steps were skipped"):
         wire_parity.train(wire_parity.VARIANTS[0], 0, options, torch.device("cpu"))
     monkeypatch.setattr(wire_parity, "evaluate", lambda *_: float("nan"))
@@ -399,12 +436,14 @@ def stress(variant, case):
     return optimizer_stress.measure(variant, CASE[case], STRESS, 0)
 
 
-def test_a_v_that_flushes_to_zero_and_a_weight_that_is_not_finite_are_found(monkeypatch):
+def test_a_v_that_flushes_to_zero_and_a_weight_that_is_not_finite_are_found(
+    monkeypatch, tmp_path, capsys
+):
     library = SimpleNamespace(Flushing=Flushing, Dividing=Dividing, __version__="1")
     monkeypatch.setitem(sys.modules, "broken", library)
-    flushing, dividing = (
+    variants = flushing, dividing = [
         optimizer_stress.Variant(f"fp8stack {k}", "broken", k) for k in ("Flushing", "Dividing")
-    )
+    ]
     wide, first = stress(flushing, "wide"), stress(dividing, "zero first")
     assert (wide["explodes"], wide["finite"]) == (True, True)
     assert wide["max_ratio"] > 100
@@ -412,6 +451,12 @@ def test_a_v_that_flushes_to_zero_and_a_weight_that_is_not_finite_are_found(monk
     assert (first["explodes"], first["finite"]) == (True, False)
     assert not stress(flushing, "narrow")["explodes"]
     assert not stress(dividing, "zero")["explodes"]
+    monkeypatch.setattr(optimizer_stress, "VARIANTS", variants)
+    out = ["--device", "cpu", "--size", "64", "--steps", "40", "--out", str(tmp_path / "x.jsonl")]
+    assert optimizer_stress.main([*out, "--cases", "narrow", "wide", "zero first"]) == 1
+    verdict = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = {"fp8stack Flushing": ["wide"], "fp8stack Dividing": ["zero first"]}
+    assert verdict == {"ok": False, "explode": found, "not_measured": {}}
 
 
 def test_stress_of_the_reference_of_ours_and_of_bitsandbytes():
@@ -420,6 +465,7 @@ def test_stress_of_the_reference_of_ours_and_of_bitsandbytes():
     assert numbers["update_error"] < 1e-5
     assert numbers["share_doubled"] == 0
     assert numbers["max_ratio"] == pytest.approx(1, abs=1e-4)
+    assert numbers["max_update"] == pytest.approx(numbers["max_reference"])
     ours = variants["fp8stack 8bit"]  # does not see the scale of gradients
     errors = [stress(ours, case)["update_error"] for case in ("1e-6", "1e-7", "1e-12")]
     assert max(errors) < 0.06

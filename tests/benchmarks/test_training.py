@@ -1,5 +1,7 @@
 """benchmarks/training.py on a CPU: shards, what it writes down, runs that fail, and one that is interrupted."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -8,8 +10,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import train_gpt
 import training
 from gpt.build import architecture
 from gpt.model import GPT, SIZES
@@ -37,8 +41,18 @@ def arguments(shards, folder):
     return [*common, "--output", str(folder / "records.jsonl"), "--eval-batches", "2"]
 
 
+def run_here(command, stdout, **_):
+    """Run the application in this process: to start another takes longer than the work."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = train_gpt.main(command[2:])
+    stdout.write(printed.getvalue().encode())
+    return SimpleNamespace(returncode=code, poll=lambda: code)
+
+
 @pytest.mark.slow
-def test_records_are_of_runs_that_ended_well(shards, tmp_path, capsys):
+def test_records_are_of_runs_that_ended_well(shards, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training, "subprocess", SimpleNamespace(Popen=run_here, STDOUT=None))
     given = [*arguments(shards, tmp_path), "--steps", "6", "--lr", "1e-3", "--warmup", "2"]
     given += ["--eval-freq", "3", "--gpus", "0", "1"]
     assert training.main([*given, "--model", "gpt2", "--levels", "off"]) == 1

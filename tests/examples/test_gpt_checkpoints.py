@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from gpt import checkpoints
 from gpt.checkpoints import CheckpointError, find, find_latest, inspect, list_checkpoints
+from gpt.config import Config
+from gpt.runs import find_checkpoint, list_runs
 
 from fp8stack.errors import Fp8StackWarning
 
@@ -131,6 +134,25 @@ def unreadable(path):
     """A link to itself, which no user can read, not even root."""
     path.unlink()
     path.symlink_to(path.name)
+
+
+def test_damaged_checkpoints_are_counted_and_listed_with_the_reason(tmp_path):
+    config = Config(model="tiny", run_name="mine", out=tmp_path)
+    paths = [write(tmp_path / "mine-fp8-o2" / "checkpoints_fp8", step, 2.0, 9) for step in range(4)]
+    truncate(paths[1] / "__0_0.distcp")
+    (paths[2] / "manifest.json").unlink()
+    (paths[3] / "manifest.json").write_text("{")
+    with pytest.warns(Fp8StackWarning, match="^3 checkpoints cannot be used; using step_00000000"):
+        assert find_checkpoint(replace(config, resume="auto"), "FP8 O2").path == paths[0]
+    rows = list_runs(config).splitlines()[1:]
+    assert rows[0].split()[0] == "0"
+    reasons = ("__0_0.distcp is cut short", "it has no manifest.json", "manifest.json is damaged")
+    assert rows[1:] == [f" damaged  {p}: {why}" for p, why in zip(paths[1:], reasons, strict=True)]
+    folder = paths[0].parent.rename(tmp_path / "away").parent / "mine-fp8-o2" / "checkpoints_fp8"
+    folder.symlink_to(folder.name)  # a folder that cannot be read is not an empty one
+    with pytest.raises(CheckpointError, match=r"checkpoints_fp8 cannot be read .*--run-name"):
+        find_checkpoint(replace(config, resume="auto"), "FP8 O2")
+    assert list_runs(config).splitlines()[1:] == [f" damaged  {folder}: cannot be read"]
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "manifest.json"])

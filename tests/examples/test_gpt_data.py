@@ -178,10 +178,13 @@ def test_the_default_is_the_standard_library():
         ({"a.bin": b"a", "val.bin": b"a", "meta.json": b'{"encoding": "bytes"}'}, {"encoding": "gpt2"},
          "are of bytes. Leave it out"),
         ({"a.parquet": b"PAR1"}, {"encoding": "bytes"}, "cannot be opened"),
+        ({"a.bin": b"ab" * 80, "val.bin": b"ab" * 80, "x.bin/y": b""}, {}, "x.bin: cannot be read: Is a directory"),
+        ({"a.bin": b"ab" * 80, "val.bin": b"ab" * 80, "meta.json/y": b""}, {}, "meta.json: cannot be read: Is a d"),
     ],
 )  # fmt: skip
 def test_bad_sources_are_refused_with_a_remedy(tmp_path, files, options, message):
     for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         open_data(Config(data=str(tmp_path), seq_len=SEQ, **options)).train.next_batch(1)
@@ -216,6 +219,18 @@ def test_columns_of_a_dataset_are_named_and_chosen(tmp_path):
         hub._text_column("hf:nobody/nothing", {}, None)
     with pytest.raises(ConfigError, match=r"has no columns\. Leave it out"):
         open_data(Config(text_column="a"))
+
+
+@pytest.mark.parametrize("first", [[], [None]])  # None says nothing of the column
+def test_rows_without_text_are_empty_documents(tmp_path, first):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [*first, "ab" * SEQ, None, "cd" * SEQ]
+    table = pyarrow.table({"id": [1] * len(rows), "text": rows})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    documents, _ = hub.open_documents(str(tmp_path))
+    assert list(documents(0)) == [row or "" for row in rows]
 
 
 @pytest.mark.parametrize(

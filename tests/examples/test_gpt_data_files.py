@@ -4,6 +4,7 @@ import errno
 import os
 from dataclasses import replace
 
+import corpus
 import pytest
 from gpt import changes
 from gpt.config import Config
@@ -29,6 +30,19 @@ def test_a_folder_that_may_not_be_read_is_named_not_left_out(tmp_path, monkeypat
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ConfigError, match=rf"^--data {closed}: cannot be read: Permission denied"):
         open_data(Config(data=str(tmp_path), seq_len=SEQ))
+
+
+def test_files_that_may_not_be_read_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a" * 500)
+
+    def refuse(path, *args, **options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    for where, name in ((corpus, "open"), (type(tmp_path), "is_dir"), (type(tmp_path), "exists")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, refuse, raising=False)
+            with pytest.raises(ConfigError, match=r"a.txt: cannot be read: Permission denied\."):
+                open_data(Config(data=str(tmp_path / "a.txt"), seq_len=SEQ))
 
 
 # --- validation of another size

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import train_gpt
-from gpt import logs
+from gpt import checkpoints, logs
 from gpt.trainer import Trainer
 from tensorboard.summary.writer.record_writer import RecordWriter
 from workers_gpt import configure, write_text
@@ -126,3 +126,16 @@ def test_a_run_goes_on_without_its_stdout(flags, where, tmp_path):
     )
     assert result.stderr.startswith(told) if reason else result.stderr == ""
     assert len(result.stderr.splitlines()) == bool(reason)
+
+
+def test_overwrite_on_a_read_only_disk_is_one_line(flags, monkeypatch, capsys):
+    assert train_gpt.main([*flags, "--no-tensorboard"]) == 0
+    capsys.readouterr()
+
+    def refuse(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", refuse)
+    assert train_gpt.main([*flags, "--no-tensorboard", "--overwrite"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "disk-bf16/checkpoints cannot be emptied (Read-only file system)" in error

@@ -48,6 +48,10 @@ def test_whole_batches_have_the_bits_of_a_plain_mean(size):
         {"ctx": "a", "endings": "abcd", "label": 0},
         {"ctx": "a", "endings": ["b", "c"], "label": 0.7},
         {"ctx": "\ud800", "endings": ["b", "c"], "label": 0},
+        {"ctx": "a", "endings": ["b", "c"], "label": 2},
+        {"ctx": "", "endings": ["b"], "label": 0},
+        {"ctx": "a"},
+        [],
     ],
     ids=str,
 )
@@ -56,4 +60,20 @@ def test_questions_that_are_no_texts_are_refused_before_the_run(line, tmp_path):
     good = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
     path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
     with pytest.raises(ConfigError, match="line 2 is not an object with"):
+        evaluation.read_questions(path)
+
+
+def test_hellaswag_is_utf_8_whatever_the_locale_and_the_ends_of_lines_are(tmp_path, monkeypatch):
+    path, read = tmp_path / "hellaswag.jsonl", type(tmp_path).read_text
+    line = {"ctx": "größe\u2028next\x85", "endings": ["a", "b"], "label": 1}
+    text = json.dumps(line, ensure_ascii=False)
+    path.write_bytes(f"{text}\r\n\n{text}\n".encode())
+
+    def in_latin_1(self, encoding=None, errors=None):
+        return read(self, encoding or "latin-1", errors)
+
+    monkeypatch.setattr(type(path), "read_text", in_latin_1)
+    assert [q.context for q in evaluation.read_questions(path)] == [line["ctx"]] * 2
+    path.write_bytes(b"\x1f\x8b{}")  # gzip's
+    with pytest.raises(ConfigError, match=r"hellaswag.jsonl: cannot be read \(is no UTF-8 text"):
         evaluation.read_questions(path)

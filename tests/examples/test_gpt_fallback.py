@@ -84,10 +84,12 @@ def test_a_run_falls_back_once_and_is_tagged_and_resumed_as_what_it_is(ampere, f
     assert re.search(r"4 .*bf16 O2 .*run-bf16-o2/checkpoints_fp8/step_0+4", capsys.readouterr().out)
 
 
-def test_a_run_goes_on_where_there_is_fp8_and_back(flags, capsys):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_run_goes_on_where_there_is_fp8_and_back(level, flags, capsys):
     """Checkpoints of its other precision are found, and taken over, whichever library stepped."""
     pytest.importorskip("bitsandbytes")
-    losses, tags, level = {}, ("bf16", "fp8"), "o2"
+    flags, losses = (*flags, "--opt-level", level), {}
+    tags, level = ("bf16", "fp8"), level.lower()
     for first, second in (tags, tags[::-1]):
         options = (*flags, "--out", f"{flags[flags.index('--out') + 1]}-{first}-first")
         for tag in (first, second):

@@ -56,6 +56,10 @@ def test_a_record_is_cut_at_once_or_not_at_all(folder, monkeypatch):
     assert kept == b"".join(whole.splitlines(keepends=True)[:2])
     trainer.run()
     assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('5\n{"loss": 3}\n{"step": 4, "lo')  # no steps, and half a line
+    train(folder, **options, resume=str(path))
+    assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4]
     assert not [
         path for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"
     ]

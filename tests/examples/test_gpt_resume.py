@@ -12,6 +12,7 @@ import pytest
 import torch
 import workers_gpt
 from gpt import checkpoints
+from gpt.runs import list_runs
 from gpt.trainer import Trainer
 from ranks import start_ranks
 from workers_gpt import (
@@ -107,8 +108,12 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
 
 
 @pytest.mark.usefixtures("order_restored")
-def test_a_deterministic_run_adds_up_in_one_order(folder):
+def test_a_deterministic_run_adds_up_in_one_order(folder, monkeypatch):
     options = {"opt_level": "O2", "run_name": "ordered", "deterministic": True}
+    with monkeypatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+        with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0: .* :4096:8 or :16:8"):
+            train(folder, **options)
     assert not torch.are_deterministic_algorithms_enabled()
     losses = train(folder, **options)
     assert torch.are_deterministic_algorithms_enabled()
@@ -254,10 +259,46 @@ def test_latest_is_the_run_s_own_or_that_of_its_other_precision(folder, capsys):
     longer = train(folder, opt_level="off", **options, steps=6)
     assert longer[:4] == losses
     assert "resumed from" in capsys.readouterr().out
-    assert (
-        train(folder, opt_level="O2", **options) == losses
-    )  # its own; there is nothing left to do
     assert len(longer) == 6
+    path = folder / "latest" / "latest-bf16" / "checkpoints" / "step_00000006"
+    expected = rf"from step 4 \(FP8 O2\), .* in bf16 it has got to step 6.*--resume {path}$"
+    with pytest.warns(Fp8StackWarning, match=expected):  # its own; there is nothing left to do
+        assert train(folder, opt_level="O2", **options) == losses
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the furthest itself, and what compares
+        assert train(folder, opt_level="off", **options, steps=6) == longer
+        assert train(folder, opt_level="O2", **{**options, "resume": "auto"}) == losses
+    for manifest in (folder / "latest").glob("*/*/step_*/manifest.json"):
+        manifest.write_text("{")
+    with pytest.raises(CheckpointError, match=r"is whole: .*latest-bf16.*--run-name"):
+        train(folder, opt_level="O1", **options)
+    assert len(train(folder, opt_level="O1", **{**options, "resume": "auto"})) == 4  # of its own
+
+
+def test_a_checkpoint_that_was_not_evaluated_has_no_validation_loss(folder):
+    options = {"run_name": "unknown", "out": folder / "unknown", "keep_checkpoints": 1}
+    saved = folder / "unknown" / "unknown-fp8-o2" / "checkpoints_fp8"
+
+    def losses(folder):
+        found = [json.loads(path.read_text()) for path in folder.glob("step_*/manifest.json")]
+        return {facts["step"]: facts["val_loss"] for facts in found}
+
+    train(folder, **options, eval_freq=2, steps=2)
+    with pytest.warns(Fp8StackWarning, match="--steps was 2"):
+        train(folder, **options, resume="latest", steps=6)  # without evaluations
+    known = losses(saved)
+    assert known.pop(2) > 0  # the best one is kept, though one was to stay
+    assert known == {6: None}
+    best, latest = list_runs(configure(folder, **options)).splitlines()[1:]
+    assert best.endswith("step_00000002 (best)")
+    assert latest.split()[:3:2] == ["6", "-"]
+    assert latest.endswith("step_00000006 (latest)")
+    again = {"opt_level": "off", "resume": str(saved / "step_00000002"), "steps": 4}
+    with pytest.warns(Fp8StackWarning, match="--steps was 2"):
+        train(folder, **options, **again)
+    saved = folder / "unknown" / "unknown-bf16" / "checkpoints"
+    assert losses(saved) == {4: None}
+    assert not (saved / "best").exists()
 
 
 def test_auto_is_the_run_s_own_in_its_precision_or_a_fresh_start(folder, capsys):

@@ -120,8 +120,8 @@ def test_a_job_that_a_task_has_submitted_is_not_that_task(submit):
     assert submit("one_node.sh", STATUS=again, **array) == ["requeue", "123456"]
 
 
-def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path):
-    number = signal.SIGUSR1
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path, number):
     write_text(tmp_path)
     run = ["--standalone", "--nproc-per-node", "2", "examples/train_gpt.py", "--model", "tiny"]
     flags = ["--seq-len", "16", "--steps", "200", "--eval-freq", "0", "--log-freq", "1"]

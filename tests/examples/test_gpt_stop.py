@@ -193,3 +193,10 @@ def test_handlers_are_put_back(ctrl_c):
         assert signals.received == signal.SIGUSR1  # the first
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     assert [signal.getsignal(getattr(signal, name)) for name in NAMES] == before
+
+
+def test_ctrl_c_before_a_run_begins_ends_it_without_a_traceback(start, flags):
+    process = start([sys.executable, str(SCRIPT), *flags])
+    assert "loading PyTorch" in process.stdout.readline()  # while it imports
+    process.send_signal(signal.SIGINT)
+    assert end(process)[::2] == (-signal.SIGINT, "")
