@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fp8stack import BlockScaledTensor
 from fp8stack.formats import E4M3, E5M2, FORMATS, MiniFloat
 from fp8stack.kernels.reference import step as reference
 from fp8stack.kernels.reference.fp8 import encode
@@ -375,3 +376,22 @@ def through_file(contents: Any) -> Any:
     torch.save(contents, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def random_parameters(
+    shapes: list[tuple[int, ...]], device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> list[nn.Parameter]:
+    """Return parameters of these shapes, the same ones at every call."""
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [nn.Parameter(value.to(device, dtype)) for value in values]
+
+
+def set_gradients(
+    parameters: list[nn.Parameter], step: int, fp8: bool = False, scale: float = 0.1
+) -> None:
+    """Give parameters the gradients of a step: in FP8 those of at least two dimensions, or ordinary ones."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in parameters:
+        g = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
+        p.grad = BlockScaledTensor.quantize(g) if fp8 and p.ndim > 1 else g

@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
-from helpers import TinyLM, train
+from helpers import TinyLM, random_parameters, set_gradients, train
 from torch import nn
 
 import fp8stack
-from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.optim import Muon, triton_step
 from fp8stack.optim.muon import as_matrices, learning_rate_ratio, orthogonalize
@@ -27,15 +26,18 @@ TRITON = "fp8stack.optim.optimizer.triton_runs_on"
 
 
 def matrices(shapes=SHAPES, dtype=torch.float32, device="cpu"):
-    generator = torch.Generator().manual_seed(5)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in shapes]
+    return random_parameters(shapes, device, dtype)
 
 
-def set_gradients(parameters, step, fp8=False):
-    generator = torch.Generator().manual_seed(step)
-    for p in parameters:
-        g = torch.randn(p.shape, generator=generator).to(p.device, p.dtype) * 0.1
-        p.grad = BlockScaledTensor.quantize(g) if fp8 and p.ndim > 1 else g
+def move(make, shapes, device, steps):
+    """Return how the weights of an optimizer move in some steps, and the optimizer."""
+    parameters = matrices(shapes, device=device)
+    optimizer = make(parameters)
+    for step in range(steps):
+        set_gradients(parameters, step)
+        optimizer.step()
+    starts = matrices(shapes, device=device)
+    return [(p - start).detach() for p, start in zip(parameters, starts, strict=True)], optimizer
 
 
 # --- the numbers
@@ -74,36 +76,22 @@ def test_the_learning_rate_fits_the_shape(adjustment, expected):
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("adjustment", [None, "match_rms_adamw"])
 def test_in_float32_it_is_torch_s(nesterov, adjustment, device):
-    ours, theirs = matrices(device=device), matrices(device=device)
     options = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjustment, "momentum": 0.9}
-    a = Muon(ours, **options, states="fp32")
-    b = torch.optim.Muon(theirs, **options)
-    for step in range(4):
-        set_gradients(ours, step)
-        set_gradients(theirs, step)
-        a.step()
-        b.step()
-    start = matrices(device=device)
-    for p, q, s in zip(ours, theirs, start, strict=True):
-        moved = (q - s).norm()
-        assert (p - q).norm() < 0.01 * moved  # bf16 products, summed in another order
-        buffer = b.state[q]["momentum_buffer"]
-        assert torch.allclose(a.state[p]["momentum_buffer"], buffer, rtol=1e-5, atol=1e-7)
+    ours, a = move(lambda p: Muon(p, **options, states="fp32"), SHAPES, device, 4)
+    theirs, b = move(lambda p: torch.optim.Muon(p, **options), SHAPES, device, 4)
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x - y).norm() < 0.01 * y.norm()  # bf16 products, summed in another order
+    for mine, other in zip(a.state.values(), b.state.values(), strict=True):
+        buffers = mine["momentum_buffer"], other["momentum_buffer"]
+        assert torch.allclose(*buffers, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("states", ["8bit", "fp8"])
 def test_few_bits_of_momentum_leave_the_direction(states, device):
-    shapes = [(128, 256)]
-    ours, exact = matrices(shapes, device=device), matrices(shapes, device=device)
-    a = Muon(ours, lr=0.02, states=states)
-    b = Muon(exact, lr=0.02, states="fp32")
-    for step in range(10):
-        set_gradients(ours, step)
-        set_gradients(exact, step)
-        a.step()
-        b.step()
-    start = matrices(shapes, device=device)[0]
-    x, y = ours[0] - start, exact[0] - start
+    ((x,), _), ((y,), _) = (
+        move(lambda p, s=s: Muon(p, lr=0.02, states=s), [(128, 256)], device, 10)
+        for s in (states, "fp32")
+    )
     limit = {"8bit": 0.999, "fp8": 0.998}[states]
     assert (x * y).sum() / (x.norm() * y.norm()) > limit
 
@@ -111,9 +99,7 @@ def test_few_bits_of_momentum_leave_the_direction(states, device):
 # --- kernels against the reference
 
 
-@pytest.mark.parametrize(
-    ("master", "fp8"), [("split24", True), ("split24", False), ("none", True), ("fp32", False)]
-)
+@pytest.mark.parametrize(("master", "fp8"), [("split24", True), ("none", True), ("fp32", False)])
 def test_launches_by_shape_equal_the_reference(master, fp8, kernel_device, monkeypatch):
     monkeypatch.setattr(triton_step, "FAST", False)
     results = []

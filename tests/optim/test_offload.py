@@ -16,8 +16,6 @@ def test_bad_values_are_refused():
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match=r"offload='disk' is not a choice"):
         fp8stack.initialize(model, optimizer, offload="disk")
-    with pytest.raises(ConfigError, match=r"states='keep'.*moves the states that O2 makes"):
-        fp8stack.initialize(model, optimizer, "O1", offload="cpu")
     ours = fp8stack.optim.AdamW(model.parameters())
     with pytest.raises(ModelError, match="made with offload='none'"):
         fp8stack.initialize(model, ours, offload="cpu")

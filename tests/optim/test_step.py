@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, random_parameters, set_gradients
 from torch import nn
 
 from fp8stack import BlockScaledTensor
@@ -32,18 +32,6 @@ def through_kernels(monkeypatch):
             monkeypatch.setattr(f"fp8stack.optim.{module}.triton_runs_on", lambda device: on)
 
     return choose
-
-
-def make_parameters(device, dtype=torch.float32, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(3)
-    return [nn.Parameter(torch.randn(s, generator=generator).to(device, dtype)) for s in shapes]
-
-
-def set_gradients(parameters, step, fp8=True, scale=0.1):
-    generator = torch.Generator().manual_seed(100 + step)
-    for p in parameters:
-        g = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
-        p.grad = BlockScaledTensor.quantize(g) if fp8 and p.ndim > 1 else g
 
 
 def snapshot(parameters, optimizer):
@@ -83,10 +71,10 @@ def run_both(make, device, through_kernels, steps=3, dtype=torch.float32, change
     results = []
     for on in (True, False):
         through_kernels(on)
-        parameters = make_parameters(device, dtype)
+        parameters = random_parameters(SHAPES, device, dtype)
         optimizer = make(parameters, **SMALL, **options)
         for step in range(steps):
-            set_gradients(parameters, step)
+            set_gradients(parameters, step, fp8=True)
             if change is not None:
                 change(step, parameters, optimizer)
             optimizer.step()
@@ -142,69 +130,63 @@ def test_groups_with_their_own_numbers_and_formats_share_launches(kernel_device,
     assert "exp_avg_code" in ours.state[ours.param_groups[0]["params"][0]]
 
 
-def test_gradients_that_come_and_go_move_only_their_parameters(kernel_device, through_kernels):
+def come_and_go(step, parameters, optimizer, device):
+    """Gradients of two in turns; one becomes another kind: new tables."""
+    parameters[step % 2].grad = None
+    if step == 3:
+        parameters[4].grad = torch.ones_like(parameters[4])
+
+
+def stay_away(step, parameters, optimizer, device):
+    """The address of such a gradient is 0 in the table: no kernel may follow it."""
+    if step:
+        parameters[0].grad = parameters[3].grad = None
+
+
+def move_states(step, parameters, optimizer, device):
+    """What trainers do that keep optimizer state on the host between steps."""
+    for entry in optimizer.state.values() if step in (1, 2) else ():
+        for key, value in entry.items():
+            entry[key] = value.cpu().clone() if step == 1 else value.cpu().clone().to(device)
+
+
+def replace_weights(step, parameters, optimizer, device):
+    for p in parameters:
+        p.data = p.data.clone()
+
+
+@pytest.mark.parametrize(
+    ("happens", "steps", "options"),
+    [
+        (come_and_go, [2, 2, 4, 4, 4, 4, 4], {}),
+        (stay_away, [1, 4, 4, 1, 4, 4, 4], {}),
+        (stay_away, [1, 4, 4, 1, 4, 4, 4], {"max_grad_norm": 1.0}),
+        (move_states, [4] * 7, {}),
+        (replace_weights, [4] * 7, {}),
+    ],
+)
+def test_what_happens_between_steps(happens, steps, options, kernel_device, through_kernels):
     def change(step, parameters, optimizer):
-        parameters[step % 2].grad = None
-        if step == 3:
-            parameters[4].grad = torch.ones_like(parameters[4])  # another kind: new tables
+        happens(step, parameters, optimizer, kernel_device)
 
-    results = run_both(AdamW, kernel_device, through_kernels, 5, change=change, lr=0.01)
-    for _, optimizer in results:
-        steps = [float(entry["step"]) for entry in optimizer.state.values()]
-        assert sorted(steps) == [2.0, 3.0, 5.0, 5.0, 5.0, 5.0, 5.0]
-
-
-def test_a_gradient_that_stays_away_is_not_looked_for(kernel_device, through_kernels):
-    """Its address is 0 in the table: no kernel may follow it."""
-
-    def change(step, parameters, optimizer):
-        if step:
-            parameters[0].grad = parameters[3].grad = None
-
-    options = {"lr": 0.01, "max_grad_norm": 1.0}
-    for each in ({"lr": 0.01}, options):
-        results = run_both(AdamW, kernel_device, through_kernels, 4, change=change, **each)
-        for parameters, optimizer in results:
-            steps = [float(optimizer.state[p]["step"]) for p in parameters]
-            assert steps == [1.0, 4.0, 4.0, 1.0, 4.0, 4.0, 4.0]
+    options = {"lr": 0.01, "change": change, **options}
+    for parameters, optimizer in run_both(AdamW, kernel_device, through_kernels, 4, **options):
+        assert [float(optimizer.state[p]["step"]) for p in parameters] == steps
 
 
 def test_tables_are_kept_while_only_addresses_change(kernel_device, through_kernels):
     through_kernels(True)
-    parameters = make_parameters(kernel_device)
+    parameters = random_parameters(SHAPES, kernel_device)
     optimizer = AdamW(parameters, lr=0.01, **SMALL)
-    set_gradients(parameters, 0)
+    set_gradients(parameters, 0, fp8=True)
     optimizer.step()
     (tables,) = optimizer._tables[None]
     for step in (1, 2):
         old = [p.grad for p in parameters]
-        set_gradients(parameters, step)
+        set_gradients(parameters, step, fp8=True)
         optimizer.step()
         assert optimizer._tables[None] == [tables]
         del old
-
-
-def test_state_that_is_moved_away_and_back_is_found_again(kernel_device, through_kernels):
-    """What trainers do that keep optimizer state on the host between steps."""
-
-    def change(step, parameters, optimizer):
-        if step in (1, 2):
-            for entry in optimizer.state.values():
-                for key, value in entry.items():
-                    entry[key] = value.cpu().clone()
-                if step == 2:
-                    for key, value in entry.items():
-                        entry[key] = value.to(kernel_device)
-
-    run_both(AdamW, kernel_device, through_kernels, 4, change=change, lr=0.01)
-
-
-def test_weights_that_are_replaced_are_found_again(kernel_device, through_kernels):
-    def change(step, parameters, optimizer):
-        for p in parameters:
-            p.data = p.data.clone()
-
-    run_both(AdamW, kernel_device, through_kernels, 3, change=change, lr=0.01)
 
 
 def test_gradients_and_weights_of_any_strides_step(kernel_device, through_kernels):
@@ -224,8 +206,7 @@ def test_gradients_and_weights_of_any_strides_step(kernel_device, through_kernel
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**64])
 @pytest.mark.parametrize("place", [0, 3], ids=["fp8", "vector"])
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize(("kind", "max_grad_norm"), [(AdamW, None), (AdamW, 1.0), (SGD, None)])
 def test_a_bad_gradient_skips_the_whole_step_and_is_counted(
     bad, place, kind, max_grad_norm, kernel_device, through_kernels
 ):
@@ -268,9 +249,12 @@ def test_a_scaler_and_a_clip_are_applied_in_the_step(kernel_device, through_kern
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 def test_clipping_is_torchs(max_norm, norm_type, kernel_device, through_kernels):
     through_kernels(True)
-    ours, theirs = make_parameters(kernel_device), make_parameters(kernel_device)
+    ours, theirs = (
+        random_parameters(SHAPES, kernel_device),
+        random_parameters(SHAPES, kernel_device),
+    )
     for parameters in (ours, theirs):
-        set_gradients(parameters, 0)
+        set_gradients(parameters, 0, fp8=True)
         parameters[0].grad.add_(parameters[0].grad.dequantize())  # has a residual now
     for q in theirs:
         q.grad = q.grad.dequantize() if isinstance(q.grad, BlockScaledTensor) else q.grad
@@ -320,9 +304,9 @@ def test_empty_parameters_and_ten_thousand_small_ones(kernel_device, through_ker
 
 def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_kernels):
     through_kernels(True)
-    parameters = make_parameters(kernel_device)
+    parameters = random_parameters(SHAPES, kernel_device)
     optimizer = AdamW(parameters, lr=0.1, **SMALL)
-    set_gradients(parameters, 0)
+    set_gradients(parameters, 0, fp8=True)
     optimizer.step()
     before = [p.detach().clone() for p in parameters]
     optimizer.param_groups[0]["lr"] = math.nan
@@ -422,10 +406,8 @@ def test_fast_arithmetic_changes_one_code_in_a_thousand(states, monkeypatch):
 def test_a_gradient_that_loses_its_alignment_gets_other_kernels(kernel_device, through_kernels):
     """DDP's buckets move gradients after the first step, anywhere."""
     through_kernels(True)
-    p = nn.Parameter(torch.randn(16, 256, device=kernel_device))
-    optimizer = AdamW([p], lr=0.1, min_numel=256)
-    twin = nn.Parameter(p.detach().clone())
-    other = AdamW([twin], lr=0.1, min_numel=256)
+    p, twin = (random_parameters([(16, 256)], kernel_device)[0] for _ in range(2))
+    optimizer, other = (AdamW([q], lr=0.1, min_numel=256) for q in (p, twin))
     for first in (0, 1, 3):
         flat = torch.randn(4 + p.numel(), device=kernel_device)
         p.grad = flat[first : first + p.numel()].view(16, 256)
@@ -447,33 +429,27 @@ def test_a_vector_s_gradient_may_have_any_strides(make, kernel_device, through_k
 
 
 @pytest.mark.parametrize(
-    ("make", "change"),
+    ("kind", "options", "switched"),
     [
-        (lambda p: Adam(p, lr=0.1, weight_decay=0.0), {"weight_decay": 0.5}),
-        (lambda p: SGD(p, lr=0.1), {"momentum": 0.9}),
-        (lambda p: SGD(p, lr=0.1, momentum=0.9), {"nesterov": True}),
+        (Adam, {"weight_decay": 0.0}, {"weight_decay": 0.5}),
+        (SGD, {}, {"momentum": 0.9}),
+        (SGD, {"momentum": 0.9}, {"nesterov": True}),
     ],
 )
-def test_an_option_that_is_switched_on_takes_effect(make, change, kernel_device, through_kernels):
-    results = []
-    for on in (True, False):
-        through_kernels(on)
-        parameters = make_parameters(kernel_device)
-        optimizer = make(parameters)
-        for step in range(4):
-            set_gradients(parameters, step, fp8=False)
-            optimizer.step()
-            optimizer.param_groups[0].update(change)
-        results.append(parameters)
-    for p, q in zip(*results, strict=True):
-        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+def test_an_option_that_is_switched_on_takes_effect(
+    kind, options, switched, kernel_device, through_kernels
+):
+    def change(step, parameters, optimizer):
+        optimizer.param_groups[0].update(switched if step else {})
+
+    run_both(kind, kernel_device, through_kernels, 4, change=change, lr=0.1, **options)
 
 
 def test_parameters_without_a_gradient_are_not_marked_as_changed(kernel_device, through_kernels):
     through_kernels(True)
-    p, q = make_parameters(kernel_device, shapes=[(4, 128), (4, 128)])
+    p, q = random_parameters([(4, 128), (4, 128)], kernel_device)
     optimizer = AdamW([p, q])
-    set_gradients([p, q], 0)
+    set_gradients([p, q], 0, fp8=True)
     optimizer.step()
     q.grad, versions = None, (p._version, q._version)
     optimizer.step()
@@ -489,13 +465,13 @@ def test_flat_partitions_are_stepped_as_matrices_of_one_row(
     """As ZeRO does it: a group at a time, in a list of its own, with the others out of sight."""
     through_kernels(kernels or device == "cuda")
     sizes = (1000, 128 * 9, 300, 200)
-    flat = make_parameters(device, dtype, [(n,) for n in sizes])
-    rows = make_parameters(device, dtype, [(1, n) for n in sizes])
+    flat = random_parameters([(n,) for n in sizes], device, dtype)
+    rows = random_parameters([(1, n) for n in sizes], device, dtype)
     ours = AdamW([{"params": [p], "flat": True} for p in flat], lr=1e-2, **SMALL)
     theirs = AdamW(rows, lr=1e-2, **SMALL)
     groups = ours.param_groups
     for step in range(4):
-        set_gradients(rows, step, fp8=False)
+        set_gradients(rows, step)
         for group, p, row in zip(groups, flat, rows, strict=True):
             p.grad = row.grad[0].clone()
             ours.param_groups = [group]
