@@ -147,7 +147,7 @@ def test_blocks_are_counted_once_and_multiplied():
             parts = {k: v for k, v in e.parts.items() if k in whole.bytes}
             parts["weight copies"] -= whole.codes  # of few tokens
             assert parts == whole.bytes
-            assert e.parameters == shape.parameters == whole.elements
+            assert e.parameters == shape.parameters
 
 
 def test_residuals_of_accumulated_gradients_and_host_memory_are_counted():
@@ -274,18 +274,6 @@ def test_compiled_models_keep_one_copy_of_weights_and_return_gradients_together(
     assert estimate(LLAMA, te, Setup(compile=True)).moments == estimate(LLAMA, te, Setup()).moments
 
 
-def test_gradients_of_compiled_models_are_of_what_trains():
-    def make(dtype):
-        model = LLAMA.skeleton(dtype)
-        for name, p in model.named_parameters():
-            p.requires_grad_(name.startswith("blocks.0."))
-        return model
-
-    frozen = estimate(make, at_level(recipe_for("O2")), Setup(compile=True))
-    assert frozen.parts["gradients"] < 0.02 * frozen.parts["weights"]
-    assert frozen.moments["end"] < 1.1 * frozen.parts["weights"]
-
-
 def test_moments_and_checkpointing():
     precision, setup = at_level(recipe_for("O2")), Setup(batch=4, seq=4096)
     e = estimate(LLAMA, precision, setup)
@@ -375,8 +363,8 @@ def test_ranks_share_what_they_say():
 def test_what_fits_is_the_largest_that_does():
     precision, setup, memory = at_level(recipe_for("O2")), Setup(seq=2048), 80 * GIB
     batch = largest_batch(LLAMA, precision, setup, memory)
-    assert estimate(LLAMA, precision, replace(setup, batch=batch), LLAMA).total <= memory
-    assert estimate(LLAMA, precision, replace(setup, batch=batch + 1), LLAMA).total > memory
+    assert estimate(LLAMA, precision, replace(setup, batch=batch)).total <= memory
+    assert estimate(LLAMA, precision, replace(setup, batch=batch + 1)).total > memory
     # layers keep codes of the weights for 64 × 64 tokens, not for more
     few, more = (estimate(LLAMA, precision, Setup(batch=n, seq=64)).total for n in (64, 65))
     assert more < few

@@ -125,15 +125,6 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = 
     return made
 
 
-def number_of(text: str, suffixes: bool = False) -> float:
-    """Return a number, NaN if it is none; with `suffixes` it may end in K, M or B: "1.5B" is 1.5e9."""
-    power = {"K": "e3", "M": "e6", "B": "e9"}.get(text[-1:].upper(), "") if suffixes else ""
-    try:
-        return float(text[:-1] + power if power else text)
-    except ValueError:
-        return math.nan
-
-
 def size(nbytes: float) -> str:
     """Return bytes in the largest unit of 1024 that makes them at least 1, such as "1.50 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -36,8 +36,8 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, type=int, metavar="N")
 
 
-def recipe_of(options: argparse.Namespace) -> Recipe:
-    """Return the recipe that the options describe.
+def recipe_of(options: argparse.Namespace, opt_level: str | None = None) -> Recipe:
+    """Return the recipe that the options describe, at their level or another one.
 
     Raises:
         ConfigError: for a level or value that is not one.
@@ -45,7 +45,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
     given = {name: getattr(options, name) for name in FIELDS if getattr(options, name) is not None}
     if "states_for" in given:
         given["states_for"] = dict(map(_states_for, given["states_for"]))
-    return recipe_for(options.opt_level, options.preset, **given)
+    return recipe_for(opt_level or options.opt_level, options.preset, **given)
 
 
 def _states_for(text: str) -> tuple[str, dict[str, Any]]:

@@ -51,17 +51,17 @@ IDS = 8  # bytes of a token's number in int64
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes a token; see the table of this module. All 0 for a model whose shape is not known."""
+    """Bytes a token; see the table of this module."""
 
-    block: int = 0  # that one block keeps
-    inputs: int = 0  # of one block: all that is kept of it under activation checkpointing
-    end: int = 0  # final norm and head
-    loss: int = 0  # log-probabilities; compiled: logits and two statistics
-    at_loss: int = 0  # gradients at the loss, beside all that was kept
+    block: int  # that one block keeps
+    inputs: int  # of one block: all that is kept of it under activation checkpointing
+    end: int  # final norm and head
+    loss: int  # log-probabilities; compiled: logits and two statistics
+    at_loss: int  # gradients at the loss, beside all that was kept
     # at the gradients of one block's scores, where scores are kept, beside all that was kept
-    at_scores: int = 0
+    at_scores: int
     # at the gradients of a compiled feed-forward block, beside all but the loss (eager: 0)
-    at_block: int = 0
+    at_block: int
 
 
 def activations(

@@ -204,11 +204,11 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
         meant = "" if experts else did_you_mean(str(kind), FAMILIES)
         raise ConfigError(
             f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}.{meant} Give --sizes with "
-            "--layers, --hidden, --heads and so on, or the model as --model FILE:function."
+            "--layers, --hidden, --heads and so on."
         )
     if config.get("add_cross_attention"):
         raise ConfigError(
-            f"{where}: add_cross_attention=True is not counted. Give the model as --model FILE:function."
+            f"{where}: add_cross_attention=True is not counted. Give --sizes of a decoder that is as large."
         )
     gpt2 = kind == "gpt2"
     sizes: dict[str, Any] = {n: _size(config, keys[gpt2], where) for n, keys in _KEYS.items()}

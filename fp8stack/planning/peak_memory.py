@@ -40,28 +40,24 @@ rank's part of one that is not shared; whole gradients and copies of gathered we
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import nn
 
 from fp8stack.errors import ConfigError
 from fp8stack.nn.casts import FEW_ROWS
 
-from .activation_memory import Activations, activations
+from .activation_memory import activations
 from .decoder_shape import Shape, check_sizes
 from .resident_memory import Precision, Resident, resident
 
-SHARDINGS = ("none", "ddp", "zero1", "zero2", "zero3", "fsdp")
+_WHOLE = ("none", "ddp")  # each rank holds everything
+SHARDINGS = (*_WHOLE, "zero1", "zero2", "zero3", "fsdp")
 CONTEXT = 600 * 2**20  # bytes: CUDA context and cuBLAS' workspaces
 SLACK = 0.03  # of the peak: what the caching allocator cannot use
 MOST_SEQUENCES = 2**20  # of a micro-batch that is searched for
 _BUCKET, _LIVE = 5 * 10**8, 105 * 10**7  # elements: DeepSpeed's defaults
-
-Make = Callable[[torch.dtype], nn.Module]
-"""Makes a fresh model on the meta device, in a dtype."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,6 @@ class Setup:
 class Estimate:
     """Bytes on one GPU. `parts` are each at its largest, `moments` what is held at once."""
 
-    precision: Precision
     parts: dict[str, int]
     moments: dict[str, int]
     parameters: int
@@ -112,54 +107,42 @@ class Estimate:
         return self.peak + self.overhead
 
 
-def estimate(
-    model: Shape | Make, precision: Precision, setup: Setup, shape: Shape | None = None
-) -> Estimate:
+def estimate(shape: Shape, precision: Precision, setup: Setup) -> Estimate:
     """Estimate the memory of training.
-
-    Args:
-        model: a shape, or what makes a model; then `shape` is what activations are computed from, none without.
 
     Raises:
         ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise at this precision.
     """
-    zero = setup.sharding.startswith("zero")
-    if zero:  # the optimizer has float32 partitions, whatever the model was in
+    whole, recipe = setup.sharding in _WHOLE, precision.recipe
+    if setup.sharding.startswith("zero"):  # float32 partitions, whatever the model was in
         mixed = precision.autocast or precision.weights is not torch.float32
         precision = replace(precision, weights=torch.float32, autocast=mixed)
-    shape = model if isinstance(model, Shape) else shape
-    compiled = setup.compile and (precision.recipe is None or precision.recipe.compute != "te")
-    stays = _resident_of(model, precision, setup.accumulate)
-    parts = _share(stays, precision, setup)
-    parts["weight copies"] += _kept_codes(stays, precision, setup)
-    if compiled and setup.checkpointing:
-        parts["weight copies"] = _of_a_block(parts["weight copies"], stays)
-    always, gathered, reducing = _communication(stays, precision, setup)
-    tokens = setup.batch * setup.seq
-    each, layers = Activations(), 0
-    absent = 0  # elements whose gradients come after the last block's activations
-    if shape is not None:
-        sharded = not _whole(setup) and precision.autocast
-        fp8 = stays.fp8 if isinstance(model, Shape) else _as_in_skeleton(stays.fp8)
-        each = activations(shape, precision, fp8, setup.seq, sharded, setup.fuse, compiled)
-        layers = shape.layers
-        absent = stays.block * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
-    of_block = each.inputs if setup.checkpointing else each.block
-    kept = tokens * (layers * of_block + each.end + each.loss)
-    block = tokens * each.block * setup.checkpointing
-    alone = tokens * each.inputs * setup.checkpointing + tokens * each.block
+    compiled = setup.compile and (recipe is None or recipe.compute != "te")
+    fp8_gradients = recipe is not None and recipe.gradients == "fp8" and whole
+    in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
+    stays = _resident_of(shape, precision, setup.accumulate)
+    parts = _share(stays, shape, precision, setup)
+    copies = parts["weight copies"] = _weight_copies(stays, shape, precision, setup, compiled)
+    always, gathered, reducing = _communication(stays, shape, precision, setup)
+    if in_buckets:
+        always = 0  # gradients lie in the buckets of comm.DataParallel
+    tokens, again = setup.batch * setup.seq, setup.checkpointing
+    sharded = not whole and precision.autocast
+    each = activations(shape, precision, stays.fp8, setup.seq, sharded, setup.fuse, compiled)
+    kept = tokens * (shape.layers * (each.inputs if again else each.block) + each.end + each.loss)
+    block = tokens * each.block * again
+    alone = tokens * (each.inputs * again + each.block)
     loss, at_loss = tokens * each.loss, tokens * each.at_loss
     in_block = tokens * max(each.at_scores, each.at_block)
-    copies = parts["weight copies"]  # backward frees them
     held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
-    fp8_gradients = _fp8_gradients(precision, setup)
-    in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
     early = parts["gradients"] if setup.accumulate or in_buckets else 0
-    largest, passing = stays.gradient, gathered + reducing
     grown, beside = parts["gradients"], early * compiled
-    if compiled and _whole(setup):
-        grown = stays.gradients
-    there = round(grown * (1 - absent / stays.elements)) + beside
+    if compiled and whole:  # all of them at once, in the weights' dtypes
+        grown = stays.bytes["weights"]
+    # The last block's own gradients and those of the embedding come after its activations.
+    absent = shape.counts[1] * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
+    there = round(grown * (1 - absent / shape.parameters)) + beside
+    largest, passing = stays.largest, gathered + reducing
     moments = {
         "loss": held + early + kept + at_loss + gathered // 2,
         "backward": held + early + kept - loss + block + in_block + largest + passing,
@@ -169,16 +152,14 @@ def estimate(
     parts["activations"] = kept + block
     parts["temporary"] = max(at_loss, in_block, largest)
     parts["communication"] = always + passing
-    return Estimate(precision, parts, moments, stays.elements)
+    return Estimate(parts, moments, shape.parameters)
 
 
-def largest_batch(
-    model: Shape | Make, precision: Precision, setup: Setup, memory: int, shape: Shape | None = None
-) -> int:
+def largest_batch(shape: Shape, precision: Precision, setup: Setup, memory: int) -> int:
     """Return the largest micro-batch whose total fits in `memory` bytes, 0 if none does."""
 
     def is_too_large(batch: int) -> bool:
-        return estimate(model, precision, replace(setup, batch=batch), shape).total > memory
+        return estimate(shape, precision, replace(setup, batch=batch)).total > memory
 
     # Batches of few tokens keep codes of the weights and may take more than larger ones, so they are searched last.
     few = FEW_ROWS // setup.seq
@@ -207,84 +188,67 @@ def largest_model(shape: Shape, precision: Precision, setup: Setup, memory: int)
 
 
 @lru_cache(maxsize=256)
-def _resident_of(model: Shape | Make, precision: Precision, accumulate: bool) -> Resident:
-    """Count a model, or a shape by its first block and what the second one adds."""
-    if not isinstance(model, Shape):
-        return resident(model(precision.weights), precision, accumulate)
+def _resident_of(shape: Shape, precision: Precision, accumulate: bool) -> Resident:
+    """Count the first block, and what the second one adds for each that follows."""
     one, two = (
-        resident(replace(model, layers=n).skeleton(precision.weights), precision, accumulate)
+        resident(replace(shape, layers=n).skeleton(precision.weights), precision, accumulate)
         for n in (1, 2)
     )
-    return one.grown(two, model.layers - 1)
+    return one.grown(two, shape.layers - 1)
 
 
-def _as_in_skeleton(names: frozenset[str]) -> frozenset[str]:
-    """Return what `Shape.skeleton` calls the FP8 layers of a model with other names: all of a block, or none."""
-    heads = {name for name in names if name.endswith("head")}
-    inside = ("q", "k", "v", "o", "gate", "up", "down") if names - heads else ()
-    return frozenset([*(f"blocks.0.{name}_proj" for name in inside), *(["head"] if heads else [])])
-
-
-def _fp8_gradients(precision: Precision, setup: Setup) -> bool:
-    """Return whether gradients are kept in FP8."""
-    recipe = precision.recipe
-    return recipe is not None and recipe.gradients == "fp8" and _whole(setup)
-
-
-def _whole(setup: Setup) -> bool:
-    """Return whether each rank holds everything."""
-    return setup.sharding in ("none", "ddp")
-
-
-def _share(stays: Resident, precision: Precision, setup: Setup) -> dict[str, int]:
+def _share(stays: Resident, shape: Shape, precision: Precision, setup: Setup) -> dict[str, int]:
     """Return what stays on each rank."""
-    parts, ranks = dict(stays.bytes), setup.ranks
-    if _whole(setup):
+    parts = dict(stays.bytes)
+    if setup.sharding in _WHOLE:
         return parts
+    shared: tuple[str, ...] = ("weights", "gradients")
     if setup.sharding == "fsdp":
         parts["gradients"] = parts["weights"]
-        shared: tuple[str, ...] = ("weights", "gradients")
     else:
-        stage, whole = int(setup.sharding[-1]), stays.elements * (2 if precision.autocast else 4)
         parts["masters"] += parts["weights"]
-        parts["weights"] = parts["gradients"] = whole
-        shared = ("weights", "gradients")[3 - stage :]
+        parts["weights"] = parts["gradients"] = shape.parameters * (2 if precision.autocast else 4)
+        shared = shared[3 - int(setup.sharding[-1]) :]
     for kind in (*shared, "masters", "m", "v", "host"):
-        parts[kind] = -(-parts[kind] // ranks)
-    if setup.sharding in ("fsdp", "zero3") or not stays.fp8:
-        parts["weight copies"] = 0
+        parts[kind] = -(-parts[kind] // setup.ranks)
     return parts
 
 
-def _kept_codes(stays: Resident, precision: Precision, setup: Setup) -> int:
-    """Return the bytes of weights' FP8 codes that each rank keeps from forward to backward."""
+def _weight_copies(
+    stays: Resident, shape: Shape, precision: Precision, setup: Setup, compiled: bool
+) -> int:
+    """Return the bytes of weights' bfloat16 copies and FP8 codes that each rank keeps from forward to backward."""
+    casts = stays.bytes["weight copies"] if setup.sharding in _WHOLE else 0
     if precision.recipe is None or setup.sharding == "fsdp":
-        return 0
-    if precision.recipe.compute == "te":
+        codes = 0
+    elif precision.recipe.compute == "te":
         codes = 2 * stays.codes
-    elif setup.compile and setup.sharding != "zero3":
-        return stays.codes
     else:
-        codes = stays.codes * (setup.ranks == 1 and setup.batch * setup.seq <= FEW_ROWS)
-    return _of_a_block(codes, stays) if setup.checkpointing else codes
+        few = setup.ranks == 1 and setup.batch * setup.seq <= FEW_ROWS
+        codes = stays.codes if few or (compiled and setup.sharding != "zero3") else 0
+    if not setup.checkpointing:
+        return casts + codes
+    once = sum(
+        shape.counts
+    )  # elements of one block, whose copies are made again, and of what is in none
+    if compiled:
+        return (casts + codes) * once // shape.parameters
+    return casts + codes * once // shape.parameters
 
 
-def _of_a_block(nbytes: int, stays: Resident) -> int:
-    """Return the share of `nbytes` that is there at once under checkpointing, which makes a block's again."""
-    return nbytes * (stays.outside + stays.block) // stays.elements
-
-
-def _communication(stays: Resident, precision: Precision, setup: Setup) -> tuple[int, int, int]:
+def _communication(
+    stays: Resident, shape: Shape, precision: Precision, setup: Setup
+) -> tuple[int, int, int]:
     """Return bytes of buffers that are there always, of gathered weights, and of gradients being reduced."""
     if setup.ranks == 1:
         return 0, 0, 0
     item = 2 if precision.autocast or precision.weights is torch.bfloat16 else 4
-    if _whole(setup):
-        ours = setup.sharding == "none" and _fp8_gradients(precision, setup)
-        return (0 if ours else stays.bytes["weights"]), 0, 0  # buckets of the weights' dtypes
+    outside, block = shape.counts
+    if setup.sharding in _WHOLE:
+        return stays.bytes["weights"], 0, 0  # buckets of the weights' dtypes
     if setup.sharding == "fsdp":
-        return stays.outside * item, 2 * stays.block * item, stays.block * item
+        return outside * item, 2 * block * item, block * item
     buckets = 2 * _BUCKET * item
     if setup.sharding == "zero3":
-        return min(stays.elements, _LIVE) * item + buckets, 0, 0
+        return min(shape.parameters, _LIVE) * item + buckets, 0, 0
     return 0, 0, buckets

@@ -67,24 +67,17 @@ BASELINES = {
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes by kind (KINDS) and what a formula of activations has to know of the layers."""
+    """Bytes by kind (KINDS), and what the estimate has to know of layers and gradients."""
 
     bytes: dict[str, int]
-    elements: int
-    outside: int  # elements that are in no block (a block: an element of a ModuleList)
-    block: int  # elements of the largest block
     codes: int  # bytes of the weights' FP8 codes in one layout
-    gradient: int  # bytes of the largest one, in its parameter's dtype
-    gradients: int  # of all of them, likewise
+    largest: int  # bytes of the largest gradient, in its parameter's dtype
     fp8: frozenset[str]  # names of Linear layers that multiply in FP8
 
     def grown(self, other: Resident, times: int) -> Resident:
         """Return `self` and `times` the difference that `other` makes."""
         more = {k: self.bytes[k] + times * (other.bytes[k] - self.bytes[k]) for k in KINDS}
-        elements = self.elements + times * (other.elements - self.elements)
-        codes = self.codes + times * (other.codes - self.codes)
-        gradients = self.gradients + times * (other.gradients - self.gradients)
-        return replace(self, bytes=more, elements=elements, codes=codes, gradients=gradients)
+        return replace(self, bytes=more, codes=self.codes + times * (other.codes - self.codes))
 
 
 def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -> Resident:
@@ -95,43 +88,39 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     Raises:
         ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise.
     """
-    recipe, host = precision.recipe, False
+    recipe, decisions = precision.recipe, None
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-    decisions = None
     if recipe is not None:
-        host = recipe.offload == "cpu"
         compute = "native" if recipe.compute == "te" else recipe.compute  # which keep as much
         backend = recipe.optimizer_backend.removesuffix("-paged")  # all of it on the GPU, at most
-        recipe = replace(recipe, offload="none", compute=compute, optimizer_backend=backend)
-        if idle := skipped_modules(model, recipe)[1]:
+        here = replace(recipe, offload="none", compute=compute, optimizer_backend=backend)
+        if idle := skipped_modules(model, here)[1]:
             raise ConfigError(f"{idle[0]}.")
-        decisions = decide(model, optimizer, recipe, planned_for=_CPU)
+        decisions = decide(model, optimizer, here, planned_for=_CPU)
         with warnings.catch_warnings():  # about this machine, not the one that is planned for
             warnings.simplefilter("ignore", Fp8StackWarning)
             optimizer = carry_out(model, optimizer, decisions).returned or optimizer
     if precision.bitsandbytes:
         _add_bitsandbytes_states(optimizer)
-    use, counted = use_after_step(model, optimizer, decisions, accumulate), dict.fromkeys(KINDS, 0)
-    for part, nbytes in use.bytes.items():
+    counted = dict.fromkeys(KINDS, 0)
+    for part, nbytes in use_after_step(model, optimizer, decisions, accumulate).bytes.items():
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
-    counted["weight copies"], codes = _copies(model, precision)
-    if host:
+    codes, fp8 = 0, []
+    for name, module in model.named_modules():
+        if recipe is not None and isinstance(module, Fp8Linear):
+            codes += _code_bytes(module.weight.shape, recipe)
+            fp8.append(name)
+        elif isinstance(module, nn.Linear) and (
+            precision.autocast or isinstance(module, Bf16Linear)
+        ):
+            in_bf16 = module.weight.dtype is torch.bfloat16
+            counted["weight copies"] += 0 if in_bf16 else 2 * module.weight.numel()
+    if recipe is not None and recipe.offload == "cpu":
         for kind in ("masters", "m", "v"):
             counted["host"] += counted[kind]
             counted[kind] = 0
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    trained = [p.nbytes for p in model.parameters() if p.requires_grad]
-    blocks = [sum(p.numel() for p in block.parameters()) for each in lists[:1] for block in each]
-    return Resident(
-        counted,
-        use.elements,
-        use.elements - sum(blocks),
-        max(blocks, default=0),
-        codes,
-        max(trained, default=0),
-        sum(trained),
-        frozenset(n for n, m in model.named_modules() if isinstance(m, Fp8Linear)),
-    )
+    largest = max((p.nbytes for p in model.parameters() if p.requires_grad), default=0)
+    return Resident(counted, codes, largest, frozenset(fp8))
 
 
 def use_after_step(
@@ -183,22 +172,6 @@ def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
             states = "fp32" if p.numel() < 4096 else BITSANDBYTES
             for name in ("exp_avg", "exp_avg_sq"):
                 optimizer.state[p].update(zero_moment(name, p, states))
-
-
-def _copies(model: nn.Module, precision: Precision) -> tuple[int, int]:
-    """Return the bytes of bfloat16 copies of weights and of their FP8 codes in one layout; backward frees both."""
-    codes: dict[torch.Tensor, int] = {}
-    casts: dict[torch.Tensor, int] = {}
-    for module in model.modules():
-        if isinstance(module, Fp8Linear):
-            assert precision.recipe is not None
-            codes[module.weight] = _code_bytes(module.weight.shape, precision.recipe)
-        elif isinstance(module, nn.Linear) and (
-            precision.autocast or isinstance(module, Bf16Linear)
-        ):
-            nbytes = 2 * module.weight.numel()
-            casts[module.weight] = nbytes * (module.weight.dtype is not torch.bfloat16)
-    return sum(casts.values()), sum(codes.values())
 
 
 @lru_cache(maxsize=1024)

@@ -8,58 +8,8 @@ from torch import nn
 
 import fp8stack
 from fp8stack.__main__ import main
-from fp8stack.cli.estimate import _gpu
 from fp8stack.planning import BASELINES, Setup, Shape, estimate
 
-NEOX = """
-def build():
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=128, intermediate_size=128, **sizes))
-"""
-MODELS = """
-import torch
-from torch import nn
-
-class Config:
-    def to_dict(self):
-        return {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4,
-                "intermediate_size": 256, "vocab_size": 192}
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(192, 128), nn.Linear(128, 192, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
-
-def plain():
-    return Model().bfloat16()
-
-def mixed():
-    model = Model().bfloat16()
-    model.embed.float()
-    return model
-
-def lazy():
-    return nn.LazyLinear(3)
-
-def scripted():
-    return torch.jit.script(Model().embed)
-
-def frozen():
-    return Model().requires_grad_(False)
-
-def empty():
-    return nn.Identity()
-
-print("imported")
-
-def with_config():
-    model = Model()
-    model.config = Config()
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-"""
 SMALL = ["--sizes", "--layers", "2", "--hidden", "256", "--vocab", "512"]
 
 
@@ -116,8 +66,6 @@ def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
         assert bool(other["O2"]["bytes"]["weight copies"]) == kept
     _, shared = estimated(*SMALL, "--opt-level", "O2", "--ranks", "4", "--zero", "2")
     assert shared["O2"]["bytes"]["v"] == -(-whole["O2"]["bytes"]["v"] // 4)
-    _, bf16 = estimated(*SMALL, "--opt-level", "bf16")
-    assert list(bf16) == ["fp32", "bf16", "8bit"]
     _, half = estimated(*SMALL, "--weights", "bfloat16", "--opt-level", "O0")
     assert half["O0"]["bytes"]["weights"] == whole["O0"]["bytes"]["weights"] // 2
     for backend in ("bitsandbytes", "bitsandbytes-paged"):  # the latter at its most
@@ -194,23 +142,8 @@ def test_what_fuses_is_what_nn_fuse_takes(given, fuses, estimated, tmp_path):
 def test_parameters_have_suffixes(estimated):
     plain, _ = estimated("--parameters", "1.5e9", "--gpu", "RTX 4090")
     assert plain["memory"] == 23 * 2**30
-    for parameters in ("1.5B", "1500m"):
-        assert estimated("--parameters", parameters, "--gpu", "4090")[0] == plain
-
-
-@pytest.mark.parametrize(
-    ("given", "known"),
-    [
-        ("rtx4090", "RTX 4090"), ("RTX-4090", "RTX 4090"), ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("RTX 4090 24GB", "RTX 4090"), ("H100 80GB", "H100"), ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("A100-PCIE-80GB", "A100"), ("V100 32GB", "V100"),
-        ("Tesla V100-SXM2-16GB", "V100-16GB"), ("A10G", "A10"), ("l4", "L4"), ("6000 Ada", "RTX 6000 Ada"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"), ("NVIDIA GH200 144G HBM3e", "GH200-144GB"),
-        ("gh200-96gb", "GH200"), ("H100 NVL", "H100-NVL"), ("B300 288GB", "B300"),
-    ],
-)  # fmt: skip
-def test_gpus_go_by_the_names_that_people_and_drivers_give(given, known):
-    assert _gpu(given) == known
+    for parameters, gpu in (("1.5B", "rtx 4090"), ("1500m", "RTX 4090")):
+        assert estimated("--parameters", parameters, "--gpu", gpu)[0] == plain
 
 
 @pytest.mark.parametrize(
@@ -222,25 +155,9 @@ def test_levels_multiply_in_bf16_on_gpus_without_fp8(gpu, estimated):
     assert len(lacking) == (gpu in ("A100", "V100", "T4", "RTX A6000"))
     _, asked = estimated(*SMALL, "--gpu", gpu, "--compute", "bf16")
     assert (there["O2"] == asked["O2"]) == bool(lacking)
-    assert not any(
-        "FP8 products" in n for n in estimated(*SMALL, "--opt-level", "bf16")[0]["notes"]
-    )
 
 
-def test_a_model_of_another_family_has_all_but_activations(estimated, tmp_path):
-    pytest.importorskip("transformers")
-    file = tmp_path / "neox.py"
-    file.write_text(NEOX)
-    data, columns = estimated("--model", f"{file}:build", "--gpu", "a6000")
-    assert (
-        "activations are not estimated: the model has no Hugging Face config that is known"
-        in data["notes"][0]
-    )
-    assert (data["shape"], data["memory"]) == (None, 47 * 2**30)
-    assert columns["fp32"]["bytes"]["weights"] == 4 * data["parameters"] > 0
-
-
-def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
+def test_it_reads_a_config(estimated, tmp_path):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({
         "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 192,
@@ -255,58 +172,27 @@ def test_it_reads_a_config_and_a_model_of_a_file(estimated, tmp_path):
     )
     data, _ = estimated("--hf-config", str(config), "--hidden", "256")
     assert (data["shape"]["hidden"], data["shape"]["head_dim"]) == (256, 64)
-    file = tmp_path / "own.py"
-    file.write_text(MODELS)
-    with pytest.raises(SystemExit, match="2"):
-        main(["estimate", "--model", f"{file}:plain", "--fuse"])
-    data, columns = estimated("--model", f"{file}:plain", "--memory", "1")
-    assert data["shape"] is None
-    assert "activations are not estimated" in data["notes"][0]
-    elements = 2 * 192 * 128 + 2 * (128 * 128 + 128)
-    assert data["parameters"] == elements
-    assert columns["O0"]["bytes"]["weights"] == 2 * elements  # as the function made it
-    assert columns["fp32"]["bytes"]["weights"] == 4 * elements
-    data, columns = estimated("--model", f"{file}:with_config", "--memory", "1")
-    assert columns["O2"]["bytes"]["activations"] > 0
-    assert columns["O2"]["largest_batch"] > 0
-    assert "optimizer is not looked at" in data["notes"][0]
-    assert "the sizes make" in data["notes"][1]  # this one is no Llama
-    data, columns = estimated("--model", f"{file}:frozen")
-    states = ("gradients", "m", "v")
-    assert not any(c["bytes"][kind] for c in columns.values() for kind in states)
-    assert all(c["parameters"] == data["parameters"] for c in columns.values())
-
-
-def test_the_file_of_a_model_runs_once(tmp_path, capsys):
-    (tmp_path / "own.py").write_text(MODELS)
-    assert main(["estimate", "--model", f"{tmp_path / 'own.py'}:plain", "--memory", "1"]) == 0
-    assert capsys.readouterr().err == "imported\n"
-    with pytest.raises(SystemExit):
-        main(["estimate", "--model", f"{tmp_path / 'own.py'}:empty"])
-    assert "has no parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "one of the arguments --parameters --hf-config --model --sizes is required"),
+        ([], "one of the arguments --parameters --hf-config --sizes is required"),
         (["--parameters", "many"], "'many' is not a number above 0"),
         (["--parameters", "1e5"], "fewer than the embeddings"),
         (["--parameters", "1e30"], "is not a number above 0 and up to 1e+15"),
         ([*SMALL, "--seq", "0"], "seq=0 must be a whole number from 1 to 16,777,216"),
         ([*SMALL, "--ffn", str(2**40)], "ffn=1099511627776 must be a whole number from 1 to"),
-        (["--sizes", "--hidden", "64"], "--layers is missing"),
+        (["--sizes", "--hidden", "64"], "missing: --layers"),
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
         ([*SMALL, "--batch", "0"], "batch=0 must be a whole number from 1 to"),
         ([*SMALL, "--batch", "9" * 20], f"batch={'9' * 20} must be a whole number from 1 to"),
         ([*SMALL, "--gpu", "A100", "--compute", "native"], "A100 has no FP8 products"),
         ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
-        ([*SMALL, "--gpu", "A100-40GB Max"], 'Did you mean "A100-40GB"?'),
-        ([*SMALL, "--gpu", "H100", "--memory", "80"], "give one of them"),
+        ([*SMALL, "--gpu", "H100", "--memory", "80"], "not allowed with argument --gpu"),
         ([*SMALL, "--zero", "2"], "give --ranks above 1"),
         ([*SMALL, "--ranks", "2", "--zero", "2", "--fsdp"], "not allowed with argument"),
         ([*SMALL, "--opt-level", "O3"], 'must be one of "O0", "O1", "O2"'),
-        ([*SMALL, "--opt-level", "bf16", "--states", "8bit"], "--states is of levels"),
         ([*SMALL, "--skip", "lm_head"], "matches no module"),
         ([*SMALL, "--states", "9bit"], "is not a choice"),
         ([*SMALL, "--ranks", "2", "--fsdp", "--offload", "cpu"], "CPUOffloadPolicy"),
@@ -319,7 +205,6 @@ def test_the_file_of_a_model_runs_once(tmp_path, capsys):
         (["--hf-config", ""], "the argument after 'estimate --hf-config' is empty"),
         ([*SMALL, "--accumulate", "--step-in-backward"], "does not go with gradient accumulation"),
         (["--sizes", "--layers", "2", "--hidden", "1000"], "Give --heads"),
-        (["--model", "nowhere.py:make"], "no Python file"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(options, message, capsys):
@@ -330,28 +215,6 @@ def test_bad_input_is_one_line_and_status_2(options, message, capsys):
     assert message in error
     assert "Traceback" not in error
     assert len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("lazy", "weight is a lazy parameter without a shape"), ("scripted", "is one of torch.jit")],
-)
-def test_models_that_no_level_takes_are_refused(name, message, tmp_path, capsys):
-    (tmp_path / "models.py").write_text(MODELS)
-    for command in (["estimate", "--model"], ["plan"]):
-        with pytest.raises(SystemExit):
-            main([*command, f"{tmp_path}/models.py:{name}"])
-        assert message in capsys.readouterr().err
-
-
-def test_a_model_of_two_dtypes_is_counted_in_that_of_most_weights(estimated, tmp_path):
-    (tmp_path / "models.py").write_text(MODELS)
-    found, there = estimated("--model", f"{tmp_path}/models.py:mixed")
-    assert there["O0"]["bytes"]["weights"] == 2 * found["parameters"]
-    assert any("weights are float32 and bfloat16" in note for note in found["notes"])
-    assert not any(
-        "weights are" in n for n in estimated("--model", f"{tmp_path}/models.py:plain")[0]["notes"]
-    )
 
 
 def test_experts_are_not_taken_for_the_model_of_a_like_name(tmp_path, capsys):

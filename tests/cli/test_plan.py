@@ -79,6 +79,14 @@ def moved():
 
 def empty():
     return nn.Identity()
+
+
+def lazy():
+    return nn.LazyLinear(3)
+
+
+def scripted():
+    return torch.jit.script(nn.Linear(64, 64))
 """
 
 
@@ -323,6 +331,8 @@ def test_a_package_of_a_name_that_is_taken_is_named(package, tmp_path, capsys):
         ),
         (["models.py:moved"], "leave moving the model to a GPU"),
         (["models.py:empty"], "no parameters"),
+        (["models.py:lazy"], "weight is a lazy parameter without a shape"),
+        (["models.py:scripted"], "is one of torch.jit"),
         (["models.py:with_lbfgs", "--opt-level", "O1"], "does not step on the meta device"),
         (["models.py"], "must be a file and a function"),
         (["none.py:build"], "there is no Python file 'none.py'"),
