@@ -19,6 +19,7 @@ import tempfile
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -107,6 +108,8 @@ def _function(module, path, name):
     if module not in sys.modules:
         spec = importlib.util.spec_from_file_location(module, path)
         sys.modules[module] = importlib.util.module_from_spec(spec)
+        for folder in (module.rpartition(".")[0], module.partition(".")[0]):  # which pickle imports
+            sys.modules.setdefault(folder, ModuleType(folder))
         spec.loader.exec_module(sys.modules[module])
     return getattr(sys.modules[module], name)
 
