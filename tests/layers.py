@@ -1,13 +1,19 @@
 """Native FP8 layers for tests: models at O0, their results and gradients, the casts that they make."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
+from helpers import quantize_tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack.capability import native_recipe
 from fp8stack.kernels import ops
+from fp8stack.nn.swiglu import fuse
 
 RECIPES = ("current", "delayed", "blockwise")
 CASTS = (
@@ -19,6 +25,44 @@ CASTS = (
     "cast_delayed",
     "swiglu_cast",
 )
+
+
+def through_save(module):
+    """Return a module that went through torch's file."""
+    torch.save(module, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "save": through_save,
+}
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
+
+
+def rounded(x, fmt, axis=None):
+    """Return float64 x after quantization with one scale, or one for each part along `axis`."""
+    if axis is not None:
+        return torch.stack([rounded(part, fmt) for part in x.unbind(axis)], axis)
+    codes, scale = quantize_tensor(x.detach().cpu().float(), fmt)
+    return codes.double() * scale.double()
+
+
+def saved_by(function, *arguments):
+    """Return what autograd saves of a call."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        function(*arguments)
+    return saved
+
+
+def scale_parameters(factor, *models):
+    """Multiply all parameters, with a trace."""
+    with torch.no_grad():
+        for p in (p for model in models for p in model.parameters()):
+            p.mul_(factor)
 
 
 def native(model, device="cpu", **overrides):
@@ -79,6 +123,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x):
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def fused(block, device="cpu", **options):
+    """Return a model of one block that is fused."""
+    model = native(nn.Sequential(block), device, **options)
+    assert fuse(model) == ["0"]
+    return model
 
 
 class QKV(nn.Module):

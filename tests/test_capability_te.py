@@ -1,6 +1,7 @@
 """TransformerEngine's probe: every way an installation is broken has its own answer, with the remedy."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,23 +15,30 @@ from fp8stack import capability
 from fp8stack.errors import UnsupportedDeviceError
 
 ROOT = Path(__file__).resolve().parents[1]
+META, CORE, TORCH = "transformer_engine", "transformer_engine_cu13", "transformer_engine_torch"
+WHOLE = {META: "2.20.2", CORE: "2.20.2", TORCH: "2.20.2"}
+LOOK = "print(capability.te_installation().reason)"
 METADATA = "Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
 
 
-def install(site, name, version="2.20.2", purelib="true"):
+def install(site, name, version):
     """Write what pip leaves of a package besides its code."""
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(METADATA.format(name=name, version=version))
+    purelib = str(name == META).lower()
     (info / "WHEEL").write_text(f"Wheel-Version: 1.0\nRoot-Is-Purelib: {purelib}\n")
 
 
-def package(site, init="", torch_init="", extension=False):
+def package(site, init="", torch_init="", extension=False, common=False):
     """Write the code of a package that has the names of TransformerEngine's."""
     folder = site / "transformer_engine"
-    (folder / "pytorch").mkdir(parents=True)
-    (folder / "__init__.py").write_text(init)
-    (folder / "pytorch" / "__init__.py").write_text(torch_init)
+    parts = {"": init, "pytorch": torch_init}
+    if common:
+        parts |= {"common": "", "common/recipe": ""}
+    for part, code in parts.items():
+        (folder / part).mkdir(parents=True)
+        (folder / part / "__init__.py").write_text(code)
     if extension:
         (folder / "wheel_lib").mkdir()
         (folder / "wheel_lib" / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
@@ -43,10 +51,6 @@ def ask(site, code):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(site), str(ROOT), *sys.path])
         return run_script([str(script)], site / "answer.txt", count=1).strip()
-
-
-def installed(site):
-    return ask(site, "print(capability.te_installation().reason)")
 
 
 @pytest.fixture
@@ -66,59 +70,9 @@ def test_nothing_is_installed(site):
 
 def test_a_folder_of_its_name_is_not_it(site):
     (site / "transformer_engine").mkdir()
-    assert "no package metadata" in installed(site)
+    assert "no package metadata" in ask(site, LOOK)
     package(site := site / "second")
-    assert str(site / "transformer_engine") in installed(site)
-
-
-def test_the_package_alone_is_empty(site):
-    package(site)
-    install(site, "transformer_engine")
-    answer = installed(site)
-    assert "needs its core library" in answer
-    assert "here are transformer_engine 2.20.2:" in answer
-    assert "pytorch" in answer.partition("pip install")[2]
-    assert "==2.20.2" in answer
-
-
-def test_the_torch_extension_is_missing(site):
-    package(site)
-    install(site, "transformer_engine")
-    install(site, "transformer_engine_cu13", purelib="false")
-    answer = installed(site)
-    assert "its torch extension" in answer
-    assert "here are transformer_engine 2.20.2, transformer_engine_cu13 2.20.2:" in answer
-    assert "--no-build-isolation" in answer
-
-
-def test_versions_that_differ_are_listed(site):
-    package(site, extension=True)
-    install(site, "transformer_engine")
-    install(site, "transformer_engine_cu13", purelib="false")
-    install(site, "transformer_engine_torch", "2.19.0", purelib="false")
-    answer = installed(site)
-    assert "transformer_engine 2.20.2" in answer
-    assert "transformer_engine_torch 2.19.0" in answer
-    assert '==2.20.2"' in answer
-
-
-def test_local_parts_of_versions_are_no_difference(site):
-    package(site, extension=True)
-    install(site, "transformer_engine")
-    install(site, "transformer_engine_cu13", purelib="false")
-    install(site, "transformer_engine_torch", "2.20.2+cu13torch2.11", purelib="false")
-    assert "2.20.2 is installed" in installed(site)
-
-
-def test_a_core_library_for_another_cuda(site):
-    package(site, extension=True)
-    for name in ("transformer_engine", "transformer_engine_cu12", "transformer_engine_torch"):
-        install(site, name)
-    code = "import torch; torch.version.cuda = '13.0'; print(capability.te_installation().reason)"
-    answer = ask(site, code)
-    assert "its core library for CUDA 13.0" in answer
-    assert "transformer_engine_cu12 2.20.2" in answer
-    assert "core_cu13" in answer
+    assert str(site / "transformer_engine") in ask(site, LOOK)
 
 
 LOAD = """
@@ -127,40 +81,54 @@ try:
 except capability.UnsupportedDeviceError as error:
     print(error)
 """
+BROKEN_IMPORT = "raise OSError('libcudnn_cnn.so.9: undefined symbol: x\\nmore')"
+INSTALLATIONS = {  # packages, code, what is asked, what the answer says in this order, what it does not say
+    "the package alone": (
+        {META: "2.20.2"}, {}, LOOK,
+        "needs its core library.*here are transformer_engine 2.20.2:.*pip install.*pytorch.*==2.20.2", None,
+    ),
+    "no torch extension": (
+        {META: "2.20.2", CORE: "2.20.2"}, {}, LOOK,
+        "its torch extension.* transformer_engine 2.20.2, transformer_engine_cu13 2.20.2:.*--no-build-isolation", None,
+    ),
+    "versions that differ": (
+        {**WHOLE, TORCH: "2.19.0"}, {"extension": True}, LOOK,
+        'transformer_engine 2.20.2.*transformer_engine_torch 2.19.0.*==2.20.2"', None,
+    ),
+    "local parts of versions": (
+        {**WHOLE, TORCH: "2.20.2+cu13torch2.11"}, {"extension": True}, LOOK, "2.20.2 is installed", None
+    ),
+    "a core for another CUDA": (
+        {META: "2.20.2", "transformer_engine_cu12": "2.20.2", TORCH: "2.20.2"}, {"extension": True},
+        f"import torch; torch.version.cuda = '13.0'; {LOOK}",
+        "its core library for CUDA 13.0.*transformer_engine_cu12 2.20.2.*core_cu13", None,
+    ),
+    "an import that fails": (
+        WHOLE, {"extension": True, "torch_init": BROKEN_IMPORT}, LOAD,
+        r"cannot be imported \(libcudnn_cnn.so.9: undefined symbol: x\).*pip install", "more",
+    ),
+    "too old": (  # the remedy is the newest, not the same again
+        WHOLE, {"extension": True, "torch_init": "class Linear: pass", "common": True}, LOAD, "2.20.2 is too old", "==",
+    ),
+    "no CUDA": (
+        WHOLE, {"extension": True}, "print(capability.transformer_engine('cpu'))", "on cuda devices, not on cpu", None
+    ),
+    "nothing is imported to look": (
+        WHOLE, {"extension": True, "init": "raise SystemExit('imported')"},
+        "print(bool(capability.te_installation()))", "True", None,
+    ),
+}  # fmt: skip
 
 
-def whole(site, **code):
-    package(site, extension=True, **code)
-    for name in ("transformer_engine", "transformer_engine_cu13", "transformer_engine_torch"):
-        install(site, name)
-
-
-def test_an_import_that_fails_says_why(site):
-    whole(site, torch_init="raise OSError('libcudnn_cnn.so.9: undefined symbol: x\\nmore')")
-    answer = ask(site, LOAD)
-    assert "cannot be imported (libcudnn_cnn.so.9: undefined symbol: x)" in answer
-    assert "more" not in answer
-    assert "pip install" in answer
-
-
-def test_too_old_names_what_is_missing(site):
-    whole(site, torch_init="class Linear: pass")
-    for folder in ("common", "common/recipe"):
-        (site / "transformer_engine" / folder).mkdir()
-        (site / "transformer_engine" / folder / "__init__.py").touch()
-    answer = ask(site, LOAD)
-    assert "2.20.2 is too old" in answer
-    assert "==" not in answer  # the remedy is the newest, not the same again
-
-
-def test_a_device_without_cuda_is_named(site):
-    whole(site)
-    assert "on cuda devices, not on cpu" in ask(site, "print(capability.transformer_engine('cpu'))")
-
-
-def test_nothing_of_it_is_imported_to_look(site):
-    whole(site, init="raise SystemExit('imported')")
-    assert "True" in ask(site, "print(bool(capability.te_installation()))")
+@pytest.mark.parametrize("case", INSTALLATIONS)
+def test_every_installation_has_its_own_answer(case, site):
+    packages, code, question, said, unsaid = INSTALLATIONS[case]
+    package(site, **code)
+    for name, version in packages.items():
+        install(site, name, version)
+    answer = ask(site, question)
+    assert re.search(said, answer, re.DOTALL), answer
+    assert unsaid is None or unsaid not in answer
 
 
 def test_two_cudnns_are_found_in_the_memory_map(tmp_path):
@@ -190,14 +158,11 @@ def test_cudnn_folders_are_read_from_maps():
 
 
 def test_fp8stack_does_not_import_it():
-    code = "import sys; from fp8stack import capability; "
-    code += (
-        "print([m for m in sys.modules if m.startswith(('transformer_engine', 'torch._dynamo.'))])"
-    )
+    code = """import sys; from fp8stack import capability
+print([m for m in sys.modules if m.startswith(('transformer_engine', 'torch._dynamo.'))])"""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

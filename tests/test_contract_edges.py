@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -187,20 +186,6 @@ def test_the_old_optimizer_says_so_when_it_is_used_and_its_hooks_move_on():
             use()
     train(model, returned, 2)
     assert calls == ["stepped"] * 2
-
-
-def test_a_warning_turned_into_an_error_leaves_everything_as_it_was(monkeypatch):
-    answer = fp8stack.capability.Answer(False, "no FP8 here")
-    monkeypatch.setattr(fp8stack.capability, "fp8_gemm", lambda device: answer)
-    model, optimizer = build()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(Fp8StackWarning):
-            fp8stack.initialize(model, optimizer, "O2")
-    assert type(model.up) is nn.Linear
-    assert model.up.weight.dtype is torch.float32
-    monkeypatch.undo()
-    fp8stack.initialize(model, optimizer, "O2")
 
 
 def test_the_default_dtype_does_not_matter():

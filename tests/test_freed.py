@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from helpers import TinyLM, assert_same_bits, batch, train
+from layers import CASTS, RECIPES
 from torch import nn
 
 import fp8stack
@@ -260,7 +261,7 @@ def test_codes_of_an_input_that_others_keep_go_when_backward_begins(device):
     assert codes() is None
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("few", [0, casts.FEW_ROWS], ids=["many rows", "few rows"])
 def test_no_codes_are_left_after_a_step(recipe, few, device, monkeypatch):
     """Neither of weights nor of anything else: FP8 tensors are all gone."""
@@ -270,7 +271,7 @@ def test_no_codes_are_left_after_a_step(recipe, few, device, monkeypatch):
     model, optimizer = initialized("O0", device, compute="native", fp8_recipe=recipe)
     fp8stack.nn.fuse(model)
     made = []
-    for name in ("cast", "recast", "recast_with", "cast_1x128", "cast_128x128", "cast_delayed"):
+    for name in CASTS:
         function = getattr(casts.ops, name)
 
         def watching(*args, function=function, **kwargs):

@@ -7,25 +7,14 @@ import torch
 import torch._dynamo.testing
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from helpers import assert_same_bits
-from layers import QKV, RECIPES, linear, native, results
+from layers import QKV, RECIPES, SwiGLU, fused, linear, native, results, scale_parameters
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp8stack
 from fp8stack.nn import load_scaling_state, scaling_state
-from fp8stack.nn.swiglu import fuse
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
-
-
-class SwiGLU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(48, 80, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(80, 48, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Behind(QKV):
@@ -42,40 +31,61 @@ class Mixed(QKV):
         return self.q(x) + self.k(other) * self.v(other)
 
 
-def assert_compiles(make, shape, device, backend="aot_eager", rounds=2):
-    """Compare two passes of a compiled model with those of another like it; outputs and all gradients."""
-    torch._dynamo.reset()
+def both(make, shape, device, backend="aot_eager", rounds=2, dtype=None):
+    """Return what a model and a compiled one like it give: outputs and all gradients of two passes."""
     given = []
     like = make()(
-        torch.randn(shape, device=device)
-    ).detach()  # of another: forward changes delayed scales
+        torch.randn(shape, device=device, dtype=dtype)
+    ).detach()  # forward changes delayed scales
     for compiled in (False, True):
         torch.manual_seed(2)
         model = make()
         function = torch.compile(model, fullgraph=True, backend=backend) if compiled else model
         found = []
         for i in range(rounds):
-            x = torch.randn(shape, device=device) * 3.0**i
+            x = torch.randn(shape, device=device, dtype=dtype) * 3.0**i
             found += results(function, x, torch.randn_like(like))
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         given.append(found)
     return given
 
 
-def assert_same_results(given):
-    for one, other in zip(*given, strict=True):
-        assert_same_bits(one, other)
+def fused_block(device, **options):
+    return fused(SwiGLU(48, 80), device, **options)
+
+
+def three_layers(device, **options):
+    return native(QKV(48), device, **options)
+
+
+COMPILED = {
+    "bias": lambda device, **options: linear(48, 32, True, device, **options),
+    "padded": lambda device, **options: linear(48, 257, False, device, **options),
+    "shared input": three_layers,
+    "fused": fused_block,
+}
 
 
 @RECIPE
-@pytest.mark.parametrize(
-    ("size", "bias"), [((32, 48), True), ((40, 257), False)], ids=["bias", "padded"]
-)
-def test_compiled_layers_give_the_bits_of_eager_ones(recipe, size, bias, device):
-    def make():
-        return linear(*size, bias, device, fp8_recipe=recipe)
+@pytest.mark.parametrize("kind", COMPILED)
+def test_compiled_layers_give_the_bits_of_eager_ones(kind, recipe, device):
+    if kind == "fused" and recipe == "blockwise":
+        pytest.skip("no such block")
+    assert_same_bits(*both(lambda: COMPILED[kind](device, fp8_recipe=recipe), (3, 7, 48), device))
 
-    assert_same_results(assert_compiles(make, (3, 7, size[0]), device))
+
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_other_formats_and_dtypes(fmt, dtype, device):
+    def make():
+        return linear(32, 48, device=device, fp8_format=fmt).to(dtype)
+
+    assert_same_bits(*both(make, (20, 32), device, dtype=dtype))
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    torch._dynamo.reset()
 
 
 @RECIPE
@@ -91,33 +101,6 @@ def test_autocast_changes_no_bit_but_the_dtype(recipe, device):
     assert_same_bits(z, y)
     if device == "cpu":  # cuBLAS may add up in another order
         assert_same_bits(y, exact.bfloat16())
-
-
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_other_formats_and_dtypes(fmt, dtype, device):
-    def make():
-        layer = linear(32, 48, device=device, fp8_format=fmt).to(dtype)
-        return nn.Sequential(Narrow(dtype), layer)
-
-    assert_same_results(assert_compiles(make, (20, 32), device))
-
-
-class Narrow(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x):
-        return x.to(self.dtype)
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_layers_that_share_an_input(recipe, device):
-    def make():
-        return native(QKV(), device, fp8_recipe=recipe)
-
-    assert_same_results(assert_compiles(make, (20, 32), device))
 
 
 def merging(compiler=lambda graph, _: make_boxed_func(graph)):
@@ -185,23 +168,11 @@ def test_layers_that_share_a_history_give_the_bits_of_eager_ones(size, device):
         model(torch.randn(20, 32, device=device, requires_grad=True) * size)
         return model
 
-    assert_same_results(assert_compiles(make, (20, 32), device, merging(), rounds=3))
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_a_fused_block(recipe, device):
-    def make():
-        model = native(SwiGLU(), device, fp8_recipe=recipe)
-        assert fuse(model) == [""]
-        return model
-
-    assert_same_results(assert_compiles(make, (20, 48), device))
+    assert_same_bits(*both(make, (20, 32), device, merging(), rounds=3))
 
 
 def test_a_fused_block_whose_input_has_its_name(device):
-    torch._dynamo.reset()
-    model = native(SwiGLU(), device)
-    fuse(model)
+    model = fused_block(device)[0]
     x = torch.randn(20, 48, device=device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x=x), model(x=x.clone()))
@@ -209,7 +180,6 @@ def test_a_fused_block_whose_input_has_its_name(device):
 
 def test_compiled_weights_keep_their_scales_as_those_of_eager_mode_do(device):
     """And with them: what the one learned, the other takes over."""
-    torch._dynamo.reset()
     ours = linear(32, 48, device=device, fp8_recipe="delayed")
     theirs = copy.deepcopy(ours)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -217,12 +187,9 @@ def test_compiled_weights_keep_their_scales_as_those_of_eager_mode_do(device):
     for factor, run in (
         (1.0, ours), (0.8, compiled), (0.8, compiled), (1.1, ours), (0.6, compiled), (0.9, ours), (1.3, compiled),
     ):  # fmt: skip
-        with torch.no_grad():
-            ours.weight.mul_(factor)
-            theirs.weight.mul_(factor)
+        scale_parameters(factor, ours, theirs)
         x = torch.randn(20, 32, device=device)
-        for one, same in zip(results(run, x), results(theirs, x), strict=True):
-            assert_same_bits(one, same)
+        assert_same_bits(results(run, x), results(theirs, x))
         state, expected = (layer.products.w_state.tensor for layer in (ours, theirs))
         assert_same_bits(state[0], expected[0])
         scales.append(float(state[0]))
@@ -234,7 +201,6 @@ def test_compiled_weights_keep_their_scales_as_those_of_eager_mode_do(device):
 @pytest.mark.gpu
 def test_graphs_of_inductor_keep_scales_in_memory_of_their_own():
     """With CUDA graphs, whose replays know addresses only; and scales that are loaded reach them."""
-    torch._dynamo.reset()
     ours = native(
         nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), "cuda", fp8_recipe="delayed"
     )
@@ -256,17 +222,14 @@ def test_graphs_of_inductor_keep_scales_in_memory_of_their_own():
             if not key.endswith(".casts"):  # replays are not counted
                 torch.testing.assert_close(scaling_state(ours)[key], value, rtol=1e-2, atol=0)
         held += [torch.full((64,), 7.0, device="cuda") for _ in range(200)]  # what is free is taken
-        for model in (ours, theirs):
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(0.9)
-            if step == 4:
+        scale_parameters(0.9, ours, theirs)
+        if step == 4:
+            for model in (ours, theirs):
                 load_scaling_state(model, {k: v.clone() for k, v in scaling_state(theirs).items()})
     assert all(bool((h == 7).all()) for h in held)
 
 
 def test_compiled_weights_have_their_own_scales_in_evaluation(device):
-    torch._dynamo.reset()
     layer = linear(32, 48, device=device, fp8_recipe="delayed")
     x = torch.randn(20, 32, device=device)
     results(layer, x)
@@ -282,7 +245,6 @@ def test_compiled_weights_have_their_own_scales_in_evaluation(device):
 
 
 def test_dynamic_shapes_do_not_compile_for_each(device):
-    torch._dynamo.reset()
     model = linear(32, 48, device=device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
@@ -295,7 +257,6 @@ def test_dynamic_shapes_do_not_compile_for_each(device):
 @pytest.mark.parametrize("compute", ["native", "bf16"])
 def test_blocks_compiled_one_by_one_share_a_graph(compute, device):
     """Whatever their names are."""
-    torch._dynamo.reset()
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(6)))
     model = native(layers, device, compute=compute)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -306,7 +267,6 @@ def test_blocks_compiled_one_by_one_share_a_graph(compute, device):
 
 
 def test_evaluation_and_no_grad_compile(device):
-    torch._dynamo.reset()
     model = linear(32, 48, device=device).eval()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x = torch.randn(20, 32, device=device)
@@ -325,7 +285,7 @@ def test_inductor_gives_results_within_its_own_rounding(recipe):
         parts = (linear(256, 512, device="cuda", fp8_recipe=recipe), nn.GELU())
         return nn.Sequential(*parts, linear(512, 256, device="cuda", fp8_recipe=recipe))
 
-    for one, other in zip(*assert_compiles(make, (300, 256), "cuda", "inductor"), strict=True):
+    for one, other in zip(*both(make, (300, 256), "cuda", "inductor"), strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
@@ -380,25 +340,13 @@ def generator(seed):
 @pytest.mark.gpu
 def test_graphed_callables():
     model = native(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "cuda")
+    other = copy.deepcopy(model)
     sample = torch.randn(32, 64, device="cuda", requires_grad=True)
-    plain = {k: v.clone() for k, v in model.state_dict().items()}
     graphed = torch.cuda.make_graphed_callables(model, (sample,))
-    found = []
     for factor in (1.0, 4.0):
-        x = torch.randn(32, 64, device="cuda", generator=generator(int(factor))) * factor
-        found.append([t.clone() for t in results(graphed, x)])
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
-    other = native(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), "cuda")
-    other.load_state_dict(plain)
-    for factor, given in zip((1.0, 4.0), found, strict=True):
-        x = torch.randn(32, 64, device="cuda", generator=generator(int(factor))) * factor
-        for one, same in zip(given, results(other, x), strict=True):
-            assert_same_bits(one, same)
-        with torch.no_grad():
-            for p in other.parameters():
-                p.mul_(0.5)
+        x = torch.randn(32, 64, device="cuda") * factor
+        assert_same_bits([t.clone() for t in results(graphed, x)], results(other, x))
+        scale_parameters(0.5, model, other)
 
 
 def test_a_model_is_compiled_again_while_it_has_fp8_gradients():

@@ -2,14 +2,14 @@
 
 import copy
 import inspect
-import io
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, quantize_tensor
+from helpers import assert_same_bits
+from layers import COPIES, results, rounded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -40,29 +40,12 @@ def fp8(model, **overrides):
     return apply_matmuls(model, recipe, skipped_modules(model, recipe)[0], conversion), conversion
 
 
-def rounded(x, fmt, axis=None):
-    """Return float64 x after quantization with one scale, or one for each expert along `axis`."""
-    if axis is not None:
-        return torch.stack([rounded(part, fmt) for part in x.unbind(axis)], axis)
-    codes, scale = quantize_tensor(x.detach().cpu().float(), fmt)
-    return codes.double() * scale.double()
-
-
 def assert_close(given, exact, what):
     """Fail unless the difference is what rounding to float32 and the accumulation of a product leave."""
     # Hopper's fast accumulation adds 2^-13 of the largest partial sum
     step = 2**-12 if given.is_cuda else torch.finfo(torch.float32).eps
     error = (given.detach().double().cpu() - exact).abs().max()
     assert error <= 8 * step * exact.abs().max(), what
-
-
-def gradients(model, x, gradient=None):
-    """Return the output and the gradients of input and parameters."""
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_()
-    y = model(x)
-    y.backward(torch.ones_like(y) if gradient is None else gradient)
-    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
 # --- numbers
@@ -154,7 +137,7 @@ def test_products_and_gradients_are_those_of_the_rounded_operands(name, device):
     expected = model(x)
     bare, _ = fp8(model)
     gradient = torch.randn_like(expected)
-    y, dx, dw = gradients(model, x, gradient)
+    y, dx, dw = results(model, x, gradient)
     assert bare.used == {"w"}
     assert not bare.left
     assert y.shape == expected.shape
@@ -177,9 +160,9 @@ def test_dtypes_are_torchs(name, dtype, autocast, device):
     model = Bare(case.function, *case.w, device=device, dtype=own)
     x = torch.randn(case.x, device=device, dtype=own)
     with torch.autocast(device, dtype, enabled=autocast):
-        expected = gradients(model, x)
+        expected = results(model, x)
         bare, _ = fp8(model)
-        given = gradients(model, x)
+        given = results(model, x)
     assert bare.used
     for a, b in zip(given, expected, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
@@ -190,65 +173,49 @@ def test_dtypes_are_torchs(name, dtype, autocast, device):
 def test_recipes(recipe, device):
     model = Bare(lambda x, w: torch.bmm(x @ w[0], w.mT), 4, 64, 96, device=device)
     x = torch.randn(4, 20, 64, device=device)
-    expected = gradients(model, x)
+    expected = results(model, x)
     fp8(model, fp8_recipe=recipe)
-    for given, exact in zip(gradients(model, x), expected, strict=True):
+    for given, exact in zip(results(model, x), expected, strict=True):
         assert 1e-4 < (given - exact).norm() / exact.norm() < 0.1
 
 
+BIASED = {
+    "addmm": lambda x, w, b: torch.addmm(b, x, w),
+    "Tensor.addmm": lambda x, w, b: b.addmm(x, w),
+    "linear": lambda x, w, b: F.linear(x, w.t(), b),
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("call", ["addmm", "Tensor.addmm", "linear"])
+@pytest.mark.parametrize("call", BIASED.values(), ids=BIASED)
 def test_biases(call, dtype, device):
-    class Biased(Bare):
-        def __init__(self):
-            super().__init__(None, 96, 48, device=device, dtype=dtype)
-            self.b = nn.Parameter(torch.randn(48, device=device).to(dtype))
-
-        def forward(self, x):
-            if call == "addmm":
-                return torch.addmm(self.b, x, self.w)
-            return (
-                self.b.addmm(x, self.w)
-                if call == "Tensor.addmm"
-                else F.linear(x, self.w.t(), self.b)
-            )
-
-    model = Biased()
+    model = Bare(lambda x, w: call(x, w, model.b), 96, 48, device=device, dtype=dtype)
+    model.b = nn.Parameter(torch.randn(48, device=device).to(dtype))
     x = torch.randn(33, 96, device=device).to(dtype)
-    plain = copy.deepcopy(model)
-    plain.b.data.zero_()
     bare, _ = fp8(model)
-    fp8(plain)
-    y, dx, dw, db = gradients(model, x)
-    without = gradients(plain, x)
+    y, dx, dw, db = results(model, x)
+    bias = model.b.detach().clone()
+    model.b.data.zero_()
+    without = results(model, x)
     assert bare.used == {"w"}
     assert y.dtype is db.dtype is dtype
-    assert (y - without[0] - model.b).abs().max() <= 4 * torch.finfo(dtype).eps * y.abs().max()
-    assert_same_bits(dx, without[1])
-    assert_same_bits(dw, without[2])
+    assert (y - without[0] - bias).abs().max() <= 4 * torch.finfo(dtype).eps * y.abs().max()
+    assert_same_bits([dx, dw], without[1:3])
     assert (db == 33).all()
 
 
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, 2.0), (0, 1)])
-@pytest.mark.parametrize("rows", [1, 33])
-def test_addmm_adds_what_is_no_bias(beta, alpha, rows, device):
+@pytest.mark.parametrize(("rows", "left"), [(1, False), (33, False), (96, True)])
+def test_addmm_adds_what_is_no_bias(beta, alpha, rows, left, device):
     added = torch.randn(rows, 48, device=device)
     if beta == 0:
         added[:] = torch.nan
-    model = Bare(
-        lambda x, w: torch.addmm(added, x, w, beta=beta, alpha=alpha), 96, 48, device=device
-    )
-    x = torch.randn(33, 96, device=device)
-    expected = model(x)
-    bare, _ = fp8(model)
-    assert (model(x) - expected).norm() < 0.06 * expected.norm()
-    assert bare.used
 
+    def add(x, w):
+        return torch.addmm(added, *((w, x) if left else (x, w)), beta=beta, alpha=alpha)
 
-def test_addmm_by_a_parameter_on_the_left(device):
-    added = torch.randn(96, 17, device=device)
-    model = Bare(lambda x, w: torch.addmm(added, w, x), 96, 48, device=device)
-    x = torch.randn(48, 17, device=device)
+    model = Bare(add, 96, 64 if left else 48, device=device)
+    x = torch.randn(*((64, 48) if left else (33, 96)), device=device)
     expected = model(x)
     bare, _ = fp8(model)
     assert 1e-4 < (model(x) - expected).norm() / expected.norm() < 0.06
@@ -259,7 +226,7 @@ def test_parts_of_a_parameter_are_cast_as_they_are(device):
     model = Bare(lambda x, w: x @ w[:, 16:80], 96, 96, device=device)
     x = torch.randn(33, 96, device=device)
     fp8(model)
-    y, dx, dw = gradients(model, x)
+    y, dx, dw = results(model, x)
     x8, w8 = rounded(x, E4M3), rounded(model.w[:, 16:80], E4M3)
     assert_close(y, x8 @ w8, "y")
     assert_close(dx, torch.ones(33, 64).double() @ w8.T, "dx")
@@ -498,14 +465,14 @@ class Stack(nn.Module):
 def test_recomputation_is_fp8_and_bit_identical(how, where, device):
     model = Stack().to(device)
     x = torch.randn(2, 33, 64, device=device)
-    exact = gradients(model, x)
+    exact = results(model, x)
     bare, _ = fp8(model)
-    expected = gradients(model, x)
+    expected = results(model, x)
     assert len(bare.used) == 7
     model.how = how if where != "methods" else ""
     for block in model.blocks:
         block.how = how if where != "modules" else ""
-    for given, wanted, other in zip(gradients(model, x), expected, exact, strict=True):
+    for given, wanted, other in zip(results(model, x), expected, exact, strict=True):
         assert_same_bits(given, wanted)
         assert not torch.equal(given, other) or (given == given.flatten()[0]).all()
     assert torch._C._len_torch_function_stack() == 0
@@ -520,19 +487,24 @@ def test_methods_outside_forward_stay_as_they_are():
     assert not torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("how", ["", "non-reentrant"])
+@pytest.mark.parametrize("how", ["", "non-reentrant", "block by block"])
 def test_compiles_to_one_graph_with_the_same_bits(how, device):
+    """A block that is compiled alone is entered with the mode of the model around it."""
     torch._dynamo.reset()
     model = Stack().to(device)
     x = torch.randn(2, 33, 64, device=device)
     fp8(model)
-    expected = gradients(model, x)
-    model.how = how
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    expected = results(model, x)
+    if how == "block by block":
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        compiled = model
+    else:
+        model.how = how
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=how != "block by block"):
         for _ in range(2):
-            for given, wanted in zip(gradients(compiled, x), expected, strict=True):
-                assert_same_bits(given, wanted)
+            assert_same_bits(results(compiled, x), expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -542,23 +514,9 @@ def test_every_spelling_compiles(name):
     model = Bare(case.function, *case.w)
     x = torch.randn(case.x)
     fp8(model)
-    expected = gradients(model, x)
+    expected = results(model, x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for given, wanted in zip(gradients(compiled, x), expected, strict=True):
-        assert_same_bits(given, wanted)
-
-
-def test_blocks_compiled_one_by_one(device):
-    """A compiled block is entered with the mode of the model around it."""
-    torch._dynamo.reset()
-    model = Stack().to(device)
-    x = torch.randn(2, 33, 64, device=device)
-    fp8(model)
-    expected = gradients(model, x)
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="aot_eager")
-    for given, wanted in zip(gradients(model, x), expected, strict=True):
-        assert_same_bits(given, wanted)
+    assert_same_bits(results(compiled, x), expected)
 
 
 class Probe(nn.Module):
@@ -586,18 +544,12 @@ def test_the_mode_is_entered_once():
 def test_restore_and_state_dict(device):
     model = Stack().to(device)
     x = torch.randn(2, 33, 64, device=device)
-    expected, state = gradients(model, x), {k: v.clone() for k, v in model.state_dict().items()}
-    classes, attributes = (
-        [type(m) for m in model.modules()],
-        [set(vars(m)) for m in model.modules()],
-    )
-    signature, text, parameters = (
-        inspect.signature(model.forward),
-        repr(model),
-        list(model.parameters()),
-    )
+    expected, parameters = results(model, x), list(model.parameters())
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    classes, attributes = zip(*((type(m), set(vars(m))) for m in model.modules()), strict=True)
+    signature, text = inspect.signature(model.forward), repr(model)
     bare, conversion = fp8(model)
-    gradients(model, x)
+    results(model, x)
     assert bare.used
     assert runs_matmuls(model)
     assert isinstance(model, Stack)
@@ -606,34 +558,28 @@ def test_restore_and_state_dict(device):
     assert repr(model) == text
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert list(model.state_dict()) == list(state)
-    for name, value in model.state_dict().items():
-        assert_same_bits(value, state[name])
+    assert_same_bits(model.state_dict().values(), state.values())
     conversion.undo()
-    assert [type(m) for m in model.modules()] == classes
-    assert [set(vars(m)) for m in model.modules()] == attributes
-    for given, wanted in zip(gradients(model, x), expected, strict=True):
-        assert_same_bits(given, wanted)
+    assert tuple(type(m) for m in model.modules()) == classes
+    assert tuple(set(vars(m)) for m in model.modules()) == attributes
+    assert_same_bits(results(model, x), expected)
 
 
 def test_copies_and_pickles_run_fp8():
     model = Stack()
     x = torch.randn(2, 33, 64)
     bare, conversion = fp8(model)
-    expected = gradients(model, x)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+    expected = results(model, x)
+    for twin in (copied(model) for copied in COPIES.values()):
         assert isinstance(twin, Stack)
         assert runs_matmuls(twin)
         assert twin._bare_matmuls is twin.blocks[1]._bare_matmuls is not bare
-        for given, wanted in zip(gradients(twin, x), expected, strict=True):
-            assert_same_bits(given, wanted)
+        assert_same_bits(results(twin, x), expected)
         with torch.no_grad():
             twin.head.zero_()
         assert (twin(x) == 0).all()
     conversion.undo()
-    assert_same_bits(gradients(model, x)[0], gradients(copy.deepcopy(model), x)[0])
+    assert_same_bits(results(model, x)[0], results(copy.deepcopy(model), x)[0])
 
 
 made = []
@@ -684,53 +630,17 @@ def test_classes_with_bases_metaclasses_and_registries():
     assert type(model) is nn.Sequential  # torch's own modules make no products of their own
 
 
-def test_trains_as_without_fp8(device):
-    """Regression to a teacher of the same kind: FP8 follows float32's loss."""
-
-    def losses(convert):
-        torch.manual_seed(0)
-        teacher, model = Stack().to(device), Stack().to(device)
-        if convert:
-            bare, _ = fp8(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        history = []
-        for _ in range(60):
-            x = torch.randn(2, 64, 64, device=device)
-            with torch.no_grad():
-                target = teacher(x)
-            loss = F.mse_loss(model(x), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            history.append(loss.item())
-        assert not convert or len(bare.used) == 7
-        return history
-
-    exact, given = losses(False), losses(True)
-    last = sum(exact[-10:]) / 10
-    assert last < 0.5 * exact[0]
-    assert abs(sum(given[-10:]) / 10 - last) < 0.05 * last
-
-
 def test_what_an_fp8_layer_calls_does_not_pass_through_the_mode(device, monkeypatch):
     """Each of a layer's own torch calls would cost a call of Python more."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Linear(64, 128)
-
-        def forward(self, x):
-            return torch.relu(self.up(x))
-
-    model = Block().to(device)
+    model = LayerAndBare().to(device)
     fp8stack.initialize(model, None, "O0", compute="native", matmuls=True)
     seen, through = [], _Mode.__torch_function__
-    monkeypatch.setattr(
-        _Mode,
-        "__torch_function__",
-        lambda self, func, *a: seen.append(func) or through(self, func, *a),
-    )
+
+    def watch(self, func, *rest):
+        seen.append(func)
+        return through(self, func, *rest)
+
+    monkeypatch.setattr(_Mode, "__torch_function__", watch)
     model(torch.randn(16, 64, device=device)).sum().backward()
     assert torch.relu in seen
     assert torch._scaled_mm not in seen
@@ -754,7 +664,7 @@ class LayerAndBare(nn.Module):
         self.layer, self.w = nn.Linear(64, 128), nn.Parameter(torch.randn(128, 64))
 
     def forward(self, x):
-        return self.layer(x) @ self.w
+        return torch.relu(self.layer(x)) @ self.w
 
 
 def test_the_weight_of_an_fp8_layer_is_computed_as_without_fp8(device):

@@ -2,12 +2,21 @@
 
 import copy
 import gc
-import pickle
 
 import pytest
 import torch
 from helpers import assert_same_bits, train
-from layers import Checkpointed, count_casts, native, record_sums, results
+from layers import (
+    COPIES,
+    REENTRANT,
+    Checkpointed,
+    count_casts,
+    fused,
+    native,
+    record_sums,
+    results,
+    saved_by,
+)  # fmt: skip
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,6 +24,7 @@ from torch.nn import functional as F
 
 import fp8stack
 from fp8stack.errors import ModelError
+from fp8stack.kernels import ops
 from fp8stack.nn import Fp8Linear, casts
 from fp8stack.nn.rmsnorm import FusedRMSNorm
 from fp8stack.nn.swiglu import FusedSwiGLU, fuse, unfuse
@@ -39,19 +49,20 @@ class Block(nn.Module):
 
 
 class TinyLlama(nn.Module):
-    """A language model with two such blocks, for `helpers.train`."""
+    """A language model with two such blocks and three norms, for `helpers.train`."""
 
     def __init__(self, vocab=64, dim=128):
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
         self.blocks = nn.ModuleList(Block(dim, 2 * dim, names) for names in NAMES)
+        self.norms = nn.ModuleList(nn.RMSNorm(dim, 1e-5) for _ in range(3))
         self.head = nn.Linear(dim, vocab, bias=False)
 
     def forward(self, tokens, targets):
         h = self.embed(tokens)
-        for block in self.blocks:
-            h = h + block(F.rms_norm(h, h.shape[-1:]))
-        return F.cross_entropy(self.head(h).flatten(0, 1), targets.flatten())
+        for norm, block in zip(self.norms, self.blocks, strict=False):
+            h = h + block(norm(h))
+        return F.cross_entropy(self.head(self.norms[2](h)).flatten(0, 1), targets.flatten())
 
 
 # --- which blocks
@@ -71,9 +82,20 @@ def test_blocks_are_found_by_the_names_of_their_layers(names, device):
     assert type(model[1]) is Block
 
 
+class Factored(Block):
+    def forward(self, x, factor=1):
+        return factor * super().forward(x)
+
+
 class Scaled(Block):
+    """What it multiplies by begins at one."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
     def forward(self, x):
-        return 2 * super().forward(x)
+        return super().forward(x) * self.factor
 
 
 class TwoInputs(Block):
@@ -81,24 +103,10 @@ class TwoInputs(Block):
         return super().forward(x + y)
 
 
-class Factored(Block):
-    def forward(self, x, factor=1):
-        return factor * super().forward(x)
-
-
 def hooked():
     block = Block()
     block.forward = lambda x, inner=block.forward: inner(x)  # as accelerate's hooks do
     return block
-
-
-class LayerScaled(Block):
-    def __init__(self):
-        super().__init__()
-        self.gamma = nn.Parameter(torch.ones(32))
-
-    def forward(self, x):
-        return super().forward(x) * self.gamma
 
 
 def beginning_at_zero(name):
@@ -113,8 +121,8 @@ REFUSED = {
     "ReLU": (lambda: Block(act=F.relu), {}),
     "dropout": (lambda: Block(dropout=nn.Dropout(0.1)), {}),
     "dropout in evaluation": (lambda: Block(dropout=nn.Dropout(0.1)).eval(), {}),
-    "a factor": (Scaled, {}),
-    "a factor that begins at one": (LayerScaled, {}),
+    "a factor": (lambda: Scaled(2), {}),
+    "a factor that begins at one": (lambda: Scaled(nn.Parameter(torch.ones(32))), {}),
     "GELU, down at zero": (lambda: beginning_at_zero("down_proj"), {}),
     "GELU, up at zero": (lambda: beginning_at_zero("up_proj"), {}),
     "other arguments": (TwoInputs, {}),
@@ -133,24 +141,22 @@ def test_other_blocks_are_left_as_they_are(case, device):
     assert type(model[0]) is type(make())
 
 
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
-)  # fmt: skip
-def test_hooks_on_an_inner_layer_go_on_being_called(register, device):
+@pytest.mark.parametrize("when", ["forward", "forward_pre", "full_backward"])
+def test_hooks_on_an_inner_layer_go_on_being_called(when, device):
     """Those that were there before keep the block from being fused, later ones run the block unfused."""
-    calls = []
+    calls, x = [], torch.randn(16, 32, device=device)
     for early in (True, False):
         model = native(nn.Sequential(Block()), device)
-        if early:
-            handle = getattr(model[0].up_proj, register)(lambda *_: calls.append(1))
-        assert fuse(model) == ([] if early else ["0"])
         if not early:
-            handle = getattr(model[0].up_proj, register)(lambda *_: calls.append(1))
+            assert fuse(model) == ["0"]
+        handle = getattr(model[0].up_proj, f"register_{when}_hook")(lambda *_: calls.append(1))
+        if early:
+            assert fuse(model) == []
         calls.clear()
-        results(model, torch.randn(16, 32, device=device))
+        results(model, x)
         assert len(calls) == 1
         handle.remove()
-        results(model, torch.randn(16, 32, device=device))
+        results(model, x)
         assert len(calls) == 1
 
 
@@ -168,8 +174,7 @@ def test_layers_of_different_recipes_are_not_joined(other, options, device):
 
 
 def test_a_layer_that_evaluates_while_the_others_train_keeps_its_scales(device):
-    block = native(nn.Sequential(Block()), device, fp8_recipe="delayed")
-    assert fuse(block) == ["0"]
+    block = fused(Block(), device, fp8_recipe="delayed")
     x = torch.randn(16, 32, device=device)
     results(block, x)
     state = block[0].down_proj.eval().products.x_state
@@ -187,7 +192,7 @@ def test_a_model_that_is_not_initialized_has_nothing_to_fuse():
 def test_a_place_for_a_module_may_be_empty(device):
     block = Block()
     block.register_module("adapter", None)
-    assert fuse(native(nn.Sequential(block), device)) == ["0"]
+    fused(block, device)
 
 
 def test_other_arguments_go_to_the_block_s_own_forward(device):
@@ -231,8 +236,7 @@ def test_results_are_those_of_the_unfused_block_within_rounding(recipe, fmt, dty
 
 
 def test_frozen_weights_and_inputs_get_no_gradient(device):
-    block = native(nn.Sequential(Block()), device)
-    fuse(block)
+    block = fused(Block(), device)
     x = torch.randn(16, 32, device=device)
     everything = results(block, x)
     names = ["gate_proj", "up_proj", "down_proj"]
@@ -256,7 +260,7 @@ def test_frozen_weights_and_inputs_get_no_gradient(device):
 
 
 @RECIPES
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
+@REENTRANT
 def test_recomputation_gives_the_same_bits(reentrant, recipe, device):
     """Of the second step too, whose delayed scales are the first's."""
     given = []
@@ -272,14 +276,12 @@ def test_recomputation_gives_the_same_bits(reentrant, recipe, device):
         given[-1] += [s.tensor for s in states_of(block[0])] if recipe == "delayed" else ()
         model.eval()
         given[-1] += results(model, torch.randn(16, 32, device=device))
-    for one, other in zip(*given, strict=True):
-        assert_same_bits(one, other)
+    assert_same_bits(*given)
 
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_forward_products_alone_may_be_summed_fast(fast, monkeypatch):
-    block = native(nn.Sequential(Block()), fp8_fast_accum=fast)
-    fuse(block)
+    block = fused(Block(), fp8_fast_accum=fast)
     told = record_sums(monkeypatch)
     results(block, torch.randn(16, 32))
     assert told == [fast] * 3 + [False] * 6
@@ -293,8 +295,7 @@ def states_of(block):
 
 def test_delayed_scales_come_from_the_calls_before(device):
     """Each of the block's operands has a state, as in the unfused one, and evaluation leaves them as they are."""
-    block = native(nn.Sequential(Block()), device, fp8_recipe="delayed", amax_history_len=2)
-    fuse(block)
+    block = fused(Block(), device, fp8_recipe="delayed", amax_history_len=2)
     x = torch.randn(16, 32, device=device)
     one = results(block, x)[0]
     states = states_of(block[0])
@@ -313,8 +314,7 @@ def test_delayed_scales_come_from_the_calls_before(device):
 
 def test_backward_may_outlive_the_block(device):
     """Whose states it updates, though nothing else knows them any more."""
-    block = native(nn.Sequential(Block()), device, fp8_recipe="delayed")
-    fuse(block)
+    block = fused(Block(), device, fp8_recipe="delayed")
     x = torch.randn(16, 32, device=device)
     _, expected, *_ = results(copy.deepcopy(block), x)
     x.requires_grad_()
@@ -326,26 +326,20 @@ def test_backward_may_outlive_the_block(device):
 
 
 def test_saves_nothing_of_the_activation(device, monkeypatch):
-    block = native(nn.Sequential(Block(64, 512).bfloat16()), device)
-    fuse(block)
-    saved = []
+    block = fused(Block(64, 512).bfloat16(), device)
     seen = count_casts(monkeypatch)
     x = torch.randn(256, 64, device=device).bfloat16()
     monkeypatch.setattr(casts, "FEW_ROWS", 0)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        block(x.clone())
-    assert [s for s in seen if s[0] == 256] == [
-        (256, 64),
-        (256, 512),
-    ]  # x, and gate with up; no activation in bfloat16
+    saved = saved_by(block, x.clone())
+    # x, and gate with up; no activation in bfloat16
+    assert [s for s in seen if s[0] == 256] == [(256, 64), (256, 512)]
     weights = {id(p) for p in block.parameters()}
     own = [t for t in saved if id(t) not in weights]
     assert sum(t.nbytes for t in own) <= 256 * 64 + (2 + 2) * 256 * 512 + 100  # gate and up
 
 
 def test_zero_tokens_and_evaluation(device):
-    block = native(nn.Sequential(Block()), device)
-    fuse(block)
+    block = fused(Block(), device)
     y, dx, *weights = results(block, torch.empty(0, 32, device=device))
     assert (y.shape, dx.shape) == ((0, 32), (0, 32))
     assert all(w.eq(0).all() for w in weights)
@@ -360,8 +354,7 @@ def test_zero_tokens_and_evaluation(device):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 def test_what_is_not_finite_stays_visible(bad, device):
-    block = native(nn.Sequential(Block()), device)
-    fuse(block)
+    block = fused(Block(), device)
     x = torch.randn(16, 32, device=device)
     x[3, 5] = bad
     assert not any(t.isfinite().any() for t in results(block, x))
@@ -369,8 +362,7 @@ def test_what_is_not_finite_stays_visible(bad, device):
 
 def test_second_derivatives_say_no(device):
     """Also where the gradient of the output is a constant."""
-    block = native(nn.Sequential(Block()), device)
-    fuse(block)
+    block = fused(Block(), device)
     x = torch.randn(16, 32, device=device, requires_grad=True)
     for loss in (block(x).sum(), block(x).square().sum()):
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -382,19 +374,17 @@ def test_second_derivatives_say_no(device):
 
 
 def test_copies_and_pickles_are_fused_too(device, monkeypatch):
-    block = native(nn.Sequential(Block()), device)
-    fuse(block)
+    block = fused(Block(), device)
     x = torch.randn(16, 32, device=device)
     expected = results(block, x)
     seen = count_casts(monkeypatch)
-    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+    for other in (copied(block) for copied in COPIES.values()):
         assert isinstance(other[0], FusedSwiGLU)
         seen.clear()
         other(x)
         # three weights, x, and gate with up at once: the block does not run unfused
         assert sorted(seen) == [(16, 32), (16, 48), (32, 48), (48, 32), (48, 32)]
-        for one, same in zip(results(other, x), expected, strict=True):
-            assert_same_bits(one, same)
+        assert_same_bits(results(other, x), expected)
 
 
 class Rememberer(Block):
@@ -408,7 +398,7 @@ def test_copies_take_what_the_class_says(device):
     block = native(nn.Sequential(Rememberer()), device)[0]
     assert fuse(block) == [""]
     block.seen = "much"
-    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+    for other in (copied(block) for copied in COPIES.values()):
         assert other.seen is None
     assert block.seen == "much"
 
@@ -433,27 +423,21 @@ def test_a_sharded_block_can_be_fused(mesh):
 
 
 def test_restoring_a_fused_block_that_was_sharded_says_what_to_do(mesh):
-    model = native(nn.Sequential(Block(), nn.RMSNorm(32, 1e-5)))
-    assert fuse(model) == ["0", "1"]
-    fully_shard(model[0], mesh=mesh)
-    with pytest.raises(ModelError, match=r"^0 is a FSDPFusedBlock.*restore before"):
+    model = native(nn.Sequential(nn.RMSNorm(32, 1e-5), Block()))
+    assert fuse(model) == ["1", "0"]
+    fully_shard(model[1], mesh=mesh)
+    with pytest.raises(ModelError, match=r"^1 is a FSDPFusedBlock.*restore before"):
         fp8stack.restore(model)
-    assert isinstance(model[1], FusedRMSNorm)  # nothing is changed
+    assert isinstance(model[0], FusedRMSNorm)  # nothing is changed
     fp8stack.get_report(model)
 
 
 def test_modules_that_are_fused_and_multiply_by_themselves_are_restored():
-    model = native(nn.Sequential(Block()), matmuls=True)
-    assert fuse(model) == ["0"]
-    fp8stack.restore(model)
-    assert type(model[0]) is Block
-
-
-def test_the_wrong_size_through_a_fused_block():
-    model = native(nn.Sequential(Block()))
-    assert fuse(model) == ["0"]
+    model = fused(Block(), matmuls=True)
     with pytest.raises((RuntimeError, ValueError)):
         model(torch.randn(4, 31))
+    fp8stack.restore(model)
+    assert type(model[0]) is Block
 
 
 def test_restore_undoes_fuse(device):
@@ -466,27 +450,29 @@ def test_restore_undoes_fuse(device):
     fp8stack.restore(model)
     assert [type(m) for m in model] == [Block, Block]
     assert all(type(m) is nn.Linear for block in model for m in block.children())
-    for one, same in zip(results(model, x), expected, strict=True):
-        assert_same_bits(one, same)
+    assert_same_bits(results(model, x), expected)
 
 
 @RECIPES
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_fused_model_trains_as_an_unfused_one(level, recipe, device):
+def test_a_fused_model_trains_as_an_unfused_one(level, recipe, device, monkeypatch):
+    calls, rmsnorm = [], ops.rmsnorm
+    monkeypatch.setattr(ops, "rmsnorm", lambda *args: calls.append(1) or rmsnorm(*args))
     losses = {}
-    for fused in (False, True):
+    for whether in (False, True):
         torch.manual_seed(0)
         model = TinyLlama().to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        model, optimizer = fp8stack.initialize(
-            model, optimizer, level, compute="native", fp8_recipe=recipe
-        )
-        if fused:
-            assert fuse(model) == ["blocks.0", "blocks.1"]
-        losses[fused] = train(model, optimizer, 12, device=device)
+        options = {"compute": "native", "fp8_recipe": recipe}
+        model, optimizer = fp8stack.initialize(model, optimizer, level, **options)
+        if whether:
+            names = ["blocks.0", "blocks.1", "norms.0", "norms.1", "norms.2"]
+            assert fuse(model) == names
+        losses[whether] = train(model, optimizer, 12, device=device)
         keys = set(model.state_dict())
         fp8stack.restore(model, optimizer)
         assert set(model.state_dict()) == keys
-        assert not any(isinstance(m, FusedSwiGLU) for m in model.modules())
+        assert not any(isinstance(m, (FusedSwiGLU, FusedRMSNorm)) for m in model.modules())
+    assert len(calls) == 12 * 3
     assert losses[True] == pytest.approx(losses[False], rel=0.02)
     assert losses[True][-1] < 0.8 * losses[True][0]
