@@ -1,6 +1,7 @@
 """Resume equals continue, bit for bit; states convert to and from torch; bad checkpoints change nothing."""
 
 import copy
+import functools
 import pickle
 from argparse import Namespace
 from collections import OrderedDict
@@ -158,7 +159,11 @@ def test_a_rate_that_a_scheduler_set_is_resumed_in_place():
     assert group["lr"] == 0.125
 
 
-@pytest.mark.parametrize(("ours", "make"), [(AdamW, "adamw"), (Adam, "adam"), (SGD, "sgd")])
+@pytest.mark.parametrize(
+    ("ours", "make"),
+    [(AdamW, "adamw"), (Adam, "adam"), (functools.partial(SGD, momentum=0.9), "sgd")],
+    ids=["adamw", "adam", "sgd"],
+)
 def test_torch_state_goes_in_and_comes_out(ours, make):
     """float32 moments from torch are encoded; what comes out again is what went in, to the step of the codes."""
     torch.manual_seed(0)

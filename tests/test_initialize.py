@@ -326,19 +326,18 @@ def test_the_fp8_lm_preset_keeps_the_paper_s_formats():
 
 
 def test_layers_are_chosen_with_reasons():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(64, 128)
-            self.fits = nn.Linear(128, 128)
-            self.narrow = nn.Linear(128, 130)
-            self.conv = nn.Conv2d(16, 64, 3)
-            self.bare = nn.Parameter(torch.zeros(128, 128))
-            self.block = nn.TransformerEncoderLayer(128, 4, 256)
-            self.head = nn.Linear(128, 64)
-            self.weird = nn.utils.parametrizations.weight_norm(nn.Linear(128, 128))
-
-    model = Odd()
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(64, 128),
+            "fits": nn.Linear(128, 128),
+            "narrow": nn.Linear(128, 130),
+            "conv": nn.Conv2d(16, 64, 3),
+            "block": nn.TransformerEncoderLayer(128, 4, 256),
+            "head": nn.Linear(128, 64),
+            "weird": nn.utils.parametrizations.weight_norm(nn.Linear(128, 128)),
+        }
+    )
+    model.bare = nn.Parameter(torch.zeros(128, 128))
     model, _ = fp8stack.initialize(
         model, torch.optim.AdamW(model.parameters()), "O2", skip=["head"], pad="skip"
     )
@@ -351,7 +350,7 @@ def test_layers_are_chosen_with_reasons():
     assert "subclass" in report.skipped["weird"]
     assert report.stored == ["embed.weight", "fits.weight", "narrow.weight"]
     assert report.kept["conv.weight"] == "Conv2d uses it directly"
-    assert report.kept["bare"] == "Odd uses it directly"
+    assert report.kept["bare"] == "ModuleDict uses it directly"
     assert type(model.fits) is Fp8Linear
     assert type(model.narrow) is StoredLinear
     assert type(model.embed) is StoredEmbedding
