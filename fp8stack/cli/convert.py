@@ -43,7 +43,12 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--out {out}: there is no folder {out.parent}. Make it.")
     if out.exists() and (not out.is_file() or out.samefile(source)):
         raise ConfigError(f"--out {out} is the checkpoint itself, or no file. Name another one.")
-    safe = "safetensors" in (options.to, out.suffix[1:])
+    safe = out.suffix == ".safetensors"  # readers go by the name, too
+    if options.to == "safetensors" and not safe:
+        raise ConfigError(
+            f"--to safetensors --out {out}: such a file's name ends in .safetensors. Name it "
+            f"{out.with_suffix('.safetensors')}, or use --to fp32 or bf16 for a state_dict of torch.save."
+        )
     if safe and find_spec("safetensors") is None:  # now, before minutes of reading
         raise MissingLibraryError("writing weights as safetensors", "safetensors", "safetensors")
     contents = read(source)

@@ -87,19 +87,20 @@ def FP8FullyShardedDataParallel(
         mesh: FSDP2's; by default all ranks.
 
     Raises:
-        ConfigError: for use_orig_params=False.
+        ConfigError: for use_orig_params=False, or a policy that cannot be called.
     """
-    if not use_orig_params:
-        what = "use_orig_params=False: FP8 weights keep their own parameters"
-        raise ConfigError(f"{what}. Use use_orig_params=True.")
+    policy = auto_wrap_policy or (lambda **_: False)
+    if not (use_orig_params and callable(policy)):
+        what = f"use_orig_params={use_orig_params}, auto_wrap_policy={auto_wrap_policy!r}"
+        raise ConfigError(f"{what}: use True, as FP8 weights stay apart, and a callable policy.")
 
     def shard(part: nn.Module) -> int:
         """Shard the parts of `part` that the policy names, inner ones first; return how many elements they hold."""
         size = sum(p.numel() for p in part.parameters())
-        if auto_wrap_policy is None or not auto_wrap_policy(part, True, size):
+        if not policy(module=part, recurse=True, nonwrapped_numel=size):
             return 0
         inner = sum(shard(child) for child in part.children())
-        if part is module or not auto_wrap_policy(part, False, size - inner):
+        if part is module or not policy(module=part, recurse=False, nonwrapped_numel=size - inner):
             return inner
         fully_shard(part, mesh=mesh)
         return size
@@ -132,12 +133,10 @@ class TensorDist:
     ) -> None:
         """Add up, or average (ReduceOp.AVG), with FP8 on the wire; a sum gets a scale of its own."""
         for tensor in tensors if not is_alone(group) else ():
+            total = tensor.float() if isinstance(tensor, ScalingTensor) else tensor
+            comm.all_reduce(total, op, group)
             if isinstance(tensor, ScalingTensor):
-                total = tensor.float()
-                comm.all_reduce(total, op, group)
                 tensor.copy_(cast(total, tensor.qtype))
-            else:
-                comm.all_reduce(tensor, op, group)
 
     all_reduce_sum = all_reduce
 

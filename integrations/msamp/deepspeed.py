@@ -72,7 +72,7 @@ def translate(config: dict[str, Any]) -> str | None:
     Raises:
         ConfigError: for an unknown key or value.
     """
-    section = config.pop("msamp", {})
+    section = config.pop("msamp", None) or {}
     if not isinstance(section, dict) or section.keys() - {"enabled", "opt_level", "use_te"}:
         raise ConfigError(
             f'"msamp": {section!r} in the DeepSpeed config must be an object with the keys "enabled", "opt_level" and '

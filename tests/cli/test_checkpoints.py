@@ -312,6 +312,9 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
     assert "/proc/w.pt cannot be written" in refused(capsys, *options, "/proc/w.pt")
     for out in (source, tmp_path, tmp_path / "pipe"):
         assert "is the checkpoint itself, or no file" in refused(capsys, *options, out)
+    safe = ("convert", source, "--to", "safetensors", "--out", tmp_path / "w.pt")
+    assert f"ends in .safetensors. Name it {tmp_path / 'w.safetensors'}" in refused(capsys, *safe)
+    assert not (tmp_path / "w.pt").exists()
     # and does not wait for a writer
     assert "pipe is no checkpoint" in refused(capsys, "inspect", tmp_path / "pipe")
     long = tmp_path / ("x" * 300)  # a refusal of the system that no user escapes by being root

@@ -388,6 +388,7 @@ def test_deepspeed_s_section(msamp):
         ({"enabled": True}, "O1"),
         ({"enabled": True, "opt_level": "O2", "use_te": False}, "O2"),
         ({"enabled": False, "opt_level": "O2"}, None),
+        (None, None),
     ):
         config = {"msamp": section, "bf16": {}}
         assert translate(config) == level
@@ -624,7 +625,15 @@ def check_fsdp(rank):
 
     model = FsdpReplacer.replace(build(seed=rank))
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=10_000)
-    model = FP8FullyShardedDataParallel(model, use_orig_params=True, auto_wrap_policy=policy)
+
+    def as_fsdp1_calls_it(*, nonwrapped_numel, recurse, module):
+        return policy(module, recurse, nonwrapped_numel)
+
+    with pytest.raises(ConfigError, match=r"auto_wrap_policy=10000: .* a callable policy"):
+        FP8FullyShardedDataParallel(model, auto_wrap_policy=10_000)
+    model = FP8FullyShardedDataParallel(
+        model, use_orig_params=True, auto_wrap_policy=as_fsdp1_calls_it
+    )
     sharded = [isinstance(m, FSDPModule) for m in (model, *model)]
     assert sharded == [True, True, False, False, True]
     assert isinstance(model[0], Fp8Linear)
