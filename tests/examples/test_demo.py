@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import corpus
 import demo
@@ -13,7 +12,6 @@ import pytest
 from gpt import ModelConfig
 from record import Record, find_deviations
 
-SCRIPT = Path(demo.__file__)
 TINY = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=64, seq_len=32)
 SETTINGS = demo.Settings(model=TINY, steps=12, batch=2)
 
@@ -32,21 +30,19 @@ def text(data):
     return corpus.load(data, TINY.seq_len)
 
 
-def run_demo(*arguments):
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def make_record(level, loss):
     return Record(level, [loss], [(1, loss)], 1.0, {"total": 16.0}, None, {})
 
 
-def test_demo_writes_table_sample_records_and_report(data, tmp_path):
-    sizes = ("--steps", 3, "--batch", 1, "--seq-len", 32)
-    result = run_demo("--levels", "O2", "baseline", *sizes, "--data", data, "--out", tmp_path)
-    assert result.returncode == 0, result.stderr
+def test_demo_writes_table_sample_records_and_report(data, tmp_path, monkeypatch, capsys):
+    model = ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, ffn=256)
+    monkeypatch.setitem(demo.SIZES, "demo", demo.Settings(model=model))
+    given = ["--device", "cpu", "--levels", "O2", "baseline", "--steps", "3", "--batch", "1"]
+    given += ["--seq-len", "32", "--data", str(data), "--out", str(tmp_path)]
+    assert demo.main(given) == 0
+    printed = capsys.readouterr().out
     for expected in ("val loss", "tokens/s", "master", "by the baseline model", "report.html"):
-        assert expected in result.stdout
+        assert expected in printed
     page = (tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2
     assert "currentColor" in page
@@ -59,11 +55,17 @@ def test_demo_writes_table_sample_records_and_report(data, tmp_path):
     assert baseline["sample"]  # the last level writes it
 
 
+def test_it_is_a_script():
+    command = [sys.executable, demo.__file__, "--device", "cpu", "--steps", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert "--steps 1: must be 2 or more" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--data", "nowhere"), "there is no such file or folder"),
-        (("--steps", "1"), "--steps 1: must be 2 or more"),
         (("--seq-len", "0"), "--seq-len 0: must be 1 or more"),
         (("--levels", "02"), "invalid choice: '02'"),
     ],

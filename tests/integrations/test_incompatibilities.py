@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import import_deepspeed
 from ranks import run_ranks
 from torch import nn
 
@@ -160,14 +161,9 @@ def test_with_the_real_libraries(check, tmp_path):
 def load_deepspeed():
     # transformers would take the repository's folder `kernels` for the package of that name
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
-    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="29500")
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao's steps are compiled otherwise
-    logging.disable(logging.WARNING)
-    import deepspeed
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled
-    return deepspeed
+    return import_deepspeed()
 
 
 def provoke(rank, folder):

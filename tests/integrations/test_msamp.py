@@ -501,18 +501,24 @@ def test_scaled_tensors_in_place(msamp):
 # --- between processes
 
 
-def test_two_ranks():
-    run_ranks(exchange, 2)
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_and_frameworks(world, tmp_path):
+    for framework in ("accelerate", "deepspeed"):
+        pytest.importorskip(framework)
+    run_ranks(use_ranks, world, str(tmp_path))
 
 
-def exchange(rank):
-    """Everything of MS-AMP's that exchanges something between ranks, beginning from other weights on each."""
+def use_ranks(rank, folder):
+    """All that exchanges something between ranks, beginning from other weights on each, and what frameworks do."""
+    real = engines.import_deepspeed()
     enable()
-    check_gradients(rank)
-    check_wrapped(rank)
-    check_replacer(rank)
-    check_tensors(rank)
-    check_fsdp(rank)
+    prepare_with_accelerate(rank)
+    engines.forget_accelerators()
+    if dist.get_world_size() == 1:  # on CPUs, accelerate has no DeepSpeed of several ranks
+        run_deepspeed(folder, real)
+        return
+    for check in (check_gradients, check_wrapped, check_replacer, check_tensors, check_fsdp):
+        check(rank)
 
 
 def check_same(model):
@@ -650,17 +656,10 @@ def check_fsdp(rank):
 # --- accelerate
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_accelerate_s_backend(world):
-    pytest.importorskip("accelerate")
-    run_ranks(prepare_with_accelerate, world)
-
-
 def prepare_with_accelerate(rank):
     """Stock accelerate's MS-AMP backend gives the bits of msamp.initialize, and unscaled gradients."""
     # accelerate asks for an address; the group exists, so nobody connects to it
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
-    enable()
     import msamp
     from accelerate import Accelerator
     from accelerate.utils import MSAMPRecipeKwargs, is_msamp_available
@@ -702,16 +701,8 @@ def prepare_with_accelerate(rank):
 # --- DeepSpeed
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_deepspeed(world, tmp_path):
-    pytest.importorskip("deepspeed")
-    run_ranks(run_deepspeed, world, str(tmp_path))
-
-
-def run_deepspeed(rank, folder):
+def run_deepspeed(folder, real):
     """`from msamp import deepspeed`: the section gives the level, and accelerate's handler does."""
-    real = engines.import_deepspeed()
-    enable()
     import msamp
     from msamp import deepspeed
 
@@ -721,14 +712,14 @@ def run_deepspeed(rank, folder):
         return deepspeed.initialize(model=model, **how)[0]
 
     def check_states(engine, quantized):
-        assert falls(engines.train(engine, 30, rank), to=0.9)
+        assert falls(engines.train(engine, 30, 0), to=0.9)
         states = engines.inner_of(engine).state.values()
         assert ("exp_avg_code" in {key for state in states for key in state}) is quantized
 
     assert deepspeed.init_distributed is real.init_distributed
     optimizer = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
     config = engines.configure(3, "bf16", optimizer=optimizer)  # MS-AMP had stages 1 and 2
-    path = os.path.join(folder, f"{rank}.json")
+    path = os.path.join(folder, "config.json")
     args = type("Arguments", (), {"deepspeed_config": path})()
     for section, quantized in (
         ({"enabled": True, "opt_level": "O1"}, False),
@@ -753,10 +744,6 @@ def run_deepspeed(rank, folder):
         assert any("a scale for each 128" in str(w.message) for w in told) is (level == "O1")
         check_states(engine, True)
         assert engines.inner_of(engine).param_groups[0]["lr"] == 3e-3
-    if dist.get_world_size() > 1:  # on CPUs, accelerate has no DeepSpeed of several ranks
-        return
-
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, MSAMPRecipeKwargs
 
