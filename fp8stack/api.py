@@ -17,6 +17,7 @@ not patched anywhere. Planning, FSDP2 and DeepSpeed call `decide` and `carry_out
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,9 +30,7 @@ from torch import nn
 
 from . import capability
 from .conflicts import (
-    BF16_ASKED,
     BF16_PRODUCTS,
-    FOUR_BITS,
     FP8_PRODUCTS,
     NOT_ON_BITSANDBYTES,
     ON_CPU,
@@ -146,12 +145,12 @@ def decide(
     device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
+    places = [BF16_PRODUCTS if compute == "bf16" else FP8_PRODUCTS]
+    places += [ON_CPU] if device.type == "cpu" else []
+    fallbacks += idle_options(recipe, *places)
     recipe, told = choose_stepper(recipe, optimizer, device)
-    fallbacks += told
-    if device.type == "cpu":
-        fallbacks += idle_options(recipe, ON_CPU)
     skipped, idle = skipped_modules(model, recipe)
-    fallbacks += idle
+    fallbacks += [*told, *idle]
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     groups = [] if optimizer is None else optimizer.param_groups
     owned = {p for group in groups for p in group["params"]} - left_alone
@@ -244,11 +243,10 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     for group, name, value in session.flags:
         group[name] = value
     returned, source = session.returned, session.source
-    for parameter, dtype in session.stored:
-        if isinstance(returned, BlockwiseOptimizer):
-            change_dtype(parameter, returned.master_weight(parameter).to(dtype))
     session.conversion.undo()
     if isinstance(returned, BlockwiseOptimizer):
+        for parameter, dtype in session.stored:
+            change_dtype(parameter, returned.master_weight(parameter).to(dtype))
         returned.on_new_parameters = None
         if session.recipe.step_in_backward and returned.release is not None:
             returned.release.remove()
@@ -310,19 +308,16 @@ def _formats_by_parameter(
     Raises:
         ConfigError: for a pattern that matches no parameter.
     """
-    keep = (
-        "keep" if recipe.states == "keep" else "fp32",
-        "keep" if recipe.master == "keep" else "fp32",
-    )
-    formats = dict.fromkeys(left_alone, keep)
+    plain = ["keep" if own == "keep" else "fp32" for own in (recipe.states, recipe.master)]
+    formats = dict.fromkeys(left_alone, (plain[0], plain[1]))
     names = dict(model.named_parameters(remove_duplicate=False))
-    modules = [name for name, _ in model.named_modules() if name]
     for pattern, states, master in recipe.states_for:
         matching = [
             p for name, p in names.items()
             if fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
         ]  # fmt: skip
         if not matching:
+            modules = [name for name, _ in model.named_modules() if name]
             raise ConfigError(
                 f"states_for[{pattern!r}] matches no parameter of the model."
                 f"{did_you_mean(pattern, [*names, *modules])} "
@@ -349,52 +344,43 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     Raises:
         UnsupportedDeviceError: where what the recipe names does not run on `device`.
     """
-    fallbacks = _missing_kernels(recipe, device)
-    if recipe.compute == "bf16":
-        return Compute("bf16", "asked for", fallbacks + idle_options(recipe, *BF16_ASKED))
-    if recipe.compute == "te":
-        answer = _te_for(recipe, device)
-        if not answer:
-            other = "" if recipe.fp8_recipe == "current" else ', or fp8_recipe="current"'
-            told = f'compute="te", fp8_recipe={recipe.fp8_recipe!r}: {answer.reason}'
-            raise UnsupportedDeviceError(f'{told}. Use compute="auto"{other}.')
-        return Compute("te", "asked for", fallbacks + idle_options(recipe, FP8_PRODUCTS))
-    answer = capability.fp8_gemm(device)
-    if not answer and recipe.compute == "native":
-        raise UnsupportedDeviceError(
-            f'compute="native": {answer.reason}. Use compute="auto" for bf16 GEMMs there.'
-        )
-    if not answer:
-        told = f"{answer.reason}; using bf16 GEMMs instead"
-        idle = idle_options(recipe, BF16_PRODUCTS)
-        return Compute("bf16", answer.reason, [*fallbacks, told, *idle])
-    own, why = capability.native_recipe(recipe.fp8_recipe, device), ""
+    fallbacks, asked = _missing_kernels(recipe, device), recipe.compute
+    named = f"fp8_recipe={recipe.fp8_recipe!r}"
+    if asked == "bf16":
+        return Compute("bf16", "asked for", fallbacks)
+    if asked == "te":
+        if answer := _te_for(recipe, device):
+            return Compute("te", "asked for", fallbacks)
+        other = "" if recipe.fp8_recipe == "current" else ', or fp8_recipe="current"'
+        told = f'compute="te", {named}: {answer.reason}'
+        raise UnsupportedDeviceError(f'{told}. Use compute="auto"{other}.')
+    if not (answer := capability.fp8_gemm(device)):
+        if asked == "auto":
+            told = f"{answer.reason}; using bf16 GEMMs instead"
+            return Compute("bf16", answer.reason, [*fallbacks, told])
+        told = f'compute="native": {answer.reason}'
+        raise UnsupportedDeviceError(f'{told}. Use compute="auto" for bf16 GEMMs there.')
+    own = capability.native_recipe(recipe.fp8_recipe, device)
     if own:
-        reason = "asked for" if recipe.compute == "native" else answer.reason
-        return Compute("native", reason, fallbacks + idle_options(recipe, FP8_PRODUCTS))
-    if recipe.compute == "auto":
+        return Compute("native", "asked for" if asked == "native" else answer.reason, fallbacks)
+    why = own.reason
+    if asked == "auto":
         te = _te_for(recipe, device)
+        why = f"{why}; {te.reason}"
         if te:
-            idle = idle_options(replace(recipe, compute="te"), FP8_PRODUCTS)
-            return Compute("te", f"{own.reason}; {te.reason}", fallbacks + idle)
-        why = f"; {te.reason}"
-    raise UnsupportedDeviceError(
-        f'fp8_recipe={recipe.fp8_recipe!r}: {own.reason}{why}. Use fp8_recipe="current".'
-    )
+            return Compute("te", why, fallbacks)
+    raise UnsupportedDeviceError(f'{named}: {why}. Use fp8_recipe="current".')
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
     """Return the fallback where Triton is missing; raise where the optimizer's kernels do not run at all."""
-    if recipe.level != "O0":
-        answer = capability.fp8_optimizer(device)
-        if not answer:
-            raise UnsupportedDeviceError(
-                f"{recipe.level}: {answer.reason}. Move the model there, or use O0."
-            )
-    if device.type == "cuda":
-        backend, why = kernel_backend()
-        if backend == "reference":
-            return [f"{why}; using the slower torch reference kernels instead of Triton"]
+    answer = capability.fp8_optimizer(device)
+    if recipe.level != "O0" and not answer:
+        told = f"{recipe.level}: {answer.reason}"
+        raise UnsupportedDeviceError(f"{told}. Move the model there, or use O0.")
+    backend, why = kernel_backend()
+    if device.type == "cuda" and backend == "reference":
+        return [f"{why}; using the slower torch reference kernels instead of Triton"]
     return []
 
 
@@ -423,16 +409,15 @@ def choose_stepper(
         return replace(recipe, optimizer_backend=optimizer.backend), []
     own = replace(recipe, optimizer_backend="fp8stack")
     if wanted.startswith("bitsandbytes"):
-        if idle := idle_options(recipe, *FOUR_BITS):
-            return own, idle
+        if recipe.states == "4bit":  # which `idle_options` tells of
+            return own, []
         _check_on_bitsandbytes(recipe, optimizer, device)
         return recipe, []
     ours = isinstance(optimizer, BlockwiseOptimizer)
     ours = ours or counterpart_on_bitsandbytes(optimizer) is None
-    if wanted == "fp8stack" or ours or recipe.states != "8bit" or recipe.offload != "none":
-        return own, []
+    plain = recipe.states == "8bit" and recipe.offload == "none"
     fp8 = capability.fp8_hardware(device)
-    if fp8:
+    if wanted == "fp8stack" or ours or not plain or fp8:
         return own, []
     why = f"{fp8.reason}, without FP8"
     try:
@@ -458,23 +443,22 @@ def _check_on_bitsandbytes(
 
 def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
     """Return bytes per parameter over the quantized matrices, from the shapes and dtypes that training will hold."""
-    optimizer, total, elements = session.returned, 0, 0
-    moments: dict[nn.Parameter, tuple[str, ...]] = {}
-    if isinstance(optimizer, BlockwiseOptimizer):
-        for group in optimizer.param_groups:
-            moments.update(dict.fromkeys(group["params"], optimizer.moments_of(group)))
-    for parameter in quantized:
-        meta = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
-        rows, blocks = scale_shape(meta.shape)
-        fp8 = session.recipe.gradients == "fp8"
-        gradient = meta.numel() + 4 * rows * blocks if fp8 else meta.nbytes
-        total += meta.nbytes + (0 if session.recipe.step_in_backward else gradient)
-        elements += meta.numel()
-        if not isinstance(optimizer, BlockwiseOptimizer):
-            total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
-        elif not optimizer.offloads(parameter):
-            states = [zero_master(meta, optimizer.master_format(parameter))]
-            kind = optimizer.moment_format(parameter)
-            states += [zero_moment(name, meta, kind) for name in moments[parameter]]
-            total += sum(tensor.nbytes for state in states for tensor in state.values())
+    optimizer, recipe, total, elements = session.returned, session.recipe, 0, 0
+    if optimizer is None:
+        return 0.0
+    for group in optimizer.param_groups:
+        for parameter in quantized.intersection(group["params"]):
+            meta = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
+            elements += meta.numel()
+            total += meta.nbytes
+            if not recipe.step_in_backward:
+                codes = meta.numel() + 4 * math.prod(scale_shape(meta.shape))
+                total += codes if recipe.gradients == "fp8" else meta.nbytes
+            if not isinstance(optimizer, BlockwiseOptimizer):
+                total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
+            elif not optimizer.offloads(parameter):
+                states = [zero_master(meta, optimizer.master_format(parameter))]
+                kind = optimizer.moment_format(parameter)
+                states += [zero_moment(name, meta, kind) for name in optimizer.moments_of(group)]
+                total += sum(tensor.nbytes for state in states for tensor in state.values())
     return total / max(elements, 1)

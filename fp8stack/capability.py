@@ -18,8 +18,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +47,8 @@ def fp8_gemm(device: torch.device | str) -> Answer:
     """Can `torch._scaled_mm` multiply FP8 matrices on this device, forward (E4M3×E4M3) and backward (E5M2×E4M3)?"""
     device = indexed(torch.device(device))
     if device.type not in ("cuda", "cpu"):
-        return Answer(
-            False, f"fp8stack runs FP8 GEMMs on cuda and cpu devices, not on {device.type}"
-        )
-    hardware = fp8_hardware(device)
-    if not hardware:
+        return Answer(False, f"FP8 GEMMs run on cuda and cpu devices, not on {device.type}")
+    if not (hardware := fp8_hardware(device)):
         return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
     return _probe_fp8_gemm(device)
 
@@ -61,21 +57,15 @@ def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
     """Do native FP8 layers have this recipe on `device`, which must have FP8 GEMMs?"""
     device = indexed(torch.device(device))
     if fp8_recipe in ("mxfp8", "nvfp4"):
-        return Answer(
-            False, "native layers have no MXFP8 and NVFP4; TransformerEngine has, on Blackwell"
-        )
+        why = "native layers have no MXFP8 and NVFP4; TransformerEngine has, on Blackwell"
+        return Answer(False, why)
     if fp8_recipe != "blockwise" or device.type != "cuda":
         return Answer(True, "any device with FP8 GEMMs")
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return Answer(
-            False,
-            f"cuBLAS multiplies with block scales on Hopper (9.0); {fp8_hardware(device).reason}",
-        )
+        found = fp8_hardware(device).reason
+        return Answer(False, f"cuBLAS multiplies with block scales on Hopper (9.0); {found}")
     if not hasattr(torch.nn.functional, "scaled_mm"):
-        return Answer(
-            False,
-            f"block scales need torch.nn.functional.scaled_mm (torch 2.10); this is {torch.__version__}",
-        )
+        return Answer(False, f"block scales need torch 2.10; this is {torch.__version__}")
     return _probe_blocks(device)
 
 
@@ -102,14 +92,13 @@ def fp8_optimizer(device: torch.device | str) -> Answer:
 def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
     """Is bitsandbytes installed, and does its 8-bit AdamW take a step on this device?"""
     remedy = f'pip install "bitsandbytes>={BITSANDBYTES_VERSION[0]}.{BITSANDBYTES_VERSION[1]}"'
+    if find_spec("bitsandbytes") is None:
+        return Answer(False, f"bitsandbytes is not installed: {remedy}")
     try:
         import bitsandbytes
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "bitsandbytes"
-        why = "is not installed" if missing else f"cannot be imported ({first_line(error)})"
-        return Answer(False, f"bitsandbytes {why}: {remedy}")
     except Exception as error:  # whatever its native library makes of this machine
-        return Answer(False, f"bitsandbytes cannot be imported ({first_line(error)})")
+        why = f"bitsandbytes cannot be imported ({first_line(error)})"
+        return Answer(False, f"{why}: {remedy}" if isinstance(error, ImportError) else why)
     version = str(getattr(bitsandbytes, "__version__", "of no version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < BITSANDBYTES_VERSION:
@@ -137,6 +126,7 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
     b = torch.arange(16 * 32, device=device).reshape(16, 32).remainder(3).float() - 1
     two = torch.full((), 2.0, dtype=torch.float32, device=device)
     for left in (E4M3, E5M2):
+        what = f"torch._scaled_mm ({left.name} × e4m3)"
         try:
             product = torch._scaled_mm(
                 a.to(left.dtype),
@@ -146,17 +136,11 @@ def _probe_fp8_gemm(device: torch.device) -> Answer:
                 out_dtype=torch.bfloat16,
             )
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-            what = f"torch._scaled_mm ({left.name} × e4m3) failed on {device}"
-            return Answer(False, f"{what}: {first_line(error)}")
+            return Answer(False, f"{what} failed on {device}: {first_line(error)}")
         if not torch.equal(product.float(), 4 * (a @ b.t())):
-            return Answer(
-                False, f"torch._scaled_mm ({left.name} × e4m3) gave wrong numbers on {device}"
-            )
-    where = (
-        "compute capability and probe"
-        if device.type == "cuda"
-        else "probe (numerics only, no speed-up)"
-    )
+            return Answer(False, f"{what} gave wrong numbers on {device}")
+    on_gpu = "compute capability and probe"
+    where = on_gpu if device.type == "cuda" else "probe (numerics only, no speed-up)"
     return Answer(True, f"{where} passed on {device}")
 
 
@@ -174,10 +158,8 @@ def _probe_blocks(device: torch.device) -> Answer:
             if not bool((product == 512).all()):
                 return Answer(False, f"cuBLAS gave wrong numbers with block scales on {device}")
     except (RuntimeError, ValueError) as error:
-        return Answer(
-            False,
-            f"block scales need CUDA 12.9 (this is {torch.version.cuda}): {first_line(error)}",
-        )
+        needed = f"block scales need CUDA 12.9 (this is {torch.version.cuda})"
+        return Answer(False, f"{needed}: {first_line(error)}")
     return Answer(True, f"probe of block scales passed on {device}")
 
 
@@ -228,9 +210,8 @@ def transformer_engine_recipe(fp8_recipe: str, device: torch.device | str) -> An
     name = f"is_{_TE_RECIPES.get(fp8_recipe, fp8_recipe)}_available"
     supports = getattr(load_te().te, name, None)
     if supports is None:
-        return Answer(
-            False, f"this TransformerEngine has no recipe {fp8_recipe!r}: {_install_te()}"
-        )
+        why = f"this TransformerEngine has no recipe {fp8_recipe!r}: {_install_te()}"
+        return Answer(False, why)
     with torch.cuda.device(device):
         ok, why = supports(return_reason=True)
     return Answer(bool(ok), f"{why or 'TransformerEngine has it;'} {fp8_hardware(device).reason}")
@@ -248,14 +229,11 @@ def te_installation() -> Answer:
     names = (f"transformer_engine{part}" for part in ("", "_cu12", "_cu13", "_torch"))
     versions = {name: d.version for name in names if (d := _distribution(name))}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
-    package, cuda = Path(spec.origin).parent, (torch.version.cuda or "").partition(".")[0]
-    folders = (package.parent, package, package / "wheel_lib")
-    built = any(True for f in folders for _ in f.glob("transformer_engine_torch*.so"))
     # Built from source, it is one package.
     whole = "Root-Is-Purelib: true" not in (found.read_text("WHEEL") or "")
-    core = whole or any(name.endswith(cuda) for name in versions if "_cu" in name)
+    core = any("_cu" in name and name.endswith(_cuda()) for name in versions)
     of_one_version = len({version.partition("+")[0] for version in versions.values()}) == 1
-    if not (core and of_one_version and (built or "transformer_engine_torch" in versions)):
+    if not (of_one_version and (whole or (core and "transformer_engine_torch" in versions))):
         needed = f"its core library for CUDA {torch.version.cuda} and its torch extension"
         why = f"TransformerEngine needs {needed}, all of one version; here are {listed}"
         return Answer(False, f"{why}: {_install_te()}")
@@ -269,8 +247,7 @@ def load_te() -> TransformerEngine:
     Raises:
         UnsupportedDeviceError: with the reason and the remedy, if it is missing or broken.
     """
-    answer = te_installation()
-    if not answer:
+    if not (answer := te_installation()):
         raise UnsupportedDeviceError(answer.reason)
     try:
         te = _import_te()
@@ -286,10 +263,9 @@ def load_te() -> TransformerEngine:
         _ = te.autocast, te.quantized_model_init, recipe.Float8CurrentScaling
         _ = state.is_first_fp8_module, tex.fused_amax_and_scale_update_after_reduction
     except (ImportError, AttributeError) as error:
-        version = distribution("transformer_engine").version
-        raise UnsupportedDeviceError(
-            f"TransformerEngine {version} is too old ({first_line(error)}): {_install_te(latest=True)}"
-        ) from error
+        old = metadata.version("transformer_engine")
+        why = f"TransformerEngine {old} is too old ({first_line(error)})"
+        raise UnsupportedDeviceError(f"{why}: {_install_te(latest=True)}") from error
     return TransformerEngine(te, recipe, state, tex)
 
 
@@ -336,20 +312,21 @@ def cudnn_remedy() -> str:
     )
 
 
+def _cuda() -> str:
+    """Return the major version of the CUDA that torch was built for."""
+    return (torch.version.cuda or "").partition(".")[0]
+
+
 def _install_te(latest: bool = False) -> str:
     """Return the command that installs all parts: in the version found if there is one."""
-    cuda = (torch.version.cuda or "").partition(".")[0]
     found = None if latest else _distribution("transformer_engine")
-    extras = "pytorch" + (f",core_cu{cuda}" if cuda in ("12", "13") else "")
+    extras = "pytorch" + (f",core_cu{_cuda()}" if _cuda() in ("12", "13") else "")
     version = f"=={found.version}" if found else ""
     return f'pip install --no-build-isolation "transformer_engine[{extras}]{version}"'
 
 
-def _distribution(name: str) -> Distribution | None:
-    try:
-        return distribution(name)
-    except PackageNotFoundError:
-        return None
+def _distribution(name: str) -> metadata.Distribution | None:
+    return next(iter(metadata.distributions(name=name)), None)
 
 
 @cache
@@ -360,7 +337,7 @@ def _probe_te(device: torch.device) -> Answer:
         return Answer(False, f"TransformerEngine runs on cuda devices, not on {device.type}")
     if not (hardware := fp8_hardware(device)):
         return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
-    named = f"TransformerEngine {distribution('transformer_engine').version}"
+    named = f"TransformerEngine {metadata.version('transformer_engine')}"
     try:
         if not (recipe := transformer_engine_recipe("current", device)):
             return Answer(False, f"TransformerEngine: {recipe.reason}")
@@ -383,9 +360,8 @@ def _multiplies_in_te(library: TransformerEngine, device: torch.device) -> bool:
     """Are output and gradients right for a layer of ones, whose sums FP8 makes exactly?"""
     te, recipes = library.te, library.recipe
     recipe = recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID)
-    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     with torch.inference_mode(False), torch.enable_grad(), torch.cuda.device(device):
-        x = torch.ones(32, 32, requires_grad=True, **made)
+        x = torch.ones(32, 32, dtype=torch.bfloat16, device=device, requires_grad=True)
         with torch.autocast("cuda", enabled=False), te.quantized_model_init(enabled=False):
             layer = te.Linear(
                 32, 32, bias=False, params_dtype=torch.bfloat16, device=device,

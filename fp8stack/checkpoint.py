@@ -47,22 +47,20 @@ def master_state_dict(
     Keys and shapes are the model's. Buffers and integer tensors are copied as they are.
     """
     own = model.state_dict()  # first: FSDP2 then puts back the shards that a forward has replaced
-    masters: dict[int, Tensor] = {}
-    for parameter in model.parameters():
-        if not parameter.is_floating_point():
-            continue
-        if isinstance(optimizer, BlockwiseOptimizer):
-            masters[id(parameter)] = optimizer.master_weight(parameter)
-        else:
-            masters[id(parameter)] = parameter.detach().float().clone()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    result = {}
+    parameters, result = dict(model.named_parameters(remove_duplicate=False)), {}
+    masters: dict[Tensor, Tensor] = {}  # tied weights share theirs
     for key, value in own.items():
-        master = masters.get(id(parameters[key])) if key in parameters else None
-        # a buffer is copied; a module's extra state may be anything
-        if master is None and isinstance(value, Tensor):
-            master = value.detach().clone()
-        result[key] = value if master is None else master
+        parameter = parameters.get(key)
+        if parameter is None or not parameter.is_floating_point():
+            # a buffer is copied; a module's extra state may be anything
+            result[key] = value.detach().clone() if isinstance(value, Tensor) else value
+            continue
+        if parameter not in masters:
+            if isinstance(optimizer, BlockwiseOptimizer):
+                masters[parameter] = optimizer.master_weight(parameter)
+            else:
+                masters[parameter] = parameter.detach().float().clone()
+        result[key] = masters[parameter]
     return result
 
 

@@ -3,7 +3,7 @@
 A `Rule` says that an option must not have certain values in certain contexts, with the reason and the remedy. An option
 is a field of a recipe, a setting of an optimizer, or a model's wrapper. A context is a place where a recipe is used
 (FSDP2, DeepSpeed, a device), a setting of the recipe itself, written as "fp8_recipe='blockwise'", or a property of the
-optimizer. To add a conflict, add a row to `_RULES`; callers need no change.
+optimizer. To add a conflict, add a row to `RULES`; callers need no change.
 
     refuse_conflicts(recipe, FSDP2, optimizer=optimizer)    # raises for the first rule that is broken
     check_option("step_in_backward", True, SEVERAL_PROCESSES)
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +43,6 @@ ON_CPU = "a model on the CPU"
 FP8_PRODUCTS = "FP8 products"  # as `choose_compute` decided
 BF16_PRODUCTS = "bf16 products"
 BARE_PARAMETERS = "products by bare parameters (matmuls=True)"  # follows from the recipe
-PLACES = (
-    INITIALIZE, FSDP2, DEEPSPEED, ZERO, ZERO_FLOAT32, LIGHTNING, FABRIC, ACCELERATE, SEVERAL_PROCESSES, ACCUMULATION,
-    ON_CPU, FP8_PRODUCTS, BF16_PRODUCTS,
-)  # fmt: skip
 
 # Properties of an optimizer.
 FOREIGN = "an optimizer of another library"
@@ -93,13 +90,6 @@ class Setting(NamedTuple):
     text: str
 
 
-class Conflict(NamedTuple):
-    """A rule that is broken, and the message about it."""
-
-    rule: Rule
-    message: str
-
-
 def setting(field: str, *values: Any) -> tuple[str, ...]:
     """Return the contexts of a recipe whose `field` has one of `values`."""
     return tuple(f"{field}={value!r}" for value in values)
@@ -128,7 +118,7 @@ _LEAVE = "Leave it out"
 
 # fmt: off
 _NO_HISTORY = "it belongs to delayed scaling, and other scales keep no history"
-_RULES = (
+RULES = (
     # --- one option of a recipe and another
     Rule("states_for", (), _KEPT, "the optimizer's states are left alone", _USE_O2),
     Rule("offload", ("cpu",), _KEPT, "it moves the states that O2 makes", _USE_O2),
@@ -149,8 +139,9 @@ _RULES = (
     Rule("fp8_fast_accum", (False,), _TE, 'TransformerEngine always sums forward products of "delayed" fast',
          'Use compute="native" or fp8_recipe="current" for precise sums', beside=setting("fp8_recipe", "delayed")),
     *(Rule(option, (), BF16_ASKED, "it is an option of FP8 products", "", Fp8StackWarning)
-      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "select", "matmuls")),
-    Rule("matmuls", (True,), (BF16_PRODUCTS,), "bare parameters are multiplied as they were", "", Fp8StackWarning),
+      for option in ("fp8_format", "fp8_recipe", "fp8_fast_accum", "select")),
+    Rule("matmuls", (True,), (*BF16_ASKED, BF16_PRODUCTS), "bare parameters are multiplied as they were", "",
+         Fp8StackWarning),
     Rule("offload", ("cpu",), (ON_CPU,), "the states are in host memory already", "", Fp8StackWarning),
 
     # --- the optimizer
@@ -254,11 +245,6 @@ _RULES = (
          "Pass that one, and compile it in place afterwards: model.compile()", ModelError),
 )
 # fmt: on
-RULES: dict[str, tuple[Rule, ...]] = {
-    option: tuple(rule for rule in _RULES if rule.option == option)
-    for option in dict.fromkeys(rule.option for rule in _RULES)
-}
-"""The table, by option."""
 
 
 def find_conflicts(
@@ -266,13 +252,18 @@ def find_conflicts(
     *places: str,
     optimizer: torch.optim.Optimizer | None = None,
     model: nn.Module | None = None,
-) -> Iterator[Conflict]:
-    """Yield the rules that a recipe, an optimizer and a model break in `places`."""
-    contexts, settings = {*places, *contexts_of(recipe)}, settings_of(recipe)
+) -> Iterator[tuple[Rule, str]]:
+    """Yield the rules that a recipe, an optimizer and a model break in `places`, with messages."""
+    contexts = {f"{field.name}={getattr(recipe, field.name)!r}" for field in fields(recipe)}
+    contexts |= {f"gradients={recipe.gradients!r}, states={recipe.states!r}", *places}
+    contexts |= {BARE_PARAMETERS} if recipe.matmuls else set()
+    settings = settings_of(recipe)
     if optimizer is not None:
         contexts |= contexts_of_optimizer(optimizer)
-    if model is not None:
-        settings += wrappers_in(model)
+    for name, module in () if model is None else model.named_modules():
+        if kind := wrapper_of(module):
+            text = f"{name or 'the model'}, wrapped in {kind},"
+            settings.append(Setting("module" if name else "model", kind, text))
     yield from broken_rules(settings, contexts)
     if optimizer is not None:
         # A recipe that leaves states alone also leaves an optimizer of fp8stack's its own states and masters.
@@ -284,14 +275,10 @@ def refuse_conflicts(recipe: Any, *places: str, **given: Any) -> None:
     refuse(find_conflicts(recipe, *places, **given))
 
 
-def idle_options(recipe: Any, *contexts: str) -> list[str]:
-    """Return messages about the options of a recipe that have no effect because of one of `contexts`."""
-    found = find_conflicts(recipe, *(context for context in contexts if context in PLACES))
-    return [
-        message
-        for rule, message in found
-        if rule.error is Fp8StackWarning and {*rule.contexts, *rule.beside} & {*contexts}
-    ]
+def idle_options(recipe: Any, *places: str) -> list[str]:
+    """Return messages about the options of a recipe that have no effect in `places`."""
+    found = find_conflicts(recipe, *places)
+    return [message for rule, message in found if rule.error is Fp8StackWarning]
 
 
 def check_option(option: str, value: Any, *contexts: str) -> None:
@@ -299,26 +286,27 @@ def check_option(option: str, value: Any, *contexts: str) -> None:
     refuse(broken_rules([Setting(option, value, f"{option}={value!r}")], contexts))
 
 
-def refuse(conflicts: Iterable[Conflict]) -> None:
+def refuse(conflicts: Iterable[tuple[Rule, str]]) -> None:
     """Raise the error of the first of `conflicts` that is one."""
     for rule, message in conflicts:
         if issubclass(rule.error, Fp8StackError):
             raise rule.error(message)
 
 
-def broken_rules(settings: Iterable[Setting], contexts: Collection[str]) -> Iterator[Conflict]:
-    """Yield the rules that settings break where all of `contexts` hold."""
-    for option, value, text in settings:
-        for rule in RULES.get(option, ()):
-            where = next((context for context in rule.contexts if context in contexts), None)
-            beside = not rule.beside or any(context in contexts for context in rule.beside)
-            if where is None or not beside or (rule.values and value not in rule.values):
-                continue
+def broken_rules(
+    settings: Iterable[Setting], contexts: Collection[str]
+) -> Iterator[tuple[Rule, str]]:
+    """Yield the rules that settings break where all of `contexts` hold, with messages."""
+    for (option, value, text), rule in product(settings, RULES):
+        if rule.option != option or (rule.values and value not in rule.values):
+            continue
+        where = next((context for context in rule.contexts if context in contexts), None)
+        beside = not rule.beside or any(context in contexts for context in rule.beside)
+        if where is not None and beside:
             if rule.error is Fp8StackWarning:
-                yield Conflict(rule, f"{text} has no effect with {where}: {rule.reason}")
+                yield rule, f"{text} has no effect with {where}: {rule.reason}"
             else:
-                said = f"{text} does not go with {where}: {rule.reason}. {rule.remedy}."
-                yield Conflict(rule, said)
+                yield rule, f"{text} does not go with {where}: {rule.reason}. {rule.remedy}."
 
 
 # --- what recipes, optimizers and models set
@@ -341,13 +329,6 @@ def settings_of_formats(*formats: Sequence[str], where: str = "") -> list[Settin
     """Return pairs of states and master as settings; `where` says who set them."""
     pairs = (pair for both in formats for pair in zip(("states", "master"), both, strict=True))
     return [Setting(name, value, f"{where}{name}={value!r}") for name, value in pairs if value]
-
-
-def contexts_of(recipe: Any) -> set[str]:
-    """Return the contexts of a recipe: each field with its value, one pair of fields, and what multiplies."""
-    contexts = {f"{field.name}={getattr(recipe, field.name)!r}" for field in fields(recipe)}
-    contexts.add(f"gradients={recipe.gradients!r}, states={recipe.states!r}")
-    return contexts | ({BARE_PARAMETERS} if recipe.matmuls else set())
 
 
 def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:
@@ -407,16 +388,6 @@ def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
     if not is_fp8stack_optimizer(optimizer):
         return type(optimizer) is getattr(torch.optim, name, None)
     return any(kind.__name__ == name for kind in type(optimizer).__mro__)
-
-
-def wrappers_in(model: nn.Module) -> list[Setting]:
-    """Return the wrappers around a model and around parts of it."""
-    found = ((name, wrapper_of(module)) for name, module in model.named_modules())
-    return [
-        Setting("module" if name else "model", kind, f"{name or 'the model'}, wrapped in {kind},")
-        for name, kind in found
-        if kind
-    ]
 
 
 def wrapper_of(module: nn.Module) -> str:

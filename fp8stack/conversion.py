@@ -42,6 +42,9 @@ COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
 }
 """fp8stack's optimizer for each of torch's that O2 converts."""
 
+MADE_WITH = ("states", "master", "min_numel", "offload")
+"""The options of fp8stack's optimizers that are fields of a recipe."""
+
 COPIED = (
     "A copy of an initialized model (deepcopy, pickle) cannot be restored: load its "
     "fp8stack.checkpoint.master_state_dict into a fresh model."
@@ -153,7 +156,7 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
 
 def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:
     """Raise unless the recipe says what one of fp8stack's optimizers was made with."""
-    made_with = {n: getattr(optimizer, n) for n in ("states", "master", "min_numel", "offload")}
+    made_with = {name: getattr(optimizer, name) for name in MADE_WITH}
     if isinstance(optimizer, BitsandbytesOptimizer) and recipe.optimizer_backend != "auto":
         made_with["optimizer_backend"] = optimizer.backend
     for name, own in made_with.items():
@@ -214,18 +217,17 @@ def convert_optimizer(
     backend = recipe.optimizer_backend
     if backend.startswith("bitsandbytes") and not isinstance(optimizer, BitsandbytesOptimizer):
         kind = counterpart_on_bitsandbytes(optimizer)
-        extra["paged"] = backend == "bitsandbytes-paged"
-        extra["max_grad_norm"] = getattr(optimizer, "max_grad_norm", None)
+        clip = getattr(optimizer, "max_grad_norm", None)
+        extra = {"paged": backend == "bitsandbytes-paged", "max_grad_norm": clip}
     elif isinstance(optimizer, BlockwiseOptimizer):
         reformat(optimizer, {p: own for p, own in formats.items() if p not in optimizer.overrides})
         return optimizer
     if kind is None or not has_counterpart(optimizer):
         # torch's multi-tensor steps would dequantize all gradients at once; one at a time saves that memory.
         for group in optimizer.param_groups:
-            for flag in ("foreach", "fused"):
-                if flag in group:
-                    session.flags.append((group, flag, group[flag]))
-                    group[flag] = False
+            for flag in {"foreach", "fused"} & group.keys():
+                session.flags.append((group, flag, group[flag]))
+                group[flag] = False
         return optimizer
     names = (
         "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "ns_coefficients",
@@ -233,15 +235,9 @@ def convert_optimizer(
     )  # fmt: skip
     defaults = {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
     options = {name: optimizer.param_groups[0].get(name, value) for name, value in defaults.items()}
-    new: BlockwiseOptimizer = kind(
-        [dict(group) for group in optimizer.param_groups],
-        **options,
-        states=recipe.states,
-        master=recipe.master,
-        min_numel=recipe.min_numel,
-        offload=recipe.offload,
-        **extra,
-    )
+    extra |= {name: getattr(recipe, name) for name in MADE_WITH}
+    groups = [dict(group) for group in optimizer.param_groups]
+    new: BlockwiseOptimizer = kind(groups, **options, **extra)
     new.defaults.update(defaults)  # what groups added later start from
     new.overrides.update(formats.items())
     new.overrides.update(getattr(optimizer, "overrides", {}))

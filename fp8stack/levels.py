@@ -106,7 +106,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in CHOICES:
-            object.__setattr__(self, name, _choice(name, getattr(self, name)))
+            object.__setattr__(self, name, check_choice(name, getattr(self, name)))
         for name, (least, most) in _LIMITS.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
@@ -137,15 +137,22 @@ OPTIONS = tuple(f.name for f in fields(Recipe) if f.name not in ("level", "brief
 """The fields of a recipe that can be overridden."""
 
 
-def _choice(name: str, value: Any, where: str = "") -> Any:
-    """Return the one of CHOICES[name] that `value` is (an enum of strings will do); raise ConfigError if it is none."""
-    for known in CHOICES[name]:
-        if isinstance(value, type(known)) and value == known:
-            return known
-    choices = ", ".join(f'"{k}"' if isinstance(k, str) else str(k) for k in CHOICES[name])
+def check_choice(
+    name: str, value: Any, known: tuple[Any, ...] | None = None, where: str = ""
+) -> Any:
+    """Return the one of `known` (by default of CHOICES[name]) that `value` is; an enum of strings will do.
+
+    Raises:
+        ConfigError: if it is none of them.
+    """
+    known = CHOICES[name] if known is None else known
+    for one in known:
+        if isinstance(value, type(one)) and value == one:
+            return one
+    listed = ", ".join(f'"{k}"' if isinstance(k, str) else str(k) for k in known)
     raise ConfigError(
-        f"{where}{name}={value!r} is not a choice; use one of {choices}."
-        f"{did_you_mean(str(value), map(str, CHOICES[name]))}"
+        f"{where}{name}={value!r} is not a choice; use one of {listed}."
+        f"{did_you_mean(str(value), map(str, known))}"
     )
 
 
@@ -164,22 +171,19 @@ def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
             raise ConfigError(
                 f'states_for[{pattern!r}]={value!r} must be a format, or a dict with "states" and "master".'
             )
-        own = {n: _choice(n, value, f"states_for[{pattern!r}]: ") for n, value in formats.items()}
+        own = {
+            n: check_choice(n, v, where=f"states_for[{pattern!r}]: ") for n, v in formats.items()
+        }
         result.append((pattern, own.get("states", ""), own.get("master", "")))
     return tuple(result)
 
 
+_O2 = "O1 and 8-bit optimizer states, 24-bit master weights"
 LEVELS: Mapping[str, Recipe] = MappingProxyType(
     {
         "O0": Recipe("O0", "FP8 GEMMs"),
         "O1": Recipe("O1", "O0 and FP8 gradients", gradients="fp8"),
-        "O2": Recipe(
-            "O2",
-            "O1 and 8-bit optimizer states, 24-bit master weights",
-            gradients="fp8",
-            states="8bit",
-            master="split24",
-        ),
+        "O2": Recipe("O2", _O2, gradients="fp8", states="8bit", master="split24"),
     }
 )
 

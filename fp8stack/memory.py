@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from .tensor import BlockScaledTensor
 
 PARTS = ("weight", "master", "grad", "m", "v", "other", "host")
-_PREFIXES = {
-    "exp_avg_sq": "v",
-    "exp_avg": "m",
-    "momentum_buffer": "m",
-    "remainder": "master",
-    "master": "master",
-    "step": "other",
-}
+_PREFIXES = {"exp_avg_sq": "v", "exp_avg": "m", "momentum_buffer": "m"}
+_PREFIXES |= {"remainder": "master", "master": "master"}
 
 
 @dataclass
@@ -58,11 +52,12 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
                 if isinstance(value, Tensor):
                     away = value.ndim > 0 and value.device != parameter.device
                     sizes["host" if away else _part(key)] += _nbytes(value)
+        is_matrix = parameter.ndim >= 2
         use.elements += parameter.numel()
-        _add(use.bytes, sizes)
-        if parameter.ndim >= 2:
-            use.matrix_elements += parameter.numel()
-            _add(use.matrix_bytes, sizes)
+        use.matrix_elements += parameter.numel() * is_matrix
+        for part, size in sizes.items():
+            use.bytes[part] += size
+            use.matrix_bytes[part] += size * is_matrix
     return use
 
 
@@ -73,8 +68,3 @@ def _part(key: str) -> str:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.held_bytes if isinstance(tensor, BlockScaledTensor) else tensor.nbytes
-
-
-def _add(total: dict[str, int], sizes: dict[str, int]) -> None:
-    for part, size in sizes.items():
-        total[part] += size

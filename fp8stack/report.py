@@ -46,9 +46,8 @@ class Report:
     states: str
     master: str
     converted: list[str] = field(default_factory=list)  # Linear layers in FP8 (or bf16)
-    skipped: dict[str, str] = field(
-        default_factory=dict
-    )  # Linear layers left out: reason and remedy
+    # Linear layers left out: reason and remedy
+    skipped: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
     bytes_per_parameter: float = 0.0  # of matrices: weight, master, gradient and optimizer state
@@ -60,11 +59,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
-        return {
-            **asdict(self),
-            "multiplied": sorted(self.multiplied),
-            "left_alone": dict(self.left_alone),
-        }
+        own = {"multiplied": sorted(self.multiplied), "left_alone": dict(self.left_alone)}
+        return {**asdict(self), **own}
 
     def __str__(self) -> str:
         linear = len(self.converted) + len(self.skipped)
@@ -79,9 +75,8 @@ class Report:
             lines.append(f"{len(self.stored)} matrices stored as bf16 {_MASTERS[self.master]}")
             lines[-1] += _listing("; kept in their dtype: ", self.kept)
         if self.bytes_per_parameter:  # without an optimizer there is nothing to count
-            lines.append(
-                f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices (float32 AdamW: 16)"
-            )
+            size = f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices"
+            lines.append(f"{size} (float32 AdamW: 16)")
         for choice, names in _by_value(self.selected).items():
             lines.append(f"{len(names)} × {choice}: {names[0]}")
         if self.left_alone:
@@ -104,21 +99,19 @@ def report_of(
     fallbacks: list[str],
 ) -> Report:
     """Return the report on what was decided."""
-    scaling = f"{recipe.fp8_recipe} scaling"
     formats = {"hybrid": "e4m3/e5m2", "e4m3": "e4m3", "e5m2": "e5m2, weights e4m3"}
-    gemm = f"fp8 {formats[recipe.fp8_format]}, {scaling}"
+    used = "e4m3" if recipe.fp8_recipe == "blockwise" else formats[recipe.fp8_format]
+    gemm = f"fp8 {used}, {recipe.fp8_recipe} scaling"
     if compute == "bf16" or recipe.fp8_recipe in ("mxfp8", "nvfp4"):
         gemm = "bf16" if compute == "bf16" else recipe.fp8_recipe
-    elif recipe.fp8_recipe == "blockwise":
-        gemm = f"fp8 e4m3, {scaling}"
-    gradients = {"keep": "as given", "fp8": "fp8 e4m3 block 128"}[recipe.gradients]
     words = {"keep": "as given", "8bit": "8-bit block 128", "fp8": "fp8 e4m3 block 128"}
-    words |= {
-        "bitsandbytes": {"8bit": "bitsandbytes 8-bit block 256"},
-        "bitsandbytes-paged": {"8bit": "bitsandbytes 8-bit block 256 paged"},
-    }.get(recipe.optimizer_backend, {})
+    states = words.get(recipe.states, recipe.states)
+    if recipe.optimizer_backend.startswith("bitsandbytes") and recipe.states == "8bit":
+        states = "bitsandbytes 8-bit block 256"
+        states += " paged" if recipe.optimizer_backend == "bitsandbytes-paged" else ""
     on_gpu = device.type == "cuda"
-    offloaded = " in pinned host memory" if recipe.offload == "cpu" and on_gpu else ""
+    states += " in pinned host memory" if recipe.offload == "cpu" and on_gpu else ""
+    freed = recipe.step_in_backward
     return Report(
         level=recipe.level,
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU (reference kernels)",
@@ -126,8 +119,8 @@ def report_of(
         gemm=gemm,
         compute=compute,
         compute_reason=reason,
-        gradients="used in backward and freed" if recipe.step_in_backward else gradients,
-        states=words.get(recipe.states, recipe.states) + offloaded,
+        gradients="used in backward and freed" if freed else words[recipe.gradients],
+        states=states,
         master="the weight" if recipe.master == "keep" else recipe.master,
         converted=[name for name, _ in layers.gemm],
         skipped=dict(layers.skipped),

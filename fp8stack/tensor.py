@@ -40,9 +40,7 @@ class BlockScaledTensor(torch.Tensor):
 
     codes: Tensor  # float8_e4m3fn, the shape of the tensor
     scale: Tensor  # float32 [rows, ceil(cols / 128)]
-    holder: list[
-        tuple[Tensor, Tensor] | None
-    ]  # holds the residual; aliases (detach, .data) share it
+    holder: list[tuple[Tensor, Tensor] | None]  # of the residual; aliases (detach, .data) share it
 
     # Everything is decided below the autograd level; no Python override per torch function is needed.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -55,17 +53,6 @@ class BlockScaledTensor(torch.Tensor):
         dtype: torch.dtype = torch.float32,
         residual: tuple[Tensor, Tensor] | None = None,
     ) -> BlockScaledTensor:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, codes.shape, dtype=dtype, device=codes.device
-        )
-
-    def __init__(
-        self,
-        codes: Tensor,
-        scale: Tensor,
-        dtype: torch.dtype = torch.float32,
-        residual: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
         if codes.dtype is torch.uint8:  # unpickled
             codes = codes.view(E4M3.dtype)
             residual = residual and (residual[0].view(E4M3.dtype), residual[1])
@@ -75,7 +62,10 @@ class BlockScaledTensor(torch.Tensor):
                 f"{scale_shape(codes.shape)} for codes of shape {tuple(codes.shape)}; "
                 f"got {codes.dtype} and {tuple(scale.shape)}."
             )
-        self.codes, self.scale, self.holder = codes, scale, [residual]
+        size = codes.shape
+        x = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device)
+        x.codes, x.scale, x.holder = codes, scale, [residual]
+        return x
 
     @property
     def residual(self) -> tuple[Tensor, Tensor] | None:
@@ -125,9 +115,8 @@ class BlockScaledTensor(torch.Tensor):
         else:
             full = value.expand(self.shape).contiguous()
             (codes, scale), residual = ops.quantize_blocks(full, E4M3), None
-        self.codes.view(torch.uint8).copy_(
-            codes.view(torch.uint8)
-        )  # bytes: not every backend copies float8
+        # as bytes: not every backend copies float8
+        self.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
         self.scale.copy_(scale)
         self.residual = None if residual is None else tuple(t.clone() for t in residual)  # type: ignore[assignment]
         return self
@@ -144,9 +133,8 @@ class BlockScaledTensor(torch.Tensor):
     ) -> BlockScaledTensor:
         """Return a new tensor with `function` applied to each part."""
         codes, scale, *rest = (function(t) for t in self.parts())
-        return BlockScaledTensor(
-            codes, scale, dtype or self.dtype, (rest[0], rest[1]) if rest else None
-        )
+        residual = (rest[0], rest[1]) if rest else None
+        return BlockScaledTensor(codes, scale, dtype or self.dtype, residual)
 
     def __repr__(self) -> str:  # type: ignore[override]
         body = repr(self.dequantize())[len("tensor(") : -1]
@@ -214,14 +202,11 @@ def _through_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return values[id(x)]
 
     new_args, new_kwargs = tree_map(value_of, args), tree_map(value_of, kwargs)
-    schema = func._schema.arguments
-    for position, argument in enumerate(schema):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[position] if position < len(args) else kwargs.get(argument.name)
-        for item in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(item, BlockScaledTensor):
-                written.append((item, values[id(item)]))
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            items = given if isinstance(given, (list, tuple)) else [given]
+            written += [(x, values[id(x)]) for x in items if isinstance(x, BlockScaledTensor)]
     result = func(*new_args, **new_kwargs)
     for target, value in written:
         target.assign_(value)
@@ -280,10 +265,10 @@ def _mul_(func: Any, x: Any, factor: Any) -> Any:
 
 
 def _div_(func: Any, x: Any, divisor: Any) -> Any:
-    if isinstance(x, BlockScaledTensor) and _is_scalar(divisor):
-        # A tensor, so that division by zero gives infinity as in torch.
-        return x.scale_(1.0 / torch.as_tensor(divisor, dtype=torch.float32))
-    return NotImplemented
+    if not _is_scalar(divisor):
+        return NotImplemented
+    # A tensor, so that division by zero gives infinity as in torch.
+    return _mul_(func, x, 1.0 / torch.as_tensor(divisor, dtype=torch.float32))
 
 
 def _mul_list_(func: Any, tensors: list[Tensor], factors: Any) -> None:
@@ -298,16 +283,13 @@ def _add_(func: Any, x: Any, other: Any, *, alpha: float = 1) -> Any:
     return NotImplemented
 
 
-def _norm(func: Any, x: BlockScaledTensor, ord: float = 2, *args: Any, **kwargs: Any) -> Any:
-    if (
-        ord != 2
-        or any(a not in (None, False, []) for a in args)
-        or kwargs.get("dim")
-        or kwargs.get("keepdim")
-    ):
+def _norm(
+    func: Any, x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
+    if ord != 2 or dim or keepdim:
         return NotImplemented
     # float32 even for a bfloat16 face: a norm rounded to 8 bits would clip by up to 0.4 % too much or too little.
-    return ops.norm_blocks(x.codes, x.scale).to(kwargs.get("dtype") or torch.float32)
+    return ops.norm_blocks(x.codes, x.scale).to(dtype or torch.float32)
 
 
 def _unscale_list_(func: Any, tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

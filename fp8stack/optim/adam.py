@@ -63,9 +63,7 @@ class Adam(BlockwiseOptimizer):
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"maximize": maximize}
-        self.numbers_of(defaults)
-        super().__init__(params, defaults, **options)
+        super().__init__(params, {**defaults, "maximize": maximize}, **options)
 
     def _is_decoupled(self, group: dict[str, Any]) -> bool:
         # torch's Adam(decoupled_weight_decay=True) is AdamW by another name.

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -66,7 +67,6 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
 
     counterpart: str
     paged = False
-    _inner: Any = None
 
     def __init__(self, params: ParamsT, *args: Any, paged: bool = False, **options: Any) -> None:
         check_option("offload", options.get("offload", "none"), *ON_BITSANDBYTES)
@@ -83,16 +83,14 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         """The `optimizer_backend` that this is."""
         return "bitsandbytes-paged" if self.paged else "bitsandbytes"
 
-    @property
+    @cached_property
     def inner(self) -> Any:
         """bitsandbytes' optimizer. It owns no parameters: each is handed to it for its update only."""
-        if self._inner is None:
-            from bitsandbytes import optim
+        from bitsandbytes import optim
 
-            momentum = {"momentum": 0.9} if self.algorithm == "sgd" else {}
-            kind = getattr(optim, "Paged" * self.paged + self.counterpart)
-            self._inner = kind([nn.Parameter(torch.empty(0))], lr=1.0, **momentum)
-        return self._inner
+        momentum = {"momentum": 0.9} if self.algorithm == "sgd" else {}
+        kind = getattr(optim, "Paged" * self.paged + self.counterpart)
+        return kind([nn.Parameter(torch.empty(0))], lr=1.0, **momentum)
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         if isinstance(self, SGD):

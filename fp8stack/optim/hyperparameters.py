@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError
 
 
 def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], float, float]:
@@ -27,33 +26,18 @@ def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], floa
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise ConfigError(f"betas must lie in [0, 1), got {betas}.")
     decay = check_positive("weight_decay", group["weight_decay"])
-    first, second = map(float, betas)
-    return check_rate(group["lr"]), (first, second), check_positive("eps", eps), decay
-
-
-def check_rate(lr: float | Tensor) -> float:
-    """Return a learning rate as a number; 0 if it is on a GPU, because reading it would wait for the GPU."""
+    lr, (first, second) = group["lr"], map(float, betas)
     if isinstance(lr, Tensor):
         if lr.numel() != 1:
             raise ConfigError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}.")
-        if lr.is_cuda:
-            return 0.0
-        lr = float(lr)
-    return check_positive("lr", lr)
+        lr = 0.0 if lr.is_cuda else float(lr)  # reading it would wait for the GPU
+    return check_positive("lr", lr), (first, second), check_positive("eps", eps), decay
 
 
 def rates_on_gpu(groups: list[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     """Return (index of the group, learning rate) for the learning rates that are tensors on a GPU."""
     rates = ((g, group["lr"]) for g, group in enumerate(groups))
     return [(g, lr) for g, lr in rates if isinstance(lr, Tensor) and lr.is_cuda]
-
-
-def check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    """Raise ConfigError unless `value` is one of `known`."""
-    if value not in known:
-        raise ConfigError(
-            f"{name} must be one of {known}, got {value!r}.{did_you_mean(str(value), known)}"
-        )
 
 
 def check_positive(name: str, value: float) -> float:

@@ -21,7 +21,7 @@ from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.tensor import is_sharded
 
 from .sharded import local
-from .state_formats import State, is_second
+from .state_formats import State, decode_moment, is_second
 
 _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCKS = (bitsandbytes_format.BLOCK, 2048)
@@ -41,18 +41,11 @@ def translate(entry: State, moments: tuple[str, ...], key: Any, decode: bool = F
     entry.pop(_WRAPPED, None)
     if "state1" in entry:
         entry = _from_bitsandbytes(entry, moments, key)
-    if decode:
-        for name in moments:
-            codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
-            if scale is not None and codes is not None and scale.ndim == 1:
-                values = bitsandbytes_format.table(not is_second(name), codes.device)
-                rest = {
-                    k: v for k, v in entry.items() if k not in (f"{name}_code", f"{name}_scale")
-                }
-                entry = {
-                    **rest,
-                    name: bitsandbytes_format.decode(codes, scale.to(codes.device), values),
-                }
+    for name in moments if decode else ():
+        codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
+        if codes is not None and scale is not None and scale.ndim == 1:
+            entry[name] = decode_moment(name, entry, codes.shape)
+            del entry[f"{name}_code"], entry[f"{name}_scale"]
     return {name: _plain(value) for name, value in entry.items()}
 
 

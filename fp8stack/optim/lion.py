@@ -46,7 +46,6 @@ class Lion(BlockwiseOptimizer):
         **options: Unpack[Options],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        self.numbers_of(defaults)
         super().__init__(params, defaults, **options)
 
     def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:

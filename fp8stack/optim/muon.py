@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError
+from fp8stack.levels import check_choice
 from fp8stack.tensor import is_sharded
 
-from .hyperparameters import check_choice, check_positive, check_range
+from .hyperparameters import check_positive, check_range
 from .optimizer import BlockwiseOptimizer, Options, ParamsT
 from .step import Batch
 
@@ -78,7 +79,6 @@ class Muon(BlockwiseOptimizer):
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
             "betas": betas, "adamw_eps": adamw_eps,
         }  # fmt: skip
-        self.numbers_of(defaults)
         super().__init__(params, defaults, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from fp8stack.conflicts import RELEASE, check_option
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
-from fp8stack.levels import CHOICES
+from fp8stack.levels import check_choice
 
 from .gradients import check_gradient
-from .hyperparameters import check_choice, rates_on_gpu
+from .hyperparameters import rates_on_gpu
 from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceStep
 from .sharded import local, local_state, reduce_nothing, shares_of
@@ -65,8 +65,9 @@ class BlockwiseOptimizer(StatefulOptimizer):
         max_grad_norm: float | None = None,
         offload: str = "none",
     ) -> None:
+        self.numbers_of(defaults)  # which checks them
         check_formats(states, master)
-        check_choice("offload", offload, CHOICES["offload"])
+        check_choice("offload", offload)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be > 0 (or None), got {max_grad_norm}.")
         self.states, self.master, self.min_numel = states, master, min_numel
@@ -194,10 +195,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
     def _parts_of(self, chosen: Sequence[Tensor], only: Tensor | None) -> Sequence[DeviceStep]:
         """Return the parts of the step, one for each device and family of algorithms; on a GPU they are kept."""
-        families = [self.family_of(group) for group in self.param_groups]
         kernels = [
-            (family, self.algorithm_of(g), self.moments_of(g))
-            for family, g in zip(families, self.param_groups, strict=True)
+            (self.family_of(g), self.algorithm_of(g), self.moments_of(g)) for g in self.param_groups
         ]
         if kernels != self._kernels:  # weight decay or momentum was switched on, say
             self._kernels = kernels
@@ -210,15 +209,14 @@ class BlockwiseOptimizer(StatefulOptimizer):
         pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
         for index, (g, p) in enumerate(pairs):
             if p.grad is not None and (only is None or p is only):
-                group = self.param_groups[g]
-                state = self.ensure_state(group, p)
+                family, algorithm, moments = kernels[g]
+                state = self.ensure_state(self.param_groups[g], p)
                 check_gradient(p, p.grad)
-                moments = self.moments_of(group)
                 wanted = self.moment_format(p), self.master_format(p)
                 held, shape = local_state(state), local(p).shape
-                kind = step_kind(*self.algorithm_of(group), moments, held, shape, wanted)
+                kind = step_kind(*algorithm, moments, held, shape, wanted)
                 entry = Entry(index, g, p, state, moments, kind)
-                entries.setdefault((p.device, families[g]), []).append(entry)
+                entries.setdefault((p.device, family), []).append(entry)
         shares = shares_of(self.param_groups)
         if not on_triton:
             return [ReferenceStep(part, *kind, shares) for kind, part in entries.items()]

@@ -79,8 +79,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Remember what `group` says of formats for these parameters: ZeRO empties and rewrites groups later."""
         states, master = group.get("states", self.states), group.get("master", self.master)
         formats.check_formats(states, master)
-        asked = states, master, bool(group.get("flat", False))
-        self._group_formats.update(dict.fromkeys(parameters, asked))
+        flat = bool(group.get("flat", False))
+        self._group_formats.update(dict.fromkeys(parameters, (states, master, flat)))
 
     def _of_group(self, parameter: Tensor) -> tuple[str, str, bool]:
         """Return states and master as the parameter's group has them, and whether it is flat."""
@@ -166,18 +166,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for name in self.moments_of(group):
             if name in state and not formats.is_dense(state[name], weight, states):
                 # somebody else put it there, such as DeepSpeed's universal checkpoints
-                given = local_state({name: state.pop(name)})[name]
-                state.update(
-                    self.place(formats.encode_moment(name, given, weight, states), parameter)
-                )
+                moment = formats.encode_moment(name, local(state.pop(name)), weight, states)
+                state.update(self.place(moment, parameter))
             elif not formats.has_moment(name, state):
                 home = torch.device("cpu") if self.offloads(parameter) else weight.device
                 state.update(self.place(formats.zero_moment(name, weight, states, home), parameter))
         if not state.keys() & set(MASTER_KEYS):
-            entries = formats.encode_master(weight.detach().float(), self.master_format(parameter))[
-                1
-            ]
-            state.update(self.place(entries, parameter))
+            value = weight.detach().float()
+            _, master = formats.encode_master(value, self.master_format(parameter))
+            state.update(self.place(master, parameter))
         elif parameter.dtype is torch.float32 or (
             "remainder" in state and parameter.dtype is not torch.bfloat16
         ):

@@ -45,15 +45,8 @@ class SGD(BlockwiseOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        self.numbers_of(defaults)
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        defaults |= {"weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **options)
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:

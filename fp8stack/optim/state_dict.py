@@ -13,7 +13,7 @@ torch's own `Optimizer.load_state_dict` cannot be used: it casts every state ten
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection
 from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
@@ -76,19 +76,16 @@ def to_torch(
     for key, entry in packed["state"].items():
         if "step" in entry:
             p = parameters[key]
-            mine, shape = local_state(entry), local(p).shape
-            moments = {name: formats.decode_moment(name, mine, shape) for name in optimizer.moments}
-            given = {
-                name: m.to(device or p.device, copy=True)
-                for name, m in moments.items()
-                if m is not None
-            }
-            state[key] = distribute(given, p)
+            mine, moments = local_state(entry), {}
+            for name in optimizer.moments:
+                value = formats.decode_moment(name, mine, local(p).shape)
+                if value is not None:
+                    moments[name] = value.to(device or p.device, copy=True)
+            state[key] = distribute(moments, p)
             if families[key] not in ("sgd", "muon"):  # torch's do not count steps
                 state[key]["step"] = entry["step"].clone()
         if masters:
-            kept = {name: value for name, value in entry.items() if name in MASTER_KEYS}
-            state.setdefault(key, {}).update(kept)
+            state.setdefault(key, {}).update(_masters(entry))
     return {"state": state, "param_groups": plain_numbers(packed["param_groups"])}
 
 
@@ -133,9 +130,9 @@ def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
     states: dict[Tensor, State] = {}
     for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved_group["params"], strict=True):
-            present = _masters(optimizer.state.get(parameter, {}))
             if key not in packed["state"]:
-                if present:  # keep the master: it belongs to the weight, not to a step taken
+                # keep the master: it belongs to the weight, not to a step taken
+                if present := _masters(optimizer.state.get(parameter, {})):
                     states[parameter] = present
                 continue
             try:
@@ -153,7 +150,7 @@ def install(optimizer: StatefulOptimizer, prepared: Prepared) -> None:
     for group, saved_group in zip(optimizer.param_groups, prepared.groups, strict=True):
         own = ("params", *FORMAT_KEYS)
         group.update({k: deepcopy(v) for k, v in saved_group.items() if k not in own})
-    weights = dict(_encode_masters(optimizer, prepared.states))
+    weights = _encode_masters(optimizer, prepared.states)
     optimizer.state.clear()
     optimizer.state.update(prepared.states)
     for parameter, weight in weights.items():
@@ -168,9 +165,8 @@ def adopt(optimizer: StatefulOptimizer, source: torch.optim.Optimizer) -> None:
     Raises:
         ModelError: if a state is not what an optimizer of this kind has. Nothing is changed.
     """
-    owned = [p for group in source.param_groups for p in group["params"] if p in source.state]
-    states = _taken_over(optimizer, source, owned)
-    dict(_encode_masters(optimizer, states))
+    states = _taken_over(optimizer, source, source.state.keys())
+    _encode_masters(optimizer, states)
     optimizer.state.update(states)
 
 
@@ -179,8 +175,9 @@ def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]
     old = dict(optimizer.overrides)
     optimizer.overrides.update(formats)
     try:
-        states = _taken_over(optimizer, optimizer, [p for p in formats if optimizer.state.get(p)])
-        weights = dict(_encode_masters(optimizer, states))
+        changed = {p for p in formats if optimizer.state.get(p)}
+        states = _taken_over(optimizer, optimizer, changed)
+        weights = _encode_masters(optimizer, states)
     except BaseException:
         optimizer.overrides = old
         raise
@@ -190,21 +187,21 @@ def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]
 
 
 def _taken_over(
-    optimizer: StatefulOptimizer, source: torch.optim.Optimizer, parameters: Iterable[Tensor]
+    optimizer: StatefulOptimizer, source: torch.optim.Optimizer, parameters: Collection[Tensor]
 ) -> dict[Tensor, State]:
     """Return the states of these parameters as `optimizer` keeps them."""
-    wanted, states = set(parameters), {}
-    for group in source.param_groups:
-        for p in group["params"]:
-            if p not in wanted:
-                continue
-            try:
-                states[p] = _convert(optimizer, group, p, source.state[p], "?")
-            except (CheckpointError, *MALFORMED) as error:
-                raise ModelError(
-                    f"the optimizer's state of a parameter of shape {tuple(p.shape)} cannot be taken over ({error}). "
-                    "Was it changed by hand, or the parameter resized? Drop it: optimizer.state.pop(parameter)."
-                ) from error
+    states = {}
+    pairs = ((group, p) for group in source.param_groups for p in group["params"])
+    for group, p in pairs:
+        if p not in parameters:
+            continue
+        try:
+            states[p] = _convert(optimizer, group, p, source.state[p], "?")
+        except (CheckpointError, *MALFORMED) as error:
+            raise ModelError(
+                f"the optimizer's state of a parameter of shape {tuple(p.shape)} cannot be taken over ({error}). "
+                "Was it changed by hand, or the parameter resized? Drop it: optimizer.state.pop(parameter)."
+            ) from error
     return states
 
 
@@ -290,10 +287,9 @@ def _convert(
     if "step" in entry or any(formats.has_moment(name, entry) for name in moments):
         count = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32, device=weight.device)
         new["step"] = count.reshape(())
+        states = optimizer.moment_format(parameter)
         for name in moments:
-            new.update(
-                _convert_moment(name, entry, weight, optimizer.moment_format(parameter), key)
-            )
+            new |= _convert_moment(name, entry, weight, states, key)
     saved = _masters(entry)
     if any(v.ndim and v.shape != weight.shape for v in saved.values()):
         shapes = {k: tuple(v.shape) for k, v in saved.items()}
@@ -333,19 +329,20 @@ def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: A
 
 def _encode_masters(
     optimizer: StatefulOptimizer, states: dict[Tensor, State]
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Convert the masters in `states` to the optimizer's format; yield the weights that this changes."""
+) -> dict[Tensor, Tensor]:
+    """Convert the masters in `states` to the optimizer's format; return the weights that this changes."""
+    weights = {}
     for p, state in states.items():
         saved, kind = local_state(_masters(state)), optimizer.master_format(p)
         old = local(p).detach()
         wanted = formats.zero_master(old.to("meta"), kind)
         if not saved or (saved.keys() == wanted.keys() and _alike(saved, wanted)):
             continue
-        weight, entries = formats.encode_master(formats.decode_master(old, saved), kind)
+        weights[p], entries = formats.encode_master(formats.decode_master(old, saved), kind)
         for name in saved:
             del state[name]
         state.update(optimizer.place(entries, p))
-        yield p, weight
+    return weights
 
 
 def _check_names(optimizer: StatefulOptimizer, entry: State, parameter: Tensor, key: Any) -> None:

@@ -57,10 +57,8 @@ from fp8stack.formats import (
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
-from fp8stack.levels import CHOICES
+from fp8stack.levels import check_choice
 from fp8stack.tensor import whole_shape
-
-from .hyperparameters import check_choice
 
 State = dict[str, Any]
 
@@ -78,8 +76,8 @@ _SPLIT = {"split24": torch.int8, "split32": torch.int16}
 
 def check_formats(states: str, master: str) -> None:
     """Raise ConfigError unless both are known."""
-    check_choice("states", states, CHOICES["states"])
-    check_choice("master", master, CHOICES["master"])
+    check_choice("states", states)
+    check_choice("master", master)
 
 
 def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:
@@ -232,10 +230,9 @@ def step_kind(
         kind, value = stored_kind(name, state, shape), state.get(name)
         if not is_second(name):
             m = kind
-        elif wanted[0] == "bf16" and value is not None and value.dtype is torch.bfloat16:
-            v = "dithered"  # to nearest, it would not move by less than 1/256
-        else:
-            v = kind
+            continue
+        in_bf16 = wanted[0] == "bf16" and value is not None and value.dtype is torch.bfloat16
+        v = "dithered" if in_bf16 else kind  # to nearest, it would not move by less than 1/256
     kinds = {"remainder": "split", "master_scale": "tensor", "master": "dense"}
     rounded = "dithered" if wanted[1] == "none" else ""
     master = next((kind for key, kind in kinds.items() if key in state), rounded)

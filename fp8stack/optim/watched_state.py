@@ -29,28 +29,18 @@ class WatchedDict(dict[Any, Any]):
         return deepcopy(dict(self), memo)
 
 
-def _watched(name: str) -> Callable[..., Any]:
+def _watched(change: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: WatchedDict, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(dict, name)(self, *args, **kwargs)
+        result = change(self, *args, **kwargs)
         self._changed()
         return result
 
-    method.__name__ = name
     return method
 
 
-_CHANGES = (
-    "__setitem__",
-    "__delitem__",
-    "update",
-    "pop",
-    "popitem",
-    "clear",
-    "setdefault",
-    "__ior__",
-)
-for _name in _CHANGES:
-    setattr(WatchedDict, _name, _watched(_name))
+_REMOVING = ("__delitem__", "clear", "pop", "popitem")
+for _name in (*_REMOVING, "__setitem__", "__ior__", "setdefault", "update"):
+    setattr(WatchedDict, _name, _watched(getattr(dict, _name)))
 
 
 class WatchedStates(WatchedDict):

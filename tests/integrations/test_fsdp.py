@@ -401,7 +401,7 @@ def refused(kind, match, model):
 
 
 RULES_OF_FSDP2 = [
-    (rule, value) for rules in RULES.values() for rule in rules for value in rule.values
+    (rule, value) for rule in RULES for value in rule.values
     if rule.contexts == (FSDP2,) and rule.option in OPTIONS
 ]  # fmt: skip
 
