@@ -17,7 +17,6 @@ not patched anywhere. Planning, FSDP2 and DeepSpeed call `decide` and `carry_out
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -58,7 +57,6 @@ from .errors import (
     UnsupportedDeviceError,
     did_you_mean,
 )
-from .formats import scale_shape
 from .kernels.ops import kernel_backend
 from .levels import Recipe, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
@@ -197,7 +195,7 @@ def carry_out(
     if recipe.select == "auto" and compute == "native":
         chooser = Chooser(recipe, layers.gemm, say)
         session.report.selected = chooser.selected  # filled as shapes are seen
-        session.hooks.append(chooser.watch(model))
+        session.undo.append(chooser.watch(model).remove)
     apply_gemms(layers, session.conversion, compute, recipe, chooser)
     if recipe.matmuls and compute != "bf16":
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
@@ -238,10 +236,8 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     unfuse(model)
     del _SESSIONS[model], model.__dict__[_KEPT]
     session.gradients.remove()
-    for hook in session.hooks:
-        hook.remove()
-    for group, name, value in session.flags:
-        group[name] = value
+    for undo in session.undo:
+        undo()
     returned, source = session.returned, session.source
     session.conversion.undo()
     if isinstance(returned, BlockwiseOptimizer):
@@ -450,15 +446,15 @@ def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
         for parameter in quantized.intersection(group["params"]):
             meta = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
             elements += meta.numel()
-            total += meta.nbytes
+            made = [{"weight": meta}]
             if not recipe.step_in_backward:
-                codes = meta.numel() + 4 * math.prod(scale_shape(meta.shape))
-                total += codes if recipe.gradients == "fp8" else meta.nbytes
-            if not isinstance(optimizer, BlockwiseOptimizer):
-                total += 2 * meta.nbytes  # two moments, as torch's Adam family keeps them
+                # gradients of both formats are laid out as moments of the same name are
+                made.append(zero_moment("grad", meta, recipe.gradients))
+            if not isinstance(optimizer, BlockwiseOptimizer):  # as torch's Adam family
+                made += [zero_moment(name, meta, "keep") for name in ("exp_avg", "exp_avg_sq")]
             elif not optimizer.offloads(parameter):
-                states = [zero_master(meta, optimizer.master_format(parameter))]
                 kind = optimizer.moment_format(parameter)
-                states += [zero_moment(name, meta, kind) for name in optimizer.moments_of(group)]
-                total += sum(tensor.nbytes for state in states for tensor in state.values())
+                made.append(zero_master(meta, optimizer.master_format(parameter)))
+                made += [zero_moment(name, meta, kind) for name in optimizer.moments_of(group)]
+            total += sum(tensor.nbytes for state in made for tensor in state.values())
     return total / max(elements, 1)

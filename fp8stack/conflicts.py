@@ -18,7 +18,7 @@ optimizers and wrappers by the names of their classes, and recipes by the names 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import fields
 from itertools import product
 from typing import Any, NamedTuple
@@ -319,15 +319,17 @@ def settings_of(recipe: Any) -> list[Setting]:
         value = getattr(recipe, field.name)
         if field.name not in ("level", "brief", "states_for") and value != field.default:
             result.append(Setting(field.name, value, f"{field.name}={value!r}"))
-    for pattern, *formats in recipe.states_for:
-        result.append(Setting("states_for", pattern, f"states_for[{pattern!r}]"))
-        result += settings_of_formats(formats, where=f"states_for[{pattern!r}]: ")
+    for pattern, states, master in recipe.states_for:
+        named = f"states_for[{pattern!r}]"
+        result.append(Setting("states_for", pattern, named))
+        result += settings_of_formats((states, master), where=f"{named}: ")
     return result
 
 
-def settings_of_formats(*formats: Sequence[str], where: str = "") -> list[Setting]:
-    """Return pairs of states and master as settings; `where` says who set them."""
-    pairs = (pair for both in formats for pair in zip(("states", "master"), both, strict=True))
+def settings_of_formats(*formats: tuple[str, str], where: str = "") -> list[Setting]:
+    """Return pairs of states and master as settings, each once; `where` says who set them."""
+    each_once = dict.fromkeys(formats)
+    pairs = (pair for both in each_once for pair in zip(("states", "master"), both, strict=True))
     return [Setting(name, value, f"{where}{name}={value!r}") for name, value in pairs if value]
 
 

@@ -7,12 +7,13 @@ nothing, and functions that change check nothing: `api.py` calls all checks befo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from . import optim
 from .comm import GradientHandle
@@ -193,9 +194,7 @@ class Session:
     gradients: GradientHandle = field(default_factory=GradientHandle)
     # weights that became bfloat16, with the dtype they had
     stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
-    # group options that were changed, with what they were
-    flags: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)  # hooks and options of groups
     lasting: str = ""  # why `restore` cannot undo it, and what else to do
 
     def __reduce__(self) -> Any:
@@ -226,7 +225,7 @@ def convert_optimizer(
         # torch's multi-tensor steps would dequantize all gradients at once; one at a time saves that memory.
         for group in optimizer.param_groups:
             for flag in {"foreach", "fused"} & group.keys():
-                session.flags.append((group, flag, group[flag]))
+                session.undo.append(partial(group.__setitem__, flag, group[flag]))
                 group[flag] = False
         return optimizer
     names = (
@@ -266,10 +265,10 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
         # Schedulers look for this flag on the optimizer they were made from.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    session.hooks.append(optimizer.register_step_pre_hook(refuse))
-    session.hooks.append(optimizer.register_state_dict_pre_hook(refuse))
-    session.hooks.append(optimizer.register_load_state_dict_pre_hook(refuse))
-    session.hooks.append(new.register_step_post_hook(mark_called))
+    session.undo.append(optimizer.register_step_pre_hook(refuse).remove)
+    session.undo.append(optimizer.register_state_dict_pre_hook(refuse).remove)
+    session.undo.append(optimizer.register_load_state_dict_pre_hook(refuse).remove)
+    session.undo.append(new.register_step_post_hook(mark_called).remove)
 
 
 def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:

@@ -234,9 +234,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its parameters join whatever the optimizer was initialized for."""
-        check_formats(
-            param_group.get("states", self.states), param_group.get("master", self.master)
-        )
+        self.note_formats(param_group, ())  # which checks them
         super().add_param_group(param_group)
         self._group_formats.clear()
         if self.release is not None:
