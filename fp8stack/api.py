@@ -27,15 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from . import capability
-from .conflicts import (
-    BF16_PRODUCTS,
-    FP8_PRODUCTS,
-    NOT_ON_BITSANDBYTES,
-    ON_CPU,
-    idle_options,
-    refuse_conflicts,
-)
+from . import capability, conflicts
 from .conversion import (
     COPIED,
     Session,
@@ -143,20 +135,17 @@ def decide(
     device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
-    places = [BF16_PRODUCTS if compute == "bf16" else FP8_PRODUCTS]
-    places += [ON_CPU] if device.type == "cpu" else []
-    fallbacks += idle_options(recipe, *places)
+    places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
+    places += [conflicts.ON_CPU] if device.type == "cpu" else []
+    fallbacks += conflicts.idle_options(recipe, *places)
     recipe, told = choose_stepper(recipe, optimizer, device)
     skipped, idle = skipped_modules(model, recipe)
     fallbacks += [*told, *idle]
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     groups = [] if optimizer is None else optimizer.param_groups
     owned = {p for group in groups for p in group["params"]} - left_alone
-    quantized = {
-        p
-        for p in model.parameters()
-        if p in owned and p.requires_grad and is_large_matrix(p, recipe.min_numel)
-    }
+    large = {p for p in model.parameters() if is_large_matrix(p, recipe.min_numel)}
+    quantized = {p for p in large & owned if p.requires_grad}
     formats = _formats_by_parameter(model, recipe, left_alone)
     stored = replace(recipe, master="keep") if gathered_on else recipe
     layers = choose_layers(model, stored, skipped, quantized, compute)
@@ -430,8 +419,8 @@ def _check_on_bitsandbytes(
 ) -> None:
     """Raise unless bitsandbytes can step instead of `optimizer`."""
     check_bitsandbytes(device, paged=recipe.optimizer_backend == "bitsandbytes-paged")
-    has_kind = counterpart_on_bitsandbytes(optimizer) is not None
-    refuse_conflicts(recipe, *([] if has_kind else [NOT_ON_BITSANDBYTES]), optimizer=optimizer)
+    places = [] if counterpart_on_bitsandbytes(optimizer) else [conflicts.NOT_ON_BITSANDBYTES]
+    conflicts.refuse_conflicts(recipe, *places, optimizer=optimizer)
 
 
 # --- the report

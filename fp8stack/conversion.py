@@ -15,15 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import optim
+from . import conflicts, optim
 from .comm import GradientHandle
-from .conflicts import (
-    INITIALIZE,
-    TORCH_OPTIMIZERS,
-    has_counterpart,
-    refuse_conflicts,
-    wrapper_of,
-)
 from .errors import ModelError
 from .formats import FLOATS
 from .levels import Recipe
@@ -39,7 +32,7 @@ from .report import Report
 from .tensor import check_dense, is_sharded
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
-    kind: getattr(optim, kind.__name__) for kind in TORCH_OPTIMIZERS
+    kind: getattr(optim, kind.__name__) for kind in conflicts.TORCH_OPTIMIZERS
 }
 """fp8stack's optimizer for each of torch's that O2 converts."""
 
@@ -70,8 +63,8 @@ def check_model(
         raise ModelError(
             "the model is one of torch.jit, whose layers cannot be changed. Initialize what it was scripted from."
         )
-    if wrapper_of(model):
-        refuse_conflicts(recipe, INITIALIZE, model=model)
+    if conflicts.wrapper_of(model):
+        conflicts.refuse_conflicts(recipe, conflicts.INITIALIZE, model=model)
     if done := find_converted(model):
         remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
         if not initialized:
@@ -147,7 +140,7 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
             f"{f' ({foreign} parameters of something else)' if foreign else ''}. Build it from this model: "
             f"{type(optimizer).__name__}(model.parameters(), ...), after anything that replaces parameters."
         )
-    refuse_conflicts(recipe, optimizer=optimizer)
+    conflicts.refuse_conflicts(recipe, optimizer=optimizer)
     if recipe.step_in_backward:
         check_single_process()
     if recipe.states != "keep" and isinstance(optimizer, BlockwiseOptimizer):
@@ -221,7 +214,7 @@ def convert_optimizer(
     elif isinstance(optimizer, BlockwiseOptimizer):
         reformat(optimizer, {p: own for p, own in formats.items() if p not in optimizer.overrides})
         return optimizer
-    if kind is None or not has_counterpart(optimizer):
+    if kind is None or not conflicts.has_counterpart(optimizer):
         # torch's multi-tensor steps would dequantize all gradients at once; one at a time saves that memory.
         for group in optimizer.param_groups:
             for flag in {"foreach", "fused"} & group.keys():

@@ -44,16 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8stack.formats import (
-    E4M3,
-    E4M3_ROOT,
-    FORMATS,
-    S1E3M4,
-    UE3M1,
-    UE3M5,
-    MiniFloat,
-    scale_shape,
-)
+from fp8stack import formats
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
 from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
@@ -62,12 +53,12 @@ from fp8stack.tensor import whole_shape
 
 State = dict[str, Any]
 
-_BLOCK_FORMATS: dict[str, tuple[MiniFloat, MiniFloat]] = {
-    "8bit": (S1E3M4, UE3M5),
-    "fp8": (E4M3, E4M3_ROOT),
-    "4bit": (S1E3M4, UE3M1),
+_BLOCK_FORMATS: dict[str, tuple[formats.MiniFloat, formats.MiniFloat]] = {
+    "8bit": (formats.S1E3M4, formats.UE3M5),
+    "fp8": (formats.E4M3, formats.E4M3_ROOT),
+    "4bit": (formats.S1E3M4, formats.UE3M1),
 }
-_TENSOR_FORMATS = (E4M3.dtype, torch.float16)  # of "fp8-lm"
+_TENSOR_FORMATS = (formats.E4M3.dtype, torch.float16)  # of "fp8-lm"
 BITSANDBYTES = "bitsandbytes"
 """What "8bit" becomes in `bitsandbytes.py`; no choice of a user's."""
 MASTER_KEYS = ("remainder", "master", "master_scale")
@@ -116,7 +107,7 @@ def zero_moment(
     shape, device = parameter.shape, device or parameter.device
     if dense := _dense_dtype(parameter, states):
         return {name: torch.zeros(shape, dtype=dense, device=device)}
-    dtype, scales = torch.uint8, torch.zeros(scale_shape(shape), device=device)
+    dtype, scales = torch.uint8, torch.zeros(formats.scale_shape(shape), device=device)
     if states in _BLOCK_FORMATS:
         fmt = _BLOCK_FORMATS[states][is_second(name)]
         dtype, shape = fmt.dtype, torch.Size(fmt.codes_shape(shape))
@@ -173,7 +164,7 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
     kind = stored_kind(name, state, shape)
     if kind == "tensor":
         return power_of_two.decode_tensor(codes, scale)
-    return ops.dequantize_blocks(codes, scale, FORMATS[kind], shape=shape)
+    return ops.dequantize_blocks(codes, scale, formats.FORMATS[kind], shape=shape)
 
 
 # --- masters
