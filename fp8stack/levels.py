@@ -171,9 +171,8 @@ def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
             raise ConfigError(
                 f'states_for[{pattern!r}]={value!r} must be a format, or a dict with "states" and "master".'
             )
-        own = {
-            n: check_choice(n, v, where=f"states_for[{pattern!r}]: ") for n, v in formats.items()
-        }
+        where = f"states_for[{pattern!r}]: "
+        own = {n: check_choice(n, v, where=where) for n, v in formats.items()}
         result.append((pattern, own.get("states", ""), own.get("master", "")))
     return tuple(result)
 
