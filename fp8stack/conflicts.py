@@ -260,10 +260,8 @@ def find_conflicts(
     settings = settings_of(recipe)
     if optimizer is not None:
         contexts |= contexts_of_optimizer(optimizer)
-    for name, module in () if model is None else model.named_modules():
-        if kind := wrapper_of(module):
-            text = f"{name or 'the model'}, wrapped in {kind},"
-            settings.append(Setting("module" if name else "model", kind, text))
+    if model is not None:
+        settings += wrappers_in(model)
     yield from broken_rules(settings, contexts)
     if optimizer is not None:
         # A recipe that leaves states alone also leaves an optimizer of fp8stack's its own states and masters.
@@ -390,6 +388,16 @@ def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
     if not is_fp8stack_optimizer(optimizer):
         return type(optimizer) is getattr(torch.optim, name, None)
     return any(kind.__name__ == name for kind in type(optimizer).__mro__)
+
+
+def wrappers_in(model: nn.Module) -> list[Setting]:
+    """Return the wrappers around a model and around parts of it."""
+    found = ((name, wrapper_of(module)) for name, module in model.named_modules())
+    return [
+        Setting("module" if name else "model", kind, f"{name or 'the model'}, wrapped in {kind},")
+        for name, kind in found
+        if kind
+    ]
 
 
 def wrapper_of(module: nn.Module) -> str:
