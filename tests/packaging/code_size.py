@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 16_200
+LIBRARY_CAP = 15_850
 TESTS_CAP = 26_500
 _NO_CODE = {
     tokenize.COMMENT,
