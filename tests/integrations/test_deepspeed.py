@@ -505,7 +505,7 @@ REFUSED_SECTIONS = (  # a section, words of the error, and what else the configu
     ({"allow": ["everything"]}, "no known incompatibility is called", {}),
     ({"checkpoint_format": "universal"}, "checkpoint_format.*universal", {}),
     *(({rule.option: value}, f"{rule.option}={value!r} does not go with.*{re.escape(rule.reason)}", ZERO)
-      for rules in conflicts.RULES.values() for rule in rules if rule.option in OPTIONS
+      for rule in conflicts.RULES if rule.option in OPTIONS
       for value in rule.values
       if {*rule.contexts} & {conflicts.DEEPSPEED, conflicts.ZERO, conflicts.ZERO_FLOAT32}
       and (rule.contexts, value) != ((conflicts.ZERO_FLOAT32,), "fp16")),  # which ZeRO itself refuses
