@@ -59,7 +59,6 @@ class Verification:
 
 
 def compare(
-    level: str,
     model: nn.Module,
     report: Report,
     optimizer: Any,
@@ -71,7 +70,7 @@ def compare(
     """Return what runs.
 
     Args:
-        level, report: what was asked for, and what was done.
+        report: the level that was asked for, and what was done.
         model, optimizer: bare. The optimizer's parameters may be partitions that ZeRO made.
         reducers: what has to reduce gradients in FP8, by name, and whether it does.
         differences: what the caller found to be otherwise.
@@ -103,12 +102,12 @@ def compare(
         if len(wrong) > MOST:
             wrong[MOST:] = [f"and {len(wrong) - MOST} more differences"]
         raise ModelError(
-            f"fp8stack {level} was asked for, and what runs is otherwise: {'; '.join(wrong)}."
+            f"fp8stack {report.level} was asked for, and what runs is otherwise: {'; '.join(wrong)}."
         )
     states = getattr(optimizer, "state", {})
     tensors = [t for entry in states.values() for t in entry.values() if torch.is_tensor(t)]
     return Verification(
-        level,
+        report.level,
         wrapper,
         layers=layers,
         reduction=tuple(reducers),
@@ -140,8 +139,7 @@ def verify_initialized(
             f"{', '.join(type(o).__name__ for o in optimizers) or 'nothing'} is stepped, and not the "
             f"{type(session.returned).__name__} that fp8stack returned"
         )
-    level, report, returned = session.recipe.level, session.report, session.returned
-    return compare(level, model, report, returned, wrapper, reducers, differences)
+    return compare(model, session.report, session.returned, wrapper, reducers, differences)
 
 
 def _wrong_states(optimizer: BlockwiseOptimizer, model: nn.Module) -> Iterator[str]:

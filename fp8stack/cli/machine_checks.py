@@ -30,7 +30,9 @@ class Problem(NamedTuple):
 
 def find() -> list[Problem]:
     """Return what is known to be wrong with this machine, errors first."""
-    found = [*_gpu(), *_cudnn(), *_versions(machine.installed_versions())]
+    found = [*_gpu(), *_versions(machine.installed_versions())]
+    if remedy := cudnn_remedy():
+        found.append(Problem("error", f"{len(cudnn_folders())} cuDNNs are loaded", remedy))
     return sorted(found, key=lambda problem: problem.severity != "error")
 
 
@@ -53,11 +55,6 @@ def _gpu() -> Iterator[Problem]:
     if torch.cuda.is_available() and backend != "triton":
         what = f"kernels do not run in Triton: {why}; the torch reference kernels are much slower"
         yield Problem("error", what, 'pip install "triton>=3.2", and unset FP8STACK_KERNELS.')
-
-
-def _cudnn() -> Iterator[Problem]:
-    if remedy := cudnn_remedy():
-        yield Problem("error", f"{len(cudnn_folders())} cuDNNs are loaded", remedy)
 
 
 def _versions(versions: dict[str, str]) -> Iterator[Problem]:

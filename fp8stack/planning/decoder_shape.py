@@ -88,34 +88,30 @@ class Shape:
     def skeleton(self, dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
         """Return the modules of the model, on the meta device."""
         norm = nn.RMSNorm if self.rms else nn.LayerNorm
+        h, q, kv, f = self.hidden, self.q_dim, self.kv_dim, self.ffn
+        norms = {"attention_norm": h, "mlp_norm": h}
+        sizes = {"q_proj": (h, q), "k_proj": (h, kv), "v_proj": (h, kv), "o_proj": (q, h)}
+        sizes |= {"up_proj": (h, f), "down_proj": (f, h)}
+        if self.qk_norm:
+            norms |= {"q_norm": self.head_dim, "k_norm": self.head_dim}
+        if self.gated:
+            sizes["gate_proj"] = (h, f)
+        biased = sizes.keys() if self.bias else ("q_proj", "k_proj", "v_proj")[: 3 * self.qkv_bias]
+
+        def block() -> nn.ModuleDict:
+            linear = {n: nn.Linear(*size, bias=n in biased) for n, size in sizes.items()}
+            return nn.ModuleDict({**{n: norm(width) for n, width in norms.items()}, **linear})
+
         with torch.device("meta"):
-            model = nn.ModuleDict({"embed": nn.Embedding(self.vocab, self.hidden)})
+            model = nn.ModuleDict({"embed": nn.Embedding(self.vocab, h)})
             if self.positions:
-                model["position"] = nn.Embedding(self.positions, self.hidden)
-            model["blocks"] = nn.ModuleList(self._block() for _ in range(self.layers))
-            model["norm"] = norm(self.hidden)
-            model["head"] = nn.Linear(self.hidden, self.vocab, bias=False)
+                model["position"] = nn.Embedding(self.positions, h)
+            model["blocks"] = nn.ModuleList(block() for _ in range(self.layers))
+            model["norm"] = norm(h)
+            model["head"] = nn.Linear(h, self.vocab, bias=False)
         if self.tied:
             model["head"].weight = model["embed"].weight
         return model.to(dtype)
-
-    def _block(self) -> nn.ModuleDict:
-        qkv, norm = self.bias or self.qkv_bias, nn.RMSNorm if self.rms else nn.LayerNorm
-        block: dict[str, nn.Module] = {
-            "attention_norm": norm(self.hidden),
-            "q_proj": nn.Linear(self.hidden, self.q_dim, bias=qkv),
-            "k_proj": nn.Linear(self.hidden, self.kv_dim, bias=qkv),
-            "v_proj": nn.Linear(self.hidden, self.kv_dim, bias=qkv),
-            "o_proj": nn.Linear(self.q_dim, self.hidden, bias=self.bias),
-            "mlp_norm": norm(self.hidden),
-            "up_proj": nn.Linear(self.hidden, self.ffn, bias=self.bias),
-            "down_proj": nn.Linear(self.ffn, self.hidden, bias=self.bias),
-        }
-        if self.qk_norm:
-            block["q_norm"], block["k_norm"] = norm(self.head_dim), norm(self.head_dim)
-        if self.gated:
-            block["gate_proj"] = nn.Linear(self.hidden, self.ffn, bias=self.bias)
-        return nn.ModuleDict(block)
 
     def resized(self, parameters: float) -> Shape:
         """Return the shape of this family with about that many parameters; heads keep their size.

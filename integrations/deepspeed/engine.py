@@ -302,7 +302,6 @@ def verify(engine: Any) -> Verification:
             if name not in applied.left_out
         ]
     return compare(
-        recipe.level,
         engine.module,
         applied.report,
         inner,
