@@ -302,10 +302,13 @@ def recast_with(
     transposed: bool = True,
     exact: bool = False,
 ) -> Cast:
-    """Return what `recast` does after a cast with `scale`, float32; in eager mode only.
+    """Return what `recast` does after a cast with `scale`, float32.
 
-    With `exact` the result is that of `cast` whatever `scale` is, in one read of x where `scale` is x's own.
+    With `exact` the result is that of `cast` whatever `scale` is, in one read of x where `scale` is x's own. Where only
+    an operator will do, as in a compiled backward of eager layers, and for fake tensors, it is `cast` that runs.
     """
+    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
+        return cast(x, fmt, codes, transposed)
     run = implementation(matrix.recast, x.is_cuda)
     return cast_("Cast", run(x, fmt, scale, codes, transposed, exact=exact))
 

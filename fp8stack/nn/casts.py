@@ -13,9 +13,9 @@ under torch.compile as well, where casts are part of the graph and Inductor join
 to whatever made the tensor.
 
 A weight is read once in forward too where its scale can be guessed. With delayed scaling it is cast with the scale of
-its last cast while that fits (`ops.recast`). With current scaling a weight whose version did not change is cast with
-the scale of its last cast, as in a further micro-batch; the kernel finds out whether that is its own, and casts again
-if it is not. So a wrong guess costs time and changes no bit.
+its last cast while that fits (`ops.recast`). With current scaling a parameter whose version did not change is cast
+with the scale of its last cast, as in a further micro-batch; the kernel finds out whether that is its own, and casts
+again if it is not. So a wrong guess costs time and changes no bit.
 
 The layers of a model share an `InputCodes`, which holds the codes of the activation cast last until the next one is
 cast, backward begins, or the activation goes. A mark on the activation itself says that they are its own; contents,
@@ -185,7 +185,7 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     if x.is_leaf or not torch.is_grad_enabled():
         return _cast_x(x, products, train, transposed)
     inputs, attributes = products.inputs, x.__dict__
-    key = x._version, products.formats, products.fp8_recipe, train, _stream(x)
+    key = *_moment(x), products.formats, products.fp8_recipe, train
     mark, last = attributes.get("_fp8stack_mark"), inputs.last
     if last is not None and last[0] == id(mark) and last[1] == key:
         operand, products.graph_state = last[2:]
@@ -211,9 +211,11 @@ def _parts_of(x: Tensor) -> Tensor | None:
     return parts if moment is not None and moment == _moment(x) else None
 
 
-def _moment(x: Tensor) -> tuple[int, int, bool]:
-    # A CUDA graph keeps no parts that were found before it, and another stream has not waited for them.
-    return x._version, _stream(x), _capturing(x)
+def _moment(x: Tensor) -> tuple[int, int, int, bool]:
+    """Return numbers that are others wherever what was found out about `x` is not to be used."""
+    # The id, since a copy has the attributes of the tensor, and bare products share what is known of a weight. Another
+    # stream has not waited for what was found, and a CUDA graph, replayed with other contents, must not begin with it.
+    return id(x), x._version, _stream(x), _capturing(x)
 
 
 def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
@@ -303,7 +305,8 @@ def cast_weight(
             plain, plain_t, scale = ops.recast_with(w, E4M3, last[1], *layouts, exact=True)
         else:
             plain, plain_t, scale = ops.cast(w, E4M3, *layouts)
-        products.last_weight = key, scale
+        # Not of a cast that is captured: its graph's memory may be gone when the next graph is.
+        products.last_weight = None if key[-1] else (key, scale)
     if turned:
         plain, plain_t = plain_t, plain
     return WeightCodes(plain, scale, plain_t, scale)
@@ -313,7 +316,7 @@ def weight_for_backward(
     weight: Tensor, codes: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Return the codes [in, out] of a weight and their scale, of the codes (or none) and scale that forward saved."""
-    if codes.numel() or not weight.numel():
+    if codes.numel():
         return codes, scale
     w, turned = weight.detach(), options.turned
     if options.fp8_recipe == "blockwise":

@@ -139,14 +139,53 @@ def test_further_micro_batches_guess_the_scale_and_give_the_same_bits(monkeypatc
         assert_same_bits(y.detach(), copy.deepcopy(model)(x.detach().clone()).detach())
 
 
-def test_fake_tensors_leave_nothing(device):
-    """They tell memory and shapes, and have no bytes."""
-    layer = linear()
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@RECIPE
+def test_fake_tensors_leave_nothing(recipe, rows, monkeypatch):
+    """They tell memory and shapes, and have no bytes that a kernel could read, in forward or backward."""
+    layer = linear(fp8_recipe=recipe)
     x = torch.randn(16, 32)
-    expected = copy.deepcopy(layer)(x)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        layer(x)
-    assert_same_bits(layer(x), expected)
+    before = layer(x)  # the next cast of the weight would guess its scale
+    with FakeTensorMode(allow_non_fake_inputs=True), monkeypatch.context() as patch:
+        patch.setattr(
+            ops, "implementation", lambda reference, gpu: pytest.fail(f"{reference} runs")
+        )
+        layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    layer.zero_grad()
+    after = layer(x)
+    if recipe != "delayed":  # whose scale is another now
+        assert_same_bits(after, before)
+
+
+def test_the_parameters_of_bare_products_are_not_taken_for_each_other(monkeypatch, device):
+    """They share a `Products`; a guess that is always wrong would write all codes twice."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+
+        def forward(self, x):
+            return x @ self.a @ self.b
+
+    model = native(Two(), device, matmuls=True)
+    monkeypatch.setattr(ops, "recast_with", lambda *_, **__: pytest.fail("a scale was guessed"))
+    for _ in range(2):
+        model(torch.randn(16, 64, device=device))
+
+
+def test_nothing_is_kept_from_one_captured_graph_to_the_next(monkeypatch, device):
+    """Memory of the first may be gone when the second is replayed; and inputs change between replays."""
+    layer = linear(device=device)
+    x = torch.randn(16, 32, device=device, requires_grad=True) * 1
+    seen = count_casts(monkeypatch)
+    layer(x)
+    monkeypatch.setattr(casts, "_capturing", lambda x: True)
+    monkeypatch.setattr(ops, "recast_with", lambda *_, **__: pytest.fail("a scale was guessed"))
+    layer(x)
+    assert seen == [(16, 32), (32, 32)] * 2
+    layer(x)  # in a graph as outside, an input is cast once
+    assert seen == [*[(16, 32), (32, 32)] * 2, (32, 32)]
 
 
 # --- when weights are cast, and what is kept of them
