@@ -13,7 +13,7 @@ depend on:
     one that is not specialized on   only its type, and value // 2^31, which tells int32 from int64
 
 None of it is written by hand: which arguments are tensors, and which are not specialized on, is read from the kernel's
-own parameters. `tests/kernels/test_launch.py` compares keys with Triton's own specialization.
+own parameters. `tests/kernels/test_compile.py` compares keys with Triton's own specialization.
 
 Limits: tensors come first in a kernel's parameters, with names that end in `_ptr`. Hooks of profilers are left out.
 Triton before 3.3 takes other arguments, and on AMD's GPUs Triton looks at the size of a tensor's memory too. There, and
@@ -76,13 +76,15 @@ class Launcher:
         addresses = [x.data_ptr() for x in args[: self._tensors]]
         known = self.variant(device, args, addresses, values)
         if known:
-            run, function, metadata = known
+            run, function, metadata, _ = known
             stream = torch._C._cuda_getCurrentRawStream(device)
             run(*grid, stream, function, metadata, None, None, None, *addresses, *values)
             return
         compiled = self.kernel[grid](*args, **self.options)
         if _SKIPS_BINDING and hasattr(compiled, "packed_metadata"):  # not the interpreter
-            known += compiled.run, compiled.function, compiled.packed_metadata
+            # In one piece, since two threads may come here at once. The last is held only: without it, Triton unloads
+            # the function.
+            known[:] = compiled.run, compiled.function, compiled.packed_metadata, compiled
 
     def variant(
         self, device: int, args: tuple[Any, ...], addresses: list[int], values: tuple[Any, ...]

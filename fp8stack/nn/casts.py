@@ -120,6 +120,10 @@ class Products:
     def __str__(self) -> str:
         return f"{self.name}, {self.fp8_recipe}"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the last scale: a copy's weight may come to another device than the scale."""
+        return {name: value for name, value in self.__dict__.items() if name != "last_weight"}
+
 
 class Operand(NamedTuple):
     """A matrix in FP8, in the layouts that were asked for (the others are empty); sizes are multiples of 16."""
@@ -301,7 +305,8 @@ def cast_weight(
     else:
         # Versions miss writes through `.data`, so this is a guess: the kernel looks whether the scale is the weight's.
         key, last = (weight.get_device(), *_moment(weight)), products.last_weight
-        if last is not None and last[0] == key and type(last[1]) is Tensor:
+        capturing = key[-1]  # a graph must not read another's scale, which may be freed before it
+        if last is not None and last[0] == key and not capturing and type(last[1]) is Tensor:
             plain, plain_t, scale = ops.recast_with(w, E4M3, last[1], *layouts, exact=True)
         else:
             plain, plain_t, scale = ops.cast(w, E4M3, *layouts)

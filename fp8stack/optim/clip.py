@@ -96,7 +96,7 @@ class _Gradients:
         if self.tables:
             programs = sum(len(owner) for *_, owner in self.tables)
             partial = torch.empty(programs, dtype=torch.float64, device=self.device)
-            out = torch.empty((), device=self.device)
+            out = torch.empty((), dtype=torch.float32, device=self.device)
             with on_device(self.device):
                 ops.triton_module("norm").total(self.tables, partial, out)
             squares.append(out.double().square())

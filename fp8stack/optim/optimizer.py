@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, TypedDict, overload
 
 import torch
@@ -161,9 +160,12 @@ class BlockwiseOptimizer(StatefulOptimizer):
             check_option("max_grad_norm", self.max_grad_norm, *RELEASE)
         if self.release is None:
             parameters = [p for group in self.param_groups for p in group["params"]]
-            removed = partial(setattr, self, "release", None)
-            self.release = GradientRelease(parameters, self._step_one, removed)
+            self.release = GradientRelease(parameters, self._step_one, self._forget_release)
         return self.release
+
+    def _forget_release(self, release: GradientRelease) -> None:
+        if self.release is release:  # not one whose handle is removed a second time
+            self.release = None
 
     @torch.no_grad()
     def _step_one(self, parameter: Tensor) -> None:
@@ -185,7 +187,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         skipped = torch.as_tensor(self.skipped_steps, dtype=torch.float32, device=first.device)
         self.skipped_steps = skipped
         for part in parts:  # only the first one counts a skipped step
-            counted = skipped if part is first else torch.zeros((), device=part.device)
+            counted = skipped if part is first else torch.zeros_like(skipped, device=part.device)
             part.run(counted, self.step_batch)
             torch.autograd.graph.increment_version(part.stepped)
         if first.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

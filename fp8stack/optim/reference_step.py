@@ -39,7 +39,8 @@ class ReferenceStep(DeviceStep):
             self._groups[g, 0].copy_(rate)
 
     def examine(self, scale: Tensor | None, found_inf: Tensor | None, clip: float | None) -> None:
-        zero, one = (torch.tensor(x, device=self.device) for x in (0.0, 1.0))
+        zero = torch.zeros((), dtype=torch.float32, device=self.device)
+        one = torch.ones_like(zero)
         gradients = [
             (share_of(e.parameter), (t.grad, t.grad_block_scale))
             for e, t in zip(self.entries, self._tensors, strict=True)

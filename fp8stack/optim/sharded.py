@@ -185,7 +185,7 @@ def reduce_nothing(groups: Iterable[dict[str, Any]], want_norm: bool) -> None:
     mesh = next((share.mesh for share in shares if share is not None), None)
     if mesh is None:
         return
-    zero = torch.zeros((), device=mesh.device_type)
+    zero = torch.zeros((), dtype=torch.float32, device=mesh.device_type)
     if want_norm:
         reduce_squares(dict.fromkeys(shares, zero.double()))
     else:

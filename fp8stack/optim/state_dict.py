@@ -147,10 +147,10 @@ def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
 
 def install(optimizer: StatefulOptimizer, prepared: Prepared) -> None:
     """Load what `prepare` returned. A master in another format starts from the weight as it is now."""
-    for group, saved_group in zip(optimizer.param_groups, prepared.groups, strict=True):
-        own = ("params", *FORMAT_KEYS)
-        group.update({k: deepcopy(v) for k, v in saved_group.items() if k not in own})
     weights = _encode_masters(optimizer, prepared.states)
+    own = ("params", *FORMAT_KEYS)
+    for group, saved_group in zip(optimizer.param_groups, prepared.groups, strict=True):
+        group.update({k: deepcopy(v) for k, v in saved_group.items() if k not in own})
     optimizer.state.clear()
     optimizer.state.update(prepared.states)
     for parameter, weight in weights.items():

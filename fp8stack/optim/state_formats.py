@@ -107,15 +107,20 @@ def zero_moment(
     shape, device = parameter.shape, device or parameter.device
     if dense := _dense_dtype(parameter, states):
         return {name: torch.zeros(shape, dtype=dense, device=device)}
-    dtype, scales = torch.uint8, torch.zeros(formats.scale_shape(shape), device=device)
+    # Scales are float32, whatever torch's default dtype is.
+    dtype, scales = (
+        torch.uint8,
+        torch.zeros(formats.scale_shape(shape), dtype=torch.float32, device=device),
+    )
     if states in _BLOCK_FORMATS:
         fmt = _BLOCK_FORMATS[states][is_second(name)]
         dtype, shape = fmt.dtype, torch.Size(fmt.codes_shape(shape))
     elif states == "fp8-lm":
-        dtype, scales = _TENSOR_FORMATS[is_second(name)], torch.ones((), device=device)
+        dtype = _TENSOR_FORMATS[is_second(name)]
+        scales = torch.ones((), dtype=torch.float32, device=device)
     else:
         blocks = -(-parameter.numel() // bitsandbytes_format.BLOCK)
-        scales = torch.zeros(blocks, device=device)
+        scales = torch.zeros(blocks, dtype=torch.float32, device=device)
     return {f"{name}_code": torch.zeros(shape, dtype=dtype, device=device), f"{name}_scale": scales}
 
 

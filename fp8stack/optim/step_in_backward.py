@@ -31,14 +31,14 @@ class GradientRelease:
 
     Args:
         step: takes the step of one parameter that has a gradient.
-        removed: is called when the hooks are off.
+        removed: is called with this object when the hooks are off.
     """
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         step: Callable[[Tensor], None],
-        removed: Callable[[], None],
+        removed: Callable[[GradientRelease], None],
     ) -> None:
         check_single_process()
         self._step, self._removed = step, removed
@@ -64,7 +64,7 @@ class GradientRelease:
             hook.remove()
             parameter.__dict__.pop(_KEPT, None)
         self._hooks.clear()
-        self._removed()
+        self._removed(self)
 
     def __reduce__(self) -> Any:
         """In copies and pickles of a parameter that keeps it, which have no hooks: what weights_only=True reads."""

@@ -32,7 +32,7 @@ from fp8stack.kernels.reference.step import StepTensors
 from fp8stack.tensor import BlockScaledTensor
 
 from .gradients import check_gradient
-from .sharded import Share, local, share_of
+from .sharded import Share, assign, local, share_of
 from .step import MATRICES, Batch, DeviceStep, Entry, Piece, apply_hyper, apply_kind, two_passes
 
 FAST = True
@@ -133,16 +133,16 @@ class TritonStep(DeviceStep):
         self.group_of = upload(array("q", [e.group for e in self.entries]), device).int()
         self.index = upload(array("q", [e.number for e in self.entries]), device).int()
         states = [e.state for e in self.entries]
-        self.steps = (
-            torch.stack([s["step"] for s in states]) if n else torch.empty(0, device=device)
-        )
+        self.steps = torch.zeros(0, dtype=torch.float32, device=device)
+        if n:
+            self.steps = torch.stack([s["step"] for s in states])
         for state, view in zip(states, self.steps.unbind(), strict=True):
             dict.__setitem__(state, "step", view)  # past the dict that would forget all tables
-        self.verdict = torch.zeros(5, device=device)
+        self.verdict = torch.zeros(5, dtype=torch.float32, device=device)
         self._norm, self._largest = self.verdict[2], self.verdict[3]
         self.norms = self.verdict[2:3]  # by share
         if self.shares != [None]:
-            self.norms = torch.zeros(len(self.shares), device=device)
+            self.norms = torch.zeros(len(self.shares), dtype=torch.float32, device=device)
         self._given: tuple[bool, bool, float] | None = None
         self.hyper = torch.zeros(n, 16, dtype=torch.float32, device=device)
         self.numbers: list[tuple[float, ...]] = []
@@ -309,7 +309,7 @@ class TritonStep(DeviceStep):
                 step_batch(b)
         for b in self.batches:
             for i, weight in b.in_rows.items():
-                b.parameters[i].copy_(weight)
+                assign(b.parameters[i], weight)
             b.in_rows = {}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fp8stack
 from fp8stack.errors import CheckpointError, GradientError, ModelError
@@ -129,8 +129,6 @@ def test_shards_step_as_the_whole_and_reshard_bit_for_bit(states, before, after,
 
 
 def shard(mesh, shape, dim=0, dtype=torch.bfloat16):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     p = nn.Parameter(distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(dim)]))
     p.grad = torch.randn_like(p)
     return p
@@ -300,6 +298,24 @@ def test_the_kernels_step_parts_as_they_step_whole_tensors(mesh, monkeypatch):
         assert optimizers[0].state[p]["step"] == optimizers[1].state[q]["step"]
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
         assert torch.allclose(whole.float(), q.float(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
+@pytest.mark.parametrize("kernels", [True, False])
+def test_parts_that_do_not_lie_in_rows_are_stepped(kernels, mesh, monkeypatch):
+    if kernels and torch.cuda.is_available():
+        pytest.skip("the mesh is of CPUs, where Triton's interpreter is not running now")
+    monkeypatch.setattr(TRITON, lambda device: kernels)
+    monkeypatch.setattr("fp8stack.optim.triton_step.FAST", False)
+    part = torch.randn(256, 16).bfloat16().t()
+    turned = torch.distributed.tensor.DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    p, plain = nn.Parameter(turned), nn.Parameter(part.contiguous())
+    plain.grad = torch.randn_like(plain)
+    p.grad = distribute_tensor(plain.grad, mesh, p.placements)
+    for parameter in (p, plain):
+        fp8stack.optim.AdamW([parameter], lr=0.1, min_numel=256).step()
+    assert not p.to_local().is_contiguous()
+    assert torch.equal(p.to_local(), plain)
 
 
 @pytest.mark.parametrize("norm", [None, 1.0])

@@ -130,6 +130,30 @@ def test_groups_with_their_own_numbers_and_formats_share_launches(kernel_device,
     assert "exp_avg_code" in ours.state[ours.param_groups[0]["params"][0]]
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("states", ["8bit", "4bit", "fp8-lm"])
+def test_the_default_dtype_changes_no_bit(states, kernels, clip, kernel_device, through_kernels):
+    """Kernels take scales and scalars for float32, whatever torch.set_default_dtype says."""
+    through_kernels(kernels)
+    results = []
+    for default in (torch.float32, torch.bfloat16, torch.float64):
+        parameters = random_parameters([(4, 128), (130,)], kernel_device, torch.bfloat16)
+        optimizer = AdamW(parameters, states=states, max_grad_norm=clip, **SMALL)
+        for step in range(2):
+            set_gradients(parameters, step, fp8=True)
+            torch.set_default_dtype(default)
+            try:
+                clip_grad_norm_(parameters, 2.0)
+                optimizer.step()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        results.append(snapshot(parameters, optimizer))
+    for result in results[1:]:
+        for key, value in result.items():
+            assert_same_bits(value, results[0][key], str(key))
+
+
 def come_and_go(step, parameters, optimizer, device):
     """Gradients of two in turns; one becomes another kind: new tables."""
     parameters[step % 2].grad = None

@@ -54,6 +54,21 @@ def test_initialize_releases_gradients_and_restore_ends_it(device):
     assert all(p.grad is not None for p in model.parameters())
 
 
+def test_a_handle_that_is_removed_twice_ends_no_other():
+    p = nn.Parameter(torch.ones(64, 128))
+    optimizer = AdamW([p])
+    handle = optimizer.step_in_backward()
+    handle.remove()
+    assert optimizer.release is None
+    other = optimizer.step_in_backward()
+    handle.remove()
+    assert optimizer.release is other
+    for _ in range(2):
+        p.sum().backward()
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 2
+
+
 def test_a_second_backward_before_the_step_is_refused():
     model = TinyLM()
     optimizer = AdamW(model.parameters())
