@@ -108,10 +108,8 @@ def zero_moment(
     if dense := _dense_dtype(parameter, states):
         return {name: torch.zeros(shape, dtype=dense, device=device)}
     # Scales are float32, whatever torch's default dtype is.
-    dtype, scales = (
-        torch.uint8,
-        torch.zeros(formats.scale_shape(shape), dtype=torch.float32, device=device),
-    )
+    scales = torch.zeros(formats.scale_shape(shape), dtype=torch.float32, device=device)
+    dtype = torch.uint8
     if states in _BLOCK_FORMATS:
         fmt = _BLOCK_FORMATS[states][is_second(name)]
         dtype, shape = fmt.dtype, torch.Size(fmt.codes_shape(shape))
