@@ -305,8 +305,7 @@ def cast_weight(
     else:
         # Versions miss writes through `.data`, so this is a guess: the kernel looks whether the scale is the weight's.
         key, last = (weight.get_device(), *_moment(weight)), products.last_weight
-        capturing = key[-1]  # a graph must not read another's scale, which may be freed before it
-        if last is not None and last[0] == key and not capturing and type(last[1]) is Tensor:
+        if last is not None and last[0] == key and type(last[1]) is Tensor:
             plain, plain_t, scale = ops.recast_with(w, E4M3, last[1], *layouts, exact=True)
         else:
             plain, plain_t, scale = ops.cast(w, E4M3, *layouts)
