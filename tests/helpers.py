@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import fp8stack
 from fp8stack import BlockScaledTensor
 from fp8stack.formats import E4M3, E5M2, FORMATS, MiniFloat
 from fp8stack.kernels.reference import step as reference
@@ -347,6 +348,16 @@ class TinyLMWithUnused(TinyLM):
         if self.calls % 2:
             return loss
         return loss + self.extra(torch.ones_like(self.extra.bias)).sum() * 1e-3
+
+
+def build(
+    level=None, device="cpu", tied=False, dtype=torch.float32, optimizer=torch.optim.AdamW, **options
+) -> tuple[nn.Module, torch.optim.Optimizer]:  # fmt: skip
+    """Return a TinyLM and its optimizer, always the same, initialized at a level if one is given."""
+    torch.manual_seed(0)
+    model = TinyLM(tied=tied).to(device, dtype)
+    made = optimizer(model.parameters(), lr=3e-3)
+    return fp8stack.initialize(model, made, level, **options) if level else (model, made)
 
 
 def batch(step: int, device: str = "cpu", size: int = 4, length: int = 33) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import TinyLM, assert_same_bits, batch, train
+from helpers import TinyLM, assert_same_bits, batch, build, train
 from torch import nn
 
 import fp8stack
@@ -16,15 +16,6 @@ from fp8stack.errors import (
     UnsupportedDeviceError,
 )
 from fp8stack.optim import AdamW
-
-
-def build(level=None, dtype=torch.float32, **overrides):
-    torch.manual_seed(0)
-    model = TinyLM().to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return (
-        fp8stack.initialize(model, optimizer, level, **overrides) if level else (model, optimizer)
-    )
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0, -0.0, 1e-30])
@@ -44,7 +35,7 @@ def test_a_weight_that_is_written_is_the_weight_that_is_stepped(value, preset):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loading_a_16_bit_model_replaces_what_its_masters_held(dtype):
     """Vectors and small matrices have float32 masters; one that is not the weight's any more must not win."""
-    model, optimizer = build("O2", dtype)
+    model, optimizer = build("O2", dtype=dtype)
     model(*batch(0)).backward()
     optimizer.step()
     with torch.no_grad():
@@ -66,11 +57,7 @@ def test_a_checkpoint_of_another_level_sets_weights_and_masters(level, preset, t
     train(*original, 5)
     weights = checkpoint.master_state_dict(*original)
     checkpoint.save(tmp_path / "run.pt", *original)
-    torch.manual_seed(9)
-    model = TinyLM()
-    model, optimizer = fp8stack.initialize(
-        model, torch.optim.AdamW(model.parameters()), "O2", preset=preset
-    )
+    model, optimizer = build("O2", preset=preset)
     checkpoint.load(tmp_path / "run.pt", model, optimizer)
     for name, value in checkpoint.master_state_dict(model, optimizer).items():
         bound = 2**-16 if preset is None else 2**-10
@@ -78,14 +65,12 @@ def test_a_checkpoint_of_another_level_sets_weights_and_masters(level, preset, t
 
 
 def test_an_fp8stack_optimizer_is_taken_as_it_is_or_not_at_all():
-    model = TinyLM().bfloat16()
-    optimizer = AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = build(dtype=torch.bfloat16, optimizer=AdamW)
     train(model, optimizer, 3)
     masters = checkpoint.master_state_dict(model, optimizer)
     model, returned = fp8stack.initialize(model, optimizer, "O2")
     assert returned is optimizer
-    for name, value in checkpoint.master_state_dict(model, optimizer).items():
-        assert_same_bits(value, masters[name], name)
+    assert_same_bits(checkpoint.master_state_dict(model, optimizer).values(), masters.values())
     train(model, optimizer, 3, start=3)
     other = TinyLM()
     for option in ({"master": "keep"}, {"min_numel": 1}, {"states": "fp32"}):
@@ -176,8 +161,7 @@ def test_aliases_of_a_gradient_share_its_residual():
 
 
 def test_the_old_optimizer_says_so_when_it_is_used_and_its_hooks_move_on():
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = build()
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append("stepped"))
     _, returned = fp8stack.initialize(model, optimizer, "O2")

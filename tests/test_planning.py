@@ -403,22 +403,19 @@ def test_a_hugging_face_config_has_the_parameters_of_its_model(tmp_path):
         assert read_config(tmp_path / "config.json").parameters == real.num_parameters(), kind
 
 
-def test_bad_input_says_what_is_wrong(tmp_path):
-    with pytest.raises(ConfigError, match="heads=4 must be a multiple of kv_heads=3"):
-        Shape(2, 64, 4, 3, 128, 96)
-    with pytest.raises(ConfigError, match="layers=0 must be a whole number"):
-        Shape(0, 64, 4, 4, 128, 96)
-    with pytest.raises(ConfigError, match="head_dim=-16 must be a whole number"):
-        Shape(2, 64, 4, 4, 128, 96, head_dim=-16)
-    with pytest.raises(
-        ConfigError, match=r"model_type='lama' is not known.*Did you mean \"llama\""
-    ):
-        shape_of_config({"model_type": "lama"})
-    with pytest.raises(ConfigError, match=r"num_hidden_layers=None must be"):
-        shape_of_config({"model_type": "llama"})
-    with pytest.raises(ConfigError, match="batch=0 must be a whole number"):
-        Setup(batch=0)
-    with pytest.raises(ConfigError, match="sharding='zero4' must be one of"):
-        Setup(sharding="zero4")
-    with pytest.raises(ConfigError, match=r"skip='lm_hed' matches no module"):
-        estimate(LLAMA, at_level(recipe_for("O0", skip=["lm_hed"])), Setup())
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Shape(2, 64, 4, 3, 128, 96), "heads=4 must be a multiple of kv_heads=3"),
+        (lambda: Shape(0, 64, 4, 4, 128, 96), "layers=0 must be a whole number"),
+        (lambda: Shape(2, 64, 4, 4, 128, 96, head_dim=-16), "head_dim=-16 must be a whole number"),
+        (lambda: shape_of_config({"model_type": "lama"}), "'lama' is not known.*Did you mean \"llama\""),
+        (lambda: shape_of_config({"model_type": "llama"}), "num_hidden_layers=None must be"),
+        (lambda: Setup(batch=0), "batch=0 must be a whole number"),
+        (lambda: Setup(sharding="zero4"), "sharding='zero4' must be one of"),
+        (lambda: estimate(LLAMA, at_level(recipe_for("O0", skip=["lm_hed"])), Setup()), "skip='lm_hed' matches no"),
+    ],
+)  # fmt: skip
+def test_bad_input_says_what_is_wrong(make, said):
+    with pytest.raises(ConfigError, match=said):
+        make()
