@@ -200,6 +200,26 @@ def test_weights_version_is_bumped_so_that_autograd_notices():
         loss.backward()
 
 
+def test_the_scaler_s_scale_is_divided_out_in_the_step(device):
+    a, b = (nn.Parameter(torch.ones(64, 128, device=device)) for _ in range(2))
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+    first, second = AdamW([a], lr=0.1), AdamW([b], lr=0.1)
+    for _ in range(3):
+        scaler.scale((a * a).sum()).backward()
+        (b * b).sum().backward()
+        scaler.step(first)
+        scaler.update()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+    assert_same_bits(a, b)
+    scaler.scale((a * torch.inf).sum()).backward()
+    scaler.step(first)
+    scaler.update()
+    assert_same_bits(a, b, "a step with an infinity is skipped")
+    assert scaler.get_scale() == 2.0**9
+
+
 def test_bad_parameters_and_gradients_say_what_is_wrong():
     double = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     double.grad = torch.ones_like(double)
