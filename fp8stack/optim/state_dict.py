@@ -109,7 +109,7 @@ def plain_numbers(value: Any) -> Any:
 class Prepared(NamedTuple):
     """A state_dict that fits an optimizer."""
 
-    groups: list[dict[str, Any]]
+    options: list[dict[str, Any]]  # of the groups
     # In the optimizer's formats, except for masters that are in another one.
     states: dict[Tensor, State]
 
@@ -128,7 +128,11 @@ def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
     if model is not None and packed.get("fp8stack"):
         check_order(optimizer, model, packed["fp8stack"].get("names", ()))
     states: dict[Tensor, State] = {}
+    options: list[dict[str, Any]] = []
     for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        own = ("params", *FORMAT_KEYS)
+        options.append({k: deepcopy(v) for k, v in saved_group.items() if k not in own})
+        group = group | options[-1]  # what it will be: a saved momentum says that there are buffers
         for parameter, key in zip(group["params"], saved_group["params"], strict=True):
             if key not in packed["state"]:
                 # keep the master: it belongs to the weight, not to a step taken
@@ -142,15 +146,14 @@ def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
                     f"state of parameter {key} (shape {tuple(parameter.shape)}) is malformed ({error}). "
                     "The checkpoint is damaged, or of another model; use an earlier one."
                 ) from error
-    return Prepared(packed["param_groups"], states)
+    return Prepared(options, states)
 
 
 def install(optimizer: StatefulOptimizer, prepared: Prepared) -> None:
     """Load what `prepare` returned. A master in another format starts from the weight as it is now."""
     weights = _encode_masters(optimizer, prepared.states)
-    own = ("params", *FORMAT_KEYS)
-    for group, saved_group in zip(optimizer.param_groups, prepared.groups, strict=True):
-        group.update({k: deepcopy(v) for k, v in saved_group.items() if k not in own})
+    for group, options in zip(optimizer.param_groups, prepared.options, strict=True):
+        group.update(options)
     optimizer.state.clear()
     optimizer.state.update(prepared.states)
     for parameter, weight in weights.items():
