@@ -31,7 +31,7 @@ PARTS = {
     "train": ["train_step.py", "--model", "llama", "--only", *TRAIN],
     "optimizer": ["optimizer_step.py", "--model", "llama-3.2-1b", "--only", "fp8stack"],
     "reduce": ["comm.py", "--gpus", "2", "--sizes", "64M", "256M",
-               "--only", "nvlink all_reduce fp8", "collective all_reduce fp8"],
+               "--only", "nvlink fp8", "collective fp8"],
     "micro": [str(HERE), "--micro"],
 }  # fmt: skip
 
