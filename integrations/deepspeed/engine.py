@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -96,14 +97,19 @@ def install() -> Handle:
     return handle
 
 
-def _original() -> Callable[..., Any]:
-    """Return DeepSpeed's own `initialize`; raise ConfigError if there is none, or one that is too old."""
+def import_deepspeed() -> Any:
+    """Return the module DeepSpeed; raise ConfigError if it cannot be imported."""
     try:
-        import deepspeed
+        return import_module("deepspeed")
     except ImportError as error:
         raise ConfigError(
             f"DeepSpeed cannot be imported ({error}). Install it: pip install 'fp8stack[deepspeed]'."
         ) from error
+
+
+def _original() -> Callable[..., Any]:
+    """Return DeepSpeed's own `initialize`; raise ConfigError if there is none, or one that is too old."""
+    deepspeed = import_deepspeed()
     if tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) < OLDEST:
         raise ConfigError(
             f"DeepSpeed {deepspeed.__version__} is older than 0.18, the oldest that fp8stack works with. Update it."

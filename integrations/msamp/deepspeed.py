@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.integrations import deepspeed as adapter
+from fp8stack.integrations.deepspeed.engine import import_deepspeed
 from fp8stack.integrations.deepspeed.section import find_config, stage_of, with_config
 
 from .api import O3_IS_O2, calling_accelerator, opt_levels
@@ -33,7 +33,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         ConfigError: for a section "msamp" that is not valid, or contradicts one of "fp8stack".
     """
     accelerator = calling_accelerator()
-    original = import_module("deepspeed").initialize
+    original = import_deepspeed().initialize
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     config = find_config(given)
     if config is None:
@@ -92,4 +92,4 @@ def translate(config: dict[str, Any]) -> str | None:
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return getattr(import_module("deepspeed"), name)
+    return getattr(import_deepspeed(), name)

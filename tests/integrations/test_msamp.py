@@ -763,3 +763,12 @@ def run_deepspeed(folder, real):
         check_states(engine, True)
         accelerator.free_memory()
         type(accelerator.state)._reset_state(True)
+
+
+def test_without_deepspeed_its_module_says_how_to_install_it(monkeypatch):
+    from fp8stack.integrations.msamp import deepspeed
+
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for use in (lambda: deepspeed.zero, deepspeed.initialize):
+        with pytest.raises(ConfigError, match=r"pip install 'fp8stack\[deepspeed\]'"):
+            use()
