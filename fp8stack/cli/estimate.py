@@ -19,11 +19,11 @@ import torch
 from fp8stack import conflicts, planning
 from fp8stack.capability import FP8_CAPABILITY
 from fp8stack.errors import ConfigError, did_you_mean
-from fp8stack.levels import LEVELS
+from fp8stack.levels import LEVELS, OPTIONS
 from fp8stack.planning import BASELINES, LLAMA, Precision, Setup, Shape
 
 from .output import Commands, Console, add_command, show, size, table
-from .recipe import FIELDS, add_recipe, recipe_of
+from .recipe import add_recipe, recipe_of
 
 GPUS = {
     "T4": (14, 75), "V100-16GB": (15, 70), "V100": (31, 70), "RTX 3090": (23, 86), "RTX 4090": (23, 89),
@@ -185,7 +185,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
 
 def _levels(options: argparse.Namespace, gpu: str | None, notes: list[str]) -> list[Precision]:
     """Return the levels to show: the one asked for, else all, or O2 where fields of a recipe are given."""
-    given = any(getattr(options, name) is not None for name in (*FIELDS, "preset"))
+    given = any(getattr(options, name) is not None for name in (*OPTIONS, "preset"))
     names = [options.opt_level] if options.opt_level else ["O2"] if given else list(LEVELS)
     recipes = [recipe_of(options, name) for name in names]
     places = {

@@ -10,11 +10,10 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from fp8stack.levels import CHOICES, LEVELS, PRESETS, recipe_for
+from fp8stack.levels import CHOICES, LEVELS, OPTIONS, PRESETS, recipe_for
 
 from . import machine
 from .output import Commands, Console, add_command, show, table
-from .recipe import FIELDS
 
 
 def add_parser(commands: Commands) -> None:
@@ -59,7 +58,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     console.print(f"\nOn {data['device']}: {'; '.join(sorted(told))}")
     top = next(level for level in data["levels"] if level["level"] == "O2")
     fields = [
-        (name, top[name], ", ".join(map(str, data["choices"].get(name, ())))) for name in FIELDS
+        (name, top[name], ", ".join(map(str, data["choices"].get(name, ())))) for name in OPTIONS
     ]
     console.print("\nFields that initialize(...) takes, with the values of O2:")
     console.print(table(("field", "at O2", "choices"), fields))

@@ -10,9 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from fp8stack.errors import ConfigError
-from fp8stack.levels import CHOICES, LEVELS, PRESETS, Recipe, recipe_for
-
-FIELDS = tuple(f.name for f in fields(Recipe) if f.name not in ("level", "brief"))
+from fp8stack.levels import CHOICES, LEVELS, OPTIONS, PRESETS, Recipe, recipe_for
 
 
 def add_recipe(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +40,7 @@ def recipe_of(options: argparse.Namespace, opt_level: str | None = None) -> Reci
     Raises:
         ConfigError: for a level or value that is not one.
     """
-    given = {name: getattr(options, name) for name in FIELDS if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
     if "states_for" in given:
         given["states_for"] = dict(map(_states_for, given["states_for"]))
     return recipe_for(opt_level or options.opt_level, options.preset, **given)
