@@ -288,9 +288,10 @@ def cast_weight(
 ) -> WeightCodes:
     """Return the codes of `weight` as it is now; those for backward only where they are to be kept until then."""
     compiling = torch.compiler.is_compiling()
-    # A rank must keep nothing of FSDP's whole weights, which it could have in any process group.
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    backward = backward and (compiling or (rows <= FEW_ROWS and alone))
+    if backward and not compiling:
+        # A rank must keep nothing of FSDP's whole weights, which it could have in any process group.
+        ranks = torch.distributed
+        backward = rows <= FEW_ROWS and not (ranks.is_available() and ranks.is_initialized())
     w, turned = weight.detach(), products.turned
     if products.fp8_recipe == "blockwise":
         blocks = ops.cast_128x128(w, E4M3)
