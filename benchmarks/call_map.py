@@ -3,8 +3,9 @@
     FP8STACK_CALL_MAP=calls pytest -p call_map ...     # with this folder on PYTHONPATH
 
 Every process appends lines "file <tab> function <tab> first line <tab> test" to a file of its own in the folder that
-the variable names. Processes that a test starts inherit the variable, and pytest's PYTEST_CURRENT_TEST names the test:
-they join in if their `sitecustomize` calls `start()`. A line is written at once, since workers may end by os._exit.
+the variable names, and whoever runs a test adds "outcome <tab> seconds <tab> test" for each of its phases. Processes
+that a test starts inherit the variable, and pytest's PYTEST_CURRENT_TEST names the test: they join in if their
+`sitecustomize` calls `start()`. A line is written at once, since workers may end by os._exit.
 
 It uses `sys.monitoring` (Python 3.12), which costs one event for each function and test. Code that torch.compile has
 translated makes no events, and a fixture of wider scope counts for the first test that needs it.
@@ -32,7 +33,7 @@ def start() -> None:
     if not folder or monitoring is None or monitoring.get_tool(TOOL):
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
-    lines = open(Path(folder) / f"{os.getpid()}.tsv", "a", buffering=1)  # noqa: SIM115
+    lines = open(Path(folder) / f"{os.getpid()}.calls", "a", buffering=1)  # noqa: SIM115
 
     def note(code: CodeType, offset: int) -> Any:
         test = os.environ.get("PYTEST_CURRENT_TEST")
@@ -54,3 +55,11 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
     if monitoring is not None and monitoring.get_tool(TOOL):
         monitoring.restart_events()
     yield
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Note how a phase of a test ended, and how long it took."""
+    if hasattr(report, "node"):  # pytest-xdist's controller hears of it too
+        return
+    with (Path(os.environ["FP8STACK_CALL_MAP"]) / f"{os.getpid()}.phases").open("a") as file:
+        file.write(f"{report.outcome}\t{report.duration}\t{report.nodeid}\n")
