@@ -108,7 +108,7 @@ def train(config: Config) -> int:
 def announce(config: Config) -> None:
     """Say what takes its time before the first step."""
     parts = [f"reading {config.data}", f"building {config.model}"]
-    if config.micro_batch == "auto":
+    if config.micro_batch == "auto" and config.device != "cpu" and torch.cuda.is_available():
         parts.append("trying how many sequences fit (--micro-batch auto)")
     if FIRST:
         say(f"train_gpt: {', '.join(parts)}")

@@ -2,11 +2,10 @@
 
 `find_largest` doubles until a step runs out of memory, then halves the interval. After every attempt the ranks agree
 (a rank whose memory is fuller decides for all), so they all try the same sizes; what an attempt has taken is freed
-before the next. A process that takes too much of a CPU's memory is killed by the system: there sizes are tried by
-`cautious`, which leaves out those that smaller ones say will not fit. Where forward itself talks to other ranks
-(FSDP2), one that runs out of memory would leave the others waiting: there `predict_largest` measures what a step takes,
-and tries no size that is not expected to fit on all ranks. `split` then divides the sequences of a step among ranks and
-micro-batches.
+before the next. Where forward itself talks to other ranks (FSDP2), one that runs out of memory would leave the others
+waiting: there `predict_largest` measures what a step takes, and tries no size that is not expected to fit on all ranks.
+`split` then divides the sequences of a step among ranks and micro-batches. On a CPU nothing is tried: the system kills
+a process that takes too much, and sizes beyond CPU_SIZE save no time there.
 
 Limits: a step that fits when it is tried may not fit later, where memory is fragmented or other programs take it; then
 training ends with advice. What is measured is an eager step's memory, and of a GPU not what a limit of the process
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,12 +24,11 @@ from torch import Tensor
 
 from fp8stack.errors import ConfigError
 
-from . import host
-
 # runs a step of so many sequences; returns the part of memory that it took
 Measure = Callable[[Callable[[int], None], int], float]
 REMEDY = "Use --checkpointing, --opt-level O2, a smaller model or --seq-len, or more ranks."
 TOO_LARGE = f"--micro-batch auto: one sequence does not fit into memory. {REMEDY}"
+CPU_SIZE = 8  # the most sequences of a micro-batch on a CPU
 MARGIN = 0.95  # of the memory that is free, how much a predicted step may take
 
 
@@ -92,44 +89,6 @@ def part_of_memory(try_step: Callable[[int], None], size: int) -> float:
     try_step(size)
     # gaps between tensors that stay count as taken, though a small step may lie in them: the part is never too small
     return (torch.cuda.max_memory_reserved() - held) / (MARGIN * room)
-
-
-def part_of_host() -> Measure | None:
-    """Return what measures the part of a CPU's memory that a step takes, of what is free now; None: nothing can.
-
-    The ranks of a machine share it.
-    """
-    free, held = host.memory_free(), host.memory_peak(forget=True)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if free is None or held is None:
-        return None
-    free = max(free, 1)  # a group can have more than its limit
-
-    def measure(try_step: Callable[[int], None], size: int) -> float:
-        gc.collect()
-        host.memory_peak(forget=True)
-        try_step(size)
-        return ((host.memory_peak() or 0) - held) * ranks / (MARGIN * free)
-
-    return measure
-
-
-def cautious(try_step: Callable[[int], None], measure: Measure) -> Callable[[int], None]:
-    """Return `try_step` with a MemoryError for a size that is not expected to fit, which is not tried.
-
-    A step takes c + b × sequences: the two largest sizes below tell, and of the first alone all of it is b.
-    """
-    taken = {0: 0.0}  # parts of memory by size
-
-    def step(size: int) -> None:
-        below = sorted(s for s in taken if s < size)[-2:]
-        if len(below) == 2:
-            (one, two), (less, more) = below, (taken[s] for s in below)
-            if more + (more - less) / (two - one) * (size - two) > 1:
-                raise MemoryError(f"{size} sequences are not expected to fit")
-        taken[size] = measure(try_step, size)
-
-    return step
 
 
 def predict_largest(

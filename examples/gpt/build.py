@@ -35,7 +35,6 @@ from fp8stack.errors import CheckpointError, ConfigError
 from fp8stack.integrations.fsdp import attach
 from fp8stack.report import say
 
-from . import host
 from .checkpoints import Checkpoint, load
 from .config import PARTS, SCALING
 from .model import GPT, ModelConfig
@@ -210,7 +209,9 @@ def _check_memory(model: nn.Module, level: Level) -> None:
     # bytes of a weight, its gradient and states; activations come on top
     each = 6 if level.name == "O2" else 16
     numel = sum(p.numel() for p in model.parameters())
-    needed, there = each * numel / 2**30, (host.memory_in_all() or math.inf) / 2**30
+    known = hasattr(os, "sysconf")  # not on Windows
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 if known else math.inf
+    needed = each * numel / 2**30
     if needed > there:
         lower = ", or --opt-level O2" if level.name != "O2" and 6 * numel / 2**30 < there else ""
         warn(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fp8stack.errors import ConfigError
 from fp8stack.optim import BlockwiseOptimizer
 
 from . import batching, ranks
@@ -22,43 +21,33 @@ if TYPE_CHECKING:
 
 
 def choose_split(trainer: Trainer, resumed: Checkpoint | None) -> batching.Split:
-    """Return how a step is made up; with `--micro-batch auto`, after trying.
+    """Return how a step is made up; with `--micro-batch auto`, after trying on a GPU.
 
     A run that goes on as it was keeps its micro-batch, and so its bits, if that still fits.
 
     Raises:
-        ConfigError: if not even one sequence fits, or where that cannot be tried.
+        ConfigError: if not even one sequence fits.
     """
     config, setup, device = trainer.config, trainer.setup, trainer.device
     target, wish, world = config.target_effective_batch_size, config.micro_batch, trainer.world
     if wish != "auto":
         return batching.split(target, int(wish), world, fixed=True)
-    if setup.sharded and device.type != "cuda":
-        raise ConfigError(
-            "--micro-batch auto: on a CPU it is not for --parallel fsdp2, where a rank that runs out of memory "
-            "would leave the others waiting. Give a number, such as --micro-batch 4."
-        )
     limit = min(config.max_batch_size, math.ceil(target / world))
     was = resumed.manifest if resumed else {}
     facts = {**trainer.facts(), "world": world}
     known = was.get("micro_batch") if facts.items() <= was.items() else None
-    if setup.sharded and known and known <= limit:  # a prediction might be less now
+    untried = setup.sharded or device.type == "cpu"
+    if untried and known and known <= limit:  # a prediction might be less now
         return batching.split(target, known, world, fixed=True)
+    if device.type == "cpu":
+        return batching.split(target, min(limit, batching.CPU_SIZE), world)
     states: list[Any] = []  # in place of torch's, while sizes are tried
     try_size: Callable[[int], None] = partial(_try_step, trainer, states)
-    if device.type == "cpu":
-        _make_states(trainer, states)  # which stay, whatever the size
-        ranks.gather(0)  # the others of this machine have made theirs
-        measure = batching.part_of_host()
-        ranks.gather(0)  # and none has begun to try
-        if measure:
-            try_size = batching.cautious(try_size, measure)
     search = batching.predict_largest if setup.sharded else batching.find_largest
     with sampling(config, trainer.model):  # such steps need most
         largest = search(try_size, min(limit, known or limit), ranks.least)
     states.clear()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.reset_peak_memory_stats(device)
     return batching.split(target, largest, world, fixed=largest == known)
 
 

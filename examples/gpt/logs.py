@@ -36,7 +36,6 @@ from tqdm import tqdm
 from fp8stack.checkpoint import replacing
 from fp8stack.errors import ConfigError, Fp8StackWarning, first_line
 
-from .host import memory_now
 from .lock import lock
 
 METRICS, RUN, BOARD = "metrics.jsonl", "run.json", "tensorboard"
@@ -60,7 +59,11 @@ def read_memory(device: torch.device) -> float:
     """Return GiB: PyTorch's peak on a GPU; on a CPU this process's resident memory, NaN where there is no /proc."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
-    return (memory_now() or math.nan) / GIB
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return math.nan
+    return int(status.partition("VmRSS:")[2].split()[0]) / 2**20
 
 
 def say(text: str) -> bool:

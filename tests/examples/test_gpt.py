@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from gpt import GPT, SIZES, ModelConfig
-from gpt.blocks import rotary_table, rotate
 
 import fp8stack
 from fp8stack.nn.swiglu import fuse
@@ -16,60 +15,21 @@ ROOT = Path(__file__).parents[2]
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=24)
 
 
-@pytest.fixture
-def model():
-    torch.manual_seed(0)
-    return GPT(SMALL)
-
-
 def random_tokens(*shape):
     return torch.randint(256, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_later_tokens_do_not_reach_earlier_logits(model):
-    tokens = random_tokens(2, 24)
+def test_a_small_model_is_causal_and_its_loss_the_cross_entropy():
+    model, tokens, targets = GPT(SMALL), random_tokens(2, 24), random_tokens(2, 24).flip(0)
     changed = tokens.clone()
     changed[:, 15:] = (changed[:, 15:] + 1) % 256
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :15], after[:, :15], rtol=0, atol=1e-6)
     assert not torch.allclose(before[:, 15:], after[:, 15:], atol=1e-3)
-
-
-def test_loss_is_the_cross_entropy_of_the_logits(model):
-    tokens, targets = random_tokens(2, 24), random_tokens(2, 24)
-    expected = -model(tokens).log_softmax(-1).gather(-1, targets[..., None]).mean()
+    expected = -before.log_softmax(-1).gather(-1, targets[..., None]).mean()
     torch.testing.assert_close(model(tokens, targets), expected)
-
-
-def test_shared_key_value_heads_equal_repeated_ones(model):
-    attention = model.blocks[0].attention
-    full = GPT(ModelConfig(dim=32, layers=2, heads=4, kv_heads=4, ffn=48, seq_len=24))
-    twin = full.blocks[0].attention
-    state = attention.state_dict()
-    for name in ("key.weight", "value.weight"):
-        heads = state[name].unflatten(0, (2, 8))
-        state[name] = heads.repeat_interleave(2, dim=0).flatten(0, 1)
-    twin.load_state_dict(state)
-    x, rotation = torch.randn(2, 24, 32), (model.cos, model.sin)
-    torch.testing.assert_close(attention(x, rotation), twin(x, rotation))
-
-
-def test_rotation_keeps_lengths_and_sees_distances_only():
-    rotation = rotary_table(length=16, head_dim=8, base=10_000.0)
-    query, key = (torch.randn(8).expand(16, 8) for _ in range(2))
-    turned_query, turned_key = (rotate(x[:, None], rotation)[:, 0] for x in (query, key))
-    torch.testing.assert_close(turned_query.norm(dim=-1), query.norm(dim=-1))
-    scores = turned_query @ turned_key.T  # [16, 16]
-    for distance in range(16):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert scores[0].std() > 0.01
-
-
-def test_top_1_generation_takes_the_likeliest_token(model):
-    prompt = random_tokens(5)
-    tokens = model.generate(prompt, 1, torch.Generator(), top_k=1)
-    assert tokens[-1] == model(prompt[None])[0, -1].argmax()
+    generated = model.generate(tokens[0], 1, torch.Generator(), top_k=1)
+    assert generated[-1] == before[0, -1].argmax()
 
 
 # --- GPT-2 and Llama
@@ -108,25 +68,22 @@ def test_a_small_gpt2_computes_what_transformers_does(transformers):
         vocab_size=96, n_positions=24, n_embd=32, n_layer=2, n_head=4, n_inner=48
     )
     theirs = transformers.GPT2LMHeadModel(config).eval()
-    state = {name: value.float() for name, value in theirs.transformer.state_dict().items()}
-    named = {"embedding.weight": state["wte.weight"], "position.weight": state["wpe.weight"]}
-    named |= {f"norm.{kind}": state[f"ln_f.{kind}"] for kind in ("weight", "bias")}
-    for index in range(2):
-        for kind in ("weight", "bias"):
-            here, there = f"blocks.{index}", f"h.{index}"
-            named[f"{here}.attention_norm.{kind}"] = state[f"{there}.ln_1.{kind}"]
-            named[f"{here}.feed_forward_norm.{kind}"] = state[f"{there}.ln_2.{kind}"]
-            fused = state[f"{there}.attn.c_attn.{kind}"].chunk(3, dim=-1)
-            layers = dict(zip(("query", "key", "value"), fused, strict=True))
-            layers["output"] = state[f"{there}.attn.c_proj.{kind}"]
-            named |= {f"{here}.attention.{n}.{kind}": value.t() for n, value in layers.items()}
-            named[f"{here}.feed_forward.up_proj.{kind}"] = state[f"{there}.mlp.c_fc.{kind}"].t()
-            named[f"{here}.feed_forward.down_proj.{kind}"] = state[f"{there}.mlp.c_proj.{kind}"].t()
-    named["head.weight"] = named["embedding.weight"]
-    ours = GPT(small("gpt2"))
-    ours.load_state_dict(named)
-    tokens = torch.randint(96, (2, 24))
-    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    names = (
+        ("wte", "embedding"), ("wpe", "position"), ("ln_f", "norm"), ("h.", "blocks."), ("ln_1", "attention_norm"),
+        ("ln_2", "feed_forward_norm"), ("attn.c_proj", "attention.output"), ("mlp.c_fc", "feed_forward.up_proj"),
+        ("mlp.c_proj", "feed_forward.down_proj"),
+    )  # fmt: skip
+    state = {}
+    for name, value in renamed(theirs.transformer.state_dict(), names).items():
+        # its layers are Conv1D, with weights the other way round
+        value = value.t() if value.ndim == 2 and name.startswith("blocks") else value
+        if "attn.c_attn" in name:
+            for layer, part in zip(("query", "key", "value"), value.chunk(3), strict=True):
+                state[name.replace("attn.c_attn", f"attention.{layer}")] = part
+        else:
+            state[name] = value
+    state["head.weight"] = state["embedding.weight"]
+    assert_alike(GPT(small("gpt2")), state, theirs)
 
 
 def test_a_small_llama_computes_what_transformers_does(transformers):
@@ -142,12 +99,20 @@ def test_a_small_llama_computes_what_transformers_does(transformers):
         ("self_attn.q_proj", "attention.query"), ("self_attn.k_proj", "attention.key"),
         ("self_attn.v_proj", "attention.value"), ("self_attn.o_proj", "attention.output"), ("mlp.", "feed_forward."),
     )  # fmt: skip
-    state = {}
-    for name, value in theirs.state_dict().items():
+    assert_alike(GPT(small("llama-1b")), renamed(theirs.state_dict(), names), theirs)
+
+
+def renamed(state, names):
+    """Return a state_dict with parts of its names replaced."""
+    found = {}
+    for name, value in state.items():
         for there, here in names:
             name = name.replace(there, here)
-        state[name] = value
-    ours = GPT(small("llama-1b"))
+        found[name] = value.float()
+    return found
+
+
+def assert_alike(ours, state, theirs):
     ours.load_state_dict(state)
     tokens = torch.randint(96, (2, 24))
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
@@ -165,7 +130,7 @@ def test_gpt2_s_first_values_are_small_and_smaller_where_a_block_writes():
         assert parameter.std().item() == pytest.approx(expected, rel=0.02), name
 
 
-@pytest.mark.parametrize("size", ["demo", "gpt2", "llama-8b"])
+@pytest.mark.parametrize("size", ["demo", "gpt2"])
 def test_math_attention_and_checkpointing_change_no_gradient(size):
     config = small(size)
     tokens, results = torch.randint(96, (2, 24)), []
@@ -221,21 +186,6 @@ def test_te_blocks_compute_what_plain_ones_do(size):
             assert loss == pytest.approx(plain(short, short).item(), rel=tolerance)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", ["demo", "gpt2", "llama-8b"])
-def test_flash_attention_computes_what_sdpa_does(size):
-    pytest.importorskip("flash_attn")
-    tokens, losses = torch.randint(96, (2, 24), device="cuda"), []
-    for attention in ("sdpa", "flash"):
-        torch.manual_seed(0)
-        model = GPT(replace(small(size), dim=256, attention=attention)).cuda()
-        with torch.autocast("cuda", torch.bfloat16):
-            losses.append(model(tokens, tokens).item())
-    assert losses[0] == pytest.approx(losses[1], rel=0.005)
-    with pytest.raises(TypeError, match="takes bfloat16 or float16"):
-        model(tokens)
-
-
 @torch.no_grad()
 def copy_to_te(plain, model):
     for name in ("embedding", "position", "norm", "head"):
@@ -244,19 +194,18 @@ def copy_to_te(plain, model):
     for old, new in zip(plain.blocks, model.blocks, strict=True):
         attention, mlp = old.attention, old.feed_forward
         gate = [mlp.gate_proj] if hasattr(mlp, "gate_proj") else []
-        values = {}
-        for kind in ("weight", "bias") if old.attention.query.bias is not None else ("weight",):
-            joint = [
-                getattr(layer, kind) for layer in (attention.query, attention.key, attention.value)
-            ]
-            values[f"attention_in.{kind}"] = torch.cat(joint)
-            values[f"attention_in.layer_norm_{kind}"] = getattr(old.attention_norm, kind)
-            values[f"output.{kind}"] = getattr(attention.output, kind)
-            up = [getattr(layer, kind) for layer in (*gate, mlp.up_proj)]
-            values[f"feed_forward.fc1_{kind}"] = torch.cat(up)
-            values[f"feed_forward.fc2_{kind}"] = getattr(mlp.down_proj, kind)
-            values[f"feed_forward.layer_norm_{kind}"] = getattr(old.feed_forward_norm, kind)
-        parameters = dict(new.named_parameters())
-        assert parameters.keys() == values.keys()
-        for name, value in values.items():
-            parameters[name].copy_(value)
+        parts = {  # names there, for a weight or a bias, and the layers that are joined in it
+            "attention_in.{}": (attention.query, attention.key, attention.value),
+            "attention_in.layer_norm_{}": [old.attention_norm],
+            "output.{}": [attention.output],
+            "feed_forward.fc1_{}": [*gate, mlp.up_proj],
+            "feed_forward.fc2_{}": [mlp.down_proj],
+            "feed_forward.layer_norm_{}": [old.feed_forward_norm],
+        }
+        parameters, given = dict(new.named_parameters()), set()
+        for kind in ("weight", "bias") if attention.query.bias is not None else ("weight",):
+            for name, layers in parts.items():
+                given.add(name.format(kind))
+                values = [getattr(layer, kind) for layer in layers]
+                parameters[name.format(kind)].copy_(torch.cat(values))
+        assert given == parameters.keys()

@@ -1,4 +1,4 @@
-"""A run that is resumed in another precision: what it says of that, and what it must not promise."""
+"""What a run that is resumed says of what is asked for otherwise, and what it must not promise."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 from gpt.trainer import Trainer
-from workers_gpt import assert_near, configure, train, write_text
+from workers_gpt import assert_near, configure, step_of, train
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 
@@ -15,50 +15,56 @@ SAVED = {
     "off-8": {"opt_level": "off", "optimizer_bits": 8},
     "O2": {"opt_level": "O2"},
     "O2-4": {"opt_level": "O2", "optimizer_bits": 4},
-    "O1": {"opt_level": "O1"},
 }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("changes")
-    write_text(folder)
-    for name, options in SAVED.items():
-        train(folder, **options, run_name=name, steps=2, warmup_steps=1)
-    return folder
-
-
-def go_on(folder, saved, **options):
-    """Return a run that is resumed from a checkpoint of SAVED, with two steps to take."""
-    path = next((folder / "runs").glob(f"{saved}-[bf]*/checkpoints*/step_00000002"))
-    given = {"warmup_steps": 1, "run_name": f"from-{saved}", "out": folder / "again", **options}
-    return Trainer(configure(folder, **{"steps": 2, **given}, resume=str(path)))
+def saved(folder):
+    return {name: train(folder, **options, run_name=name) for name, options in SAVED.items()}
 
 
 @pytest.mark.parametrize(
-    ("saved", "options", "expected"),
+    ("name", "changes", "said"),
     [
-        ("off-8", {"opt_level": "off"}, "was 8, is now 32"),
-        ("O2-4", {"opt_level": "O2"}, "was 4, is now 8"),
-        ("off", {"opt_level": "off", "optimizer_bits": 4}, "was 32, is now 4"),
-        ("O2", {"opt_level": "O1", "optimizer_bits": 4}, "was 8, is now 4"),
+        ("O2", {"seq_len": 8}, "--seq-len was 16, is now 8: windows are cut otherwise"),
+        ("O2", {"target_effective_batch_size": 8}, "batch-size was 4, is now 8: steps take another"),
+        ("O2", {"steps": 5}, "--steps was 4, is now 5: from here on the learning rate is"),
+        ("O2", {"weight_decay": 0.5}, "--weight-decay was 0.1, is now 0.5: matrices decay by it"),
+        ("off-8", {"optimizer_bits": None}, "^--optimizer-bits was 8, is now 32: AdamW's"),
+        ("O2-4", {"optimizer_bits": None}, "^--optimizer-bits was 4, is now 8: AdamW's"),
+        ("off", {"optimizer_bits": 4}, "^--optimizer-bits was 32, is now 4: AdamW's"),
     ],
-)
-def test_other_bits_of_the_optimizer_are_said(folder, saved, options, expected):
-    with pytest.warns(Fp8StackWarning, match=f"^--optimizer-bits {expected}: AdamW's") as told:
-        go_on(folder, saved, **options).log.close()
+)  # fmt: skip
+def test_a_resumed_run_says_what_is_asked_for_otherwise(folder, saved, name, changes, said):
+    options = {**SAVED[name], "resume": str(step_of(folder, name)), "out": folder / "again"}
+    options |= {"run_name": name, **changes}
+    with pytest.warns(Fp8StackWarning, match=said) as told:
+        trainer = Trainer(configure(folder, **options))
     assert len(told) == 1
-    with pytest.raises(ConfigError, match=f"^--optimizer-bits {expected}"):
-        go_on(folder, saved, **options, strict=True)
+    decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+    assert decays == [changes.get("weight_decay", 0.1), 0.0]
+    with pytest.raises(ConfigError, match=said):
+        Trainer(configure(folder, **options, strict=True))
+    if "optimizer_bits" in changes:
+        assert_near(trainer.run(), saved[name], changes)
+    trainer.log.close()
 
 
-def test_a_run_goes_on_with_other_bits(folder):
-    expected = train(folder, opt_level="off", optimizer_bits=8, run_name="whole", warmup_steps=1)
-    with pytest.warns(Fp8StackWarning, match="--optimizer-bits was 8, is now 32"):
-        trainer = go_on(folder, "off-8", opt_level="off", steps=4)
-    losses = trainer.run()
-    assert len(losses) == 4
-    assert_near(losses, expected, "bits")
+def test_the_same_text_may_lie_elsewhere_and_another_is_read_from_its_beginning(folder, saved):
+    moved = folder / "elsewhere" / "text.txt"
+    moved.parent.mkdir()
+    moved.write_bytes((folder / "text.txt").read_bytes())
+    options = {"run_name": "O2", "resume": str(step_of(folder, "O2")), "out": folder / "moved"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(folder, **options, data=str(moved), strict=True) == saved["O2"]
+    (folder / "other.txt").write_text("".join(f"y = {n}\n" for n in range(999)))
+    expected = r"--data was text.txt \(\d+ tokens\), is now other.txt .*read from its beginning"
+    with pytest.warns(Fp8StackWarning, match=expected) as told:
+        trainer = Trainer(configure(folder, **options, data=str(folder / "other.txt"), seed=3))
+    assert len(told) == 1
+    assert (trainer.step, trainer.data.train.position) == (2, 0)
+    trainer.log.close()
 
 
 def test_another_vocabulary_and_other_documents_are_noticed(tmp_path):
@@ -66,40 +72,26 @@ def test_another_vocabulary_and_other_documents_are_noticed(tmp_path):
     pytest.importorskip("tokenizers")
     from pyarrow import parquet
 
-    def write_rows(count):
-        parquet.write_table(
-            pyarrow.table({"text": ["a b c d " * 11 * count] * 9}), tmp_path / "x.parquet"
-        )
-
-    def write_vocabulary(words):
+    def prepare(words, count):
+        rows = pyarrow.table({"text": ["a b c d " * 11 * count] * 9})
+        parquet.write_table(rows, tmp_path / "x.parquet")
         vocab = {word: index for index, word in enumerate(words)}
         model = {"type": "WordLevel", "vocab": vocab, "unk_token": "?"}
         content = {"model": model, "pre_tokenizer": {"type": "Whitespace"}, "version": "1.0"}
         (tmp_path / "v.json").write_text(json.dumps(content))
 
     options = {"opt_level": "off", "data": str(tmp_path), "encoding": str(tmp_path / "v.json")}
-    write_vocabulary("?abcd")
-    write_rows(9)
+    prepare("?abcd", 9)
     train(tmp_path, **options)
-    write_vocabulary("?dcba")
-    with pytest.warns(
-        Fp8StackWarning, match="--encoding was a tokenizer of CRC-32 .* mean other text"
+    for words, count, begins, said in (
+        ("?dcba", 9, True, "--encoding was a tokenizer of CRC-32 .* mean other text"),
+        ("?abcd", 8, False, "--data was .* bytes, is now .* after as many as before"),
     ):
-        trainer = Trainer(configure(tmp_path, **options, resume="auto"))
-    trainer.log.close()
-    assert trainer.data.train.left == []
-    write_vocabulary("?abcd")
-    write_rows(8)
-    with pytest.warns(
-        Fp8StackWarning, match="--data was .* bytes, is now .* after as many as before"
-    ):
-        trainer = Trainer(configure(tmp_path, **options, resume="auto"))
-    trainer.log.close()
-    assert trainer.data.train.left != []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Fp8StackWarning)
-        write_rows(9)
-        Trainer(configure(tmp_path, **options, resume="auto")).log.close()
+        prepare(words, count)
+        with pytest.warns(Fp8StackWarning, match=said):
+            trainer = Trainer(configure(tmp_path, **options, resume="auto"))
+        assert (trainer.data.train.left == []) == begins
+        trainer.log.close()
 
 
 def test_documents_that_cannot_be_read_lose_no_step(tmp_path):
@@ -107,8 +99,8 @@ def test_documents_that_cannot_be_read_lose_no_step(tmp_path):
     from pyarrow import parquet
 
     rows = ["for x in range(9): print(x)\n" * 3] * 9
-    for name, column in (("a", "text"), ("b", "text")):
-        parquet.write_table(pyarrow.table({column: rows}), tmp_path / f"{name}.parquet")
+    for name in ("a", "b"):
+        parquet.write_table(pyarrow.table({"text": rows}), tmp_path / f"{name}.parquet")
     small = {"eval_batches": 1, "eval_batch_size": 1, "checkpoint_freq": 50, "steps": 16}
     options = {"opt_level": "off", "data": str(tmp_path), "encoding": "bytes", **small}
     expected = train(tmp_path, **options, run_name="whole")

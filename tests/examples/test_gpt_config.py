@@ -37,64 +37,38 @@ def test_flags_outweigh_the_file_and_the_file_the_defaults(write):
     assert parse(write("")) == parse([])
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (
-            ["--opt-level", "o2"],
-            r'--opt-level: got .o2., must be one of O0, O1, O2, off. Did you mean "O2"',
-        ),
-        (["--fp8-format", "e3m4"], "--fp8-format: got 'e3m4', must be one of hybrid, e4m3, e5m2"),
-        (["--fp8-recipe", "delay"], 'Did you mean "delayed"'),
-        (["--amax-compute-algo", "mean"], "must be one of max, most_recent"),
-        (["--optimizer-bits", "16"], "--optimizer-bits: got 16, must be one of 32, 8, 4"),
-        (["--compute-dtype", "bf16"], "must be one of bfloat16, float16, float32"),
-        (["--model", "gpt-2"], 'Did you mean "gpt2"'),
-        (["--steps", "0"], "--steps: got 0, must be a whole number of 1 or more"),
-        (["--steps=2.5"], "--steps: got '2.5'"),
-        (["--micro-batch", "0"], 'of 1 or more, or "auto"'),
-        (["--max-lr", "nan"], "--max-lr: got 'nan', must be a number above 0"),
-        (["--max-lr", "0"], "--max-lr: got 0.0, must be a number above 0"),
-        (["--run-name", "../../x"], "--run-name ../../x must be the name of a folder in --out"),
-        (["--run-name", "a/b"], "must be the name of a folder"),
-        (["--run-name", "a\\b"], "must be the name of a folder"),
-        (["--run-name", ".."], "neither . nor"),
-        (["--min-lr-ratio", "1.5"], "of 0 or more and 1 or less"),
-        (["--fp8-margin", "1"], "^--fp8-margin 1 does not go with .* use --fp8-recipe delayed"),
-        (["--no-fp8", "--opt-level", "O2"], "--no-fp8 contradicts --opt-level O2"),
-        (["--use-fp8", "--no-fp8"], "--use-fp8 and --no-fp8 contradict each other"),
-        (["--use-fp8", "--opt-level", "off"], "--use-fp8 contradicts --opt-level off"),
-        (["--no-fp8", "--fp8-format", "e4m3"], "^--fp8-format e4m3 is of FP8"),
-        (
-            ["--blocks", "te"],
-            "--blocks te has .* room for --qk-norm. Use --no-qk-norm, or --blocks plain",
-        ),
-        (["--fuse", "--no-fp8"], "^--fuse is of FP8"),
-        (["--skip", "head", "x*", "--no-fp8"], r"^--skip head 'x\*' is of FP8"),
-        (["--skip"], "--skip: expected at least one argument"),
-        (["--fp8-fast-accum", "--no-fp8"], "^--fp8-fast-accum is of FP8"),
-        (["--fp8-fast-accum", "--fp8-recipe", "blockwise"], "one scale a tensor, not one a block"),
-        (["--fuse", "--compute", "te"], "not with --compute te: .* Leave out one"),
-        (["--fuse", "--compute", "bf16"], "not with --compute bf16: without FP8"),
-        (["--fuse", "--blocks", "te"], "not with --blocks te: .*TransformerEngine"),
-        (["--fuse", "--parallel", "fsdp2"], "not with --parallel fsdp2: it shards norms before"),
-        (
-            ["--model", "gpt2", "--blocks", "te", "--skip", "blocks.0.*"],
-            r"^--skip blocks.0.\* names layers of Tr",
-        ),
-        (["--kv-heads", "3"], "heads=8 query heads cannot share --kv-heads 3 .*divisor of heads"),
-        (["--stepz", "3"], 'no option .--stepz.. Did you mean "--steps"'),
-        (["--step", "3"], "no option '--step'"),  # flags cannot be shortened
-        (["--fp8-interval", "4", "--strict"], "no effect"),
-        (["--seed", "9" * 23], "--seed: .* of 0 or more and 9223372036854775807 or less"),
-        (["--seed", "-1"], "--seed: got -1, must be a whole number of 0 or more"),
-        (["--steps"], "expected one argument"),
-        (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read"),
-    ],
-)
-def test_a_bad_flag_is_named_with_what_is_allowed(argv, message):
-    with pytest.raises(ConfigError, match=message) as error:
-        parse(argv)
+REFUSED = {  # flags: what is said
+    "--opt-level o2": r'--opt-level: got .o2., must be one of O0, O1, O2, off. Did you mean "O2"',
+    "--optimizer-bits 16": "--optimizer-bits: got 16, must be one of 32, 8, 4",
+    "--steps 0": "--steps: got 0, must be a whole number of 1 or more",
+    "--micro-batch 0": 'of 1 or more, or "auto"',
+    "--max-lr nan": "--max-lr: got 'nan', must be a number above 0",
+    "--run-name ../../x": "--run-name ../../x must be the name of a folder in --out",
+    "--run-name ..": "neither . nor",
+    "--min-lr-ratio 1.5": "of 0 or more and 1 or less",
+    "--fp8-margin 1": "^--fp8-margin 1 does not go with .* use --fp8-recipe delayed",
+    "--no-fp8 --opt-level O2": "--no-fp8 contradicts --opt-level O2",
+    "--use-fp8 --no-fp8": "--use-fp8 and --no-fp8 contradict each other",
+    "--no-fp8 --fp8-format e4m3": "^--fp8-format e4m3 is of FP8",
+    "--skip head x* --no-fp8": r"^--skip head 'x\*' is of FP8",
+    "--blocks te": "--blocks te has .* room for --qk-norm. Use --no-qk-norm, or --blocks plain",
+    "--model gpt2 --blocks te --skip blocks.0.*": r"^--skip blocks.0.\* names layers of Tr",
+    "--fuse --compute te": "not with --compute te: .* Leave out one",
+    "--fuse --parallel fsdp2": "not with --parallel fsdp2: it shards norms before",
+    "--overwrite --resume latest": "--overwrite deletes what --resume goes on from",
+    "--kv-heads 3": "heads=8 query heads cannot share --kv-heads 3 .*divisor of heads",
+    "--stepz 3": 'no option .--stepz.. Did you mean "--steps"',
+    "--step 3": "no option '--step'",  # flags cannot be shortened
+    "--fp8-interval 4 --strict": "no effect",
+    "--steps": "expected one argument",
+    "--config /nowhere.yaml": "/nowhere.yaml: cannot be read",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_bad_flag_is_named_with_what_is_allowed(flags):
+    with pytest.raises(ConfigError, match=REFUSED[flags]) as error:
+        parse(flags.split())
     assert "\n" not in str(error.value)
 
 
@@ -102,19 +76,13 @@ def test_a_bad_flag_is_named_with_what_is_allowed(argv, message):
     ("text", "message"),
     [
         ("step: 3", 'no option .step.. Did you mean "steps"'),
-        ("steps: 5\nseed: 1\nsteps: 6", "x.yaml: gives steps twice. Leave one of them"),
         ("max-lr: 1.0e-3\nmax_lr: 1.0e-4", "x.yaml: gives max_lr twice"),
         ("steps: many", "x.yaml: steps: got 'many', must be a whole number"),
         ("steps: 2.5", "steps: got 2.5"),
         ("steps: true", "steps: got True"),
         ("compile: 1", "compile: got 1, must be true or false"),
-        ("run_name: [a]", "run_name: got .'a'., must be a text"),
         ("skip: {a: 1}", "skip: got {'a': 1}, must be a text, or a list of them"),
-        ("steps: null", "steps: got None"),
         ("out:", "x.yaml: out: got None: the value is missing, which must be a path. Give one, or leave"),
-        ("data:", "x.yaml: data: got None: the value is missing, which must be a text"),
-        ("skip:", "x.yaml: skip: got None: the value is missing"),
-        ("skip: [head, null]", "skip: got .'head', None., must be a text, or a list of them"),
         ("- a\n- b", "must be lines of"),
         ("a: [", "is not valid YAML"),
         ("opt_level: O1\nuse_fp8: false", "--no-fp8 contradicts"),
@@ -127,11 +95,12 @@ def test_a_bad_file_is_named_with_the_key(write, text, message):
 
 
 def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):
-    file = write("opt_level: O1\nfp8_recipe: delayed\nfp8_margin: 2\nsteps: 9")
-    assert parse(file).fp8_options() == ("O1", {"fp8_recipe": "delayed", "fp8_margin": 2})
+    file = write("opt_level: O1\nfp8_recipe: delayed\nfp8_margin: 2\nsteps: 9\nskip: [head]")
+    given = {"fp8_recipe": "delayed", "fp8_margin": 2, "skip": ["head"]}
+    assert parse(file).fp8_options() == ("O1", given)
     for flags in (["--no-fp8"], ["--opt-level", "off"]):
         found = parse([*file, *flags])
-        assert (found.fp8_options(), found.steps) == ((None, {}), 9)
+        assert (found.fp8_options(), found.steps, found.skip) == ((None, {}), 9, ())
     assert parse([*file, "--opt-level", "O0"]).fp8_options()[0] == "O0"
     assert parse([*write("use_fp8: false"), "--use-fp8"]).opt_level == "O2"
     with pytest.raises(ConfigError, match="contradicts"):  # the file is wrong by itself
@@ -140,10 +109,7 @@ def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):
 
 @pytest.mark.parametrize(
     ("level", "bits", "kept"),  # bits of both of AdamW's moments that are kept of an element
-    [
-        ("O0", None, 64), ("O0", 8, 16), ("O1", 32, 64), ("O1", 8, 16), ("O2", None, 16), ("O2", 8, 16),
-        ("O2", 32, 64), ("O2", 4, 12), ("off", 8, 16), ("off", 4, 12),
-    ],
+    [("O0", 8, 16), ("O1", None, 64), ("O2", None, 16), ("O2", 32, 64), ("O2", 4, 12), ("off", 8, 16)],
 )  # fmt: skip
 def test_levels_and_bits_are_what_fp8stack_makes_of_them(level, bits, kept):
     options = Config(model="tiny", opt_level=level, optimizer_bits=bits)
@@ -166,54 +132,31 @@ def test_levels_and_bits_are_what_fp8stack_makes_of_them(level, bits, kept):
 
 def test_parts_of_the_model_can_be_exchanged():
     parts = "--norm rmsnorm --positions rope --activation swiglu --qk-norm --kv-heads 4"
-    found = parse(["--model", "gpt2", *parts.split()])
-    made = found.model_config(vocab=320)
-    expected = {
-        "norm": "rmsnorm",
-        "positions": "rope",
-        "activation": "swiglu",
-        "qk_norm": True,
-        "kv_heads": 4,
-    }
-    assert made == replace(SIZES["gpt2"], vocab=320, **expected)
+    made = parse(["--model", "gpt2", *parts.split(), "--seq-len", "32"]).model_config(vocab=320)
+    kinds = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu"}
+    expected = replace(SIZES["gpt2"], vocab=320, seq_len=32, qk_norm=True, kv_heads=4, **kinds)
+    assert made == expected
     te = Config(model="llama-1b", blocks="te", fp8_format="e4m3").model_config(vocab=64)
     assert te.fp8.fp8_format == "e4m3"
     assert Config(model="llama-1b", blocks="te", opt_level="off").model_config(64).fp8 is None
-    assert parse(["--seq-len", "32"]).model_config(64).seq_len == 32
 
 
-def test_every_option_has_a_flag_and_help_and_survives_yaml(write, capsys):
+def test_every_option_has_a_flag_and_help_is_documented_and_survives_yaml(write, capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
-    text = capsys.readouterr().out
-    for rule in fields(Config):
-        assert f"--{rule.name.replace('_', '-')}" in text
-    yaml = pytest.importorskip("yaml")
-    flags = "--model gpt2 --hellaswag a.jsonl --opt-level O1 --steps 50 --skip head"
-    found = parse(flags.split())
-    assert parse(write(yaml.safe_dump(found.to_dict()))) == found
-
-
-def test_layers_to_skip_are_a_list_in_flags_and_files(write):
-    patterns = ("head", "blocks.0.*", "*.down")
-    assert (
-        parse(["--skip", "head", "blocks.0.*", "--steps", "5", "--skip", "*.down"]).skip == patterns
-    )
-    assert parse(write("skip: [head, blocks.0.*, '*.down']")).skip == patterns
-    assert parse(write("skip: head")).skip == ("head",)
-    assert parse(write("skip: head")).fp8_options() == ("O2", {"skip": ["head"]})
-    assert parse([*write("skip: head"), "--no-fp8"]).skip == ()  # as all of the file's on FP8
-    assert parse([]).fp8_options() == ("O2", {})
-
-
-def test_every_option_is_in_the_table_of_the_documentation():
-    text = (CONFIGS.parents[1] / "docs" / "training.md").read_text()
-    table = text.partition("\n## Options\n")[2].partition("\n## ")[0]
+    helped = capsys.readouterr().out
+    page = (CONFIGS.parents[1] / "docs" / "training.md").read_text()
+    table = page.partition("\n## Options\n")[2].partition("\n## ")[0]
     rows = [line for line in table.splitlines() if line.startswith("|")]
     told = set(re.findall(r"--([a-z][a-z0-9-]+)", "\n".join(rows)))
     options = {rule.name.replace("_", "-") for rule in fields(Config)}
-    assert options - told == set()
-    assert told - options == {"no-fp8"}
+    assert all(f"--{name}" in helped for name in options)
+    assert told == {*options, "no-fp8"}
+    yaml = pytest.importorskip("yaml")
+    flags = "--model gpt2 --hellaswag a.jsonl --opt-level O1 --skip head blocks.0.* --skip *.down"
+    found = parse(flags.split())
+    assert found.skip == ("head", "blocks.0.*", "*.down")
+    assert parse(write(yaml.safe_dump(found.to_dict()))) == found
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

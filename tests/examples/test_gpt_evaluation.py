@@ -1,11 +1,13 @@
 """Validation and HellaSwag: numbers that depend on the weights and the texts, not on how they are cut or written."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 from gpt import evaluation
+from gpt.evaluation import Question
 from gpt.windows import spaced_batches
 from torch import nn
 
@@ -21,35 +23,69 @@ class Table(nn.Module):
         return (tokens + 3 * targets).sin().mean()
 
 
-def validate(rows, size):
+class Repeats(nn.Module):
+    """Expects every byte to come again, and every other one alike."""
+
+    def forward(self, tokens):
+        return 3.0 * nn.functional.one_hot(tokens, 256).float()
+
+
+def encode(text):
+    return torch.tensor(list(text.encode()))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(13, 4), (13, 12), (13, 20), (12, 1), (12, 4)])
+def test_validation_losses_do_not_depend_on_the_size_of_batches(rows, size):
     tokens = np.random.default_rng(0).integers(0, 200, 16 * rows + 1).astype(np.uint16)
-    batches = spaced_batches([tokens], 16, rows, size, 256)[: -(-rows // size)]
-    return evaluation.validation_loss(Table(), batches, CPU, torch.no_grad), batches
+
+    def validate(size):
+        batches = spaced_batches([tokens], 16, rows, size, 256)[: -(-rows // size)]
+        losses = [float(Table()(*batch)) for batch in batches]
+        return evaluation.validation_loss(Table(), batches, CPU, torch.no_grad), losses
+
+    loss, losses = validate(size)
+    assert loss == pytest.approx(validate(1)[0], rel=1e-6)
+    if rows == 12:  # whole batches have the bits of a plain mean
+        assert loss == torch.tensor(losses, dtype=torch.float64).sum().item() / len(losses)
 
 
-def test_the_same_weights_have_the_same_validation_loss_for_any_size_of_batches():
-    expected, _ = validate(13, 1)
-    for size in (2, 4, 5, 12, 13, 20):
-        assert validate(13, size)[0] == pytest.approx(expected, rel=1e-6)
+def test_hellaswag_picks_the_likeliest_ending_for_its_length():
+    question = Question("aaaa", ("bcbcbcbc", "aaaa", "xyz", "aab"), 1)
+    model, where = Repeats(), (CPU, torch.no_grad)
+    (scores,) = evaluation.score_endings(model, [question], encode, 64, *where)
+    again, other = 3 - math.log(math.e**3 + 255), -math.log(math.e**3 + 255)
+    expected = [9 * other / 8, (3 * again + 2 * other) / 4, 4 * other / 3, (again + 3 * other) / 3]
+    assert scores.tolist() == pytest.approx(expected, rel=1e-5)
+    (cut,) = evaluation.score_endings(model, [question], encode, 4, *where)
+    three = again + 2 * other  # of the first three tokens of the second and the last
+    expected = [other * 9 / 8, three * 5 / 3 / 4, other * 4 / 3, three * 4 / 3 / 3]
+    assert cut.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_whole_batches_have_the_bits_of_a_plain_mean(size):
-    loss, batches = validate(12, size)
-    losses = [float(Table()(*batch)) for batch in batches]
-    assert loss == torch.tensor(losses, dtype=torch.float64).sum().item() / len(losses)
+def test_questions_of_hellaswag_are_scored_together_as_alone():
+    """Of other lengths, and with other numbers of endings; five of them, so that the last part has one."""
+    questions = [
+        Question("a" * n, tuple("ab" * (n + k) + "c" * k for k in range(1 + n % 4)), n % 2)
+        for n in (3, 1, 30, 7, 9)
+    ]
+    model, where = Repeats(), (CPU, torch.no_grad)
+    alone = [evaluation.score_endings(model, [q], encode, 32, *where)[0] for q in questions]
+    together = evaluation.score_endings(model, questions, encode, 32, *where)
+    for one, scores in zip(alone, together, strict=True):
+        torch.testing.assert_close(scores, one)
+    right = [int(s.argmax()) == q.label for s, q in zip(alone, questions, strict=True)]
+    assert 0 < sum(right) < 5
+    accuracy = evaluation.hellaswag_accuracy(model, questions, encode, 32, *where)
+    assert accuracy == pytest.approx(sum(right) / 5)
 
 
 @pytest.mark.parametrize(
     "line",
     [
         {"ctx": 5, "endings": ["a", "b"], "label": 0},
-        {"ctx": "a", "endings": [1, 2], "label": 0},
         {"ctx": "a", "endings": "abcd", "label": 0},
         {"ctx": "a", "endings": ["b", "c"], "label": 0.7},
-        {"ctx": "\ud800", "endings": ["b", "c"], "label": 0},
         {"ctx": "a", "endings": ["b", "c"], "label": 2},
-        {"ctx": "", "endings": ["b"], "label": 0},
         {"ctx": "a"},
         [],
     ],
@@ -57,23 +93,10 @@ def test_whole_batches_have_the_bits_of_a_plain_mean(size):
 )
 def test_questions_that_are_no_texts_are_refused_before_the_run(line, tmp_path):
     path = tmp_path / "hellaswag.jsonl"
-    good = {"ctx": "a", "endings": ["b", "c"], "label": "1"}
+    good = {"ctx": "größe\u2028next\x85", "endings": ["b", "c"], "label": "1"}
+    text = json.dumps(good, ensure_ascii=False)
+    path.write_bytes(f"{text}\r\n\n{text}\n".encode())  # UTF-8, with any ends of lines
+    assert evaluation.read_questions(path) == [Question(good["ctx"], ("b", "c"), 1)] * 2
     path.write_text(f"{json.dumps(good)}\n{json.dumps(line)}\n")
     with pytest.raises(ConfigError, match="line 2 is not an object with"):
-        evaluation.read_questions(path)
-
-
-def test_hellaswag_is_utf_8_whatever_the_locale_and_the_ends_of_lines_are(tmp_path, monkeypatch):
-    path, read = tmp_path / "hellaswag.jsonl", type(tmp_path).read_text
-    line = {"ctx": "größe\u2028next\x85", "endings": ["a", "b"], "label": 1}
-    text = json.dumps(line, ensure_ascii=False)
-    path.write_bytes(f"{text}\r\n\n{text}\n".encode())
-
-    def in_latin_1(self, encoding=None, errors=None):
-        return read(self, encoding or "latin-1", errors)
-
-    monkeypatch.setattr(type(path), "read_text", in_latin_1)
-    assert [q.context for q in evaluation.read_questions(path)] == [line["ctx"]] * 2
-    path.write_bytes(b"\x1f\x8b{}")  # gzip's
-    with pytest.raises(ConfigError, match=r"hellaswag.jsonl: cannot be read \(is no UTF-8 text"):
         evaluation.read_questions(path)

@@ -1,40 +1,39 @@
-"""What a run's folder had before is not lost, mixed in or taken for something else: records, curves, other files."""
+"""A run's records and checkpoints are not lost or mixed with another's: also on disks that are full or read-only."""
 
+import errno
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import train_gpt
+from gpt import checkpoints
 from gpt.lock import lock
 from gpt.trainer import Trainer
-from workers_gpt import configure, read, train, write_text
+from workers_gpt import configure, losses_of, read, train
 
-from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, Fp8StackWarning
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gpt")
-    write_text(folder)
-    return folder
-
-
-def test_an_older_run_s_record_is_there_still_where_its_checkpoints_cannot_be_removed(
-    folder, monkeypatch
-):
-    options = {"run_name": "stuck"}
-    train(folder, **options)
-    run = folder / "runs" / "stuck-fp8-o2"
-    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "run.json")}
-
-    def refuse(path):
-        raise OSError(13, "Permission denied")
-
-    monkeypatch.setattr("gpt.runs.clear", refuse)
-    with pytest.raises(CheckpointError, match=r"cannot be emptied \(Permission denied\)"):
-        Trainer(configure(folder, **options, seed=5, overwrite=True))
-    assert {name: (run / name).read_bytes() for name in before} == before
+ROOT = Path(train_gpt.__file__).parents[1]
+LIMIT = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+limit, sys.argv = int(sys.argv[1]), sys.argv[2:]
+import torch.utils.tensorboard
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+HOLD = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from gpt.lock import lock
+file = lock(Path(sys.argv[2]))
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 
 def test_a_record_is_cut_at_once_or_not_at_all(folder, monkeypatch):
@@ -55,47 +54,22 @@ def test_a_record_is_cut_at_once_or_not_at_all(folder, monkeypatch):
     kept = (run / "metrics.jsonl").read_bytes()  # now, where a kill would leave it so
     assert kept == b"".join(whole.splitlines(keepends=True)[:2])
     trainer.run()
-    assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4]
     with open(run / "metrics.jsonl", "a") as file:
         file.write('5\n{"loss": 3}\n{"step": 4, "lo')  # no steps, and half a line
     train(folder, **options, resume=str(path))
     assert [line["step"] for line in read(run / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert not [
-        path for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"
-    ]
+    assert [path.name for path in run.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
 def test_tokens_are_counted_over_a_resume_with_another_batch(folder):
     options = {"run_name": "tokens", "eval_freq": 2, "steps": 4}
     train(folder, **options)
     run = folder / "runs" / "tokens-fp8-o2"
-
-    def tokens():
-        return [(line["step"], line["tokens"]) for line in read(run / "metrics.jsonl")]
-
-    assert tokens() == [(1, 64), (2, 128), (2, 128), (3, 192), (4, 256), (4, 256)]
     path = run / "checkpoints_fp8" / "step_00000002"
     with pytest.warns(Fp8StackWarning, match="--target-effective-batch-size was 4, is now 8"):
         train(folder, **options, resume=str(path), target_effective_batch_size=8)
-    assert tokens() == [(1, 64), (2, 128), (2, 128), (3, 256), (4, 384), (4, 384)]
-    old = "".join(f'{{"step": {step}, "loss": 3.0}}\n' for step in (1, 2))
-    (run / "metrics.jsonl").write_text(
-        old
-    )  # of before there was "tokens"; run.json says 128 a step
-    with pytest.warns(Fp8StackWarning, match="was 8, is now 4"):
-        trainer = Trainer(configure(folder, **options, resume="latest"))
-    assert trainer.log.counted == (4, 4 * 128, 64)
-    trainer.log.close()
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from gpt.lock import lock
-file = lock(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+    tokens = [(line["step"], line["tokens"]) for line in read(run / "metrics.jsonl")]
+    assert tokens == [(1, 64), (2, 128), (2, 128), (3, 256), (4, 384), (4, 384)]
 
 
 def test_a_folder_is_one_run_s_at_a_time_and_free_when_that_is_killed(folder):
@@ -103,20 +77,13 @@ def test_a_folder_is_one_run_s_at_a_time_and_free_when_that_is_killed(folder):
     losses = train(folder, **options)
     run = folder / "runs" / "two-bf16"
     before = (run / "metrics.jsonl").read_bytes()
-    examples = str(Path(train_gpt.__file__).parent)
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path.insert(0, {examples!r})\n{HOLD}",
-        str(run),
-    ]
+    command = [sys.executable, "-c", HOLD, str(ROOT / "examples"), str(run)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as other:
         assert other.stdout.readline() == b"held\n"
+        expected = rf"in use by another run \(.*, process {other.pid}\)"
         for how in ({"overwrite": True}, {"resume": "auto"}):
-            with pytest.raises(
-                ConfigError, match=rf"in use by another run \(.*, process {other.pid}\)"
-            ):
+            with pytest.raises(ConfigError, match=expected):
                 train(folder, **options, **how)
         assert (run / "metrics.jsonl").read_bytes() == before
         assert len(list(run.glob("checkpoints/step_*"))) == 2
@@ -127,14 +94,59 @@ def test_a_folder_is_one_run_s_at_a_time_and_free_when_that_is_killed(folder):
     assert train(folder, **options, resume="auto") == losses
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
-def test_overwrite_deletes_nothing_where_the_new_run_cannot_begin(name, folder):
-    options = {"run_name": f"whole-{name[0]}", "tensorboard": True, "opt_level": "off"}
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard", "checkpoints"])
+def test_overwrite_deletes_nothing_where_the_new_run_cannot_begin(flags, tmp_path, name, capsys):
     pytest.importorskip("tensorboard")
-    train(folder, **options)
-    run = folder / "runs" / f"whole-{name[0]}-bf16"
-    (run / name).rename(run / "moved")
-    (run / name).mkdir() if name == "metrics.jsonl" else (run / name).touch()
-    with pytest.raises(ConfigError, match=f"{name} cannot be written"):
-        train(folder, **options, overwrite=True)
-    assert len(list(run.glob("checkpoints/step_*"))) == 2
+    flags += ["--opt-level", "off", "--run-name", "whole"]
+    assert train_gpt.main(flags) == 0
+    run = tmp_path / "runs" / "whole-bf16"
+    losses = losses_of(run)
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "checkpoints":
+
+            def refuse(path):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+            patch.setattr(checkpoints.shutil, "rmtree", refuse)
+        else:
+            (run / name).rename(run / "moved")
+            (run / name).mkdir() if name == "metrics.jsonl" else (run / name).touch()
+        capsys.readouterr()
+        assert train_gpt.main([*flags, "--seed", "5", "--overwrite"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    what = "emptied (Read-only file system)" if name == "checkpoints" else "written"
+    assert f"whole-bf16/{name} cannot be {what}" in error
+    if name == "checkpoints":
+        assert losses_of(run) == losses
+    else:
+        assert len(list(run.glob("checkpoints/step_*"))) == 2
+
+
+@pytest.mark.parametrize("board", ["--no-tensorboard", "--tensorboard"])
+def test_files_that_cannot_grow_end_a_run_without_a_traceback(flags, board):
+    """By a real limit, which run.json keeps and its records do not, TensorBoard's thread or this one first."""
+    script = str(ROOT / "examples" / "train_gpt.py")
+    command = [sys.executable, "-c", LIMIT, "4000", script, *flags, "--steps", "90", board]
+    command += ["--opt-level", "off", "--eval-freq", "0", "--checkpoint-freq", "0"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1
+    expected = r"/(tensorboard|metrics\.jsonl) cannot be written \(File too large\). Make room"
+    assert re.search(expected, result.stderr)
+
+
+@pytest.mark.parametrize("where", ["full", "both closed"])
+def test_a_run_goes_on_without_its_stdout(flags, where, tmp_path):
+    redirect = {"full": "> /dev/full", "both closed": ">&- 2>&-"}[where]
+    arguments = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), *flags]
+    script = f'{{ "$@"; echo $? > {tmp_path}/status; }} {redirect}'
+    command = ["bash", "-c", script, "bash", *arguments, "--no-tensorboard"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert (tmp_path / "status").read_text() == "0\n"
+    (run,) = (tmp_path / "runs").iterdir()
+    assert len(losses_of(run)) == 4
+    assert list(run.rglob("step_00000004"))
+    told = "train_gpt: warning: stdout cannot be written (No space left on device): nothing more"
+    assert len(result.stderr.splitlines()) == (where == "full")
+    assert result.stderr.startswith(told if where == "full" else "")
