@@ -24,7 +24,7 @@ from fp8stack.errors import CheckpointError, ConfigError, reason_of
 from fp8stack.optim.state_formats import MASTER_KEYS, decode_master
 
 from .inspect import Contents, place_of, read
-from .output import Commands, Console, MissingLibraryError, add_command, show, size
+from .output import Commands, Console, add_command, missing, show, size
 
 
 def add_parser(commands: Commands) -> None:
@@ -39,18 +39,15 @@ def add_parser(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> int:
     source = Path(options.checkpoint)
     out = Path(options.out) if options.out else _beside(source, options.to)
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}. Make it.")
-    if out.exists() and (not out.is_file() or out.samefile(source)):
-        raise ConfigError(f"--out {out} is the checkpoint itself, or no file. Name another one.")
     safe = out.suffix == ".safetensors"  # readers go by the name, too
-    if options.to == "safetensors" and not safe:
+    if not out.parent.is_dir() or (out.exists() and (not out.is_file() or out.samefile(source))):
         raise ConfigError(
-            f"--to safetensors --out {out}: such a file's name ends in .safetensors. Name it "
-            f"{out.with_suffix('.safetensors')}, or use --to fp32 or bf16 for a state_dict of torch.save."
+            f"--out {out} must be a file in a folder that is there, and not the checkpoint itself."
         )
+    if options.to == "safetensors" and not safe:
+        raise ConfigError(f"--to safetensors --out {out}: its name must end in .safetensors.")
     if safe and find_spec("safetensors") is None:  # now, before minutes of reading
-        raise MissingLibraryError("writing weights as safetensors", "safetensors", "safetensors")
+        raise missing("writing weights as safetensors", "safetensors", "safetensors")
     contents = read(source)
     masters = find_masters(contents)
     dtype = torch.bfloat16 if options.to == "bf16" else torch.float32
@@ -62,9 +59,14 @@ def run(options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{out} cannot be written: {reason_of(error)} Nothing is left of it."
         ) from error
-    facts = {"dtype": str(dtype).removeprefix("torch."), "bytes": out.stat().st_size}
-    counts = {"tensors": len(weights), "masters": len(masters)}
-    show(options, {"out": str(out), **facts, **counts}, draw)
+    data = {
+        "out": str(out),
+        "dtype": str(dtype).removeprefix("torch."),
+        "bytes": out.stat().st_size,
+        "tensors": len(weights),
+        "masters": len(masters),
+    }
+    show(options, data, draw)
     return 0
 
 

@@ -8,12 +8,13 @@ DeepSpeed is not imported.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fp8stack.errors import ConfigError, first_line, reason_of
+from fp8stack.errors import ConfigError, reason_of
 from fp8stack.integrations.deepspeed.optimizer import OURS, type_of
 from fp8stack.integrations.deepspeed.optimizer import build as build_optimizer
 from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of, zero_of
@@ -72,15 +73,9 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: for a file that cannot be read or holds something else, or a section that is no object.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from error
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        config = _read_hjson(text)
-        if config is None:
-            raise ConfigError(f"{path} is not JSON: {first_line(error)}.") from error
+        config = _parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
     if not isinstance(config, dict) or not config.keys() & KEYS:
         held = f"has the keys {[*config]}" if isinstance(config, dict) else f"is {config!r}"
         raise ConfigError(
@@ -98,14 +93,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_hjson(text: str) -> Any:
-    """Return what DeepSpeed's own reader makes of a text; None if it cannot, or is not installed."""
+def _parse(text: str) -> Any:
+    """Return what a text is as JSON, or else to hjson, DeepSpeed's own reader, where that is installed."""
     try:
-        import hjson
+        return json.loads(text)
+    except ValueError:
+        with suppress(ImportError, ValueError):
+            import hjson
 
-        return json.loads(json.dumps(hjson.loads(text)))
-    except (ImportError, ValueError, RecursionError):
-        return None
+            return hjson.loads(text)
+        raise
 
 
 def draw(console: Console, data: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from fp8stack import capability
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import kernel_backend
 
-from . import deepspeed_config, machine, machine_checks, selftest
+from . import deepspeed_config, machine, selftest
 from .output import Commands, Console, add_command, show, size, table
 
 NO_GPU = (
@@ -41,15 +41,18 @@ def run(options: argparse.Namespace) -> int:
         return int(any(f["severity"] == "error" for f in found["findings"]))
     if options.model is not None or options.opt_level is not None:
         raise ConfigError("--model and --opt-level go with --deepspeed ds_config.json.")
-    device = machine.device()
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    devices = [torch.device("cuda", i) for i in range(count)] or [device]
+    device, environment = machine.device(), machine.environment()
+    places = {f"cuda:{i} ({gpu['name']})": f"cuda:{i}" for i, gpu in enumerate(environment["gpus"])}
     data: dict[str, Any] = {
-        "environment": machine.environment(),
-        "capabilities": {machine.name_of(d): capabilities(d) for d in devices},
+        "environment": environment,
+        "capabilities": {
+            name: capabilities(torch.device(place))
+            for name, place in (places or {"cpu": "cpu"}).items()
+        },
         "self_test": {} if options.no_self_test else selftest.run_all(device),
     }
-    data["trouble"] = [t._asdict() for t in machine_checks.find()]  # last: now libraries are loaded
+    # last: now libraries are loaded
+    data["trouble"] = [problem._asdict() for problem in machine.find_problems()]
     failed = any(t["status"] == "failed" for t in data["self_test"].values())
     data["ok"] = not failed and all(t["severity"] != "error" for t in data["trouble"])
     show(options, data, draw)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -37,19 +37,22 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
         ModelError: for a file or function that does not exist or raises, or that returns something else.
     """
     file, _, name = target.rpartition(":")
+    path = Path(file).resolve()
     if not file or not name:
         raise ModelError(f"{target!r} must be a file and a function: train.py:build_model.")
-    path = Path(file).resolve()
     if not path.is_file() or path.suffix != ".py":
         raise ModelError(f"there is no Python file {file!r}.")
-    package, root = _package_of(path)
-    before = list(sys.path)
-    sys.path[:] = [str(root), *before, *([str(path.parent)] if package else [])]
+    before, more = list(sys.path), ""
     try:
-        with redirect_stdout(sys.stderr):  # stdout is the command's
-            function = _call(lambda: _function(path, name, package), file)
-            with torch.device("meta") if meta else nullcontext():
-                result = _call(function, target, _ON_META if meta else "")
+        function = _function(path, name)
+        with torch.device("meta") if meta else nullcontext():
+            more = _ON_META if meta else ""
+            result = function()
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code: whatever it raises
+        what = f"{target} raised {type(error).__name__}: {error}"
+        raise ModelError(f"{what}. It is run without arguments.{more}") from error
     finally:
         sys.path[:] = before
     model, optimizer = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -60,24 +63,17 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def _package_of(path: Path) -> tuple[str, Path]:
-    """Return the package that a file is in, or "", and the folder to import from."""
-    folder, parts = path.parent, list[str]()
-    while (folder / "__init__.py").exists():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    return ".".join(parts), folder
-
-
-def _function(path: Path, name: str, package: str) -> Callable[[], Any]:
-    """Import a file anew and return its function."""
-    if package and str(path.parent) not in import_module(package).__path__:
-        raise ImportError(f"another package {package} is there. Rename one of them")
-    loader = SourceFileLoader(
-        f"{package}.{path.stem}" if package else "_fp8stack_target", str(path)
-    )
+def _function(path: Path, name: str) -> Callable[[], Any]:
+    """Import a file anew, as a module of its package if it is in one, and return its function."""
+    root, package = path.parent, ""
+    while (root / "__init__.py").exists():
+        root, package = root.parent, f"{root.name}.{package}"
+    sys.path[:] = [str(root), *sys.path, *([str(path.parent)] if package else [])]
+    if package:
+        import_module(package.rstrip("."))
+    loader = SourceFileLoader(f"{package}{path.stem}" if package else "_fp8stack_target", str(path))
     module = ModuleType(loader.name)
-    module.__file__, module.__package__ = str(path), package
+    module.__file__, module.__package__ = str(path), package.rstrip(".")
     sys.modules[loader.name] = module  # where dataclasses look for their module
     loader.exec_module(module)
     function = getattr(module, name, None)
@@ -85,19 +81,3 @@ def _function(path: Path, name: str, package: str) -> Callable[[], Any]:
         known = [key for key, value in vars(module).items() if callable(value)]
         raise ModelError(f"{path.name} has no function {name!r}.{did_you_mean(name, known)}")
     return function  # type: ignore[no-any-return]
-
-
-def _call(function: Callable[[], Any], name: str, more: str = "") -> Any:
-    try:
-        return function()
-    except ModelError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code: whatever it raises
-        if "no known parent package" in str(error):
-            more = (
-                " A relative import needs a package: put an empty __init__.py beside the file, or name the modules "
-                "beside it without the dot."
-            )
-        raise ModelError(
-            f"{name} raised {type(error).__name__}: {error}. It is run without arguments.{more}"
-        ) from error

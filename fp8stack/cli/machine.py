@@ -1,18 +1,23 @@
-"""The machine that a command runs on: its devices and software, and what a level comes to there."""
+"""The machine that a command runs on: its devices and software, and what is known to go wrong there.
+
+A problem is an error where it stops fp8stack or its GPU kernels; a warning costs speed, or breaks something beside it.
+What concerns a DeepSpeed configuration or a model is in `integrations/incompatibilities/`.
+"""
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fp8stack.api import choose_compute, choose_stepper
-from fp8stack.errors import Fp8StackError
-from fp8stack.levels import Recipe
+from fp8stack.capability import cudnn_folders, cudnn_remedy
+from fp8stack.kernels.ops import kernel_backend
 from fp8stack.version import __version__
 
 LIBRARIES = (
@@ -21,16 +26,19 @@ LIBRARIES = (
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
+class Problem(NamedTuple):
+    """Something found: "error" or "warning", what it is, and the remedy."""
+
+    severity: str
+    what: str
+    remedy: str
+
+
 def device() -> torch.device:
     """Return the current GPU, or the CPU where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def name_of(device: torch.device) -> str:
-    """Return what a person calls `device`."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
 
 
 def driver() -> str | None:
@@ -72,20 +80,45 @@ def environment() -> dict[str, Any]:
     }
 
 
-def outcome(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return what multiplies and what steps an AdamW at `recipe`, why, and what falls back; or why it does not run."""
-    adamw = torch.optim.AdamW([torch.zeros(1, device=device, requires_grad=True)])
-    try:
-        compute = choose_compute(recipe, device)
-        chosen, told = choose_stepper(recipe, adamw, device)
-    except Fp8StackError as error:
-        return {"runs": False, "reason": str(error)}
-    keeps = recipe.gradients == recipe.states == "keep"
-    backend = "fp8stack" if chosen.optimizer_backend == "auto" else chosen.optimizer_backend
-    return {
-        "runs": True,
-        "compute": compute.name,
-        "reason": compute.reason,
-        "optimizer": "as given" if keeps else backend,
-        "fallbacks": [*compute.fallbacks, *told],
-    }
+def find_problems() -> list[Problem]:
+    """Return what is known to be wrong with this machine, errors first."""
+    found = [*_of_the_gpu(), *_of_versions(installed_versions())]
+    if remedy := cudnn_remedy():
+        found.append(Problem("error", f"{len(cudnn_folders())} cuDNNs are loaded", remedy))
+    return sorted(found, key=lambda problem: problem.severity != "error")
+
+
+def _of_the_gpu() -> Iterator[Problem]:
+    known, built = driver(), f"torch {torch.__version__}"
+    if known and torch.version.cuda is None and torch.version.hip is None:
+        what = f"{built} is built without CUDA, and there is an NVIDIA driver ({known})"
+        remedy = "Install a build of torch with CUDA: https://pytorch.org/get-started/locally"
+        yield Problem("error", what, remedy)
+    elif known and not torch.cuda.is_available():
+        what = f"{built} (CUDA {torch.version.cuda}) finds no GPU with the NVIDIA driver {known}"
+        remedy = "Update the driver, or install a torch for an older CUDA; CUDA_VISIBLE_DEVICES is "
+        yield Problem("error", what, f"{remedy}{os.environ.get('CUDA_VISIBLE_DEVICES')!r}.")
+    backend, why = kernel_backend()
+    if torch.cuda.is_available() and backend != "triton":
+        what = f"kernels do not run in Triton: {why}; the torch reference kernels are much slower"
+        yield Problem("error", what, 'pip install "triton>=3.2", and unset FP8STACK_KERNELS.')
+
+
+def _of_versions(versions: dict[str, str]) -> Iterator[Problem]:
+    """Compare with what fp8stack's own metadata asks for."""
+    least: dict[str, tuple[int, ...]] = {}
+    for line in metadata.requires("fp8stack") or [] if "fp8stack" in versions else []:
+        needed = re.match(r"([\w.-]+)>=([\d.]+)", line)
+        if needed and not re.search(r'extra == "(test|lint|dev)"', line):
+            name, version = needed.group(1).lower(), _numbers(needed.group(2))
+            least[name] = max(least.get(name, ()), version)
+    for name, version in least.items():
+        if name in versions and _numbers(versions[name]) < version:
+            wanted = ".".join(map(str, version))
+            severity = "error" if name == "torch" else "warning"
+            what = f"{name} {versions[name]} is older than fp8stack works with ({wanted})"
+            yield Problem(severity, what, f'pip install "{name}>={wanted}"')
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO, TypeAlias
 
-from fp8stack.errors import Fp8StackError
+from fp8stack.errors import ConfigError
 
 Console: TypeAlias = Any
 """rich's console and table, which are imported only when something is drawn."""
@@ -33,12 +33,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {line}\n")
 
 
-class MissingLibraryError(Fp8StackError, ImportError):
-    """A library that a command needs and that is not installed."""
-
-    def __init__(self, what: str, library: str, extra: str, otherwise: str = "") -> None:
-        remedy = f'Install it with: pip install "fp8stack[{extra}]"{otherwise}.'
-        super().__init__(f"{what} needs {library}, which is not installed. {remedy}")
+def missing(what: str, library: str, extra: str, otherwise: str = "") -> ConfigError:
+    """Return the error of a command that needs a library that is not installed."""
+    remedy = f'Install it with: pip install "fp8stack[{extra}]"{otherwise}.'
+    return ConfigError(f"{what} needs {library}, which is not installed. {remedy}")
 
 
 def add_command(commands: Commands, name: str, brief: str) -> Parser:
@@ -57,7 +55,7 @@ def show(
     """Print `data` as one JSON object if --json was given, else let `draw` show it on a console.
 
     Raises:
-        MissingLibraryError: where there is something to draw, and rich is not installed.
+        ConfigError: where there is something to draw, and rich is not installed.
         OSError: where stdout cannot be written.
     """
     if options.json:
@@ -66,10 +64,11 @@ def show(
     try:
         from rich.console import Console
     except ImportError:
-        raise MissingLibraryError("a table", "rich", "cli", ", or use --json") from None
+        raise missing("a table", "rich", "cli", ", or use --json") from None
     out = _stdout or sys.stdout
-    width = None if out and out.isatty() else WIDTH
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    console = Console(
+        width=None if out and out.isatty() else WIDTH, highlight=False, markup=False, emoji=False
+    )
     with console.capture() as drawn:
         draw(console, data)
     _write(drawn.get())
@@ -80,7 +79,8 @@ def keep_stdout() -> None:
     global _stdout
     with suppress(OSError, ValueError, AttributeError):  # one of the two is closed
         own = os.dup(sys.stdout.fileno())
-        _stdout = open(own, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
+        # "?" stands for what the encoding lacks
+        _stdout = open(own, "w", encoding=sys.stdout.encoding, errors="replace")  # noqa: SIM115
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         sys.stdout = sys.stderr
 
@@ -95,31 +95,26 @@ def _finite(value: Any) -> Any:
 
 
 def _write(text: str) -> None:
-    """Print `text`, "?" for what the encoding of stdout lacks; a reader that leaves, as `head` does, is no error."""
-    out = _stdout or sys.stdout
-    if out is None:  # closed by who started the program
-        return
-    encoding = out.encoding or "utf-8"
+    """Print `text`; a reader that leaves, as `head` does, is no error."""
     try:
-        out.write(text.encode(encoding, "replace").decode(encoding))
-        out.flush()
+        print(text, end="", flush=True, file=_stdout)
     except OSError as error:
+        out = _stdout or sys.stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes at exit
         if not isinstance(error, BrokenPipeError):
             raise
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = "") -> Any:
-    """Return rich's table; `right` names its right-aligned columns, separated by spaces, or "*" for all."""
+    """Return rich's table; `right` names its right-aligned columns, separated by spaces."""
     from rich import box
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     for name in header:
-        number = right == "*" or name in right.split()
-        made.add_column(
-            name, justify="right" if number else "left", no_wrap=number, overflow="fold"
-        )
+        number = name in right.split()
+        justify = "right" if number else "left"
+        made.add_column(name, justify=justify, no_wrap=number, overflow="fold")
     for row in rows:
         made.add_row(*map(str, row))
     return made

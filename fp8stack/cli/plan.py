@@ -12,7 +12,6 @@ Not counted: activations, and the FP8 codes that a forward keeps for its backwar
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import warnings
 from collections import Counter
@@ -25,9 +24,10 @@ from fp8stack.api import Decisions, carry_out, decide
 from fp8stack.conversion import check_model
 from fp8stack.errors import Fp8StackWarning
 from fp8stack.levels import Recipe
-from fp8stack.memory import PARTS, MemoryUse
+from fp8stack.memory import PARTS
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.planning import use_after_step
+from fp8stack.report import Report
 
 from . import machine
 from .load_function import build
@@ -63,43 +63,38 @@ def plan(
     """
     check_model(model, recipe, planned=True)
     optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
-    before = _held(use_after_step(model, optimizer))
-    kind = type(optimizer).__name__
+    before, kind = use_after_step(model, optimizer).bytes, type(optimizer).__name__
     decisions = decide(model, optimizer, recipe, planned_for=device)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     optimizer.state.clear()
     with warnings.catch_warnings():  # they are in the report
         warnings.simplefilter("ignore", Fp8StackWarning)
         session = carry_out(model, optimizer, decisions)
-    if session.returned is None:
-        raise RuntimeError("initialize returned no optimizer for the one it was given")
-    after = _held(use_after_step(model, session.returned, decisions))
+    assert session.returned is not None  # one was given
+    after = use_after_step(model, session.returned, decisions).bytes
     matrices = _matrices(model, kinds, decisions, session.returned)
-    if not after.keys() & {"m", "v"}:  # as of SGD without momentum
+    if not after["m"] + after["v"]:  # as of SGD without momentum
         matrices = [{**matrix, "states": "none"} for matrix in matrices]
     if decisions.recipe.offload == "cpu" and device.type == "cuda":
-        after["host"] = sum(after.pop(part, 0) for part in ("master", "m", "v"))
-    small = [m["name"] for m in matrices if math.prod(m["shape"]) < recipe.min_numel]
+        after["host"] = sum(after[part] for part in ("master", "m", "v"))
+        after.update(dict.fromkeys(("master", "m", "v"), 0))
     return {
         "optimizer": kind,
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "matrices": matrices,
-        "small": small if decisions.recipe.gradients == "fp8" else [],
         "bytes": {"before": before, "after": after},
         "report": session.report.to_dict(),
     }
 
 
 def draw(console: Console, data: dict[str, Any]) -> None:
-    """Show layers, those of one shape and fate together, then bytes by kind."""
-    report, both = data["report"], data["bytes"]
+    """Show the report, matrices (those of one shape and fate together), and bytes by kind."""
+    report, both = Report(**data["report"]), data["bytes"]
     console.print(
-        f"{data['parameters']:,} parameters, {data['trainable']:,} of them trained by {data['optimizer']}; "
-        f"{report['level']} on {report['device']}\n"
-        f"GEMMs {report['gemm']} ({report['compute']}: {report['compute_reason']})\n"
-        f"gradients {report['gradients']}, states {report['states']}, master {report['master']}"
+        f"{data['parameters']:,} parameters, {data['trainable']:,} of them trained by {data['optimizer']}"
     )
+    console.print(str(report))
     groups: Counter[tuple[str, ...]] = Counter()
     for m in data["matrices"]:
         alike = {"name": re.sub(r"\d+", "*", m["name"]), "shape": "×".join(map(str, m["shape"]))}
@@ -107,58 +102,39 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     rows = ((name, count, *rest) for (name, *rest), count in groups.items())
     header = ("matrix", "n", "of", "shape", "GEMM", "weight", "gradient", "states")
     console.print(table(header, rows, right="n"))
-    reasons: dict[str, list[str]] = {}
-    for name, reason in {**report["skipped"], **report["kept"]}.items():
-        if name.rpartition(".")[0] not in report["skipped"]:  # said of the module
-            reasons.setdefault(reason, []).append(name or "the model")
-    if data["small"]:
-        few = "fewer elements than min_numel, so gradients and states stay as they are"
-        reasons[few] = data["small"]
-    for reason, names in reasons.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        console.print(f"{names[0]}{more}: {reason}")
-    sums = {when: sum(parts.values()) for when, parts in both.items()}
-    kinds = [p for p in PARTS if both["before"].get(p) or both["after"].get(p)]
-    lines = [(p, *(size(both[when].get(p, 0)) for when in both)) for p in kinds]
-    lines.append(("total", *(size(total) for total in sums.values())))
-    each = (f"{total / max(data['parameters'], 1):.2f}" for total in sums.values())
-    lines.append(("bytes/parameter", *each))
-    console.print(table(("", "before", report["level"]), lines, right=f"before {report['level']}"))
+    held = {part: [b[part] for b in both.values()] for part in PARTS}
+    lines = [(part, *map(size, numbers)) for part, numbers in held.items() if any(numbers)]
+    sums = [sum(b.values()) for b in both.values()]
+    lines.append(("total", *map(size, sums)))
+    lines.append(("bytes/parameter", *(f"{n / max(data['parameters'], 1):.2f}" for n in sums)))
+    console.print(table(("", "before", report.level), lines, right=f"before {report.level}"))
     console.print("Activations come on top; nothing was allocated.")
-    for fallback in report["fallbacks"]:
-        console.print(f"fallback: {fallback}")
 
 
 def _matrices(
     model: nn.Module, kinds: dict[str, str], decisions: Decisions, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
     """Return what became of every matrix: module class, shape, GEMMs, weight, gradient and states."""
-    fp8_layers, result = {name for name, _ in decisions.layers.gemm}, []
+    gemms = {name: decisions.report.gemm.split()[0] for name, _ in decisions.layers.gemm}
+    result = []
     for name, module in model.named_modules():
         for own, p in module.named_parameters(recurse=False):
             if p.ndim < 2:
                 continue
             dtype = str(p.dtype).removeprefix("torch.")
-            weight = gradient = states = dtype
+            weight, states = dtype, "keep"
             if isinstance(optimizer, BlockwiseOptimizer):
-                master, kept_as = optimizer.master_format(p), optimizer.moment_format(p)
+                master, states = optimizer.master_format(p), optimizer.moment_format(p)
                 weight += f" + {master}" if master not in (None, "none") else ""
-                states = dtype if kept_as == "keep" else kept_as
-            if decisions.recipe.gradients == "fp8" and p in decisions.quantized:
-                gradient = "fp8"
-            result.append(
-                {
-                    "name": f"{name}.{own}".lstrip("."),
-                    "module": kinds[name],
-                    "shape": list(p.shape),
-                    "gemm": decisions.report.gemm.split()[0] if name in fp8_layers else "",
-                    "weight": weight,
-                    "gradient": gradient if p.requires_grad else "none",
-                    "states": states if p.requires_grad else "none",
-                }
-            )
+            fp8 = decisions.recipe.gradients == "fp8" and p in decisions.quantized
+            row = {
+                "name": f"{name}.{own}".lstrip("."),
+                "module": kinds[name],
+                "shape": list(p.shape),
+                "gemm": gemms.get(name, ""),
+                "weight": weight,
+                "gradient": "fp8" if fp8 else dtype,
+                "states": dtype if states == "keep" else states,
+            }
+            result.append(row if p.requires_grad else row | {"gradient": "none", "states": "none"})
     return result
-
-
-def _held(use: MemoryUse) -> dict[str, int]:
-    return {part: nbytes for part, nbytes in use.bytes.items() if nbytes}

@@ -21,11 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 import fp8stack
 from fp8stack.capability import Answer, fp8_gemm
@@ -121,17 +117,13 @@ def run(test: Test, device: str, ranks: int = 1, limit: float = LIMIT) -> Answer
                 if time.monotonic() > deadline:
                     what = f"{test.__name__} did not end within {limit:g} s, and was killed"
                     return Answer(False, what)
-        except ProcessRaisedException as error:  # whatever is broken here
-            return Answer(False, f"{test.__name__} raised {str(error).strip().splitlines()[-1]}")
-        except ProcessExitedException as error:
-            how = error.signal_name or f"exit status {error.exit_code}"
-            return Answer(False, f"the process of {test.__name__} ended with {how}")
+        except ProcessException as error:  # one raised or died, whatever is broken here
+            return Answer(False, f"{test.__name__}: {str(error).strip().splitlines()[-1]}")
         finally:
             for process in started.processes:
                 process.kill()
         told = [Path(folder, f"answer{rank}").read_text() for rank in range(ranks)]
-    answers = [Answer(*json.loads(text)) for text in told]
-    return next((answer for answer in answers if not answer), answers[0])
+    return min((Answer(*json.loads(text)) for text in told), key=bool)
 
 
 def _child(rank: int, test: Test, device: str, folder: str) -> None:

@@ -227,17 +227,12 @@ def test_the_default_name_is_beside_the_checkpoint(saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     "contents",
     [
-        [1],
-        {},
-        {"a": torch.zeros(2)},
-        {"model": {}, "epoch": 3},
-        {"model": 3, "optimizer": None},
-        {"model": {}, "optimizer": [{"state": {}}]},
-        {"model": {}, "optimizer": {"state": {0: 3}}},
+        [1], {"a": torch.zeros(2)}, {"model": {}, "epoch": 3}, {"model": 3, "optimizer": None},
+        {"model": {}, "optimizer": [{"state": {}}]}, {"model": {}, "optimizer": {"state": {0: 3}}},
         {"model": {}, "optimizer": {}, "extra": 1},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_no_model_with_its_optimizer_is_refused(contents, tmp_path, capsys):
     torch.save(contents, tmp_path / "run.pt")
     message = refused(capsys, "convert", tmp_path / "run.pt", "--to", "fp32")
@@ -246,22 +241,25 @@ def test_what_is_no_model_with_its_optimizer_is_refused(contents, tmp_path, caps
 
 
 def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
-    folder = saved[0]
-    (tmp_path / "half.pt").write_bytes((folder / "O2.pt").read_bytes()[:4000])
-    message = refused(capsys, "inspect", tmp_path / "half.pt")
-    assert "half.pt cannot be read: it is truncated" in message
-    assert "no checkpoint at" in refused(capsys, "inspect", tmp_path / "none.pt")
+    (tmp_path / "half.pt").write_bytes((saved[0] / "O2.pt").read_bytes()[:4000])
     torch.save(Tied(), tmp_path / "model.pt")
-    message = refused(capsys, "inspect", tmp_path / "model.pt")
-    assert re.search(r"it holds a \S*Tied, where tensors and plain types are read", message)
-    assert "weights_only=False" not in message  # torch's advice to unpickle it
-    assert f"{tmp_path} cannot be read as" in refused(capsys, "inspect", tmp_path)
-    shutil.copytree(folder / "dcp", tmp_path / "dcp")
+    for name, told in (
+        ("half.pt", r"half.pt cannot be read: it is truncated"),
+        ("none.pt", r"no checkpoint at"),
+        ("model.pt", r"it holds a \S*Tied, where tensors and plain types are read"),
+        ("", rf"{tmp_path} cannot be read as"),
+    ):
+        message = refused(capsys, "inspect", tmp_path / name)
+        assert re.search(told, message)
+        assert "weights_only=False" not in message  # torch's advice to unpickle it
+    shutil.copytree(saved[0] / "dcp", tmp_path / "dcp")
     (shard,) = (tmp_path / "dcp").glob("*.distcp")
-    shard.write_bytes(shard.read_bytes()[:-1000])
-    assert "dcp cannot be read as" in refused(capsys, "inspect", tmp_path / "dcp")
-    (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80")
-    assert "dcp cannot be read as" in refused(capsys, "inspect", tmp_path / "dcp")
+    for path, contents in (
+        (shard, shard.read_bytes()[:-1000]),
+        (tmp_path / "dcp" / ".metadata", b"\x80"),
+    ):
+        path.write_bytes(contents)
+        assert "dcp cannot be read as" in refused(capsys, "inspect", tmp_path / "dcp")
 
 
 def test_files_that_are_no_checkpoints_are_a_line(tmp_path):
@@ -278,43 +276,18 @@ def test_files_that_are_no_checkpoints_are_a_line(tmp_path):
     assert len(raised) > 4  # the unpickler's errors are of many kinds
 
 
-@pytest.fixture
-def nobody():
-    """Be somebody who may not read everything."""
-    before = os.geteuid()
-    if before == 0:
-        os.seteuid(65534)
-    yield
-    os.seteuid(before)
-
-
-@pytest.mark.parametrize("name", ["x.pt", "x"])
-def test_files_of_others_are_named(name, tmp_path, capsys, request):
-    (tmp_path / "x").mkdir()
-    for path in (tmp_path / "x.pt", tmp_path / "x" / ".metadata"):
-        path.write_text("")
-    (tmp_path / name).chmod(0)
-    request.getfixturevalue("nobody")
-    message = refused(capsys, "inspect", tmp_path / name)
-    assert f"{tmp_path / name}" in message
-    assert "Permission denied" in message
-
-
 def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsys):
     source = tmp_path / "O2.pt"
     shutil.copy(saved[0] / "O2.pt", source)
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
     options = ("convert", source, "--to", "fp32", "--out")
-    for folder in (tmp_path / "file", tmp_path / "none"):
-        told = f"--out {folder / 'w.pt'}: there is no folder {folder}. Make it"
-        assert told in refused(capsys, *options, folder / "w.pt")
+    for out in ("file/w.pt", "none/w.pt", "O2.pt", ".", "pipe"):
+        told = "must be a file in a folder that is there, and not the checkpoint itself"
+        assert told in refused(capsys, *options, tmp_path / out)
     assert "/proc/w.pt cannot be written" in refused(capsys, *options, "/proc/w.pt")
-    for out in (source, tmp_path, tmp_path / "pipe"):
-        assert "is the checkpoint itself, or no file" in refused(capsys, *options, out)
     safe = ("convert", source, "--to", "safetensors", "--out", tmp_path / "w.pt")
-    assert f"ends in .safetensors. Name it {tmp_path / 'w.safetensors'}" in refused(capsys, *safe)
-    assert not (tmp_path / "w.pt").exists()
+    assert "its name must end in .safetensors" in refused(capsys, *safe)
     # and does not wait for a writer
     assert "pipe is no checkpoint" in refused(capsys, "inspect", tmp_path / "pipe")
     long = tmp_path / ("x" * 300)  # a refusal of the system that no user escapes by being root

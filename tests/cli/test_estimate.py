@@ -33,10 +33,8 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
     assert not columns["bf16"]["fits"]
     assert columns["O2"]["fits"]
     assert columns["O2"]["largest_batch"] >= 1
-    assert (
-        columns["O2"]["largest_model"]["parameters"]
-        > 1.5 * columns["bf16"]["largest_model"]["parameters"]
-    )
+    largest = {name: columns[name]["largest_model"]["parameters"] for name in ("bf16", "O2")}
+    assert largest["O2"] > 1.5 * largest["bf16"]
     shape = Shape(**data["shape"])
     expected = estimate(shape, BASELINES["bf16"], Setup(seq=4096))
     assert columns["bf16"]["bytes"] == expected.parts
@@ -47,9 +45,8 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
     assert "give --layers" in text  # the shape was made up, which is said
     document = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
     assert all(line.rstrip() in document for line in text.splitlines())
-    lines = {
-        line.split("  ")[0].strip(): line.split()[-1] for line in text.splitlines() if line.strip()
-    }
+    lines = [line for line in text.splitlines() if line.strip()]
+    lines = {line.split("  ")[0].strip(): line.split()[-1] for line in lines}
     assert lines["total"] == f"{columns['O2']['total'] / 2**30:,.2f}"
     assert lines["largest micro-batch"] == str(columns["O2"]["largest_batch"])
 
@@ -106,13 +103,8 @@ def test_compiled_models_keep_less(estimated, capsys):
 
 @pytest.mark.parametrize(
     ("given", "fuses"),
-    [
-        ({}, True),
-        ({"mlp_bias": True}, False),
-        ({"hidden_act": "gelu"}, False),
-        ({"attention_bias": True}, True),
-    ],
-)
+    [({}, True), ({"mlp_bias": True}, False), ({"hidden_act": "gelu"}, False), ({"attention_bias": True}, True)],
+)  # fmt: skip
 def test_what_fuses_is_what_nn_fuse_takes(given, fuses, estimated, tmp_path):
     class Block(nn.Module):
         def __init__(self):
@@ -127,15 +119,10 @@ def test_what_fuses_is_what_nn_fuse_takes(given, fuses, estimated, tmp_path):
 
     model, _ = fp8stack.initialize(nn.Sequential(Block()), None, "O0", compute="native")
     assert bool(fp8stack.nn.fuse(model)) is fuses
-    config = tmp_path / "config.json"
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-    }
-    config.write_text(json.dumps({"model_type": "llama", "vocab_size": 192, **sizes, **given}))
-    data, _ = estimated("--hf-config", str(config), "--fuse")
+    config = {"model_type": "llama", "vocab_size": 192, "num_hidden_layers": 2, "hidden_size": 64}
+    config |= {"num_attention_heads": 4, "intermediate_size": 96, **given}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    data, _ = estimated("--hf-config", str(tmp_path / "config.json"), "--fuse")
     assert any("--fuse changes nothing" in note for note in data["notes"]) is not fuses
 
 
@@ -146,13 +133,11 @@ def test_parameters_have_suffixes(estimated):
         assert estimated("--parameters", parameters, "--gpu", gpu)[0] == plain
 
 
-@pytest.mark.parametrize(
-    "gpu", ["A100", "V100", "T4", "RTX A6000", "RTX 4090", "L4", "H200", "B300"]
-)
+@pytest.mark.parametrize("gpu", ["A100", "RTX A6000", "RTX 4090", "B300"])
 def test_levels_multiply_in_bf16_on_gpus_without_fp8(gpu, estimated):
     found, there = estimated(*SMALL, "--gpu", gpu)
     lacking = [text for text in found["notes"] if text.startswith(f"{gpu} has no FP8 products")]
-    assert len(lacking) == (gpu in ("A100", "V100", "T4", "RTX A6000"))
+    assert len(lacking) == (gpu in ("A100", "RTX A6000"))
     _, asked = estimated(*SMALL, "--gpu", gpu, "--compute", "bf16")
     assert (there["O2"] == asked["O2"]) == bool(lacking)
 
@@ -166,10 +151,6 @@ def test_it_reads_a_config(estimated, tmp_path):
     assert data["setup"]["seq"] == 64  # all of its positions
     assert data["shape"]["tied"]
     assert "Conv1D" in data["notes"][0]
-    assert any(
-        "--fuse changes nothing" in n
-        for n in estimated("--hf-config", str(config), "--fuse")[0]["notes"]
-    )
     data, _ = estimated("--hf-config", str(config), "--hidden", "256")
     assert (data["shape"]["hidden"], data["shape"]["head_dim"]) == (256, 64)
 
@@ -177,36 +158,25 @@ def test_it_reads_a_config(estimated, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "one of the arguments --parameters --hf-config --sizes is required"),
         (["--parameters", "many"], "'many' is not a number above 0"),
         (["--parameters", "1e5"], "fewer than the embeddings"),
-        (["--parameters", "1e30"], "is not a number above 0 and up to 1e+15"),
         ([*SMALL, "--seq", "0"], "seq=0 must be a whole number from 1 to 16,777,216"),
-        ([*SMALL, "--ffn", str(2**40)], "ffn=1099511627776 must be a whole number from 1 to"),
         (["--sizes", "--hidden", "64"], "missing: --layers"),
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
         ([*SMALL, "--batch", "0"], "batch=0 must be a whole number from 1 to"),
-        ([*SMALL, "--batch", "9" * 20], f"batch={'9' * 20} must be a whole number from 1 to"),
         ([*SMALL, "--gpu", "A100", "--compute", "native"], "A100 has no FP8 products"),
         ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
         ([*SMALL, "--gpu", "H100", "--memory", "80"], "not allowed with argument --gpu"),
         ([*SMALL, "--zero", "2"], "give --ranks above 1"),
-        ([*SMALL, "--ranks", "2", "--zero", "2", "--fsdp"], "not allowed with argument"),
-        ([*SMALL, "--opt-level", "O3"], 'must be one of "O0", "O1", "O2"'),
         ([*SMALL, "--skip", "lm_head"], "matches no module"),
-        ([*SMALL, "--states", "9bit"], "is not a choice"),
         ([*SMALL, "--ranks", "2", "--fsdp", "--offload", "cpu"], "CPUOffloadPolicy"),
-        (
-            [*SMALL, "--ranks", "2", "--zero", "1", "--preset", "fp8-lm"],
-            "one scale for a whole tensor",
-        ),
+        ([*SMALL, "--ranks", "2", "--zero", "1", "--preset", "fp8-lm"], "one scale for a whole tensor"),
         ([*SMALL, "--ranks", "2", "--step-in-backward"], "does not go with several processes"),
         (["--hf-config", "nowhere.json"], "cannot be read as JSON"),
-        (["--hf-config", ""], "the argument after 'estimate --hf-config' is empty"),
         ([*SMALL, "--accumulate", "--step-in-backward"], "does not go with gradient accumulation"),
         (["--sizes", "--layers", "2", "--hidden", "1000"], "Give --heads"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(options, message, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["estimate", *options])
