@@ -3,7 +3,7 @@
 `measured()` reads the records of `benchmarks/results/` that the estimate covers, a row's last one; `table()` is what
 `tables.py` writes. Shapes of the models of `models.py` and of the application are made here.
 
-Limits: neither learned choices of layers, nor train_step.py's fused ones. Native layers kept FP8 codes of their weights
+Limits: neither learned choices of layers nor fused ones. Native layers kept FP8 codes of their weights
 from forward to the optimizer's step once, unless told not to ("cache off"); records of that time are left out.
 """
 
@@ -123,14 +123,14 @@ def _steps() -> Iterator[Peak]:
 
 def _whole_steps() -> Iterator[Peak]:
     """Steps of end_to_end.py, once each: what is measured again begins with memory of variants before it."""
-    variants = {v.name: v for v in end_to_end.VARIANTS if not v.te}
+    variants = {v.name: v for v in end_to_end.VARIANTS if not (v.te or v.fused)}
     for record in read("end_to_end", model="llama-1b"):
         p, v = record["params"], variants.get(record["variant"].replace(", cache off", ""))
         level = v and v.level and at_level(recipe_for(v.level, **v.options))
         precision = level or BASELINES["bf16"]
         alike = v and (v.compiled or v.name != record["variant"])
         if v and (alike or not _kept_codes(record, precision)):
-            setup = Setup(p["batch"], p["seq"], fuse=v.fused, compile=v.compiled)
+            setup = Setup(p["batch"], p["seq"], compile=v.compiled)
             shape = shape_of(memory.MODELS["1b"])
             name = f"{p['model']} step {record['variant']}"
             yield Peak(name, shape, precision, setup, record["peak_gib"])

@@ -1,6 +1,5 @@
 """The estimate of memory, against bytes that real models hold and that autograd really saves."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -8,7 +7,6 @@ from itertools import product
 import models
 import peaks
 import pytest
-import record_tables
 import torch
 from peaks import shape_of
 from torch import nn
@@ -28,7 +26,6 @@ from fp8stack.planning import (
     at_level,
     estimate,
     largest_batch,
-    largest_model,
     read_config,
     resident,
     shape_of_config,
@@ -68,7 +65,7 @@ def partitioned(graph, inputs):
     )
 
 
-def train(config, precision, steps=1, layer_norm=False, fuse=False, compile=False):
+def train(config, precision, steps=1, layer_norm=False, compile=False):
     """Take steps at a precision; return the model, its optimizer, bytes of weights' copies and all else that was saved.
 
     layer_norm: it stands in for RMSNorm, of which torch keeps more on CPUs.
@@ -87,8 +84,6 @@ def train(config, precision, steps=1, layer_norm=False, fuse=False, compile=Fals
         fields = vars(precision.recipe) | {"level": None, "brief": None}
         given = {k: v for k, v in fields.items() if v is not None}
         model, optimizer = fp8stack.initialize(model, optimizer, precision.recipe.level, **given)
-    if fuse:
-        assert len(fp8stack.nn.fuse(model)) >= config.layers
     ids = torch.randint(config.vocab, (config.batch, config.sequence))
     saved = {}
     sizes = {t.shape for p in model.parameters() if p.ndim > 1 for t in (p, p.t())}
@@ -183,55 +178,41 @@ COMPILED = [
     at_level(recipe_for("O2", skip=["head"])),
     at_level(recipe_for("O2", fp8_recipe="blockwise")),
 ]
-FUSED = [
-    at_level(recipe_for("O2", fp8_recipe="delayed")),
-    at_level(recipe_for("O0"), torch.bfloat16),
-]
 
 
 @pytest.mark.parametrize(
     # of Llama q, k and v, and gate and up, are separate; GPT-2 has a joint layer
-    ("kind", "precision", "fuse"),
-    [
-        *((*both, False) for both in product(SIZES, COMPUTED)),
-        ("llama", SEPARATE, False),
-        *(("llama", precision, True) for precision in FUSED),
-    ],
+    ("kind", "precision"),
+    [*product(SIZES, COMPUTED), ("llama", SEPARATE)],
     ids=lambda value: getattr(value, "brief", value),
 )
-def test_activations_are_what_autograd_saves(kind, precision, fuse):
+def test_activations_are_what_autograd_saves(kind, precision):
     config = SIZES[kind]
     shape, tokens = replace(shape_of(config), rms=False), config.batch * config.sequence
     # GPUs have no kernel for float32 with heads that share keys; CPUs do
     written_out = kind == "llama" and precision == BASELINES["fp32"]
     with sdpa_kernel(SDPBackend.MATH) if written_out else nullcontext():
-        _, _, _, saved = train(config, precision, steps=2, layer_norm=True, fuse=fuse)
+        _, _, _, saved = train(config, precision, steps=2, layer_norm=True)
     stays = resident(shape.skeleton(precision.weights), precision)
-    each = activations(shape, precision, stays.fp8, config.sequence, fuse=fuse)
+    each = activations(shape, precision, stays.fp8, config.sequence)
     ours = tokens * (shape.layers * each.block + each.end + each.loss)
     assert ours == pytest.approx(saved, rel=0.005)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "precision", "fuse"),
-    [
-        *(("llama", precision, False) for precision in COMPILED),
-        ("gpt2", at_level(recipe_for("O0"), torch.bfloat16), False),
-        ("llama", FUSED[0], True),
-    ],
+    ("kind", "precision"),
+    [*product(["llama"], COMPILED), ("gpt2", at_level(recipe_for("O0"), torch.bfloat16))],
     ids=lambda value: getattr(value, "brief", value),
 )
-def test_activations_of_a_compiled_model_are_what_the_partitioner_keeps(kind, precision, fuse):
+def test_activations_of_a_compiled_model_are_what_the_partitioner_keeps(kind, precision):
     two = SIZES[kind]
     shape, tokens, three = shape_of(two), two.batch * two.sequence, replace(two, layers=3)
-    (copies, saved), (_, more) = (
-        train(c, precision, 2, fuse=fuse, compile=True)[2:] for c in (two, three)
-    )
+    (copies, saved), (_, more) = (train(c, precision, 2, compile=True)[2:] for c in (two, three))
     stays = resident(shape.skeleton(precision.weights), precision)
     setup = Setup(two.batch, two.sequence, compile=True)
     assert copies == pytest.approx(estimate(shape, precision, setup).parts["weight copies"], 0.005)
-    each = activations(shape, precision, stays.fp8, two.sequence, fuse=fuse, compile=True)
+    each = activations(shape, precision, stays.fp8, two.sequence, compile=True)
     assert tokens * each.block == pytest.approx(more - saved, rel=0.002)
     # in bfloat16 the partitioner may keep what the first block adds, not its sum with the embeddings: up to 3.5 % less
     ours = tokens * (2 * each.block + each.end + each.loss)
@@ -293,50 +274,16 @@ def test_moments_and_checkpointing():
 
 def test_peaks_are_within_5_percent_of_what_was_measured():
     found = peaks.measured()  # test_readme.py compares the table of docs/estimate.md with them
-    assert len(found) > 20
     names = {peak.name for peak in found}
-    assert {f"llama-1b step {p}" for p in ("bf16", "O2 fused, cache off")} <= names
-    compiled = "llama-1b step bf16", "llama-1b step O2 fused, delayed"
-    assert {
-        *(f"{n} compiled" for n in compiled),
-        "gpt2 bf16 compile",
-        "llama bf16 compile",
-    } <= names
-    fitting = "bf16, bitsandbytes 8bit, 5", "fp8stack O2, cache off, 2", "fp8stack O2, 4bit, 5"
-    assert {f"6.7B {n} × 4096" for n in fitting} <= names
-    assert "1.1B fp32 AdamW, 2 × 4096" in names
-    largest = "8.6B fp32 AdamW", "9.0B bf16 AdamW", "23.8B fp8stack O2, cache off"
-    assert {f"{n}, recomputed" for n in largest} <= names
+    expected = (
+        "llama-1b step bf16 compiled", "llama-1b step O2 compiled", "gpt2 bf16 compile", "llama bf16 compile",
+        "6.7B bf16, bitsandbytes 8bit, 5 × 4096", "6.7B fp8stack O2, cache off, 2 × 4096",
+        "8.6B fp32 AdamW, recomputed", "6.7B fp8stack O2, 4bit, 5 × 4096", "1.1B fp32 AdamW, 2 × 4096",
+        "23.8B fp8stack O2, cache off, recomputed",
+    )  # fmt: skip
+    assert names >= {*expected}
     for peak in found:
         assert peak.estimate == pytest.approx(peak.gib, rel=0.05), peak.name
-
-
-def test_records_of_long_runs_are_read_once_they_are_there(monkeypatch, tmp_path):
-    for file in peaks.RESULTS.glob("*.jsonl"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    for module in (peaks, record_tables):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    own = {"model": "gpt2", "parameters": 124_475_904, "batch": 16, "seq": 1024}
-    record = {"params": own, "cc": "9.0", "peak_gib": 2.0}
-
-    def of_training(*changes):
-        lines = [json.dumps({"variant": "O0", **record, **change}) for change in changes]
-        (tmp_path / "training.jsonl").write_text("\n".join(lines))
-        return {p.name: p for p in peaks.measured() if p.name.startswith("training")}
-
-    te = {"compute": "te", "peak_gib": 15.618}  # as measured on an H200, with bf16
-    on_cpu, bf16 = {"variant": "O1", "cc": ""}, {"variant": "bf16", "peak_gib": 16.631}
-    skips, unread = (
-        {"params": {**own, "flags": f}} for f in ({"skip": ["head"]}, {"blocks": "te"})
-    )
-    found = of_training({"compute": "native"}, {"peak_gib": 3.0}, te, on_cpu, unread, bf16)
-    assert list(found) == ["training gpt2 O0", "training gpt2 O0 te", "training gpt2 bf16"]
-    assert list(of_training(skips)) == ["training gpt2 O0, head in bf16"]
-    assert found["training gpt2 O0"].gib == 3.0  # measured again
-    for peak in list(found.values())[1:]:
-        assert peak.estimate == pytest.approx(peak.gib, rel=0.01)
-    with pytest.raises(ValueError, match="gpt2 has 1 parameters there, 124,475,904 here"):
-        of_training({"params": {**own, "parameters": 1}})
 
 
 def test_ranks_share_what_they_say():
@@ -370,14 +317,7 @@ def test_what_fits_is_the_largest_that_does():
     assert more < few
     assert largest_batch(LLAMA, precision, Setup(seq=64), few - 1) >= 65
     assert 1 <= largest_batch(LLAMA, precision, Setup(seq=64), more - 1) < 65
-    best = largest_model(LLAMA, precision, setup, memory)
-    assert estimate(best, precision, setup).total <= memory
-    assert estimate(LLAMA.resized(1.08 * best.parameters), precision, setup).total > memory
     assert largest_batch(LLAMA, precision, setup, GIB) == 0
-    assert largest_model(LLAMA, precision, setup, GIB // 2) is None
-    narrow = Shape(layers=100, hidden=64, heads=8, kv_heads=8, ffn=224, vocab=256)
-    small, large = (largest_model(narrow, precision, setup, n * GIB).parameters for n in (139, 500))
-    assert large > 3 * small
 
 
 @pytest.mark.parametrize("parameters", [2e8, 1e9, 7e9, 13e9, 70e9])
@@ -409,10 +349,10 @@ def test_a_hugging_face_config_has_the_parameters_of_its_model(tmp_path):
         (lambda: Shape(2, 64, 4, 3, 128, 96), "heads=4 must be a multiple of kv_heads=3"),
         (lambda: Shape(0, 64, 4, 4, 128, 96), "layers=0 must be a whole number"),
         (lambda: Shape(2, 64, 4, 4, 128, 96, head_dim=-16), "head_dim=-16 must be a whole number"),
-        (lambda: shape_of_config({"model_type": "lama"}), "'lama' is not known.*Did you mean \"llama\""),
+        (lambda: shape_of_config({"model_type": "lama"}), "'lama' is not known here; known: llama"),
         (lambda: shape_of_config({"model_type": "llama"}), "num_hidden_layers=None must be"),
         (lambda: Setup(batch=0), "batch=0 must be a whole number"),
-        (lambda: Setup(sharding="zero4"), "sharding='zero4' must be one of"),
+        (lambda: Setup(sharding="zero4"), "sharding='zero4' is not a choice"),
         (lambda: estimate(LLAMA, at_level(recipe_for("O0", skip=["lm_hed"])), Setup()), "skip='lm_hed' matches no"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 
 from fp8stack import conflicts, planning
 from fp8stack.capability import FP8_CAPABILITY
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError
 from fp8stack.levels import LEVELS, OPTIONS
 from fp8stack.planning import BASELINES, LLAMA, Precision, Setup, Shape
 
@@ -28,17 +28,15 @@ from .recipe import add_recipe, recipe_of
 GPUS = {
     "T4": (14, 75), "V100-16GB": (15, 70), "V100": (31, 70), "RTX 3090": (23, 86), "RTX 4090": (23, 89),
     "RTX 5090": (31, 120), "A10": (21, 86), "L4": (22, 89), "A40": (44, 86), "L40": (44, 89), "L40S": (44, 89),
-    "RTX A6000": (47, 86), "RTX 6000 Ada": (47, 89), "A100-40GB": (39, 80), "A100": (79, 80), "H100": (79, 90),
+    "RTX A6000": (47, 86), "RTX 6000 ADA": (47, 89), "A100-40GB": (39, 80), "A100": (79, 80), "H100": (79, 90),
     "H100-NVL": (93, 90), "GH200": (94, 90), "GH200-144GB": (142, 90), "H200": (139, 90), "B200": (178, 100),
     "B300": (267, 103),
 }  # fmt: skip
 """GiB that a program can have, rounded down, and the compute capability, times ten."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9}
 _SWITCHES = {
     "checkpointing": "keep only the inputs of blocks",
     "accumulate": "several micro-batches a step",
-    "fuse": "SwiGLU blocks are fused (fp8stack.nn.fuse)",
     "compile": "torch.compile has the whole model",
 }
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
@@ -48,7 +46,7 @@ def add_parser(commands: Commands) -> None:
     brief = "the memory that training takes on each GPU, by kind, and what fits"
     parser = add_command(commands, "estimate", brief)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--parameters", type=_number, metavar="N", help="such as 7e9 or 7B")
+    add("--parameters", type=_number, metavar="N", help="such as 7e9")
     add("--hf-config", metavar="config.json", help="of Hugging Face, or its folder")
     add("--sizes", action="store_true", help="all of it in the options below")
     add = parser.add_argument
@@ -58,58 +56,44 @@ def add_parser(commands: Commands) -> None:
     add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or learned positions")
     add("--ranks", type=int, default=1, metavar="N", help="GPUs that share a model's training")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--zero", type=int, choices=(1, 2, 3), help="DeepSpeed's stage")
-    add("--fsdp", action="store_true", help="FSDP2")
-    add("--ddp", action="store_true", help="torch's DDP at all levels")
+    stages: dict[str, Any] = {"type": "zero{}".format, "choices": ("zero1", "zero2", "zero3")}
+    add("--zero", dest="sharding", metavar="STAGE", help="of DeepSpeed: 1, 2 or 3", **stages)
+    for name, brief in {"fsdp": "FSDP2", "ddp": "torch's DDP at all levels"}.items():
+        add(f"--{name}", dest="sharding", action="store_const", const=name, help=brief)
     add = parser.add_argument
     for name, brief in _SWITCHES.items():
         add(f"--{name}", action="store_true", help=brief)
     add("--weights", choices=_DTYPES, default="float32", help="what a level starts from")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--gpu", metavar="NAME", help=", ".join(GPUS))
+    add("--gpu", type=str.upper, choices=GPUS, metavar="NAME", help=", ".join(GPUS))
     add("--memory", type=_number, metavar="GiB", help="of one GPU, instead of its name")
     add_recipe(parser)
     parser.set_defaults(opt_level=None)
 
 
 def _number(text: str) -> float:
-    """Return a number above 0, which may end in K, M or B: "1.5B" is 1.5e9."""
-    factor = _SUFFIXES.get(text[-1:].upper(), 1)
-    try:
-        value = factor * float(text if factor == 1 else text[:-1])
-    except ValueError:
-        value = 0.0
+    value = float(text)
     if not 0 < value <= 1e15:  # far above all that is trained
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1e+15")
+        raise ValueError
     return value
 
 
 def run(options: argparse.Namespace) -> int:
     notes: list[str] = []
     shape = _shape(options, notes)
-    gpu = None if options.gpu is None else _gpu(options.gpu)
-    gib = options.memory if gpu is None else GPUS[gpu][0]
+    gib = GPUS[options.gpu][0] if options.gpu else options.memory
     memory = None if gib is None else round(gib * 2**30)
-    precisions = [*BASELINES.values(), *_levels(options, gpu, notes)]
+    precisions = [*BASELINES.values(), *_levels(options, notes)]
     seq = options.seq if options.seq is not None else shape.positions or 2048
-    given = {f"zero{options.zero}": options.zero, "fsdp": options.fsdp, "ddp": options.ddp}
-    sharding = next((name for name, holds in given.items() if holds), "none")
     switches = {name: getattr(options, name) for name in _SWITCHES}
-    setup = Setup(options.batch, seq, options.ranks, sharding, **switches)
-    if setup.ranks == 1 and sharding != "none":
+    setup = Setup(options.batch, seq, options.ranks, options.sharding or "none", **switches)
+    if setup.ranks == 1 and setup.sharding != "none":
         raise ConfigError("--zero, --fsdp and --ddp are for several GPUs; give --ranks above 1.")
     if 0 < shape.positions < seq:
         raise ConfigError(f"--seq {seq} is more than the {shape.positions} positions of the model.")
     columns = [_column(shape, precision, setup, memory) for precision in precisions]
-    if setup.fuse:
-        apart = replace(setup, fuse=False)
-        plain = [planning.estimate(shape, p, apart).parts for p in precisions]
-        if plain == [column["bytes"] for column in columns]:
-            notes.append("--fuse changes nothing: nn.fuse takes other blocks, or other FP8")
     if setup.compile and setup.ranks > 1:
-        notes.append(
-            "--compile was measured on one GPU; with more, gradients and FP8 codes of whole weights may add"
-        )
+        notes.append("--compile was measured on one GPU; with more, gradients and codes may add")
     if shape.kv_heads != shape.heads:
         notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
     data = {
@@ -132,10 +116,8 @@ def _column(shape: Shape, precision: Precision, setup: Setup, memory: int | None
         "moments": e.moments, "moment": e.moment, "peak": e.peak, "overhead": e.overhead, "total": e.total,
     }  # fmt: skip
     if memory:
-        best = planning.largest_model(shape, precision, setup, memory)
         column["fits"] = e.total <= memory
         column["largest_batch"] = planning.largest_batch(shape, precision, setup, memory)
-        column["largest_model"] = best and {"parameters": best.parameters, **asdict(best)}
     return column
 
 
@@ -164,10 +146,8 @@ def draw(console: Console, data: dict[str, Any]) -> None:
     rows["context and slack"] = amounts([c["overhead"] for c in columns])
     rows["total"] = amounts([c["total"] for c in columns])
     if data["memory"]:
-        models = [c["largest_model"] for c in columns]
         rows["fits"] = ["yes" if c["fits"] else "no" for c in columns]
         rows["largest micro-batch"] = [str(c["largest_batch"]) for c in columns]
-        rows["largest model"] = [f"{m['parameters'] / 1e9:.2f}e9" if m else "none" for m in models]
     names = [c["name"] for c in columns]
     lines = [(label, *cells) for label, cells in rows.items()]
     console.print(table((unit, *names), lines, right=" ".join(names)))
@@ -175,7 +155,7 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         console.print(f"{column['name']}: {column['brief']}")
     console.print("Kinds are each at their largest; the peak is what is held at once.")
     if data["memory"]:
-        console.print(f"What fits is for {size(data['memory'])}; models keep their proportions.")
+        console.print(f"What fits is for {size(data['memory'])}.")
     for note in data["notes"]:
         console.print(f"note: {note}")
 
@@ -183,22 +163,23 @@ def draw(console: Console, data: dict[str, Any]) -> None:
 # --- levels and GPUs
 
 
-def _levels(options: argparse.Namespace, gpu: str | None, notes: list[str]) -> list[Precision]:
+def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
     """Return the levels to show: the one asked for, else all, or O2 where fields of a recipe are given."""
     given = any(getattr(options, name) is not None for name in (*OPTIONS, "preset"))
     names = [options.opt_level] if options.opt_level else ["O2"] if given else list(LEVELS)
     recipes = [recipe_of(options, name) for name in names]
+    zero = (options.sharding or "").startswith("zero")
     places = {
-        conflicts.FSDP2: options.fsdp,
-        conflicts.DEEPSPEED: options.zero,
-        conflicts.ZERO: options.zero,
+        conflicts.FSDP2: options.sharding == "fsdp",
+        conflicts.DEEPSPEED: zero,
+        conflicts.ZERO: zero,
         conflicts.SEVERAL_PROCESSES: options.ranks > 1,
         conflicts.ACCUMULATION: options.accumulate,
     }
     for recipe in recipes:
         conflicts.refuse_conflicts(recipe, *(place for place, holds in places.items() if holds))
-    if gpu and divmod(GPUS[gpu][1], 10) < FP8_CAPABILITY:
-        lacking = f"{gpu} has no FP8 products (compute capability 8.9 and up has)"
+    if options.gpu and divmod(GPUS[options.gpu][1], 10) < FP8_CAPABILITY:
+        lacking = f"{options.gpu} has no FP8 products (compute capability 8.9 and up has)"
         if recipes[0].compute in ("native", "te"):
             raise ConfigError(
                 f"--compute {recipes[0].compute}: {lacking}. Leave it out for bf16 ones."
@@ -206,17 +187,6 @@ def _levels(options: argparse.Namespace, gpu: str | None, notes: list[str]) -> l
         notes.append(f"{lacking}: levels multiply in bf16 there")
         recipes = [replace(recipe, compute="bf16") for recipe in recipes]
     return [planning.at_level(recipe, _DTYPES[options.weights]) for recipe in recipes]
-
-
-def _gpu(given: str) -> str:
-    """Return the name in GPUS, whatever its letters' case; raise ConfigError where there is none."""
-    names = {name.lower(): name for name in GPUS}
-    if given.lower() not in names:
-        raise ConfigError(
-            f"--gpu {given!r} is not known.{did_you_mean(given, GPUS)} Known: {', '.join(GPUS)}; or give --memory in "
-            "GiB."
-        )
-    return names[given.lower()]
 
 
 # --- the model
@@ -232,29 +202,15 @@ def _shape(options: argparse.Namespace, notes: list[str]) -> Shape:
             notes.append(
                 "layers are nn.Linear here; transformers' GPT-2 has Conv1D, which no level converts"
             )
-    elif options.sizes or set(sizes) - {"vocab"}:
-        shape = _shape_of(sizes)
-    else:
-        shape = replace(LLAMA, **sizes).resized(options.parameters)
-        notes.append(
-            "the shape is a Llama's of about that many parameters; give --layers, ... for another"
-        )
-    if options.parameters and abs(shape.parameters / options.parameters - 1) > 0.05:
-        wanted = f"{options.parameters:,.0f}"
-        notes.append(f"the sizes make {shape.parameters:,} parameters, not {wanted}")
-    return shape
-
-
-def _shape_of(sizes: dict[str, int]) -> Shape:
-    """Return a Llama of the sizes given, the others in a Llama's proportions."""
+        return shape
+    if options.parameters:
+        if own := sizes.keys() - {"vocab"}:
+            raise ConfigError(f"--parameters makes the sizes; give --sizes with {sorted(own)}.")
+        notes.append("the shape is a Llama's of about that size; give --sizes for another")
+        return replace(LLAMA, **sizes).resized(options.parameters)
     if missing := [f"--{name}" for name in ("layers", "hidden") if name not in sizes]:
         raise ConfigError(f"sizes need --layers and --hidden; missing: {', '.join(missing)}.")
-    hidden = sizes["hidden"]
-    if "heads" not in sizes and hidden > LLAMA.head_dim and hidden % LLAMA.head_dim:
-        raise ConfigError(
-            f"--hidden {hidden} is no multiple of {LLAMA.head_dim}, the size of a Llama's heads. Give --heads."
-        )
-    heads = sizes.get("heads") or max(1, hidden // LLAMA.head_dim)
-    rest = {"kv_heads": heads, "vocab": LLAMA.vocab, "ffn": hidden * LLAMA.ffn // LLAMA.hidden}
-    given: dict[str, Any] = {"heads": heads, **rest, **sizes}
-    return Shape(**given)
+    heads = sizes.get("heads") or max(1, sizes["hidden"] // LLAMA.head_dim)
+    ffn = sizes["hidden"] * LLAMA.ffn // LLAMA.hidden
+    made_up = {"heads": heads, "kv_heads": heads, "ffn": ffn, "vocab": LLAMA.vocab}
+    return Shape(**{**made_up, **sizes})

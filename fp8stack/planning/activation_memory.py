@@ -16,7 +16,6 @@ stream and c = bytes of what products put out (2 under autocast or in bfloat16, 
 | float32, `enable_gqa=True`  | q, k and v for each head, scores                | 4 (4 q + heads × sequence) |
 | GELU                       | its input                                        | c f                       |
 | SwiGLU                     | gate (of SiLU), up and SiLU(gate) (of their product) | 3 c f                 |
-| the same in `nn.fuse`      | gate and up; down_proj's input is made again     | 2 c f                     |
 | cross entropy              | log-probabilities in float32                     | 4 V                       |
 
 The output of attention is also the input of o_proj: a layer in bfloat16 keeps it at no cost, one in FP8 adds its codes.
@@ -34,7 +33,8 @@ c V, and two statistics. The logits' gradient is written over them; an FP8 head 
 loss then no longer hides what a feed-forward block's backward holds beside all blocks: gradients of its inside and of
 the residual stream.
 
-Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs).
+Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); no blocks that
+`fp8stack.nn.fuse` fused, which keep one or two tensors of the feed-forward's size less.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ from fp8stack.formats import BLOCK
 
 from .decoder_shape import Shape
 from .resident_memory import Precision
-
-IDS = 8  # bytes of a token's number in int64
 
 
 @dataclass(frozen=True)
@@ -70,14 +68,12 @@ def activations(
     fp8: frozenset[str],
     seq: int,
     sharded_bf16: bool = False,
-    fuse: bool = False,
     compile: bool = False,
 ) -> Activations:
     """Return what a token keeps, of a sequence of `seq`.
 
     fp8: names of the Linear layers in FP8, as in `shape.skeleton()`.
     sharded_bf16: the model computes in bfloat16 throughout (FSDP2's and DeepSpeed's mixed precision).
-    fuse: `fp8stack.nn.fuse` has fused what it can.
     compile: torch.compile has the whole model.
     """
     r = 2 if sharded_bf16 else precision.weights.itemsize
@@ -108,26 +104,14 @@ def activations(
     attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
     up = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
     mlp = inputs(h, *(first + name for name in up))
-    if fuse and is_fused(shape, precision, fp8):
-        mlp += 2 * c * f
-    else:
-        mlp += (1 + (2 - compile) * shape.gated) * c * f + inputs(f, f"{first}down_proj")
+    mlp += (1 + (2 - compile) * shape.gated) * c * f + inputs(f, f"{first}down_proj")
     v, head = shape.vocab, "head" in fp8
     return Activations(
         block=round(2 * norm + attention + mlp),
         inputs=r * h,
-        end=round(norm + inputs(h, "head")) + 2 * IDS,
+        end=round(norm + inputs(h, "head")) + 2 * 8,  # and two tokens' numbers, int64
         loss=c * v + 8 if compile else 4 * v,
         at_loss=2 * v * head if compile else 8 * v,
         at_scores=round(max(0, 3 * scores - norm - mlp)),
         at_block=compile * ((1 + shape.gated) * c * f + r * h),
     )
-
-
-def is_fused(shape: Shape, precision: Precision, fp8: frozenset[str]) -> bool:
-    """Return whether `fp8stack.nn.fuse` takes the feed-forward blocks; see `nn/swiglu.py`."""
-    recipe, layers = precision.recipe, {f"blocks.0.{x}_proj" for x in ("gate", "up", "down")}
-    if recipe is None or recipe.compute == "te" or recipe.select == "auto" or not layers <= fp8:
-        return False
-    scaled = recipe.fp8_recipe in ("current", "delayed") and recipe.fp8_format != "e5m2"
-    return scaled and shape.gated and shape.fusible and not shape.bias

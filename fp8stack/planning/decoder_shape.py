@@ -11,19 +11,17 @@ Mistral-7B, a Llama whose queries share keys and values.
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8stack.errors import ConfigError, did_you_mean, reason_of
+from fp8stack.errors import ConfigError, reason_of
 
 MOST = 2**24
 """The largest size of a shape: products of two of them are counted in 64 bits."""
@@ -44,14 +42,13 @@ class Shape:
     rms: bool = True  # RMSNorm; False: LayerNorm
     bias: bool = False  # of all Linear layers but the head
     qkv_bias: bool = False  # of these alone
-    fusible: bool = True  # a gated feed-forward has SiLU and no biases: see nn/swiglu.py
     qk_norm: bool = False  # of each head's queries and keys
     joint_qkv: bool = False  # one layer makes queries, keys and values
     tied: bool = False  # the head is the embedding
     positions: int = 0
 
     def __post_init__(self) -> None:
-        check_sizes(self, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+        check_sizes(vars(self), "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, whose keys and values they share."
@@ -62,7 +59,7 @@ class Shape:
                     f"hidden={self.hidden} must be a multiple of heads={self.heads}, or head_dim be given."
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
-        check_sizes(self, "head_dim")
+        check_sizes(vars(self), "head_dim")
 
     @property
     def q_dim(self) -> int:
@@ -80,10 +77,12 @@ class Shape:
         outside, block = self.counts
         return outside + self.layers * block
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, int]:
         """Parameters outside blocks, and of a block."""
-        return _counts(replace(self, layers=1))
+        model = replace(self, layers=1).skeleton()
+        block = sum(p.numel() for p in model["blocks"].parameters())
+        return sum(p.numel() for p in model.parameters()) - block, block
 
     def skeleton(self, dtype: torch.dtype = torch.float32) -> nn.ModuleDict:
         """Return the modules of the model, on the meta device."""
@@ -116,47 +115,33 @@ class Shape:
     def resized(self, parameters: float) -> Shape:
         """Return the shape of this family with about that many parameters; heads keep their size.
 
-        Of all widths, the one whose number of layers is nearest to this shape's proportion.
+        Widths grow with the cube root of the number, and layers make up the rest. Where the embeddings alone are too
+        many, the model is narrower.
 
         Raises:
-            ConfigError: where embeddings and one block are more than that.
+            ConfigError: where embeddings and one block are more than that at any width.
         """
-        found = []
-        for kv_heads in itertools.count(1):
+        wider = (parameters / self.parameters) ** (1 / 3)
+        for kv_heads in range(max(1, round(self.kv_heads * wider)), 0, -1):
             wider = kv_heads / self.kv_heads
             heads = kv_heads * (self.heads // self.kv_heads)
             hidden, ffn = round(self.hidden * wider), round(self.ffn * wider)
             shape = replace(self, kv_heads=kv_heads, heads=heads, hidden=hidden, ffn=ffn)
             outside, block = shape.counts
-            layers = round((parameters - outside) / block)
-            if layers < 1:
-                break
-            proportion = layers / self.layers / wider  # falls as width grows
-            if layers <= MOST:
-                found.append((abs(math.log(proportion)), kv_heads, replace(shape, layers=layers)))
-            if proportion < 1:
-                break
-        if not found:
-            raise ConfigError(
-                f"{parameters:g} parameters are fewer than the embeddings ({self.vocab:,} words) and one block of such "
-                "a model have. Give a smaller vocab, or layers and hidden."
-            )
-        return min(found)[-1]
+            if (layers := round((parameters - outside) / block)) >= 1:
+                return replace(shape, layers=layers)
+        raise ConfigError(
+            f"{parameters:g} parameters are fewer than the embeddings ({self.vocab:,} words) and one block of such "
+            "a model have. Give a smaller vocab, or layers and hidden."
+        )
 
 
-def check_sizes(sizes: object, *names: str) -> None:
-    """Raise ConfigError unless these attributes are whole numbers of a possible size."""
+def check_sizes(sizes: Mapping[str, Any], *names: str) -> None:
+    """Raise ConfigError unless these entries are whole numbers of a possible size."""
     for name in names:
-        value = getattr(sizes, name)
+        value = sizes.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
             raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}.")
-
-
-@lru_cache(maxsize=1024)
-def _counts(shape: Shape) -> tuple[int, int]:
-    model = shape.skeleton()
-    block = sum(p.numel() for p in model["blocks"].parameters())
-    return sum(p.numel() for p in model.parameters()) - block, block
 
 
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32_000)
@@ -165,12 +150,13 @@ LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 """The `model_type` of configurations that a shape can be made of."""
 
-_KEYS = {  # of sizes in configurations: of Llama-like models, and of GPT-2
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab": ("vocab_size", "vocab_size"),
-}
+_SIZES = {
+    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size",
+    "ffn": "intermediate_size",
+}  # fmt: skip
+_SIZES_OF_GPT2 = {
+    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "positions": "n_positions",
+}  # fmt: skip
 
 
 def read_config(path: str | Path) -> Shape:
@@ -196,40 +182,23 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
     """Return the shape of a Hugging Face configuration, given as a dict."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        experts = any("expert" in key for key in config)  # near by name, and another model
-        meant = "" if experts else did_you_mean(str(kind), FAMILIES)
         raise ConfigError(
-            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}.{meant} Give --sizes with "
+            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}. Give --sizes with "
             "--layers, --hidden, --heads and so on."
         )
-    if config.get("add_cross_attention"):
-        raise ConfigError(
-            f"{where}: add_cross_attention=True is not counted. Give --sizes of a decoder that is as large."
-        )
     gpt2 = kind == "gpt2"
-    sizes: dict[str, Any] = {n: _size(config, keys[gpt2], where) for n, keys in _KEYS.items()}
-    tied = bool(config.get("tie_word_embeddings", gpt2))
+    keys = _SIZES_OF_GPT2 if gpt2 else _SIZES
+    check_sizes(config, *keys.values())
+    sizes: dict[str, Any] = {name: config[key] for name, key in keys.items()}
+    sizes["tied"] = bool(config.get("tie_word_embeddings", gpt2))
     if gpt2:
         sizes |= {"kv_heads": sizes["heads"], "ffn": config.get("n_inner") or 4 * sizes["hidden"]}
-        positions = _size(config, "n_positions", where)
-        kinds = {"gated": False, "rms": False, "bias": True, "joint_qkv": True}
-        return Shape(**sizes, **kinds, tied=tied, positions=positions)
+        return Shape(**sizes, gated=False, rms=False, bias=True, joint_qkv=True)
     return Shape(
         **sizes,
         kv_heads=config.get("num_key_value_heads") or sizes["heads"],
-        ffn=_size(config, "intermediate_size", where),
         head_dim=config.get("head_dim") or (128 if kind == "qwen3" else 0),
         bias=bool(config.get("attention_bias", False) and config.get("mlp_bias", False)),
         qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
-        fusible=not config.get("mlp_bias", False)
-        and config.get("hidden_act", "silu") in ("silu", "swish"),
         qk_norm=kind == "qwen3",
-        tied=tied,
     )
-
-
-def _size(config: Mapping[str, Any], key: str, where: str) -> int:
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}: {key}={value!r} must be a whole number above 0.")
-    return value

@@ -45,7 +45,7 @@ from functools import lru_cache
 
 import torch
 
-from fp8stack.errors import ConfigError
+from fp8stack.levels import check_choice
 from fp8stack.nn.casts import FEW_ROWS
 
 from .activation_memory import activations
@@ -70,13 +70,11 @@ class Setup:
     sharding: str = "none"
     checkpointing: bool = False
     accumulate: bool = False  # several micro-batches a step
-    fuse: bool = False  # `fp8stack.nn.fuse` has fused SwiGLU blocks
     compile: bool = False  # torch.compile has the whole model
 
     def __post_init__(self) -> None:
-        check_sizes(self, "batch", "seq", "ranks")
-        if self.sharding not in SHARDINGS:
-            raise ConfigError(f"sharding={self.sharding!r} must be one of {', '.join(SHARDINGS)}.")
+        check_sizes(vars(self), "batch", "seq", "ranks")
+        check_choice("sharding", self.sharding, SHARDINGS)
 
 
 @dataclass(frozen=True)
@@ -128,7 +126,7 @@ def estimate(shape: Shape, precision: Precision, setup: Setup) -> Estimate:
         always = 0  # gradients lie in the buckets of comm.DataParallel
     tokens, again = setup.batch * setup.seq, setup.checkpointing
     sharded = not whole and precision.autocast
-    each = activations(shape, precision, stays.fp8, setup.seq, sharded, setup.fuse, compiled)
+    each = activations(shape, precision, stays.fp8, setup.seq, sharded, compiled)
     kept = tokens * (shape.layers * (each.inputs if again else each.block) + each.end + each.loss)
     block = tokens * each.block * again
     alone = tokens * (each.inputs * again + each.block)
@@ -169,24 +167,6 @@ def largest_batch(shape: Shape, precision: Precision, setup: Setup, memory: int)
     return batches.start - 1 + bisect(batches, False, key=is_too_large)
 
 
-def largest_model(shape: Shape, precision: Precision, setup: Setup, memory: int) -> Shape | None:
-    """Return the largest shape of a family (`Shape.resized`) that fits in `memory` bytes, to 1 %; None if none does."""
-    best, low, high = None, 1e6, memory * float(setup.ranks)  # a byte a parameter never is enough
-    while high > 1.01 * low:
-        middle = (low * high) ** 0.5
-        try:
-            candidate = shape.resized(middle)
-        except ConfigError:
-            low = middle
-            continue
-        if estimate(candidate, precision, setup).total <= memory:
-            best = candidate if best is None or candidate.parameters > best.parameters else best
-            low = middle
-        else:
-            high = middle
-    return best
-
-
 @lru_cache(maxsize=256)
 def _resident_of(shape: Shape, precision: Precision, accumulate: bool) -> Resident:
     """Count the first block, and what the second one adds for each that follows."""
@@ -194,7 +174,9 @@ def _resident_of(shape: Shape, precision: Precision, accumulate: bool) -> Reside
         resident(replace(shape, layers=n).skeleton(precision.weights), precision, accumulate)
         for n in (1, 2)
     )
-    return one.grown(two, shape.layers - 1)
+    more = shape.layers - 1
+    counted = {kind: own + more * (two.bytes[kind] - own) for kind, own in one.bytes.items()}
+    return replace(one, bytes=counted, codes=one.codes + more * (two.codes - one.codes))
 
 
 def _share(stays: Resident, shape: Shape, precision: Precision, setup: Setup) -> dict[str, int]:
@@ -226,14 +208,9 @@ def _weight_copies(
     else:
         few = setup.ranks == 1 and setup.batch * setup.seq <= FEW_ROWS
         codes = stays.codes if few or (compiled and setup.sharding != "zero3") else 0
-    if not setup.checkpointing:
-        return casts + codes
-    once = sum(
-        shape.counts
-    )  # elements of one block, whose copies are made again, and of what is in none
-    if compiled:
-        return (casts + codes) * once // shape.parameters
-    return casts + codes * once // shape.parameters
+    # Under checkpointing those of one block, which are made again, and of what is in no block.
+    once = sum(shape.counts) if setup.checkpointing else shape.parameters
+    return (casts * (once if compiled else shape.parameters) + codes * once) // shape.parameters
 
 
 def _communication(

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import nn
 
 from fp8stack.api import Decisions, carry_out, decide
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
-from fp8stack.formats import E4M3, scale_shape
 from fp8stack.levels import Recipe
 from fp8stack.memory import MemoryUse, measure
 from fp8stack.nn.casts import Products, cast_weight
@@ -74,11 +72,6 @@ class Resident:
     largest: int  # bytes of the largest gradient, in its parameter's dtype
     fp8: frozenset[str]  # names of Linear layers that multiply in FP8
 
-    def grown(self, other: Resident, times: int) -> Resident:
-        """Return `self` and `times` the difference that `other` makes."""
-        more = {k: self.bytes[k] + times * (other.bytes[k] - self.bytes[k]) for k in KINDS}
-        return replace(self, bytes=more, codes=self.codes + times * (other.codes - self.codes))
-
 
 def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -> Resident:
     """Count what stays of `model`, which must be on the meta device and is converted on the way.
@@ -108,7 +101,8 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     codes, fp8 = 0, []
     for name, module in model.named_modules():
         if recipe is not None and isinstance(module, Fp8Linear):
-            codes += _code_bytes(module.weight.shape, recipe)
+            cast = cast_weight(module.weight, Products(recipe), train=False, backward=True, rows=0)
+            codes += cast.backward.nbytes + cast.backward_scale.nbytes
             fp8.append(name)
         elif isinstance(module, nn.Linear) and (
             precision.autocast or isinstance(module, Bf16Linear)
@@ -116,9 +110,8 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
             in_bf16 = module.weight.dtype is torch.bfloat16
             counted["weight copies"] += 0 if in_bf16 else 2 * module.weight.numel()
     if recipe is not None and recipe.offload == "cpu":
-        for kind in ("masters", "m", "v"):
-            counted["host"] += counted[kind]
-            counted[kind] = 0
+        moved = ("masters", "m", "v")
+        counted |= {"host": sum(counted[kind] for kind in moved), **dict.fromkeys(moved, 0)}
     largest = max((p.nbytes for p in model.parameters() if p.requires_grad), default=0)
     return Resident(counted, codes, largest, frozenset(fp8))
 
@@ -139,9 +132,12 @@ def use_after_step(
     """
     recipe = None if decisions is None else decisions.recipe
     fp8 = decisions.quantized if decisions and decisions.recipe.gradients == "fp8" else set()
-    for p in model.parameters():
-        if p.requires_grad:
-            p.grad = _fp8_gradient(p, accumulate) if p in fp8 else torch.empty_like(p)
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
+        p.grad = torch.empty_like(p)
+        if p in fp8:
+            p.grad = BlockScaledTensor.quantize(p.grad)
+            if accumulate:
+                p.grad.add_(p.grad)
     if isinstance(optimizer, BlockwiseOptimizer):
         optimizer.ensure_states()
     elif not optimizer.state:
@@ -159,12 +155,6 @@ def use_after_step(
     return use
 
 
-def _fp8_gradient(p: nn.Parameter, residual: bool) -> BlockScaledTensor:
-    codes = torch.empty(p.shape, dtype=E4M3.dtype, device=p.device)
-    scale = torch.empty(scale_shape(p.shape), dtype=torch.float32, device=p.device)
-    return BlockScaledTensor(codes, scale, p.dtype, (codes, scale) if residual else None)
-
-
 def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
     """Give a torch Adam the states that bitsandbytes' has: float32 for the small ones, its `min_8bit_size`."""
     for group in optimizer.param_groups:
@@ -172,11 +162,3 @@ def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
             states = "fp32" if p.numel() < 4096 else BITSANDBYTES
             for name in ("exp_avg", "exp_avg_sq"):
                 optimizer.state[p].update(zero_moment(name, p, states))
-
-
-@lru_cache(maxsize=1024)
-def _code_bytes(shape: torch.Size, recipe: Recipe) -> int:
-    """Return the bytes of what a native FP8 layer keeps of a weight where it keeps backward's codes."""
-    weight = torch.empty(shape, device="meta")
-    codes = cast_weight(weight, Products(recipe), train=False, backward=True, rows=0)
-    return codes.backward.nbytes + codes.backward_scale.nbytes

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from torch import nn
 
-import fp8stack
 from fp8stack.__main__ import main
 from fp8stack.planning import BASELINES, Setup, Shape, estimate
 
@@ -33,8 +31,6 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
     assert not columns["bf16"]["fits"]
     assert columns["O2"]["fits"]
     assert columns["O2"]["largest_batch"] >= 1
-    largest = {name: columns[name]["largest_model"]["parameters"] for name in ("bf16", "O2")}
-    assert largest["O2"] > 1.5 * largest["bf16"]
     shape = Shape(**data["shape"])
     expected = estimate(shape, BASELINES["bf16"], Setup(seq=4096))
     assert columns["bf16"]["bytes"] == expected.parts
@@ -42,7 +38,7 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
     assert main(["estimate", *options]) == 0
     text = capsys.readouterr().out
     assert "31 layers of 4,096" in text
-    assert "give --layers" in text  # the shape was made up, which is said
+    assert "give --sizes" in text  # the shape was made up, which is said
     document = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
     assert all(line.rstrip() in document for line in text.splitlines())
     lines = [line for line in text.splitlines() if line.strip()]
@@ -70,22 +66,6 @@ def test_fields_of_a_recipe_and_sharing_change_the_bytes(estimated):
         assert 0.97 < theirs["O2"]["bytes"]["v"] / whole["O2"]["bytes"]["v"] < 1  # larger blocks
 
 
-def test_fused_blocks_keep_less_where_there_are_any(estimated):
-    options = ["--parameters", "1e9", "--seq", "4096"]
-    _, plain = estimated(*options)
-    data, fused = estimated(*options, "--fuse")
-    assert data["setup"]["fuse"]
-    assert fused["bf16"] == plain["bf16"]
-    for level in ("O0", "O1", "O2"):
-        less = 3 * data["shape"]["ffn"] * data["shape"]["layers"] * 4096
-        assert plain[level]["bytes"]["activations"] - fused[level]["bytes"]["activations"] == less
-    assert not any("changes nothing" in note for note in data["notes"])
-    for other in (["--fp8-recipe", "blockwise"], ["--compute", "te"], ["--fp8-format", "e5m2"]):
-        data, columns = estimated(*options, *other, "--fuse")
-        assert columns == estimated(*options, *other)[1]
-        assert any("--fuse changes nothing" in note for note in data["notes"])
-
-
 def test_compiled_models_keep_less(estimated, capsys):
     options = ["--parameters", "1e9", "--seq", "4096", "--batch", "4"]
     _, plain = estimated(*options)
@@ -99,38 +79,6 @@ def test_compiled_models_keep_less(estimated, capsys):
     assert not any("measured on one GPU" in note for note in data["notes"])
     data, _ = estimated(*options, "--compile", "--ranks", "2", "--fsdp")
     assert any("measured on one GPU" in note for note in data["notes"])
-
-
-@pytest.mark.parametrize(
-    ("given", "fuses"),
-    [({}, True), ({"mlp_bias": True}, False), ({"hidden_act": "gelu"}, False), ({"attention_bias": True}, True)],
-)  # fmt: skip
-def test_what_fuses_is_what_nn_fuse_takes(given, fuses, estimated, tmp_path):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            bias = given.get("mlp_bias", False)
-            self.gate_proj, self.up_proj = nn.Linear(64, 96, bias), nn.Linear(64, 96, bias)
-            self.down_proj = nn.Linear(96, 64, bias)
-            self.act = nn.GELU() if "hidden_act" in given else nn.SiLU()
-
-        def forward(self, x):
-            return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
-
-    model, _ = fp8stack.initialize(nn.Sequential(Block()), None, "O0", compute="native")
-    assert bool(fp8stack.nn.fuse(model)) is fuses
-    config = {"model_type": "llama", "vocab_size": 192, "num_hidden_layers": 2, "hidden_size": 64}
-    config |= {"num_attention_heads": 4, "intermediate_size": 96, **given}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    data, _ = estimated("--hf-config", str(tmp_path / "config.json"), "--fuse")
-    assert any("--fuse changes nothing" in note for note in data["notes"]) is not fuses
-
-
-def test_parameters_have_suffixes(estimated):
-    plain, _ = estimated("--parameters", "1.5e9", "--gpu", "RTX 4090")
-    assert plain["memory"] == 23 * 2**30
-    for parameters, gpu in (("1.5B", "rtx 4090"), ("1500m", "RTX 4090")):
-        assert estimated("--parameters", parameters, "--gpu", gpu)[0] == plain
 
 
 @pytest.mark.parametrize("gpu", ["A100", "RTX A6000", "RTX 4090", "B300"])
@@ -158,14 +106,15 @@ def test_it_reads_a_config(estimated, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--parameters", "many"], "'many' is not a number above 0"),
+        (["--parameters", "many"], "invalid _number value: 'many'"),
+        (["--parameters", "1e9", "--layers", "2"], "--parameters makes the sizes; give --sizes with ['layers']"),
         (["--parameters", "1e5"], "fewer than the embeddings"),
         ([*SMALL, "--seq", "0"], "seq=0 must be a whole number from 1 to 16,777,216"),
         (["--sizes", "--hidden", "64"], "missing: --layers"),
         ([*SMALL, "--heads", "3"], "hidden=256 must be a multiple of heads=3"),
         ([*SMALL, "--batch", "0"], "batch=0 must be a whole number from 1 to"),
         ([*SMALL, "--gpu", "A100", "--compute", "native"], "A100 has no FP8 products"),
-        ([*SMALL, "--gpu", "H1000"], 'Did you mean "H100"?'),
+        ([*SMALL, "--gpu", "H1000"], "invalid choice: 'H1000' (choose from"),
         ([*SMALL, "--gpu", "H100", "--memory", "80"], "not allowed with argument --gpu"),
         ([*SMALL, "--zero", "2"], "give --ranks above 1"),
         ([*SMALL, "--skip", "lm_head"], "matches no module"),
@@ -174,7 +123,7 @@ def test_it_reads_a_config(estimated, tmp_path):
         ([*SMALL, "--ranks", "2", "--step-in-backward"], "does not go with several processes"),
         (["--hf-config", "nowhere.json"], "cannot be read as JSON"),
         ([*SMALL, "--accumulate", "--step-in-backward"], "does not go with gradient accumulation"),
-        (["--sizes", "--layers", "2", "--hidden", "1000"], "Give --heads"),
+        (["--sizes", "--layers", "2", "--hidden", "1000"], "hidden=1000 must be a multiple of heads=7"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_status_2(options, message, capsys):
@@ -185,20 +134,3 @@ def test_bad_input_is_one_line_and_status_2(options, message, capsys):
     assert message in error
     assert "Traceback" not in error
     assert len(error.splitlines()) == 1
-
-
-def test_experts_are_not_taken_for_the_model_of_a_like_name(tmp_path, capsys):
-    for config, meant in (
-        ({"model_type": "lama"}, True),
-        ({"model_type": "mixtral", "num_local_experts": 8}, False),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(SystemExit):
-            main(["estimate", "--hf-config", str(tmp_path)])
-        error = capsys.readouterr().err
-        assert ("Did you mean" in error) == meant
-        assert "Give --sizes with --layers" in error
-    (tmp_path / "config.json").write_text(f'{{"vocab_size": {"9" * 5000}}}')
-    with pytest.raises(SystemExit):
-        main(["estimate", "--hf-config", str(tmp_path)])
-    assert "cannot be read as JSON" in capsys.readouterr().err
