@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.capability import native_recipe
-from fp8stack.errors import GradientError, ModelError
+from fp8stack.errors import ModelError
 from fp8stack.monitor import Monitor
 from fp8stack.nn import casts
 from fp8stack.optim import SGD, AdamW
@@ -164,19 +164,18 @@ def test_the_optimizer_keeps_parameters_stepping():
     assert layers[0].weight.ne(before).any()
 
 
-def test_parameters_keep_the_optimizer_that_steps_them():
+def test_gradients_stay_where_the_optimizer_that_stepped_them_is_gone():
     model = TinyLM()
-    before = model.up.weight.detach().clone()
-    AdamW(model.parameters(), lr=1e-3).step_in_backward()
-    gc.collect()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    optimizer.step_in_backward()
+    other = copy.deepcopy(model)
     model(*batch(0)).backward()
     assert model.up.weight.grad is None
-    assert model.up.weight.ne(before).any()
-    with pytest.raises(GradientError, match=r"second gradient before optimizer.step"):
-        model(*batch(1)).backward()
-    other = copy.deepcopy(model)
-    other(*batch(1)).backward()
-    assert all(p.grad is not None for p in other.parameters())
+    del optimizer
+    gc.collect()
+    for each in (model, other):
+        each(*batch(1)).backward()
+        assert all(p.grad is not None for p in each.parameters())
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
@@ -191,13 +190,11 @@ def test_copies_are_not_initialized(copied):
 
 def test_parameters_that_are_stepped_in_backward_are_saved_as_plain_ones(tmp_path):
     model = TinyLM()
-    handle = AdamW(model.parameters(), lr=1e-3).step_in_backward()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    optimizer.step_in_backward()
     torch.save(model.state_dict(keep_vars=True), tmp_path / "weights.pt")
     saved = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert_same_bits(saved["up.weight"], model.up.weight)
-    assert not saved["up.weight"].__dict__.get("_fp8stack_release")
-    handle.remove()
-    assert not hasattr(model.up.weight, "_fp8stack_release")
 
 
 def test_a_release_that_was_removed_is_over():

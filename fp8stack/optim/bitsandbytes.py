@@ -42,9 +42,9 @@ from fp8stack.kernels.reference.step import StepTensors, load_master
 from fp8stack.tensor import is_sharded
 
 from . import adam, lion, sgd
-from .optimizer import BlockwiseOptimizer, ParamsT
+from .optimizer import Batch, BlockwiseOptimizer, ParamsT
 from .state_formats import BITSANDBYTES, State
-from .step import Batch, Entry, Piece
+from .step import Entry, Piece
 
 LEAST_EPS = 1e-30  # makes 0 / 0 in bitsandbytes' update 0
 PAGED_FROM = 100_000  # elements; bitsandbytes pages no smaller states

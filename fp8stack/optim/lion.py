@@ -48,9 +48,6 @@ class Lion(BlockwiseOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, **options)
 
-    def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
-        return "lion", False
-
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         lr, betas, _, decay = check_range(group)
         sign = -1.0 if group.get("maximize") else 1.0

@@ -29,8 +29,7 @@ from fp8stack.levels import check_choice
 from fp8stack.tensor import is_sharded
 
 from .hyperparameters import check_positive, check_range
-from .optimizer import BlockwiseOptimizer, Options, ParamsT
-from .step import Batch
+from .optimizer import Batch, BlockwiseOptimizer, Options, ParamsT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -106,9 +105,6 @@ class Muon(BlockwiseOptimizer):
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.moments[:1] if self.family_of(group) == "muon" else self.moments[1:]
 
-    def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
-        return self.family_of(group), False
-
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         lr, betas, _, decay = check_range(group)
         check_positive("adamw_eps", group.get("adamw_eps", 0.0))  # torch's Muon has none
@@ -146,7 +142,7 @@ class Muon(BlockwiseOptimizer):
         shape = u.shape
         if not shape.numel():
             return
-        o = orthogonalize(as_matrices(u), group)
+        o = orthogonalize(u.flatten(0, -3), group)
         del u
         step_size = batch.hyper[:, 2] * learning_rate_ratio(shape, group)
         batch.apply(o.view(shape), step_size)
@@ -158,10 +154,6 @@ def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return math.sqrt(max(1.0, rows / cols))
-
-
-def as_matrices(x: Tensor) -> Tensor:  # [matrices, rows, cols]
-    return x.view(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
 def orthogonalize(

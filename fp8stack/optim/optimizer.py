@@ -11,7 +11,6 @@ What states are made in, and where they lie, is in `parameter_state.py`.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, overload
 
@@ -21,20 +20,20 @@ from torch import Tensor, nn
 from fp8stack.conflicts import RELEASE, check_option
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
-from fp8stack.levels import check_choice
 
-from .gradients import check_gradient
 from .hyperparameters import rates_on_gpu
 from .parameter_state import StatefulOptimizer
-from .reference_step import ReferenceStep
-from .sharded import local, local_state, reduce_nothing, shares_of
+from .reference_step import ReferenceBatch, ReferenceStep
+from .sharded import local, local_state, reduce_largest, reduce_squares, shares_of
 from .state_dict import install, prepare, tag, to_torch
-from .state_formats import check_formats, step_kind
-from .step import Batch, DeviceStep, Entry, share_verdict
+from .state_formats import step_kind
+from .step import Entry, check_gradient
 from .step_in_backward import GradientRelease
-from .triton_step import TritonStep
+from .triton_step import TritonBatch, TritonStep
 from .watched_state import WatchedStates
 
+Batch = ReferenceBatch | TritonBatch
+DeviceStep = ReferenceStep | TritonStep
 ParamsT = Iterable[Any]
 
 
@@ -65,28 +64,31 @@ class BlockwiseOptimizer(StatefulOptimizer):
         offload: str = "none",
     ) -> None:
         self.numbers_of(defaults)  # which checks them
-        check_formats(states, master)
-        check_choice("offload", offload)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be > 0 (or None), got {max_grad_norm}.")
-        self.states, self.master, self.min_numel = states, master, min_numel
-        self.max_grad_norm, self.offload = max_grad_norm, offload
+        self.max_grad_norm = max_grad_norm
         # Norm of the last step's gradients, unscaled and before clipping, where max_grad_norm is set; on the device.
         self.grad_norm: Tensor | None = None
         # Steps not taken for a bad gradient; a tensor on the device, so reading it waits for the GPU.
         self.skipped_steps: Tensor | float = 0.0
-        self.overrides: dict[Tensor, tuple[str, str]] = {}
         self.on_new_parameters: Callable[[list[nn.Parameter]], None] | None = None
-        self.portable = False  # see `state_dict`
-        self.named_by: weakref.ref[nn.Module] | None = None  # the model, for readers of files
         self._kernels: list[Any] = []  # what the tables were made for, by group
         self._captured: list[DeviceStep] = []
         # Of the last step of all parameters (None), or of single ones.
         self._tables: dict[Tensor | None, list[TritonStep]] = {}
         self.release: GradientRelease | None = None
-        self._group_formats = {}
-        super().__init__(params, defaults)
-        self.state = WatchedStates(self._forget_tables)  # type: ignore[assignment]
+        super().__init__(params, defaults, states, master, min_numel, offload)
+
+    @property  # type: ignore[override]
+    def state(self) -> WatchedStates:
+        """The states, by parameter. Whoever replaces them, or a tensor in them, makes the next step make new tables."""
+        return self._state
+
+    @state.setter
+    def state(self, states: dict[Tensor, Any]) -> None:
+        self._state = WatchedStates(self._forget_tables)
+        self._state.update(states)
+        self._forget_tables()
 
     def _forget_tables(self) -> None:
         self._tables = {}
@@ -95,7 +97,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
     def algorithm_of(self, group: dict[str, Any]) -> tuple[str, bool]:
         """Return (the kernel's algorithm, whether weight decay is added to the gradient) for a group."""
-        raise NotImplementedError
+        return self.family_of(group), False
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         """Return the hyper-parameters of a group in the order of `kernels/reference/step_scalars.py`.
@@ -128,9 +130,6 @@ class BlockwiseOptimizer(StatefulOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not isinstance(self.state, WatchedStates):  # somebody replaced it
-            self.state = WatchedStates(self._forget_tables, self.state)  # type: ignore[assignment]
-            self._forget_tables()
         if self.release is not None:
             if getattr(self, "grad_scale", None) is not None:
                 raise ConfigError(
@@ -144,9 +143,18 @@ class BlockwiseOptimizer(StatefulOptimizer):
         if any(p.grad is not None for p in flat):
             # ZeRO steps its partitions one by one: each keeps its tables
             self._step(flat, flat[0] if len(flat) == 1 else None)
-        else:  # another rank may have gradients and waits for this one
-            reduce_nothing(self.param_groups, self.max_grad_norm is not None)
+        else:
+            self._take_part()
         return loss
+
+    def _take_part(self) -> None:
+        """Take part in the reductions of a step for which this rank has no gradients: other ranks wait for them."""
+        shares = shares_of(self.param_groups)
+        mesh = next((share.mesh for share in shares if share is not None), None)
+        if mesh is not None:
+            part = ReferenceStep([], torch.device(mesh.device_type), self.algorithm, shares)
+            part.examine(None, None, self.max_grad_norm)
+            share_verdict([part], self.max_grad_norm is not None)
 
     def step_in_backward(self) -> GradientRelease:
         """Step each parameter when its gradient arrives in backward, and free the gradient; see `step_in_backward.py`.
@@ -159,13 +167,10 @@ class BlockwiseOptimizer(StatefulOptimizer):
         if self.max_grad_norm is not None:
             check_option("max_grad_norm", self.max_grad_norm, *RELEASE)
         if self.release is None:
-            parameters = [p for group in self.param_groups for p in group["params"]]
-            self.release = GradientRelease(parameters, self._step_one, self._forget_release)
+            self.release = GradientRelease(self, self._step_one)
+            for group in self.param_groups:
+                self.release.attach(group["params"])
         return self.release
-
-    def _forget_release(self, release: GradientRelease) -> None:
-        if self.release is release:  # not one whose handle is removed a second time
-            self.release = None
 
     @torch.no_grad()
     def _step_one(self, parameter: Tensor) -> None:
@@ -276,14 +281,26 @@ class BlockwiseOptimizer(StatefulOptimizer):
             **super().__getstate__(),
             **mine,
             "state": {p: dict(entry) for p, entry in self.state.items()},
-            "on_new_parameters": None,
-            "release": None,
-            "grad_norm": None,
             "skipped_steps": float(self.skipped_steps),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({"portable": False, "named_by": None, **state})
-        self._tables, self._group_formats, self._kernels, self._captured = {}, {}, [], []
-        self.state = WatchedStates(self._forget_tables)  # type: ignore[assignment]
-        self.state.update(state["state"])
+        gone = dict.fromkeys(("on_new_parameters", "release", "grad_norm", "named_by"))
+        super().__setstate__({"portable": False, **state, **gone})
+        self._group_formats, self._kernels, self._captured = {}, [], []
+        self.state = self.__dict__.pop("state")
+
+
+def share_verdict(parts: Sequence[DeviceStep], want_norm: bool) -> None:
+    """Let every device and every rank know the gradients of all: a step is taken by all or by none."""
+    device, shares = parts[0].device, parts[0].shares
+    if want_norm:
+        squares = torch.stack([part.squares.to(device) for part in parts]).sum(0)
+        norm = reduce_squares(dict(zip(shares, squares, strict=True))).sqrt().float()
+        for part in parts:
+            part.verdict[2:4].copy_(norm)
+        return
+    largest = torch.stack([part.verdict[3].to(device) for part in parts]).amax()
+    reduce_largest(largest, shares)
+    for part in parts:
+        part.verdict[3].copy_(largest)

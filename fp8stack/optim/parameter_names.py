@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError
 
-_WRAPPER = "_checkpoint_wrapped_module."  # which state_dicts leave out of names
-
 
 def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """Return what the model's state_dict calls its parameters."""
-    return {p: name.replace(_WRAPPER, "") for name, p in model.named_parameters()}
+    """Return what the model's state_dict calls its parameters: it leaves out wrappers of activation checkpointing."""
+    wrapper = "_checkpoint_wrapped_module."
+    return {p: name.replace(wrapper, "") for name, p in model.named_parameters()}
 
 
 def names_of_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

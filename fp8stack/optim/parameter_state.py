@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.formats import FLOATS
+from fp8stack.levels import check_choice
 from fp8stack.tensor import is_sharded
 
 from . import state_formats as formats
@@ -36,14 +37,24 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     moments: tuple[str, ...]
     algorithm: str
-    states: str
-    master: str
-    min_numel: int
-    offload: str
-    portable: bool
-    overrides: dict[Tensor, tuple[str, str]]
-    named_by: weakref.ref[nn.Module] | None
-    _group_formats: dict[Tensor, tuple[str, str, bool]]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        states: str,
+        master: str,
+        min_numel: int,
+        offload: str,
+    ) -> None:
+        formats.check_formats(states, master)
+        check_choice("offload", offload)
+        self.states, self.master, self.min_numel, self.offload = states, master, min_numel, offload
+        self.overrides: dict[Tensor, tuple[str, str]] = {}
+        self._group_formats: dict[Tensor, tuple[str, str, bool]] = {}
+        self.portable = False  # see `state_dict`
+        self.named_by: weakref.ref[nn.Module] | None = None  # the model, for readers of files
+        super().__init__(params, defaults)
 
     # --- what an algorithm says
 

@@ -179,19 +179,6 @@ def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0
     return whole
 
 
-def reduce_nothing(groups: Iterable[dict[str, Any]], want_norm: bool) -> None:
-    """Take part in the reductions of a step for which this rank has no gradients: the other ranks wait for them."""
-    shares = shares_of(groups)
-    mesh = next((share.mesh for share in shares if share is not None), None)
-    if mesh is None:
-        return
-    zero = torch.zeros((), dtype=torch.float32, device=mesh.device_type)
-    if want_norm:
-        reduce_squares(dict.fromkeys(shares, zero.double()))
-    else:
-        reduce_largest(zero, shares)
-
-
 def _all_reduce(value: Tensor, mesh: DeviceMesh, operation: Any) -> None:
     """Reduce in place, on the mesh's kind of device: with FSDP2's CPU offload the groups may have NCCL only."""
     there = value.to(mesh.device_type)

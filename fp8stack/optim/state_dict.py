@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from copy import copy, deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,11 +91,10 @@ def to_torch(
 
 def plain_numbers(value: Any) -> Any:
     """Return `value` with Python numbers for numpy's, which schedules make and `weights_only=True` refuses."""
-    if type(value) is dict:
-        return {plain_numbers(key): plain_numbers(part) for key, part in value.items()}
-    if type(value) is OrderedDict:
+    if type(value) in (dict, OrderedDict):
         result = copy(value)  # with its _metadata, if it is a model's
-        result.update((key, plain_numbers(part)) for key, part in value.items())
+        result.clear()
+        result.update((plain_numbers(key), plain_numbers(part)) for key, part in value.items())
         return result
     if type(value) in (list, tuple):
         return type(value)(plain_numbers(part) for part in value)
@@ -106,12 +105,9 @@ def plain_numbers(value: Any) -> Any:
 # --- loading
 
 
-class Prepared(NamedTuple):
-    """A state_dict that fits an optimizer."""
-
-    options: list[dict[str, Any]]  # of the groups
-    # In the optimizer's formats, except for masters that are in another one.
-    states: dict[Tensor, State]
+Prepared = tuple[list[dict[str, Any]], dict[Tensor, State]]
+"""A state_dict that fits an optimizer: options of the groups, and states in the optimizer's formats, except for masters
+that are in another one."""
 
 
 def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
@@ -146,18 +142,17 @@ def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
                     f"state of parameter {key} (shape {tuple(parameter.shape)}) is malformed ({error}). "
                     "The checkpoint is damaged, or of another model; use an earlier one."
                 ) from error
-    return Prepared(options, states)
+    return options, states
 
 
 def install(optimizer: StatefulOptimizer, prepared: Prepared) -> None:
     """Load what `prepare` returned. A master in another format starts from the weight as it is now."""
-    weights = _encode_masters(optimizer, prepared.states)
-    for group, options in zip(optimizer.param_groups, prepared.options, strict=True):
-        group.update(options)
+    options, states = prepared
+    _encode_masters(optimizer, states)
+    for group, saved in zip(optimizer.param_groups, options, strict=True):
+        group.update(saved)
     optimizer.state.clear()
-    optimizer.state.update(prepared.states)
-    for parameter, weight in weights.items():
-        assign(parameter, weight)
+    optimizer.state.update(states)
     for hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
         hook(optimizer)
 
@@ -168,9 +163,7 @@ def adopt(optimizer: StatefulOptimizer, source: torch.optim.Optimizer) -> None:
     Raises:
         ModelError: if a state is not what an optimizer of this kind has. Nothing is changed.
     """
-    states = _taken_over(optimizer, source, source.state.keys())
-    _encode_masters(optimizer, states)
-    optimizer.state.update(states)
+    _take_over(optimizer, source, source.state.keys())
 
 
 def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]]) -> None:
@@ -179,20 +172,16 @@ def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]
     optimizer.overrides.update(formats)
     try:
         changed = {p for p in formats if optimizer.state.get(p)}
-        states = _taken_over(optimizer, optimizer, changed)
-        weights = _encode_masters(optimizer, states)
+        _take_over(optimizer, optimizer, changed)
     except BaseException:
         optimizer.overrides = old
         raise
-    optimizer.state.update(states)
-    for parameter, weight in weights.items():
-        assign(parameter, weight)
 
 
-def _taken_over(
+def _take_over(
     optimizer: StatefulOptimizer, source: torch.optim.Optimizer, parameters: Collection[Tensor]
-) -> dict[Tensor, State]:
-    """Return the states of these parameters as `optimizer` keeps them."""
+) -> None:
+    """Keep the states of these parameters, which `source` has, in the formats of `optimizer`."""
     states = {}
     pairs = ((group, p) for group in source.param_groups for p in group["params"])
     for group, p in pairs:
@@ -205,7 +194,8 @@ def _taken_over(
                 f"the optimizer's state of a parameter of shape {tuple(p.shape)} cannot be taken over ({error}). "
                 "Was it changed by hand, or the parameter resized? Drop it: optimizer.state.pop(parameter)."
             ) from error
-    return states
+    _encode_masters(optimizer, states)
+    optimizer.state.update(states)
 
 
 # --- checks
@@ -213,21 +203,19 @@ def _taken_over(
 
 def check_packed(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     """Raise unless `packed` is a state_dict of this kind of optimizer, with as many parameters in as many groups."""
-    if not isinstance(packed, dict) or not {"state", "param_groups"} <= packed.keys():
-        found = sorted(map(str, packed)) if isinstance(packed, dict) else type(packed).__name__
+    try:
+        theirs = [len(group["params"]) for group in packed["param_groups"]]
+        entries = len(packed["state"])
+    except (KeyError, TypeError) as error:
+        found = list(packed) if isinstance(packed, dict) else type(packed).__name__
         raise CheckpointError(
-            f'an optimizer state_dict has the keys "state" and "param_groups", this has {found}. '
-            "Pass what optimizer.state_dict() returned."
-        )
-    if not all(isinstance(g, dict) and "params" in g for g in packed["param_groups"]):
-        raise CheckpointError(
-            "a parameter group of the checkpoint lists no params: it is damaged. Use an earlier one."
-        )
+            'an optimizer state_dict has the keys "state" and "param_groups", whose groups list "params"; this has '
+            f"{found!r:.100}. Pass what optimizer.state_dict() returned, or use an earlier checkpoint."
+        ) from error
     # Without it: torch's optimizer, or a caller that keeps only torch's two keys (DCP); entries tell their format.
     if packed.get("fp8stack") is not None:
-        _check_header(optimizer, packed["fp8stack"], len(packed["state"]))
-    mine = [len(g["params"]) for g in optimizer.param_groups]
-    theirs = [len(g["params"]) for g in packed["param_groups"]]
+        _check_header(optimizer, packed["fp8stack"], entries)
+    mine = [len(group["params"]) for group in optimizer.param_groups]
     if mine != theirs:
         raise CheckpointError(
             f"the checkpoint has parameter groups of {theirs} parameters, the optimizer of {mine}: "
@@ -255,14 +243,11 @@ def _check_header(optimizer: torch.optim.Optimizer, header: Any, entries: int) -
             "Make the optimizer that the checkpoint was saved from."
         )
     names = header.get("names", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if header.get("entries") != entries or not named:
         raise CheckpointError(
-            f"the state's names are {names!r:.60}: it is damaged. Use an earlier checkpoint."
-        )
-    if header.get("entries") != entries:
-        raise CheckpointError(
-            f"the state says it has {header.get('entries')} entries and has {entries}: it is truncated. "
-            "Use an earlier checkpoint."
+            f"the state says it has {header.get('entries')} entries and has {entries}, and its names are "
+            f"{names!r:.60}: it is damaged. Use an earlier checkpoint."
         )
 
 
@@ -310,15 +295,9 @@ def _convert(
 
 def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: Any) -> State:
     """Return one moment of a saved state in the format `states`; unchanged if it is in that format already."""
-    codes = entry.get(f"{name}_code")
-    packed = codes is not None and tuple(codes.shape) == UE3M1.codes_shape(weight.shape)
-    if codes is not None and codes.shape != weight.shape and not (packed and is_second(name)):
-        if packed:
-            raise CheckpointError(
-                f'state of parameter {key} (shape {tuple(weight.shape)}): {name} is kept as "4bit-experimental", '
-                "which this version of fp8stack does not have. Load it with the version that wrote it and export it "
-                "with fp8stack.checkpoint.torch_state_dict."
-            )
+    codes = entry.get(f"{name}_code", weight)
+    four_bits = is_second(name) and tuple(codes.shape) == UE3M1.codes_shape(weight.shape)
+    if codes.shape != weight.shape and not four_bits:
         raise _of_another_model(key, weight, f"{name} is of shape {tuple(codes.shape)}")
     wanted = formats.zero_moment(name, weight.to("meta"), states)
     if _alike(entry, wanted):
@@ -330,10 +309,8 @@ def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: A
     return formats.encode_moment(name, value, weight, states)
 
 
-def _encode_masters(
-    optimizer: StatefulOptimizer, states: dict[Tensor, State]
-) -> dict[Tensor, Tensor]:
-    """Convert the masters in `states` to the optimizer's format; return the weights that this changes."""
+def _encode_masters(optimizer: StatefulOptimizer, states: dict[Tensor, State]) -> None:
+    """Convert the masters in `states` to the optimizer's format, and set the weights that this changes."""
     weights = {}
     for p, state in states.items():
         saved, kind = local_state(_masters(state)), optimizer.master_format(p)
@@ -345,7 +322,8 @@ def _encode_masters(
         for name in saved:
             del state[name]
         state.update(optimizer.place(entries, p))
-    return weights
+    for parameter, weight in weights.items():
+        assign(parameter, weight)
 
 
 def _check_names(optimizer: StatefulOptimizer, entry: State, parameter: Tensor, key: Any) -> None:

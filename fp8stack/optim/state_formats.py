@@ -47,7 +47,7 @@ from torch import Tensor
 from fp8stack import formats
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
-from fp8stack.kernels.reference.step import StepKind, StepTensors, load_master
+from fp8stack.kernels.reference.step import StepKind, load_master
 from fp8stack.levels import check_choice
 from fp8stack.tensor import whole_shape
 
@@ -179,10 +179,10 @@ def zero_master(parameter: Tensor, kind: str | None) -> State:
         return {}
     if kind in _SPLIT:
         return {"remainder": torch.empty_like(parameter, dtype=_SPLIT[kind])}
-    if kind == "fp16":
-        scale = torch.empty((), dtype=torch.float32, device=parameter.device)
-        return {"master": torch.empty_like(parameter, dtype=torch.float16), "master_scale": scale}
-    return {"master": torch.empty_like(parameter, dtype=torch.float32)}
+    if kind == "fp32":
+        return {"master": torch.empty_like(parameter, dtype=torch.float32)}
+    scale = torch.empty((), dtype=torch.float32, device=parameter.device)
+    return {"master": torch.empty_like(parameter, dtype=torch.float16), "master_scale": scale}
 
 
 def encode_master(value: Tensor, kind: str | None) -> tuple[Tensor, State]:
@@ -231,20 +231,3 @@ def step_kind(
     rounded = "dithered" if wanted[1] == "none" else ""
     master = next((kind for key, kind in kinds.items() if key in state), rounded)
     return StepKind(algorithm, coupled, m, v, master)
-
-
-def step_tensors(
-    weight: Tensor,
-    grad: Tensor,
-    grad_block_scale: Tensor | None,
-    moments: tuple[str, ...],
-    state: State,
-) -> StepTensors:
-    """Return the tensors that a step on one parameter reads and writes."""
-    parts: list[Tensor | None] = [None, None, None, None]
-    for name in moments:
-        at = 2 * is_second(name)
-        parts[at] = state.get(f"{name}_code", state.get(name))
-        parts[at + 1] = state.get(f"{name}_scale")
-    value = state.get("remainder", state.get("master"))
-    return StepTensors(weight, value, state.get("master_scale"), grad, grad_block_scale, *parts)

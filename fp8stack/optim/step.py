@@ -1,8 +1,8 @@
-"""What the two backends of a step have in common: the parameters it is about, and what an algorithm may do with them.
+"""What the two backends of a step have in common: the parameters it is about, their gradients, and steps of two passes.
 
 `optimizer.py` takes a step in the same order whatever it runs on. `triton_step.py` keeps tables of pointers between
 steps and launches one kernel for all parameters of a format; `reference_step.py` goes through the parameters one by one
-in plain torch. Both hand an algorithm its parameters as a `Batch`.
+in plain torch. Both hand an algorithm its parameters as a batch, with the same methods.
 
 Most algorithms update a batch at once. Some need something else between two passes, Muon its orthogonalization and
 bitsandbytes its own update: the first pass updates the momentum and writes a direction instead of a weight, the second
@@ -11,20 +11,18 @@ one is a step of SGD without momentum, whose gradient is what became of that dir
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from fp8stack.formats import scale_shape
+from fp8stack.errors import GradientError
+from fp8stack.formats import FLOATS, scale_shape
 from fp8stack.kernels.reference.step import StepKind, StepTensors
+from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded
 
-from .gradients import gradient_parts
-from .sharded import Share, local, local_state, reduce_largest, reduce_squares
-from .state_formats import State, step_tensors
+from .sharded import local, local_state
+from .state_formats import State, is_second
 
 MATRICES = 2**26
 """Elements of matrices that are stepped together at most, where a step has two passes."""
@@ -42,10 +40,16 @@ class Entry(NamedTuple):
 
     def tensors(self) -> StepTensors:
         """Return what the step reads and writes; the weight may not lie in rows."""
-        p = self.parameter
+        p, state = self.parameter, local_state(self.state)
         assert p.grad is not None
+        value, scale = state.get("remainder", state.get("master")), state.get("master_scale")
+        moments: list[Tensor | None] = [None, None, None, None]
+        for name in self.moments:
+            at = 2 * is_second(name)
+            moments[at] = state.get(f"{name}_code", state.get(name))
+            moments[at + 1] = state.get(f"{name}_scale")
         gradient = gradient_parts(local(p.grad).contiguous())
-        return step_tensors(local(p).detach(), *gradient, self.moments, local_state(self.state))
+        return StepTensors(local(p).detach(), value, scale, *gradient, *moments)
 
 
 class Piece(NamedTuple):
@@ -58,80 +62,6 @@ class Piece(NamedTuple):
     @property
     def blocks(self) -> int:
         return prod(scale_shape(self.shape))
-
-
-class Batch(ABC):
-    """Parameters that are stepped together: those of one launch, or a single one in plain torch."""
-
-    entries: list[Entry]
-    hyper: Tensor  # float32 [entries, 16], columns as `kernels.reference.step.HYPER`
-    counts: Tensor  # float32 [entries]: the steps that each has taken, this one included
-    divisible: bool  # whether `appliers` takes some rows of a parameter, or all of them only
-
-    @property
-    def kind(self) -> StepKind:
-        return self.entries[0].kind
-
-    @abstractmethod
-    def step(self) -> None:
-        """Update weights and states."""
-
-    @abstractmethod
-    def directions(self) -> Tensor:
-        """Update the momenta of parameters of one shape; return the directions, bfloat16 [entries, *shape]."""
-
-    @abstractmethod
-    def apply(self, updates: Tensor, step_size: Tensor | float) -> None:
-        """Decay the weights and subtract step_size × updates, which are stacked as `directions` returned them."""
-
-    @abstractmethod
-    def tensors(self, number: int) -> StepTensors:
-        """Return the tensors of an entry as they are now, the weight in rows."""
-
-    @abstractmethod
-    def appliers(self, pieces: Sequence[Piece], update: Tensor) -> list[Callable[[], None]]:
-        """Return for each piece what adds to it the float32 that the buffer `update` holds when it is called."""
-
-
-class DeviceStep(ABC):
-    """The step of the parameters of one device and one family of algorithms."""
-
-    device: torch.device
-    shares: list[Share | None]  # of all parameters of the optimizer
-    stepped: list[nn.Parameter]  # those that have a gradient
-    verdict: Tensor  # float32 [5], see `kernels/reference/step_scalars.py`
-
-    @abstractmethod
-    def set_groups(self, numbers: list[tuple[float, ...]], rates: list[tuple[int, Tensor]]) -> None:
-        """Take the hyper-parameters of the groups, and (group, learning rate) of the rates that are on a GPU."""
-
-    @abstractmethod
-    def examine(self, scale: Tensor | None, found_inf: Tensor | None, clip: float | None) -> None:
-        """Fill the verdict on these gradients, under a GradScaler's scale and verdict and with the norm to clip to."""
-
-    @property
-    @abstractmethod
-    def squares(self) -> Tensor:
-        """Sums of the squares of the gradients, float64, by share; what `examine` found, if there is a clip."""
-
-    @abstractmethod
-    def run(self, skipped: Tensor, step_batch: Callable[[Batch], None]) -> None:
-        """Take the step that the verdict allows: `step_batch` for each batch. A step not taken is counted."""
-
-
-def share_verdict(parts: Sequence[DeviceStep], want_norm: bool) -> None:
-    """Let every device and every rank know the gradients of all: a step is taken by all or by none."""
-    device, shares = parts[0].device, parts[0].shares
-    if want_norm:
-        squares = torch.stack([part.squares.to(device) for part in parts]).sum(0)
-        norm = reduce_squares(dict(zip(shares, squares, strict=True))).sqrt().float()
-        for part in parts:
-            part.verdict[2:4].copy_(norm)
-        return
-    largest = torch.stack([part.verdict[3].to(device) for part in parts]).amax()
-    reduce_largest(largest, shares)
-    for part in parts:
-        part.verdict[3].copy_(largest)
 
 
 def apply_kind(kind: StepKind) -> StepKind:
@@ -153,3 +83,38 @@ def apply_hyper(hyper: Tensor, step_size: float | Tensor) -> Tensor:  # float32 
     hyper = hyper.clone()
     hyper[..., 0], hyper[..., 2] = 1.0, step_size
     return hyper
+
+
+def gradient_parts(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return (codes, scale) of an FP8 gradient, or (gradient, None)."""
+    if isinstance(gradient, BlockScaledTensor):
+        return gradient.codes, gradient.scale
+    return gradient, None
+
+
+def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Raise GradientError unless a step can read the gradient.
+
+    Raises:
+        GradientError: if it is sparse or complex, or of another shape, device or dtype than a step takes.
+    """
+    shape = tuple(parameter.shape)
+    remedy = f"{DENSE_LAYER}, or torch's own optimizer for this parameter"
+    check_dense(gradient, f"a parameter of shape {shape}", remedy)
+    if gradient.shape != parameter.shape or gradient.device != parameter.device:
+        raise GradientError(
+            f"the gradient of a parameter of shape {shape} on {parameter.device} has shape {tuple(gradient.shape)} on "
+            f"{gradient.device}. Was the parameter moved or resized after backward()? Clear it: optimizer.zero_grad()."
+        )
+    if is_sharded(parameter) or is_sharded(gradient):
+        placements = [getattr(x, "placements", None) for x in (parameter, gradient)]
+        if placements[0] != placements[1]:
+            raise GradientError(
+                f"a parameter of shape {shape} is placed {placements[0]} and its gradient {placements[1]}. "
+                "Reduce or redistribute the gradient to the parameter's placements before the step."
+            )
+    if gradient.dtype not in FLOATS:
+        raise GradientError(
+            f"the gradient of a parameter of shape {shape} is {gradient.dtype}; fp8stack's optimizers take float32, "
+            "bfloat16, float16 and block-scaled FP8 gradients."
+        )

@@ -6,7 +6,8 @@ gradients at once is impossible: a global norm to clip by, several micro-batches
 scale. A gradient that is not finite skips its own parameter only.
 
 The hooks refer to this object weakly: Python's garbage collector does not see what hooks of this kind refer to, so
-parameters and optimizer would keep each other alive for good. The parameters keep it, in an attribute that it does see.
+parameters and optimizer would keep each other alive for good. The optimizer keeps it; without the optimizer, gradients
+stay.
 """
 
 from __future__ import annotations
@@ -23,28 +24,20 @@ from torch.utils.hooks import RemovableHandle
 from fp8stack.conflicts import SEVERAL_PROCESSES, check_option
 from fp8stack.errors import GradientError
 
-_KEPT = "_fp8stack_release"
-
 
 class GradientRelease:
     """The hooks that step parameters in backward; `remove()` takes them off.
 
     Args:
+        optimizer: whose `release` this is.
         step: takes the step of one parameter that has a gradient.
-        removed: is called with this object when the hooks are off.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        step: Callable[[Tensor], None],
-        removed: Callable[[GradientRelease], None],
-    ) -> None:
+    def __init__(self, optimizer: Any, step: Callable[[Tensor], None]) -> None:
         check_single_process()
-        self._step, self._removed = step, removed
+        self._optimizer, self._step = optimizer, step
         self._stepped: set[Tensor] = set()
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
-        self.attach(parameters)
 
     def attach(self, parameters: Iterable[nn.Parameter]) -> None:
         """Step these parameters in backward from now on."""
@@ -52,7 +45,6 @@ class GradientRelease:
         for p in parameters:
             if p.requires_grad and p not in self._hooks:
                 self._hooks[p] = p.register_post_accumulate_grad_hook(step)
-                setattr(p, _KEPT, self)
 
     def finish(self) -> None:
         """The user calls `optimizer.step()`: the next backward may step every parameter again."""
@@ -60,15 +52,11 @@ class GradientRelease:
 
     def remove(self) -> None:
         """Take the hooks off: gradients stay, and `optimizer.step()` uses them."""
-        for parameter, hook in self._hooks.items():
+        for hook in self._hooks.values():
             hook.remove()
-            parameter.__dict__.pop(_KEPT, None)
         self._hooks.clear()
-        self._removed(self)
-
-    def __reduce__(self) -> Any:
-        """In copies and pickles of a parameter that keeps it, which have no hooks: what weights_only=True reads."""
-        return set, ()
+        if self._optimizer.release is self:  # not one that was made since
+            self._optimizer.release = None
 
     def step(self, parameter: Tensor) -> None:
         """Step `parameter`, whose gradient has arrived, and free the gradient."""

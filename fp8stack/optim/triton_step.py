@@ -17,7 +17,6 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import is_
@@ -31,9 +30,8 @@ from fp8stack.kernels.pointer_table import COLUMN, deal, upload, upload_rows
 from fp8stack.kernels.reference.step import StepTensors
 from fp8stack.tensor import BlockScaledTensor
 
-from .gradients import check_gradient
 from .sharded import Share, assign, local, share_of
-from .step import MATRICES, Batch, DeviceStep, Entry, Piece, apply_hyper, apply_kind, two_passes
+from .step import MATRICES, Entry, Piece, apply_hyper, apply_kind, check_gradient, two_passes
 
 FAST = True
 """Let kernels use approximate reciprocals and roots; without, the bits are the reference's (see `kernels/step.py`)."""
@@ -56,8 +54,11 @@ class _Key(NamedTuple):
     number: int = 0
 
 
-class TritonStep(DeviceStep):
-    """The tables and launches of those of the parameters that have a gradient, on one device and of one family."""
+class TritonStep:
+    """The tables and launches of those of the parameters that have a gradient, on one device and of one family.
+
+    What it is asked for in each step is what `ReferenceStep` is asked for.
+    """
 
     def __init__(
         self,
@@ -133,9 +134,7 @@ class TritonStep(DeviceStep):
         self.group_of = upload(array("q", [e.group for e in self.entries]), device).int()
         self.index = upload(array("q", [e.number for e in self.entries]), device).int()
         states = [e.state for e in self.entries]
-        self.steps = torch.zeros(0, dtype=torch.float32, device=device)
-        if n:
-            self.steps = torch.stack([s["step"] for s in states])
+        self.steps = torch.stack([s["step"] for s in states])
         for state, view in zip(states, self.steps.unbind(), strict=True):
             dict.__setitem__(state, "step", view)  # past the dict that would forget all tables
         self.verdict = torch.zeros(5, dtype=torch.float32, device=device)
@@ -167,7 +166,8 @@ class TritonStep(DeviceStep):
         self._held = []
         found = []
         for b in self.batches:
-            weights = list(map(_ADDRESS, b.parameters if b.share is None else b.locals()))
+            parts = b.parameters if b.share is None else [p.to_local() for p in b.parameters]  # type: ignore[attr-defined]
+            weights = list(map(_ADDRESS, parts))
             for i in b.copied:
                 weights[i] = b.weights[i]
             if weights != b.weights:
@@ -280,41 +280,39 @@ class TritonStep(DeviceStep):
             self.verdict[0].copy_(1 / scale.to(self.device, torch.float32).reshape(()))
         if found_inf is not None:
             self.verdict[4].copy_(found_inf.reshape(()))
-        with on_device(self.device):
-            if clip is None:
-                self._largest.zero_()
-                for b in self.batches:
-                    self._norms.largest(b.rows, b.spans, b.grad_dtype, self._largest)
-                return
-            for share, out in zip(self.shares, self.norms, strict=True):
-                mine = [b for b in self.batches if b.share == share]
-                launches = [(b.grad_dtype, b.launch.rows, b.rows, b.spans) for b in mine]
-                count = sum(len(b.spans) for b in mine)
-                self._norms.total(launches, self.partial[:count], out)
-            self._largest.copy_(self._norm)
+        if clip is None:
+            self._largest.zero_()
+            for b in self.batches:
+                self._norms.largest(b.rows, b.spans, b.grad_dtype, self._largest)
+            return
+        for share, out in zip(self.shares, self.norms, strict=True):
+            mine = [b for b in self.batches if b.share == share]
+            launches = [(b.grad_dtype, b.launch.rows, b.rows, b.spans) for b in mine]
+            count = sum(len(b.spans) for b in mine)
+            self._norms.total(launches, self.partial[:count], out)
+        self._largest.copy_(self._norm)
 
     @property
     def squares(self) -> Tensor:
         return self.norms.double().square()
 
-    def run(self, skipped: Tensor, step_batch: Callable[[Batch], None]) -> None:
+    def run(self, skipped: Tensor, step_batch: Callable[[TritonBatch], None]) -> None:
         for b in self.batches:
             b.lay_out_rows()
-        with on_device(self.device):
-            ops.triton_module("step_scalars").scalars(
-                self.family, self.rows, self.groups, self.group_of, self.index, self.steps,
-                self.verdict, skipped, self.hyper,
-            )  # fmt: skip
-            for b in self.batches:
-                step_batch(b)
+        ops.triton_module("step_scalars").scalars(
+            self.family, self.rows, self.groups, self.group_of, self.index, self.steps,
+            self.verdict, skipped, self.hyper,
+        )  # fmt: skip
+        for b in self.batches:
+            step_batch(b)
         for b in self.batches:
             for i, weight in b.in_rows.items():
                 assign(b.parameters[i], weight)
             b.in_rows = {}
 
 
-class TritonBatch(Batch):
-    """The parameters of one launch, and the rows of the tables that are theirs."""
+class TritonBatch:
+    """The parameters of one launch, and the rows of the tables that are theirs; used as a `ReferenceBatch` is."""
 
     divisible = True
 
@@ -332,7 +330,7 @@ class TritonBatch(Batch):
         self.owner, self.spans, self.amax = owner, spans, amax
         self.second, self.shape = key.second, key.shape
         self.entries, self.rows, self.hyper = step.entries[part], step.rows[part], step.hyper[part]
-        self.counts = step.steps[part]
+        self.counts, self.kind = step.steps[part], self.entries[0].kind
         self._step_table = step._kernels.step_table
         self._blocks = step._kernels.BLOCKS  # of a program
         # The second pass of two has a table of its own: in the first one's, directions are written in place of weights.
@@ -347,10 +345,6 @@ class TritonBatch(Batch):
         self.fp8 = self.grad_dtype is torch.float8_e4m3fn
         # A vector's gradient at the address of the last one is laid out as the last one was.
         self.vectors = all(p.ndim < 2 for p in self.parameters)
-
-    def locals(self) -> list[Tensor]:
-        """Return this rank's parts of sharded parameters."""
-        return [p.to_local() for p in self.parameters]  # type: ignore[attr-defined]
 
     def lay_out_rows(self) -> None:
         """Lay out as rows the weights that are not (channels_last, transposed): blocks are row-major."""
@@ -401,8 +395,3 @@ def _places(stack: Tensor) -> Tensor:
     """Return the address of each tensor of a stack, int64."""
     numbers = torch.arange(len(stack), dtype=torch.int64, device=stack.device)
     return numbers * (stack[0].numel() * stack.element_size()) + stack.data_ptr()
-
-
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make `device` the current one, if it is a GPU: Triton launches there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -9,7 +9,6 @@ dictionaries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +21,8 @@ class WatchedDict(dict[Any, Any]):
         super().__init__(*args)
         self._changed = changed
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # copies and pickles are plain
         return dict, (dict(self),)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
-        return deepcopy(dict(self), memo)
 
 
 def _watched(change: Callable[..., Any]) -> Callable[..., Any]:

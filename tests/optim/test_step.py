@@ -308,7 +308,7 @@ def test_clipping_says_what_is_wrong(kernel_device):
     p.grad = torch.full_like(p, math.nan)
     with pytest.raises(ConfigError, match="max_norm must be a number >= 0, got nan"):
         clip_grad_norm_([p], math.nan)
-    with pytest.raises(RuntimeError, match="is nan, so it cannot be clipped"):
+    with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
         clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
 
 
