@@ -41,7 +41,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack import memory
-from fp8stack.kernels.reference.cast_delayed import SEEDED
+from fp8stack.kernels.reference.delayed_state import SEEDED
 
 RESULTS = ROOT / "benchmarks" / "results" / "end_to_end.jsonl"
 BASE = "bf16"

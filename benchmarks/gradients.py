@@ -37,7 +37,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import fp8stack
-from fp8stack.kernels.reference.cast_delayed import SEEDED
+from fp8stack.kernels.reference.delayed_state import SEEDED
 
 sys.path.insert(0, str(ROOT / "examples"))
 import corpus

@@ -52,7 +52,7 @@ from torch import Tensor, nn
 import fp8stack
 import fp8stack.nn
 from fp8stack.errors import ConfigError
-from fp8stack.kernels.reference.cast_delayed import SEEDED
+from fp8stack.kernels.reference.delayed_state import SEEDED
 
 RESULTS = ROOT / "benchmarks" / "results" / "train_step.jsonl"
 MODELS = models.MODELS

@@ -23,26 +23,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8stack.formats import E4M3, E5M2, MiniFloat
+from fp8stack.formats import MiniFloat
 
-from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher, raw_stream
-from .reference.cast import LEAST, MOST, aligned
-from .transpose_tiles import (
-    load_float,
-    magnitude,
-    place_tile,
-    store_both,
+from .fp8 import (
+    bits_of_magnitude,
+    casts_in_hardware,
+    encode_scaled,
+    reciprocal,
+    scale_and_inverse,
 )
+from .launch import Launcher, raw_stream
+from .reference.cast import LEAST, MOST, Cast, aligned
+from .reference.delayed_state import STATES
+from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
 PARTS = 512
 FLAT = 8192
@@ -64,12 +65,6 @@ def _parts_kernel(x_ptr, parts_ptr, numel, rounds, PARTS: tl.constexpr, FLAT: tl
         x = tl.load(x_ptr + offset, mask=(offset >= 0) & (offset < numel), other=0.0).to(tl.float32)
         most = tl.maximum(most, bits_of_magnitude(x))
     tl.store(parts_ptr + tl.program_id(0), tl.max(most, axis=0))
-
-
-@triton.jit
-def encode_scaled(x, inverse, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return uint8 codes of x × inverse; zeros where the inverse is 0, that of what has no scale."""
-    return encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
 
 
 @triton.jit
@@ -102,10 +97,10 @@ def _cast_tiles_kernel(
     x_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    MAX: tl.constexpr, PARTS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
-    scale, inverse = scale_and_inverse(bits, MAX)
+    scale, inverse = scale_and_inverse(bits, MANTISSA)
     _cast_tile(
         x_ptr, codes_ptr, codes_t_ptr, tl.program_id(0), inverse, rows, cols, rows16, cols16,
         MANTISSA, HARDWARE, CODES, TRANSPOSED, EVEN, ROWS, COLS,
@@ -136,14 +131,14 @@ def _refit_kernel(
     x_ptr, next_ptr, slots_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr,
     CODES: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    MAX: tl.constexpr, SLOTS: tl.constexpr, UPDATE: tl.constexpr, EXACT: tl.constexpr,
+    SLOTS: tl.constexpr, UPDATE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(rows16, ROWS) * tl.cdiv(cols16, COLS)
     most = tl.zeros((SLOTS,), dtype=tl.int32)
     for first in range(0, tiles, SLOTS):
         slot = first + tl.arange(0, SLOTS)
         most = tl.maximum(most, tl.load(slots_ptr + slot, mask=slot < tiles, other=0))
-    own, inverse = scale_and_inverse(tl.max(most, axis=0), MAX)
+    own, inverse = scale_and_inverse(tl.max(most, axis=0), MANTISSA)
     previous = tl.load(slots_ptr + tiles).to(tl.float32, bitcast=True)
     fits = (own > previous * _LEAST) & (own <= previous * _MOST)
     if EXACT:
@@ -198,30 +193,23 @@ def fresh(x: Tensor, parts: int = PARTS) -> tuple[Tensor, Tensor]:
     return x.new_empty(parts, dtype=torch.int32), x.new_empty((), dtype=torch.float32)
 
 
-@dataclass(frozen=True)
-class _Geometry:
+class _Geometry(NamedTuple):
     """What follows from the arguments of a cast."""
 
     shape: tuple[int, int]
     shape_t: tuple[int, int]
-    parts_grid: tuple[int, int, int]
+    parts: int  # whose magnitudes are looked for, or known
     parts_args: tuple[int, ...]
-    grid: tuple[int, int, int]
+    programs: int
     args: tuple[Any, ...]
     slots: int  # for a magnitude of each tile and a scale; a power of two
 
 
 @lru_cache(maxsize=4096)
 def _geometry(
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    codes: bool,
-    transposed: bool,
-    known: int,  # parts whose magnitudes are known, 0 if none
-    device: torch.device,
-) -> _Geometry:
-    fmt = E4M3 if dtype is E4M3.dtype else E5M2
+    rows: int, cols: int, fmt: MiniFloat, codes: bool, transposed: bool, known: int, device: torch.device
+) -> _Geometry:  # fmt: skip
+    """Return it for a matrix with so many parts whose magnitudes are known, 0 if none."""
     rows16, cols16 = aligned(rows), aligned(cols)
     tiles = max(-(-rows * cols // FLAT), 1)
     parts = known or min(PARTS, triton.next_power_of_2(tiles))
@@ -230,9 +218,9 @@ def _geometry(
     return _Geometry(
         (rows16, cols16) if codes else (0, 0),
         (cols16, rows16) if transposed else (0, 0),
-        (parts, 1, 1),
+        parts,
         (rows * cols, -(-tiles // parts), parts, FLAT),
-        (programs, 1, 1),
+        programs,
         (
             rows, cols, rows16, cols16,
             fmt.mantissa_bits, casts_in_hardware(device), codes, transposed, even, ROWS, COLS,
@@ -242,49 +230,47 @@ def _geometry(
 
 
 def cast(
-    x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
-    fmt: MiniFloat,  # e4m3 or e5m2
+    x: Tensor,
+    fmt: MiniFloat,
     codes: bool = True,
     transposed: bool = True,
-    amax: Tensor | None = None,  # the largest magnitude of x, if it is known
+    amax: Tensor | None = None,
     reuse: bool = True,  # small memory may be kept from call to call, which a compiled graph's pool refuses
-) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
-    """Quantize a matrix with one scale.
-
-    `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
-    """
+) -> Cast:
+    """Quantize a matrix with one scale."""
     x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0 if amax is None else amax.numel())
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     if amax is None:
         bits, scale = _scratch.take(x) if reuse else fresh(x)
-        _launch_parts(g.parts_grid, x, bits, *g.parts_args)
+        _launch_parts((g.parts, 1, 1), x, bits, *g.parts_args)
     else:
         bits = amax if amax.dtype is torch.int32 else amax.float().view(torch.int32)
         scale = x.new_empty((), dtype=torch.float32)
-    _launch_cast(g.grid, x, bits, out, out_t, scale, *g.args, fmt.max, g.parts_grid[0])
+    _launch_cast((g.programs, 1, 1), x, bits, out, out_t, scale, *g.args, g.parts)
     return out, out_t, scale
 
 
 def recast(
-    x: Tensor,  # as `cast` takes it
+    x: Tensor,
     fmt: MiniFloat,
-    previous: Tensor,  # float32: begins with the scale that `cast` or `recast` returned for this matrix last
+    of: int | Tensor,
     codes: bool = True,
     transposed: bool = True,
-    update: bool = False,  # write the scale over `previous`, where the next cast finds it
-    exact: bool = False,  # only a scale that is the matrix's own fits: the result is that of `cast`
+    exact: bool = False,
     reuse: bool = True,  # as in `cast`
-) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
-    """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
+) -> Cast:
+    """Quantize a matrix with the scale of its last cast if that fits it, else with its own."""
     x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0)
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
+    update = isinstance(of, int)
+    previous = STATES[of].on(x.device) if isinstance(of, int) else of
     slots, scale = _scratch.take(x, g.slots) if reuse else fresh(x, g.slots)
-    _launch_recast(g.grid, x, previous, slots, out, out_t, *g.args)
+    _launch_recast((g.programs, 1, 1), x, previous, slots, out, out_t, *g.args)
     _launch_refit(
-        (min(g.grid[0], PROGRAMS), 1, 1),
-        x, previous, slots, out, out_t, scale, *g.args, fmt.max, min(g.slots, SLOTS), update, exact,
+        (min(g.programs, PROGRAMS), 1, 1),
+        x, previous, slots, out, out_t, scale, *g.args, min(g.slots, SLOTS), update, exact,
     )  # fmt: skip
     return out, out_t, scale
 
@@ -295,6 +281,6 @@ def _prepare(
     """Return x as kernels read it, what follows from the arguments, and memory for codes and their transpose."""
     if not x.is_contiguous():
         x = x.detach().contiguous()
-    numel, cols, dtype = x.numel(), x.shape[-1], fmt.dtype
-    g = _geometry(numel // max(cols, 1), cols, dtype, codes, transposed, known, x.device)
-    return x, g, x.new_empty(g.shape, dtype=dtype), x.new_empty(g.shape_t, dtype=dtype)
+    cols = x.shape[-1]
+    g = _geometry(x.numel() // max(cols, 1), cols, fmt, codes, transposed, known, x.device)
+    return x, g, x.new_empty(g.shape, dtype=fmt.dtype), x.new_empty(g.shape_t, dtype=fmt.dtype)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import encode_rows, encode_scaled
-from .fp8 import bits_of_magnitude, casts_in_hardware, scale_and_inverse
+from .cast import encode_rows
+from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, scale_and_inverse
 from .launch import Launcher
 from .reference import cast_blocks as reference
 from .reference.cast_blocks import Codes, in_fours, padded
@@ -34,9 +34,9 @@ from .transpose_tiles import (
 
 
 @triton.jit
-def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr):
+def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     """Return codes of some rows of a tile, a scale each, and store the scales."""
-    scale, inverse = scale_and_inverse(tl.max(bits_of_magnitude(x), axis=1), MAX)
+    scale, inverse = scale_and_inverse(tl.max(bits_of_magnitude(x), axis=1), MANTISSA)
     tl.store(scale_ptr + r, scale)
     return encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE)
 
@@ -44,19 +44,19 @@ def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWA
 @triton.jit
 def _cast_1x128_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
-    MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     across = cols_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
     q, c = place_tile(tl.program_id(0), across, 128, 128)
     x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
     own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
-    c0 = _cast_row(x0, own, r, MANTISSA, MAX, HARDWARE)
-    c1 = _cast_row(x1, own, r + 1, MANTISSA, MAX, HARDWARE)
-    c2 = _cast_row(x2, own, r + 2, MANTISSA, MAX, HARDWARE)
-    c3 = _cast_row(x3, own, r + 3, MANTISSA, MAX, HARDWARE)
+    c0 = _cast_row(x0, own, r, MANTISSA, HARDWARE)
+    c1 = _cast_row(x1, own, r + 1, MANTISSA, HARDWARE)
+    c2 = _cast_row(x2, own, r + 2, MANTISSA, HARDWARE)
+    c3 = _cast_row(x3, own, r + 3, MANTISSA, HARDWARE)
     store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
-    scale, inverse = scale_and_inverse(tl.max(magnitude(x0, x1, x2, x3), axis=0), MAX)
+    scale, inverse = scale_and_inverse(tl.max(magnitude(x0, x1, x2, x3), axis=0), MANTISSA)
     tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
     # the tile again, from the L1 cache: with what it takes to hold it, fewer programs run at a time
     x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
@@ -67,14 +67,14 @@ def _cast_1x128_kernel(
 @triton.jit
 def _cast_128x128_kernel(
     x_ptr, codes_ptr, scale_ptr, codes_t_ptr, scale_t_ptr, rows, cols, rows_padded, cols_padded,
-    MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
     q, c = place_tile(tl.program_id(0), across, 128, 128)
     x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
     bits = tl.max(tl.max(magnitude(x0, x1, x2, x3), axis=1), axis=0)
-    scale, inverse = scale_and_inverse(bits, MAX)
+    scale, inverse = scale_and_inverse(bits, MANTISSA)
     c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
     store_both(
         c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows_padded, cols_padded, True, True, HARDWARE, True
@@ -119,19 +119,14 @@ def _cast(
         launch(
             (down // 128 * (across // 128), 1, 1),
             x, codes, scale, codes_t, scale_t, rows, cols, down, across,
-            fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even,
+            fmt.mantissa_bits, casts_in_hardware(x.device), even,
         )  # fmt: skip
     return codes, scale.t(), codes_t, scale_t.t()
 
 
 def matmul_blocks(
-    a: Tensor,  # codes [m, k], contiguous
-    a_scale: Tensor,  # of cast_1x128
-    b: Tensor,  # codes [n, k], contiguous
-    b_scale: Tensor,  # of cast_128x128 if `squares`, else of cast_1x128
-    squares: bool,
-    dtype: torch.dtype,
-) -> Tensor:  # [m, n]
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, squares: bool, dtype: torch.dtype
+) -> Tensor:
     """Return (a × a_scale) @ (b × b_scale).T."""
     if not a.numel() or not b.numel():
         return reference.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)

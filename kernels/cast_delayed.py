@@ -21,8 +21,8 @@ from fp8stack.formats import MiniFloat
 from .cast import COLS, FLAT, PARTS, ROWS
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher
-from .reference.cast import aligned
-from .reference.cast_delayed import HEADER, SEEDED, DelayedState
+from .reference.cast import Cast, aligned
+from .reference.delayed_state import HEADER, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
@@ -40,7 +40,7 @@ def _seed_kernel(x_ptr, state_ptr, seed_ptr, numel, FLAT: tl.constexpr):
 
 @triton.jit
 def state_scale(
-    state_ptr, seed_ptr, growth, SEED: tl.constexpr, AGAIN: tl.constexpr, MAX: tl.constexpr
+    state_ptr, seed_ptr, growth, SEED: tl.constexpr, AGAIN: tl.constexpr, MANTISSA: tl.constexpr
 ):  # float32
     """Return the scale that a cast takes from its state, or from `seed` if SEED and the state has none."""
     scale = tl.load(state_ptr)
@@ -48,7 +48,7 @@ def state_scale(
         scale = tl.where(scale > 0, tl.load(state_ptr + 1), 0.0)
     if SEED:
         own = (tl.load(seed_ptr).to(tl.float32, bitcast=True) * growth).to(tl.int32, bitcast=True)
-        seeded, _inverse = scale_and_inverse(own, MAX)
+        seeded, _inverse = scale_and_inverse(own, MANTISSA)
         scale = tl.where(tl.load(state_ptr) > 0, scale, seeded)
     return scale
 
@@ -63,32 +63,28 @@ mul.rn.f32 $0, $1, n;
 
 
 @triton.jit
-def encode_saturating(
-    x, inverse, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr
-):
+def encode_saturating(x, inverse, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     """Return uint8 codes of x × inverse: the largest where that is beyond it, NaN where x is not finite."""
     if HARDWARE:
         scaled = tl.inline_asm_elementwise(_SCALE, "=f,f,f", [x, inverse], tl.float32, True, 1)
         code = encode_ocp(scaled, MANTISSA, True)
     else:
         finite = bits_of_magnitude(x) < 0x7F800000
-        scaled = tl.where(finite, x * inverse, 0.0)
-        scaled = tl.minimum(tl.maximum(scaled, -MAX), MAX)
-        code = tl.where(finite, encode_ocp(scaled, MANTISSA, False), 0x7F).to(tl.uint8)
+        code = encode_ocp(tl.where(finite, x * inverse, 0.0), MANTISSA, False)
+        code = tl.where(finite, code, 0x7F).to(tl.uint8)
     return code
 
 
 @triton.jit
 def cast_rows(
     x0, x1, x2, x3, inverse, codes_ptr, codes_t_ptr, q, c, rows16, cols16,
-    CODES: tl.constexpr, TRANSPOSED: tl.constexpr,
-    MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    CODES: tl.constexpr, TRANSPOSED: tl.constexpr, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Cast a tile of float32, store it, and return its magnitudes, of four rows together."""
-    c0 = encode_saturating(x0, inverse, MANTISSA, MAX, HARDWARE)
-    c1 = encode_saturating(x1, inverse, MANTISSA, MAX, HARDWARE)
-    c2 = encode_saturating(x2, inverse, MANTISSA, MAX, HARDWARE)
-    c3 = encode_saturating(x3, inverse, MANTISSA, MAX, HARDWARE)
+    c0 = encode_saturating(x0, inverse, MANTISSA, HARDWARE)
+    c1 = encode_saturating(x1, inverse, MANTISSA, HARDWARE)
+    c2 = encode_saturating(x2, inverse, MANTISSA, HARDWARE)
+    c3 = encode_saturating(x3, inverse, MANTISSA, HARDWARE)
     store_both(
         c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows16, cols16, CODES, TRANSPOSED, HARDWARE, EVEN
     )  # fmt: skip
@@ -106,15 +102,15 @@ def note_amax(bits, parts_ptr, PARTS: tl.constexpr):
 def _cast_delayed_kernel(
     x_ptr, state_ptr, seed_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, rows, cols, rows16, cols16, growth,
     SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
-    MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    scale = state_scale(state_ptr, seed_ptr, growth, SEED, AGAIN, MAX)
+    scale = state_scale(state_ptr, seed_ptr, growth, SEED, AGAIN, MANTISSA)
     q, c = place_tile(tl.program_id(0), tl.cdiv(cols16, COLS), ROWS, COLS)
     x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
     most = cast_rows(
         x0, x1, x2, x3, reciprocal(scale), codes_ptr, codes_t_ptr, q, c, rows16, cols16,
-        True, True, MANTISSA, MAX, HARDWARE, EVEN,
+        True, True, MANTISSA, HARDWARE, EVEN,
     )  # fmt: skip
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
@@ -125,7 +121,7 @@ def _cast_delayed_kernel(
 @triton.jit
 def _update_kernel(
     state_ptr, parts_ptr, scale_ptr, history, growth,
-    MOST_RECENT: tl.constexpr, MAX: tl.constexpr, HISTORY: tl.constexpr, PARTS: tl.constexpr,
+    MOST_RECENT: tl.constexpr, MANTISSA: tl.constexpr, HISTORY: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     place = parts_ptr + tl.arange(0, PARTS)
     most = tl.max(tl.load(place), axis=0)
@@ -138,7 +134,7 @@ def _update_kernel(
     largest = tl.maximum(tl.max(tl.where(n == position, 0.0, past), axis=0), amax)
     if MOST_RECENT:
         largest = amax
-    new, _inverse = scale_and_inverse((largest * growth).to(tl.int32, bitcast=True), MAX)
+    new, _inverse = scale_and_inverse((largest * growth).to(tl.int32, bitcast=True), MANTISSA)
     if (most > 0) & (most < 0x7F800000) & (new > 0):  # too small for a scale counts as zero
         tl.store(state_ptr + _HEADER + position, amax)
         tl.store(state_ptr, new)
@@ -151,16 +147,8 @@ _launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, enable_fp_fusion=Fals
 _launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
 
 
-def cast_delayed(
-    x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
-    fmt: MiniFloat,  # e4m3 or e5m2
-    of: DelayedState,  # updated
-    update: bool,  # take this amax into the history
-    again: bool,  # with the last cast's scale
-) -> tuple[
-    Tensor, Tensor, Tensor
-]:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
-    """Quantize a matrix with the scale in `of`."""
+def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:
+    """Quantize a matrix with the scale in its state."""
     x = x if x.is_contiguous() else x.detach().contiguous()
     numel, cols = x.numel(), x.shape[-1]
     rows = numel // max(cols, 1)
@@ -169,8 +157,9 @@ def cast_delayed(
     codes_t = x.new_empty((cols16, rows16), dtype=fmt.dtype)
     if not numel:
         return codes, codes_t, x.new_zeros((), dtype=torch.float32)
-    state = of.on(x.device, update)
-    seed = of.casts <= SEEDED
+    own = STATES[of]
+    state, parts = own.on(x.device, update), own.parts_on(x.device)
+    seed = own.casts <= SEEDED
     scale = x.new_empty((), dtype=torch.float32)
     found = x.new_zeros(1, dtype=torch.int32) if seed else state
     if seed:
@@ -178,11 +167,11 @@ def cast_delayed(
     even = rows % ROWS == 0 and cols % COLS == 0
     _launch_cast(
         (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1),
-        x, state, found, of.parts_on(x.device), codes, codes_t, scale, rows, cols, rows16, cols16, 2.0**of.margin,
-        seed, again, update, fmt.mantissa_bits, fmt.max, casts_in_hardware(x.device), even, PARTS, ROWS, COLS,
+        x, state, found, parts, codes, codes_t, scale, rows, cols, rows16, cols16, 2.0**own.margin,
+        seed, again, update, fmt.mantissa_bits, casts_in_hardware(x.device), even, PARTS, ROWS, COLS,
     )  # fmt: skip
     if update:
-        take_amax(of, fmt, scale)
+        take_amax(own, fmt, scale)
     return codes, codes_t, scale
 
 
@@ -192,5 +181,5 @@ def take_amax(of: DelayedState, fmt: MiniFloat, scale: Tensor) -> None:
     _launch_update(
         (1, 1, 1),
         of.on(device), of.parts_on(device), scale, of.history, 2.0**of.margin,
-        of.most_recent, fmt.max, triton.next_power_of_2(of.history), PARTS,
+        of.most_recent, fmt.mantissa_bits, triton.next_power_of_2(of.history), PARTS,
     )  # fmt: skip

@@ -27,13 +27,11 @@ import triton.language as tl
 
 
 @triton.jit
-def encode(
-    x,  # float32, finite
-    MANTISSA: tl.constexpr,  # bits
-    MIN_EXPONENT: tl.constexpr,  # of the smallest normal number
-    MAX: tl.constexpr,  # largest finite value
-):  # int32 codes in [0, 255]
-    """Round to the nearest code, ties to even, saturating."""
+def encode(x, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr):
+    """Round finite float32 to the nearest code, ties to even, saturating; return int32 in [0, 255].
+
+    MANTISSA counts bits, MIN_EXPONENT is the smallest normal number's, MAX the largest finite value.
+    """
     lowest: tl.constexpr = (MIN_EXPONENT + 127) << 23  # bits of the smallest normal number
     magnitude = tl.minimum(tl.abs(x), MAX)
     # the exponent field of the value, or of the smallest normal number for what is subnormal in the format
@@ -42,12 +40,9 @@ def encode(
     # so the addition itself rounds to nearest even
     magic = exponent + ((23 - MANTISSA) << 23)
     rounded = magnitude + magic.to(tl.float32, bitcast=True)
-    code = (
-        rounded.to(tl.int32, bitcast=True) - magic
-    )  # steps of the grid above zero, within this power of two
-    code += (exponent - lowest) >> (
-        23 - MANTISSA
-    )  # 2^MANTISSA codes for each power of two below it
+    # steps of the grid above zero, within this power of two; then 2^MANTISSA codes for each power of two below it
+    code = rounded.to(tl.int32, bitcast=True) - magic
+    code += (exponent - lowest) >> (23 - MANTISSA)
     return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)  # float32's sign bit, as the code's
 
 
@@ -71,12 +66,11 @@ _TO_E4M3, _TO_E5M2 = (tl.constexpr(_PTX.format(name)) for name in ("e4m3", "e5m2
 
 
 @triton.jit
-def encode_ocp(
-    x,  # float32, not NaN
-    MANTISSA: tl.constexpr,  # 3: E4M3, 2: E5M2
-    HARDWARE: tl.constexpr,  # see `casts_in_hardware`
-):  # uint8 codes
-    """Round to the nearest code of an OCP format, ties to even, saturating."""
+def encode_ocp(x, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Round float32, not NaN, to the nearest uint8 code of an OCP format, ties to even, saturating.
+
+    MANTISSA is 3 for E4M3 and 2 for E5M2; HARDWARE is what `casts_in_hardware` says. Likewise below.
+    """
     if HARDWARE:
         asm: tl.constexpr = _TO_E4M3 if MANTISSA == 3 else _TO_E5M2
         code = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x], tl.uint8, True, 4)
@@ -105,11 +99,8 @@ cvt.f32.f16 $3, h3;
 
 
 @triton.jit
-def decode_e4m3(
-    code,  # uint8, not a NaN code
-    HARDWARE: tl.constexpr,  # see `casts_in_hardware`
-):  # float32
-    """Return the value of a code of E4M3, exactly."""
+def decode_e4m3(code, HARDWARE: tl.constexpr):
+    """Return the float32 value of a uint8 code of E4M3, not a NaN's, exactly."""
     if HARDWARE:
         value = tl.inline_asm_elementwise(_FROM_E4M3, "=r,=r,=r,=r,r", [code], tl.float32, True, 4)
     else:
@@ -125,13 +116,8 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 
 @triton.jit
-def decode(
-    code,  # uint8, not a NaN code
-    MANTISSA: tl.constexpr,
-    MIN_EXPONENT: tl.constexpr,
-    SIGNED: tl.constexpr,
-):  # float32
-    """Return the value of a code, exactly."""
+def decode(code, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, SIGNED: tl.constexpr):
+    """Return the float32 value of a uint8 code, not a NaN's, exactly."""
     c = code.to(tl.int16)
     half = (c & 0x7F if SIGNED else c) << (10 - MANTISSA)  # float16 has 10 bits of mantissa
     if SIGNED:
@@ -141,15 +127,15 @@ def decode(
 
 
 @triton.jit
-def scale_and_inverse(
-    magnitude_bits,  # int32, the largest bits(x) & 0x7FFFFFFF: NaN > infinity > finite
-    MAX: tl.constexpr,
-):  # float32, float32
-    """Return (amax / MAX, its reciprocal): 0 for a block too small to scale, NaN and 0 for one that is not finite."""
-    scale = tl.div_rn(magnitude_bits.to(tl.float32, bitcast=True), MAX)
-    scale = tl.where(
-        scale >= 2.0**-126, scale, 0.0
-    )  # no subnormal scales: their inverse may be infinite
+def scale_and_inverse(magnitude_bits, MANTISSA: tl.constexpr):
+    """Return (amax / the largest code of an OCP format, its reciprocal), of the largest `bits_of_magnitude`.
+
+    They are 0 for a block too small to scale, NaN and 0 for one that is not finite.
+    """
+    LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
+    scale = tl.div_rn(magnitude_bits.to(tl.float32, bitcast=True), LARGEST)
+    # no subnormal scales: their inverse may be infinite
+    scale = tl.where(scale >= 2.0**-126, scale, 0.0)
     inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
     finite = magnitude_bits < 0x7F800000  # the bits of infinity
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
@@ -168,17 +154,16 @@ def reciprocal(scale):  # float32
 
 
 @triton.jit
-def encode_blocks(
-    x,  # float32 [blocks, 128]
-    MANTISSA: tl.constexpr,  # of an OCP format
-    MAX: tl.constexpr,
-    HARDWARE: tl.constexpr,  # see `casts_in_hardware`
-):  # uint8 codes [blocks, 128], float32 scale [blocks]
-    """Quantize a tile, one scale for each row of it."""
-    bits = tl.max(bits_of_magnitude(x), axis=1)
-    scale, inverse = scale_and_inverse(bits, MAX)
-    alive = inverse[:, None] > 0
-    return encode_ocp(tl.where(alive, x * inverse[:, None], 0.0), MANTISSA, HARDWARE), scale
+def encode_scaled(x, inverse, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return uint8 codes of x × inverse; zeros where the inverse is 0, that of what has no scale."""
+    return encode_ocp(tl.where(inverse > 0, x * inverse, 0.0), MANTISSA, HARDWARE)
+
+
+@triton.jit
+def encode_blocks(x, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
+    """Quantize a tile of float32 [blocks, 128]; return uint8 codes and a scale for each row of it."""
+    scale, inverse = scale_and_inverse(tl.max(bits_of_magnitude(x), axis=1), MANTISSA)
+    return encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE), scale
 
 
 INTERPRETED = tl.constexpr(not isinstance(encode, triton.JITFunction))
@@ -197,14 +182,15 @@ def round_to(x, DTYPE: tl.constexpr):  # float32
 
 
 @triton.jit
-def block_offsets(
-    n_blocks,
-    blocks_per_row,
-    cols,
-    BLOCKS: tl.constexpr,  # blocks in a tile
-    EVEN: tl.constexpr,  # cols is a multiple of 128: blocks lie end to end
-):  # int64 blocks [BLOCKS], bool inside [BLOCKS], int64 offsets and bool mask [BLOCKS, 128]
-    """Return the blocks of this program and where their elements lie."""
+def store_rounded(pointer, x, mask):
+    """Store float32 rounded to the nearest of what `pointer` points to."""
+    TYPE: tl.constexpr = pointer.dtype.element_ty
+    tl.store(pointer, round_to(x, TYPE).to(TYPE), mask=mask)
+
+
+@triton.jit
+def block_offsets(n_blocks, blocks_per_row, cols, BLOCKS: tl.constexpr, EVEN: tl.constexpr):
+    """Return this program's BLOCKS blocks (int64), which exist, and where their elements lie, as `element_offsets`."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     inside = block < n_blocks
     offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN)
@@ -213,21 +199,16 @@ def block_offsets(
 
 @triton.jit
 def element_offsets(
-    block,  # int64 [BLOCKS]
-    inside,  # bool [BLOCKS]
-    blocks_per_row,
-    cols,
-    EVEN: tl.constexpr,  # cols is a multiple of 128: blocks lie end to end
-    FLAT: tl.constexpr = False,  # there is one row: they do so too
-):  # int64 offsets and bool mask [BLOCKS, 128]
-    """Return where the elements of blocks lie."""
+    block, inside, blocks_per_row, cols, EVEN: tl.constexpr, FLAT: tl.constexpr = False
+):
+    """Return where the elements of int64 blocks lie: int64 offsets and a bool mask [BLOCKS, 128].
+
+    EVEN: cols is a multiple of 128, and blocks lie end to end. FLAT: there is one row, and they do so too.
+    """
     lane = tl.arange(0, 128)
-    if EVEN:
+    if EVEN or FLAT:
         offset = block[:, None] * 128 + lane[None, :]
-        mask = inside[:, None] & (lane[None, :] >= 0)
-    elif FLAT:
-        offset = block[:, None] * 128 + lane[None, :]
-        mask = inside[:, None] & (offset < cols)
+        mask = inside[:, None] & ((lane[None, :] >= 0) if EVEN else (offset < cols))
     else:
         col = (block % blocks_per_row)[:, None] * 128 + lane[None, :]
         offset = (block // blocks_per_row)[:, None] * cols + col

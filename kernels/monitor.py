@@ -89,13 +89,7 @@ def _count_kernel(
 _launch_count = Launcher(_count_kernel, num_warps=8, enable_fp_fusion=False)
 
 
-def count(
-    x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
-    scale: Tensor,  # float32: 0-d, [rows or more, cols / 128 or more], or [cols / 128 or more, rows / 128] of squares
-    fmt: MiniFloat,
-    out: Tensor,  # int64 [10], written
-    squares: bool = False,  # a scale for each 128×128
-) -> None:
+def count(x: Tensor, scale: Tensor, fmt: MiniFloat, out: Tensor, squares: bool = False) -> None:
     """Add the statistics of a cast to `out`."""
     x, numel = x.detach().contiguous(), x.numel()
     if not numel:

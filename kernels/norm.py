@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8 import bits_of_magnitude
+from .fp8 import bits_of_magnitude, store_rounded
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH
 from .state_codecs import E4M3_MAX, signed_values
@@ -116,7 +116,7 @@ def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE:
             for i in range(0, span, TILE):
                 at = (first + i).to(tl.int64) * 128 + tl.arange(0, TILE * 128)
                 x = tl.load(grad + at, mask=at < numel, other=0.0).to(tl.float32)
-                tl.store(grad + at, (x * factor).to(TYPE), mask=at < numel)
+                store_rounded(grad + at, x * factor, at < numel)
 
 
 _launch_largest = Launcher(_largest_kernel, **_ROUNDING)

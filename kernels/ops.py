@@ -5,9 +5,9 @@ An entry of the list is a call of `_operator`. It names
     schema       the operator's signature for torch.library, in the namespace `fp8stack`
     reference    the function in `reference/` that defines the numbers, and has the types
     shapes       what FakeTensor and torch.compile need: empty results of the right shapes and dtypes
-    adapt        how handles in a schema, which knows no objects, become what implementations take
 
-A function below it gives arguments other names, types or defaults, where the reference's are not those of callers.
+Arguments and defaults are the reference's. A format travels by its name, and a `DelayedState` is named by its handle
+everywhere, as a schema knows no objects.
 
 The Triton kernel of an operator is launched by the function of the same name in the file of the same name: for
 `reference/cast.py` and its `cast` that is `cast` in `cast.py`. It is imported when a GPU first needs it. No other file
@@ -28,7 +28,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 from typing import cast as cast_
@@ -46,19 +46,18 @@ from .reference import cast_delayed as delayed
 from .reference import gradient as gradients
 from .reference import monitor, quantize, swiglu, wire
 from .reference import rmsnorm as norms
+from .reference.cast import Cast
 from .reference.cast_blocks import Codes
-from .reference.cast_delayed import STATES, DelayedState
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Function = Callable[..., Any]
-Cast = tuple[Tensor, Tensor, Tensor]  # codes, transposed codes, scale
 
 _LIBRARY = torch.library.Library("fp8stack", "DEF")
 _PLAIN = frozenset({Tensor, Parameter})
 
+# the functions of `reference/` that have a Triton twin
 TWINS: list[Function] = []
-"""The functions of `reference/` that have a Triton twin."""
 
 
 # --- which implementation runs
@@ -118,27 +117,22 @@ def _on_each_device(reference: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _unchanged(run: Function) -> Function:
-    return run
-
-
 def _operator(
     schema: str,
     reference: Callable[P, R],
     shapes: Function,
-    adapt: Callable[[Function], Function] = _unchanged,
     triton: bool = True,  # False: the reference runs on a GPU too
     captured: dict[str, Any] | None = None,  # what implementations take from the operator alone
 ) -> Callable[P, R]:
-    """Register an operator, and return what calls it or its implementation; arguments are given by position, all."""
+    """Register an operator, and return what calls it or its implementation."""
     name = schema.split("(")[0]
     if triton:
         TWINS.append(reference)
 
     def kernel(*args: Any) -> Any:
-        run = partial(implementation(reference, args[0].is_cuda), **(captured or {}))
+        run = implementation(reference, args[0].is_cuda)
         # a format travels by name, as a schema has no type for it
-        return adapt(run)(*[FORMATS[a] if isinstance(a, str) else a for a in args])
+        return run(*[FORMATS[a] if isinstance(a, str) else a for a in args], **(captured or {}))
 
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CPU")
@@ -146,10 +140,10 @@ def _operator(
     torch.library.register_fake(f"fp8stack::{name}", shapes, lib=_LIBRARY)
     operator = getattr(torch.ops.fp8stack, name)
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN:
-            return operator(*[a.name if isinstance(a, MiniFloat) else a for a in args])
-        return adapt(implementation(reference, args[0].is_cuda))(*args)
+            return operator(*[a.name if isinstance(a, MiniFloat) else a for a in args], **kwargs)
+        return implementation(reference, args[0].is_cuda)(*args, **kwargs)
 
     return cast_("Callable[P, R]", call)
 
@@ -157,7 +151,9 @@ def _operator(
 # --- shapes of results
 
 
-def _matrix(x: Tensor, fmt: str, codes: bool = True, transposed: bool = True, *_: Any) -> Cast:
+def _matrix(
+    x: Tensor, fmt: str, codes: bool = True, transposed: bool = True, amax: Tensor | None = None
+) -> Cast:
     cols = matrix.aligned(x.shape[-1])
     rows, dtype = matrix.aligned(x.numel() // max(x.shape[-1], 1)), FORMATS[fmt].dtype
     return (
@@ -183,53 +179,38 @@ def _blocks(x: Tensor, fmt: str, squares: bool = False) -> Codes:
 
 
 def _quantized(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(
-        FORMATS[fmt].codes_shape(x.shape), dtype=FORMATS[fmt].dtype, device=x.device
-    )
+    codes = x.new_empty(FORMATS[fmt].codes_shape(x.shape), dtype=FORMATS[fmt].dtype)
     return codes, x.new_empty(scale_shape(x.shape), dtype=torch.float32)
 
 
-def _swiglu_backward(
-    dh: Tensor, gate: Tensor, up: Tensor, h_scale: Tensor, fmt: str, *_: Any
-) -> tuple[Tensor, ...]:
-    return *_matrix(gate, fmt), *_matrix(up, fmt), _matrix(gate, "e4m3", False)[1]
+def _dequantized(
+    codes: Tensor,
+    scale: Tensor,
+    fmt: str,
+    dtype: torch.dtype = torch.float32,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
+    shape = FORMATS[fmt].values_shape(codes.shape) if shape is None else shape
+    return codes.new_empty(shape, dtype=dtype)
+
+
+def _swiglu_backward(dh: Tensor, gate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    fmt = rest[2]
+    return *_matrix(gate, fmt), *_matrix(gate, fmt), _matrix(gate, "e4m3", False)[1]
 
 
 # --- blocks of 128
 
 
-_quantize_blocks = _operator(
+quantize_blocks = _operator(
     "quantize_blocks(Tensor x, str fmt) -> (Tensor, Tensor)", quantize.quantize_blocks, _quantized
 )
-
-
-def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
-    """Return codes and scale (float32 [rows, ceil(cols / 128)]), to nearest; see `reference/quantize.py`."""
-    return _quantize_blocks(x, fmt)
-
-
 quantize_blocks_into = _on_each_device(quantize.quantize_blocks_into)
-
-
-_dequantize_blocks = _operator(
-    "dequantize_blocks(Tensor codes, Tensor scale, str fmt, ScalarType dtype, int[] shape) -> Tensor",
+dequantize_blocks = _operator(
+    "dequantize_blocks(Tensor codes, Tensor scale, str fmt, ScalarType dtype=float, int[]? shape=None) -> Tensor",
     quantize.dequantize_blocks,
-    lambda codes, scale, fmt, dtype, shape: codes.new_empty(shape, dtype=dtype),
+    _dequantized,
 )
-
-
-def dequantize_blocks(
-    codes: Tensor,
-    scale: Tensor,
-    fmt: MiniFloat,
-    dtype: torch.dtype = torch.float32,
-    shape: torch.Size | None = None,
-) -> Tensor:
-    """Return code × scale in `dtype`, of `shape` or that of the codes; see `reference/quantize.py`."""
-    shape = torch.Size(fmt.values_shape(codes.shape)) if shape is None else shape
-    return _dequantize_blocks(codes, scale, fmt, dtype, shape)
-
-
 accumulate_blocks = _operator(
     "accumulate_blocks(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) residual_codes, "
     "Tensor(d!) residual_scale, Tensor x) -> ()",
@@ -237,8 +218,6 @@ accumulate_blocks = _operator(
     lambda *_: None,
     triton=False,
 )
-
-
 norm_blocks = _operator(
     "norm_blocks(Tensor codes, Tensor scale) -> Tensor",
     gradients.norm_blocks,
@@ -255,43 +234,18 @@ def wire_kernels(gpu: bool) -> Any:
 # --- operands of matrix products
 
 
-_cast = _operator(
-    "cast(Tensor x, str fmt, bool codes, bool transposed, Tensor? amax) -> (Tensor, Tensor, Tensor)",
+cast = _operator(
+    "cast(Tensor x, str fmt, bool codes=True, bool transposed=True, Tensor? amax=None) -> (Tensor, Tensor, Tensor)",
     matrix.cast,
     _matrix,
     captured={"reuse": False},
 )
-
-
-def cast(
-    x: Tensor,
-    fmt: MiniFloat,
-    codes: bool = True,
-    transposed: bool = True,
-    amax: Tensor | None = None,
-) -> Cast:
-    """Return (codes, transposed codes, scale) of a matrix, padded to multiples of 16; see `reference/cast.py`.
-
-    `amax` is the largest magnitude of x, 0-d; or int32 [a power of two], the bits of those of its parts, as rmsnorm's.
-    """
-    return _cast(x, fmt, codes, transposed, amax)
-
-
-_recast: Function = _operator(
-    "recast(Tensor x, str fmt, int of, bool codes, bool transposed) -> (Tensor, Tensor, Tensor)",
+recast = _operator(
+    "recast(Tensor x, str fmt, int of, bool codes=True, bool transposed=True) -> (Tensor, Tensor, Tensor)",
     matrix.recast,
-    lambda x, fmt, of, codes, transposed: _matrix(x, fmt, codes, transposed),
-    lambda run: lambda x, fmt, of, *how: run(x, fmt, STATES[of].on(x.device), *how, update=True),
+    lambda x, fmt, of, *layouts: _matrix(x, fmt, *layouts),
     captured={"reuse": False},
 )
-
-
-def recast(x: Tensor, fmt: MiniFloat, of: int, codes: bool = True, transposed: bool = True) -> Cast:
-    """Return what `cast` does, with the scale of x's last such cast while that fits; see `reference/cast.py`.
-
-    `of` is the handle of a DelayedState, which keeps that scale and needs no history.
-    """
-    return cast_("Cast", _recast(x, fmt, of, codes, transposed))
 
 
 def recast_with(
@@ -310,99 +264,44 @@ def recast_with(
     if torch.compiler.is_compiling() or type(x) not in _PLAIN:
         return cast(x, fmt, codes, transposed)
     run = implementation(matrix.recast, x.is_cuda)
-    return cast_("Cast", run(x, fmt, scale, codes, transposed, exact=exact))
+    return cast_("Cast", run(x, fmt, scale, codes, transposed, exact))
 
 
 cast_1x128 = _operator(
     "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)", blocks.cast_1x128, _blocks
 )
-
-
 cast_128x128 = _operator(
     "cast_128x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_128x128,
     lambda x, fmt: _blocks(x, fmt, True),
 )
-
-
 matmul_blocks = _operator(
     "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool squares, ScalarType dtype) -> Tensor",
     blocks.matmul_blocks,
     lambda a, a_scale, b, b_scale, squares, dtype: a.new_empty((len(a), len(b)), dtype=dtype),
 )
-
-
-_cast_delayed: Function = _operator(
+cast_delayed = _operator(
     "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
     delayed.cast_delayed,
     lambda x, fmt, *_: _matrix(x, fmt),
-    lambda run: lambda x, fmt, of, *how: run(x, fmt, STATES[of], *how),
 )
-
-
-def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:
-    """Return (codes, transposed codes, scale) with a scale from the past; see `reference/cast_delayed.py`.
-
-    `of` is the handle of a DelayedState.
-    """
-    return cast_("Cast", _cast_delayed(x, fmt, of, update, again))
 
 
 # --- operations that end in a cast
 
 
-def _states(handles: Sequence[int]) -> tuple[DelayedState, ...]:
-    return tuple([STATES[handle] for handle in handles])
-
-
-_swiglu_cast: Function = _operator(
-    "swiglu_cast(Tensor gate, Tensor up, str fmt, int[] of, bool update, bool again) -> (Tensor, Tensor)",
+swiglu_cast = _operator(
+    "swiglu_cast(Tensor gate, Tensor up, str fmt, int[] of=[], bool update=False, bool again=False) "
+    "-> (Tensor, Tensor)",
     swiglu.swiglu_cast,
     lambda gate, up, fmt, *_: _matrix(gate, fmt, True, False)[::2],
-    lambda run: lambda gate, up, fmt, of, *how: run(gate, up, fmt, _states(of), *how),
 )
-
-
-def swiglu_cast(
-    gate: Tensor,
-    up: Tensor,
-    fmt: MiniFloat,
-    of: Sequence[int] = (),
-    update: bool = False,
-    again: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return (codes, scale) of silu(gate) × up; see `reference/swiglu.py`. `of` has the handle of a DelayedState."""
-    return cast_("tuple[Tensor, Tensor]", _swiglu_cast(gate, up, fmt, of, update, again))
-
-
-_swiglu_backward_cast: Function = _operator(
-    "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, Tensor h_scale, str fmt, int[] of, bool update) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+swiglu_backward_cast = _operator(
+    "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, Tensor h_scale, str fmt, int[] of=[], "
+    "bool update=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     swiglu.swiglu_backward_cast,
     _swiglu_backward,
-    lambda run: lambda *args: run(*args[:5], _states(args[5]), args[6]),
 )
-
-
-def swiglu_backward_cast(
-    dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    h_scale: Tensor,
-    fmt: MiniFloat,
-    of: Sequence[int] = (),
-    update: bool = False,
-) -> tuple[Tensor, ...]:
-    """Return codes, transposed codes and scale of gate's gradient, those of up's, and the activation's transpose.
-
-    See `reference/swiglu.py`. `of` has the handles of gate's DelayedState and of up's.
-    """
-    return cast_(
-        "tuple[Tensor, ...]", _swiglu_backward_cast(dh, gate, up, h_scale, fmt, of, update)
-    )
-
-
 rmsnorm = _on_each_device(norms.rmsnorm)
 rmsnorm_backward = _on_each_device(norms.rmsnorm_backward)
-
 count = _on_each_device(monitor.count)

@@ -21,12 +21,7 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shape
 
-from .fp8 import (
-    block_offsets,
-    casts_in_hardware,
-    decode,
-    encode_blocks,
-)
+from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks, store_rounded
 from .launch import Launcher
 from .reference import quantize as reference
 from .state_codecs import encode_state, root
@@ -39,15 +34,15 @@ _ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 @triton.jit
 def _quantize_blocks_kernel(
     x_ptr, codes_ptr, scale_ptr, n_blocks, blocks_per_row, cols,
-    MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX: tl.constexpr,
-    SQUARED: tl.constexpr, STATE: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
+    MANTISSA: tl.constexpr, SQUARED: tl.constexpr, STATE: tl.constexpr,
+    HARDWARE: tl.constexpr, EVEN: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
     x = tl.load(x_ptr + offset, mask=mask, other=0.0).to(tl.float32)
     if SQUARED:
         x = root(x, False)
     if STATE == "":
-        code, scale = encode_blocks(x, MANTISSA, MAX, HARDWARE)
+        code, scale = encode_blocks(x, MANTISSA, HARDWARE)
     else:
         code, scale = encode_state(x, 0, STATE, False)
     tl.store(codes_ptr + offset, code.to(tl.uint8), mask=mask)
@@ -66,69 +61,50 @@ def _dequantize_blocks_kernel(
     value = decode(code, MANTISSA, MIN_EXPONENT, SIGNED) * scale[:, None]
     if SQUARED:
         value = value * value
-    tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
+    store_rounded(out_ptr + offset, value, mask)
 
 
 _launch_quantize = Launcher(_quantize_blocks_kernel, **_ROUNDING)
 _launch_dequantize = Launcher(_dequantize_blocks_kernel, **_ROUNDING)
 
 
-def quantize_blocks(
-    x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: MiniFloat,
-) -> tuple[Tensor, Tensor]:  # codes: fmt.dtype, x's shape; scale: float32 [rows, ceil(cols / 128)]
+def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Quantize `x` with one scale for each block of 128 elements of a row."""
     if fmt.bits == 4:  # for checkpoints only
         return reference.quantize_blocks(x, fmt)
-    codes = torch.empty(x.shape, dtype=fmt.dtype, device=x.device)
-    scale = torch.empty(scale_shape(x.shape), dtype=torch.float32, device=x.device)
+    codes = x.new_empty(x.shape, dtype=fmt.dtype)
+    scale = x.new_empty(scale_shape(x.shape), dtype=torch.float32)
     quantize_blocks_into(x, fmt, codes, scale)
     return codes, scale
 
 
-def quantize_blocks_into(
-    x: Tensor,  # float32, bfloat16 or float16, any shape
-    fmt: MiniFloat,  # of 8 bits
-    codes: Tensor,  # fmt.dtype, x's shape, contiguous, written
-    scale: Tensor,  # float32 [rows, ceil(cols / 128)], contiguous, written
-) -> None:
-    """Quantize `x` with one scale for each block of 128 elements of a row, into memory that is there."""
+def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor) -> None:
+    """Quantize `x`, in 8 bits, into contiguous memory that is there."""
     if scale.numel():
-        x, codes = x.contiguous(), codes.view(torch.uint8)
-        per_row, cols, even = block_geometry(x.shape)
+        x, codes, cols = x.contiguous(), codes.view(torch.uint8), rows_cols(x.shape)[1]
         state = "" if fmt in (E4M3, E5M2) else fmt.name
         _launch_quantize(
-            _grid(scale), x, codes, scale, scale.numel(), per_row, cols,
-            fmt.mantissa_bits, fmt.min_exponent, fmt.max, fmt.squared, state, casts_in_hardware(x.device),
-            even, BLOCKS,
+            _grid(scale), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
+            fmt.mantissa_bits, fmt.squared, state, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
 
 
 def dequantize_blocks(
-    codes: Tensor,  # fmt.dtype, any shape
-    scale: Tensor,  # float32 [rows, ceil(cols / 128)]
-    fmt: MiniFloat,
-    dtype: torch.dtype = torch.float32,
-    shape: Sequence[int] | None = None,  # of the values, where codes of 4 bits do not tell
-) -> Tensor:  # dtype, `shape` or that of codes
+    codes: Tensor, scale: Tensor, fmt: MiniFloat, dtype: torch.dtype = torch.float32,
+    shape: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Return code × scale (squared for a squared format), rounded to `dtype`."""
     if fmt.bits == 4:  # for checkpoints only
         return reference.dequantize_blocks(codes, scale, fmt, dtype, shape)
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    out = codes.new_empty(codes.shape, dtype=dtype)
     if scale.numel():
-        per_row, cols, even = block_geometry(codes.shape)
         codes, scale = codes.contiguous().view(torch.uint8), scale.contiguous()
+        cols = rows_cols(codes.shape)[1]
         _launch_dequantize(
-            _grid(scale), codes, scale, out, scale.numel(), per_row, cols,
-            fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, even, BLOCKS,
+            _grid(scale), codes, scale, out, scale.numel(), -(-cols // BLOCK), cols,
+            fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
     return out
-
-
-def block_geometry(shape: torch.Size) -> tuple[int, int, bool]:
-    """Return (blocks per row, columns, whether the columns are a multiple of 128)."""
-    _, cols = rows_cols(shape)
-    return -(-cols // BLOCK), cols, cols % BLOCK == 0
 
 
 def _grid(scale: Tensor) -> tuple[int, int, int]:

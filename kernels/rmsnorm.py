@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8 import bits_of_magnitude, round_to
+from .fp8 import bits_of_magnitude, round_to, store_rounded
 from .launch import Launcher
 from .reference import rmsnorm as reference
 
@@ -36,11 +36,14 @@ SUMMED = 32  # columns of the sums of all programs that one program adds
 
 
 @triton.jit
-def _next_rows(i, rows, ROWS: tl.constexpr):
-    """Return the rows that this program does in its round `i`, from the last to the first, and which of them exist."""
+def _next_rows(i, c, rows, cols, ROWS: tl.constexpr):
+    """Return the rows that this program does in its round `i`, from the last to the first, and which of them exist; the
+    same of their elements in columns `c`."""
     tile = tl.cdiv(rows, ROWS) - 1 - tl.program_id(0) - i * tl.num_programs(0)
     r = tile * ROWS + tl.arange(0, ROWS)
-    return r, (r >= 0) & (r < rows)
+    exists = (r >= 0) & (r < rows)
+    at = r[:, None].to(tl.int64) * cols + c[None, :]
+    return r, exists, at, exists[:, None] & (c < cols)[None, :]
 
 
 @triton.jit
@@ -52,9 +55,7 @@ def _rmsnorm_kernel(
     w = tl.load(weight_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
     most = tl.zeros((ROWS,), dtype=tl.int32)
     for i in range(rounds):
-        r, exists = _next_rows(i, rows, ROWS)
-        at = r[:, None].to(tl.int64) * cols + c[None, :]
-        inside = exists[:, None] & (c < cols)[None, :]
+        r, exists, at, inside = _next_rows(i, c, rows, cols, ROWS)
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / cols + eps)
         y = round_to(x * rstd[:, None] * w, y_ptr.dtype.element_ty)
@@ -75,16 +76,13 @@ def _rmsnorm_backward_kernel(
     w = tl.load(weight_ptr + c, mask=c < cols, other=0.0).to(tl.float32)[None, :]
     total = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for i in range(rounds):
-        r, exists = _next_rows(i, rows, ROWS)
-        at = r[:, None].to(tl.int64) * cols + c[None, :]
-        inside = exists[:, None] & (c < cols)[None, :]
+        r, exists, at, inside = _next_rows(i, c, rows, cols, ROWS)
         d = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + r, mask=exists, other=0.0)[:, None]
         h = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) * rstd
         d_w = d * w
         dx = rstd * (d_w - h * (tl.sum(d_w * h, axis=1) / cols)[:, None])
-        dx = round_to(dx, dx_ptr.dtype.element_ty)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        store_rounded(dx_ptr + at, dx, inside)
         if WEIGHT:
             total += d * h
     if WEIGHT:
@@ -99,8 +97,7 @@ def _rmsnorm_sums_kernel(
     p, c = tl.arange(0, PROGRAMS), tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = (p < programs)[:, None] & (c < cols)[None, :]
     sums = tl.load(sums_ptr + p[:, None] * cols + c[None, :], mask=inside, other=0.0)
-    total = round_to(tl.sum(sums, axis=0), out_ptr.dtype.element_ty)
-    tl.store(out_ptr + c, total.to(out_ptr.dtype.element_ty), mask=c < cols)
+    store_rounded(out_ptr + c, tl.sum(sums, axis=0), c < cols)
 
 
 # by the warps of a program: 16 elements a thread
@@ -117,11 +114,7 @@ def _tiling(rows: int, cols: int) -> tuple[int, int, int, int]:
     return height, width, -(-rows // height), 8 if width <= TILE else 16
 
 
-def rmsnorm(
-    x: Tensor,  # float32, bfloat16 or float16 [..., cols]
-    weight: Tensor,  # [cols], of the dtype of x
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # y, as x; rstd, float32 [rows]; parts, int32 [a power of two]
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return x / rms(x) × weight, 1 / rms(x), and the largest magnitudes of parts of the first."""
     cols = x.shape[-1]
     if x.numel() == 0:
@@ -140,12 +133,8 @@ def rmsnorm(
 
 
 def rmsnorm_backward(
-    dy: Tensor,  # the gradient of y, as x
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    need_weight: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # dx, as x; dweight, as weight, if it is needed
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, need_weight: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and of weight."""
     cols = x.shape[-1]
     if x.numel() == 0:

@@ -14,6 +14,8 @@ and scales are current, the scale is NaN as the reference's, and codes are not c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,11 +28,10 @@ from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
 from .launch import Launcher
 from .reference.cast import aligned
-from .reference.cast_delayed import SEEDED, DelayedState
+from .reference.delayed_state import SEEDED, STATES
 from .transpose_tiles import load_rows, place_tile
 
 PARTS, FLAT, ROWS, COLS = 1024, 2048, 64, 64  # measured on an H200, over [8192, 14336]
-_E4M3_MAX = tl.constexpr(E4M3.max)
 _NOTES = tl.constexpr(NOTES)
 
 
@@ -48,10 +49,9 @@ rcp.approx.ftz.f32 $0, e;
 @triton.jit
 def _sigmoid(x, HARDWARE: tl.constexpr):
     if HARDWARE:
-        s = tl.inline_asm_elementwise(_PTX, "=f,f", [x], tl.float32, True, 1)
+        return tl.inline_asm_elementwise(_PTX, "=f,f", [x], tl.float32, True, 1)
     else:
-        s = tl.sigmoid(x)
-    return s
+        return tl.sigmoid(x)
 
 
 @triton.jit
@@ -86,10 +86,8 @@ def _swiglu_parts_kernel(
         if BACKWARD:
             d = tl.load(d_ptr + at, mask=inside, other=0.0)
             dg, du, _h = _backward(d, g, u, HARDWARE)
-            first, second = (
-                tl.maximum(first, bits_of_magnitude(dg)),
-                tl.maximum(second, bits_of_magnitude(du)),
-            )
+            first = tl.maximum(first, bits_of_magnitude(dg))
+            second = tl.maximum(second, bits_of_magnitude(du))
         else:
             first = tl.maximum(first, bits_of_magnitude(_forward(g, u, HARDWARE)))
     tl.store(parts_ptr + tl.program_id(0), tl.max(first, axis=0))
@@ -100,14 +98,14 @@ def _swiglu_parts_kernel(
 @triton.jit
 def _scale(
     parts_ptr, state_ptr, growth, scale_ptr,
-    DELAYED: tl.constexpr, SEED: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, MAX: tl.constexpr,
+    DELAYED: tl.constexpr, SEED: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
     """Return the reciprocal of the scale of the parts or of the state, which the first program stores."""
     if DELAYED:
-        scale = state_scale(state_ptr, parts_ptr, growth, SEED, AGAIN, MAX)
+        scale = state_scale(state_ptr, parts_ptr, growth, SEED, AGAIN, MANTISSA)
     else:
         bits = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), axis=0)
-        scale, _inverse = scale_and_inverse(bits, MAX)
+        scale, _inverse = scale_and_inverse(bits, MANTISSA)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
     return reciprocal(scale)
@@ -119,16 +117,24 @@ def _swiglu_cast_kernel(
     a_ptr, a_t_ptr, a_scale_ptr, b_ptr, b_t_ptr, b_scale_ptr, h_t_ptr, h_scale_ptr,
     growth, rows, cols, rows16, cols16,
     BACKWARD: tl.constexpr, DELAYED: tl.constexpr, SEED: tl.constexpr, AGAIN: tl.constexpr, UPDATE: tl.constexpr,
-    PARTS: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
+    PARTS: tl.constexpr, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # scales first and notes last: with fewer registers in between, more programs run at a time
     a_inverse = _scale(
-        parts_ptr, a_state_ptr, growth, a_scale_ptr, DELAYED, SEED, AGAIN, PARTS, MAX
+        parts_ptr, a_state_ptr, growth, a_scale_ptr, DELAYED, SEED, AGAIN, PARTS, MANTISSA
     )
     if BACKWARD:
         b_inverse = _scale(
-            parts_ptr + PARTS, b_state_ptr, growth, b_scale_ptr, DELAYED, SEED, AGAIN, PARTS, MAX
+            parts_ptr + PARTS,
+            b_state_ptr,
+            growth,
+            b_scale_ptr,
+            DELAYED,
+            SEED,
+            AGAIN,
+            PARTS,
+            MANTISSA,
         )
         h_inverse = reciprocal(tl.load(h_scale_ptr))
     q, c = place_tile(tl.program_id(0), tl.cdiv(cols16, COLS), ROWS, COLS)
@@ -142,15 +148,15 @@ def _swiglu_cast_kernel(
         a3, b3, h3 = _backward(d3, g3, u3, HARDWARE)
         a = cast_rows(
             a0, a1, a2, a3, a_inverse, a_ptr, a_t_ptr, q, c, rows16, cols16,
-            True, True, MANTISSA, MAX, HARDWARE, EVEN,
+            True, True, MANTISSA, HARDWARE, EVEN,
         )  # fmt: skip
         b = cast_rows(
             b0, b1, b2, b3, b_inverse, b_ptr, b_t_ptr, q, c, rows16, cols16,
-            True, True, MANTISSA, MAX, HARDWARE, EVEN,
+            True, True, MANTISSA, HARDWARE, EVEN,
         )  # fmt: skip
         cast_rows(
             h0, h1, h2, h3, h_inverse, h_t_ptr, h_t_ptr, q, c, rows16, cols16,
-            False, True, 3, _E4M3_MAX, HARDWARE, EVEN,
+            False, True, 3, HARDWARE, EVEN,
         )  # fmt: skip
         if DELAYED and UPDATE:
             note_amax(a, a_notes_ptr, _NOTES)
@@ -160,7 +166,7 @@ def _swiglu_cast_kernel(
         h2, h3 = _forward(g2, u2, HARDWARE), _forward(g3, u3, HARDWARE)
         h = cast_rows(
             h0, h1, h2, h3, a_inverse, a_ptr, a_ptr, q, c, rows16, cols16,
-            True, False, MANTISSA, MAX, HARDWARE, EVEN,
+            True, False, MANTISSA, HARDWARE, EVEN,
         )  # fmt: skip
         if DELAYED and UPDATE:
             note_amax(h, a_notes_ptr, _NOTES)
@@ -171,69 +177,53 @@ _launch_cast = Launcher(_swiglu_cast_kernel, num_warps=8)
 
 
 def swiglu_cast(
-    gate: Tensor,
-    up: Tensor,
-    fmt: MiniFloat,
-    states: tuple[DelayedState, ...] = (),
-    update: bool = False,
-    again: bool = False,
-) -> tuple[Tensor, Tensor]:
+    gate: Tensor, up: Tensor, fmt: MiniFloat, of: Sequence[int] = (), update: bool = False, again: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return silu(gate) × up in FP8."""
-    codes, scale = _run(None, gate, up, None, fmt, states, update, again)
+    codes, scale = _run(None, gate, up, None, fmt, of, update, again)
     return codes, scale
 
 
 def swiglu_backward_cast(
-    dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    h_scale: Tensor,
-    fmt: MiniFloat,
-    states: tuple[DelayedState, ...] = (),
-    update: bool = False,
-) -> tuple[Tensor, ...]:
+    dh: Tensor, gate: Tensor, up: Tensor, h_scale: Tensor, fmt: MiniFloat,
+    of: Sequence[int] = (), update: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return the gradients of gate and up in FP8, and the activation's transpose."""
-    return _run(dh, gate, up, h_scale, fmt, states, update, False)
+    return _run(dh, gate, up, h_scale, fmt, of, update, False)
 
 
 def _run(
     dh: Tensor | None, gate: Tensor, up: Tensor, h_scale: Tensor | None, fmt: MiniFloat,
-    states: tuple[DelayedState, ...], update: bool, again: bool,
+    of: Sequence[int], update: bool, again: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    gate, up = gate.contiguous(), up.contiguous()
-    d = gate if dh is None else dh.contiguous()
-    rows, cols = gate.shape
-    rows16, cols16, device = aligned(rows), aligned(cols), gate.device
-    turned, backward = (cols16, rows16), dh is not None
-    results: list[Tensor] = []
-    for _ in range(1 + backward):
-        results.append(gate.new_empty((rows16, cols16), dtype=fmt.dtype))
-        if backward:
-            results.append(gate.new_empty(turned, dtype=fmt.dtype))
-        results.append(gate.new_empty((), dtype=torch.float32))
+    backward = dh is not None
+    gate, up, d = (t.contiguous() for t in (gate, up, gate if dh is None else dh))
+    (rows, cols), device = gate.shape, gate.device
+    rows16, cols16 = aligned(rows), aligned(cols)
+    codes, turned = (rows16, cols16), (cols16, rows16)
+    shapes = [codes, turned, (), codes, turned, ()] if backward else [codes, ()]
+    results = [gate.new_empty(s, dtype=fmt.dtype if s else torch.float32) for s in shapes]
+    scales = results[2::3] if backward else results[1:]
     if backward:
         results.append(gate.new_empty(turned, dtype=E4M3.dtype))
     if not gate.numel():
         return tuple(x if x.ndim else x.zero_() for x in results)
-    codes, scale = results[0], results[2 if backward else 1]
     # what forward neither reads nor writes may be anything
-    out = (
-        (*results, h_scale)
-        if backward
-        else (codes, codes, scale, codes, codes, scale, codes, scale)
-    )
+    h, scale = results[0], scales[0]
+    out = (*results, h_scale) if backward else (h, h, scale, h, h, scale, h, scale)
+    states = [STATES[handle] for handle in of]
     tensors = [state.on(device, update) for state in states]
     notes = [state.parts_on(device) for state in states]
     seed, margin = any(s.casts <= SEEDED for s in states), states[0].margin if states else 0
     tiles = -(-gate.numel() // FLAT)
     parts = min(PARTS, triton.next_power_of_2(tiles))
-    even = rows % ROWS == 0 and cols % COLS == 0
+    even, hardware = rows % ROWS == 0 and cols % COLS == 0, casts_in_hardware(device)
     found = scale  # not read, unless
     if seed or not states:
         found = gate.new_empty((2, parts), dtype=torch.int32)
         _launch_parts(
             (parts, 1, 1),
-            d, gate, up, found, gate.numel(), -(-tiles // parts), backward, casts_in_hardware(device), parts, FLAT,
+            d, gate, up, found, gate.numel(), -(-tiles // parts), backward, hardware, parts, FLAT,
         )  # fmt: skip
     if states:
         found, parts = found.amax(-1) if seed else found, 1
@@ -241,10 +231,9 @@ def _run(
     _launch_cast(
         (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1),
         d, gate, up, found, *sources, *out, 2.0**margin, rows, cols, rows16, cols16,
-        backward, bool(states), seed, again, update,
-        parts, fmt.mantissa_bits, fmt.max, casts_in_hardware(device), even, ROWS, COLS,
+        backward, bool(states), seed, again, update, parts, fmt.mantissa_bits, hardware, even, ROWS, COLS,
     )  # fmt: skip
-    scales = results[2::3] if backward else [scale]
-    for state, own in zip(states, scales, strict=True) if states and update else ():
-        take_amax(state, fmt, own)
+    if update:
+        for state, own in zip(states, scales, strict=False):  # none with current scaling
+            take_amax(state, fmt, own)
     return tuple(results)

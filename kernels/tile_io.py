@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fp8 import bits_of_magnitude, encode, round_to
+from .fp8 import bits_of_magnitude, encode, round_to, store_rounded
 from .pointer_table import COLUMN
 from .state_codecs import (
     E4M3_MAX,
@@ -90,7 +90,6 @@ def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER
 @triton.jit
 def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.constexpr):
     """Store a weight and its master."""
-    TYPE: tl.constexpr = weight.dtype.element_ty
     if MASTER == "split24":
         high, low = split24(w)
         tl.store(weight + offset, high, mask=mask)
@@ -110,7 +109,7 @@ def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.
             )
             tl.store(master + offset, code, mask=mask)
             w = code.to(tl.float32) * new_scale
-        tl.store(weight + offset, round_to(w, TYPE).to(TYPE), mask=mask)
+        store_rounded(weight + offset, w, mask)
 
 
 @triton.jit
@@ -144,7 +143,7 @@ def store_moment(
     """Encode and store a moment; for a squared format `x` is the root."""
     TYPE: tl.constexpr = codes.dtype.element_ty
     if KIND == "dense":
-        tl.store(codes + offset, round_to(x, TYPE).to(TYPE), mask=mask)
+        store_rounded(codes + offset, x, mask)
     elif KIND == "dithered":
         tl.store(codes + offset, dither(x, random >> 16), mask=mask)
     elif KIND == "tensor":

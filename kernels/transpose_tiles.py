@@ -30,10 +30,9 @@ def place_tile(tile, across, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def _load(at, r, c, rows, cols, EVEN: tl.constexpr):
     if EVEN:
-        x = tl.load(at)
+        return tl.load(at)
     else:
-        x = tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0)
-    return x
+        return tl.load(at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0)
 
 
 @triton.jit

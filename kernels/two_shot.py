@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8stack.formats import BLOCK, E4M3
+from fp8stack.formats import BLOCK
 
 from .fp8 import (
     INTERPRETED,
@@ -48,7 +48,7 @@ from .fp8 import (
     decode_e4m3,
     element_offsets,
     encode_blocks,
-    round_to,
+    store_rounded,
 )
 from .launch import Launcher
 from .reference.wire import Layout
@@ -68,7 +68,6 @@ from .workspace import (
 
 REGISTERS = 64  # of a thread: four programs of 256 threads share the 65,536 of a multiprocessor
 
-_MAX = tl.constexpr(E4M3.max)
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
 
 
@@ -117,7 +116,7 @@ def _send(
         if CODES:
             code = x
         else:
-            code, scale = encode_blocks(x.to(tl.float32), 3, _MAX, HARDWARE)
+            code, scale = encode_blocks(x.to(tl.float32), 3, HARDWARE)
         there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
         store_tile(there, 0, program, turn, rank, code, scale, CODES and EVEN, WORLD, BLOCKS)
         x, scale = next_x, next_scale
@@ -170,11 +169,10 @@ def _receive(
             tl.store(out_ptr.to(_INTS, bitcast=True) + offset, code, mask=mask)
         else:
             offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
-            value = code
-            if not CODES:
-                value = decode_e4m3(code, HARDWARE) * scale[:, None]
-                value = round_to(value, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + offset, value, mask=mask)
+            if CODES:
+                tl.store(out_ptr + offset, code, mask=mask)
+            else:
+                store_rounded(out_ptr + offset, decode_e4m3(code, HARDWARE) * scale[:, None], mask)
         code, scale = next_code, next_scale
 
 
@@ -210,8 +208,7 @@ def _two_shot_kernel(
             at = within[:, None] * 128 + tl.arange(0, 128)[None, :]
             if SCATTER:
                 total = tl.where(late != 0, float("nan"), total)
-                value = round_to(total, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + at, value, mask=at < cols)
+                store_rounded(out_ptr + at, total, at < cols)
             else:
                 inside = (within < per)[:, None] & (at >= 0)
                 code, scale = quantize_sum(total, error_ptr, at, inside, ERROR, HARDWARE)

@@ -18,15 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8stack.formats import BLOCK, E4M3
+from fp8stack.formats import BLOCK
 
-from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, round_to
+from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
 from .launch import Launcher
 from .reference.wire import Layout, scales_of
 
 BLOCKS = 16
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
-_MAX = tl.constexpr(E4M3.max)
 # Every multiplication rounds on its own: contracting them would give other bits than the reference.
 _ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -49,10 +48,9 @@ def _pack_kernel(
     code_at, scale_at = _places(block, per, pitch)
     x = tl.load(x_ptr + offset, mask=mask, other=0)
     if CODES:
-        code = x
-        scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
+        code, scale = x, tl.load(scale_ptr + block, mask=inside, other=0.0)
     else:
-        code, scale = encode_blocks(x.to(tl.float32), 3, _MAX, HARDWARE)
+        code, scale = encode_blocks(x.to(tl.float32), 3, HARDWARE)
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     tl.store(wire_ptr + at, code, mask=exists[:, None] & (at >= 0))
     tl.store(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, scale, mask=exists)
@@ -89,7 +87,7 @@ def quantize_sum(total, error_ptr, at, inside, ERROR: tl.constexpr, HARDWARE: tl
     """Return codes and scales of a sum; what is cut off is kept and added the next time."""
     if ERROR:
         total += tl.load(error_ptr + at, mask=inside, other=0.0)
-    code, scale = encode_blocks(total, 3, _MAX, HARDWARE)
+    code, scale = encode_blocks(total, 3, HARDWARE)
     if ERROR:  # none of a block that is not finite, whose error would stay for ever
         lost = total - decode_e4m3(code, HARDWARE) * scale[:, None]
         kept = (scale == scale)[:, None] & (at >= 0)
@@ -121,8 +119,7 @@ def _reduce_kernel(
         tl.store(out_ptr + place, code, mask=inside)
         tl.store(out_scales_ptr + scale_at, scale, mask=exists)
     else:
-        value = round_to(total, out_ptr.dtype.element_ty).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at, value, mask=at < numel)
+        store_rounded(out_ptr + at, total, at < numel)
 
 
 @triton.jit
@@ -141,8 +138,7 @@ def _unpack_kernel(
     else:
         scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
         value = _load_values(wire_ptr, scales_ptr, code_at, scale_at, inside, HARDWARE)
-        value = round_to(value, out_ptr.dtype.element_ty)
-        tl.store(out_ptr + offset, value.to(out_ptr.dtype.element_ty), mask=mask)
+        store_rounded(out_ptr + offset, value, mask)
 
 
 _launch_pack = Launcher(_pack_kernel, **_ROUNDING)

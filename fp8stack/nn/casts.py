@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.cast_delayed import DelayedState
+from fp8stack.kernels.reference.delayed_state import DelayedState
 from fp8stack.levels import Recipe
 
 

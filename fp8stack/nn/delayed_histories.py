@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, Fp8StackWarning
-from fp8stack.kernels.reference.cast_delayed import DelayedState
+from fp8stack.kernels.reference.delayed_state import DelayedState
 
 from .linear import Fp8Linear
 

@@ -28,7 +28,7 @@ from fp8stack.errors import ModelError
 from fp8stack.formats import BLOCK, E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
-from fp8stack.kernels.reference.cast_delayed import STATES
+from fp8stack.kernels.reference.delayed_state import STATES
 from fp8stack.tensor import is_sharded
 
 from .bf16_storage import stored_linear

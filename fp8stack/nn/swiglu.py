@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.cast_delayed import STATES
+from fp8stack.kernels.reference.delayed_state import STATES
 
 from .casts import (
     FORMATS,

@@ -11,7 +11,7 @@ scale of then while the tensor's own is in (1/2, 1 + 1/32] times that; else it g
 cast before they know the amax, no more than a factor of 2 of the range goes unused, and nothing saturates that would
 not be rounded to the largest code anyway: 448 × 33/32 = 462, and E4M3 would go on with 480.
 
-With `exact` only the tensor's own scale will do: the result is that of `cast`, in one read where `previous` is right.
+With `exact` only the tensor's own scale will do: the result is that of `cast`, in one read where `last` is right.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import MiniFloat
 
+from .delayed_state import STATES
 from .fp8 import cast_finite
 from .quantize import scale_and_inverse
 
-ALIGNMENT = 16
-"""FP8 GEMMs need every dimension to be a multiple of this."""
+Cast = tuple[Tensor, Tensor, Tensor]  # codes, codes_t (empty if not asked for), scale float32 0-d
 
+ALIGNMENT = 16  # FP8 GEMMs need every dimension to be a multiple of this
+
+# A scale is kept while the tensor's own is more than the first and no more than the second times it.
 LEAST, MOST = 1 / 2, 1 + 1 / 32
-"""A scale is kept while the tensor's own is more than the first and no more than the second times it."""
 
 
 def aligned(size: int) -> int:
@@ -44,7 +46,7 @@ def cast(
     transposed: bool = True,
     amax: Tensor | None = None,  # the largest magnitude of x, if it is known
     reuse: bool = True,  # of the Triton kernel alone
-) -> tuple[Tensor, Tensor, Tensor]:  # codes, codes_t (empty if not asked for), scale float32 0-d
+) -> Cast:
     """Quantize a matrix with one scale.
 
     `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
@@ -60,20 +62,20 @@ def cast(
 def recast(
     x: Tensor,  # as `cast` takes it
     fmt: MiniFloat,
-    previous: Tensor,  # float32: begins with the scale that `cast` or `recast` returned for this matrix last
+    of: int
+    | Tensor,  # the scale of this matrix's last cast, or the handle of a DelayedState that keeps it up to date
     codes: bool = True,
     transposed: bool = True,
-    update: bool = False,  # write the scale over `previous`, where the next cast finds it
     exact: bool = False,  # only a scale that is the matrix's own fits: the result is that of `cast`
     reuse: bool = True,  # of the Triton kernel alone
-) -> tuple[Tensor, Tensor, Tensor]:  # as `cast` returns them
-    """Quantize a matrix with the scale `previous` if that fits it, else with its own."""
-    last = previous.view(-1)[0]
+) -> Cast:
+    """Quantize a matrix with the scale of its last cast if that fits it, else with its own."""
+    last = STATES[of].on(x.device)[0] if isinstance(of, int) else of
     own, _ = scale_and_inverse(_amax(x), fmt)
     # a scale that is zero or not finite fits nothing, and nothing fits such a one
     fits = own == last if exact else (own > last * LEAST) & (own <= last * MOST)
     result = _cast_with(torch.where(fits, last, own), x, fmt, codes, transposed)
-    if update and x.numel():
+    if isinstance(of, int) and x.numel():
         last.copy_(result[2])
     return result
 
@@ -82,9 +84,7 @@ def _amax(x: Tensor) -> Tensor:  # float32, 0-d
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def _cast_with(
-    scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_with(scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool) -> Cast:
     x = x.detach().reshape(-1, x.shape[-1]).float()
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     padded = pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))

@@ -10,26 +10,28 @@ kept for backward, which computes it again from gate and up, that it reads anywa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8stack.formats import E4M3, MiniFloat
 
-from .cast import ALIGNMENT, cast
-from .cast_delayed import DelayedState, cast_delayed, encode_saturating
+from .cast import ALIGNMENT, Cast, cast
+from .cast_delayed import cast_delayed, encode_saturating
 
 
 def swiglu_cast(
     gate: Tensor,  # bfloat16, float16 or float32 [rows, cols]
     up: Tensor,  # likewise
     fmt: MiniFloat,
-    states: tuple[DelayedState, ...] = (),  # one, or none: current scaling
+    of: Sequence[int] = (),  # the handle of a DelayedState, or none: current scaling
     update: bool = False,  # see cast_delayed
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:  # codes [rows16, cols16], scale float32 0-d
     """Return silu(gate) × up in FP8."""
-    codes, _, scale = _cast(_forward(gate, up), fmt, states, update, again)
+    codes, _, scale = _cast(_forward(gate, up), fmt, of, update, again)
     return codes, scale
 
 
@@ -39,14 +41,14 @@ def swiglu_backward_cast(
     up: Tensor,
     h_scale: Tensor,  # what swiglu_cast returned
     fmt: MiniFloat,
-    states: tuple[DelayedState, ...] = (),  # gate's and up's, or none
+    of: Sequence[int] = (),  # handles of gate's DelayedState and up's, or none
     update: bool = False,
 ) -> tuple[Tensor, ...]:
     """Return codes, codes_t, scale of gate's gradient; the same of up's; E4M3 codes_t of silu(gate) × up."""
     d, g, u = dh.float(), gate.float(), up.float()
     s = torch.sigmoid(g)
-    of_gate = _cast(d * u * (s * (1 + g * (1 - s))), fmt, states[:1], update, False)
-    of_up = _cast(d * (g * s), fmt, states[1:], update, False)
+    of_gate = _cast(d * u * (s * (1 + g * (1 - s))), fmt, of[:1], update, False)
+    of_up = _cast(d * (g * s), fmt, of[1:], update, False)
     h = pad(_forward(gate, up), (0, -g.shape[1] % ALIGNMENT, 0, -g.shape[0] % ALIGNMENT))
     codes = encode_saturating(h, h_scale, E4M3)
     return *of_gate, *of_up, codes.t().contiguous()
@@ -57,7 +59,5 @@ def _forward(gate: Tensor, up: Tensor) -> Tensor:
     return g * torch.sigmoid(g) * up.float()
 
 
-def _cast(
-    x: Tensor, fmt: MiniFloat, states: tuple[DelayedState, ...], update: bool, again: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return cast_delayed(x, fmt, states[0], update, again) if states else cast(x, fmt)
+def _cast(x: Tensor, fmt: MiniFloat, of: Sequence[int], update: bool, again: bool) -> Cast:
+    return cast_delayed(x, fmt, of[0], update, again) if of else cast(x, fmt)

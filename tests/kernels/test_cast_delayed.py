@@ -13,7 +13,7 @@ from fp8stack.kernels import cast_delayed as triton
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast_delayed as reference
 from fp8stack.kernels.reference.cast import cast as cast_now
-from fp8stack.kernels.reference.cast_delayed import HEADER, SEEDED, STATES, DelayedState
+from fp8stack.kernels.reference.delayed_state import HEADER, SEEDED, STATES, DelayedState
 
 MARGINS = pytest.mark.parametrize(
     ("fmt", "margin"), [(E4M3, 0), (E5M2, 1), (E4M3, 2)], ids=["e4m3-0", "e5m2-1", "e4m3-2"]
@@ -118,8 +118,8 @@ def test_a_history_goes_on_as_in_the_reference(fmt, margin, most_recent, kernel_
     ours, theirs = DelayedState(3, margin, most_recent), DelayedState(3, margin, most_recent)
     for i, x in enumerate(inputs((20, 120))):  # a tile
         for update, again in ((i % 5 != 3, False), (False, True))[: 1 + (i % 3 == 0)]:
-            results = triton.cast_delayed(x.to(kernel_device), fmt, ours, update, again)
-            expected = reference.cast_delayed(x, fmt, theirs, update, again)
+            results = triton.cast_delayed(x.to(kernel_device), fmt, ours.handle, update, again)
+            expected = reference.cast_delayed(x, fmt, theirs.handle, update, again)
             for n, (given, same) in enumerate(zip(results, expected, strict=True)):
                 assert_same_bits(given, same, f"cast {i}, result {n}")
             assert_same_bits(ours.tensor, theirs.tensor, f"state after cast {i}")
@@ -143,8 +143,8 @@ def test_matrices_cast_as_in_the_reference(fmt, dtype, shape, kernel_device, rou
             x = clean(rough(shape, dtype, 6e4 if dtype is torch.float16 else 1e30))
         else:
             x = (torch.randn(shape) * factor).to(dtype)
-        results = triton.cast_delayed(x.to(kernel_device), fmt, ours, True, False)
-        expected = reference.cast_delayed(x, fmt, theirs, True, False)
+        results = triton.cast_delayed(x.to(kernel_device), fmt, ours.handle, True, False)
+        expected = reference.cast_delayed(x, fmt, theirs.handle, True, False)
         assert_same_bits(results, expected)
         if x.numel():
             assert_same_bits(ours.tensor, theirs.tensor)
@@ -158,21 +158,21 @@ def test_views_cast_as_in_the_reference(kernel_device):
         on_device = base.to(kernel_device)[i % 3 : i % 3 + 40 * 130].view(40, 130)
         if i > 3:
             x, on_device = x.t(), on_device.t()
-        results = triton.cast_delayed(on_device, E4M3, ours, True, False)
-        assert_same_bits(results, reference.cast_delayed(x, E4M3, theirs, True, False))
+        results = triton.cast_delayed(on_device, E4M3, ours.handle, True, False)
+        assert_same_bits(results, reference.cast_delayed(x, E4M3, theirs.handle, True, False))
         assert_same_bits(ours.tensor, theirs.tensor)
 
 
 def test_an_operand_that_is_zero_while_its_state_is_young_loses_one_cast_only(kernel_device):
     state = DelayedState(4)
     for _ in range(SEEDED + 1):
-        scale = triton.cast_delayed(torch.zeros(4, 4).to(kernel_device), E4M3, state, True, False)[
-            2
-        ]
+        scale = triton.cast_delayed(
+            torch.zeros(4, 4).to(kernel_device), E4M3, state.handle, True, False
+        )[2]
         assert scale == 0
     x = torch.randn(4, 4).to(kernel_device)
-    triton.cast_delayed(x, E4M3, state, True, False)
-    assert float(triton.cast_delayed(x, E4M3, state, True, False)[2]) == pytest.approx(
+    triton.cast_delayed(x, E4M3, state.handle, True, False)
+    assert float(triton.cast_delayed(x, E4M3, state.handle, True, False)[2]) == pytest.approx(
         float(x.abs().amax()) / 448
     )
 
@@ -185,8 +185,8 @@ def test_large_matrices_cast_as_in_the_reference(fmt, shape):
     for factor in (1, 3, 0.1):
         x = (torch.randn(shape) * factor).bfloat16()
         x[-1, -1] = 100 * factor
-        results = triton.cast_delayed(x.cuda(), fmt, ours, True, False)
-        assert_same_bits(results, reference.cast_delayed(x, fmt, theirs, True, False))
+        results = triton.cast_delayed(x.cuda(), fmt, ours.handle, True, False)
+        assert_same_bits(results, reference.cast_delayed(x, fmt, theirs.handle, True, False))
         assert_same_bits(ours.tensor, theirs.tensor)
 
 
@@ -202,7 +202,7 @@ def test_elements_beyond_two_to_the_31_cast_like_the_first_ones(cols, rows_beyon
         if not seeded:
             state.on(full.device)[:2] = 0.25
             state.casts = SEEDED
-        codes, codes_t, _ = triton.cast_delayed(full, E4M3, state, True, False)
+        codes, codes_t, _ = triton.cast_delayed(full, E4M3, state.handle, True, False)
         assert_same_bits(codes[first : first + rest], codes[:rest])
         assert_same_bits(codes_t[:, first : first + rest], codes_t[:, :rest])
         assert float(state.tensor[HEADER]) == float(x.abs().amax())

@@ -15,7 +15,7 @@ import fp8stack
 from fp8stack.errors import ConfigError
 from fp8stack.formats import E4M3, FORMATS, UE3M1, UE3M5, scale_shape
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.cast_delayed import DelayedState
+from fp8stack.kernels.reference.delayed_state import DelayedState
 
 ROOT = Path(fp8stack.__file__).parents[1]
 SHAPES = pytest.mark.parametrize("shape", [(), (7,), (0, 4), (5, 200), (2, 3, 64)], ids=str)

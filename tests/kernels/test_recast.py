@@ -11,7 +11,8 @@ from fp8stack.kernels import cast as triton_cast
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast as reference_cast
 from fp8stack.kernels.reference.cast import aligned
-from fp8stack.kernels.reference.cast_delayed import DelayedState, encode_saturating
+from fp8stack.kernels.reference.cast_delayed import encode_saturating
+from fp8stack.kernels.reference.delayed_state import DelayedState
 
 SHAPES = [(1, 1), (1, 130), (130, 1), (17, 33), (64, 128), (65, 130), (2, 3, 40), (70,)]
 EDGE = 1 + 1 / 32
@@ -137,17 +138,18 @@ def test_the_scale_is_written_for_the_next_cast_where_that_is_wanted(shape, kern
     own = own_scale(x, E4M3)
     for kernels, device in ((reference_cast, "cpu"), (triton_cast, kernel_device)):
         for factor in (*KEPT, *LEFT):
-            last = torch.tensor([own * factor, 7.0, 8.0], device=device)
-            results = kernels.recast(x.to(device), E4M3, last, update=True)
+            state = DelayedState(2)
+            last = state.on(torch.device(device)).copy_(torch.tensor([own * factor, 7, 8, 9, 9]))
+            results = kernels.recast(x.to(device), E4M3, state.handle)
             assert_same_bits(
                 results, reference_cast.recast(x, E4M3, own * factor), f"factor {factor}"
             )
-            assert_same_bits(last, torch.stack([results[2].cpu(), scalar(7.0), scalar(8.0)]))
-            kernels.recast(x.to(device) * 9, E4M3, last)
             assert_same_bits(last[0], results[2])
-        last = torch.ones(1, device=device)
-        kernels.recast(torch.empty(0, 4, device=device), E4M3, last, update=True)
-        assert last.item() == 1
+            assert last[1:].tolist() == [7, 8, 9, 9]
+            kernels.recast(x.to(device) * 9, E4M3, last[0])
+            assert_same_bits(last[0], results[2])
+        kernels.recast(torch.empty(0, 4, device=device), E4M3, state.handle)
+        assert_same_bits(last[0], results[2])
 
 
 def test_a_state_holds_the_scale_of_eager_casts_and_of_operators(device):

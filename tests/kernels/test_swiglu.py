@@ -12,7 +12,7 @@ from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import ops
 from fp8stack.kernels import swiglu as triton
 from fp8stack.kernels.reference import swiglu as reference
-from fp8stack.kernels.reference.cast_delayed import SEEDED, DelayedState
+from fp8stack.kernels.reference.delayed_state import SEEDED, DelayedState
 
 SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 70), (17, 33)]
 
@@ -179,7 +179,8 @@ def test_a_history_of_scales_goes_on_as_the_references(fmt, margin, shape, kerne
             continue
         gate, up, dh = (t * 2.0 ** (i % 3 - 1) for t in draw(shape))
         again = i == 1
-        scalings = [(((h,), not again, again), ((a, b), not again)) for h, a, b in (ours, theirs)]
+        handles = [[state.handle for state in states] for states in (ours, theirs)]
+        scalings = [(((h,), not again, again), ((a, b), not again)) for h, a, b in handles]
         assert_both_ways(dh, gate, up, fmt, kernel_device, scalings)
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one.tensor.cpu(), other.tensor, rtol=2**-17, atol=0)
@@ -217,8 +218,9 @@ def test_large_matrices_are_nearly_the_references(dtype, shape):
     gate, up, dh = draw(shape, dtype)
     assert_both_ways(dh, gate, up, E5M2, "cuda", on="cuda")
     states = [DelayedState(3) for _ in range(6)]
+    handles = [state.handle for state in states]
     for _ in range(3):
-        of = [(((h,), True), ((a, b), True)) for h, a, b in (states[:3], states[3:])]
+        of = [(((h,), True), ((a, b), True)) for h, a, b in (handles[:3], handles[3:])]
         assert_both_ways(dh, gate, up, E5M2, "cuda", of, "cuda")
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast as reference
-from fp8stack.kernels.reference.cast_delayed import HEADER
+from fp8stack.kernels.reference.delayed_state import HEADER
 from fp8stack.nn import casts, fuse, load_scaling_state, scaling_state
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)

@@ -12,7 +12,7 @@ import fp8stack
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import cast_delayed as triton_delayed
 from fp8stack.kernels.reference import cast_delayed as reference_delayed
-from fp8stack.kernels.reference.cast_delayed import HEADER, DelayedState
+from fp8stack.kernels.reference.delayed_state import HEADER, DelayedState
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 MARGINS = pytest.mark.parametrize("margin", [0, 1, 2])
@@ -264,8 +264,8 @@ def test_an_amax_too_small_for_a_scale_leaves_the_scale_alone():
     states = [DelayedState(4, 0, True) for _ in range(2)]
     for i in range(18):
         x = torch.randn(16, 16) * (1e-44 if i == 16 else 1)
-        given = triton_delayed.cast_delayed(x, E4M3, states[0], True, False)
-        expected = reference_delayed.cast_delayed(x, E4M3, states[1], True, False)
+        given = triton_delayed.cast_delayed(x, E4M3, states[0].handle, True, False)
+        expected = reference_delayed.cast_delayed(x, E4M3, states[1].handle, True, False)
         assert states[1].tensor[0] > 0
         assert_same_bits(given, expected)
 

@@ -1,0 +1,69 @@
+"""What a cast remembers of one operand, on the device: the scale of the next cast, and the amax of the last ones.
+
+The state of an operand is float32 [3 + history]:
+
+    state[0]   scale of the next cast           value = code × scale
+    state[1]   scale of the last cast           recomputation under activation checkpointing repeats it
+    state[2]   where the next amax goes; the bits of an integer
+    state[3:]  amax of the last casts, 0 where there was none
+
+That of a weight, which is read before it is scaled (`recast`), has no history, and of the rest only state[0].
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+HEADER = 3
+
+# Updates after which a state is taken to have a scale. An operand that is zero until then loses its next cast.
+SEEDED = 16
+
+# By handle: an operator under torch.compile takes no objects.
+STATES: WeakValueDictionary[int, DelayedState] = WeakValueDictionary()
+_HANDLES = count()
+
+
+class DelayedState:
+    """The history of one operand, on the device of its first cast."""
+
+    def __init__(self, history: int, margin: int = 0, most_recent: bool = False) -> None:
+        self.history, self.margin, self.most_recent = history, margin, most_recent
+        self.tensor: Tensor | None = None
+        self._parts: Tensor | None = None
+        self.casts = 0
+        self.handle = next(_HANDLES)
+        STATES[self.handle] = self
+
+    @property
+    def size(self) -> int:
+        """Elements of the tensor described above."""
+        return HEADER + self.history
+
+    def on(self, device: torch.device, update: bool = False) -> Tensor:
+        """Return the tensor described above, empty at first; `update` says that a cast is about to update it."""
+        if self.tensor is None or self.tensor.device != device:
+            with torch.inference_mode(False):
+                self.tensor = torch.zeros(self.size, dtype=torch.float32, device=device)
+                if self.history:
+                    self._parts = torch.zeros(512, dtype=torch.int32, device=device)
+            self.casts = 0
+        self.casts += update
+        return self.tensor
+
+    def parts_on(self, device: torch.device) -> Tensor:
+        """Return where kernels gather a cast's amax: int32 [512], zero between casts."""
+        self.on(device)
+        assert self._parts is not None
+        return self._parts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedState:
+        return DelayedState(self.history, self.margin, self.most_recent)
+
+    def __reduce__(self) -> Any:  # a copy learns its scales anew
+        return DelayedState, (self.history, self.margin, self.most_recent)
