@@ -7,11 +7,11 @@
 
     model, optimizer = msamp.initialize(model, optimizer, opt_level="O2")
 
-`finder.py` has the one table of which of MS-AMP's modules and names there are and where they come from. What they do is
-fp8stack's: blocks of 128 instead of one scale a tensor, ordinary parameters, sums in float32. docs/migrating.md says
-which name of fp8stack replaces which of MS-AMP, and what differs in numbers. Megatron-LM's patches are not covered.
+There are the names that MS-AMP's documentation and published examples use; `finder.py` has the table of them. What they
+do is fp8stack's: blocks of 128 instead of one scale a tensor, ordinary parameters, sums in float32. docs/migrating.md
+says which name of fp8stack replaces which of MS-AMP, and what differs in numbers. Megatron-LM is not covered.
 """
 
-from .finder import Handle, enable
+from .finder import enable
 
-__all__ = ["Handle", "enable"]
+__all__ = ["enable"]

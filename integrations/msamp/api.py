@@ -24,14 +24,10 @@ from torch import nn
 import fp8stack
 from fp8stack.comm import GradientHandle
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
-from fp8stack.optim import clip_grad_norm_
 from fp8stack.optim.state_formats import is_large_matrix
 
 from .collectives import GROUPS, share_weights
 from .optimizers import COUNTERPARTS, NO_AMSGRAD
-from .tensors import Dtypes, QType
-
-__all__ = ["FsdpReplacer", "LinearReplacer", "clip_grad_norm_", "initialize", "opt_levels"]
 
 opt_levels = ["O1", "O2", "O3"]
 
@@ -108,26 +104,17 @@ class LinearReplacer:
     """FP8 layers without an optimizer."""
 
     @staticmethod
-    def replace(
-        model: nn.Module,
-        weight_qtype: QType = Dtypes.kfloat16,
-        src_rank: int = 0,
-        group: Any = None,
-    ) -> nn.Module:
+    def replace(model: nn.Module, *, src_rank: int = 0, group: Any = None) -> nn.Module:
         """Let Linear layers multiply in FP8 and give their weights FP8 gradients; return the same model.
 
         Args:
             model: before it is wrapped.
-            weight_qtype: has no effect, weights keep their dtype; there is a warning if it is given.
             src_rank: global rank whose parameters all ranks of `group` begin with.
             group: of the ranks that `optimizer.all_reduce_grads(model)` averages over; by default all.
 
         Raises:
             ModelError: for a model that cannot be converted, or is already.
         """
-        if weight_qtype != Dtypes.kfloat16:
-            told = f"weight_qtype={weight_qtype.name} has no effect: weights keep their dtype"
-            warnings.warn(f"msamp: {told}", Fp8StackWarning, stacklevel=2)
         FsdpReplacer.replace(model, src_rank, group)
         if group is not None:
             GROUPS[model] = group

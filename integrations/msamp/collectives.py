@@ -6,13 +6,13 @@ out too small. Here sums are float32 and get scales of their own: nothing satura
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,16 +20,13 @@ from fp8stack import comm
 from fp8stack.errors import ConfigError
 from fp8stack.tensor import BlockScaledTensor, is_sharded
 
-from .tensors import ScalingTensor, cast
-
-Tensors: TypeAlias = Sequence[ScalingTensor | Tensor]
 GROUPS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """The process groups that models were given to `LinearReplacer.replace` with."""
 
 
 def is_alone(group: Any = None) -> bool:
     """Return whether there is no other rank to exchange anything with."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) < 2
+    return not dist.is_initialized() or dist.get_world_size(group) < 2
 
 
 def share_weights(model: nn.Module, src_rank: int = 0, group: Any = None) -> None:
@@ -58,14 +55,6 @@ def all_reduce_grads(model: nn.Module) -> None:
         else:
             dist.all_reduce(gradient, group=group)
             gradient.div_(dist.get_world_size(group))
-
-
-class FP8DistributedDataParallel(DistributedDataParallel):
-    """torch's DistributedDataParallel, its arguments included, with FP8 on the wire."""
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(module, *args, **kwargs)
-        comm.register_fp8_hook(self)
 
 
 def FP8FullyShardedDataParallel(
@@ -110,37 +99,3 @@ def FP8FullyShardedDataParallel(
     comm.register_fp8_all_gather(module)
     comm.register_fp8_reduce_scatter(module)
     return module
-
-
-class TensorDist:
-    """Collectives of lists of ScalingTensors and ordinary tensors, in place; `bucket_size` has no effect."""
-
-    @staticmethod
-    def broadcast(tensors: Tensors, src: int = 0, group: Any = None, bucket_size: int = 0) -> None:
-        """Copy the tensors of global rank `src` to all ranks."""
-        for tensor in tensors if not is_alone(group) else ():
-            parts: list[Any] = [tensor]
-            if isinstance(tensor, ScalingTensor):
-                meta = tensor.meta = tensor.meta.to(tensor.device)
-                parts = [tensor.value, meta.scale, meta.scale_inv, meta.amax]
-            for part in parts:
-                dist.broadcast(part, src, group)
-
-    @staticmethod
-    @torch.no_grad()
-    def all_reduce(
-        tensors: Tensors, op: Any = dist.ReduceOp.SUM, group: Any = None, bucket_size: int = 0
-    ) -> None:
-        """Add up, or average (ReduceOp.AVG), with FP8 on the wire; a sum gets a scale of its own."""
-        for tensor in tensors if not is_alone(group) else ():
-            total = tensor.float() if isinstance(tensor, ScalingTensor) else tensor
-            comm.all_reduce(total, op, group)
-            if isinstance(tensor, ScalingTensor):
-                tensor.copy_(cast(total, tensor.qtype))
-
-    all_reduce_sum = all_reduce
-
-    @classmethod
-    def all_reduce_avg(cls, tensors: Tensors, group: Any = None, bucket_size: int = 0) -> None:
-        """Average over ranks."""
-        cls.all_reduce(tensors, dist.ReduceOp.AVG, group)

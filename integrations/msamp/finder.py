@@ -1,166 +1,111 @@
 """`import msamp` and a distribution "ms-amp", found in this process while somebody asks for them.
 
-A finder at the end of `sys.meta_path` answers for the modules in `LAYOUT`, and tells `importlib.metadata` of a
-distribution, which is what accelerate's `is_msamp_available` asks for. Each module is empty: its names are fetched from
-the files beside this one when they are used, so that torch.distributed or DeepSpeed are imported for nobody else.
-Nothing is written to disk, and processes that are spawned have to enable it themselves.
+`enable` puts a module into `sys.modules` for each row of `NAMES`, and a finder at the end of `sys.meta_path`. The
+finder tells `importlib.metadata` of a distribution, which is what accelerate's `is_msamp_available` asks for, and says
+which modules there are where a script imports another one. Nothing is written to disk, and processes that are spawned
+have to enable it themselves.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from importlib import import_module, invalidate_caches
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
+from fp8stack.errors import ConfigError
+from fp8stack.integrations.deepspeed import Handle
+from fp8stack.optim import clip_grad_norm_
 
-from fp8stack.errors import ConfigError, did_you_mean
-
-from .tensors import cast, qtype_of
+from . import deepspeed
+from .api import FsdpReplacer, LinearReplacer, initialize, opt_levels
+from .collectives import FP8FullyShardedDataParallel
+from .optimizers import DSAdam, FSDPAdam, LBAdam, LBAdamW
 
 VERSION = "0.4.0"
 """The version of MS-AMP whose names these are."""
 
-_API = dict.fromkeys(("LinearReplacer", "clip_grad_norm_"), "api")
-_OPTIMIZERS = dict.fromkeys(("DSAdam", "LBAdam", "LBAdamW"), "optimizers")
-_TENSORS = dict.fromkeys(("ScalingMeta", "ScalingTensor", "cast"), "tensors")
-_TENSORS["TensorDist"] = "collectives"
-
-LAYOUT: dict[str, dict[str, str]] = {
-    "msamp": {"initialize": "api", "opt_levels": "api", **_API, **_OPTIMIZERS},
-    "msamp.common": {},
-    "msamp.common.dtype": {"Dtypes": "tensors", "QType": "tensors"},
-    "msamp.common.tensor": _TENSORS,
-    "msamp.deepspeed": {"*": "deepspeed"},
-    "msamp.fsdp": {"FP8FullyShardedDataParallel": "collectives", "FsdpReplacer": "api"},
-    "msamp.nn": _API,
-    "msamp.nn.clip_grad": {"clip_grad_norm_": "api"},
-    "msamp.nn.distributed": {"FP8DistributedDataParallel": "collectives"},
-    "msamp.nn.linear": {"LinearReplacer": "api"},
-    "msamp.optim": {"FSDPAdam": "optimizers", **_OPTIMIZERS},
-    "msamp.te": {},  # imported for its effects, which were patches of TransformerEngine
+_OPTIMIZERS = (DSAdam, LBAdam, LBAdamW)
+NAMES: dict[str, tuple[Any, ...]] = {
+    "msamp": (initialize, LinearReplacer, clip_grad_norm_, *_OPTIMIZERS),
+    "msamp.fsdp": (FP8FullyShardedDataParallel, FsdpReplacer),
+    "msamp.nn": (LinearReplacer, clip_grad_norm_),
+    "msamp.optim": (FSDPAdam, *_OPTIMIZERS),
+    "msamp.te": (),  # imported for its effects, which were patches of TransformerEngine
 }
-"""MS-AMP's modules: the file that has each name, "*" for all others."""
+"""MS-AMP's modules, packages first, and what is in them; `msamp.deepspeed` is the file beside this one."""
 
 
-class Handle(AbstractContextManager["Handle"]):
-    """What `enable` returns. As a context manager it removes itself at the end."""
-
-    def __init__(self, added: dict[str, Any]) -> None:
-        self._added = added
-
-    def remove(self) -> None:
-        """Let `import msamp` find nothing again. Modules and objects made before stay usable. Twice is harmless."""
-        if self not in _HANDLES:
-            return
-        _HANDLES.remove(self)
-        for name in self._added:
-            delattr(torch.Tensor, name)
-        if not _HANDLES:
-            sys.meta_path.remove(_FINDER)
-            for name in LAYOUT:
-                sys.modules.pop(name, None)
-            invalidate_caches()
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-
-def enable(tensor_methods: bool = False) -> Handle:
+def enable() -> Handle:
     """Let `import msamp`, its submodules and the distribution "ms-amp" be found in this process.
 
-    Args:
-        tensor_methods: also give torch.Tensor the method `cast` and the property `qtype`, as `import msamp` did. It is
-            the one thing of torch that is changed, and only if asked for.
-
-    Returns:
-        A handle whose `remove()` undoes it; also a context manager. It may be enabled several times, and ends with
-        the last handle.
+    Returns a handle whose `remove()` takes this back; it is also a context manager. Objects made before stay usable.
+    Enabling twice is enabling once, and the first handle removes it.
 
     Raises:
-        ConfigError: where another package msamp can be imported, or torch.Tensor has such attributes.
+        ConfigError: where another package msamp can be imported.
     """
-    other = None if _HANDLES else sys.modules.get("msamp") or find_spec("msamp")
+    handle = Handle()
+    if _FINDER in sys.meta_path:
+        return handle
+    other = sys.modules.get("msamp") or find_spec("msamp")
     if other is not None:
         place = getattr(other, "origin", None) or getattr(other, "__file__", None) or other
         raise ConfigError(
             f"a package msamp is here already ({place}), and fp8stack's would hide it. Uninstall it "
             "(pip uninstall ms-amp), or start from another folder if it is one beside the script."
         )
-    added = {"cast": cast, "qtype": property(qtype_of)} if tensor_methods else {}
-    for name in added:
-        if hasattr(torch.Tensor, name):
-            raise ConfigError(
-                f"tensor_methods=True adds torch.Tensor.{name}, and there is one already. Call enable() without, "
-                "or remove the handle that added it."
-            )
-    if not _HANDLES:
-        sys.meta_path.append(_FINDER)
-        invalidate_caches()
-    for name, value in added.items():
-        setattr(torch.Tensor, name, value)
-    _HANDLES.append(handle := Handle(added))
+    sys.meta_path.append(_FINDER)
+    handle.callback(sys.meta_path.remove, _FINDER)
+    modules = {"msamp.deepspeed": deepspeed}
+    for name, things in NAMES.items():
+        modules[name] = module_from_spec(ModuleSpec(name, None, origin="fp8stack", is_package=True))
+        vars(modules[name]).update({thing.__name__: thing for thing in things})
+    root = modules["msamp"]
+    vars(root).update(__version__=VERSION, opt_levels=opt_levels)
+    for name, module in modules.items():
+        sys.modules[name] = module
+        handle.callback(sys.modules.pop, name, None)
+        if module is not root:
+            setattr(root, name.removeprefix("msamp."), module)
     return handle
 
 
-class _Finder(importlib.metadata.DistributionFinder, Loader):
-    """Finds and makes the modules, and finds the distribution."""
+class _Finder(DistributionFinder):
+    """Finds the distribution, and no module: those that there are have been imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname in LAYOUT:
-            return ModuleSpec(fullname, self, origin="fp8stack", is_package=True)
+    ) -> None:
         if fullname.startswith("msamp."):
             raise ModuleNotFoundError(
-                f"fp8stack's msamp has no module {fullname!r}; it has {', '.join(LAYOUT)}. "
+                f"fp8stack's msamp has no module {fullname!r}; it has {', '.join(NAMES)} and msamp.deepspeed. "
                 "docs/migrating.md says what to use instead.",
                 name=fullname,
             )
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        package, places = module.__name__, LAYOUT[module.__name__]
-
-        def look_up(name: str) -> Any:
-            if f"{package}.{name}" in LAYOUT:
-                return import_module(f"{package}.{name}")
-            file = places.get(name) or places.get("*")
-            if file is None or name.startswith("__"):
-                meant = did_you_mean(name, places)
-                raise AttributeError(f"fp8stack's {package} has no {name!r}.{meant}")
-            return getattr(import_module(f".{file}", __package__), name)
-
-        own = {"__getattr__": look_up, "__version__": VERSION}
-        vars(module).update(own, __all__=sorted(places.keys() - {"*"}))
 
     def find_distributions(
-        self, context: importlib.metadata.DistributionFinder.Context | None = None
-    ) -> Iterable[importlib.metadata.Distribution]:
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterable[Distribution]:
         name = None if context is None else context.name
         if name is None or re.sub(r"[-_.]+", "-", name).lower() == "ms-amp":
             yield _Distribution()
 
 
-class _Distribution(importlib.metadata.Distribution):
+class _Distribution(Distribution):
     """Name and version, and no files."""
 
     def read_text(self, filename: str) -> str | None:
         about = f"Metadata-Version: 2.1\nName: ms-amp\nVersion: {VERSION}\n"
-        return {"METADATA": about, "top_level.txt": "msamp\n"}.get(filename)
+        return about if filename == "METADATA" else None
 
     def locate_file(self, path: Any) -> Path:
         return Path(__file__).with_name(str(path))
 
 
 _FINDER = _Finder()
-_HANDLES: list[Handle] = []

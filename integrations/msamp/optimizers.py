@@ -5,9 +5,6 @@
 | uint8 (E4M3), float16 (the default)  | "fp8-lm"  | the same formats, one power-of-two scale a tensor  |
 | uint8, uint8                         | "fp8"     | blocks of 128; v as its square root                |
 | float32, float32                     | "fp32"    | the same                                           |
-| int8 (E5M2) instead of uint8         | as uint8  | E4M3: the nearest, with a warning                  |
-| float16, float16 or uint8            | "bf16"    | the nearest, with a warning                        |
-| one of them float32                  | "fp32"    | the nearest, with a warning                        |
 
 `msamp.initialize` at O2 does not go by these: its states are O2's. Vectors and matrices of less than 4,096 elements
 keep float32 states. L2 decay is part of the gradient that the moments see, as in torch.
@@ -27,9 +24,11 @@ from fp8stack.errors import ConfigError, Fp8StackWarning
 from .collectives import all_reduce_grads
 
 NO_AMSGRAD = "amsgrad=True has no effect, as it had none in MS-AMP"
-_KINDS = {torch.uint8: "fp8", torch.int8: "fp8", torch.float16: "half", torch.float32: "float"}
-_STATES = {"fp8 fp8": "fp8", "fp8 half": "fp8-lm", "half fp8": "bf16", "half half": "bf16"}
-_EXACT = ((torch.uint8, torch.float16), (torch.uint8, torch.uint8), (torch.float32, torch.float32))
+_STATES = {
+    (torch.uint8, torch.float16): "fp8-lm",
+    (torch.uint8, torch.uint8): "fp8",
+    (torch.float32, torch.float32): "fp32",
+}
 _IDLE = {  # arguments of MS-AMP's that have no effect at another value than this one
     "bias_correction": (True, "bias_correction=False has no effect: moments are always corrected"),
     "amsgrad": (False, NO_AMSGRAD),
@@ -47,7 +46,7 @@ class LowBitOptimizer(optim.BlockwiseOptimizer):
         bias_correction, amsgrad, tensor_scale, set_grad_none: have no effect, and a warning says so.
 
     Raises:
-        ConfigError: for a dtype that MS-AMP does not take either, or a hyper-parameter out of range.
+        ConfigError: for other dtypes, or a hyper-parameter out of range.
     """
 
     ORDER: ClassVar[tuple[str, ...]] = ()  # of positional arguments
@@ -57,21 +56,16 @@ class LowBitOptimizer(optim.BlockwiseOptimizer):
             raise TypeError(f"{type(self).__name__} takes {', '.join(self.ORDER)}, got {args}")
         options |= dict(zip(self.ORDER, args, strict=False))
         told = [text for name, (idle, text) in _IDLE.items() if options.pop(name, idle) != idle]
-        dtypes = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16}
-        for name, dtype in dtypes.items():
-            dtypes[name] = options.pop(name, dtype)
-            if dtypes[name] not in _KINDS:
-                known = ", ".join(str(d) for d in _KINDS)
-                raise ConfigError(
-                    f"{name}={dtypes[name]} is no format of a moment; use one of {known} (uint8 is E4M3, int8 E5M2)."
-                )
-        first, second = dtypes.values()
-        states = _STATES.get(f"{_KINDS[first]} {_KINDS[second]}", "fp32")
-        if (first, second) not in _EXACT:
-            told.insert(0, f'moments of {first} and {second} are kept as states="{states}"')
         if told:
             warnings.warn(f"msamp: {'; '.join(told)}", Fp8StackWarning, stacklevel=2)
-        super().__init__(params, states=states, **options)
+        first = options.pop("exp_avg_dtype", torch.uint8)
+        second = options.pop("exp_avg_sq_dtype", torch.float16)
+        if (first, second) not in _STATES:
+            known = "; ".join(f"{one} and {other}" for one, other in _STATES)
+            raise ConfigError(
+                f"exp_avg_dtype={first}, exp_avg_sq_dtype={second}: moments have no such formats. Use {known}."
+            )
+        super().__init__(params, states=_STATES[first, second], **options)
 
     def all_reduce_grads(self, model: nn.Module) -> None:
         """Average the gradients of `model` over ranks; nothing where DistributedDataParallel has done so."""

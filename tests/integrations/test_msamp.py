@@ -1,12 +1,10 @@
 """MS-AMP's names over fp8stack: how they are found, what scripts do with them, and what MS-AMP got wrong."""
 
-import copy
 import functools
 import importlib.metadata
 import importlib.util
 import json
 import os
-import pickle
 import subprocess
 import sys
 import warnings
@@ -15,19 +13,18 @@ import engines
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits, nearest, through_file
-from ranks import assert_equal_everywhere, assert_near, drawn, run_ranks
+from helpers import assert_same_bits, through_file
+from ranks import assert_equal_everywhere, assert_near, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8stack
 from fp8stack import BlockScaledTensor, optim
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
-from fp8stack.formats import E4M3, E5M2
 from fp8stack.integrations.msamp import enable
 from fp8stack.nn import Fp8Linear
 
-U8, I8, F16, F32 = torch.uint8, torch.int8, torch.float16, torch.float32
+U8, F16, F32 = torch.uint8, torch.float16, torch.float32
 
 
 def build(seed=0):
@@ -79,23 +76,27 @@ def is_found():
 def test_nothing_is_found_unless_asked_for():
     assert not is_found()
     first, second = enable(), enable()
-    import msamp.nn.distributed
-    from msamp import LBAdamW, clip_grad_norm_, nn, optim
-    from msamp.common.tensor import ScalingTensor
+    import msamp.optim
+    from msamp import LBAdamW, clip_grad_norm_, deepspeed, nn
+    from msamp.nn import LinearReplacer
 
     assert is_found()
     assert msamp.nn is nn
-    assert optim.LBAdamW is LBAdamW
+    assert msamp.LinearReplacer is LinearReplacer
+    assert msamp.deepspeed is deepspeed
+    assert msamp.optim.LBAdamW is LBAdamW
     assert clip_grad_norm_ is fp8stack.optim.clip_grad_norm_
-    assert ScalingTensor.__module__ == "fp8stack.integrations.msamp.tensors"
     assert importlib.metadata.metadata("MS_AMP")["Name"] == "ms-amp"
     assert msamp.__version__ == importlib.metadata.version("ms-amp") == "0.4.0"
     assert any(d.name == "ms-amp" for d in importlib.metadata.distributions())
-    assert importlib.metadata.packages_distributions()["msamp"] == ["ms-amp"]
-    first.remove()
-    first.remove()
-    assert is_found()
+    with pytest.raises(ModuleNotFoundError, match=r"no module 'msamp.megatron'; it has msamp, "):
+        importlib.import_module("msamp.megatron")
+    with pytest.raises(ImportError, match="model_state"):
+        from msamp.nn import model_state  # noqa: F401
     second.remove()
+    assert is_found()
+    first.remove()
+    first.remove()
     assert not is_found()
     assert not any(name.split(".")[0] == "msamp" for name in sys.modules)
     with pytest.raises(ModuleNotFoundError, match="No module named 'msamp'"):
@@ -104,23 +105,13 @@ def test_nothing_is_found_unless_asked_for():
 
 def test_importing_it_enables_nothing_and_loads_no_framework():
     code = (
-        "import sys, fp8stack.integrations.msamp as m; assert not any(f is m.finder._FINDER for f in sys.meta_path)\n"
-        "m.enable(); import msamp, msamp.nn, msamp.optim, msamp.te; from msamp import deepspeed; msamp.LBAdamW\n"
-        "print(*sys.modules)"
+        "import sys, fp8stack.integrations.msamp as m; assert m.finder._FINDER not in sys.meta_path\n"
+        "m.enable(); import msamp.te; from msamp import deepspeed; print(*sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     loaded = set(result.stdout.split())
     assert not loaded & {"deepspeed", "accelerate", "transformers", "triton"}
-
-
-def test_names_that_it_does_not_have(msamp):
-    with pytest.raises(ModuleNotFoundError, match=r"no module 'msamp.megatron'; it has msamp, "):
-        importlib.import_module("msamp.megatron")
-    with pytest.raises(AttributeError, match=r"no 'initialise'\. Did you mean"):
-        msamp.initialise  # noqa: B018
-    with pytest.raises(ImportError):
-        from msamp.nn import model_state  # noqa: F401
 
 
 def test_another_msamp_is_refused(tmp_path, monkeypatch):
@@ -130,19 +121,6 @@ def test_another_msamp_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=rf"is here already \({tmp_path}.*pip uninstall ms-amp"):
         enable()
     assert not any("msamp" in type(f).__module__ for f in sys.meta_path)
-
-
-def test_tensor_methods_only_if_asked_for(msamp):
-    x = torch.randn(3, 4)
-    assert not hasattr(x, "cast")
-    with enable(tensor_methods=True):
-        assert x.qtype == msamp.common.dtype.Dtypes.kfloat32
-        scaled = x.cast(msamp.common.dtype.Dtypes.kfloat8_e5m2)
-        assert scaled.qtype == msamp.common.dtype.Dtypes.kfloat8_e5m2
-        with pytest.raises(ConfigError, match=r"torch\.Tensor\.cast, and there is one already"):
-            enable(tensor_methods=True)
-    assert not hasattr(x, "cast")
-    assert not hasattr(x, "qtype")
 
 
 # --- initialize
@@ -255,90 +233,40 @@ def test_a_model_is_moved_to_the_gpu_and_states_follow(msamp):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "decoupled", "error"),
+    ("name", "options", "kind"),
     [
-        ("LBAdam", {"exp_avg_dtype": F32, "exp_avg_sq_dtype": F32}, False, 1e-5),
-        ("LBAdam", {}, False, 0.05),
-        ("DSAdam", {"adam_w_mode": False, "exp_avg_dtype": F32, "exp_avg_sq_dtype": F32}, False, 1e-5),
-        ("DSAdam", {"exp_avg_dtype": F32, "exp_avg_sq_dtype": F32, "set_grad_none": True}, True, 1e-5),
+        ("LBAdam", {}, torch.optim.Adam),
+        ("DSAdam", {"adam_w_mode": False}, torch.optim.Adam),
+        ("DSAdam", {"set_grad_none": True}, torch.optim.AdamW),
     ],
-)  # fmt: skip
-def test_decay_is_in_the_moments_or_apart_from_them(msamp, name, options, decoupled, error):
+)
+def test_decay_is_in_the_moments_or_apart_from_them(msamp, name, options, kind):
     """MS-AMP's low-bit Adam stepped with the decay and kept moments without it."""
     torch.manual_seed(1)
     start = torch.randn(64, 128)
     p, q = nn.Parameter(start.clone()), nn.Parameter(start.double())
-    low = getattr(msamp, name)([p], lr=1e-2, weight_decay=0.1, **options)
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    full = {"exp_avg_dtype": F32, "exp_avg_sq_dtype": F32}
+    low = getattr(msamp, name)([p], lr=1e-2, weight_decay=0.1, **full, **options)
     exact = kind([q], lr=1e-2, weight_decay=0.1)
-    for _ in range(200):
+    for _ in range(50):
         gradient = torch.randn(64, 128) * 0.1
         p.grad, q.grad = gradient, gradient.double()
         low.step()
         exact.step()
-    assert (p.double() - q).norm() / q.norm() < error
-
-
-def test_tied_weights_stay_tied_and_frozen_layers_frozen(msamp):
-    """MS-AMP replaced parameters: a tied head was never trained, later groups got others' parameters, all thawed."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Embedding(128, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 128, bias=False)
-    )
-    model[3].weight = model[0].weight
-    model[1].weight.requires_grad_(False)
-    frozen = model[1].weight.detach().clone()
-    groups = [{"params": [p]} for p in model.parameters() if p.requires_grad]
-    model, optimizer = msamp.initialize(model, torch.optim.AdamW(groups, lr=1e-2), "O2")
-    assert model[3].weight is model[0].weight
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    assert all(a is b["params"][0] for a, b in zip(owned, groups, strict=True))
-    tokens = torch.arange(128)
-    losses = []
-    for _ in range(15):
-        loss = nn.functional.cross_entropy(model(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    assert model[1].weight.grad is None
-    assert not model[1].weight.requires_grad
-    assert_same_bits(model[1].weight.detach(), frozen)
+    assert (p.double() - q).norm() / q.norm() < 1e-5
 
 
 # --- optimizers and layers on their own
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "states", "exact"),
-    [
-        (U8, F16, "fp8-lm", True), (U8, U8, "fp8", True), (F32, F32, "fp32", True),
-        (I8, F16, "fp8-lm", False), (I8, U8, "fp8", False), (U8, I8, "fp8", False),
-        (F16, F16, "bf16", False), (F16, U8, "bf16", False), (F32, F16, "fp32", False),
-        (U8, F32, "fp32", False),
-    ],
-)  # fmt: skip
-def test_dtypes_of_moments(msamp, first, second, states, exact):
-    p = nn.Parameter(torch.randn(64, 128))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", Fp8StackWarning)
-        optimizer = msamp.LBAdamW([p], exp_avg_dtype=first, exp_avg_sq_dtype=second)
-    assert optimizer.states == states
-    assert len(caught) == (not exact)
-    if not exact:
-        assert f"{first} and {second}" in str(caught[0].message)
-    p.grad = torch.randn(64, 128)
-    optimizer.step()
-    assert p.isfinite().all()
-
-
 def test_arguments_of_optimizers(msamp):
     p = nn.Parameter(torch.randn(8, 8))
+    for first, second, states in ((U8, F16, "fp8-lm"), (U8, U8, "fp8"), (F32, F32, "fp32")):
+        assert msamp.LBAdamW([p], exp_avg_dtype=first, exp_avg_sq_dtype=second).states == states
     with pytest.raises(
-        ConfigError, match=r"exp_avg_sq_dtype=torch\.int32 is no format of a moment"
+        ConfigError, match=r"=torch\.float16: .* Use torch.uint8 and torch.float16;"
     ):
-        msamp.LBAdam([p], exp_avg_sq_dtype=torch.int32)
+        msamp.LBAdam([p], exp_avg_dtype=F32)
     with pytest.warns(
         Fp8StackWarning, match=r"bias_correction=False .*; amsgrad=True .*; tensor_s"
     ):
@@ -374,8 +302,6 @@ def test_layers_without_initialize(msamp):
     assert kinds[-1] == [BlockScaledTensor, torch.Tensor]
     with pytest.raises(ModelError, match="already converted"):
         msamp.nn.LinearReplacer.replace(model)
-    with pytest.warns(Fp8StackWarning, match="weight_qtype=kFloat8E4M3 has no effect"):
-        msamp.LinearReplacer.replace(build(), msamp.common.dtype.Dtypes.kfloat8_e4m3)
 
 
 def test_deepspeed_s_section(msamp):
@@ -408,96 +334,6 @@ def test_deepspeed_s_section(msamp):
         deepspeed.initialize(model=build(), config=config)
 
 
-# --- scaled tensors
-
-
-@pytest.mark.parametrize("fmt", [E4M3, E5M2])
-def test_codes_are_the_nearest_at_a_power_of_two(msamp, fmt):
-    from msamp.common.tensor import cast
-
-    qtype = getattr(msamp.common.dtype.Dtypes, f"kfloat8_{fmt.name}")
-    x = torch.randn(33, 50) * 3e-5
-    scaled = cast(x, qtype)
-    scale = float(scaled.meta.scale)
-    assert torch.frexp(scaled.meta.scale)[0] == 0.5
-    assert fmt.max / 2 < float(x.abs().max()) * scale <= fmt.max
-    expected = nearest(x * scale, fmt) / scale
-    assert_same_bits(scaled.float(), expected.float())
-    assert scaled.value.dtype is scaled.dtype is torch.uint8
-    assert scaled.meta.amax[0] == x.abs().max()
-    assert float(scaled.meta.scale_inv) == 1 / scale
-    meta = msamp.common.tensor.ScalingMeta(qtype)
-    assert torch.equal(cast(x, qtype, meta).value, scaled.value)
-    assert torch.equal(meta.scale, scaled.meta.scale)
-    kept = cast(torch.zeros(3), qtype, meta)  # whose amax says nothing
-    assert torch.equal(kept.meta.scale, scaled.meta.scale)
-
-
-def test_scaled_tensors_between_formats(msamp):
-    from msamp.common.tensor import ScalingTensor, cast
-
-    kinds = msamp.common.dtype.Dtypes
-    tolerance = {
-        kinds.kfloat8_e4m3: 2**-4, kinds.kfloat8_e5m2: 2**-3, kinds.kbfloat16: 2**-8,
-        kinds.kfloat16: 2**-11, kinds.kfloat32: 2**-23,
-    }  # fmt: skip
-    x = torch.rand(4, 6) + 1
-    for first, error in tolerance.items():
-        scaled = cast(x, first)
-        assert scaled.dtype is kinds.get_dtype_from_qtype(first)
-        for second, other in tolerance.items():
-            again = scaled.cast(second)
-            assert again.qtype == second
-            assert ((again.float() - x).abs() <= (error + other) * 1.1 * x).all()
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            assert scaled.to(dtype).dtype is dtype
-        flipped = scaled.t().contiguous()
-        assert_same_bits(flipped.float(), scaled.float().t().contiguous())
-        assert scaled.flatten().shape == (24,)
-        assert (scaled.size(), scaled.numel()) == (x.shape, 24)
-    with pytest.raises(ConfigError, match=r"codes of kFloat16 are torch.float16, got torch.uint8"):
-        ScalingTensor(torch.zeros(3, dtype=torch.uint8), cast(x, kinds.kfloat16).meta)
-    with pytest.raises(AttributeError, match="ScalingTensor has no 'matmul'; float"):
-        cast(x, kinds.kfloat16).matmul(x)
-
-
-def test_scaled_tensors_in_place(msamp):
-    from msamp.common.tensor import ScalingMeta, cast
-
-    kinds = msamp.common.dtype.Dtypes
-    x = torch.randn(5, 7)
-    for qtype in (kinds.kfloat8_e4m3, kinds.kfloat16):
-        scaled = cast(x, qtype)
-        before = scaled.float()
-        copies = scaled.clone(), copy.deepcopy(scaled), pickle.loads(pickle.dumps(scaled))
-        scaled.mul_(4.0).mul_(torch.tensor([0.5])).div_(8)
-        assert_same_bits(scaled.float(), before / 4)
-        assert scaled.meta.scale * scaled.meta.scale_inv == 1
-        for other in copies:
-            assert_same_bits(other.float(), before)
-        assert_same_bits(copies[0].copy_(scaled).float(), scaled.float())
-        view, apart = scaled.t(), scaled.clone()
-        scaled.mul_(2.0)
-        assert_same_bits(view.float(), scaled.float().t())
-        assert_same_bits(apart.float(), scaled.float() / 2)
-        assert (scaled.max(), scaled.min()) == (scaled.float().max(), scaled.float().min())
-        for bad in (torch.nan, torch.inf, -torch.inf):
-            y = x.clone()
-            y[1, 2] = bad
-            assert cast(y, qtype).has_inf_or_nan()
-            assert not cast(y, qtype).meta.amax[0].isfinite()
-        assert not scaled.has_inf_or_nan()
-        assert not scaled.zero_().float().any()
-        with pytest.raises(ConfigError, match="takes no kFloat8E5M2 codes"):
-            scaled.copy_(cast(x, kinds.kfloat8_e5m2))
-        with pytest.raises(ConfigError, match=r"by one number, got a tensor of shape \(2,\)"):
-            scaled.mul_(torch.ones(2))
-    with pytest.raises(ConfigError, match="window_size=16"):
-        ScalingMeta(kinds.kfloat8_e4m3, window_size=16)
-    with pytest.raises(ConfigError, match=r"kInt32.* has no scale"):
-        cast(x, kinds.kint32)
-
-
 # --- between processes
 
 
@@ -517,7 +353,7 @@ def use_ranks(rank, folder):
     if dist.get_world_size() == 1:  # on CPUs, accelerate has no DeepSpeed of several ranks
         run_deepspeed(folder, real)
         return
-    for check in (check_gradients, check_wrapped, check_replacer, check_tensors, check_fsdp):
+    for check in (check_gradients, check_wrapped, check_replacer, check_fsdp):
         check(rank)
 
 
@@ -561,24 +397,20 @@ def check_gradients(rank):
 
 
 def check_wrapped(rank):
-    """DistributedDataParallel after initialize, torch's and MS-AMP's, stays together; its gradients are left alone."""
+    """DistributedDataParallel after initialize stays together; its gradients are left alone."""
     import msamp
-    from msamp.nn.distributed import FP8DistributedDataParallel
 
-    for kind in (DistributedDataParallel, FP8DistributedDataParallel):
-        model = build(seed=rank)
-        model, optimizer = msamp.initialize(model, torch.optim.Adam(model.parameters(), lr=3e-3))
-        wrapped = kind(model)
-        assert falls(train(wrapped, optimizer, 20, rank=rank), to=1)
-        wrapped(inputs(rank)).square().mean().backward()
-        before = model[0].weight.grad
-        codes = before.codes.clone()
-        optimizer.all_reduce_grads(wrapped)
-        assert model[0].weight.grad is before
-        assert_same_bits(before.codes, codes)
-        check_same(model)
-    with pytest.raises(RuntimeError, match=r"register_comm_hook"):
-        wrapped.register_comm_hook(None, lambda state, bucket: None)  # FP8's is there
+    model = build(seed=rank)
+    model, optimizer = msamp.initialize(model, torch.optim.Adam(model.parameters(), lr=3e-3))
+    wrapped = DistributedDataParallel(model)
+    assert falls(train(wrapped, optimizer, 20, rank=rank), to=1)
+    wrapped(inputs(rank)).square().mean().backward()
+    before = model[0].weight.grad
+    codes = before.codes.clone()
+    optimizer.all_reduce_grads(wrapped)
+    assert model[0].weight.grad is before
+    assert_same_bits(before.codes, codes)
+    check_same(model)
 
 
 def check_replacer(rank):
@@ -594,32 +426,6 @@ def check_replacer(rank):
     optimizer.all_reduce_grads(model)
     optimizer.step()
     check_same(model)
-
-
-def check_tensors(rank):
-    from msamp.common.dtype import Dtypes
-    from msamp.common.tensor import TensorDist, cast
-
-    same = drawn(7, (33, 50))
-    for qtype, decibels in ((Dtypes.kfloat8_e4m3, 25), (Dtypes.kfloat16, 28)):
-        scaled = cast(same, qtype)
-        expected = scaled.float()
-        TensorDist.all_reduce_avg([scaled])
-        assert_near(scaled.float(), expected, decibels)
-        largest = expected.abs().max()
-        assert abs(scaled.float().abs().max() / largest - 1) < 0.04  # MS-AMP's: half of it
-        TensorDist.all_reduce([scaled], dist.ReduceOp.SUM)
-        assert_near(scaled.float(), 2 * expected, decibels - 3)
-        assert_equal_everywhere(scaled.value)
-
-    mine, plain = cast(drawn(rank, 20) * 10.0**rank, Dtypes.kfloat8_e5m2), drawn(rank, 5)
-    TensorDist.broadcast([mine, plain], src=1)
-    assert_same_bits(mine.float(), cast(drawn(1, 20) * 10, Dtypes.kfloat8_e5m2).float())
-    assert_same_bits(plain, drawn(1, 5))
-
-    synced = cast(drawn(rank, 20) * 100.0**rank, Dtypes.kfloat8_e4m3, sync=True)
-    assert_equal_everywhere(synced.meta.scale)
-    assert synced.meta.amax[0] == (drawn(1, 20) * 100).abs().max()
 
 
 def check_fsdp(rank):
@@ -741,7 +547,7 @@ def run_deepspeed(folder, real):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", Fp8StackWarning)
             engine = start(model, optimizer=optimizer, model_parameters=None, config=on)
-        assert any("a scale for each 128" in str(w.message) for w in told) is (level == "O1")
+        assert any("a scale for each 128" in str(w.message) for w in told)
         check_states(engine, True)
         assert engines.inner_of(engine).param_groups[0]["lr"] == 3e-3
     from accelerate import Accelerator
