@@ -34,7 +34,8 @@ from fp8stack.integrations.deepspeed.section import find_section
 from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or_warn
 from fp8stack.integrations.incompatibilities.training_run import comes_from
 from fp8stack.integrations.verification import Verification, verify_initialized
-from fp8stack.levels import Recipe, recipe_for
+from fp8stack.levels import recipe_for
+from fp8stack.optim import BlockwiseOptimizer
 
 
 def prepare(
@@ -71,11 +72,10 @@ def prepare(
         )
     given, kind = (model, optimizer, *others), kind_of(accelerator)
     if kind == "DEEPSPEED":
-        with sectioned(accelerator, opt_level, options) as recipe:
-            check_driver(accelerator, model, optimizer, recipe)
+        with sectioned(accelerator, optimizer, opt_level, options):
             return tuple(accelerator.prepare(*given))
     level = "O2" if opt_level is None else opt_level
-    check_driver(accelerator, model, optimizer, recipe_for(level, preset, **overrides))
+    recipe_for(level, preset, **overrides)  # raises before anything is changed
     if kind == "FSDP":
         prepared = accelerator.prepare(*given)
         initialize_sharded(prepared[0], prepared[1], level, options)
@@ -85,7 +85,7 @@ def prepare(
     _, ours = fp8stack.initialize(model, optimizer, level, **options)
     try:
         prepared = accelerator.prepare(model, ours, *others)
-        finish(accelerator, prepared[0])
+        attach(accelerator, prepared[0])
     except BaseException:
         fp8stack.restore(model)
         raise
@@ -103,17 +103,10 @@ def attach(accelerator: Any, model: Any) -> Verification:
         model: what its `prepare` returned. Move a model to `accelerator.device` before `fp8stack.initialize`.
 
     Raises:
-        ConfigError: as `prepare`.
+        ConfigError: for FP8 of Accelerate's own, or a way to share the work that cannot be had.
         ModelError: if the model was not prepared or not initialized, has a communication hook already, or is no longer
             what was initialized.
     """
-    kind_of(accelerator)
-    check_driver(accelerator, model, None, None)
-    return finish(accelerator, model)
-
-
-def finish(accelerator: Any, model: Any) -> Verification:
-    """Do what `attach` does, but do not look for known incompatibilities."""
     kind = kind_of(accelerator)
     if not getattr(model, "_is_accelerate_prepared", False):
         raise ModelError(
@@ -134,7 +127,7 @@ def finish(accelerator: Any, model: Any) -> Verification:
             "fp8stack.initialize out, and accelerator.prepare to fp8stack.integrations.accelerate.prepare."
         )
     if sharded:
-        return fsdp.verify_sharded(bare)
+        return fsdp.verify(bare)
     if not parallel:
         return verify_initialized(bare)
     reduces = {"DistributedDataParallel": True} if recipe.gradients == "fp8" else {}
@@ -155,12 +148,19 @@ def kind_of(accelerator: Any) -> str:
     """Return Accelerate's name of the way that processes share the work, such as "MULTI_GPU" or "FSDP" (FSDP2).
 
     Raises:
-        ConfigError: for a way that cannot be had, or what is no Accelerator.
+        ConfigError: for a way that cannot be had, FP8 of Accelerate's own, or what is no Accelerator.
     """
     if not comes_from(accelerator, "accelerate"):
         raise ConfigError(
             f"accelerator must be an accelerate.Accelerator, got {type(accelerator).__name__}. Accelerate is installed "
             "by pip install 'fp8stack[accelerate]'."
+        )
+    handlers = {n: f"{n.lower()}_recipe_handler" for n in ("TE", "AO", "MSAMP")}
+    backend = next((n for n, h in handlers.items() if getattr(accelerator, h, None)), "")
+    if backend or accelerator.mixed_precision == "fp8":
+        raise ConfigError(
+            f'Accelerator(mixed_precision="fp8") has {backend or "a backend"} convert the same layers, and FP8 cannot '
+            'have two owners. Use mixed_precision="bf16" with fp8stack.'
         )
     kind = str(accelerator.distributed_type.value)
     if not (kind == "FSDP" and getattr(accelerator, "is_fsdp2", False)):
@@ -176,25 +176,6 @@ def initialize_sharded(
     optimizer.__setstate__({"optimizer": ours})  # which renews what it keeps of its methods, too
 
 
-def check_driver(accelerator: Any, model: Any, optimizer: Any, recipe: Recipe | None) -> None:
-    """Raise or warn for what is known not to work with an Accelerator, or a Trainer's; see docs/incompatibilities.md.
-
-    Raises:
-        ConfigError: for FP8 of Accelerate's own, or a combination that is known to fail.
-    """
-    run = TrainingRun(model=model, optimizer=optimizer, recipe=recipe, accelerator=accelerator)
-    # The DeepSpeed adapter looks for all other rows when the engine is made.
-    late = "offload-replaces-optimizer"
-    raise_or_warn(f for f in check(run) if not run.config or f.row.name == late)
-    handlers = {n: f"{n.lower()}_recipe_handler" for n in ("TE", "AO", "MSAMP")}
-    backend = next((n for n, h in handlers.items() if getattr(accelerator, h, None)), "")
-    if backend or accelerator.mixed_precision == "fp8":
-        raise ConfigError(
-            f'Accelerator(mixed_precision="fp8") has {backend or "a backend"} convert the same layers, and FP8 cannot '
-            'have two owners. Use mixed_precision="bf16" with fp8stack.'
-        )
-
-
 def options_given(strict: bool, preset: str | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `initialize`'s options that differ from their defaults."""
     own = {"strict": strict or None, "preset": preset}
@@ -203,12 +184,13 @@ def options_given(strict: bool, preset: str | None, overrides: Mapping[str, Any]
 
 @contextmanager
 def sectioned(
-    accelerator: Any, opt_level: str | None, options: Mapping[str, Any]
-) -> Iterator[Recipe | None]:
-    """Have DeepSpeed engines that are made meanwhile read a section "fp8stack" with these options; yield its recipe.
+    accelerator: Any, optimizer: Any, opt_level: str | None, options: Mapping[str, Any]
+) -> Iterator[None]:
+    """Have DeepSpeed engines that are made meanwhile read a section "fp8stack" with these options.
 
     Raises:
-        ConfigError: for an unknown option or value, or options both here and in the configuration.
+        ConfigError: for an unknown option or value, options both here and in the configuration, or an optimizer in
+            whose place Accelerate would put its own.
     """
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if "fp8stack" in config and options:
@@ -219,13 +201,18 @@ def sectioned(
     fresh = "fp8stack" not in config
     asked = {"opt_level": opt_level or "O2", **options} if fresh else config["fp8stack"]
     section = find_section({"fp8stack": asked}, opt_level)
-    if section is not None and section.recipe.states != "keep":
+    recipe = None if section is None else section.recipe
+    ours = isinstance(optimizer, BlockwiseOptimizer)
+    if recipe is not None and (ours or recipe.states != "keep"):
         # else Accelerate takes an optimizer of its own under offload, before DeepSpeed is asked
         config.setdefault("zero_force_ds_cpu_optimizer", False)
+    # the DeepSpeed adapter looks for all other rows when the engine is made
+    found = check(TrainingRun(config, optimizer=optimizer, recipe=recipe))
+    raise_or_warn(f for f in found if f.row.name == "offload-replaces-optimizer")
     config["fp8stack"] = asked
     try:
         with deepspeed.install():
-            yield None if section is None else section.recipe
+            yield
     finally:
         if fresh:
             del config["fp8stack"]

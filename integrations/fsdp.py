@@ -19,9 +19,10 @@ Limits: `restore` cannot undo it. FSDP2 only: the flat vectors of FSDP1 have no 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,21 +36,20 @@ from fp8stack.comm.fsdp import (
     compute_dtype_of,
     is_hybrid,
     reduces_in_fp8,
-    register_fp8_all_gather,
     register_fp8_reduce_scatter,
     units_of,
 )
 from fp8stack.conflicts import FSDP2, refuse_conflicts
 from fp8stack.conversion import Session
-from fp8stack.errors import ConfigError, ModelError
+from fp8stack.errors import ModelError
 from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe, recipe_for
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.sharded import check_placements, collect, distribute
-from fp8stack.report import Report, say
+from fp8stack.report import say
 from fp8stack.tensor import is_sharded
 
-__all__ = ["attach", "fully_shard_fp8", "verify", "verify_sharded"]
+__all__ = ["attach", "fully_shard_fp8", "verify"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -59,7 +59,6 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     opt_level: str = "O2",
     *,
-    fp8_all_gather: bool = False,
     strict: bool = False,
     preset: str | None = None,
     **overrides: Any,
@@ -73,7 +72,6 @@ def attach(
         optimizer: built from the sharded parameters. May be None at O0, and stays the same at O0 and O1. O2 returns
             another one that shares `param_groups`; a scheduler built before drives it too.
         opt_level, preset: as in `fp8stack.initialize`.
-        fp8_all_gather: gather the weights of FP8 layers as E4M3 blocks; see `fp8stack.comm.register_fp8_all_gather`.
         strict: raise where a part of the level would fall back, instead of warning with the reason.
         overrides: single fields of `fp8stack.Recipe`.
 
@@ -88,7 +86,7 @@ def attach(
         unit.reshard()  # so that the model's parameters are the sharded ones
     if isinstance(optimizer, torch.optim.Optimizer):  # `decide` says so if not
         _check_owned(model, optimizer)
-    return _attach_sharded(model, optimizer, recipe, fp8_all_gather, strict, None)
+    return _attach_sharded(model, optimizer, recipe, strict, None)
 
 
 def fully_shard_fp8(
@@ -100,7 +98,6 @@ def fully_shard_fp8(
     blocks: Iterable[nn.Module] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
-    fp8_all_gather: bool = False,
     strict: bool = False,
     preset: str | None = None,
     **overrides: Any,
@@ -115,7 +112,7 @@ def fully_shard_fp8(
         blocks: the modules to shard on their own; all elements of the model's outermost ModuleLists if None. The rest
             is sharded together.
         mp_policy: as in `fully_shard`. Without a param_dtype the model computes in the dtype that it has.
-        fp8_all_gather, opt_level, strict, preset, overrides: see `attach`.
+        opt_level, strict, preset, overrides: see `attach`.
 
     Raises:
         ConfigError, ModelError, UnsupportedDeviceError: as `attach`. Nothing is sharded then.
@@ -127,8 +124,8 @@ def fully_shard_fp8(
         name = min(sharded) or "the model"
         raise ModelError(f"{name} is sharded already: call fp8stack.integrations.fsdp.attach.")
     accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    device = _device_of(accelerator.type if mesh is None else mesh.device_type)
-    _decide(model, optimizer, recipe, fp8_all_gather, strict, device)
+    kind = accelerator.type if mesh is None else mesh.device_type
+    _decide(model, optimizer, recipe, strict, kind)
     policy = _policy(model, mp_policy or MixedPrecisionPolicy(), recipe)
     chosen: list[nn.Module] = list(_blocks_of(model) if blocks is None else blocks)
     for block in chosen:
@@ -150,28 +147,26 @@ def fully_shard_fp8(
         fully_shard(module, mp_policy=policy, **options)
     if optimizer is not None:
         _point(optimizer, {p: getattr(*place) for p, place in places.items()})
-    return _attach_sharded(model, optimizer, recipe, fp8_all_gather, strict, replicas)
+    return _attach_sharded(model, optimizer, recipe, strict, replicas)
 
 
-def verify(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Report:
-    """Check on the live objects that what was asked for is what runs; return the report of the call.
+def verify(model: nn.Module, *stepped: Any) -> Verification:
+    """Check on the live objects that what was asked for is what runs; return what runs.
+
+    Args:
+        model: what `attach` or `fully_shard_fp8` returned.
+        stepped: the optimizers that are stepped. Without any, it is not checked that the one returned is among them.
 
     Raises:
         ModelError: with all that is wrong: layers that are FP8 no more, gradients that are not reduced in FP8, states
             that are not quantized or not sharded like their parameters, an optimizer of other parameters.
     """
-    verify_sharded(model, None if optimizer is None else [optimizer])
-    return session_of(model).report
-
-
-def verify_sharded(model: nn.Module, stepped: Iterable[Any] | None = None) -> Verification:
-    """Do what `verify` does, and return what was found; `stepped` are the optimizers that the caller steps."""
     units = units_of(model, "verify")
     for unit in units.values():
         unit.reshard()  # so that the model's parameters are the sharded ones
     reducers = {name or "the root": reduces_in_fp8(unit) for name, unit in units.items()}
     in_fp8 = session_of(model).recipe.gradients == "fp8"
-    return verify_initialized(model, stepped, "FSDP2", reducers if in_fp8 else {})
+    return verify_initialized(model, stepped or None, "FSDP2", reducers if in_fp8 else {})
 
 
 # --- checks and decisions
@@ -205,28 +200,17 @@ def _decide(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     recipe: Recipe,
-    fp8_all_gather: bool,
     strict: bool,
-    device: torch.device,
-    notes: Iterable[str] = (),
+    kind: str,
+    notes: Sequence[str] = (),
 ) -> Decisions:
-    """Decide as `initialize` does; raise also for what sharded parameters and their collectives cannot have."""
+    """Decide as `initialize` does for devices of a kind; raise also for what sharded parameters cannot have."""
     own = replace(recipe, gradients="keep")  # those of sharded parameters are FP8 on the wire only
-    decisions = decide(model, optimizer, own, strict, device, list(notes))
+    device = torch.empty(0, device=kind).device  # this rank's, with its number
+    decisions = decide(model, optimizer, own, strict, device, notes)
     for p in decisions.quantized if recipe.states != "keep" else ():
         states, master = decisions.formats.get(p, (recipe.states, recipe.master))
         check_placements(p, states, master, states not in ("keep", "fp32"))
-    if fp8_all_gather and (decisions.compute == "bf16" or not decisions.layers.gemm):
-        raise ConfigError(
-            "fp8_all_gather=True gathers the weights of FP8 layers, and there are none: "
-            f"compute is {decisions.compute} ({decisions.report.compute_reason}). Leave it out, or call "
-            "fp8stack.comm.register_fp8_all_gather(model, matrices=True) afterwards."
-        )
-    if fp8_all_gather and not hasattr(FSDPModule, "set_custom_all_gather"):
-        raise ConfigError(
-            f"FSDP2 of torch {torch.__version__} has no set_custom_all_gather, which fp8_all_gather=True needs; "
-            "update torch."
-        )
     return decisions
 
 
@@ -254,11 +238,6 @@ def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _device_of(kind: str) -> torch.device:
-    """Return the device that this rank gathers weights on."""
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
 # --- changes
 
 
@@ -280,7 +259,6 @@ def _attach_sharded(
     model: Model,
     optimizer: torch.optim.Optimizer | None,
     recipe: Recipe,
-    fp8_all_gather: bool,
     strict: bool,
     replicas: Any,
 ) -> tuple[Model, Any]:
@@ -301,18 +279,13 @@ def _attach_sharded(
         notes.append(f"weights stay as they are and are their own masters: {reason}")
     parts: list[Any] = [p for p in model.parameters() if is_sharded(p)]
     with _bare_classes(units.values()) as put_back:
-        device = _device_of(parts[0].device_mesh.device_type)
-        decisions = _decide(model, optimizer, recipe, fp8_all_gather, strict, device, notes)
-
-    def store(session: Session) -> None:
-        _store_weights(model, low, session)
-
+        kind = parts[0].device_mesh.device_type
+        decisions = _decide(model, optimizer, recipe, strict, kind, notes)
+    store = partial(_store_weights, model, low)
     session = carry_out(model, optimizer, decisions, store, stacklevel=4)
     put_back()
     if in_fp8:
         register_fp8_reduce_scatter(model, replicas)
-    if fp8_all_gather:
-        register_fp8_all_gather(model)
     session.recipe, report = replace(decisions.recipe, gradients=recipe.gradients), session.report
     session.lasting = (
         "this model was sharded by FSDP2 before it was initialized, which cannot be undone. Load the whole float32 "

@@ -261,7 +261,10 @@ def _verify(model: nn.Module, optimizers: list[Any]) -> None:
         )
     for part in sessions:
         sharded = any(is_sharded(p) for p in part.parameters())
-        (fsdp.verify_sharded if sharded else verify_initialized)(part, optimizers)
+        if sharded:
+            fsdp.verify(part, *optimizers)
+        else:
+            verify_initialized(part, optimizers)
 
 
 def setup(

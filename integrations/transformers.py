@@ -25,8 +25,7 @@ import torch
 from fp8stack import initialize
 from fp8stack.errors import ConfigError
 from fp8stack.integrations.accelerate import (
-    check_driver,
-    finish,
+    attach,
     initialize_sharded,
     kind_of,
     options_given,
@@ -94,8 +93,6 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
                 f"this Trainer runs in {self.args.parallel_mode}: fp8stack needs a process for each GPU. Launch it "
                 "with torchrun or accelerate launch."
             )
-        if not self.is_deepspeed_enabled:
-            check_driver(self.accelerator, self.model, self.optimizer, None)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, at the level."""
@@ -103,8 +100,8 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
         try:
             if not self.is_deepspeed_enabled:
                 return super().train(*args, **kwargs)
-            with sectioned(self.accelerator, self._opt_level, self._fp8_options) as recipe:
-                check_driver(self.accelerator, self.model, self._given[0], recipe)
+            given = self._given[0]
+            with sectioned(self.accelerator, given, self._opt_level, self._fp8_options):
                 return super().train(*args, **kwargs)
         finally:
             if self._monitor is not None:
@@ -142,20 +139,17 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step; before the first one attach what is the wrapper's, verify, and begin to monitor."""
         if model is not self._attached:
-            finish(self.accelerator, model)
+            attach(self.accelerator, model)
             self._attached = model
         if not self._begun:
             self._begun = True
-            self._begin_to_monitor()
+            layers = any(isinstance(module, Fp8Linear) for module in self.model.modules())
+            if layers and not self.args.torch_compile:
+                every = self.state.logging_steps * self.args.gradient_accumulation_steps
+                own = getattr(self.optimizer, "optimizer", None)  # under Accelerate's
+                own = own if isinstance(own, torch.optim.Optimizer) else None  # not DeepSpeed's
+                self._monitor = Monitor(self.model, own, every)
         return super().training_step(model, *args, **kwargs)
-
-    def _begin_to_monitor(self) -> None:
-        layers = any(isinstance(module, Fp8Linear) for module in self.model.modules())
-        if layers and not self.args.torch_compile:
-            every = self.state.logging_steps * self.args.gradient_accumulation_steps
-            own = getattr(self.optimizer, "optimizer", None)  # under Accelerate's
-            own = own if isinstance(own, torch.optim.Optimizer) else None  # not DeepSpeed's
-            self._monitor = Monitor(self.model, own, every)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what the Trainer does, and with the training loss the model's FP8 numbers ("fp8/amax", ...)."""

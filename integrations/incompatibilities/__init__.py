@@ -7,7 +7,7 @@ found, and `raise_or_warn` acts on it. `fp8stack doctor --deepspeed` prints the 
     raise_or_warn(findings, allow=["elastic-checkpoint"])
 
 Limits: what concerns the FP8 layers of other libraries, or Accelerate's own FP8, is not looked for.
-docs/incompatibilities.md, which is written by hand, also lists faults between other libraries.
+docs/incompatibilities.md, which is written by hand, also lists faults between other libraries, and what works.
 """
 
 from .check import Finding, check, raise_or_warn, with_allowed

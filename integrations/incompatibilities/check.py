@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
 
-from .rows import ROWS, Row, Severity
+from .rows import ROWS, Row
 from .training_run import TrainingRun
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A row that applies to a run: where, with what value, and how bad it is."""
+    """A row that applies to a run: where, with what value, and how bad it is ("error" or "warning")."""
 
     row: Row
     where: str
     value: str
-    severity: Severity
+    severity: str
 
     @property
     def message(self) -> str:
@@ -32,12 +31,12 @@ class Finding:
 def check(run: TrainingRun) -> list[Finding]:
     """Return what is known not to work, or to work otherwise than it looks; errors first, else as in the table."""
     found = [
-        Finding(row, f.where, f.value, f.severity or row.severity)
+        Finding(row, where, value, row.severity)
         for row in ROWS
         for detect in row.detectors
-        for f in detect(run)
+        for where, value in detect(run)
     ]
-    return sorted(found, key=lambda f: ("error", "warning", "info").index(f.severity))
+    return sorted(found, key=lambda f: f.severity != "error")
 
 
 def with_allowed(findings: Iterable[Finding], allow: Sequence[str] = ()) -> list[Finding]:
@@ -60,21 +59,18 @@ def with_allowed(findings: Iterable[Finding], allow: Sequence[str] = ()) -> list
 
 
 def raise_or_warn(findings: Iterable[Finding], allow: Sequence[str] = ()) -> None:
-    """Log every note, warn of every warning, and raise one error for all errors.
+    """Warn of every warning, and raise one error for all errors.
 
     allow: names of rows whose errors become warnings.
 
     Raises:
         ConfigError: one for all errors, or for an unknown name in `allow`.
     """
-    errors = []
-    for finding in with_allowed(findings, allow):
-        if finding.severity == "error":
-            errors.append(finding)
-        elif finding.severity == "warning":
+    found = with_allowed(findings, allow)
+    for finding in found:
+        if finding.severity == "warning":
             warnings.warn(finding.message, Fp8StackWarning, stacklevel=2)
-        else:
-            logging.getLogger("fp8stack").info("%s", finding.message)
+    errors = [f for f in found if f.severity == "error"]
     if errors:
         names = list(dict.fromkeys(f.row.name for f in errors))
         raise ConfigError(

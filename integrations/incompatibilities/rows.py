@@ -1,7 +1,7 @@
 """The table of known incompatibilities: a row has a name, a severity, what happens, what to do, and detectors.
 
-Rows about keys of DeepSpeed's configuration are made by `key`. The others have a function that looks at the model, the
-optimizer or the driver. A new row also goes into docs/incompatibilities.md, with what the evidence for it is.
+Rows about keys of DeepSpeed's configuration are made by `key`. The others have a function that looks at the model or
+the optimizer. A new row also goes into docs/incompatibilities.md, with what the evidence for it is.
 """
 
 from __future__ import annotations
@@ -11,23 +11,12 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal
 
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.tensor import is_sharded
 
 from .training_run import TrainingRun, class_of, comes_from
-
-Severity = Literal["error", "warning", "info"]
-
-
-class Found(NamedTuple):
-    """What a detector found: a configuration key, parameter, module or object, and its value."""
-
-    where: str
-    value: str
-    severity: Severity | None = None  # where it differs from the row's
-
 
 REMOVED = (
     "amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
@@ -37,7 +26,8 @@ REMOVED = (
 )  # fmt: skip
 """Keys that DeepSpeed refuses since 0.19.8."""
 
-Detector = Callable[[TrainingRun], Iterator[Found]]
+Detector = Callable[[TrainingRun], Iterator[tuple[str, str]]]
+"""It yields what it found: a configuration key, or "model" or "optimizer", and its value."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +36,10 @@ class Row:
 
     name: what `"allow"` in the section and docs/incompatibilities.md call it.
     symptom, remedy: what happens then, and what to do.
-    detectors: each yields what it found in a run.
     """
 
     name: str
-    severity: Severity
+    severity: Literal["error", "warning"]
     symptom: str
     remedy: str
     detectors: tuple[Detector, ...]
@@ -59,7 +48,6 @@ class Row:
 # --- detectors of DeepSpeed's configuration
 
 _FLOAT32 = ("fp32", "float32", "float", "torch.float32")
-_FP8_NAMES = ("fp8", "float8", "e4m3", "e5m2")
 _DTYPE_KEYS = (
     "communication_data_type",
     "data_types.grad_accum_dtype",
@@ -72,19 +60,15 @@ _OWN_OPTIMIZERS = ("muon", "onebitadam", "onebitlamb", "zerooneadam")
 def key(
     name: str,
     holds: Callable[[Any], bool] = lambda value: value is True,
-    when: Callable[[TrainingRun], bool] = lambda run: True,
+    when: Callable[[TrainingRun], Any] = lambda run: True,
 ) -> Detector:
     """Return a detector of a dotted key whose value `holds`, in runs that the row concerns."""
 
-    def detect(run: TrainingRun) -> Iterator[Found]:
+    def detect(run: TrainingRun) -> Iterator[tuple[str, str]]:
         if holds(run.at(name)) and when(run):
-            yield Found(name, json.dumps(run.at(name), default=str))
+            yield name, json.dumps(run.at(name), default=str)
 
     return detect
-
-
-def _is_float32(value: Any) -> bool:
-    return value in _FLOAT32
 
 
 def _is_set(value: Any) -> bool:
@@ -96,19 +80,17 @@ def _above_1(value: Any) -> bool:
 
 
 def _named_fp8(value: Any) -> bool:
-    return any(name in str(value).lower() for name in _FP8_NAMES)
+    return re.search("fp8|float8|e4m3|e5m2", str(value).lower()) is not None
 
 
-def _at_a_level(run: TrainingRun) -> bool:
-    return run.recipe is not None
+_AT_A_LEVEL = attrgetter("recipe")
+_FP8_GRADIENTS = attrgetter("fp8_gradients")
+_QUANTIZED = attrgetter("quantized_states")
 
 
-def _fp8_gradients(run: TrainingRun) -> bool:
-    return run.fp8_gradients
-
-
-def _quantized(run: TrainingRun) -> bool:
-    return run.quantized_states
+def _steps_itself(run: TrainingRun) -> bool:
+    """Whether fp8stack has gradients or states of its own, which another optimizer would not know."""
+    return run.recipe is not None and (run.fp8_gradients or run.quantized_states)
 
 
 def _refuses_removed(run: TrainingRun) -> bool:
@@ -120,80 +102,53 @@ def _refuses_removed(run: TrainingRun) -> bool:
     return tuple(map(int, re.findall(r"\d+", version)[:3])) >= (0, 19, 8)
 
 
-def _steps_itself(run: TrainingRun) -> bool:
-    """Whether fp8stack has gradients or states of its own, which another optimizer would not know."""
-    return run.recipe is not None and (run.fp8_gradients or run.quantized_states)
-
-
-# --- detectors of models, optimizers and drivers
-
-
-def _replaced(run: TrainingRun) -> Iterator[Found]:
+def _replaced(run: TrainingRun) -> Iterator[tuple[str, str]]:
     name = "zero_force_ds_cpu_optimizer"
-    if run.offload == "none" or run.at(name) is False or not run.quantized_states:
+    value = run.at(name)
+    if run.offload == "none" or value is False or not run.quantized_states:
         return
     if comes_from(run.optimizer, "deepspeed") or (run.optimizer is None and run.at("optimizer")):
         return  # DeepSpeed does not replace what it made itself
-    if run.at(name) is not None:
-        yield from key(name, _is_set)(run)
-        return
-    # The DeepSpeed adapter sets the key; but Accelerate replaces the optimizer before the adapter is called.
-    given = isinstance(run.optimizer, BlockwiseOptimizer)
-    made = run.recipe is not None and (given or run.recipe.states != "keep")
-    yield Found(name, "true by default", "info" if made and run.accelerator is None else None)
+    ours = isinstance(run.optimizer, BlockwiseOptimizer)
+    if value is None and run.recipe is not None and (ours or run.recipe.states != "keep"):
+        return  # the adapters set the key
+    yield name, "true by default" if value is None else json.dumps(value)
 
 
-def _first_step(run: TrainingRun) -> Iterator[Found]:
-    if run.stage == 0 and run.half:
-        yield Found(run.half, "true", None if run.recipe is None else "info")
+# --- detectors of models and optimizers
 
 
 def _torchao(sharded: bool) -> Detector:
     """Return a detector of torchao's low-bit optimizers, at ZeRO 1 to 3 or at stage 0 with 16 bits."""
 
-    def detect(run: TrainingRun) -> Iterator[Found]:
+    def detect(run: TrainingRun) -> Iterator[tuple[str, str]]:
         meets = (run.stage or 0) > 0 if sharded else run.stage == 0 and run.half
         if meets and comes_from(run.optimizer, "torchao.optim"):
-            yield Found("optimizer", class_of(run.optimizer))
+            yield "optimizer", class_of(run.optimizer)
 
     return detect
 
 
-def _bitsandbytes_sharded(run: TrainingRun) -> Iterator[Found]:
-    if comes_from(run.optimizer, "bitsandbytes"):
-        owned = (p for group in run.optimizer.param_groups for p in group["params"])
-        if any(is_sharded(p.data) for p in owned):
-            yield Found("optimizer", f"{class_of(run.optimizer)} over DTensors")
-
-
-def _bitsandbytes_override(run: TrainingRun) -> Iterator[Found]:
+def _bitsandbytes_override(run: TrainingRun) -> Iterator[tuple[str, str]]:
     if comes_from(run.optimizer, "bitsandbytes") and (run.stage or 0) > 0:
         for module, parameter, options in run.optimizer.mng.module_weight_config_triple[:1]:
-            yield Found("optimizer", f"{type(module).__name__}.{parameter} overridden: {options}")
+            yield "optimizer", f"{type(module).__name__}.{parameter} overridden: {options}"
 
 
-def _partitioned(run: TrainingRun) -> Iterator[Found]:
-    empty = [(name, p) for name, p in run.parameters() if hasattr(p, "ds_id")]
-    if empty and run.recipe is not None:
-        name, p = empty[0]
-        more = f", and {len(empty) - 1} more" if len(empty) > 1 else ""
-        yield Found(name, f"shape {tuple(p.ds_shape)}, here {tuple(p.shape)}{more}")
+def _pipeline(reduces: bool) -> Detector:
+    """Return a detector of DeepSpeed's pipelines, whose gradients fp8stack is to reduce or not."""
+
+    def detect(run: TrainingRun) -> Iterator[tuple[str, str]]:
+        staged = comes_from(run.model, "deepspeed.runtime.pipe")
+        if staged and run.recipe is not None and run.fp8_gradients is reduces:
+            yield "model", class_of(run.model)
+
+    return detect
 
 
-def _pipeline(run: TrainingRun) -> Iterator[Found]:
-    if run.recipe is not None and comes_from(run.model, "deepspeed.runtime.pipe"):
-        yield Found("model", class_of(run.model), None if run.fp8_gradients else "warning")
-
-
-def _wrapped(run: TrainingRun) -> Iterator[Found]:
-    if run.config and comes_from(run.model, "torch.nn.parallel.distributed"):
-        yield Found("model", class_of(run.model))
-
-
-def _experts(run: TrainingRun) -> Iterator[Found]:
-    if run.fp8_gradients and run.config:
-        found = (Found(n, class_of(m)) for n, m in run.modules() if comes_from(m, "deepspeed.moe"))
-        yield from list(found)[:1]
+def _wrapped(run: TrainingRun) -> Iterator[tuple[str, str]]:
+    if comes_from(run.model, "torch.nn.parallel.distributed"):
+        yield "model", class_of(run.model)
 
 
 ROWS = (
@@ -206,16 +161,11 @@ ROWS = (
         "with float32 states (and L2 for decoupled weight decay, unless it is an AdamW).",
         'Set "zero_force_ds_cpu_optimizer": false, as fp8stack\'s DeepSpeed adapter does: its optimizers step on CPUs.',
         (_replaced,)),
-    Row("stage0-first-step", "warning",
-        "DeepSpeed makes states by a real step on zero gradients: the count of steps starts at 1, and weight decay "
-        "is applied once too often.",
-        "Use ZeRO-1, which is as good on one GPU; fp8stack's DeepSpeed adapter takes the step back.",
-        (_first_step,)),
     Row("universal-checkpoint", "warning",
         "The converter looks for exp_avg and exp_avg_sq, does not find them, and raises KeyError.",
         'Save with "fp8stack": {"checkpoint_format": "portable"}, which writes float32 moments, and convert that.',
         (key("checkpoint.load_universal",
-             when=lambda run: _quantized(run) and run.at("fp8stack.checkpoint_format") != "portable"),)),
+             when=lambda run: run.quantized_states and run.at("fp8stack.checkpoint_format") != "portable"),)),
     Row("elastic-checkpoint", "error",
         "load_checkpoint fails with a bare AssertionError for optimizers that keep no step in their groups, "
         "torch's AdamW too.",
@@ -225,55 +175,47 @@ ROWS = (
         "The swapper takes every state tensor for one of the partition's size and dtype: codes and scales are "
         "corrupted.",
         'Use "device": "cpu", or leave offload_optimizer out: 8-bit states are a quarter of the size.',
-        (key("zero_optimization.offload_optimizer.device", lambda value: value == "nvme", _quantized),)),
+        (key("zero_optimization.offload_optimizer.device", lambda value: value == "nvme", _QUANTIZED),)),
     Row("float32-accumulation", "warning",
         "DeepSpeed takes its BF16_Optimizer then, which keeps another float32 copy of the gradients: 4 bytes a "
         "parameter, more than FP8 gradients save.",
         "Leave data_types.grad_accum_dtype out, or use ZeRO-2.",
-        (key("data_types.grad_accum_dtype", _is_float32,
+        (key("data_types.grad_accum_dtype", _FLOAT32.__contains__,
              lambda run: run.stage == 1 and run.half.startswith("bf") and run.offload == "none"),)),
     Row("fp8-dtype-names", "error",
         "DeepSpeed knows fp16, bf16 and fp32 there and raises ValueError.",
         'Leave the key out; FP8 gradients are "fp8stack": {"opt_level": "O1"}.',
         tuple(key(name, _named_fp8) for name in _DTYPE_KEYS)),
-    Row("float32-reduction", "info",
-        "Gradients reach the FP8 reduction as float32 buckets: twice the memory of bf16 ones, as few bytes sent.",
-        "It works; leave the key out to save the memory. Accelerate sets it on ROCm.",
-        (key("communication_data_type", _is_float32, _fp8_gradients),)),
     Row("zeropp-gradients", "error",
         "Two quantizers want the same gradients, and which of them gets them depends on the number of hosts.",
         'Drop zero_quantized_gradients, or use opt_level="O0".',
-        (key("zero_optimization.zero_quantized_gradients", when=_fp8_gradients),)),
+        (key("zero_optimization.zero_quantized_gradients", when=_FP8_GRADIENTS),)),
     Row("zeropp-weights", "warning",
         "Weights are rounded to int8 on their way and to FP8 in the layer: two errors instead of one.",
         'Drop zero_quantized_weights, or multiply in bfloat16: compute="bf16".',
-        (key("zero_optimization.zero_quantized_weights", when=lambda run: run.fp8_layers),)),
-    Row("zeropp-one-host", "warning",
-        "DeepSpeed quantizes gradients between hosts only; on one it sends them as they are and does not say so.",
-        'Drop the key; opt_level="O1" reduces gradients in FP8 on one host too.',
-        (key("zero_optimization.zero_quantized_gradients", when=lambda run: run.hosts == 1),)),
+        (key("zero_optimization.zero_quantized_weights",
+             when=lambda run: run.recipe and run.recipe.compute != "bf16"),)),
     Row("fp16-loss-scaling", "warning",
         "The loss scale moves the gradients that FP8 scales anyway, float16 ends at 65504, and steps are skipped "
         "while the loss scale is searched.",
         'Use "bf16": {"enabled": true}.',
-        (key("fp16.enabled", when=_at_a_level),)),
-    Row("zero-init", "info",
-        "The parameters are empty here, so layers that are made anew copy nothing.",
-        "Nothing to do: fp8stack changes the class of a layer and keeps its parameters. Make layers of other libraries "
-        "inside deepspeed.zero.GatheredParameters, all of them.",
-        (_partitioned,)),
+        (key("fp16.enabled", when=_AT_A_LEVEL),)),
     Row("pipeline", "error",
-        "DeepSpeed's pipeline engine reduces gradients itself; hangs with FP8 layers have been reported.",
+        "DeepSpeed's pipeline engine reduces gradients itself.",
         'Use ZeRO without pipeline stages, or opt_level="O0".',
-        (_pipeline,)),
+        (_pipeline(reduces=True),)),
+    Row("pipeline-products", "warning",
+        "Hangs of DeepSpeed's pipeline engine with FP8 layers have been reported.",
+        "Use ZeRO without pipeline stages.",
+        (_pipeline(reduces=False),)),
     Row("hybrid-engine", "error",
         "Its inference containers take layers of exactly the class nn.Linear; FP8 layers are not among them.",
         "Disable hybrid_engine, or train without fp8stack.",
-        (key("hybrid_engine.enabled", when=_at_a_level),)),
+        (key("hybrid_engine.enabled", when=_AT_A_LEVEL),)),
     Row("deepcompile", "error",
         "DeepCompile reduces gradients inside the compiled graph, where no FP8 reduction is called.",
         'Disable compile.deepcompile (torch.compile of the model is fine), or use opt_level="O0".',
-        (key("compile.deepcompile", when=_fp8_gradients),)),
+        (key("compile.deepcompile", when=_FP8_GRADIENTS),)),
     Row("own-optimizer-paths", "error",
         "ZenFlow, SuperOffload, DeepSpeed's Muon and its 1-bit optimizers step themselves, or reduce in the step, and "
         "fp8stack's optimizer is not asked.",
@@ -288,9 +230,9 @@ ROWS = (
     Row("model-parallelism", "error",
         "DeepSpeed replaces or splits layers after they have become FP8 layers, which loses them or their scales.",
         "Use data parallelism (ZeRO) alone.",
-        (key("expert_parallel.enabled", when=_at_a_level),
-         key("tensor_parallel.autotp_size", _above_1, _at_a_level),
-         key("sequence_parallel_size", _above_1, _at_a_level))),
+        (key("expert_parallel.enabled", when=_AT_A_LEVEL),
+         key("tensor_parallel.autotp_size", _above_1, _AT_A_LEVEL),
+         key("sequence_parallel_size", _above_1, _AT_A_LEVEL))),
     Row("torchao-partition", "warning",
         "A rank's partition whose size is no multiple of 256 gets full-precision states, silently.",
         "Use an optimizer of fp8stack.optim, whose blocks may end anywhere.",
@@ -299,10 +241,6 @@ ROWS = (
         "Checkpoints are written but not read: load_checkpoint raises over map_location and tensor subclasses.",
         "Use an optimizer of fp8stack.optim, whose states are plain tensors, or ZeRO 1 to 3.",
         (_torchao(sharded=False),)),
-    Row("bitsandbytes-fsdp2", "error",
-        "The first step raises RuntimeError over mixed torch.Tensor and DTensor.",
-        "Use an optimizer of fp8stack.optim, whose states are sharded like their parameters.",
-        (_bitsandbytes_sharded,)),
     Row("bitsandbytes-override", "warning",
         "ZeRO steps a flat partition in the place of the parameters, and the override (Trainer's 32 bits for "
         "embeddings) is lost.",
@@ -312,12 +250,4 @@ ROWS = (
         "DeepSpeed 0.19.8 raises DeepSpeedConfigError at this key.",
         "Delete the key. For amp, use bf16; for compression and quantization of training, the fp8stack section.",
         tuple(key(name, _is_set, _refuses_removed) for name in REMOVED)),
-    Row("gradient-clipping", "info",
-        "Clipping comes after the reduction, on decoded gradients, and does what it always does.",
-        "Nothing to do.",
-        (key("gradient_clipping", bool, _fp8_gradients),)),
-    Row("expert-groups", "info",
-        "Gradients of experts are reduced in FP8 over process groups of their own, and divided as DeepSpeed does.",
-        "Nothing to do.",
-        (_experts,)),
 )  # fmt: skip

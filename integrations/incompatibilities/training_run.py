@@ -1,4 +1,4 @@
-"""What is known of a run before it starts: DeepSpeed's configuration, model, optimizer, recipe, and an Accelerator.
+"""What is known of a run before it starts: DeepSpeed's configuration, model, optimizer and recipe.
 
 Classes of other libraries are recognized by the modules that they come from, so no library is imported here.
 
@@ -8,38 +8,29 @@ are given during training (arguments of a forward, `torch.autocast`) are not see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 
-_FULL_STATES = ("keep", "fp32", "bf16")
+_FULL_STATES = {"keep", "fp32", "bf16"}
 
 
 @dataclass(frozen=True)
 class TrainingRun:
     """What is known of a run before it starts. All fields may be left out.
 
-    config: DeepSpeed's configuration; empty without DeepSpeed. That of the Accelerator is taken from it.
+    config: DeepSpeed's configuration; empty without DeepSpeed.
     model, optimizer: as they will be given to the library.
     recipe: what fp8stack will do (`fp8stack.levels.recipe_for("O2")`); None where it does nothing.
-    accelerator: the `accelerate.Accelerator` in charge.
-    hosts: how many machines.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     model: Any = None
     optimizer: Any = None
     recipe: Recipe | None = None
-    accelerator: Any = None
-    hosts: int | None = None
-
-    def __post_init__(self) -> None:
-        plugin = getattr(getattr(self.accelerator, "state", None), "deepspeed_plugin", None)
-        if not self.config and plugin is not None:
-            object.__setattr__(self, "config", plugin.deepspeed_config)
 
     # --- the configuration
 
@@ -77,28 +68,12 @@ class TrainingRun:
         return self.recipe is not None and self.recipe.gradients == "fp8"
 
     @property
-    def fp8_layers(self) -> bool:
-        return self.recipe is not None and self.recipe.compute != "bf16"
-
-    @property
     def quantized_states(self) -> bool:
         """Whether fp8stack (O2) or the given optimizer keeps states in fewer than 16 bits."""
-        if self.recipe is not None and self.recipe.states not in _FULL_STATES:
-            return True
-        if isinstance(self.optimizer, BlockwiseOptimizer):
-            return self.optimizer.states not in _FULL_STATES
-        return comes_from(self.optimizer, "torchao.optim", "bitsandbytes")
-
-    # --- the model
-
-    def parameters(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, parameter) of the model; nothing without one."""
-        yield from self.model.named_parameters() if hasattr(self.model, "named_parameters") else ()
-
-    def modules(self) -> Iterator[tuple[str, Any]]:
-        """Yield (name, module) of the model; the name of the model itself is "model"."""
-        if hasattr(self.model, "named_modules"):
-            yield from ((name or "model", module) for name, module in self.model.named_modules())
+        asked = "keep" if self.recipe is None else self.recipe.states
+        given = self.optimizer.states if isinstance(self.optimizer, BlockwiseOptimizer) else "keep"
+        low = not {asked, given} <= _FULL_STATES
+        return low or comes_from(self.optimizer, "torchao.optim", "bitsandbytes")
 
 
 def comes_from(thing: Any, *packages: str) -> bool:

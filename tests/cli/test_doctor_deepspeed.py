@@ -79,24 +79,22 @@ def test_a_clean_configuration(files, capsys):
 def test_findings_are_a_table_with_remedies(files, capsys):
     config = CLEAN | {
         "amp": {"enabled": True},
-        "gradient_clipping": 1.0,
         "fp16": {"enabled": True},
     }
     status, text = diagnose(capsys, config)
     assert status == 1
     lines = [tuple(line.strip().split(maxsplit=2)) for line in text.splitlines()]
     start = lines.index(("severity", "name", "found")) + 2
-    assert lines[start : start + 3] == [
+    assert lines[start : start + 2] == [
         ("error", "removed-sections", 'amp: {"enabled": true}'),
         ("warning", "fp16-loss-scaling", "fp16.enabled: true"),
-        ("info", "gradient-clipping", "gradient_clipping: 1.0"),
     ]
     assert "removed-sections: DeepSpeed 0.19.8 raises" in text
     assert 'Use "bf16": {"enabled": true}.' in text
     status, text = diagnose(capsys, config, "--json")
     data = json.loads(text)
     assert (status, data["level"], data["config"]) == (1, "O2", "ds_config.json")
-    assert [f["severity"] for f in data["findings"]] == ["error", "warning", "info"]
+    assert [f["severity"] for f in data["findings"]] == ["error", "warning"]
     assert data["findings"][0]["remedy"]
     assert data["versions"]["torch"]
 

@@ -140,6 +140,7 @@ def use_one_process(rank, folder):
     for name, tensor in model.state_dict().items():
         assert_same_bits(saved[name], tensor)
     scale_losses()
+    see_a_wrapped_layer()
     refuse()
 
 
@@ -212,7 +213,8 @@ def refuse():
         prepare(accelerator, bare, optimizer)
 
 
-def test_a_layer_that_was_wrapped_since_is_still_there():
+def see_a_wrapped_layer():
+    """A layer that was wrapped since is still there."""
     accelerator = driver()
     model = started(accelerator, "O2")[0]
     layers = attach(accelerator, model).layers

@@ -122,13 +122,14 @@ def train_at_every_level(rank, device):
     losses = {"plain": train(model, adamw(model))}
     for name in ("O0", "O1", "O1 gathered", "O2"):
         level, gathered = name[:2], name.endswith("gathered")
-        model, optimizer = attached(level, fp8_all_gather=gathered)
+        model, optimizer = attached(level)
+        if gathered:
+            fp8stack.comm.register_fp8_all_gather(model)
         assert type(optimizer) is (fp8stack.optim.AdamW if level == "O2" else torch.optim.AdamW)
         with fp8stack.comm.Statistics() as statistics:
             losses[name] = train(model, optimizer)
-        report, sent = verify(model, optimizer), statistics.collect()
-        assert report.level == level
-        assert len(report.converted) == 5
+        found, sent = verify(model, optimizer), statistics.collect()
+        assert (found.level, found.layers, found.wrapper) == (level, 5, "FSDP2")
         assert ("reduce_scatter_tensor" in sent) == (level != "O0" and HERE.world > 1)
         assert ("all_gather_weights" in sent) == (gathered and HERE.world > 1)
     keep_the_contract(model, optimizer)
@@ -257,7 +258,8 @@ def warn_and_report():
     model, optimizer = told(
         "own masters: the root has no compute dtype", shard(make(), MixedPrecisionPolicy())
     )
-    assert len(verify(model, optimizer).kept) == 6
+    verify(model, optimizer)
+    assert len(fp8stack.get_report(model).kept) == 6
     train(model, optimizer, range(1))
     model = shard(make())
     optimizer = adamw(model)
@@ -430,8 +432,6 @@ def refuse():
         (attach, model, adamw, r"Did you mean \"skip\"", {"skipp": ["head"]}),
         (attach, model, adamw, "states_for.*master='fp16' does not go with FSDP2.*one scale",
          {"states_for": {"head": {"master": "fp16"}}}),
-        (attach, model, adamw, "fp8_all_gather=True .*compute is bf16",
-         {"compute": "bf16", "fp8_all_gather": True}),
         (attach, model, lambda _: None, "O2 converts gradients for an optimizer", {}),
         (attach, late, lambda _: early, r"14 of the 14 .*fully_shard replaced them.*Build it after", {}),
         (shard_fp8, whole_model, lambda _: rms, "RMSprop does not go with states='8bit'.*torch.optim.Adam", {}),
@@ -515,16 +515,14 @@ def test_checkpoints_resume_bit_for_bit_and_change_ranks(tmp_path):
 
 def test_an_fsdp2_without_hooks_of_its_collectives_reduces_as_it_can(mesh, monkeypatch):
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
-    monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
     model = fully_shard(TinyLM(), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with pytest.raises(ConfigError, match=r"has no set_custom_all_gather.*update torch"):
-        attach(model, optimizer, "O0", fp8_all_gather=True)
     with pytest.raises(UnsupportedDeviceError, match=r"no set_custom_reduce_scatter.*strict=True"):
         attach(model, optimizer, "O1", strict=True)
     with pytest.warns(Fp8StackWarning, match="gradients are reduced without FP8"):
         model, optimizer = attach(model, optimizer, "O1")
-    assert verify(model, optimizer).gradients == "as given"
+    assert not verify(model, optimizer).fp8_reduction
+    assert fp8stack.get_report(model).gradients == "as given"
     losses = train_alone(model, optimizer, 10)
     assert losses[-1] < losses[0]
 
