@@ -1,9 +1,6 @@
 """What the monitor adds to its counts: update/weight ratios and advice; ordinary steps pay nothing."""
 
-import gc
 import math
-import statistics
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -38,11 +35,6 @@ def step(model, optimizer, x=None):
     optimizer.zero_grad()
 
 
-def train(model, optimizer, steps):
-    for _ in range(steps):
-        step(model, optimizer)
-
-
 def weights(model, optimizer):
     master = getattr(optimizer, "master_weight", lambda p: p.detach().float().clone())
     return {name: master(model.get_submodule(name).weight) for name in "02"}
@@ -54,18 +46,12 @@ def weights(model, optimizer):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"master": "split32"},
-        {"master": "fp16"},
-        {"master": "none"},
-        {"states": "fp32", "master": "keep"},
-        {"level": "O0"},
-        {"level": "O1", "kind": torch.optim.SGD, "lr": 0.1},
-        {"step_in_backward": True},
+        {}, {"master": "split32"}, {"master": "fp16"}, {"master": "none"}, {"states": "fp32", "master": "keep"},
+        {"level": "O0"}, {"level": "O1", "kind": torch.optim.SGD, "lr": 0.1}, {"step_in_backward": True},
         {"optimizer_backend": "bitsandbytes"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_ratio_is_that_of_what_the_optimizer_accumulates_in(options):
     model, optimizer = make(**options)
     step(model, optimizer)
@@ -91,43 +77,31 @@ def test_of_a_large_weight_a_sample_is_read():
     before = weights(model, optimizer)
     with Monitor(model, optimizer) as monitor:
         backward(model)
-        assert not monitor._updates._before
-        sizes, called = [], []
-        optimizer.register_step_pre_hook(lambda *_: sizes.extend(kept(monitor)))
-        optimizer.register_step_post_hook(lambda *_: called.append(True))
+        kept, sizes = monitor._updates._before, []
+        assert not kept
+        optimizer.register_step_pre_hook(
+            lambda *_: sizes.extend(t.numel() for _, t in kept.values())
+        )
         optimizer.step()
         after, numbers = weights(model, optimizer), monitor.read()
-    assert called == [True]
     assert max(sizes) <= 2**14 < model[0].weight.numel()
     for name in "02":
         moved = (after[name] - before[name]).norm() / before[name].norm()
         assert numbers[name]["w"]["update_ratio"] == pytest.approx(moved.item(), rel=0.03)
 
 
-def kept(monitor):
-    return [sample.numel() for _, sample in monitor._updates._before.values()]
-
-
-def test_a_step_that_is_skipped_moves_nothing():
-    model, optimizer = make()
-    step(model, optimizer)
-    with Monitor(model, optimizer) as monitor:
-        backward(model)
-        model[0].bias.grad[0] = NAN
-        optimizer.step()
-        assert [kinds["w"]["update_ratio"] for kinds in monitor.read().values()] == [0, 0]
-
-
-def test_micro_batches_come_before_their_step():
+def test_micro_batches_come_before_their_step_and_a_skipped_one_moves_nothing():
     model, optimizer = make()
     with Monitor(model, optimizer, every=4) as monitor:
-        for number in range(4):
-            backward(model)
-            found = "update_ratio" in monitor.read()["0"]["w"]
-            assert not found, number
-        optimizer.step()
-        assert monitor.read()["0"]["w"]["update_ratio"] > 0
-        assert monitor.step == 0
+        for sampled, bad in ((0, False), (4, True)):
+            for _ in range(4):
+                backward(model)
+                assert "update_ratio" not in monitor.read()["0"]["w"]
+            if bad:
+                model[0].bias.grad[0] = NAN
+            optimizer.step()
+            assert (monitor.read()["0"]["w"]["update_ratio"] == 0) == bad
+            assert monitor.step == sampled
 
 
 def test_says_where_it_cannot_see_the_weights():
@@ -157,17 +131,16 @@ def test_of_transformer_engine_s_layers_there_are_updates_only():
         assert "raise" not in str(monitor.advice())
 
 
-def test_refuses_what_is_no_model_no_optimizer_or_wraps_one():
+def test_refuses_what_is_no_model_no_number_and_no_optimizer():
     from accelerate import Accelerator
 
     model, optimizer = make()
     wrapped = Accelerator(cpu=True).prepare(optimizer)
     for given, message in (
         ((model, 100), r"every=\.\.\."),
-        ((model, "adam"), "is not a torch"),
         ((model, wrapped), r"wraps one: pass its \.optimizer"),
         ((None,), "model=NoneType is not a torch"),
-        ((optimizer, model), f"model={type(optimizer).__name__} is not a torch"),
+        *(((model, None, every), "every=") for every in (0, 1.5, "10", True)),
     ):
         with pytest.raises(ConfigError, match=message):
             Monitor(*given)
@@ -197,15 +170,12 @@ def test_an_ordinary_step_does_what_it_does_without_a_monitor():
 
     step(model, optimizer, x)
     plain = operations()
-    hooks = dict(optimizer._optimizer_step_post_hooks)
     assert len(plain) > 20
     with Monitor(model, optimizer, every=10) as monitor:
         assert len(operations()) > len(plain)
         operations()  # ends the sample
         for _ in range(8):
             assert operations() == plain
-            assert not optimizer._optimizer_step_pre_hooks
-            assert dict(optimizer._optimizer_step_post_hooks) == hooks
             assert model[0].products.probe is None
         assert monitor.read()
         assert monitor.step == 0
@@ -242,31 +212,6 @@ def test_nothing_waits_for_the_gpu(recipe):
     assert monitor.step == 4
 
 
-@pytest.mark.gpu
-def test_a_sample_costs_less_than_a_step():
-    """So one step in a hundred costs less than 1 %."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8))).cuda().bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute="native")
-    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
-
-    def measure():
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step(model, optimizer, x)
-        torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    plain, sampled = [], []
-    for _ in range(15):  # by turns: what else runs on the GPU slows both
-        plain.append(measure())
-        with Monitor(model, optimizer, every=1):
-            measure()
-            sampled.append(measure())  # and ends the sample before
-    assert statistics.median(sampled[5:]) < 2 * statistics.median(plain[5:])
-
-
 # --- advice
 
 
@@ -285,48 +230,30 @@ def test_advice_on_a_healthy_run_and_on_learning_rates():
     assert LIMITS["update_ratio", False] < 1e-3 < LIMITS["update_ratio", True]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_layer_that_is_used_and_stands_still_gets_advice(level):
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    optimizer = torch.optim.AdamW(
-        [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.0}], lr=1e-3
-    )
-    model, optimizer = fp8stack.initialize(model, optimizer, level, compute="native")
-    with Monitor(model, optimizer, every=1) as monitor:
-        step(model, optimizer)
-        assert monitor.read(wait=True)["1"]["w"]["update_ratio"] == 0
-        (found,) = (f for f in monitor.findings() if f.field == "update_ratio" and not f.above)
-        assert found.layers == ("1",)
-
-
 class Half(nn.Sequential):
     def forward(self, x):
         return self[1](self[0](x))
 
 
-def test_a_layer_that_is_not_used_gets_no_advice_on_learning_rates():
+def test_a_layer_that_stands_still_gets_advice_if_it_is_used():
     model = Half(*(nn.Linear(64, 64) for _ in range(3)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute="native")
+    groups = [
+        {"params": layer.parameters(), "lr": lr}
+        for layer, lr in zip(model, (1e-3, 0, 1e-3), strict=True)
+    ]
+    model, optimizer = fp8stack.initialize(model, torch.optim.AdamW(groups), "O2", compute="native")
     with Monitor(model, optimizer, every=1) as monitor:
         step(model, optimizer)
-        assert monitor.read(wait=True)["2"]["w"]["update_ratio"] == 0
-        assert not [found for found in monitor.findings() if "2" in found.layers]
-        model.zero_grad()
+        still = [monitor.read(wait=True)[name]["w"]["update_ratio"] == 0 for name in "012"]
+        assert still == [False, True, True]
+        (found,) = (f for f in monitor.findings() if f.field == "update_ratio" and not f.above)
+        assert found.layers == ("1",)
         optimizer.step()  # without gradients nothing moves, which is said as before
         model(torch.randn(8, 64))
         optimizer.step()
         monitor.remove()
         (found,) = (f for f in monitor.findings() if f.field == "update_ratio")
         assert set(found.layers) == {"0", "1", "2"}
-
-
-def test_remove_after_the_model_is_gone():
-    model = make()[0]
-    monitor = Monitor(model)
-    del model
-    gc.collect()
-    monitor.remove()
 
 
 def test_advice_on_clipped_activations():
@@ -343,52 +270,34 @@ def test_advice_on_clipped_activations():
     assert 'raise fp8_margin by one, or use fp8_recipe="current"' in line
 
 
+LONG = {"fp8_recipe": "delayed", "fp8_format": "e4m3"}
+
+
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
         ({"fp8_format": "e4m3"}, 'use fp8_format="hybrid"'),
         ({}, 'use fp8_recipe="blockwise"'),
         ({"fp8_recipe": "blockwise"}, 'skip=["0"]'),
+        # as after the first steps of a run without warm-up
+        ({**LONG, "amax_history_len": 1024}, "use amax_history_len=16:"),
+        ({**LONG, "amax_history_len": 16}, 'use fp8_format="hybrid"'),
+        ({**LONG, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}, 'use fp8_format="hybrid"'),
     ],
-    ids=["e4m3", "hybrid", "blockwise"],
-)
+    ids=str,
+)  # fmt: skip
 def test_advice_on_gradients_that_underflow(options, remedy):
     model, _ = make("O0", size=128, **options)
-    y = torch.randn(256, 128)
     columns = torch.ones(128)
     columns[2:] = 1e-12  # beyond E5M2 too, and within a block
-    with Monitor(model, by_hand=True) as monitor:
-        monitor.begin_step()
-        (model[0](y) * columns).sum().backward()
+    sizes = (1e6, 1.0) if "amax_history_len" in options else (1.0,)
+    with Monitor(model, every=1, by_hand=True) as monitor:
+        for size in sizes:
+            monitor.begin_step()
+            (model[0](torch.randn(256, 128)) * columns * size).sum().backward()
         (line,) = (line for line in monitor.advice() if "of the gradient underflows" in line)
     assert line.startswith("0: ")
     assert remedy in line
-
-
-@pytest.mark.parametrize("history", [1024, 2])
-def test_advice_on_gradients_far_below_those_that_a_history_remembers(history):
-    """As after the first steps of a run without warm-up."""
-    options = {"fp8_recipe": "delayed", "fp8_format": "e4m3", "amax_history_len": history}
-    model, _ = make("O0", size=128, **options)
-    with Monitor(model, every=1, by_hand=True) as monitor:
-        for size in (1e6, *(6 * [1.0])):
-            monitor.begin_step()
-            (model(torch.randn(256, 128)) * torch.randn(256, 128) * size).sum().backward()
-        advice = [line for line in monitor.advice() if "of the gradient underflows" in line]
-    assert bool(advice) == (history == 1024)
-    assert all("Remedy: use amax_history_len=16:" in line for line in advice)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"amax_history_len": 16}, {"amax_compute_algo": "most_recent"}, {"fp8_recipe": "current"}],
-    ids=["short", "latest", "current"],
-)
-def test_a_history_that_is_short_already_is_not_to_be_shortened(options):
-    model, _ = make("O0", **{"fp8_recipe": "delayed", "fp8_format": "e4m3", **options})
-    broken = {"0": {"g": {"underflow": 1.0, "amax": 1.0, "scale": 9.0}}}
-    (finding,) = find(broken, {"0": model[0].products})
-    assert finding.remedy.startswith('use fp8_format="hybrid"')
 
 
 def test_advice_names_the_first_layer_with_numbers_that_are_not_finite():
@@ -406,25 +315,26 @@ def test_advice_names_the_first_layer_with_numbers_that_are_not_finite():
 CURRENT = SimpleNamespace(fp8_recipe="current", name="hybrid", g_state=None)
 
 
-def test_advice_on_dead_blocks_and_noise():
-    numbers = {"a": {"x": {"dead_blocks": 0.02, "snr_db": 12.3}}, "b": {"x": {"snr_db": 30.0}}}
-    dead, noise = (finding.text for finding in find(numbers, dict.fromkeys("ab", CURRENT)))
-    assert dead.startswith("a: 2.0% of the blocks of the input are flushed to zero, more than 1%.")
-    assert noise.startswith("a: the input has an SNR of 12.3 dB, less than 20.")
-
-
 def test_findings_name_all_layers_the_worst_first():
     numbers = {n: {"x": {"overflow": share}} for n, share in (("a", 0.1), ("b", 0), ("c", 0.3))}
-    numbers["a"]["x"]["underflow"], numbers["b"]["w"] = 0.5, {"update_ratio": 1.0}
+    numbers["a"]["x"] |= {"underflow": 0.5, "dead_blocks": 0.02, "snr_db": 12.3}
+    numbers["b"] |= {"w": {"update_ratio": 1.0}, "x": {"overflow": 0, "snr_db": 30.0}}
     found = find(numbers, dict.fromkeys("abc", CURRENT))
     assert [(f.field, f.operand, f.above, f.layers) for f in found] == [
         ("overflow", "x", True, ("c", "a")),
         ("underflow", "x", True, ("a",)),
+        ("dead_blocks", "x", True, ("a",)),
+        ("snr_db", "x", False, ("a",)),
         ("update_ratio", "w", True, ("b",)),
     ]
+    wider = 'use fp8_recipe="blockwise", a scale for each 128 elements, or skip=["a"]'
     assert [f.remedy for f in found] == [
-        'raise fp8_margin by one, or use fp8_recipe="current"',
-        'use fp8_recipe="blockwise", a scale for each 128 elements, or skip=["a"]',
+        'raise fp8_margin by one, or use fp8_recipe="current"', wider, wider, wider,
         "lower the learning rate, or warm up longer, unless the loss falls as it should",
-    ]
-    assert found[0].text.startswith("c (and 1 more layers): 30.000% of the input is clipped")
+    ]  # fmt: skip
+    for finding, text in (
+        (found[0], "c (and 1 more layers): 30.000% of the input is clipped"),
+        (found[2], "a: 2.0% of the blocks of the input are flushed to zero, more than 1%."),
+        (found[3], "a: the input has an SNR of 12.3 dB, less than 20."),
+    ):
+        assert finding.text.startswith(text)

@@ -37,8 +37,7 @@ from fp8stack.nn.linear import Fp8Linear
 from fp8stack.nn.te import TeLinear
 
 from .advice import OPERANDS, Finding, Numbers, find
-from .transfer import Arrivals
-from .updates import Updates
+from .updates import Arrivals, Updates, in_a_graph
 
 KINDS = tuple(OPERANDS)
 
@@ -71,28 +70,26 @@ class Monitor:
         by_hand: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model={type(model).__name__} is not a torch.nn.Module. Use Monitor(model, optimizer)."
-            )
+            raise ConfigError(f"model={type(model).__name__} is not a torch.nn.Module.")
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(f"every={every!r} must be a number of steps, 1 or more.")
         if model in _watched:
             raise ModelError("this model has a Monitor; remove() that first.")
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear | TeLinear)}
-        named = [(n, m) for n, m in layers.items() if isinstance(m, Fp8Linear)]
-        if others := len(layers) - len(named):
+        own = {n: m for n, m in layers.items() if isinstance(m, Fp8Linear)}
+        if others := len(layers) - len(own):
             _warn(f"{others} layers are TransformerEngine's, whose casts the Monitor does not see")
-        elif not named:
+        elif not own:
             _warn("the model has no FP8 layers of fp8stack's own: there is nothing to monitor")
-        self.every, self.layers = every, [name for name, _ in named]
+        self.every, self.layers = every, list(own)
         self.step: int | None = None  # the step of the numbers that `read` returned last
-        self._modules = [module for _, module in named]
-        self._recipes: dict[str, Any] = {name: module.products for name, module in named}
+        self._model = model
+        self._products = {name: module.products for name, module in own.items()}
         self._updates = Updates(layers, optimizer)
-        self._model = weakref.ref(model)
         self._steps, self._open = 0, -1  # steps begun; the step being sampled, or -1
-        self._new = self._seen = False  # counts that were not copied; any counts in this sample
-        self._counts = torch.empty(0)  # of a sample: int64 [layers, kinds, fields], on the device
+        # of a sample: int64 [layers, kinds, fields], on the device; whether some were not copied yet
+        self._counts: Tensor | None = None
+        self._new = False
         self._arrivals = Arrivals()  # the same as nested lists, labelled with their step
         _watched.add(model)
         self._handle = None if by_hand else model.register_forward_pre_hook(self._before_forward)
@@ -112,8 +109,7 @@ class Monitor:
         self._updates.remove()
         if self._handle is not None:
             self._handle.remove()
-        if (model := self._model()) is not None:
-            _watched.discard(model)
+        _watched.discard(self._model)
 
     def read(self, wait: bool = False) -> Numbers:
         """Return the last sample that has arrived: {layer: {"x" | "w" | "g": {"amax": ..., ...}}}.
@@ -145,26 +141,22 @@ class Monitor:
         all layers. The last two are left out where there are none.
         """
         flat: dict[str, float] = {}
-        found: defaultdict[str, list[float]] = defaultdict(
-            list
-        )  # "x_amax" and the like, of all layers
+        found = defaultdict[str, list[float]](list)  # "x_amax" and the like, of all layers
         for layer, kinds in self.read(wait).items():
             for kind, numbers in kinds.items():
                 for field, value in numbers.items():
                     flat[f"fp8/{layer}/{kind}_{field}"] = value
                     found[f"{kind}_{field}"].append(value)
-        rows = [row for rows_of_layer in self._arrivals.values for row in rows_of_layer]
-        total = dict(zip(FIELDS, map(sum, zip(*rows, strict=True)), strict=False))
         model: dict[str, float] = {}
-        if total.get("elements"):
+        if rows := [
+            row for rows_of_layer in self._arrivals.values for row in rows_of_layer if row[-1]
+        ]:
+            total = dict(zip(FIELDS, map(sum, zip(*rows, strict=True)), strict=True))
             model = {
                 "fp8/fwd_scale": _largest(found["x_scale"]),
                 "fp8/bwd_scale": _largest(found["g_scale"]),
                 "fp8/amax": _largest(found["x_amax"]),
-                "fp8/underflow": total["underflow"] / total["elements"],
-                "fp8/overflow": total["overflow"] / total["elements"],
-                "fp8/nonfinite": float(total["nonfinite"]),
-                "fp8/dead_blocks": total["dead"] / total["blocks"],
+                **{f"fp8/{name}": value for name, value in _shares(total).items()},
             }
         if found["g_snr_db"]:
             model["fp8/grad_snr_db"] = min(found["g_snr_db"])
@@ -178,7 +170,7 @@ class Monitor:
 
     def findings(self, wait: bool = False) -> list[Finding]:
         """Return the same as records, for an application that filters them or writes them in its own words."""
-        return find(self.read(wait), self._recipes)
+        return find(self.read(wait), self._products)
 
     # --- sampling
 
@@ -188,7 +180,7 @@ class Monitor:
 
             comptime(_warn_unseen)  # runs while the model is traced, and is not in the graph
             return
-        if module is self._model() and module.training:
+        if module is self._model and module.training:
             self.begin_step()
 
     def begin_step(self, number: int | None = None) -> None:
@@ -198,78 +190,62 @@ class Monitor:
         """
         self._end_sample()
         self._steps = self._steps if number is None else number
-        self._updates.settle()
         if self._steps % self.every == 0:
             self._begin_sample()
         self._steps += 1
 
     def _begin_sample(self) -> None:
         self._updates.arm(self._steps)
-        # layers that were restored since are FP8 layers no more
-        layers = [(i, m) for i, m in enumerate(self._modules) if isinstance(m, Fp8Linear)]
-        if not layers:
-            return
-        device = layers[0][1].weight.device
-        shape = len(self.layers), len(KINDS), len(FIELDS)
-        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._open, self._new, self._seen = self._steps, False, False
-        for index, module in layers:
-            module.products.probe = _Probe(self._count, index)
+        self._open, self._counts = self._steps, None
+        for index, products in enumerate(self._products.values()):
+            products.probe = partial(self._count, index)
 
     def _end_sample(self) -> None:
         if self._open < 0:
             return
-        for module in self._modules:
-            if isinstance(module, Fp8Linear):
-                module.products.probe = None
-        if not self._seen:
+        for products in self._products.values():
+            products.probe = None
+        if self._counts is None and self._products:
             _warn_unseen()
         self._send_counts()
         self._open = -1
 
     def _send_counts(self) -> None:
         """Send the counts of the open sample to the host, if there are new ones."""
-        if self._new:
+        if self._new and self._counts is not None:
             self._new = False
             self._arrivals.send(self._open, self._counts)
 
     def _count(self, index: int, kind: str, x: Tensor, scale: Tensor, fmt: MiniFloat) -> None:
         """Add an operand of layer `index` to the counts of the open sample."""
-        if self._open < 0 or x.device != self._counts.device:
+        if self._open < 0 or in_a_graph():  # every replay of a graph would add to the counts
             return
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # every replay of the graph would add to the counts
-        self._new = self._seen = True
-        squares = kind == "w" and scale.ndim > 0
-        ops.count(x, scale, fmt, self._counts[index, KINDS.index(kind)], squares)
-
-
-class _Probe(partial[None]):
-    """`Monitor._count` for one layer, which calls it with its operands. Copies and pickles of the layer have None."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
+        if self._counts is None:
+            shape = len(self.layers), len(KINDS), len(FIELDS)
+            self._counts = torch.zeros(shape, dtype=torch.int64, device=x.device)
+        if x.device == self._counts.device:
+            self._new, squares = True, kind == "w" and scale.ndim > 0
+            ops.count(x, scale, fmt, self._counts[index, KINDS.index(kind)], squares)
 
 
 def _numbers(row: list[int]) -> dict[str, float]:
     """Return the numbers of an operand from its counts; amax, scale and sums are bits of floats in integers."""
     amax, scale = torch.tensor(row[:2], dtype=torch.int32).view(torch.float32).tolist()
     signal, noise = torch.tensor(row[SUMS]).view(torch.float64).tolist()
-    counts = dict(zip(FIELDS, row, strict=True))
-    numbers = {
-        "amax": amax,
-        "scale": scale,
+    numbers = {"amax": amax, "scale": scale, **_shares(dict(zip(FIELDS, row, strict=True)))}
+    if signal and noise:
+        numbers["snr_db"] = 10 * math.log10(signal / noise)
+    return numbers
+
+
+def _shares(counts: dict[str, int]) -> dict[str, float]:
+    """Return fractions of the elements (blocks) that were counted."""
+    return {
         "underflow": counts["underflow"] / counts["elements"],
         "overflow": counts["overflow"] / counts["elements"],
         "nonfinite": float(counts["nonfinite"]),
         "dead_blocks": counts["dead"] / counts["blocks"],
     }
-    if signal and noise:
-        numbers["snr_db"] = 10 * math.log10(signal / noise)
-    return numbers
 
 
 def _largest(values: list[float]) -> float:

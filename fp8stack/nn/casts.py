@@ -121,8 +121,9 @@ class Products:
         return f"{self.name}, {self.fp8_recipe}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but the last scale: a copy's weight may come to another device than the scale."""
-        return {name: value for name, value in self.__dict__.items() if name != "last_weight"}
+        """Return all but the last scale, as a copy's weight may come to another device, and a monitor's probe."""
+        left_out = ("last_weight", "probe")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
 
 class Operand(NamedTuple):
