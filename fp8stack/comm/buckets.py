@@ -21,7 +21,7 @@ from fp8stack.kernels import ops
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
-from .statistics import Sent, observe
+from .statistics import observe
 from .transport import Transport
 
 
@@ -96,11 +96,6 @@ class Bucket:
             region.place(self.codes[start * BLOCK : end * BLOCK], self.scales[start:end])
             start = end
 
-    @property
-    def nbytes(self) -> int:
-        error = 0 if self.error is None else self.error.nbytes
-        return self.codes.nbytes + self.scales.nbytes + error
-
     def average(self, way: Transport) -> None:
         """Replace the bucket by its mean over all ranks, in stream order."""
         for region in self.regions:
@@ -110,7 +105,7 @@ class Bucket:
         for region in self.regions:
             region.after_exchange()
 
-    def _exchange(self, way: Transport) -> Sent:
+    def _exchange(self, way: Transport) -> int:
         return exchange.all_reduce(self._whole, self._whole, way.world, way, self.error)
 
 

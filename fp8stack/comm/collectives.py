@@ -5,7 +5,6 @@
 | `all_reduce` | 2 (N - 1) / N × 1.03 | 2 |
 | `reduce_scatter_tensor` | (N - 1) / N × 1.03 | 1 |
 | `all_gather_into_tensor` | (N - 1) / N × 1.03 | 1 |
-| `broadcast` | 1.03 | 1 |
 
 Sums are float32, in the order of ranks. They get scales of their own, so nothing saturates. A NaN or infinity makes its
 block of 128 NaN on every rank. Every rank ends with the same bits. `exchange.py` does the work. With one rank nothing
@@ -37,8 +36,8 @@ from fp8stack.formats import BLOCK, FLOATS
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
-from .nvlink import transport_of
-from .statistics import Sent, observe
+from .nvlink import choice_of
+from .statistics import observe
 from .transport import Call, Transport, group_of, verify
 
 
@@ -67,17 +66,15 @@ def all_reduce(
         ConfigError: for another operation, dtype or kind of tensor.
         CommError: if ranks fail or stay away.
     """
-    detail = ""
-    if error is not None and dist.get_world_size(group) > 0:  # else this rank is not in the group
-        _check_error(error, tensor, group)
-        detail = "with error feedback"
     body = partial(exchange.all_reduce, error=error)
-    return _run("all_reduce", tensor, tensor, op, group, async_op, body, detail, error=error)
+    return _run("all_reduce", tensor, tensor, op, group, async_op, body, error=error)
 
 
 def error_like(tensor: Tensor, group: Any = None) -> Tensor:
     """Return zeros for the `error` of an all_reduce of `tensor`: float32, an element for each of this rank's part."""
-    return torch.zeros(_part_of(tensor, group), dtype=torch.float32, device=tensor.device)
+    world = dist.get_world_size(group)
+    size = exchange.flat(tensor, world).per * BLOCK if world > 0 else 0  # -1: not in the group
+    return torch.zeros(size, dtype=torch.float32, device=tensor.device)
 
 
 def feeds_back(error_feedback: str) -> bool:
@@ -117,40 +114,6 @@ def all_gather_into_tensor(
     return _run(name, output_tensor, input_tensor, op, group, async_op, body)
 
 
-def broadcast(
-    tensor: Tensor,
-    src: int | None = None,
-    group: Any = None,
-    async_op: bool = False,
-    group_src: int | None = None,
-) -> dist.Work | None:
-    """Copy a rank's tensor to all, rounded to E4M3 blocks on that rank too.
-
-    Exactly one of `src`, its number among all ranks, and `group_src`, its number in the group, is given.
-
-    Other arguments, results and errors are those of `all_reduce`.
-    """
-    if (src is None) == (group_src is None):
-        raise ConfigError(
-            f"broadcast needs one of src and group_src; got src={src} and group_src={group_src}."
-        )
-    if (member := group_of(group)) is not None:
-        ranks = dist.get_process_group_ranks(member)
-        if group_src is not None and 0 <= group_src < len(ranks):
-            src = ranks[group_src]
-        if src not in ranks:
-            raise ValueError(
-                f"broadcast got src={src} and group_src={group_src}, which is no rank of the group {ranks}."
-            )
-    body, detail = partial(exchange.broadcast, source=src), f"from rank {src}"
-    return _run("broadcast", tensor, tensor, dist.ReduceOp.SUM, group, async_op, body, detail)
-
-
-# torch's names since 2.13
-reduce_scatter_single = reduce_scatter_tensor
-all_gather_single = all_gather_into_tensor
-
-
 # --- what all collectives do
 
 
@@ -161,8 +124,7 @@ def _run(
     op: Any,
     group: Any,
     async_op: bool,
-    body: Callable[..., Sent],  # of output, input, divisor and transport
-    detail: str = "",  # that ranks have to agree on
+    body: Callable[..., int],  # of output, input, divisor and transport; returns the bytes sent
     background: bool = False,  # which `async_op` implies
     error: Tensor | None = None,  # that `body` writes to
 ) -> dist.Work | None:
@@ -175,13 +137,12 @@ def _run(
         )
         return None
     world = group.size()
-    _check(name, output, input, op, world)
-    what = Call(f"{name} {detail}" if detail else name, input.numel(), input.dtype)
-
+    _check(name, output, input, op, world, error)
+    what = Call(name, input.numel(), input.dtype)
     verify(
         lambda: (
             f"{what} into {output.numel()}, {op}, {type(input).__name__}, async_op={async_op}, "
-            f"transport {transport_of(group)}"
+            f"transport {choice_of(group).transport}, {'no' if error is None else 'with'} error feedback"
         ),
         group,
     )
@@ -208,23 +169,9 @@ def _run(
     return _run_beside(run, tensors)
 
 
-def _part_of(tensor: Tensor, group: Any) -> int:
-    """Return the elements of a rank's part, filled up to whole blocks."""
-    world = dist.get_world_size(group)
-    return exchange.flat(tensor, world).per * BLOCK if world > 0 else 0
-
-
-def _check_error(error: Tensor, tensor: Tensor, group: Any) -> None:
-    size = _part_of(tensor, group)
-    fits = error.dtype is torch.float32 and error.is_contiguous() and error.numel() == size
-    if not fits or error.device != tensor.device:
-        raise ConfigError(
-            f"error must be {size} contiguous float32 elements on {tensor.device}, as error_like makes it; got "
-            f"{error.numel()} of {error.dtype} on {error.device}."
-        )
-
-
-def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> None:
+def _check(
+    name: str, output: Tensor, input: Tensor, op: Any, world: int, error: Tensor | None
+) -> None:
     for tensor in (output,) if output is input else (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
@@ -247,6 +194,14 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
         raise ConfigError(
             f"fp8stack.comm.{name} has ReduceOp.SUM and ReduceOp.AVG, got {op}. Use torch.distributed.{name}."
         )
+    if error is not None:
+        size = exchange.flat(input, world).per * BLOCK
+        fits = error.dtype is torch.float32 and error.is_contiguous() and error.numel() == size
+        if not fits or error.device != input.device:
+            raise ConfigError(
+                f"error must be {size} contiguous float32 elements on {input.device}, as error_like makes it; got "
+                f"{error.numel()} of {error.dtype} on {error.device}."
+            )
     if output is input:
         return
     if output.device != input.device:

@@ -43,13 +43,12 @@ class DataParallel(nn.Module):
         process_group: the replicas; by default all ranks.
         bucket_cap_mb: the most MiB of FP8 that are averaged together.
         broadcast_buffers: before each forward that is synchronized, give all ranks the buffers of the first rank.
-        init_sync: give all ranks the parameters and buffers of the first rank now.
+        init_sync: compare names, shapes and dtypes of parameters over all ranks now, and give all of them the
+            parameters and buffers of the first one.
         find_unused_parameters: parameters may take no part in a backward. One that no rank used keeps the gradient that
             it had. Costs a small all-reduce and a wait for it.
-        static_graph: the same parameters are unused in every backward; the first backward finds out which.
         error_feedback: "shard" adds to each mean what quantizing the last one cut off, for 4 bytes a parameter divided
             by the number of ranks. A loss scale must then be constant.
-        check: compare names, shapes and dtypes of parameters over all ranks.
 
     Raises:
         ConfigError: if the model is not as described.
@@ -67,14 +66,12 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         init_sync: bool = True,
         find_unused_parameters: bool = False,
-        static_graph: bool = False,
         error_feedback: str = "none",
-        check: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
         self._options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers, "static_graph": static_graph,
+            "bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers,
             "find_unused_parameters": find_unused_parameters, "error_feedback": error_feedback,
         }  # fmt: skip
         self.process_group = group_of(process_group)
@@ -83,10 +80,10 @@ class DataParallel(nn.Module):
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.device = _check_model(module, trained, bucket_cap_mb)
         self.broadcast_buffers = broadcast_buffers
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
         self.world = dist.get_world_size(self.process_group)
-        if check:
+        if init_sync:
             _compare_models(trained, self.process_group)
         if init_sync and self._takes_the_first_ranks(module):
             warnings.warn(
@@ -110,7 +107,6 @@ class DataParallel(nn.Module):
         self._sync = self._next_sync = True
         # a weak reference to an object that lives as long as a backward
         self._backward: Any = lambda: None
-        self._unused: set[Region] | None = None  # of a static graph, once known
         handles = []
         for index, bucket in enumerate(self.buckets):
             for region in bucket.regions:
@@ -146,13 +142,7 @@ class DataParallel(nn.Module):
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a new wrapper over all ranks; nothing is exchanged for it."""
-        return partial(DataParallel, init_sync=False, check=False, **self._options), (self.module,)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the memory for gradients, in use or not, and of the residuals of micro-batches."""
-        own = [part for r in self._regions for part in r.gradient.parts()[0 if r.padded else 2 :]]
-        return sum(t.nbytes for t in own) + sum(bucket.nbytes for bucket in self.buckets)
+        return partial(DataParallel, init_sync=False, **self._options), (self.module,)
 
     # --- backward
 
@@ -163,9 +153,8 @@ class DataParallel(nn.Module):
         self._finish_failed()
         self._sync, self._unfinished, self._sent = sync, sync, 0
         self._fired.clear()
-        unused = self._unused or ()
         for bucket in self.buckets:
-            bucket.pending = sum(region not in unused for region in bucket.regions)
+            bucket.pending = len(bucket.regions)
         # Autograd drops the callback, and the mark with it, when the backward is over or has failed.
         mark = _Mark()
         self._backward = weakref.ref(mark)
@@ -193,11 +182,6 @@ class DataParallel(nn.Module):
         # The hook on outputs did not do it if forward returned them inside an unknown object. Other ranks take no part
         # in a backward that did not come through this wrapper's forward.
         self._begin(self._next_sync and self._forwards > 0)
-        if self._sync and region in (self._unused or ()):
-            raise GradientError(
-                f"{region.name} got a gradient, but was unused in the first backward, and static_graph=True says that "
-                "this never changes. Set find_unused_parameters=True instead."
-            )
         if self._sync and index < self._sent:
             raise GradientError(
                 f"{region.name} got a gradient after its bucket was sent: it is used in more than one part of the "
@@ -238,9 +222,8 @@ class DataParallel(nn.Module):
 
     def _end(self, mark: _Mark) -> None:
         """Send what is left, wait for all, and hand the gradients out."""
-        self._backward = lambda: (
-            None
-        )  # the mark may live on, in the frames of an error that is kept
+        # the mark may live on, in the frames of an error that is kept
+        self._backward = lambda: None
         if not self._fired:
             self._unfinished = False
             return  # torch.autograd.grad with respect to inputs
@@ -257,28 +240,23 @@ class DataParallel(nn.Module):
         for region in self._regions:
             if region not in unused:
                 region.parameter.grad = region.gradient
-        if missing and not (self.find_unused_parameters or self.static_graph):
+        if missing and not self.find_unused_parameters:
             names = ", ".join(r.name for r in missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise GradientError(
                 f"no gradient reached {names}{more} in this backward. If that is meant, set "
-                "find_unused_parameters=True (or static_graph=True if they are always the same)."
+                "find_unused_parameters=True."
             )
 
     def _find_unused(self, kept: set[Region]) -> set[Region]:
         """Return the parameters that no rank used."""
-        if self.static_graph and self._unused is not None:
-            return self._unused
-        if not (self.find_unused_parameters or self.static_graph):
+        if not self.find_unused_parameters:
             return set()
         used = torch.tensor([r not in kept for r in self._regions], dtype=torch.uint8)
         used = used.to(self.device)
         with failures_named("finding out which parameters are unused", self.process_group):
             dist.all_reduce(used, dist.ReduceOp.MAX, self.process_group)
-        unused = {r for r, u in zip(self._regions, used.tolist(), strict=True) if not u}
-        if self.static_graph:
-            self._unused = unused
-        return unused
+        return {r for r, u in zip(self._regions, used.tolist(), strict=True) if not u}
 
     def _takes_the_first_ranks(self, module: nn.Module) -> bool:
         """Give all ranks the model of the first one; return whether a bfloat16 weight of this rank was different."""

@@ -23,11 +23,10 @@ from torch import Tensor
 from fp8stack.errors import ConfigError
 from fp8stack.formats import BLOCK, rows_cols
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.wire import Layout, scales_of
+from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
 from .nvlink import link_of
-from .statistics import Sent
 from .transport import Transport
 
 # The groups within this rank's host and across hosts, of each group that was given a hierarchy.
@@ -76,8 +75,8 @@ def all_reduce(
     divisor: int,
     way: Transport,
     error: Tensor | None = None,  # see kernels/reference/wire.py
-) -> Sent:
-    """Add up `input` over all ranks, and divide."""
+) -> int:
+    """Add up `input` over all ranks, and divide; return the bytes that this rank sends, as all of these do."""
     layout, hosts = flat(input, way.world), _HIERARCHIES.get(way.group, ())
     if not hosts and (link := link_of(way.group, input.device)):
         link.all_reduce(input, output, layout, way, divisor, error)
@@ -89,7 +88,7 @@ def all_reduce(
         unpack(chunks, output, layout)
     if isinstance(output, BlockScaledTensor):
         output.residual = None
-    return Sent(nbytes, lambda: _scales_told_by(output))
+    return nbytes
 
 
 def _add_up(
@@ -106,7 +105,7 @@ def _add_up(
     way.all_to_all(received, chunks)
     received = received.view(way.world, -1, layout.pitch)
     kernels = ops.wire_kernels(chunks.is_cuda)
-    nbytes: int = 2 * (way.world - 1) * chunks.nbytes // way.world
+    nbytes = 2 * (way.world - 1) * chunks.nbytes // way.world
     if others:
         part = kernels.reduce_pack(received, layout)
         nbytes += _add_up(part, layout, others, divisor, error)
@@ -116,49 +115,27 @@ def _add_up(
     return nbytes
 
 
-def reduce_scatter(output: Tensor, input: Tensor, divisor: int, way: Transport) -> Sent:
+def reduce_scatter(output: Tensor, input: Tensor, divisor: int, way: Transport) -> int:
     """Add up this rank's part of `input` over all ranks, and divide; the sum is not quantized again."""
     layout = Layout(way.world, input.numel() // way.world, way.world)
     if link := link_of(way.group, input.device):
         link.reduce_scatter(input, output, layout, way, divisor)
-        nbytes = (way.world - 1) * layout.per * (BLOCK + 4)
-    else:
-        sent = pack(input, layout)
-        received = torch.empty_like(sent)
-        way.all_to_all(received, sent)
-        ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, divisor)
-        nbytes = (way.world - 1) * layout.pitch
-    return Sent(nbytes, lambda: _scales_told_by(output))
+        return (way.world - 1) * layout.per * (BLOCK + 4)
+    sent = pack(input, layout)
+    received = torch.empty_like(sent)
+    way.all_to_all(received, sent)
+    ops.wire_kernels(sent.is_cuda).reduce_unpack(received, output, divisor)
+    return (way.world - 1) * layout.pitch
 
 
-def _scales_told_by(output: Tensor) -> Tensor:
-    """Return an element of each block, or its scale: a block that is not finite is NaN as a whole."""
-    return output.scale if isinstance(output, BlockScaledTensor) else output.view(-1)[::BLOCK]
-
-
-# --- copies
-
-
-def gather(output: Tensor, input: Tensor, _: int, way: Transport) -> Sent:
+def gather(output: Tensor, input: Tensor, _: int, way: Transport) -> int:
     """Join the tensors of all ranks."""
     chunk = pack(input, Layout(1, input.numel(), 1))
     chunks = chunk.new_empty((way.world, chunk.shape[1]))
     way.all_gather(chunks, chunk)
     layout = Layout(way.world, input.numel(), way.world)
     unpack(chunks, output, layout)
-    return Sent((way.world - 1) * layout.pitch, lambda: scales_of(chunks, layout.per))
-
-
-def broadcast(output: Tensor, input: Tensor, _: int, way: Transport, source: int | None) -> Sent:
-    """Copy the input of a rank (by its number among all) to all; that rank decodes what it sent, too."""
-    layout, sends = flat(input, 1), dist.get_rank() == source
-    if sends:
-        chunk = pack(input, layout)
-    else:
-        chunk = torch.empty((1, layout.pitch), dtype=torch.uint8, device=input.device)
-    way.broadcast(chunk, source)
-    unpack(chunk, output, layout)
-    return Sent(sends * chunk.nbytes, lambda: scales_of(chunk, layout.per))
+    return (way.world - 1) * layout.pitch
 
 
 # --- chunks of bytes

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.formats import BLOCK, FLOATS
-from fp8stack.kernels.reference.wire import Layout, scales_of
+from fp8stack.kernels.reference.wire import Layout
 
 from .collectives import Handle
 from .exchange import pack, unpack
-from .statistics import Sent, observe
+from .statistics import observe
 from .transport import Call, all_gather, failures_named, verify
 
 _NAME = "all_gather_weights"  # in Statistics
@@ -92,7 +92,7 @@ class Fp8AllGather(Allocates):
 
     def _start(
         self, output: Tensor, input: Tensor, group: Any, what: Call, async_op: bool
-    ) -> Callable[[], Sent]:
+    ) -> Callable[[], int]:
         """Send; return a function that waits for the messages and decodes them."""
         message = self._encode(
             input
@@ -101,14 +101,12 @@ class Fp8AllGather(Allocates):
         with failures_named(what, group):
             work = all_gather(messages.view(-1), message, group=group, async_op=async_op)
 
-        def finish() -> Sent:
+        def finish() -> int:
             if work is not None:
                 with failures_named(what, group):
                     work.wait()
-            chunks = self._decode(messages, output)
-            per = self._layout(1).per
-            sent = (len(messages) - 1) * len(message)
-            return Sent(sent, lambda: scales_of(chunks, per))
+            self._decode(messages, output)
+            return (len(messages) - 1) * len(message)
 
         return finish
 
@@ -128,21 +126,20 @@ class Fp8AllGather(Allocates):
             _copy(input, self._rest, message[layout.pitch :].view(input.dtype), self._bytes)
         return message
 
-    def _decode(self, messages: Tensor, output: Tensor) -> Tensor:
-        """Write the weights of all ranks; return their chunks."""
+    def _decode(self, messages: Tensor, output: Tensor) -> None:
+        """Write the weights of all ranks."""
         world = len(messages)
         layout, parts = self._layout(world), output.view(world, -1)
         chunks = messages[:, : layout.pitch].contiguous()
         if self._whole:
             unpack(chunks, output, layout)
-            return chunks
+            return
         matrices = output.new_empty((world, self._staged))
         unpack(chunks, matrices, layout)
         _copy(matrices, self._blocks, parts, self._matrices)
         if self._rest:
             rest = messages[:, layout.pitch :].view(output.dtype)
             _copy(rest, self._bytes, parts, self._rest)
-        return chunks
 
 
 def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> None:
@@ -156,9 +153,9 @@ def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> Non
 class _Decoding(Handle):
     """The handle of an all-gather of weights. FSDP2 waits for it on the stream that copies the weights out."""
 
-    def __init__(self, output: Tensor, finish: Callable[[], Sent]) -> None:
+    def __init__(self, output: Tensor, finish: Callable[[], int]) -> None:
         super().__init__([output])
-        self._finish: Callable[[], Sent] | None = finish
+        self._finish: Callable[[], int] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait and decode; the process group's own timeout is in force, not `timeout`."""

@@ -63,7 +63,7 @@ def set_transport(transport: str, group: Any = None) -> None:
         )
     group = group_of(group)
     if group is not None:
-        _choice_of(group).transport = transport
+        choice_of(group).transport = transport
 
 
 def link_of(group: Any, device: torch.device) -> Link | None:
@@ -72,7 +72,7 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     Raises:
         CommError: if NVLink was asked for and cannot be used, or the group uses it on another device.
     """
-    choice, obstacle = _choice_of(group), ""
+    choice, obstacle = choice_of(group), ""
     if choice.transport == "collective":
         return None
     if device.type != "cuda":
@@ -102,12 +102,8 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     return link
 
 
-def transport_of(group: Any) -> str:
-    """Return what `set_transport` chose."""
-    return _choice_of(group).transport
-
-
-def _choice_of(group: Any) -> _Choice:
+def choice_of(group: Any) -> _Choice:
+    """Return what `set_transport` chose for a group, and what its ranks have agreed on."""
     return _GROUPS.get(group) or _GROUPS.setdefault(group, _Choice())
 
 

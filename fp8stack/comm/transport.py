@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ class Transport:
 
     def __init__(self, group: Any, what: Any, background: bool = False) -> None:
         self.group, self.what, self.background = group, what, background
-        self.world = group.size()
+        self.world: int = group.size()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
         """Send the i-th of equal parts to rank i, and receive one from it."""
@@ -62,10 +61,6 @@ class Transport:
         if not whole.is_cuda:  # NCCL promises that both may share memory, gloo does not
             mine = mine.clone()
         self._run(all_gather, whole.view(-1), mine.view(-1))
-
-    def broadcast(self, tensor: Tensor, source: int | None) -> None:
-        """Copy from a rank, by its number among all."""
-        self._run(partial(dist.broadcast, src=source), tensor)
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor) -> None:
         # If the host is to wait for NCCL: since torch 2.8 only handles of asynchronous calls do that.

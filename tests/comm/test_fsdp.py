@@ -136,8 +136,6 @@ def check_bytes(device, mesh, world):
         row = statistics.collect()["all_gather_weights"]
         rows = -(-model.head.weight.shape[0] // world)
         assert row["bytes"] == (world - 1) * -(-rows * 132 // 16) * 16
-        assert row["blocks"] == rows * world
-        assert row["non_finite"] == 0
 
 
 def check_bad_input(device, mesh):
