@@ -53,8 +53,8 @@ from .kernels.ops import kernel_backend
 from .levels import Recipe, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.matmuls import apply_matmuls
+from .nn.mixin import unfuse
 from .nn.select import Chooser
-from .nn.swiglu import unfuse
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import MASTER_KEYS, is_large_matrix, zero_master, zero_moment

@@ -22,7 +22,7 @@ from .formats import FLOATS
 from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
 from .nn.convert import Conversion, LayerChoices, apply_storage
-from .nn.matmuls import runs_matmuls
+from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
 from .optim.state_dict import adopt, reformat, to_torch
@@ -96,8 +96,8 @@ def check_model(
 
 def find_converted(model: nn.Module) -> str:
     """Return the name of a module of `model` that is converted, or an empty string."""
-    ours = (*GEMM_LAYERS, StoredLinear, StoredEmbedding)
-    found = (n for n, m in model.named_modules() if isinstance(m, ours) or runs_matmuls(m))
+    ours = (*GEMM_LAYERS, StoredLinear, StoredEmbedding, MultipliesParameters)
+    found = (n for n, m in model.named_modules() if isinstance(m, ours))
     return next((name or "the model" for name in found), "")
 
 

@@ -130,20 +130,16 @@ class Operand(NamedTuple):
     """A matrix in FP8, in the layouts that were asked for (the others are empty); sizes are multiples of 16."""
 
     codes: Tensor  # [rows, cols]
-    scale: Tensor  # float32, 0-d
+    scale: Tensor  # float32, 0-d, or one for each block
     codes_t: Tensor  # [cols, rows]
     scale_t: Tensor
 
 
 def cast_matrix(
-    x: Tensor,  # [..., cols], read as [rows, cols]
-    fmt: MiniFloat,
-    fmt_t: MiniFloat | None = None,  # of the transpose, if another
-    codes: bool = True,
-    transposed: bool = True,
-    amax: Tensor | None = None,  # what `ops.cast` takes, if it is known
-) -> Operand:
-    """Quantize a matrix with one scale, its own."""
+    x: Tensor, fmt: MiniFloat, fmt_t: MiniFloat | None = None,  # of the transpose, if another
+    codes: bool = True, transposed: bool = True, amax: Tensor | None = None,  # as `ops.cast` takes it
+) -> Operand:  # fmt: skip
+    """Quantize a matrix [..., cols], read as [rows, cols], with one scale, its own."""
     if torch.compiler.is_compiling() and x.numel():
         amax = x.abs().amax().float()  # here, where Inductor needs no kernel for it
     if fmt_t is None or fmt_t is fmt or not codes or not transposed:
@@ -271,23 +267,13 @@ class WeightScale(DelayedState):
         return known and not _capturing(weight) and not torch.is_inference_mode_enabled()
 
 
-class WeightCodes(NamedTuple):
-    """A weight in FP8, laid out for the forward product and for backward's (empty where that is made later)."""
-
-    forward: Tensor  # [out, in]
-    scale: Tensor  # float32, 0-d, or one for each square of 128
-    backward: Tensor  # [in, out]
-    backward_scale: Tensor
-
-
 def cast_weight(
-    weight: Tensor,
-    products: Products,
-    train: bool,
-    backward: bool,  # there will be a product that gives the input's gradient
-    rows: int,  # of the input
-) -> WeightCodes:
-    """Return the codes of `weight` as it is now; those for backward only where they are to be kept until then."""
+    weight: Tensor, products: Products, train: bool, backward: bool, rows: int
+) -> Operand:
+    """Return the operand [out, in] of `weight` as it is now, its transpose only where backward's codes are kept.
+
+    `backward` says that there will be a product for the gradient of the input, which has so many `rows`.
+    """
     compiling = torch.compiler.is_compiling()
     if backward and not compiling:
         # A rank must keep nothing of FSDP's whole weights, which it could have in any process group.
@@ -296,8 +282,8 @@ def cast_weight(
     w, turned = weight.detach(), products.turned
     if products.fp8_recipe == "blockwise":
         blocks = ops.cast_128x128(w, E4M3)
-        codes = WeightCodes(*blocks[2:], *blocks[:2]) if turned else WeightCodes(*blocks)
-        return codes if backward else codes._replace(backward=codes.backward.new_empty((0, 0)))
+        blocks = (*blocks[2:], *blocks[:2]) if turned else blocks
+        return _without_t(Operand(*blocks), backward)
     layouts = not turned or backward, turned or backward
     state = products.w_state
     if state is not None and state.serves(weight, train):
@@ -315,7 +301,7 @@ def cast_weight(
         products.last_weight = None if key[-1] else (key, scale)
     if turned:
         plain, plain_t = plain_t, plain
-    return WeightCodes(plain, scale, plain_t, scale)
+    return Operand(plain, scale, plain_t, scale)
 
 
 def weight_for_backward(

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from fp8stack.levels import Recipe
 from fp8stack.tensor import whole_shape
 
 from .bf16_storage import StoredEmbedding, StoredLinear
-from .casts import InputCodes, Products
+from .casts import InputCodes, Products, WeightScale
 from .linear import Bf16Linear, Fp8Linear, alignment_of
 from .mixin import class_below
 from .select import Chooser
@@ -53,11 +53,12 @@ class Conversion:
     """The changes made to a model, and how to undo them."""
 
     def __init__(self) -> None:
-        self._changed: list[_Change] = []
+        # By module: its class before and since, and the attributes it got. Weak, as a record keeps no model alive.
+        self._changed: Any = weakref.WeakKeyDictionary()
 
     def change(self, module: nn.Module, cls: type[nn.Module], **attributes: object) -> None:
         """Give `module` the class `cls` and the attributes it needs."""
-        self._changed.append(_Change(weakref.ref(module), type(module), cls, tuple(attributes)))
+        self._changed[module] = type(module), cls, tuple(attributes)
         module.__class__ = cls
         for name, value in attributes.items():
             setattr(module, name, value)
@@ -65,32 +66,22 @@ class Conversion:
     def check(self, model: nn.Module) -> None:
         """Raise ModelError if a module of `model` got another class since, which undoing would destroy."""
         names = {module: name for name, module in model.named_modules()}
-        for change in self._changed:
-            module = change.module()
-            if module is not None and class_below(module) not in (change.cls, change.before):
+        for module, (before, cls, _) in self._changed.items():
+            if class_below(module) not in (before, cls):
                 raise ModelError(
                     f"{names.get(module) or 'the model'} is a {type(module).__name__}, a class that fully_shard or a "
-                    f"parametrization made over {change.cls.__name__}, which cannot be taken from under it. Remove the "
+                    f"parametrization made over {cls.__name__}, which cannot be taken from under it. Remove the "
                     "parametrization first (torch.nn.utils.parametrize.remove_parametrizations), or restore before "
                     "fully_shard."
                 )
 
     def undo(self) -> None:
         """Give every module its class back."""
-        for change in reversed(self._changed):
-            module = change.module()
-            if module is not None:
-                module.__class__ = change.before
-                for name in change.attributes:
-                    delattr(module, name)
+        for module, (before, _, attributes) in self._changed.items():
+            module.__class__ = before
+            for name in attributes:
+                delattr(module, name)
         self._changed.clear()
-
-
-class _Change(NamedTuple):
-    module: weakref.ref[nn.Module]  # weak, so that a record of changes does not keep a model alive
-    before: type[nn.Module]
-    cls: type[nn.Module]
-    attributes: tuple[str, ...]
 
 
 def choose_layers(
@@ -104,8 +95,12 @@ def choose_layers(
 
     `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted.
     """
-    layers = LayerChoices()
-    excluded = {**_fast_paths(model), **skipped}
+    layers, excluded = LayerChoices(), dict(skipped)
+    for module in model.modules():
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
+            kind = type(module).__name__
+            reason = f"{kind} reads the weights of its layers itself in its fast path"
+            excluded = {**dict.fromkeys(module.modules(), reason), **excluded}
     alignments = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}
     alignment = alignments.get(compute, alignment_of(recipe.fp8_recipe))
     for name, module in model.named_modules():
@@ -130,20 +125,18 @@ def apply_gemms(
 ) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
-    first: dict[torch.Tensor, Products] = {}  # of the layers that share a weight
+    scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
     for name, module in layers.gemm:
+        weight = module.weight
         if compute == "te":
-            engine = Engine(recipe, module.weight, name)
-            conversion.change(module, TeLinear, te=engine)
-        elif compute == "native":
-            weight = module.weight
-            tied = first[weight].w_state if weight in first else None
-            products = Products(recipe, name, weight.device, inputs=inputs, w_state=tied)
-            first.setdefault(weight, products)
-            products.chooser = chooser
-            conversion.change(module, Fp8Linear, products=products)
-        else:
+            conversion.change(module, TeLinear, te=Engine(recipe, weight, name))
+        elif compute == "bf16":
             conversion.change(module, Bf16Linear, layer_name=name)
+        else:
+            shared = scales.get(weight)
+            products = Products(recipe, name, weight.device, inputs=inputs, w_state=shared)
+            products.chooser, scales[weight] = chooser, products.w_state
+            conversion.change(module, Fp8Linear, products=products)
 
 
 def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion) -> None:
@@ -177,27 +170,13 @@ def skipped_modules(model: nn.Module, recipe: Recipe) -> tuple[dict[nn.Module, s
     return skipped, idle
 
 
-def _fast_paths(model: nn.Module) -> dict[nn.Module, str]:
-    """Return modules whose weights a torch module around them reads itself, with the reason to leave them."""
-    found: dict[nn.Module, str] = {}
-    for module in model.modules():
-        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-            reason = (
-                f"{type(module).__name__} reads the weights of its layers itself in its fast path"
-            )
-            found.update(dict.fromkeys(module.modules(), reason))
-    return found
-
-
 def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
     """Return why this Linear cannot run FP8 GEMMs and what to do about it, or an empty string."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, a subclass of nn.Linear that may use its weight otherwise"
     weight = module._parameters.get("weight")
     if weight is None:
-        return (
-            "its weight is computed (weight_norm, parametrization); remove that before initialize"
-        )
+        return "its weight is computed (weight_norm, ...); remove that before initialize"
     if weight.dtype not in FLOATS:
         return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
     if "forward" in vars(module):
@@ -224,20 +203,18 @@ def _choose_storage(
     Any other owner may hand the weight to an operation that wants it in the dtype of the activations, so it keeps its
     dtype and is its own master. A model that is already bfloat16 has nothing to convert: all its matrices qualify.
     """
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for module_name, module in model.named_modules():
+    obstacles: dict[nn.Parameter, str] = {}  # of the first owner that has one
+    for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((module, name))
-                names.setdefault(parameter, f"{module_name}.{name}".lstrip("."))
-    storages = Counter(_storage_of(p) for p in names)
-    for parameter, name in names.items():
+            if parameter is not None and (reason := _storage_obstacle(module, name, excluded)):
+                obstacles.setdefault(parameter, reason)
+    storages = Counter(_storage_of(p) for p in model.parameters())
+    for name, parameter in model.named_parameters():
         if parameter not in quantized:
             continue
         reason = ""
         if parameter.dtype is not torch.bfloat16:  # else its storage stays as it is
-            reason = _storage_obstacle(owners[parameter], excluded)
+            reason = obstacles.get(parameter, "")
             if not reason and storages[_storage_of(parameter)] > 1:
                 reason = "shares its storage with another parameter; tie them: a.weight = b.weight"
         if reason:
@@ -252,14 +229,14 @@ def _storage_of(parameter: nn.Parameter) -> int:
     return storage.data_ptr() or int(storage._cdata)
 
 
-def _storage_obstacle(owners: list[tuple[nn.Module, str]], excluded: dict[nn.Module, str]) -> str:
-    for module, name in owners:
-        if module in excluded:
-            return excluded[module]
-        if type(module) not in (nn.Linear, nn.Embedding) or name != "weight":
-            return f"{type(module).__name__} uses it directly"
-        if "forward" in vars(module):
-            return OWN_FORWARD
-        if isinstance(module, nn.Embedding) and module.max_norm is not None:
-            return "Embedding with max_norm rewrites its weight in the forward pass"
+def _storage_obstacle(module: nn.Module, name: str, excluded: dict[nn.Module, str]) -> str:
+    """Return why the parameter `name` of `module` keeps its dtype, or an empty string."""
+    if module in excluded:
+        return excluded[module]
+    if type(module) not in (nn.Linear, nn.Embedding) or name != "weight":
+        return f"{type(module).__name__} uses it directly"
+    if "forward" in vars(module):
+        return OWN_FORWARD
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "Embedding with max_norm rewrites its weight in the forward pass"
     return ""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, Fp8StackWarning
-from fp8stack.kernels.reference.delayed_state import DelayedState
 
 from .linear import Fp8Linear
 
@@ -26,14 +26,13 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     has none.
     """
     state: dict[str, Tensor] = {}
-    for name, (layer, both) in _delayed(model).items():
-        state[f"{name}.casts"] = torch.tensor([history.casts for history in both.values()])
-        for kind, history in both.items():
+    for name, histories in _delayed(model).items():
+        casts = [histories[kind].casts for kind in ("x", "g")]
+        state[f"{name}.casts"] = torch.tensor(casts)
+        for kind, history in histories.items():
             if history.tensor is not None:
-                state[f"{name}.{kind}"] = history.tensor.detach().clone()
-        last = layer.products.w_state
-        if last is not None and last.tensor is not None:
-            state[f"{name}.w"] = last.tensor[0].detach().clone()
+                saved = history.tensor[0] if kind == "w" else history.tensor
+                state[f"{name}.{kind}"] = saved.detach().clone()
     return state
 
 
@@ -53,24 +52,23 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             f"the state of delayed scaling is of other layers: only {where} has {some!r}. Initialize the model as it "
             "was when the state was saved."
         )
-    for name, (_, histories) in layers.items():
-        for kind, history in histories.items():
+    for name, histories in layers.items():
+        for kind in ("x", "g"):
             saved = state.get(f"{name}.{kind}")
-            if saved is not None and saved.shape != (history.size,):
+            if saved is not None and saved.shape != (histories[kind].size,):
                 raise CheckpointError(
-                    f"the history of {name}.{kind} has {saved.numel()} elements, and the recipe's has {history.size}: "
-                    "amax_history_len is another."
+                    f"the history of {name}.{kind} has {saved.numel()} elements, and the recipe's has "
+                    f"{histories[kind].size}: amax_history_len is another."
                 )
-    for name, (layer, histories) in layers.items():
-        casts, device = state[f"{name}.casts"].tolist(), layer.weight.device
-        for (kind, history), count in zip(histories.items(), casts, strict=True):
+    for name, histories in layers.items():
+        device = model.get_submodule(name).weight.device
+        for kind, count in zip(("x", "g"), state[f"{name}.casts"].tolist(), strict=True):
+            history = histories[kind]
             # without one saved, there was no cast yet
             history.on(device).copy_(state.get(f"{name}.{kind}", torch.zeros(history.size)))
             history.casts = count
-        last = layer.products.w_state
-        if last is not None:
-            last.on(device)[0] = state.get(f"{name}.w", 0.0)
-            last.stream = None
+        histories["w"].on(device)[0] = state.get(f"{name}.w", 0.0)
+        histories["w"].stream = None
 
 
 def reset_scaling(model: nn.Module) -> None:
@@ -94,12 +92,11 @@ def restore_scaling(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         warnings.warn(text, Fp8StackWarning, stacklevel=3)
 
 
-def _delayed(model: nn.Module) -> dict[str, tuple[Fp8Linear, dict[str, DelayedState]]]:
-    """Return layers that scale so by name, with their histories of input and gradient."""
+def _delayed(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what layers that scale so know, by name: the states of input, gradient and weight."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, Fp8Linear):
-            x, g = module.products.x_state, module.products.g_state
-            if x is not None and g is not None:
-                found[name] = module, {"x": x, "g": g}
+        if isinstance(module, Fp8Linear) and module.products.fp8_recipe == "delayed":
+            of = module.products
+            found[name] = {"x": of.x_state, "g": of.g_state, "w": of.w_state}
     return found

@@ -42,8 +42,6 @@ from .casts import (
     weight_for_backward,
 )
 
-__all__ = ["ALIGNMENT", "Bf16Linear", "Fp8Linear", "fp8_matmul", "output_dtype", "product"]
-
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
 
 
@@ -81,7 +79,7 @@ class Bf16Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        check_values(input, self.weight.shape[1], self.layer_name)
+        check_input(input, self.weight.shape[1], self.layer_name, fp8=False)
         dtype = output_dtype(input)
         with torch.autocast(input.device.type, enabled=False):
             output = nn.functional.linear(input.bfloat16(), self.weight.bfloat16()).to(dtype)
@@ -89,13 +87,13 @@ class Bf16Linear(nn.Linear):
 
 
 def fp8_matmul(
-    x: Tensor,  # [..., in], floating point
-    weight: Tensor,  # [out, in], or [in, out] if `products` says so
-    bias: Tensor | None,  # [out]
-    products: Products,
-    train: bool,  # whether delayed scaling's histories move on
-) -> Tensor:  # [..., out], in the dtype of x or autocast's
-    """Return x @ weight.T + bias (x @ weight + bias for a weight [in, out]), multiplied in FP8."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, train: bool
+) -> Tensor:
+    """Return x @ weight.T + bias [..., out], multiplied in FP8, in the dtype of x or autocast's.
+
+    x is [..., in], weight [out, in], bias [out]. A weight [in, out], which `products` tells, gives x @ weight + bias.
+    `train` says whether delayed scaling's histories move on.
+    """
     check_input(x, weight.shape[0 if products.turned else 1], products.layer)
     dtype = output_dtype(x)
     grad = torch.is_grad_enabled()
@@ -108,7 +106,7 @@ def fp8_matmul(
     if bias is not None and dtype in _FUSED_BIAS:
         bias = bias.to(dtype)
     x_scale_t = None if x8.scale_t is x8.scale else x8.scale_t  # torch.compile takes none twice
-    w_scale_t = None if w8.backward_scale is w8.scale else w8.backward_scale
+    w_scale_t = None if w8.scale_t is w8.scale else w8.scale_t
     # What torch does in Python before it calls C++ is for functorch, and takes as long as a launch.
     slow = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     apply = _Fp8Matmul.apply if slow else _apply
@@ -123,39 +121,26 @@ class _Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        x_codes: Tensor,
-        x_scale: Tensor,
-        x_codes_t: Tensor,
-        x_scale_t: Tensor | None,  # if it is another
-        w_forward: Tensor,
-        w_scale: Tensor,
-        w_backward: Tensor,
-        w_scale_t: Tensor | None,  # likewise
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
+        x_codes: Tensor, x_scale: Tensor, x_codes_t: Tensor, x_scale_t: Tensor | None,  # if it is another
+        w_codes: Tensor, w_scale: Tensor, w_codes_t: Tensor, w_scale_t: Tensor | None,  # likewise
         options: Options,
-    ) -> Tensor:  # [..., out]
+    ) -> Tensor:  # [..., out]  # fmt: skip
         ctx.options, dtype = options, options.dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         if options.g_state >= 0 and not torch.compiler.is_compiling():
             ctx.g_state = STATES[options.g_state]  # backward may outlive the layer
         # The weight is saved for its version counter too: backward after a step is an error, as without FP8.
-        ctx.save_for_backward(
-            x_codes_t,
-            x_scale if x_scale_t is None else x_scale_t,
-            w_backward,
-            w_scale if w_scale_t is None else w_scale_t,
-            weight,
-        )
+        x_saved = x_codes_t, x_scale if x_scale_t is None else x_scale_t
+        w_saved = w_codes_t, w_scale if w_scale_t is None else w_scale_t
+        ctx.save_for_backward(*x_saved, *w_saved, weight)
         size = weight.shape[1] if options.turned else weight.shape[0]
         # On a GPU the product adds the bias, where it has one scale a tensor and no padding.
         fused = x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0 and w_scale.ndim == 0
         added = bias if fused else None
         squares = options.fp8_recipe == "blockwise"
-        y = product(x_codes, x_scale, w_forward, w_scale, dtype, options.fast, added, squares)
+        y = product(x_codes, x_scale, w_codes, w_scale, dtype, options.fast, added, squares)
         y = crop(y, (*x.shape[:-1], size))
         return y if bias is None or fused else y + bias.to(dtype)
 
@@ -167,9 +152,7 @@ class _Fp8Matmul(torch.autograd.Function):
 Gradients = tuple[Tensor | None, ...]
 
 
-def backward_once(
-    backward: Callable[[Any, Tensor], Gradients], ctx: Any, grad: Tensor
-) -> Gradients:
+def backward_once(backward: Callable[..., Gradients], ctx: Any, grad: Tensor) -> Gradients:
     """Return `backward(ctx, grad)`, gradients that raise where they are differentiated themselves.
 
     torch's `once_differentiable` takes 5 µs for that, and lets those of a `grad` that is a constant pass for constants.
@@ -179,10 +162,7 @@ def backward_once(
     with torch.no_grad():
         gradients = backward(ctx, grad)
     refuse: Any = torch._C._functions.DelayedError(_TWICE, len(gradients))
-    result: Gradients = refuse(
-        *(g if g is None else g.detach().requires_grad_() for g in gradients)
-    )
-    return result
+    return tuple(refuse(*(g if g is None else g.detach().requires_grad_() for g in gradients)))
 
 
 _TWICE = (
@@ -248,21 +228,15 @@ def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     return x if len(shape) == 2 else x.view(shape)
 
 
-def check_input(x: Tensor, features: int, layer: str = "") -> None:
-    """Raise ModelError unless `x` is a plain tensor [..., features] in a dtype that is cast to FP8."""
-    sharded = is_sharded(x)
-    if sharded or x.layout is not torch.strided or x.is_nested:
+def check_input(x: Tensor, features: int, layer: str = "", fp8: bool = True) -> None:
+    """Raise ModelError unless `x` is [..., features] in a dtype that layers cast; for FP8 a plain tensor, too."""
+    if fp8 and (is_sharded(x) or x.layout is not torch.strided or x.is_nested):
         kind = "nested" if x.is_nested else "sparse"
-        remedy = f"Make it dense first, or leave the layer out with {_skip(layer)}."
-        if sharded:
-            kind = "sharded (DTensor)"
-            remedy = f"Under tensor parallelism leave the layer out with {_skip(layer)}."
-        raise ModelError(f"{title(layer)} got {kind} input; FP8 takes plain tensors. {remedy}")
-    check_values(x, features, layer)
-
-
-def check_values(x: Tensor, features: int, layer: str = "") -> None:
-    """Raise ModelError unless `x` is [..., features] in a dtype that is cast to FP8 or bfloat16."""
+        kind = "sharded (DTensor)" if is_sharded(x) else kind
+        raise ModelError(
+            f"{title(layer)} got {kind} input; FP8 takes plain tensors. Make it dense first, or (under tensor "
+            f"parallelism) leave the layer out with {_skip(layer)}."
+        )
     if x.dtype not in FLOATS:
         raise ModelError(
             f"{title(layer)} of {features} features got {x.dtype} input; it takes float32, bfloat16 and float16. "

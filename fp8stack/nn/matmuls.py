@@ -21,12 +21,10 @@ graph has no place to keep their histories. What torch.compile runs is neither c
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
 import string
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -43,6 +41,7 @@ from fp8stack.levels import Recipe
 from .casts import InputCodes, Products, in_backward
 from .convert import Conversion
 from .linear import alignment_of, fp8_matmul
+from .mixin import Mixin, mixed_class
 
 RECIPES = ("current", "blockwise")  # others become "current"
 _LIBRARIES = ("torch", "fp8stack", "transformer_engine")  # their modules need no mode of their own
@@ -67,13 +66,9 @@ def apply_matmuls(
             if "forward" in vars(module):  # which torch runs, and not the class's
                 bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
             else:
-                conversion.change(module, _class_of(type(module)), _bare_matmuls=bare)
+                cls = mixed_class(MultipliesParameters, type(module))
+                conversion.change(module, cls, _bare_matmuls=bare)
     return bare
-
-
-def runs_matmuls(module: nn.Module) -> bool:
-    """Return whether `module` was converted by `apply_matmuls`, or copied from one that was."""
-    return hasattr(type(module), "_fp8stack_plain")
 
 
 class BareMatmuls:
@@ -91,21 +86,15 @@ class BareMatmuls:
         inputs = InputCodes()
         self._products = [Products(self.recipe, turned=t, inputs=inputs) for t in (False, True)]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BareMatmuls:
-        # The copy's parameters are others; its layers keep their own record of the modules to skip.
-        twin = memo[id(self)] = BareMatmuls(self.recipe)
-        twin.skipped = copy.deepcopy(self.skipped, memo)
-        return twin
-
     def __reduce__(self) -> Any:
+        # A copy's parameters are others; its layers keep their own record of the modules to skip.
         return BareMatmuls, (self.recipe, self.skipped)
 
     def products_of(self, parameter: Tensor, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""
         if not torch.compiler.is_compiling():
-            if (
-                parameter not in self._named
-            ):  # "unnamed": the model did not have it when it was converted
+            if parameter not in self._named:
+                # "unnamed": the model did not have it when it was converted
                 self._named[parameter] = self.names.get(parameter, "unnamed")
             self.used.add(self._named[parameter])
         return self._products[int(turned)]
@@ -312,40 +301,15 @@ _SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {
 # --- classes of modules whose forward enters the mode
 
 
-def _class_of(cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `cls` whose methods enter the mode; one for each class, and gone with it."""
-    for known in cls.__subclasses__():
-        if vars(known).get("_fp8stack_plain") is cls:
-            return known
+class MultipliesParameters(Mixin):
+    """Mixed into a class with code of its own, whose methods enter the mode."""
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        reduced: Any = cls.__reduce_ex__(self, protocol)
-        if type(self) is not made or reduced[0].__name__ != "__newobj__":
-            return reduced  # a way of the user's own
-        return (_new, (cls, *reduced[1][1:]), *reduced[2:])  # by a class that can be imported
-
-    body = {"_fp8stack_plain": cls, "__module__": cls.__module__, "__reduce_ex__": reduce}
-    body |= {"__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    for name in dir(cls):
-        function = isinstance(inspect.getattr_static(cls, name), types.FunctionType)
-        if name == "forward" or (function and not hasattr(nn.Module, name)):
-            body[name] = _entering(cls, name)
-    made = types.new_class(
-        cls.__name__, (_Unregistered, cls), None, lambda names: names.update(body)
-    )
-    return made
-
-
-class _Unregistered(nn.Module):
-    """Keeps subclasses that are made here from what a model's `__init_subclass__` does with the user's."""
-
-    def __init_subclass__(cls) -> None:
-        pass
-
-
-def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
-    """Return an empty module of the subclass of `cls`: the first half of unpickling and of deepcopy."""
-    return cls.__new__(_class_of(cls), *args)
+    @staticmethod
+    def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
+        """Return forward, and the other methods that backward may call."""
+        names = [name for name in dir(cls) if not hasattr(nn.Module, name)]
+        functions = [n for n in names if inspect.isfunction(inspect.getattr_static(cls, n))]
+        return {name: _entering(cls, name) for name in ("forward", *functions)}
 
 
 def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:

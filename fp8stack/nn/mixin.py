@@ -1,64 +1,116 @@
-"""Modules that change what they compute and nothing else: a mix-in with another `forward` is put before their class.
+"""Modules that change what they compute and nothing else: a mix-in with other methods is put before their class.
 
 Such a class is made when it is first needed, under a name that no import finds, so that copies and pickles of its
-modules name its parents.
+modules name its parents. It is gone with the class below it.
 """
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fp8stack.errors import ModelError
 
-_CLASSES: dict[tuple[type[nn.Module], type[nn.Module], str], type[nn.Module]] = {}
+
+class Mixin(nn.Module):
+    """What comes before the class of a module. Not constructed."""
+
+    mixin_prefix = ""  # of the name of the mixed class
+
+    def __init_subclass__(cls) -> None:
+        """Keep mixed classes from what a model's `__init_subclass__` does with the user's."""
+
+    @staticmethod
+    def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
+        """Return what else a mixed class has in the place of methods of `cls`."""
+        return {}
 
 
-def mixed_class(mixin: type[nn.Module], cls: type[nn.Module], prefix: str) -> type[nn.Module]:
-    """Return the class of modules that are a `cls` with the methods of `mixin`; assign it to `module.__class__`.
+class Fused(Mixin):
+    """A mix-in with another `forward`; that of the class below is `plain_forward`."""
 
-    It has the `forward` of `cls` as `plain_forward`.
-    """
-    parents = mixin, cls, prefix
-
-    def reduce(self: nn.Module) -> Any:
-        get = getattr(self, "__getstate__", None)  # which every object has since Python 3.11
-        return remake, parents, get() if get else self.__dict__
-
-    if parents not in _CLASSES:
-        # Dynamo of torch 2.11 knows no super() here.
-        own = {"__reduce__": reduce, "plain_forward": cls.forward}
-        _CLASSES[parents] = type(prefix + cls.__name__, (mixin, cls), own)
-    return _CLASSES[parents]
+    mixin_prefix = "Fused"
+    plain_forward: Any
 
 
-def remake(mixin: type[nn.Module], cls: type[nn.Module], prefix: str) -> nn.Module:
-    """Make a module without its contents, which unpickling fills in."""
-    module = cls.__new__(cls)
-    module.__class__ = mixed_class(mixin, cls, prefix)
-    return module
+def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of modules that are a `cls` with the methods of `mixin`; assign it to `module.__class__`."""
+    for known in cls.__subclasses__():
+        if vars(known).get("_fp8stack_mixin") is mixin:
+            return known
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        reduced: Any = cls.__reduce_ex__(self, protocol)
+        if type(self) is not mixed or reduced[0].__name__ != "__newobj__":
+            return reduced  # a way of the user's own
+        return (_new, (mixin, cls, *reduced[1][1:]), *reduced[2:])
+
+    body = {"_fp8stack_mixin": mixin, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
+    body |= {"__module__": cls.__module__, "__qualname__": mixin.mixin_prefix + cls.__qualname__}
+    body["plain_forward"] = cls.forward  # Dynamo of torch 2.11 knows no super() here
+    body |= mixin.mixin_methods(cls)
+    name = mixin.mixin_prefix + cls.__name__
+    mixed = types.new_class(name, (mixin, cls), None, lambda names: names.update(body))
+    return mixed
+
+
+def _new(mixin: type[Mixin], cls: type[nn.Module], *args: Any) -> nn.Module:
+    """Return an empty module of the mixed class: the first half of unpickling and of deepcopy."""
+    return cls.__new__(mixed_class(mixin, cls), *args)
 
 
 def class_below(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, without the mix-in if it has one."""
     cls = type(module)
-    return cls.__bases__[1] if cls in _CLASSES.values() else cls
+    return cls.__bases__[1] if "_fp8stack_mixin" in vars(cls) else cls
 
 
-def unmix(model: nn.Module, *mixins: type[nn.Module]) -> None:
-    """Give the modules of classes mixed with any of `mixins` their classes back.
+def fuse_modules(
+    model: nn.Module, mixin: type[Fused], fits: Callable[[nn.Module], bool]
+) -> list[str]:
+    """Mix `mixin` into the classes of the modules that fit; return the names of those that did not have it yet."""
+    fused = []
+    for name, module in model.named_modules():
+        # A forward on the instance is a wrapper's.
+        if not isinstance(module, mixin) and "forward" not in vars(module) and fits(module):
+            module.__class__ = mixed_class(mixin, type(module))
+            fused.append(name)
+    return fused
+
+
+@torch.no_grad()
+def run_with(module: nn.Module, x: Tensor, **attributes: Any) -> Any:
+    """Return what the module's own forward, in training, makes of `x` with these attributes in the place of its own.
+
+    None if it raises an error. `_modules`, if it has any, must be among the attributes.
+    """
+    twin = object.__new__(type(module))  # FSDP's own makes a module of the class below
+    twin.__dict__.update(module.__dict__, **attributes)
+    nn.Module.train(twin)
+    try:
+        with torch.random.fork_rng(devices=[]):  # dropout takes random numbers
+            return type(module).forward(twin, x)
+    except Exception:  # it wants other arguments, another device or shape
+        return None
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give the modules of `fuse` their classes back.
 
     Raises:
-        ModelError: if one has a class made over the mixed one. Nothing is changed.
+        ModelError: if one has a class made over the fused one. Nothing is changed.
     """
-    mixed = {name: m for name, m in model.named_modules() if isinstance(m, mixins)}
-    for name, module in mixed.items():
-        if type(module) not in _CLASSES.values():
+    fused: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, Fused)}
+    for name, module in fused.items():
+        if class_below(module) is type(module):
             raise ModelError(
                 f"{name or 'the model'} is a {type(module).__name__}, a class that fully_shard or a parametrization "
                 "made over the fused one, which cannot be taken from under it: restore before you shard or "
                 "parametrize a fused module, or undo that first."
             )
-    for module in mixed.values():
+    for module in fused.values():
         module.__class__ = class_below(module)

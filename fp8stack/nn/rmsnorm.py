@@ -26,26 +26,20 @@ from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 
 from .casts import note_parts
-from .mixin import mixed_class
+from .mixin import Fused, fuse_modules, run_with
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def fuse_norms(model: nn.Module) -> list[str]:
-    """Fuse the RMSNorms of a model; return their names. `swiglu.unfuse` undoes it."""
-    fused = []
-    for name, module in model.named_modules():
-        if _is_rmsnorm(module):
-            module.__class__ = mixed_class(FusedRMSNorm, type(module), "Fused")
-            fused.append(name)
-    return fused
+    """Fuse the RMSNorms of a model; return their names. `unfuse` undoes it."""
+    return fuse_modules(model, FusedRMSNorm, _is_rmsnorm)
 
 
-class FusedRMSNorm(nn.Module):
+class FusedRMSNorm(Fused):
     """Mixed into the class of a norm, whose `forward` it replaces."""
 
     weight: Tensor
-    plain_forward: Any
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return x / rms(x) × weight of the one argument x: [..., cols] -> [..., cols]."""
@@ -113,38 +107,29 @@ _apply: Any = super(torch.autograd.Function, _RMSNorm).apply
 def _is_rmsnorm(module: nn.Module) -> bool:
     """Does the module compute the formula of its input and its one parameter alone?"""
     cls, eps = type(module), _eps_of(module)
-    if isinstance(module, FusedRMSNorm) or eps is None:
-        return False
-    if "RMSNorm" not in cls.__name__ and not isinstance(module, nn.RMSNorm):
-        return False
-    if "forward" in vars(module) or len(inspect.signature(cls.forward).parameters) != 2:
-        return False  # a wrapper's, or one that takes more than x
     owned = {name: p for name, p in module._parameters.items() if p is not None}
-    weight = owned.pop("weight", None)
-    if weight is None or owned or module._buffers or module._modules:
-        return False
-    if type(weight) not in _PLAIN or weight.dtype not in FLOATS:
-        return False
-    if weight.dim() != 1 or not 0 < len(weight) <= MOST_COLS:
-        return False
-    with torch.random.fork_rng(devices=[]):  # dropout would show, and takes random numbers
-        return _computes_the_formula(module, len(weight), eps)
+    weight: Any = owned.get("weight")
+    return (
+        eps is not None
+        and ("RMSNorm" in cls.__name__ or isinstance(module, nn.RMSNorm))
+        and len(inspect.signature(cls.forward).parameters) == 2  # it takes no more than x
+        and owned.keys() == {"weight"}
+        and not (module._buffers or module._modules)
+        and type(weight) in _PLAIN
+        and weight.dtype in FLOATS
+        and weight.dim() == 1
+        and 0 < len(weight) <= MOST_COLS
+        and _computes_the_formula(module, len(weight), eps)
+    )
 
 
-@torch.no_grad()
 def _computes_the_formula(module: nn.Module, cols: int, eps: float) -> bool:
     """Run the module's own forward with a random weight in the place of its own, which may be all ones."""
-    twin = object.__new__(type(module))  # FSDP's own makes a module of the class below
-    twin.__dict__.update(module.__dict__)
-    twin.training = True
 
     def run(x: Tensor, weight: Tensor) -> Tensor | None:
         """Return the result if it is of the shape and dtype of x."""
-        twin._parameters = module._parameters | {"weight": nn.Parameter(weight)}
-        try:
-            y = type(module).forward(twin, x)
-        except Exception:  # it wants another device or shape
-            return None
+        weights = module._parameters | {"weight": nn.Parameter(weight)}
+        y = run_with(module, x, _parameters=weights)
         fits = isinstance(y, Tensor) and y.shape == x.shape and y.dtype is x.dtype
         return y if fits else None
 
@@ -153,9 +138,8 @@ def _computes_the_formula(module: nn.Module, cols: int, eps: float) -> bool:
     # of four dimensions: a norm over others than the last shows
     x = torch.randn(2, 3, 5, cols, generator=draw, device="cpu", dtype=torch.float32)
     for size in (1.0, eps**0.5) if eps > 0 else (1.0,):  # of the second, eps is no small part
-        expected = formula(size * x, w, eps)[0]
         found = run(size * x, w)
-        if found is None or not torch.allclose(found, expected, 1e-5, 0.0):
+        if found is None or not torch.allclose(found, formula(size * x, w, eps)[0], 1e-5, 0.0):
             return False
     # The module may be cast to any of these later on.
     return all(run(x.to(dtype), w.to(dtype)) is not None for dtype in FLOATS)

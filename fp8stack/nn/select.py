@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -41,9 +40,6 @@ _MOST_CALLS = 30  # in a round: what the GPU's queue takes
 # Shapes whose answers are kept: batches of ever new lengths must not fill the memory.
 _MOST_SHAPES = 4096
 _WARM_UP, _SEEDING = 3, 20  # calls; delayed scaling reads its operands twice in the first 16
-
-
-Layers = Iterable[tuple[str, nn.Linear]]
 
 
 class Shape(NamedTuple):
@@ -72,7 +68,9 @@ class Chooser:
 
     _handle: RemovableHandle
 
-    def __init__(self, recipe: Recipe, layers: Layers, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, recipe: Recipe, layers: list[tuple[str, nn.Linear]], tell: Callable[[str], None]
+    ) -> None:
         self.selected: dict[str, str] = {}  # by layer: what was chosen, and the times
         self._recipe, self._tell = recipe, tell
         self._told: set[str] = set()
@@ -88,14 +86,13 @@ class Chooser:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = "") -> bool:
         """Return whether to multiply x [..., in] by weight [out, in] in FP8. Raises ModelError as layers do."""
         about = bias is not None, not weight.requires_grad, x.dtype, weight.dtype, output_dtype(x)
+        if torch.compiler.is_dynamo_compiling() or x.is_nested:  # which may have no shape
+            check_input(x, weight.shape[1], layer)
         if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
-            check_input(x, weight.shape[1], layer)
             comptime(_note_sizes)  # they may be symbols, which are no constants
             return self._at_trace_time(*about, x.device)
-        if x.is_nested:  # and may have no shape
-            check_input(x, weight.shape[1], layer)
         # A key that is known has passed the check, which would add a tenth to a small layer's time.
         key = type(x), x.shape, x.layout, x.device, weight.shape, about
         if (known := self._known.get(key)) is not None:
@@ -132,15 +129,12 @@ class Chooser:
             self._tell(f'fp8stack select="auto": FP8 for a GEMM that cannot be timed {obstacle}')
         if self._answers.get(near) != answer:
             self._answers[near] = answer
-            self._list()
+            # By size, since layers that share a compiled graph are not asked one by one.
+            found = [a for other, a in self._answers.items() if other[1:4] == near[1:4]]
+            told = "; ".join(found[:4] + ["..."] * (len(found) > 4))
+            alike = [name for name, size in self._layers.items() if size == near[1:4]]
+            self.selected.update(dict.fromkeys(alike, told))
         return answer.startswith("fp8")
-
-    def _list(self) -> None:
-        """Bring `selected` up to date. By size, since layers that share a compiled graph are not asked one by one."""
-        for name, size in self._layers.items():
-            found = [a for shape, a in self._answers.items() if shape[1:4] == size]
-            if found:
-                self.selected[name] = "; ".join(found[:4] + ["..."] * (len(found) > 4))
 
     def watch(self, model: nn.Module) -> RemovableHandle:
         """Tell what was chosen once, after the first forward of `model`."""
@@ -148,9 +142,7 @@ class Chooser:
         return self._handle
 
     def _after_forward(self, *_: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            self._tell_all()
-        elif self._tell_all():
+        if self._tell_all() and not torch.compiler.is_dynamo_compiling():
             self._handle.remove()
 
     def _tell_all(self) -> bool:
@@ -200,14 +192,13 @@ def _round_up(rows: int) -> int:
 
 def _measure(shape: Shape, recipe: Recipe) -> str:
     """Time a shape in a thread of its own."""
-    gpu = shape.device.type == "cuda"
-    stream = torch.cuda.current_stream(shape.device) if gpu else None
+    stream = torch.cuda.current_stream(shape.device) if shape.device.type == "cuda" else None
 
     def run() -> tuple[float, float]:
         # While torch traces, it takes all threads for compiling: casts would be those of a graph.
         compiling, torch.compiler._is_compiling_flag = torch.compiler.is_compiling(), False
         try:
-            with torch.cuda.stream(stream) if stream else nullcontext():
+            with torch.cuda.stream(stream):  # None: that of now
                 return time_both(shape, recipe)
         finally:
             torch.compiler._is_compiling_flag = compiling
@@ -219,8 +210,7 @@ def _measure(shape: Shape, recipe: Recipe) -> str:
     except torch.OutOfMemoryError:
         return f"{name} ({shape.rows} tokens: out of memory when timed)"
     finally:
-        if gpu:
-            torch.cuda.empty_cache()  # what is left of odd sizes would be in the way
+        torch.cuda.empty_cache()  # what is left of odd sizes would be in the way
     plain, fp8 = (f"{1e3 * seconds:.3g} ms" for seconds in times)
     if times[1] <= MARGIN * times[0]:
         return f"fp8 ({shape.rows} tokens: {fp8}, {name} {plain})"

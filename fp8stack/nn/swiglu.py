@@ -33,8 +33,8 @@ from .casts import (
     weight_for_backward,
 )
 from .linear import Fp8Linear, backward_once, check_input, crop, output_dtype, product
-from .mixin import mixed_class, unmix
-from .rmsnorm import FusedRMSNorm, fuse_norms
+from .mixin import Fused, fuse_modules, run_with
+from .rmsnorm import fuse_norms
 
 NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Hugging Face's Llama and its kin
@@ -49,24 +49,11 @@ def fuse(model: nn.Module) -> list[str]:
     """
     if not any(isinstance(module, Fp8Linear) for module in model.modules()):
         return []
-    fused = []
-    for name, module in model.named_modules():
-        layers = _layers_of(module)
-        if layers is not None and _is_swiglu(module, layers):
-            module.__class__ = mixed_class(FusedSwiGLU, type(module), "Fused")
-            fused.append(name)
-    return [*fused, *fuse_norms(model)]
+    return [*fuse_modules(model, FusedSwiGLU, _is_swiglu), *fuse_norms(model)]
 
 
-def unfuse(model: nn.Module) -> None:
-    """Give the modules of `fuse` their classes back."""
-    unmix(model, FusedSwiGLU, FusedRMSNorm)
-
-
-class FusedSwiGLU(nn.Module):
+class FusedSwiGLU(Fused):
     """Mixed into the class of a block, whose `forward` it replaces."""
-
-    plain_forward: Any
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return down(silu(gate(x)) × up(x)) of the one argument x: [..., features] -> [..., features]."""
@@ -105,34 +92,25 @@ def _is_plain(layer: Fp8Linear, first: Any) -> bool:
     )
 
 
-@torch.no_grad()
-def _is_swiglu(module: nn.Module, layers: tuple[Fp8Linear, Fp8Linear, Fp8Linear]) -> bool:
+def _is_swiglu(module: nn.Module) -> bool:
     """Does the module compute down(silu(gate(x)) × up(x)) in training, to the last bit, of these weights alone?
 
     Its own forward is run on small layers with random weights in the place of its own, which may be zero.
     """
-    if isinstance(module, FusedSwiGLU) or "forward" in vars(module):  # a wrapper's
-        return False
+    layers = _layers_of(module) or ()
     weights = {id(layer.weight) for layer in layers}
-    if {id(p) for p in module.parameters()} != weights or next(module.buffers(), None) is not None:
+    owned = {id(p) for p in module.parameters()}
+    if not layers or owned != weights or next(module.buffers(), None) is not None:
         return False
-    twin = object.__new__(type(module))  # FSDP's own makes a module of the class below
-    twin.__dict__.update(module.__dict__)
-    with torch.random.fork_rng(devices=[]):  # dropout would show, and takes random numbers
-        torch.default_generator.manual_seed(0)  # and no GPU's
-        small = [nn.Linear(32, 48, False), nn.Linear(32, 48, False), nn.Linear(48, 32, False)]
-        places: dict[int, Any] = {
-            id(layer): plain.cpu().float() for layer, plain in zip(layers, small, strict=True)
-        }
-        twin._modules = copy.deepcopy(module._modules, places)
-        nn.Module.train(twin)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        sizes = (32, 48), (32, 48), (48, 32)
+        small = [nn.Linear(*size, False, "cpu", torch.float32) for size in sizes]
         x = torch.randn(2, 16, 32, device="cpu", dtype=torch.float32)
         gate, up, down = small
         expected = down(nn.functional.silu(gate(x)) * up(x))
-        try:
-            found = type(module).forward(twin, x)
-        except Exception:  # it wants other arguments, or these very sizes
-            return False
+        places: dict[int, Any] = {id(a): b for a, b in zip(layers, small, strict=True)}
+        found = run_with(module, x, _modules=copy.deepcopy(module._modules, places))
     return isinstance(found, Tensor) and torch.equal(found, expected)
 
 
@@ -161,17 +139,10 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w_gate: Tensor,
-        w_up: Tensor,
-        w_down: Tensor,
-        x_codes: Tensor,
-        x_scale: Tensor,
-        x_codes_t: Tensor,
-        h_scaling: tuple[list[int], bool, bool],
+        ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor,
+        x_codes: Tensor, x_scale: Tensor, x_codes_t: Tensor, h_scaling: tuple[list[int], bool, bool],
         *weights_and_options: Any,  # of gate, up and down: codes, scale and codes for backward each; Options
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         g_forward, g_scale, g_backward, u_forward, u_scale, u_backward = weights_and_options[:6]
         d_forward, d_scale, d_backward, *options = weights_and_options[6:]
         dtype = options[0].dtype
@@ -181,9 +152,8 @@ class _SwiGLU(torch.autograd.Function):
         y = product(codes, h_scale, d_forward, d_scale, dtype, options[2].fast)
         ctx.options, ctx.x_shape, ctx.x_dtype = options, x.shape, x.dtype
         if h_scaling[0] and not torch.compiler.is_compiling():
-            ctx.g_states = [
-                STATES[each.g_state] for each in options
-            ]  # backward may outlive the layers
+            # Backward may outlive the layers.
+            ctx.g_states = [STATES[each.g_state] for each in options]
         ctx.save_for_backward(
             x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down,
             g_backward, g_scale, u_backward, u_scale, d_backward, d_scale,

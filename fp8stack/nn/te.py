@@ -40,6 +40,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.functional import linear, pad
 
 from fp8stack.capability import load_te
@@ -60,10 +61,8 @@ class TeLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        if torch.compiler.is_compiling():
-            output: Tensor = self.te.outside_graph(self, input)
-            return output
-        return _forward(self, input)
+        run = _break_graph if torch.compiler.is_compiling() else _forward
+        return run(self, input)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, te={self.te.recipe.fp8_recipe}"
@@ -75,7 +74,6 @@ class Engine:
     def __init__(self, recipe: Recipe, weight: Tensor | None = None, layer: str = "") -> None:
         self.recipe = recipe
         self.layer = layer  # its name in the model
-        self.outside_graph = _outside_graph()
         self._home = None if weight is None else id(weight)  # compared, never followed
         self._linear: Any = None
         self._device: torch.device | None = None
@@ -220,12 +218,7 @@ def _forward(layer: TeLinear, input: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.aten._unsafe_view(output, shape))
 
 
-@cache
-def _outside_graph() -> Any:
-    # Not a decorator: it imports torch._dynamo, which takes a second. TransformerEngine does so too.
-    return torch.compiler.disable(_break_graph)
-
-
+@_disable_dynamo  # `torch.compiler.disable` would import torch._dynamo now, which takes a second
 def _break_graph(layer: TeLinear, input: Tensor) -> Tensor:
     if input.is_cuda:
         _warn_of_attention()

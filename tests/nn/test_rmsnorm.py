@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.nn import casts
+from fp8stack.nn.mixin import unfuse
 from fp8stack.nn.rmsnorm import FusedRMSNorm, fuse_norms
-from fp8stack.nn.swiglu import unfuse
 
 
 class LlamaRMSNorm(nn.Module):

@@ -26,8 +26,9 @@ import fp8stack
 from fp8stack.errors import ModelError
 from fp8stack.kernels import ops
 from fp8stack.nn import Fp8Linear, casts
+from fp8stack.nn.mixin import unfuse
 from fp8stack.nn.rmsnorm import FusedRMSNorm
-from fp8stack.nn.swiglu import FusedSwiGLU, fuse, unfuse
+from fp8stack.nn.swiglu import FusedSwiGLU, fuse
 
 RECIPES = pytest.mark.parametrize("recipe", ["current", "delayed"])
 NAMES = {"hf": ("gate_proj", "up_proj", "down_proj"), "meta": ("w1", "w3", "w2")}
