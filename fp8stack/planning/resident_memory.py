@@ -102,7 +102,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     for name, module in model.named_modules():
         if recipe is not None and isinstance(module, Fp8Linear):
             cast = cast_weight(module.weight, Products(recipe), train=False, backward=True, rows=0)
-            codes += cast.backward.nbytes + cast.backward_scale.nbytes
+            codes += cast.codes_t.nbytes + cast.scale_t.nbytes
             fp8.append(name)
         elif isinstance(module, nn.Linear) and (
             precision.autocast or isinstance(module, Bf16Linear)
