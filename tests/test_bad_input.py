@@ -284,7 +284,7 @@ OPTIMIZERS = [  # made from a model, error, culprit, remedy
     (with_option(amsgrad=True), ModelError, "amsgrad=True", "Switch it off, or use opt_level=.O1"),
     (with_option(differentiable=True), ModelError, "differentiable=True", "opt_level=.O1"),
     (with_option(lr=torch.tensor(1e-3), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False,
-                 capturable=True), ConfigError, "betas must be numbers", ""),
+                 capturable=True), ConfigError, "betas must lie in .* and be two numbers", ""),
     (lambda m: torch.optim.AdamW(TinyLM().parameters()), ModelError,
      r"owns none of the model's 7 trainable parameters \(7 parameters of something else\)", "Build it from"),
     (lambda m: torch.optim.AdamW([{"params": list(m.parameters())}, {"params": []}]), ModelError,

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .hyperparameters import check_range
-from .optimizer import BlockwiseOptimizer, Options, ParamsT
+from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,9 +31,9 @@ class Adam(BlockwiseOptimizer):
     """Adam (Kingma and Ba, 2015) with L2 regularization, as `torch.optim.Adam`, in low-precision formats.
 
     Args:
-        params, lr, betas, eps, weight_decay, maximize: as in torch; `lr` may be a tensor. A parameter group may have
-            "states" and "master" of its own, and "flat": True, whose vectors are many parameters end to end (ZeRO's
-            partitions) and are kept as matrices are.
+        params, lr, betas, eps, weight_decay, maximize: as in torch (weight_decay is 0, and 0.01 for AdamW); `lr` may be
+            a tensor. A parameter group may have "states" and "master" of its own, and "flat": True, whose vectors are
+            many parameters end to end (ZeRO's partitions) and are kept as matrices are.
         states: "8bit" (default), "fp8", "4bit", "fp8-lm", "bf16", "fp32", or "keep" (the
             parameter's dtype); see `fp8stack/optim/state_formats.py`.
         master: "split24" (default), "split32", "fp16", "fp32", "none" (stochastic rounding), or "keep": no master.
@@ -57,12 +56,13 @@ class Adam(BlockwiseOptimizer):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        weight_decay: float | None = None,
         *,
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        decay = weight_decay if weight_decay is not None else 0.01 if self.decoupled else 0.0
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
         super().__init__(params, {**defaults, "maximize": maximize}, **options)
 
     def _is_decoupled(self, group: dict[str, Any]) -> bool:
@@ -84,16 +84,3 @@ class AdamW(Adam):
     """AdamW (Loshchilov and Hutter, 2019): Adam with decoupled weight decay, otherwise as `Adam` above."""
 
     decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-        **options: Unpack[Options],
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, **options)

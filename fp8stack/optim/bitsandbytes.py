@@ -144,10 +144,10 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
 
     # --- stepping
 
-    def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
+    def step_parameters(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
         gpus = {p.device for p in chosen if p.grad is not None and p.is_cuda}
         with _default_streams(gpus):
-            super()._step(chosen, only)
+            super().step_parameters(chosen, only)
         if self.paged:  # the host may read the states from here on
             for device in gpus:
                 torch.cuda.synchronize(device)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .hyperparameters import check_range
-from .optimizer import BlockwiseOptimizer, Options, ParamsT
+from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -28,8 +28,7 @@ from fp8stack.errors import ConfigError, ModelError
 from fp8stack.levels import check_choice
 from fp8stack.tensor import is_sharded
 
-from .hyperparameters import check_positive, check_range
-from .optimizer import Batch, BlockwiseOptimizer, Options, ParamsT
+from .optimizer import Batch, BlockwiseOptimizer, Options, ParamsT, check_positive, check_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -5,12 +5,13 @@ not the step count. The decision is a number on the device that every kernel rea
 Under `torch.amp.GradScaler` that number also carries the scaler's verdict. The same pass over memory divides by the
 loss scale and multiplies by the clip coefficient of `max_grad_norm`.
 
-`_step` is the whole orchestration. The work is done by `triton_step.py` on GPUs and by `reference_step.py` elsewhere.
-What states are made in, and where they lie, is in `parameter_state.py`.
+`step_parameters` is the whole orchestration. The work is done by `triton_step.py` on GPUs and by `reference_step.py`
+elsewhere. What states are made in, and where they lie, is in `parameter_state.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, overload
 
@@ -20,13 +21,12 @@ from torch import Tensor, nn
 from fp8stack.conflicts import RELEASE, check_option
 from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
+from fp8stack.kernels.reference.step import StepKind
 
-from .hyperparameters import rates_on_gpu
 from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceBatch, ReferenceStep
-from .sharded import local, local_state, reduce_largest, reduce_squares, shares_of
+from .sharded import reduce_largest, reduce_squares, shares_of
 from .state_dict import install, prepare, tag, to_torch
-from .state_formats import step_kind
 from .step import Entry, check_gradient
 from .step_in_backward import GradientRelease
 from .triton_step import TritonBatch, TritonStep
@@ -57,11 +57,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
         self,
         params: ParamsT,
         defaults: dict[str, Any],
-        states: str = "8bit",
-        master: str = "split24",
-        min_numel: int = 4096,
         max_grad_norm: float | None = None,
-        offload: str = "none",
+        **options: Any,  # those of `StatefulOptimizer`
     ) -> None:
         self.numbers_of(defaults)  # which checks them
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -77,7 +74,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         # Of the last step of all parameters (None), or of single ones.
         self._tables: dict[Tensor | None, list[TritonStep]] = {}
         self.release: GradientRelease | None = None
-        super().__init__(params, defaults, states, master, min_numel, offload)
+        super().__init__(params, defaults, **options)
 
     @property  # type: ignore[override]
     def state(self) -> WatchedStates:
@@ -142,7 +139,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
             flat += group["params"]
         if any(p.grad is not None for p in flat):
             # ZeRO steps its partitions one by one: each keeps its tables
-            self._step(flat, flat[0] if len(flat) == 1 else None)
+            self.step_parameters(flat, flat[0] if len(flat) == 1 else None)
         else:
             self._take_part()
         return loss
@@ -167,20 +164,19 @@ class BlockwiseOptimizer(StatefulOptimizer):
         if self.max_grad_norm is not None:
             check_option("max_grad_norm", self.max_grad_norm, *RELEASE)
         if self.release is None:
-            self.release = GradientRelease(self, self._step_one)
+            self.release = GradientRelease(self)
             for group in self.param_groups:
                 self.release.attach(group["params"])
         return self.release
 
     @torch.no_grad()
-    def _step_one(self, parameter: Tensor) -> None:
-        self._step([parameter], parameter)
-
-    def _step(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
+    def step_parameters(self, chosen: Sequence[Tensor], only: Tensor | None = None) -> None:
         """Step those of `chosen` that have a gradient. `only`: the parameter, if there is just one."""
         numbers = [self.numbers_of(group) for group in self.param_groups]
         parts = self._parts_of(chosen, only)
-        rates, clip = rates_on_gpu(self.param_groups), self.max_grad_norm
+        rates = [(g, group["lr"]) for g, group in enumerate(self.param_groups)]
+        rates = [(g, lr) for g, lr in rates if isinstance(lr, Tensor) and lr.is_cuda]
+        clip = self.max_grad_norm
         # set by GradScaler around the call
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for part in parts:
@@ -203,7 +199,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
     def _parts_of(self, chosen: Sequence[Tensor], only: Tensor | None) -> Sequence[DeviceStep]:
         """Return the parts of the step, one for each device and family of algorithms; on a GPU they are kept."""
         kernels = [
-            (self.family_of(g), self.algorithm_of(g), self.moments_of(g)) for g in self.param_groups
+            (self.family_of(g), *self.algorithm_of(g), self.moments_of(g))
+            for g in self.param_groups
         ]
         if kernels != self._kernels:  # weight decay or momentum was switched on, say
             self._kernels = kernels
@@ -216,12 +213,10 @@ class BlockwiseOptimizer(StatefulOptimizer):
         pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
         for index, (g, p) in enumerate(pairs):
             if p.grad is not None and (only is None or p is only):
-                family, algorithm, moments = kernels[g]
+                family, algorithm, coupled, moments = kernels[g]
                 state = self.ensure_state(self.param_groups[g], p)
                 check_gradient(p, p.grad)
-                wanted = self.moment_format(p), self.master_format(p)
-                held, shape = local_state(state), local(p).shape
-                kind = step_kind(*algorithm, moments, held, shape, wanted)
+                kind = StepKind(algorithm, coupled, *self.stored_kinds(p, state, moments))
                 entry = Entry(index, g, p, state, moments, kind)
                 entries.setdefault((p.device, family), []).append(entry)
         shares = shares_of(self.param_groups)
@@ -289,6 +284,36 @@ class BlockwiseOptimizer(StatefulOptimizer):
         super().__setstate__({"portable": False, **state, **gone})
         self._group_formats, self._kernels, self._captured = {}, [], []
         self.state = self.__dict__.pop("state")
+
+
+# --- hyper-parameters, which schedulers change: they are checked when an optimizer is made and at every step
+
+
+def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], float, float]:
+    """Return (lr, betas, eps, weight_decay) of a group.
+
+    A learning rate on a GPU counts as 0 here, as does what the group does not have.
+
+    Raises:
+        ConfigError: naming the hyper-parameter, its value and its range.
+    """
+    betas, lr = group.get("betas", (0.0, 0.0)), group["lr"]
+    numbers = not any(isinstance(b, Tensor) for b in betas)  # only lr may be a tensor
+    if not numbers or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
+        raise ConfigError(f"betas must lie in [0, 1) and be two numbers, got {betas}.")
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ConfigError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}.")
+        lr = 0.0 if lr.is_cuda else float(lr)  # reading it would wait for the GPU
+    rest = [check_positive(name, group.get(name, 0.0)) for name in ("eps", "weight_decay")]
+    return check_positive("lr", lr), (float(betas[0]), float(betas[1])), rest[0], rest[1]
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return `value`; raise ConfigError unless it is a finite number >= 0."""
+    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+        raise ConfigError(f"{name} must be a finite number >= 0, got {value!r}.")
+    return float(value)
 
 
 def share_verdict(parts: Sequence[DeviceStep], want_norm: bool) -> None:

@@ -28,9 +28,6 @@ from . import state_formats as formats
 from .sharded import assign, check_placements, collect, distribute, local, local_state
 from .state_formats import MASTER_KEYS, State, is_large_matrix
 
-FORMAT_KEYS = ("states", "master", "flat")
-"""Options of a parameter group that say what states are made in."""
-
 
 class StatefulOptimizer(torch.optim.Optimizer):
     """The part of `BlockwiseOptimizer` that makes and places states."""
@@ -42,10 +39,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        states: str,
-        master: str,
-        min_numel: int,
-        offload: str,
+        states: str = "8bit",
+        master: str = "split24",
+        min_numel: int = 4096,
+        offload: str = "none",
     ) -> None:
         formats.check_formats(states, master)
         check_choice("offload", offload)
@@ -198,6 +195,23 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if moved:  # model.to(device) after the optimizer was made, or state that a user moved
             state.update(moved)
         return state
+
+    def stored_kinds(
+        self, parameter: Tensor, state: State, moments: tuple[str, ...]
+    ) -> tuple[str, str, str]:
+        """Return how a step calls the formats of m, v and master. What was asked for says how it rounds."""
+        held, shape, m, v = local_state(state), local(parameter).shape, "", ""
+        for name in moments:
+            kind, value = formats.stored_kind(name, held, shape), held.get(name)
+            if not formats.is_second(name):
+                m = kind
+                continue
+            in_bf16 = value is not None and value.dtype is torch.bfloat16
+            # to nearest, it would not move by less than 1/256
+            v = "dithered" if in_bf16 and self.moment_format(parameter) == "bf16" else kind
+        kinds = {"remainder": "split", "master_scale": "tensor", "master": "dense"}
+        rounded = "dithered" if self.master_format(parameter) == "none" else ""
+        return m, v, next((kind for key, kind in kinds.items() if key in held), rounded)
 
     # --- where states are
 

@@ -20,17 +20,16 @@ from .step import Entry, Piece, apply_hyper, two_passes
 
 
 class ReferenceStep:
-    """One step of `entries`, which are all on `device` and of one family of algorithms; the next step makes another."""
+    """One step of `entries`, which are all on `device` and of one family of algorithms; the next step makes another.
+
+    shares: of all parameters of the optimizer.
+    """
 
     verdict: Tensor  # float32 [5], see `kernels/reference/step_scalars.py`
     squares: Tensor  # of the gradients, summed by share: float64; where there is a norm to clip to
 
     def __init__(
-        self,
-        entries: Sequence[Entry],
-        device: torch.device,
-        family: str,
-        shares: list[Share | None],  # of all parameters of the optimizer
+        self, entries: list[Entry], device: torch.device, family: str, shares: list[Share | None]
     ) -> None:
         self.entries, self.device, self.family, self.shares = entries, device, family, shares
         self.stepped = [e.parameter for e in entries]

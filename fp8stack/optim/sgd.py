@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fp8stack.errors import ConfigError
 
-from .hyperparameters import check_positive, check_range
-from .optimizer import BlockwiseOptimizer, Options, ParamsT
+from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_positive, check_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -14,7 +14,7 @@ float8 DTensors: torch's checkpoints handle them, gloo's collectives (`full_tens
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from fp8stack.formats import BLOCK
 from fp8stack.tensor import is_sharded
 
 from .state_formats import State
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def local(x: Tensor) -> Tensor:
@@ -119,8 +116,6 @@ def check_placements(parameter: Tensor, states: str, master: str | None, quantiz
         )
     ranks: dict[int, int] = {}
     for size, placement in zip(mesh.shape, parameter.placements, strict=True):  # type: ignore[attr-defined]
-        if placement.is_partial():
-            raise ModelError(f"a parameter of shape {shape} is {placement}: reduce it first.")
         dim = getattr(placement, "dim", 0)
         ranks[dim] = ranks.get(dim, 1) * size
     for dim, size in ranks.items():
@@ -136,7 +131,7 @@ def check_placements(parameter: Tensor, states: str, master: str | None, quantiz
 class Share(NamedTuple):
     """Which ranks hold parts of a parameter, and how many hold the same part."""
 
-    mesh: DeviceMesh
+    mesh: Any  # torch's DeviceMesh
     copies: int
 
 
@@ -179,7 +174,7 @@ def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0
     return whole
 
 
-def _all_reduce(value: Tensor, mesh: DeviceMesh, operation: Any) -> None:
+def _all_reduce(value: Tensor, mesh: Any, operation: Any) -> None:
     """Reduce in place, on the mesh's kind of device: with FSDP2's CPU offload the groups may have NCCL only."""
     there = value.to(mesh.device_type)
     for dim in range(mesh.ndim):

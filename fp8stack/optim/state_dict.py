@@ -27,7 +27,7 @@ from fp8stack.tensor import is_sharded
 from . import state_formats as formats
 from .imported_states import translate
 from .parameter_names import check_order, names_of_owned
-from .parameter_state import FORMAT_KEYS, StatefulOptimizer
+from .parameter_state import StatefulOptimizer
 from .sharded import assign, collect, distribute, local, local_state
 from .state_formats import MASTER_KEYS, State, is_second
 
@@ -126,7 +126,7 @@ def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
     states: dict[Tensor, State] = {}
     options: list[dict[str, Any]] = []
     for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        own = ("params", *FORMAT_KEYS)
+        own = ("params", "states", "master", "flat")
         options.append({k: deepcopy(v) for k, v in saved_group.items() if k not in own})
         group = group | options[-1]  # what it will be: a saved momentum says that there are buffers
         for parameter, key in zip(group["params"], saved_group["params"], strict=True):

@@ -47,7 +47,7 @@ from torch import Tensor
 from fp8stack import formats
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
-from fp8stack.kernels.reference.step import StepKind, load_master
+from fp8stack.kernels.reference.step import load_master
 from fp8stack.levels import check_choice
 from fp8stack.tensor import whole_shape
 
@@ -205,29 +205,3 @@ def decode_master(parameter: Tensor, state: State) -> Tensor:
     if value is not None:  # it may be offloaded
         value = value.to(parameter.device)
     return load_master(parameter.detach(), value, scale).clone()
-
-
-# --- what the kernels take
-
-
-def step_kind(
-    algorithm: str,
-    coupled: bool,
-    moments: tuple[str, ...],
-    state: State,
-    shape: torch.Size,
-    wanted: tuple[str, str | None],
-) -> StepKind:
-    """Return the kernel for a parameter with this state; what was `wanted` of moments and master says how to round."""
-    m = v = ""
-    for name in moments:
-        kind, value = stored_kind(name, state, shape), state.get(name)
-        if not is_second(name):
-            m = kind
-            continue
-        in_bf16 = wanted[0] == "bf16" and value is not None and value.dtype is torch.bfloat16
-        v = "dithered" if in_bf16 else kind  # to nearest, it would not move by less than 1/256
-    kinds = {"remainder": "split", "master_scale": "tensor", "master": "dense"}
-    rounded = "dithered" if wanted[1] == "none" else ""
-    master = next((kind for key, kind in kinds.items() if key in state), rounded)
-    return StepKind(algorithm, coupled, m, v, master)

@@ -11,13 +11,12 @@ one is a step of SGD without momentum, whose gradient is what became of that dir
 
 from __future__ import annotations
 
-from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from fp8stack.errors import GradientError
-from fp8stack.formats import FLOATS, scale_shape
+from fp8stack.formats import FLOATS
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded
 
@@ -58,10 +57,6 @@ class Piece(NamedTuple):
     number: int  # of the parameter in the batch
     start: int  # the first row
     shape: tuple[int, int]  # how many rows, of how many elements
-
-    @property
-    def blocks(self) -> int:
-        return prod(scale_shape(self.shape))
 
 
 def apply_kind(kind: StepKind) -> StepKind:

@@ -13,7 +13,7 @@ stay.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,12 @@ class GradientRelease:
     """The hooks that step parameters in backward; `remove()` takes them off.
 
     Args:
-        optimizer: whose `release` this is.
-        step: takes the step of one parameter that has a gradient.
+        optimizer: a `BlockwiseOptimizer`, whose `release` this is.
     """
 
-    def __init__(self, optimizer: Any, step: Callable[[Tensor], None]) -> None:
+    def __init__(self, optimizer: Any) -> None:
         check_single_process()
-        self._optimizer, self._step = optimizer, step
+        self._optimizer = optimizer
         self._stepped: set[Tensor] = set()
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
 
@@ -68,7 +67,7 @@ class GradientRelease:
             )
         check_single_process()
         self._stepped.add(parameter)
-        self._step(parameter)
+        self._optimizer.step_parameters([parameter], parameter)
         parameter.grad = None
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8stack.formats import scale_shape
 from fp8stack.kernels import ops
 from fp8stack.kernels.pointer_table import COLUMN, deal, upload, upload_rows
 from fp8stack.kernels.reference.step import StepTensors
@@ -381,7 +382,7 @@ class TritonBatch:
         skipped = update.element_size() * start * rows[:, COLUMN["cols"]]
         rows[:, COLUMN["grad"]] = update.data_ptr() - skipped
         rows[:, COLUMN["first"]] = start * rows[:, COLUMN["blocks_per_row"]] // -self._blocks
-        programs = [-(-piece.blocks // self._blocks) for piece in pieces]
+        programs = [-(-math.prod(scale_shape(p.shape)) // self._blocks) for p in pieces]
         owner = torch.zeros(max(programs), dtype=torch.int32, device=update.device)
         dtypes = (*self.launch.dtypes[:2], update.dtype, None, None)
         launch = self.launch._replace(kind=apply_kind(self.kind), dtypes=dtypes)
