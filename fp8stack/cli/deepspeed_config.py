@@ -22,7 +22,7 @@ from fp8stack.integrations.incompatibilities import TrainingRun, check, with_all
 
 from . import machine
 from .load_function import build
-from .output import Console, table
+from .output import Console
 
 SECTIONS = (
     "amp", "bf16", "bfloat16", "data_types", "fp16", "msamp", "optimizer", "scheduler", "zero_optimization",
@@ -106,15 +106,12 @@ def _parse(text: str) -> Any:
 
 
 def draw(console: Console, data: dict[str, Any]) -> None:
-    """Show a line for each finding, and below what happens and what to do."""
+    """Show each finding with what happens and what to do."""
     level = data["level"] or "fp8stack not enabled"
     console.print(f"DeepSpeed configuration {data['config']} · {level}")
     console.print(", ".join(f"{name} {version}" for name, version in data["versions"].items()))
-    findings = data["findings"]
-    if not findings:
+    for f in data["findings"]:
+        found = f"{f['severity']}: {f['name']} ({f['where']}: {f['value']})."
+        console.print(f"{found} {f['symptom']} {f['remedy']}")
+    if not data["findings"]:
         console.print("Nothing known stands against it.")
-        return
-    rows = ((f["severity"], f["name"], f"{f['where']}: {f['value']}") for f in findings)
-    console.print(table(("severity", "name", "found"), rows))
-    for name, text in {f["name"]: f"{f['symptom']} {f['remedy']}" for f in findings}.items():
-        console.print(f"{name}: {text}")

@@ -62,8 +62,6 @@ def read(path: Path) -> Contents:
     """
     if path.is_dir():
         held, kind = _read_folder(path), "torch.distributed.checkpoint"
-    elif path.suffix == ".safetensors" or (path.exists() and not path.is_file()):
-        held, kind = None, ""
     else:
         held = checkpoint.read_file(path)
         kind = "fp8stack.checkpoint" if checkpoint.is_saved(held) else "torch.save"

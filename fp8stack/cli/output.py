@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -59,16 +58,16 @@ def show(
         OSError: where stdout cannot be written.
     """
     if options.json:
-        _write(json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+        finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
+        _write(json.dumps(finite, indent=2) + "\n")
         return
     try:
         from rich.console import Console
     except ImportError:
         raise missing("a table", "rich", "cli", ", or use --json") from None
     out = _stdout or sys.stdout
-    console = Console(
-        width=None if out and out.isatty() else WIDTH, highlight=False, markup=False, emoji=False
-    )
+    width = None if out and out.isatty() else WIDTH
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
     with console.capture() as drawn:
         draw(console, data)
     _write(drawn.get())
@@ -83,15 +82,6 @@ def keep_stdout() -> None:
         _stdout = open(own, "w", encoding=sys.stdout.encoding, errors="replace")  # noqa: SIM115
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         sys.stdout = sys.stderr
-
-
-def _finite(value: Any) -> Any:
-    """Return plain data with None for what JSON does not have: NaN and infinity."""
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _write(text: str) -> None:

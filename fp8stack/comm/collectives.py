@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError
 from fp8stack.formats import BLOCK, FLOATS
+from fp8stack.levels import check_choice
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
@@ -79,12 +80,7 @@ def error_like(tensor: Tensor, group: Any = None) -> Tensor:
 
 def feeds_back(error_feedback: str) -> bool:
     """Return whether the option `error_feedback` is on, or raise ConfigError."""
-    if error_feedback not in ("none", "shard"):
-        raise ConfigError(
-            f'error_feedback must be "none" or "shard", got "{error_feedback}".'
-            f"{did_you_mean(error_feedback, ('none', 'shard'))}"
-        )
-    return error_feedback == "shard"
+    return bool(check_choice("error_feedback", error_feedback, ("none", "shard")) == "shard")
 
 
 def reduce_scatter_tensor(
@@ -237,10 +233,6 @@ class Handle(dist.Work):
         if self._event is not None:
             torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
         return True
-
-    def synchronize(self) -> None:
-        """Wait, as NCCL's handles do."""
-        self.wait()
 
     def is_completed(self) -> bool:
         return self._event is None or bool(self._event.query())

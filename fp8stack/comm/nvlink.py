@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, did_you_mean, first_line
+from fp8stack.errors import CommError, Fp8StackWarning, first_line
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
+from fp8stack.levels import check_choice
 from fp8stack.tensor import BlockScaledTensor
 
 from .transport import Transport, failures_named, gather_objects, group_of
 
-_TRANSPORTS = ("auto", "nvlink", "collective")
 BACKGROUND = 96  # programs when other kernels run at the same time, which this leaves room for
 _REMEMBERED = 1024  # calls whose names an error can give
 _GROUPS: weakref.WeakKeyDictionary[Any, _Choice] = weakref.WeakKeyDictionary()
@@ -56,11 +56,7 @@ def set_transport(transport: str, group: Any = None) -> None:
     Raises:
         ConfigError: if there is no such transport.
     """
-    if transport not in _TRANSPORTS:
-        raise ConfigError(
-            f"transport must be one of {', '.join(_TRANSPORTS)}; got {transport!r}."
-            f"{did_you_mean(transport, _TRANSPORTS)}"
-        )
+    check_choice("transport", transport, ("auto", "nvlink", "collective"))
     group = group_of(group)
     if group is not None:
         choice_of(group).transport = transport

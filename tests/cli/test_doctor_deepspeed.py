@@ -76,26 +76,21 @@ def test_a_clean_configuration(files, capsys):
     assert str(files) not in sys.path
 
 
-def test_findings_are_a_table_with_remedies(files, capsys):
-    config = CLEAN | {
-        "amp": {"enabled": True},
-        "fp16": {"enabled": True},
-    }
-    status, text = diagnose(capsys, config)
+def test_findings_are_lines_with_remedies(files, capsys):
+    fp16 = {"amp": {"enabled": True}, "fp16": {"enabled": True}}
+    status, text = diagnose(capsys, CLEAN | fp16)
     assert status == 1
-    lines = [tuple(line.strip().split(maxsplit=2)) for line in text.splitlines()]
-    start = lines.index(("severity", "name", "found")) + 2
-    assert lines[start : start + 2] == [
-        ("error", "removed-sections", 'amp: {"enabled": true}'),
-        ("warning", "fp16-loss-scaling", "fp16.enabled: true"),
-    ]
-    assert "removed-sections: DeepSpeed 0.19.8 raises" in text
+    text = " ".join(text.split())
+    for line in (
+        'error: removed-sections (amp: {"enabled": true}). DeepSpeed 0.19.8 raises',
+        "warning: fp16-loss-scaling (fp16.enabled: true).",
+    ):
+        assert line in text
     assert 'Use "bf16": {"enabled": true}.' in text
-    status, text = diagnose(capsys, config, "--json")
+    status, text = diagnose(capsys, CLEAN | fp16, "--json")
     data = json.loads(text)
     assert (status, data["level"], data["config"]) == (1, "O2", "ds_config.json")
     assert [f["severity"] for f in data["findings"]] == ["error", "warning"]
-    assert data["findings"][0]["remedy"]
     assert data["versions"]["torch"]
 
 

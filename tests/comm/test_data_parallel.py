@@ -31,18 +31,9 @@ def check_all(rank):
     for dtype in (torch.float32, torch.bfloat16):
         check_gradients(rank, world, device, dtype)
     for check in (
-        check_odd_shapes,
-        check_accumulation,
-        check_unused,
-        check_outputs,
-        check_checkpoints,
-        check_many_parameters,
-        check_backwards,
-        check_wrappers_come_and_go,
-        check_failures,
-        check_a_rank_that_fails_alone,
-        check_refusals,
-    ):
+        check_odd_shapes, check_accumulation, check_unused, check_outputs, check_checkpoints, check_backwards,
+        check_wrappers_come_and_go, check_failures, check_a_rank_that_fails_alone, check_refusals,
+    ):  # fmt: skip
         check(rank, world, device)
     for level in (None, "O1", "O2") if world == 2 or device.type == "cuda" else ("O2",):
         check_training(rank, world, device, level)
@@ -221,42 +212,6 @@ def check_unused(rank, world, device):
     assert_near(model.extra.bias.grad, torch.full((8,), 1e-3 / world), 25)
 
 
-def check_many_parameters(rank, world, device):
-    count = 3_000 if world == 2 else 300
-
-    def make():
-        scalars = nn.ParameterList(nn.Parameter(torch.tensor(float(i))) for i in range(count))
-        return Net(lambda self, x: (torch.stack(list(self.all)) * x).sum(), all=scalars)
-
-    model, parallel = built(make, device)
-    parallel(torch.full((count,), 1.0 + rank, device=device)).backward()
-    found = torch.stack([p.grad.dequantize() for p in model.parameters()])
-    assert found.eq((1 + world) / 2).all()
-
-
-def check_hosts(rank):
-    """Two hosts of two ranks: the mean to 26 dB, the same bits on all, and rounding errors fed back."""
-    fp8stack.comm.set_hierarchy(2)
-    mean = mean_gradient(4, "cpu")
-    apart = {}
-    for feedback in ("none", "shard"):
-        model, parallel = built(TinyLM, "cpu", bucket_cap_mb=0.02, error_feedback=feedback)
-        total = 0
-        for _ in range(6):
-            model.zero_grad()
-            parallel(*batch(rank)).backward()
-            found = assert_alike(model)
-            assert_near(found, mean, 25.5)
-            total = total + found
-        apart[feedback] = float((total / 6 - mean).norm() / mean.norm())
-    assert apart["shard"] < 0.9 * apart["none"], apart
-
-
-@pytest.mark.slow
-def test_gradients_by_way_of_hosts():
-    run_ranks(check_hosts, 4)
-
-
 def check_training(rank, world, device, level):
     """As stock DDP trains, and all ranks have the same weights; O2 steps on the bucket's own codes."""
     losses = []
@@ -388,10 +343,8 @@ def check_wrappers_come_and_go(rank, world, device):
     gc.collect()
     assert not model.layer.weight._post_accumulate_grad_hooks
     model.zero_grad()
-    for copied in (
-        copy.deepcopy(DataParallel(model)),
-        pickle.loads(pickle.dumps(DataParallel(model))),
-    ):
+    for twin in (copy.deepcopy, lambda wrapper: pickle.loads(pickle.dumps(wrapper))):
+        copied = twin(DataParallel(model))
         copied(x * (1 + rank))[0].sum().backward()
         assert_alike(copied)
         assert model.layer.weight.grad is None

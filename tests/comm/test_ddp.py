@@ -1,4 +1,4 @@
-"""FP8 on the wire of stock DistributedDataParallel and FSDP2, and O1's gradients in them, between real processes."""
+"""FP8 on the wire of stock DistributedDataParallel and FSDP2, between real processes."""
 
 import pytest
 import torch
@@ -34,8 +34,6 @@ def check_all(rank):
         check_one_bad_rank_stops_all(rank, device)
         for level in (None, "O1", "O2"):
             check_training(rank, device, level)
-        if device.type == "cpu":
-            check_without_the_hook(rank)
 
 
 @pytest.mark.slow
@@ -54,7 +52,7 @@ def test_over_nccl():
 def test_other_models_are_refused():
     with pytest.raises(ConfigError, match="DistributedDataParallel, got Linear"):
         comm.register_fp8_hook(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r'got "shards"\. Did you mean "shard"'):
+    with pytest.raises(ConfigError, match="error_feedback='shards' is not a choice"):
         comm.Fp8CommState(error_feedback="shards")
     with pytest.raises(ConfigError, match="no module sharded by fully_shard in TinyLM"):
         comm.register_fp8_reduce_scatter(TinyLM())
@@ -210,37 +208,3 @@ def check_sharded_gradients(rank, device, mesh, reduce_dtype, factor):
         )
     noise = (gradients[True] - gradients[False]).square().sum()
     assert 0 < noise <= gradients[False].square().sum() * 1e-3
-
-
-# --- O1's gradients in stock DDP
-
-
-def check_without_the_hook(rank):
-    """Stock DDP reduces in full precision the gradients that O1 has rounded; its ranks must not drift apart."""
-    losses = {level: train_stock(rank, level) for level in ("baseline", "O1", "O2")}
-    for level in ("O1", "O2"):
-        assert losses[level][-1] < 0.2 * losses[level][0]
-        assert abs(losses[level][-1] - losses["baseline"][-1]) < 0.01 * losses["baseline"][0]
-
-
-def train_stock(rank, level):
-    """Train under DDP without a hook of ours, compare the weights of all ranks, and return the losses."""
-    torch.manual_seed(0)
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    if level != "baseline":
-        model, optimizer = fp8stack.initialize(model, optimizer, level)
-    parallel = DistributedDataParallel(model)
-    losses = []
-    for step in range(20):
-        optimizer.zero_grad()
-        if step % 5 == 3:
-            with parallel.no_sync():
-                parallel(*batch(1000 + 2 * step + rank)).backward()
-        loss = parallel(*batch(2 * step + rank))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    for p in model.parameters():
-        assert_equal_everywhere(p)
-    return losses

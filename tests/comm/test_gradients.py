@@ -1,4 +1,4 @@
-"""The hooks that make gradients FP8: attaching, existing gradients, removal. `test_ddp.py` has them in stock DDP."""
+"""The hooks that make gradients FP8: attaching, existing gradients, removal."""
 
 import torch
 from helpers import assert_same_bits
