@@ -34,24 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help(sys.stderr)
         return 2
-    if not given[0].startswith("-") and given[0] not in commands.choices:
-        known = ", ".join(commands.choices)
-        meant = did_you_mean(given[0], commands.choices)
-        parser.error(f"there is no command {given[0]!r}.{meant} Commands: {known}.")
-    for place, text in enumerate(given):
-        if not text or (text.startswith("--") and text.endswith("=")):
-            before = " ".join([*given[:place], text]).strip()
-            parser.error(
-                f"the argument after {before!r} is empty: is a variable of the shell not set?"
-            )
     options, unknown = parser.parse_known_args(given)
+    command = commands.choices[options.command]
     if unknown:
-        command = commands.choices[options.command]
-        own, names = command._option_string_actions, [u for u in unknown if u.startswith("-")]
-        meant = "".join(did_you_mean(name.partition("=")[0], own) for name in names)
-        if given[0] in own:
-            command.error(f"{given[0]} goes behind the command, {options.command}.")
-        command.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
+        meant = "".join(
+            did_you_mean(u, command._option_string_actions) for u in unknown if u[:1] == "-"
+        )
+        command.error(
+            f"unrecognized arguments: {' '.join(unknown)}.{meant} Options go behind {options.command}."
+        )
     runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
     # Its CPU backend logs a warning about kernels that no command needs.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
@@ -60,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = runs[options.command](options)
     except Fp8StackError as error:
-        commands.choices[options.command].error(str(error))
+        command.error(str(error))
     except OSError as error:  # of a file, or of stdout, which has no name
         what = f"{error.filename} cannot be used: " * (error.filename is not None)
-        commands.choices[options.command].error(f"{what}{reason_of(error)}")
+        command.error(f"{what}{reason_of(error)}")
     except KeyboardInterrupt:
         return 130  # as a shell's of SIGINT
     return status

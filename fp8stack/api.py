@@ -27,20 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from . import capability, conflicts
-from .conversion import (
-    COPIED,
-    Session,
-    change_dtype,
-    check_model,
-    check_optimizer,
-    convert_optimizer,
-    counterpart_on_bitsandbytes,
-    find_converted,
-    quantize_gradients,
-    return_state,
-    store_weights,
-)
+from . import capability, conflicts, conversion
+from .conversion import COPIED, Session
 from .errors import (
     ConfigError,
     Fp8StackError,
@@ -57,13 +45,14 @@ from .nn.mixin import unfuse
 from .nn.select import Chooser
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
-from .optim.state_formats import MASTER_KEYS, is_large_matrix, zero_master, zero_moment
+from .optim.state_formats import is_large_matrix, zero_master, zero_moment
 from .report import Report, report_of, say
 from .tensor import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that are initialized; copies of them are not."""
 _KEPT = "_fp8stack_session"
 """Model attribute that holds the `Session`. A module-level dict would keep models alive, since hooks refer to them."""
 
@@ -130,17 +119,17 @@ def decide(
     notes: fallbacks that the caller knows of.
     planned_for: the device that a model on the meta device is planned for.
     """
-    known, sharded = model in _SESSIONS, gathered_on is not None
-    home = check_model(model, recipe, known, sharded, planned_for is not None)
+    known, sharded = model in _MODELS, gathered_on is not None
+    home = conversion.check_model(model, recipe, known, sharded, planned_for is not None)
     device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
     places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
     fallbacks += conflicts.idle_options(recipe, *places)
-    recipe, told = choose_stepper(recipe, optimizer, device)
+    recipe, replaced = choose_stepper(recipe, optimizer, device)
     skipped, idle = skipped_modules(model, recipe)
-    fallbacks += [*told, *idle]
+    fallbacks += [*replaced, *idle]
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     groups = [] if optimizer is None else optimizer.param_groups
     owned = {p for group in groups for p in group["params"]} - left_alone
@@ -150,9 +139,8 @@ def decide(
     stored = replace(recipe, master="keep") if gathered_on else recipe
     layers = choose_layers(model, stored, skipped, quantized, compute)
     if missing:
-        fallbacks.append(
-            f"{len(missing)} trainable parameters are not in the optimizer and stay as they are: {missing[:3]}"
-        )
+        told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
+        fallbacks.append(f"{told}: {missing[:3]}")
     fallbacks += notes
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
@@ -175,7 +163,9 @@ def carry_out(
         warnings.warn(text, Fp8StackWarning, stacklevel=stacklevel)
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # the first change, because it may still find something wrong
-        session.returned = convert_optimizer(optimizer, recipe, session, decisions.formats)
+        session.returned = conversion.convert_optimizer(
+            optimizer, recipe, session, decisions.formats
+        )
     if isinstance(session.returned, BlockwiseOptimizer):
         session.returned.named_by = weakref.ref(model)
     if store is not None:
@@ -191,11 +181,11 @@ def carry_out(
         bare = apply_matmuls(model, recipe, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     if optimizer is not None:
-        store_weights(model, layers, session)
-        quantize_gradients(model, decisions.quantized, session)
+        conversion.store_weights(model, layers, session)
+        conversion.quantize_gradients(model, decisions.quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(decisions.quantized, session)
     model.__dict__[_KEPT] = session
-    _SESSIONS[model] = weakref.ref(session)
+    _MODELS.add(model)
     return session
 
 
@@ -209,39 +199,20 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         ModelError: if the model is not initialized or was sharded already, `optimizer` belongs to another one, or a
             converted module was sharded or parametrized since. Nothing is changed.
     """
-    if model not in _SESSIONS:
-        raise ModelError(
-            "this model is not initialized by fp8stack (or was restored already): nothing to undo."
-            + (f" Pass the one that was given to it. {COPIED}" if find_converted(model) else "")
-        )
+    if model not in _MODELS:
+        remedy = f" Pass the one that was. {COPIED}" if conversion.find_converted(model) else ""
+        raise ModelError(f"this model is not initialized by fp8stack: nothing to undo.{remedy}")
     session = session_of(model)
     if session.lasting:
         raise ModelError(session.lasting)
     if optimizer is not None and optimizer not in (session.returned, session.source):
-        raise ModelError(
-            "this optimizer is not the one that initialize returned for this model. Pass that one."
-        )
+        raise ModelError("pass the optimizer that initialize returned for this model, not another.")
     session.conversion.check(model)
     unfuse(model)
-    del _SESSIONS[model], model.__dict__[_KEPT]
-    session.gradients.remove()
-    for undo in session.undo:
-        undo()
-    returned, source = session.returned, session.source
-    session.conversion.undo()
-    if isinstance(returned, BlockwiseOptimizer):
-        for parameter, dtype in session.stored:
-            change_dtype(parameter, returned.master_weight(parameter).to(dtype))
-        returned.on_new_parameters = None
-        if session.recipe.step_in_backward and returned.release is not None:
-            returned.release.remove()
-        if isinstance(source, BlockwiseOptimizer):
-            for parameter, _ in session.stored:
-                for key in MASTER_KEYS:
-                    returned.state[parameter].pop(key, None)
-        if source is not returned and source is not None:
-            return_state(returned, source)
-    return model, source
+    _MODELS.remove(model)
+    del model.__dict__[_KEPT]
+    conversion.undo(session)
+    return model, session.source
 
 
 def get_report(model: nn.Module) -> Report:
@@ -255,10 +226,8 @@ def get_report(model: nn.Module) -> Report:
 
 def session_of(model: nn.Module) -> Session:
     """Return the record of the call that initialized `model`; raise ModelError if there was none."""
-    if model not in _SESSIONS:
-        raise ModelError(
-            "this model was not initialized by fp8stack; call fp8stack.initialize first."
-        )
+    if model not in _MODELS:
+        raise ModelError("this model was not initialized: call fp8stack.initialize first.")
     session: Session = model.__dict__[_KEPT]
     return session
 
@@ -270,19 +239,16 @@ def _check_given(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, recipe: Recipe
 ) -> list[str]:
     """Raise if the optimizer does not fit; return the trainable parameters that it does not own."""
-    if optimizer is None:
-        if recipe.level != "O0":
+    if optimizer is not None:
+        if any(optimizer in (s.source, s.returned) for s in map(session_of, _MODELS)):
             raise ModelError(
-                f"{recipe.level} converts gradients for an optimizer; pass it, or use O0."
+                "this optimizer belongs to a model that is initialized already. Make one for each model, "
+                "or fp8stack.restore that model first."
             )
-        return []
-    sessions = [session for kept in _SESSIONS.values() if (session := kept())]
-    if any(optimizer in (s.source, s.returned) for s in sessions):
-        raise ModelError(
-            "this optimizer belongs to a model that is initialized already. Make one for each model, "
-            "or fp8stack.restore that model first."
-        )
-    return check_optimizer(model, optimizer, recipe)
+        return conversion.check_optimizer(model, optimizer, recipe)
+    if recipe.level != "O0":
+        raise ModelError(f"{recipe.level} converts gradients for an optimizer; pass it, or use O0.")
+    return []
 
 
 def _formats_by_parameter(
@@ -329,32 +295,27 @@ def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
     Raises:
         UnsupportedDeviceError: where what the recipe names does not run on `device`.
     """
-    fallbacks, asked = _missing_kernels(recipe, device), recipe.compute
-    named = f"fp8_recipe={recipe.fp8_recipe!r}"
+    fallbacks, asked, why = _missing_kernels(recipe, device), recipe.compute, []
     if asked == "bf16":
         return Compute("bf16", "asked for", fallbacks)
-    if asked == "te":
-        if answer := _te_for(recipe, device):
-            return Compute("te", "asked for", fallbacks)
-        other = "" if recipe.fp8_recipe == "current" else ', or fp8_recipe="current"'
-        told = f'compute="te", {named}: {answer.reason}'
-        raise UnsupportedDeviceError(f'{told}. Use compute="auto"{other}.')
-    if not (answer := capability.fp8_gemm(device)):
-        if asked == "auto":
-            told = f"{answer.reason}; using bf16 GEMMs instead"
-            return Compute("bf16", answer.reason, [*fallbacks, told])
-        told = f'compute="native": {answer.reason}'
-        raise UnsupportedDeviceError(f'{told}. Use compute="auto" for bf16 GEMMs there.')
-    own = capability.native_recipe(recipe.fp8_recipe, device)
-    if own:
-        return Compute("native", "asked for" if asked == "native" else answer.reason, fallbacks)
-    why = own.reason
-    if asked == "auto":
+    if asked != "te":
+        gemm = capability.fp8_gemm(device)
+        if not gemm and asked == "auto":
+            told = f"{gemm.reason}; using bf16 GEMMs instead"
+            return Compute("bf16", gemm.reason, [*fallbacks, told])
+        own = gemm and capability.native_recipe(recipe.fp8_recipe, device)
+        if own:
+            return Compute("native", gemm.reason if asked == "auto" else "asked for", fallbacks)
+        why.append(own.reason)
+    if asked != "native":
         te = _te_for(recipe, device)
-        why = f"{why}; {te.reason}"
+        why.append(te.reason)
         if te:
-            return Compute("te", why, fallbacks)
-    raise UnsupportedDeviceError(f'{named}: {why}. Use fp8_recipe="current".')
+            return Compute("te", "; ".join(why) if asked == "auto" else "asked for", fallbacks)
+    remedies = ['compute="auto"'] if asked != "auto" else []
+    remedies += ['fp8_recipe="current"'] if recipe.fp8_recipe != "current" else []
+    told = f'compute="{asked}", fp8_recipe={recipe.fp8_recipe!r}: {"; ".join(why)}'
+    raise UnsupportedDeviceError(f"{told}. Use {', or '.join(remedies)}.")
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
@@ -387,40 +348,32 @@ def choose_stepper(
     Raises:
         ConfigError, ModelError, UnsupportedDeviceError: where bitsandbytes is asked for and cannot step.
     """
-    wanted = recipe.optimizer_backend
     if recipe.states == "keep" or optimizer is None:
         return recipe, []
     if isinstance(optimizer, BitsandbytesOptimizer):
         return replace(recipe, optimizer_backend=optimizer.backend), []
-    own = replace(recipe, optimizer_backend="fp8stack")
-    if wanted.startswith("bitsandbytes"):
-        if recipe.states == "4bit":  # which `idle_options` tells of
+    own, asked = replace(recipe, optimizer_backend="fp8stack"), recipe.optimizer_backend
+    kind, fp8 = conversion.counterpart_on_bitsandbytes(optimizer), capability.fp8_hardware(device)
+    if asked == "auto":
+        ours = kind is None or isinstance(optimizer, BlockwiseOptimizer)
+        if ours or fp8 or recipe.states != "8bit" or recipe.offload != "none":
             return own, []
-        _check_on_bitsandbytes(recipe, optimizer, device)
-        return recipe, []
-    ours = isinstance(optimizer, BlockwiseOptimizer)
-    ours = ours or counterpart_on_bitsandbytes(optimizer) is None
-    plain = recipe.states == "8bit" and recipe.offload == "none"
-    fp8 = capability.fp8_hardware(device)
-    if wanted == "fp8stack" or ours or not plain or fp8:
+    elif asked == "fp8stack" or recipe.states == "4bit":  # the latter is told by `idle_options`
         return own, []
-    why = f"{fp8.reason}, without FP8"
     try:
-        other = replace(recipe, optimizer_backend="bitsandbytes")
-        _check_on_bitsandbytes(other, optimizer, device)
+        if asked == "auto":
+            recipe = replace(recipe, optimizer_backend="bitsandbytes")
+        check_bitsandbytes(device, paged=asked == "bitsandbytes-paged")
+        places = [] if kind else [conflicts.NOT_ON_BITSANDBYTES]
+        conflicts.refuse_conflicts(recipe, *places, optimizer=optimizer)
     except Fp8StackError as error:
-        return own, [f"{why}; using fp8stack's optimizer, not bitsandbytes': {error}"]
-    choice = 'optimizer_backend="fp8stack" keeps that'
-    return other, [f"{why}; using bitsandbytes' optimizer instead of fp8stack's ({choice})"]
-
-
-def _check_on_bitsandbytes(
-    recipe: Recipe, optimizer: torch.optim.Optimizer, device: torch.device
-) -> None:
-    """Raise unless bitsandbytes can step instead of `optimizer`."""
-    check_bitsandbytes(device, paged=recipe.optimizer_backend == "bitsandbytes-paged")
-    places = [] if counterpart_on_bitsandbytes(optimizer) else [conflicts.NOT_ON_BITSANDBYTES]
-    conflicts.refuse_conflicts(recipe, *places, optimizer=optimizer)
+        if asked != "auto":
+            raise
+        told = f"using fp8stack's optimizer, not bitsandbytes': {error}"
+        return own, [f"{fp8.reason}, without FP8; {told}"]
+    told = "using bitsandbytes' optimizer instead of fp8stack's"
+    told = f'{fp8.reason}, without FP8; {told} (optimizer_backend="fp8stack" keeps that)'
+    return recipe, [told] if asked == "auto" else []
 
 
 # --- the report
@@ -429,21 +382,20 @@ def _check_on_bitsandbytes(
 def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
     """Return bytes per parameter over the quantized matrices, from the shapes and dtypes that training will hold."""
     optimizer, recipe, total, elements = session.returned, session.recipe, 0, 0
-    if optimizer is None:
-        return 0.0
-    for group in optimizer.param_groups:
+    for group in [] if optimizer is None else optimizer.param_groups:
         for parameter in quantized.intersection(group["params"]):
             meta = torch.empty(whole_shape(parameter), dtype=parameter.dtype, device="meta")
             elements += meta.numel()
-            made = [{"weight": meta}]
+            made = {"weight": meta}
             if not recipe.step_in_backward:
                 # gradients of both formats are laid out as moments of the same name are
-                made.append(zero_moment("grad", meta, recipe.gradients))
+                made |= zero_moment("grad", meta, recipe.gradients)
             if not isinstance(optimizer, BlockwiseOptimizer):  # as torch's Adam family
-                made += [zero_moment(name, meta, "keep") for name in ("exp_avg", "exp_avg_sq")]
+                made |= {"exp_avg": meta, "exp_avg_sq": meta}
             elif not optimizer.offloads(parameter):
                 kind = optimizer.moment_format(parameter)
-                made.append(zero_master(meta, optimizer.master_format(parameter)))
-                made += [zero_moment(name, meta, kind) for name in optimizer.moments_of(group)]
-            total += sum(tensor.nbytes for state in made for tensor in state.values())
+                made |= zero_master(meta, optimizer.master_format(parameter))
+                for name in optimizer.moments_of(group):
+                    made |= zero_moment(name, meta, kind)
+            total += sum(tensor.nbytes for tensor in made.values())
     return total / max(elements, 1)

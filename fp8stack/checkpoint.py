@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import re
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CheckpointError, ModelError, first_line, reason_of
+from .errors import CheckpointError, ModelError, reason_of
 from .nn.delayed_histories import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.parameter_names import check_order, names_of, names_of_owned
@@ -92,14 +90,12 @@ def torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Raises:
         ModelError: if there is no optimizer.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(
-            f"torch_state_dict takes the optimizer that initialize returned, got {type(optimizer).__name__}. "
-            "Without one there is no state to return."
-        )
-    return (
-        to_torch(optimizer) if isinstance(optimizer, BlockwiseOptimizer) else optimizer.state_dict()
-    )
+    if isinstance(optimizer, BlockwiseOptimizer):
+        return to_torch(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer.state_dict()
+    got = f"got {type(optimizer).__name__}. Without one there is no state to return"
+    raise ModelError(f"torch_state_dict takes the optimizer that initialize returned, {got}.")
 
 
 def save(
@@ -123,48 +119,42 @@ def save(
         "scaling": scaling_state(model),  # of fp8_recipe="delayed"; this rank's
         "extra": extra,
     }
-    try:
-        contents = {kind: plain_numbers(value) for kind, value in contents.items()}
-        places = ((kind, _find_unloadable(value)) for kind, value in contents.items())
-        found = next(((kind, *one) for kind, one in places if one), None)
-    except RecursionError:
-        raise CheckpointError(
-            "what is to be saved holds itself, or lists and dicts in each other, hundreds deep. Save it flat."
-        ) from None
-    if found:
-        kind, place, part, error = found
-        raise CheckpointError(
-            f"{kind}{place} is {type(part).__module__}.{type(part).__qualname__}, which checkpoints do not "
-            "hold: they are read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them "
-            "(str(path), vars(arguments), torch.from_numpy(array), dict(...), list(...))."
-        ) from error
+    contents = {kind: plain_numbers(value) for kind, value in contents.items()}
+    for kind, value in contents.items():
+        for place, part in _parts_of(value, kind):
+            _check_loadable(part, place)
     with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save(contents, file)
 
 
-def _find_unloadable(value: Any) -> tuple[str, Any, Exception] | None:
-    """Find a part of `value` that `weights_only=True` would not read; return its place, the part and the error."""
+def _parts_of(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield every key and value that `value` holds, and `value` itself, with the place of each."""
     if isinstance(value, dict):
         for key, part in value.items():
-            if found := _find_unloadable(key):
-                return f": the key {key!r}", *found[1:]
-            if found := _find_unloadable(part):
-                return f"[{key!r}]{found[0]}", *found[1:]
+            yield f"{place}: the key {key!r}", key
+            yield from _parts_of(part, f"{place}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
-            if found := _find_unloadable(part):
-                return f"[{index}]{found[0]}", *found[1:]
-    has_more = isinstance(value, Tensor) and value.__dict__  # attributes, which are written too
-    is_plain = type(value) in _PLAIN and not has_more
-    if is_plain or (isinstance(value, Tensor) and is_sharded(value)):
-        return None
+            yield from _parts_of(part, f"{place}[{index}]")
+    yield place, value
+
+
+def _check_loadable(part: Any, place: str) -> None:
+    """Raise CheckpointError unless `weights_only=True` would read `part`, whose own parts it reads."""
+    has_more = isinstance(part, Tensor) and part.__dict__  # attributes, which are written too
+    is_plain = type(part) in _PLAIN and not has_more
+    if is_plain or (isinstance(part, Tensor) and is_sharded(part)):
+        return
     try:
-        torch.save(value, copy := io.BytesIO())
+        torch.save(part, copy := io.BytesIO())
         copy.seek(0)
         torch.load(copy, weights_only=True)
     except Exception as error:
-        return "", value, error
-    return None
+        raise CheckpointError(
+            f"{place} is {type(part).__module__}.{type(part).__qualname__}, which checkpoints do not "
+            "hold: they are read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them "
+            "(str(path), vars(arguments), torch.from_numpy(array), dict(...), list(...))."
+        ) from error
 
 
 @contextmanager
@@ -173,7 +163,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     A link stays one: what it leads to is replaced.
     """
-    path, outer = Path(os.path.realpath(path)), sys.exc_info()[1]  # of a caller who handles one
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
@@ -188,9 +178,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        cause = error.__context__
-        if isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause is not outer:
-            raise cause from None  # torch.save hides a full disk behind an error of its own
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch.save hides a full disk behind its own error
         raise
 
 
@@ -202,22 +191,17 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint at {path}. Check the path.") from None
-    except PermissionError as error:
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
-    except pickle.UnpicklingError as error:  # which advises weights_only=False
-        other = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
-        held = f"it holds a {other[1]}" if other else "it is no checkpoint, or holds other types"
-        raise CheckpointError(
-            f"{path} cannot be read: {held}, where tensors and plain types are read. Save state_dicts, not models."
-        ) from error
     except MemoryError:
         raise
     except Exception as error:  # the unpickler may raise anything on bytes that are no checkpoint
-        raise CheckpointError(
-            f"{path} cannot be read: it is truncated, or not a checkpoint ({first_line(error)}). Use an earlier one."
-        ) from error
+        other = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        what = f"it holds a {other[1]}" if other else "it is truncated, or not a checkpoint"
+        remedy = (
+            "Use an earlier one, or one of state_dicts (tensors and plain types), not of models"
+        )
+        raise CheckpointError(f"{path} cannot be read: {what}. {remedy}.") from error
 
 
 def is_saved(contents: Any) -> bool:
@@ -243,18 +227,15 @@ def load(
             "and the load_state_dict of model and optimizer."
         )
     _check_keys(model.state_dict(), contents["model"])
-    packed = contents["optimizer"]
-    if optimizer is not None and packed is None:
-        raise CheckpointError(
-            f"{path} was saved without an optimizer, so there is no state for {type(optimizer).__name__}. "
-            "Load it with None for the optimizer."
-        )
-    prepared = None
-    if isinstance(optimizer, BlockwiseOptimizer):
-        prepared = prepare(optimizer, packed)
-    elif optimizer is not None:
-        _check_for_torch(optimizer, packed)
+    packed, prepared = contents["optimizer"], None
     if optimizer is not None:
+        if packed is None:
+            told = f"there is no state for {type(optimizer).__name__}. Load it with None for that"
+            raise CheckpointError(f"{path} was saved without an optimizer: {told}.")
+        if isinstance(optimizer, BlockwiseOptimizer):
+            prepared = prepare(optimizer, packed)
+        else:
+            _check_for_torch(optimizer, packed)
         check_order(optimizer, model, contents.get("names", ()))
     # The model first: a master that is converted starts from the weight.
     model.load_state_dict(contents["model"])

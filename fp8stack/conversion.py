@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
 from .optim.state_dict import adopt, reformat, to_torch
-from .optim.state_formats import is_large_matrix
+from .optim.state_formats import MASTER_KEYS, is_large_matrix
 from .optim.step_in_backward import check_single_process
 from .report import Report
 from .tensor import check_dense, is_sharded
@@ -60,11 +61,8 @@ def check_model(
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
-        raise ModelError(
-            "the model is one of torch.jit, whose layers cannot be changed. Initialize what it was scripted from."
-        )
-    if conflicts.wrapper_of(model):
-        conflicts.refuse_conflicts(recipe, conflicts.INITIALIZE, model=model)
+        raise ModelError("layers of torch.jit do not change. Initialize what it was scripted from.")
+    conflicts.refuse(conflicts.broken_rules(conflicts.wrappers_in(model), [conflicts.INITIALIZE]))
     if done := find_converted(model):
         remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
         if not initialized:
@@ -81,16 +79,12 @@ def check_model(
         raise ModelError("the model has no parameters, so there is nothing to convert.")
     if len(devices) > 1:
         found = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ModelError(
-            f"the parameters lie on several devices ({found}). Move the model to one: model.to(device)."
-        )
+        raise ModelError(f"the model is on several devices ({found}). Use one: model.to(device).")
     for name, module in model.named_modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if embeds and module.sparse and recipe.gradients == "fp8":
-            raise ModelError(
-                f"{name} is {type(module).__name__}(sparse=True), whose sparse gradients have no FP8 form. "
-                f'Use sparse=False, or initialize with gradients="keep".'
-            )
+            told = f"{name} is {type(module).__name__}(sparse=True), and FP8 gradients are dense"
+            raise ModelError(f'{told}. Use sparse=False, or initialize with gradients="keep".')
     return next(iter(devices))
 
 
@@ -107,12 +101,9 @@ def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "is a lazy parameter without a shape; run one batch through the model first."
     if parameter.is_meta and not planned:
-        return "is on the meta device; materialize the model (model.to_empty(device=...)), then load its weights."
+        return "is on the meta device; materialize the model: model.to_empty(device=...)."
     if is_sharded(parameter.data) and not sharded:
-        return (
-            "is sharded (DTensor); use fp8stack.integrations.fsdp.attach, or call fp8stack.initialize at O0 on the "
-            "whole model, before fully_shard."
-        )
+        return "is sharded (DTensor); use fp8stack.integrations.fsdp.attach."
     if not parameter.is_floating_point():
         return f"is {dtype}; parameters must be floating point. Register it as a buffer instead."
     if recipe.level != "O0" and parameter.requires_grad and dtype not in FLOATS:
@@ -134,12 +125,9 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     missing = [name for name, p in trainable.items() if p not in owned]
     if trainable and len(missing) == len(trainable):
-        foreign = len(owned - set(model.parameters()))
-        raise ModelError(
-            f"the optimizer owns none of the model's {len(trainable)} trainable parameters"
-            f"{f' ({foreign} parameters of something else)' if foreign else ''}. Build it from this model: "
-            f"{type(optimizer).__name__}(model.parameters(), ...), after anything that replaces parameters."
-        )
+        told = f"the optimizer owns none of the model's {len(missing)} trainable parameters"
+        remedy = "Build it from this model, after anything that replaces parameters"
+        raise ModelError(f"{told}, but {len(owned)} others. {remedy}.")
     conflicts.refuse_conflicts(recipe, optimizer=optimizer)
     if recipe.step_in_backward:
         check_single_process()
@@ -150,17 +138,14 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
 
 def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:
     """Raise unless the recipe says what one of fp8stack's optimizers was made with."""
-    made_with = {name: getattr(optimizer, name) for name in MADE_WITH}
-    if isinstance(optimizer, BitsandbytesOptimizer) and recipe.optimizer_backend != "auto":
-        made_with["optimizer_backend"] = optimizer.backend
-    for name, own in made_with.items():
-        wanted = getattr(recipe, name)
+    backend = isinstance(optimizer, BitsandbytesOptimizer) and recipe.optimizer_backend != "auto"
+    for name in (*MADE_WITH, *["backend"] * backend):
+        option = "optimizer_backend" if name == "backend" else name
+        own, wanted = getattr(optimizer, name), getattr(recipe, option)
         if own != wanted:
-            remedy = f"Make it with {name}={wanted!r}, or initialize(..., {name}={own!r})."
-            if name == "optimizer_backend":  # the class of the optimizer, and `paged`
-                remedy = "Leave it out of initialize(...), or pass torch's optimizer."
             raise ModelError(
-                f"the optimizer was made with {name}={own!r}, the recipe says {name}={wanted!r}. {remedy}"
+                f"the optimizer was made with {option}={own!r}, the recipe says {option}={wanted!r}. "
+                f"Pass initialize(..., {option}={own!r}), or make the optimizer as the recipe says."
             )
 
 
@@ -214,7 +199,8 @@ def convert_optimizer(
     elif isinstance(optimizer, BlockwiseOptimizer):
         reformat(optimizer, {p: own for p, own in formats.items() if p not in optimizer.overrides})
         return optimizer
-    if kind is None or not conflicts.has_counterpart(optimizer):
+    unlike = any(group.get(o) for group in optimizer.param_groups for o in conflicts.UNCONVERTED)
+    if kind is None or unlike:
         # torch's multi-tensor steps would dequantize all gradients at once; one at a time saves that memory.
         for group in optimizer.param_groups:
             for flag in {"foreach", "fused"} & group.keys():
@@ -244,15 +230,12 @@ def convert_optimizer(
 
 def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, session: Session) -> None:
     """Copy the user's hooks to the new optimizer, and make the old one raise if it is used by mistake."""
-    for action in ("step", "state_dict", "load_state_dict"):
-        for when in ("pre", "post"):
-            hooks = f"_optimizer_{action}_{when}_hooks"
-            getattr(new, hooks).update(getattr(optimizer, hooks))
+    for action, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
+        hooks = f"_optimizer_{action}_{when}_hooks"
+        getattr(new, hooks).update(getattr(optimizer, hooks))
 
     def refuse(*_: Any) -> None:
-        raise ModelError(
-            "this optimizer was handed to fp8stack.initialize; use the optimizer that it returned."
-        )
+        raise ModelError("fp8stack.initialize took it over: use the optimizer that it returned.")
 
     def mark_called(*_: Any) -> None:
         # Schedulers look for this flag on the optimizer they were made from.
@@ -305,12 +288,33 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
         session.returned.on_new_parameters = attach_new
 
 
-def return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
-    """Give the user's optimizer its state back; torch's gets the dtypes that it would hold itself."""
-    if isinstance(source, BlockwiseOptimizer):  # of another backend
-        adopt(source, returned)
-        returned.state.clear()
+def undo(session: Session) -> None:
+    """Undo what the session recorded: layers, weights with all the master's bits, the optimizer's state."""
+    session.gradients.remove()
+    for action in session.undo:
+        action()
+    returned, source = session.returned, session.source
+    session.conversion.undo()
+    if not isinstance(returned, BlockwiseOptimizer) or source is None:
         return
+    for parameter, dtype in session.stored:
+        change_dtype(parameter, returned.master_weight(parameter).to(dtype))
+    returned.on_new_parameters = None
+    if session.recipe.step_in_backward and returned.release is not None:
+        returned.release.remove()
+    if isinstance(source, BlockwiseOptimizer):
+        for parameter, _ in session.stored:
+            for key in MASTER_KEYS:
+                returned.state[parameter].pop(key, None)
+        if source is not returned:  # of another backend
+            adopt(source, returned)
+            returned.state.clear()
+    else:
+        _return_state(returned, source)
+
+
+def _return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
+    """Give torch's optimizer its state back, in the dtypes that it would hold itself."""
     for group in source.param_groups:  # groups added since lack some of torch's options
         for name, value in source.defaults.items():
             group.setdefault(name, value)

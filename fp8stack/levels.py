@@ -20,7 +20,6 @@ from typing import Any
 
 from .conflicts import refuse_conflicts
 from .errors import ConfigError, did_you_mean
-from .formats import BLOCK
 
 CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -83,7 +82,6 @@ class Recipe:
     """
 
     level: str
-    brief: str
     compute: str = "auto"
     fp8_format: str = "hybrid"
     fp8_recipe: str = "current"
@@ -114,26 +112,13 @@ class Recipe:
                 raise ConfigError(f"{name}={value!r} must be an integer {bounds}.")
         are_patterns = isinstance(self.skip, (list, tuple))
         if not are_patterns or not all(isinstance(pattern, str) for pattern in self.skip):
-            raise ConfigError(
-                f'skip={self.skip!r} must be a list of patterns (strings), such as skip=["*head"].'
-            )
+            raise ConfigError(f'skip={self.skip!r} must be a list of patterns, such as ["*head"].')
         object.__setattr__(self, "skip", tuple(self.skip))
         object.__setattr__(self, "states_for", _formats(self.states_for))
         refuse_conflicts(self)
 
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Resident bytes of weight, master, gradient, m and v of a float32 matrix under AdamW at this recipe."""
-        weight = 4.0 if self.master == "keep" else 2.0
-        masters = {"keep": 0, "none": 0, "split24": 1, "split32": 2, "fp16": 2, "fp32": 4}
-        gradient = 1 + 4 / BLOCK if self.gradients == "fp8" else weight
-        codes = {"8bit": 2.0, "fp8": 2.0, "4bit": 1.5}.get(self.states)
-        dense = {"keep": 8.0, "fp32": 8.0, "bf16": 4.0, "fp8-lm": 3.0}
-        moments = dense[self.states] if codes is None else codes + 8 / BLOCK
-        return weight + masters[self.master] + gradient + moments
 
-
-OPTIONS = tuple(f.name for f in fields(Recipe) if f.name not in ("level", "brief"))
+OPTIONS = tuple(f.name for f in fields(Recipe) if f.name != "level")
 """The fields of a recipe that can be overridden."""
 
 
@@ -150,9 +135,9 @@ def check_choice(
         if isinstance(value, type(one)) and value == one:
             return one
     listed = ", ".join(f'"{k}"' if isinstance(k, str) else str(k) for k in known)
+    meant = did_you_mean(str(value), map(str, known))
     raise ConfigError(
-        f"{where}{name}={value!r} is not a choice; use one of {listed}."
-        f"{did_you_mean(str(value), map(str, known))}"
+        f"{where}{name} must be one of {listed}; {name}={value!r} is not a choice.{meant}"
     )
 
 
@@ -177,12 +162,11 @@ def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
     return tuple(result)
 
 
-_O2 = "O1 and 8-bit optimizer states, 24-bit master weights"
 LEVELS: Mapping[str, Recipe] = MappingProxyType(
     {
-        "O0": Recipe("O0", "FP8 GEMMs"),
-        "O1": Recipe("O1", "O0 and FP8 gradients", gradients="fp8"),
-        "O2": Recipe("O2", _O2, gradients="fp8", states="8bit", master="split24"),
+        "O0": Recipe("O0"),
+        "O1": Recipe("O1", gradients="fp8"),
+        "O2": Recipe("O2", gradients="fp8", states="8bit", master="split24"),
     }
 )
 
@@ -198,20 +182,10 @@ def recipe_for(opt_level: str, preset: str | None = None, **overrides: Any) -> R
     Raises:
         ConfigError: for an unknown level, preset, field or value; the message names the nearest known one.
     """
-    if not isinstance(opt_level, str) or opt_level not in LEVELS:
-        known = ", ".join(f'"{level}"' for level in LEVELS)
-        raise ConfigError(
-            f"opt_level must be one of {known} (a capital letter O and a digit), got {opt_level!r}."
-        )
-    if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
-        known = ", ".join(f'"{name}"' for name in PRESETS)
-        raise ConfigError(
-            f"preset must be one of {known}, got {preset!r}.{did_you_mean(str(preset), PRESETS)}"
-        )
+    check_choice("opt_level", opt_level, tuple(LEVELS))
+    check_choice("preset", preset, (None, *PRESETS))
     if preset is not None and opt_level != "O2":
-        raise ConfigError(
-            f'preset={preset!r} names optimizer states, which only opt_level="O2" converts.'
-        )
+        raise ConfigError(f'preset={preset!r} names states, which only opt_level="O2" converts.')
     named = {} if preset is None else PRESETS[preset]
     for name in overrides:
         if name not in OPTIONS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,6 @@ from .nn.convert import LayerChoices
 from .version import __version__
 
 logger = logging.getLogger("fp8stack")
-logger.addHandler(logging.NullHandler())
 
 WIDTH = 110
 _MASTERS = {
@@ -135,21 +135,12 @@ def say(text: object) -> None:
     distributed, rank = torch.distributed, os.environ.get("RANK", "0")
     if distributed.is_available() and distributed.is_initialized():
         rank = str(distributed.get_rank())
-    is_first = rank == "0" or not rank.isdigit()
-    if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or not is_first:
+    if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or rank.strip("0"):
         return
-    handlers = logger.handlers + logging.getLogger().handlers
-    if any(not isinstance(handler, logging.NullHandler) for handler in handlers):
+    if logger.hasHandlers():
         logger.info("%s", text)
-        return
-    handler, level = logging.StreamHandler(), logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        logger.info("%s", text)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    else:
+        sys.stderr.write(f"{text}\n")
 
 
 def _listing(title: str, reasons: dict[str, str]) -> str:

@@ -94,7 +94,7 @@ class BlockScaledTensor(torch.Tensor):
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """Addresses of codes and scale, which stay where they are until `share_memory_`."""
+        """Addresses of codes and scale, which stay where they are."""
         return self.codes.data_ptr(), self.scale.data_ptr()
 
     def parts(self) -> tuple[Tensor, ...]:
@@ -163,15 +163,6 @@ class BlockScaledTensor(torch.Tensor):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.dequantize().__dlpack__(**kwargs)
-
-    def is_shared(self) -> bool:
-        return all(t.is_shared() for t in self.parts())
-
-    def share_memory_(self) -> BlockScaledTensor:
-        for t in self.parts():
-            t.share_memory_()
-        self.__dict__.pop("addresses", None)
-        return self
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

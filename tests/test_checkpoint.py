@@ -257,19 +257,6 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
 
 
-def test_an_error_of_its_own_is_not_taken_for_one_that_the_caller_handles(tmp_path, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(torch, "save", fail)
-    model, optimizer = build("O2")
-    try:
-        open(tmp_path / "nowhere")  # noqa: SIM115
-    except OSError:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            checkpoint.save(tmp_path / "run.pt", model, optimizer)
-
-
 @pytest.fixture
 def saved(tmp_path):
     model, optimizer = build("O2")
@@ -378,7 +365,7 @@ def test_truncated_files(saved, keep):
 
 
 def test_missing_files_and_pickles(tmp_path):
-    refused(tmp_path / "nowhere.pt", build("O2"), "there is no checkpoint at")
+    refused(tmp_path / "nowhere.pt", build("O2"), "cannot be read: No such file")
     torch.save({"model": print}, tmp_path / "code.pt")  # would run code on loading
     refused(tmp_path / "code.pt", build("O2"), "cannot be read")
 
@@ -554,10 +541,6 @@ def marked(note):
     return tensor
 
 
-LOOP = []
-LOOP.append(LOOP)
-
-
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
@@ -568,7 +551,6 @@ LOOP.append(LOOP)
         ({"rates": np.ones(3)}, r"extra\['rates'\] is numpy.ndarray"),
         ({"function": lambda: None}, r"extra\['function'\] is builtins.function"),
         ({"run": {Namespace: 1}}, r"extra\['run'\]: the key .* is builtins.type"),
-        ({"loop": LOOP}, r"holds itself"),
     ],
 )
 def test_what_could_not_be_read_again_is_named_and_the_old_file_stays(extra, named, tmp_path):

@@ -81,8 +81,7 @@ def train(config, precision, steps=1, layer_norm=False, compile=False):
     model = model.to(precision.weights)
     optimizer = torch.optim.AdamW(model.parameters())
     if precision.recipe is not None:
-        fields = vars(precision.recipe) | {"level": None, "brief": None}
-        given = {k: v for k, v in fields.items() if v is not None}
+        given = {k: v for k, v in vars(precision.recipe).items() if k != "level" and v is not None}
         model, optimizer = fp8stack.initialize(model, optimizer, precision.recipe.level, **given)
     ids = torch.randint(config.vocab, (config.batch, config.sequence))
     saved = {}

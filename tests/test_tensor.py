@@ -192,22 +192,6 @@ def test_what_reads_memory_gets_the_values(pair):
         assert np.array_equal(x.numpy(), value.numpy())
 
 
-def test_shares_its_parts_with_other_processes(pair):
-    x, value = pair
-    x.add_(value)
-    before = x.addresses
-    module = nn.Linear(200, 6, device=x.device)
-    module.weight.grad = x
-    assert x.is_shared() == x.is_cuda
-    module.share_memory()
-    assert module.weight.grad.is_shared()
-    assert torch.equal(x, 2 * value)
-    if not x.is_cuda:
-        assert all(t.is_shared() for t in x.parts())
-        assert x.addresses != before
-        assert x.addresses == (x.codes.data_ptr(), x.scale.data_ptr())
-
-
 def test_refuses_parts_that_do_not_fit():
     with pytest.raises(ConfigError, match=r"scales of shape \(4, 2\)"):
         BlockScaledTensor(torch.zeros(4, 200).to(torch.float8_e4m3fn), torch.zeros(4, 1))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import math
 import os
 from collections.abc import Iterator
@@ -192,16 +191,12 @@ class Setup:
 @contextlib.contextmanager
 def _withheld_cards() -> Iterator[None]:
     """Keep fp8stack's cards out of the log, of a level that a run may leave before its first step; warnings stay."""
-
-    def is_trouble(entry: logging.LogRecord) -> bool:
-        return entry.levelno > logging.INFO
-
-    logger = logging.getLogger("fp8stack")
-    logger.addFilter(is_trouble)  # the level of the logger would not do: fp8stack lowers it
+    before = os.environ.get("FP8STACK_QUIET", "")
+    os.environ["FP8STACK_QUIET"] = "1"
     try:
         yield
     finally:
-        logger.removeFilter(is_trouble)
+        os.environ["FP8STACK_QUIET"] = before
 
 
 def _check_memory(model: nn.Module, level: Level) -> None:

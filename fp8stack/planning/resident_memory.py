@@ -45,7 +45,7 @@ class Precision:
     def brief(self) -> str:
         weights = str(self.weights).removeprefix("torch.")
         if self.recipe is not None:
-            return f"{self.recipe.brief}; from {weights} weights"
+            return f"{self.recipe.level} from {weights} weights"
         adamw = "bitsandbytes' 8-bit AdamW" if self.bitsandbytes else "AdamW"
         return f"{adamw} on {weights} weights{', bf16 autocast' * self.autocast}"
 

@@ -404,7 +404,7 @@ def refused(kind, match, model):
 
 RULES_OF_FSDP2 = [
     (rule, value) for rule in RULES for value in rule.values
-    if rule.contexts == (FSDP2,) and rule.option in OPTIONS
+    if FSDP2 in rule.contexts and rule.option in OPTIONS
 ]  # fmt: skip
 
 
@@ -442,9 +442,9 @@ def refuse():
         (attach, sharded_meta, adamw, "on the meta device; materialize", {}),
         (shard_fp8, whole_model, adamw, "blocks has a Linear that is no module inside", {"blocks": [nn.Linear(2, 2)]}),
         (attach, whole_model, adamw, "attach found no module sharded.*fully_shard_fp8", {}),
-        (attach, wrapped, adamw, "DistributedDataParallel.* FSDP2: it keeps whole parameters", {}),
-        (attach, one, adamw, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)", {}),
-        (shard_fp8, one, adamw, r"FSDP1: it joins parameters.*fully_shard \(FSDP2\)", {}),
+        (attach, wrapped, adamw, "DistributedDataParallel.* FSDP2: it keeps the parameters", {}),
+        (attach, one, adamw, r"FullyShardedDataParallel, does.*fully_shard \(FSDP2\)", {}),
+        (shard_fp8, one, adamw, r"FullyShardedDataParallel, does.*fully_shard \(FSDP2\)", {}),
         (attach, torch.compile(model), adamw, r"OptimizedModule.*model.compile\(\)", {}),
     ):  # fmt: skip
         with refused((ConfigError, ModelError), words, given):

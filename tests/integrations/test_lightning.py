@@ -485,7 +485,7 @@ def test_two_ranks(tmp_path):
 RULES_OF_LIGHTNING = [
     ({rule.option: value}, f"{rule.option}={value!r} does not go with Lightning")
     for rule in RULES for value in rule.values
-    if rule.contexts == (LIGHTNING,) and rule.option in OPTIONS
+    if LIGHTNING in rule.contexts and rule.option in OPTIONS
 ]  # fmt: skip
 
 
