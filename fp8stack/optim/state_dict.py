@@ -25,7 +25,6 @@ from fp8stack.formats import UE3M1
 from fp8stack.tensor import is_sharded
 
 from . import state_formats as formats
-from .imported_states import translate
 from .parameter_names import check_order, names_of_owned
 from .parameter_state import StatefulOptimizer
 from .sharded import assign, collect, distribute, local, local_state
@@ -263,14 +262,25 @@ def _convert(
 ) -> State:
     """Return one parameter's saved state with moments in the optimizer's own format, on the parameter's device."""
     optimizer.check_formats_of(parameter)
-    moments = optimizer.moments_of(group)
-    entry = translate(entry, moments, key, is_sharded(parameter))
+    moments, entry = optimizer.moments_of(group), dict(entry)
+    for name in moments if is_sharded(parameter) else ():
+        scale = entry.get(f"{name}_scale")
+        if scale is not None and scale.ndim == 1:  # no rows can be cut from bitsandbytes' blocks
+            entry[name] = formats.decode_moment(name, entry, parameter.shape)
+            del entry[f"{name}_code"], entry[f"{name}_scale"]
     weight = local(parameter.detach())  # all that follows is about this rank's part
     entry = {
         k: v.to(weight.device, copy=True).contiguous() if isinstance(v, Tensor) else deepcopy(v)
         for k, v in collect(entry, parameter, key).items()
     }
-    _check_names(optimizer, entry, parameter, key)
+    known = {f"{name}{part}" for name in optimizer.moments for part in ("", "_code", "_scale")}
+    known |= {"step", *MASTER_KEYS}
+    tensors = {k: v for k, v in entry.items() if isinstance(v, Tensor)}
+    if unknown := {k for k, v in tensors.items() if k not in known or type(v) is not Tensor}:
+        raise CheckpointError(
+            f"state of parameter {key} (shape {tuple(parameter.shape)}) holds {sorted(unknown)}, which "
+            f"{type(optimizer).__name__} does not have: it is of another optimizer. Make the one it was saved from."
+        )
     new: State = {}
     if "step" in entry or any(formats.has_moment(name, entry) for name in moments):
         count = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32, device=weight.device)
@@ -324,17 +334,6 @@ def _encode_masters(optimizer: StatefulOptimizer, states: dict[Tensor, State]) -
         state.update(optimizer.place(entries, p))
     for parameter, weight in weights.items():
         assign(parameter, weight)
-
-
-def _check_names(optimizer: StatefulOptimizer, entry: State, parameter: Tensor, key: Any) -> None:
-    """Raise if a state holds tensors that this kind of optimizer does not have."""
-    known = {f"{name}{part}" for name in optimizer.moments for part in ("", "_code", "_scale")}
-    found = {k for k, v in entry.items() if isinstance(v, Tensor)}
-    if unknown := found - known - {"step", *MASTER_KEYS}:
-        raise CheckpointError(
-            f"state of parameter {key} (shape {tuple(parameter.shape)}) holds {sorted(unknown)}, which "
-            f"{type(optimizer).__name__} does not have: it is of another optimizer. Make the one it was saved from."
-        )
 
 
 def _of_another_model(key: Any, weight: Tensor, problem: str) -> CheckpointError:

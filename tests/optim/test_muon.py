@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import TinyLM, random_parameters, set_gradients, train
+from helpers import TinyLM, random_parameters, set_gradients
 from torch import nn
 
 import fp8stack
@@ -14,12 +14,7 @@ from fp8stack.optim.muon import learning_rate_ratio, orthogonalize
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 torch_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
-DEFAULTS = {
-    "ns_coefficients": (3.4445, -4.7750, 2.0315),
-    "ns_steps": 5,
-    "eps": 1e-7,
-    "adjust_lr_fn": None,
-}
+DEFAULTS = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
 SHAPES = [(32, 160), (160, 32), (48, 48), (32, 160)]
 
 TRITON = "fp8stack.optim.optimizer.triton_runs_on"
@@ -62,14 +57,13 @@ def test_a_zero_matrix_has_no_direction():
 
 
 @pytest.mark.parametrize(
-    ("adjustment", "expected"),
-    [(None, 2.0), ("original", 2.0), ("match_rms_adamw", 0.2 * 20)],
+    ("adjustment", "tall", "wide"),
+    [(None, 2.0, 1.0), ("original", 2.0, 1.0), ("match_rms_adamw", 4.0, 4.0)],
 )
-def test_the_learning_rate_fits_the_shape(adjustment, expected):
-    group = {"adjust_lr_fn": adjustment}
-    assert learning_rate_ratio(torch.Size((400, 100)), group) == pytest.approx(expected)
-    if adjustment != "match_rms_adamw":
-        assert learning_rate_ratio(torch.Size((100, 400)), group) == 1
+def test_the_learning_rate_fits_the_shape(adjustment, tall, wide):
+    for shape, expected in (((400, 100), tall), ((100, 400), wide)):
+        ratio = learning_rate_ratio(torch.Size(shape), {"adjust_lr_fn": adjustment})
+        assert ratio == pytest.approx(expected)
 
 
 @torch_muon
@@ -134,20 +128,15 @@ def test_launches_by_shape_equal_the_reference(master, fp8, kernel_device, monke
 
 def test_large_shapes_are_orthogonalized_in_batches(kernel_device, monkeypatch):
     monkeypatch.setattr(TRITON, lambda device: True)
-    monkeypatch.setattr(triton_step, "MATRICES", 2 * 32 * 160)
     parameters = matrices([(32, 160)] * 5, torch.bfloat16, kernel_device)
     optimizer = Muon(parameters, lr=0.02, states="fp32")
     set_gradients(parameters, 0)
-    optimizer.step()
-    ((tables,),) = optimizer._tables.values()
-    assert [len(s.parameters) for s in tables.batches] == [2, 2, 1]
-    monkeypatch.setattr(
-        triton_step, "MATRICES", int(1.9 * 32 * 160)
-    )  # a batch never has more elements
-    optimizer._forget_tables()
-    optimizer.step()
-    ((tables,),) = optimizer._tables.values()
-    assert [len(s.parameters) for s in tables.batches] == [1] * 5
+    for elements, batches in ((2 * 32 * 160, [2, 2, 1]), (2 * 32 * 160 - 1, [1] * 5)):
+        monkeypatch.setattr(triton_step, "MATRICES", elements)
+        optimizer._forget_tables()
+        optimizer.step()
+        ((tables,),) = optimizer._tables.values()
+        assert [len(s.parameters) for s in tables.batches] == batches
 
 
 def test_gradients_that_arrive_later_join(kernel_device, monkeypatch):
@@ -185,24 +174,15 @@ def test_an_empty_matrix_has_nothing_to_step(on, kernel_device, monkeypatch):
 
 def test_autocast_around_a_step_changes_nothing(kernel_device, monkeypatch):
     monkeypatch.setattr(TRITON, lambda device: True)
-    results = []
+    dtype, results = torch.float16 if kernel_device == "cuda" else torch.bfloat16, []
     for cast in (False, True):
         parameters = matrices([(32, 160)], torch.bfloat16, kernel_device)
         optimizer = Muon(parameters, lr=0.02)
         set_gradients(parameters, 0)
-        with torch.autocast(
-            kernel_device,
-            torch.float16 if kernel_device == "cuda" else torch.bfloat16,
-            enabled=cast,
-        ):
+        with torch.autocast(kernel_device, dtype, enabled=cast):
             optimizer.step()
         results.append(parameters[0])
     assert torch.equal(*results)
-
-
-def test_a_set_has_no_order():
-    with pytest.raises(ConfigError, match="in an order, which a set has not"):
-        Muon(matrices()).add_param_group({"params": set(matrices())})
 
 
 @pytest.mark.gpu
@@ -236,9 +216,8 @@ def test_what_is_no_matrix_moves_to_a_group_of_adamw():
     assert [g["algorithm"] for g in optimizer.param_groups] == ["muon", "adamw"]
     assert optimizer.param_groups[0]["params"] == [a, e]
     assert optimizer.param_groups[1]["params"] == [b, c, d]
-    optimizer = Muon(
-        [{"params": [a, c], "algorithm": "muon"}, {"params": [e], "algorithm": "adamw"}]
-    )
+    groups = [{"params": [a, c], "algorithm": "muon"}, {"params": [e], "algorithm": "adamw"}]
+    optimizer = Muon(groups)
     assert [g["params"] for g in optimizer.param_groups] == [[a, c], [e]]
     set_gradients([a, c, e], 0)
     optimizer.step()
@@ -252,6 +231,8 @@ def test_named_parameters_and_generators_are_taken():
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
     with pytest.raises(ValueError, match="empty"):
         Muon([])
+    with pytest.raises(ConfigError, match="in an order, which a set has not"):
+        optimizer.add_param_group({"params": set(matrices())})
 
 
 def test_sharded_matrices_are_refused(mesh):
@@ -267,38 +248,16 @@ def test_sharded_matrices_are_refused(mesh):
 # --- in a training run
 
 
-def groups_of(model):
-    hidden = [model.up.weight, model.down.weight]
-    rest = [p for p in model.parameters() if not any(p is h for h in hidden)]
-    return [
-        {"params": hidden, "lr": 0.02},
-        {"params": rest, "algorithm": "adamw", "lr": 3e-3, "weight_decay": 0.0},
-    ]
-
-
-def test_it_trains_in_eight_bits_as_in_float32(device):
-    losses = {}
-    for states in ("fp32", "8bit"):
-        torch.manual_seed(0)
-        model = TinyLM().to(device)
-        losses[states] = train(model, Muon(groups_of(model), states=states), 15, device=device)
-    assert losses["8bit"][-1] < 0.6 * losses["8bit"][0]
-    assert losses["8bit"][-1] == pytest.approx(losses["fp32"][-1], rel=0.05)
-
-
 @torch_muon
 def test_initialize_converts_torch_s_muon_and_gives_it_back(device):
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False)
-    )
-    model.to(device)
+    layers = nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False)
+    model = nn.Sequential(*layers).to(device)
     x = torch.randn(32, 128, device=device)
     optimizer = torch.optim.Muon(model.parameters(), lr=0.01)
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    before = optimizer.state[model[0].weight]["momentum_buffer"].clone()
     model, ours = fp8stack.initialize(model, optimizer, "O2", compute="bf16")
     assert type(ours) is Muon
     assert ours.param_groups is optimizer.param_groups
@@ -315,6 +274,5 @@ def test_initialize_converts_torch_s_muon_and_gives_it_back(device):
     model, again = fp8stack.restore(model, ours)
     assert again is optimizer
     assert set(again.state[model[0].weight]) == {"momentum_buffer"}
-    assert again.state[model[0].weight]["momentum_buffer"].shape == before.shape
     model(x).square().mean().backward()
     again.step()

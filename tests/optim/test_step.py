@@ -45,25 +45,17 @@ def snapshot(parameters, optimizer):
 
 def assert_alike(ours, theirs):
     """Compare parameters and every tensor of state of two optimizers."""
-    exact = not torch.cuda.is_available()
-    for (p, q), (a, b) in zip(
-        zip(ours[0], theirs[0], strict=True),
-        zip(ours[1].state.values(), theirs[1].state.values(), strict=True),
-        strict=True,
-    ):
-        assert a.keys() == b.keys()
-        pairs = [("weight", p.detach(), q.detach()), *((k, a[k], b[k]) for k in a)]
-        for name, x, y in pairs:
-            assert x.dtype is y.dtype
-            assert x.shape == y.shape
-            if exact:
-                same = x.view(torch.uint8) if x.ndim and x.element_size() == 1 else x
-                other = y.view(torch.uint8) if y.ndim and y.element_size() == 1 else y
-                assert torch.equal(same, other), (name, tuple(p.shape))
-            else:
-                x, y = x.float(), y.float()  # codes too
-                differ = ((x - y).abs() > 1e-6 * y.abs() + 1e-7).float().mean()
-                assert differ <= 1e-3, (name, tuple(p.shape), float(differ))
+    found, expected = snapshot(*ours), snapshot(*theirs)
+    assert found.keys() == expected.keys()
+    for name, y in expected.items():
+        x = found[name]
+        if not torch.cuda.is_available():
+            assert_same_bits(x, y, name)
+            continue
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        x, y = x.float(), y.float()  # codes too
+        differ = ((x - y).abs() > 1e-6 * y.abs() + 1e-7).float().mean()
+        assert differ <= 1e-3, (name, float(differ))
 
 
 def run_both(make, device, through_kernels, steps=3, dtype=torch.float32, change=None, **options):
@@ -102,11 +94,8 @@ def run_both(make, device, through_kernels, steps=3, dtype=torch.float32, change
     ids=lambda x: getattr(x, "__name__", "-".join(f"{v}" for v in x.values()) if isinstance(x, dict) else x),
 )  # fmt: skip
 def test_kernels_step_as_the_reference(kind, options, dtype, kernel_device, through_kernels):
-    if (
-        not torch.cuda.is_available()
-        and dtype is torch.bfloat16
-        and options.get("master") == "keep"
-    ):
+    cut = dtype is torch.bfloat16 and options.get("master") == "keep"
+    if cut and not torch.cuda.is_available():
         pytest.skip("Triton's interpreter cuts to bfloat16 where this format rounds")
     run_both(kind, kernel_device, through_kernels, lr=0.01, dtype=dtype, **options)
 
@@ -240,9 +229,8 @@ def test_a_bad_gradient_skips_the_whole_step_and_is_counted(
         if step == 1:
             gradient = plain(parameters[place].grad).clone()
             gradient.view(-1)[5] = bad
-            parameters[place].grad = (
-                BlockScaledTensor.quantize(gradient) if place == 0 else gradient
-            )
+            quantized = BlockScaledTensor.quantize(gradient)
+            parameters[place].grad = gradient if place else quantized
             before.append(snapshot(parameters, optimizer))
         elif step == 2:
             now = snapshot(parameters, optimizer)
@@ -270,13 +258,10 @@ def test_a_scaler_and_a_clip_are_applied_in_the_step(kernel_device, through_kern
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_clipping_is_torchs(max_norm, norm_type, kernel_device, through_kernels):
     through_kernels(True)
-    ours, theirs = (
-        random_parameters(SHAPES, kernel_device),
-        random_parameters(SHAPES, kernel_device),
-    )
+    ours, theirs = (random_parameters(SHAPES, kernel_device) for _ in range(2))
     for parameters in (ours, theirs):
         set_gradients(parameters, 0, fp8=True)
         parameters[0].grad.add_(parameters[0].grad.dequantize())  # has a residual now
@@ -469,8 +454,11 @@ def test_an_option_that_is_switched_on_takes_effect(
     run_both(kind, kernel_device, through_kernels, 4, change=change, lr=0.1, **options)
 
 
-def test_parameters_without_a_gradient_are_not_marked_as_changed(kernel_device, through_kernels):
-    through_kernels(True)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_only_parameters_with_a_gradient_are_marked_as_changed(
+    kernels, kernel_device, through_kernels
+):
+    through_kernels(kernels)
     p, q = random_parameters([(4, 128), (4, 128)], kernel_device)
     optimizer = AdamW([p, q])
     set_gradients([p, q], 0, fp8=True)
