@@ -13,19 +13,11 @@ import torch.distributed as dist
 import train_gpt
 from gpt.checkpoints import list_checkpoints
 from gpt.stopping import NAMES, Signals
-from workers_gpt import read, write_text
+from workers_gpt import losses_of, read
 from workers_scripts import group_of, run_script
 
 SCRIPT = Path(train_gpt.__file__)
-SMALL = """--model tiny --seq-len 16 --steps 40 --target-effective-batch-size 4 --micro-batch 2 --checkpoint-freq 100
-    --eval-freq 15 --eval-batches 2 --eval-batch-size 1 --log-freq 1 --device cpu --no-tensorboard"""
-STOPPED = re.compile(r"stopped by (\w+) at step (\d+): --resume auto goes on")
-
-
-@pytest.fixture
-def flags(tmp_path):
-    text = write_text(tmp_path)
-    return [*SMALL.split(), "--data", str(text), "--out", str(tmp_path / "runs")]
+LONGER = ["--steps", "40", "--checkpoint-freq", "100", "--eval-freq", "15", "--no-tensorboard"]
 
 
 @pytest.fixture
@@ -35,10 +27,8 @@ def start(ctrl_c):
 
     def start(command, **variables):
         environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), **variables}
-        pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([sys.executable, *command], env=environment, **pipes))
         return started[-1]
 
     yield start
@@ -47,26 +37,11 @@ def start(ctrl_c):
         process.communicate()
 
 
-@pytest.fixture
-def start_ranks(start):
-    """Start the ranks of a run without torchrun, whose agent would hand signals to all of them."""
-
-    def start_ranks(flags, count):
-        command = [sys.executable, str(SCRIPT), *flags]
-        ranks = [{"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(count)]
-        group = group_of(count)
-        return [start(command, **rank, **group) for rank in ranks]
-
-    return start_ranks
-
-
 def begin(process):
-    """Wait until a step was logged; return what came before."""
-    said = ""
+    """Wait until a step was logged."""
     for line in process.stdout:
-        said += line
         if re.match(r"step \d+ \| epoch", line):
-            return said
+            return
     raise AssertionError(process.stderr.read())
 
 
@@ -77,23 +52,17 @@ def end(process, timeout=240):
 
 
 def stopped_at(out, name):
-    (found,) = STOPPED.findall(out)
+    (found,) = re.findall(r"stopped by (\w+) at step (\d+): --resume auto goes on", out)
     assert found[0] == name
     return int(found[1])
-
-
-def losses_of(folder):
-    return [r["loss"] for r in read(folder / "metrics.jsonl") if "loss" in r]
 
 
 def test_a_run_that_signals_stop_three_times_ends_as_one_that_was_left_alone(
     start, flags, tmp_path
 ):
-    runs, at = tmp_path / "runs", [0]
+    flags, runs, at = [*flags, *LONGER, "--resume", "auto"], tmp_path / "runs", [0]
     for name in NAMES:
-        process = start(
-            [sys.executable, str(SCRIPT), *flags, "--run-name", "a", "--resume", "auto"]
-        )
+        process = start([str(SCRIPT), *flags, "--run-name", "a"])
         begin(process)
         process.send_signal(getattr(signal, name))
         status, out, err = end(process)
@@ -106,18 +75,19 @@ def test_a_run_that_signals_stop_three_times_ends_as_one_that_was_left_alone(
         assert (newest.step, newest.manifest["val_loss"]) == (at[-1], None)
     assert at == sorted(set(at))
     assert at[-1] < 40
-    assert train_gpt.main([*flags, "--run-name", "a", "--resume", "auto"]) == 0
-    assert train_gpt.main([*flags, "--run-name", "alone"]) == 0
+    for name in ("a", "alone"):
+        assert train_gpt.main([*flags, "--run-name", name]) == 0
     assert losses_of(runs / "a-fp8-o2") == losses_of(runs / "alone-fp8-o2")
     assert len(losses_of(runs / "alone-fp8-o2")) == 40
 
 
-def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start_ranks, flags, tmp_path):
-    flags, runs = (
-        [*flags, "--opt-level", "off", "--parallel", "ddp", "--seq-len", "64"],
-        tmp_path / "runs",
-    )
-    ranks = start_ranks([*flags, "--run-name", "a"], 2)
+def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start, flags, tmp_path):
+    """Without torchrun, whose agent would hand signals to all of them."""
+    more = ["--opt-level", "off", "--parallel", "ddp", "--seq-len", "64", "--resume", "auto"]
+    flags, runs, group = [*flags, *LONGER, *more], tmp_path / "runs", group_of(2)
+    ranks = [
+        start([str(SCRIPT), *flags, "--run-name", "a"], RANK=n, LOCAL_RANK=n, **group) for n in "01"
+    ]
     begin(ranks[0])
     ranks[1].send_signal(signal.SIGTERM)
     (status, out, err), (other, _, errors) = map(end, ranks)
@@ -127,36 +97,46 @@ def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start_ranks,
     step = stopped_at(out, "SIGTERM")
     assert list_checkpoints([runs / "a-bf16" / "checkpoints"])[-1].step == step < 40
     for name in ("a", "alone"):
-        command = [str(SCRIPT), *flags, "--run-name", name, "--resume", "auto"]
-        run_script(command, tmp_path / f"{name}.log")
+        run_script([str(SCRIPT), *flags, "--run-name", name], tmp_path / f"{name}.log")
     assert losses_of(runs / "a-bf16") == losses_of(runs / "alone-bf16")
 
 
 def test_torchrun_hands_a_signal_to_its_ranks_which_stop(start, flags, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    process = start([*command, "2", str(SCRIPT), *flags])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = start([*torchrun, str(SCRIPT), *flags, *LONGER])
     begin(process)
     process.send_signal(signal.SIGTERM)
     status, out, err = end(process)
     assert status != 0, err
-    step = stopped_at(out, "SIGTERM")
-    steps = read(tmp_path / "runs" / "tiny-fp8-o2" / "metrics.jsonl")
-    assert [line["step"] for line in steps if "loss" in line] == list(range(1, step + 1))  # once
-    assert all(line["comm/bytes"] > 0 for line in steps if "loss" in line)
-    folder = tmp_path / "runs" / "tiny-fp8-o2" / "checkpoints_fp8"
-    assert list_checkpoints([folder])[-1].step == step
+    step, run = stopped_at(out, "SIGTERM"), tmp_path / "runs" / "tiny-fp8-o2"
+    steps = [line for line in read(run / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, step + 1))  # once
+    assert all(line["comm/bytes"] > 0 for line in steps)
+    assert list_checkpoints([run / "checkpoints_fp8"])[-1].step == step
 
 
-def test_a_second_ctrl_c_ends_a_run_at_once(start, flags, tmp_path):
-    slow = ("--seq-len", "256", "--target-effective-batch-size", "60", "--micro-batch", "1")
-    process = start([sys.executable, str(SCRIPT), *flags, *slow, "--opt-level", "off"])
-    begin(process)
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.readline() + process.stderr.readline() == (
+def test_ctrl_c_ends_a_run_at_once_before_it_begins_and_the_second_time(start, flags, tmp_path):
+    slow = [
+        "--seq-len",
+        "256",
+        "--target-effective-batch-size",
+        "60",
+        "--micro-batch",
+        "1",
+        "--opt-level",
+        "off",
+    ]
+    early, late = (start([str(SCRIPT), *flags, *LONGER, *slow]) for _ in range(2))
+    assert "loading PyTorch" in early.stdout.readline()  # while it imports
+    early.send_signal(signal.SIGINT)
+    assert end(early)[::2] == (-signal.SIGINT, "")
+    begin(late)
+    late.send_signal(signal.SIGINT)
+    assert late.stderr.readline() + late.stderr.readline() == (
         "\ntrain_gpt: stopping at the end of this step, with a checkpoint; Ctrl-C again ends at once\n"
     )
-    process.send_signal(signal.SIGINT)
-    assert end(process, timeout=20)[::2] == (-signal.SIGINT, "")
+    late.send_signal(signal.SIGINT)
+    assert end(late, timeout=20)[::2] == (-signal.SIGINT, "")
     assert not list((tmp_path / "runs").glob("*/checkpoints/step_*"))
 
 
@@ -177,7 +157,7 @@ def test_a_run_is_gone_when_its_ranks_part(flags, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(train_gpt, "Trainer", Noticed)
     monkeypatch.setattr(dist, "destroy_process_group", part)
-    options = ["--parallel", "ddp", "--opt-level", "off", "--steps", "2"]
+    options = ["--parallel", "ddp", "--opt-level", "off", "--steps", "2", "--no-tensorboard"]
     assert train_gpt.main([*flags, *options]) == 0
     assert seen[1] == [None, None]
     assert not dist.is_initialized()
@@ -187,16 +167,8 @@ def test_handlers_are_put_back(ctrl_c):
     before = [signal.getsignal(getattr(signal, name)) for name in NAMES]
     with Signals() as signals:
         assert signals.received == 0
-        signal.raise_signal(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
         assert signals.received == signal.SIGUSR1  # the first
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     assert [signal.getsignal(getattr(signal, name)) for name in NAMES] == before
-
-
-def test_ctrl_c_before_a_run_begins_ends_it_without_a_traceback(start, flags):
-    process = start([sys.executable, str(SCRIPT), *flags])
-    assert "loading PyTorch" in process.stdout.readline()  # while it imports
-    process.send_signal(signal.SIGINT)
-    assert end(process)[::2] == (-signal.SIGINT, "")

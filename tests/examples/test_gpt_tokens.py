@@ -1,12 +1,13 @@
 """Tokenizers from files: the same tokens as their library's, in shards that need nothing else, and clear errors."""
 
 import json
+import re
 import shutil
 import sys
 
 import numpy as np
 import pytest
-from gpt import hub, tokenize_data
+from gpt import tokenize_data, windows
 from gpt.config import Config, parse
 from gpt.data import open_data
 from gpt.tokens import TokenizerFile, encode_bytes, open_encoding
@@ -40,7 +41,7 @@ def file(tmp_path_factory):
     return path
 
 
-def test_texts_come_back_without_special_tokens_of_the_tokenizer_s_own(file):
+def test_texts_come_back_without_special_tokens_of_the_tokenizer_s_own(file, monkeypatch):
     encoding = open_encoding(str(file))
     assert (encoding.size, encoding.vocab_size, encoding.dtype) == (301, 320, np.uint16)
     assert encoding.separator == (300,)  # before </s>
@@ -50,19 +51,14 @@ def test_texts_come_back_without_special_tokens_of_the_tokenizer_s_own(file):
     assert not {299, 300} & set(tokens)
     assert encoding.decode([*tokens, 310]) == TEXT  # 310: of the padding
     assert encoding.decode([300]) == "<|endoftext|>"
-
-
-def test_long_texts_are_encoded_by_pieces_of_whole_lines(file, monkeypatch):
-    encoding = open_encoding(str(file))
     monkeypatch.setattr("gpt.tokens.PIECE", 1000)
-    tokens = encode_bytes(encoding, TEXT.encode())
+    tokens = encode_bytes(encoding, TEXT.encode())  # by pieces of whole lines
     assert tokens.dtype == np.uint16
     assert encoding.decode(tokens.tolist()) == TEXT
-    assert encode_bytes(encoding, b"").shape == (0,)
 
 
 @pytest.mark.parametrize("source", ["text", "documents"])
-def test_shards_bring_their_tokenizer(file, tmp_path, monkeypatch, source):
+def test_shards_bring_their_tokenizer(file, tmp_path, monkeypatch, source, capsys):
     (tmp_path / "text").mkdir()
     for name in ("a", "b", "valid"):
         (tmp_path / "text" / f"{name}.txt").write_text(TEXT)
@@ -71,7 +67,6 @@ def test_shards_bring_their_tokenizer(file, tmp_path, monkeypatch, source):
     given = ["--data", data, "--encoding", str(file), "--shards", str(folder)]
     if source == "documents":
         pytest.importorskip("datasets")
-        assert hub.is_dataset(data)
     if source == "text":  # the tokenizer may lie there already
         folder.mkdir()
         given[3] = str(shutil.copyfile(file, folder / "tokenizer.json"))
@@ -86,25 +81,13 @@ def test_shards_bring_their_tokenizer(file, tmp_path, monkeypatch, source):
     assert separators == (2 if source == "documents" else 0)
     with pytest.raises(ConfigError, match=r"are of .*tokenizer\.json\. Leave it out"):
         open_data(Config(data=str(moved), encoding=str(file)))
+    flags = (
+        "--model tiny --steps 2 --eval-batches 2 --checkpoint-freq 0 --device cpu --no-tensorboard"
+    )
+    flags += f" --data {moved} --out {tmp_path / 'runs'}"
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # trains without it, but for samples
-    read = open_data(config)
     with pytest.warns(UserWarning, match="no samples of text.*needs the package tokenizers"):
-        assert not read.readable
-    assert read.vocab_size == 320
-
-
-def test_a_run_trains_on_a_tokenizer_s_shards(file, tmp_path, capsys):
-    (tmp_path / "book.txt").write_text(TEXT)
-    shards, out = str(tmp_path / "shards"), str(tmp_path / "runs")
-    given = ["--data", str(tmp_path / "book.txt"), "--encoding", str(file), "--shards", shards]
-    assert tokenize_data.main(given) == 0
-    flags = ["--model", "tiny", "--steps", "3", "--eval-batches", "2", "--checkpoint-freq", "0"]
-    config = parse([*flags, "--data", shards, "--out", out, "--device", "cpu", "--no-tensorboard"])
-    trainer = Trainer(config)
-    losses = trainer.run()
-    assert len(losses) == 3
-    assert np.isfinite(losses).all()
-    assert trainer.model.embedding.num_embeddings == 320
+        assert np.isfinite(Trainer(parse(flags.split())).run()).all()
     assert "padded to 320" in capsys.readouterr().out
 
 
@@ -123,9 +106,7 @@ def test_unigrams_are_counted_and_large_vocabularies_take_four_bytes(tmp_path):
     [
         (None, "cannot be read.*Give the tokenizer.json of a model, or one of bytes, gpt2"),
         ("no JSON", "is no tokenizer of Hugging Face's.*JSONDecodeError"),
-        ("[]", "is no tokenizer"),
         ('{"add_bos_token": true}', "is no tokenizer.*model.*tokenizer_config.json"),
-        ('{"model": {"vocab": {}}}', "is no tokenizer.*no numbered tokens"),
         ('{"model": {"vocab": {"a": "0"}}}', "is no tokenizer.*no numbered tokens"),
         ('{"model": {"vocab": {"a": 0}}}', "is no tokenizer"),  # says the library
     ],
@@ -137,3 +118,72 @@ def test_files_that_are_no_tokenizers_are_refused(tmp_path, content, message):
         path.write_text(content)
     with pytest.raises(ConfigError, match=message):
         open_encoding(str(path)).encode("a")
+
+
+# --- what tokenize_data.py sets aside
+
+DOCUMENTS = [letter * 30 for letter in "abcdefghij"]  # 32 tokens each: bytes, and a separator
+
+
+def write_documents(folder, texts):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder.mkdir()
+    parquet.write_table(pyarrow.table({"text": texts}), folder / "x.parquet")
+    return ["--data", str(folder), "--encoding", "bytes"]
+
+
+@pytest.mark.parametrize("texts", [DOCUMENTS, ["a", "b" * 500]])
+def test_validation_that_leaves_nothing_to_train_on_is_refused_with_a_number_that_fits(
+    tmp_path, texts, capsys
+):
+    given = [*write_documents(tmp_path / "few", texts), "--shards", str(tmp_path / "shards")]
+    assert tokenize_data.main(given) == 2
+    error = capsys.readouterr().err
+    total = sum(map(len, texts)) + 2 * len(texts)
+    assert f"takes all {len(texts)} documents" in error
+    assert f"{total} tokens, and leaves none for training" in error
+    assert not (tmp_path / "shards").exists()
+    (number,) = re.findall(r"Give fewer, as --val-tokens (\d+)\.", error)
+    assert tokenize_data.main([*given, "--val-tokens", number]) == 0
+    _, train, held_out = windows.open_shards(tmp_path / "shards")
+    assert sum(map(len, train)) > 0
+    assert sum(map(len, held_out)) == int(number)
+
+
+def test_budgets_are_of_all_shards_together(tmp_path):
+    (tmp_path / "source").mkdir()
+    for index in range(3):
+        tokens = np.arange(index * 100, (index + 1) * 100, dtype=np.uint16)
+        for name in ("train", "val"):
+            tokens.tofile(tmp_path / "source" / f"{name}_{index}.bin")
+    given = ["--data", str(tmp_path / "source"), "--shards", str(tmp_path / "new")]
+    assert tokenize_data.main([*given, "--max-tokens", "150", "--val-tokens", "230"]) == 0
+    _, train, held_out = windows.open_shards(tmp_path / "new")
+    assert np.concatenate(train).tolist() == list(range(150))
+    assert np.concatenate(held_out).tolist() == list(range(230))
+
+
+@pytest.mark.parametrize("error", [ConfigError("the source broke off"), KeyboardInterrupt()])
+def test_shards_appear_all_or_none(tmp_path, monkeypatch, capsys, error):
+    shards = tmp_path / "shards"
+    given = [*write_documents(tmp_path / "few", DOCUMENTS), "--shards", str(shards)]
+    given += ["--shard-tokens", "64", "--val-tokens", "32"]
+    (shards / ".partial").mkdir(parents=True)  # of one that was killed
+    (shards / ".partial" / "train_000099.bin").write_bytes(b"old")
+    (shards / "notes.txt").write_text("mine")
+    real = tokenize_data._write
+
+    def breaking(parts, path):
+        if path.name == "train_000002.bin":
+            raise error
+        real(parts, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_data, "_write", breaking)
+        told = isinstance(error, ConfigError)
+        assert tokenize_data.main(given) == (2 if told else 130)
+    assert [path.name for path in shards.rglob("*")] == ["notes.txt"]
+    assert capsys.readouterr().err == "error: the source broke off\n" * told
+    assert tokenize_data.main(given) == 0
+    names = {path.name for path in shards.iterdir()} - {"notes.txt"}
+    assert names == {"meta.json", "val_000000.bin", *(f"train_{i:06d}.bin" for i in range(5))}
