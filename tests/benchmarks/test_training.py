@@ -19,26 +19,21 @@ from gpt.build import architecture
 from gpt.model import GPT, SIZES
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Shards of a small text; in a folder, with its text."""
+@pytest.fixture
+def given(tmp_path):
+    """Write shards of a small text; return the arguments of runs over them."""
     pytest.importorskip("tokenizers")
-    root = tmp_path_factory.mktemp("shards")
-    (root / "text").mkdir()
+    shards = tmp_path / "shards"
     text = "".join(f"def f_{i}(x):\n    return x * {i} + {i * 7 % 13}\n" for i in range(400))
-    (root / "text" / "book.txt").write_text(text)
-    given = ["--text", str(root / "text"), "--shards", str(root / "shards")]
-    assert training.main([*given, "--max-tokens", "5000"]) == 0
-    tokens = json.loads((root / "shards" / "tokenizer.json").read_text())
+    (tmp_path / "book.txt").write_text(text)
+    written = ["--text", str(tmp_path / "book.txt"), "--shards", str(shards)]
+    assert training.main([*written, "--max-tokens", "5000"]) == 0
+    tokens = json.loads((shards / "tokenizer.json").read_text())
     last = tokens["added_tokens"][-1]  # as GPT-2's ends
     assert (last["content"], last["id"]) == ("<|endoftext|>", len(tokens["model"]["vocab"]))
-    assert (root / "shards" / "train_000000.bin").stat().st_size == 2 * 5000
-    return root / "shards"
-
-
-def arguments(shards, folder):
-    common = ["--device", "cpu", "--shards", str(shards), "--runs", str(folder / "runs")]
-    return [*common, "--output", str(folder / "records.jsonl"), "--eval-batches", "2"]
+    assert (shards / "train_000000.bin").stat().st_size == 2 * 5000
+    common = ["--device", "cpu", "--shards", str(shards), "--runs", str(tmp_path / "runs")]
+    return [*common, "--output", str(tmp_path / "records.jsonl"), "--eval-batches", "2"]
 
 
 def run_here(command, stdout, **_):
@@ -51,10 +46,9 @@ def run_here(command, stdout, **_):
 
 
 @pytest.mark.slow
-def test_records_are_of_runs_that_ended_well(shards, tmp_path, capsys, monkeypatch):
+def test_records_are_of_runs_that_ended_well(given, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "subprocess", SimpleNamespace(Popen=run_here, STDOUT=None))
-    given = [*arguments(shards, tmp_path), "--steps", "6", "--lr", "1e-3", "--warmup", "2"]
-    given += ["--eval-freq", "3", "--gpus", "0", "1"]
+    given += ["--steps", "6", "--lr", "1e-3", "--warmup", "2", "--eval-freq", "3", "--gpus", "0"]
     assert training.main([*given, "--model", "gpt2", "--levels", "off"]) == 1
     said = capsys.readouterr()
     assert '{"failed": ["gpt2, bf16, seed 0"]}' in said.out
@@ -74,31 +68,19 @@ def test_records_are_of_runs_that_ended_well(shards, tmp_path, capsys, monkeypat
         assert [step for step, _ in record["validation"]] == [3, 6]
         assert record["value"] == record["validation"][-1][1]
         assert record["value"] == pytest.approx(base["value"], rel=0.02)
-        assert (len(record["train_loss_per_25_steps"]), record["skipped_steps"]) == (1, 0)
+        assert record["skipped_steps"] == 0
         assert record["tokens_per_second"] == pytest.approx(256e3 / record["step_ms"], rel=1e-6)
-    # "again" is the same run with sums in another order
-    one, two = (
-        read_steps(tmp_path, f"tiny-seed0-lr0.001-warmup2{tag}-bf16") for tag in ("", "-again")
-    )
-    assert [s["lr"] for s in one] == [s["lr"] for s in two]
-    assert [s["loss"] for s in two] == pytest.approx([s["loss"] for s in one], rel=1e-3)
-    assert one[-1]["norm"] != two[-1]["norm"]
+    assert again["value"] != base["value"]  # the same run with sums in another order
     name = "tiny-seed0-lr0.001-warmup2-fp8-recipe-delayed-fuse-true-fp8-o2"
     told = json.loads((tmp_path / "runs" / name / "run.json").read_text())["config"]
     assert (told["fp8_recipe"], told["fuse"], told["max_lr"]) == ("delayed", True, 1e-3)
 
 
-def read_steps(folder, name):
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [found for line in lines if "loss" in (found := json.loads(line))]
-
-
 @pytest.mark.slow
-def test_what_is_interrupted_leaves_records_and_no_processes(shards, tmp_path, ctrl_c):
-    script = Path(training.__file__)
-    given = [*arguments(shards, tmp_path), "--model", "tiny", "--levels", "off", "O2"]
-    command = [sys.executable, str(script), *given, "--steps", "20"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # fmt: skip
+def test_what_is_interrupted_leaves_records_and_no_processes(given, tmp_path, ctrl_c):
+    given += ["--model", "tiny", "--levels", "off", "O2", "--steps", "20"]
+    command, pipes = [sys.executable, training.__file__, *given], {"stdout": subprocess.DEVNULL}
+    process = subprocess.Popen(command, **pipes, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
         if "O2, seed 0: starts" in line:
             break
@@ -116,12 +98,9 @@ def find_processes(folder):
     """Return the numbers of those that were told of a folder, but not this one's."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            told = str(folder).encode() in path.read_bytes()
-        except OSError:  # it ended
-            continue
-        if told and int(path.parent.name) != os.getpid():
-            found.append(int(path.parent.name))
+        with contextlib.suppress(OSError):  # it ended
+            if str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
     return found
 
 
@@ -129,7 +108,7 @@ def ask(*given):
     return training.parse(["--shards", "none", *given])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-1b", "tiny"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-1b"])
 def test_what_is_estimated_is_the_model_that_trains(name):
     sizes = replace(SIZES[name], vocab=512, layers=2, seq_len=training.MODELS[name].seq)
 
@@ -139,40 +118,17 @@ def test_what_is_estimated_is_the_model_that_trains(name):
 
     off, again, o2 = map(estimate, ("off", "again", "O2"))
     assert off.parameters == sum(p.numel() for p in GPT(sizes).parameters())
-    assert o2.peak < off.peak
     assert off.parts["weights"] == 4 * off.parameters
     assert again.parts["activations"] == pytest.approx(off.parts["activations"] / 2, rel=0.01)
-    assert estimate("O2", "--flag", "checkpointing=true").peak < o2.peak
-    assert estimate("off", "--flag", "fuse=true").peak == off.peak, "flags are of levels"
-    assert estimate("O2", "--flag", "fuse=true").peak == o2.peak, "sampled steps fuse nothing"
-    assert estimate("O2", "--flag", "attention=math") is None
-
-
-def test_runs_of_other_settings_have_other_folders():
-    flags = ["--flag", "fp8-recipe=delayed", "--flag", "fp8_margin=1"]
-    settings = ([], ["--lr", "1e-4"], ["--warmup", "5"], ["--flag", "fuse=true"])
-    settings += (["--flag", "fuse=false"], flags, ["--compute", "te"])
-    plain, ours = set(), []
-    for given in settings:
-        options = ask(*given)
-        for run in training.all_runs(options):
-            (ours.append if run.level == "O2" else plain.add)(run.folder(options).name)
-    assert len(set(ours)) == len(settings)
-    assert "gpt2-seed0-fp8-recipe-delayed-fp8-margin-1-fp8-o2" in ours
-    tags = [(s, tag) for s in ("", "-lr0.0001", "-warmup5") for tag in ("", "-again")]
-    assert {n for n in plain if n.endswith("-bf16")} == {f"gpt2-seed0{s}{t}-bf16" for s, t in tags}
+    assert estimate("O2", "--flag", "checkpointing=true").peak < o2.peak < off.peak
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--flag", "fuse"], "'fuse' must be fuse=true or fuse=false"),
-        (["--flag", "fp8-recipe"], "'fp8-recipe' must be NAME=VALUE"),
         (["--flag", "fp8-recipe=delay"], "--fp8-recipe: got 'delay', must be one of"),
-        (["--flag", "fp8-margins=1"], "there is no option '--fp8-margins'"),
         (["--flag", "max_lr=1"], "--flag max-lr: this is the same in all runs, or has an option here"),
-        (["--flag", "fuse=true", "--compute", "te"], "--fuse joins casts to native FP8 layers"),
-        (["--lr", "0"], "--max-lr: got 0.0, must be a number above 0"),
         (["--gpus", "-1"], "--gpus -1"),
     ],
 )  # fmt: skip
@@ -181,18 +137,3 @@ def test_what_does_not_go_together_is_said_before_any_run_starts(given, said, ca
         ask(*given)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch, capsys):
-    def ask_for(*gpus, device="cuda"):
-        return ask("--runs", str(tmp_path), "--device", device, "--compute", "te", "--gpus", *gpus)
-
-    for visible, expected in ((None, "1"), ("4, GPU-7", "GPU-7")):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert training.environment(*ask_for("1").gpus, "cuda")["CUDA_VISIBLE_DEVICES"] == expected
-    assert ask_for("0", "2", device="cpu").gpus == [0, 2]
-    with pytest.raises(SystemExit):
-        ask_for("0", "2")
-    assert "--gpus 0 2: numbers count from 0" in capsys.readouterr().err
