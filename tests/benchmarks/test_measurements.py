@@ -19,40 +19,19 @@ import pytest
 import resume
 import stability
 import torch
-import wire_parity
 from torch import nn
 
 import fp8stack
 
 
-def test_models_and_lists_have_the_size_of_the_real_ones():
+def test_models_have_the_size_of_the_real_ones():
     for name, elements in (("llama", 1_134_596_096), ("gpt2", 124_475_904)):
         config = models.MODELS[name]
         with torch.device("meta"):
             model = {"llama": models.Llama, "gpt2": models.GPT2}[config.kind](config)
         assert sum(p.numel() for p in model.parameters()) == elements
-    for name, tensors, elements in (
-        ("gpt2-124m", 148, 124_475_904),
-        ("llama-3.2-1b", 146, 1_235_814_400),
-        ("llama-3-8b", 291, 8_030_261_248),
-    ):
-        assert len(optimizer_step.MODELS[name]) == tensors
+    for name, elements in (("gpt2-124m", 124_475_904), ("llama-3-8b", 8_030_261_248)):
         assert sum(map(prod, optimizer_step.MODELS[name])) == elements
-
-
-@pytest.mark.parametrize("name", ["tiny", "tiny-gpt2"])
-def test_models_are_causal_and_the_same_at_every_call(name):
-    config = models.MODELS[name]
-    (model, (tokens, targets)), (twin, batch) = (models.make_model(config, "cpu") for _ in "ab")
-    assert torch.equal(model(tokens, targets), twin(*batch))
-    seen = []
-    model.norm.register_forward_hook(lambda *call: seen.append(call[2]))
-    changed = tokens.clone()
-    changed[:, -1] = (tokens[:, -1] + 1) % config.vocab
-    for t in (tokens, changed):
-        model(t, t)
-    assert torch.equal(seen[0][:, :-1], seen[1][:, :-1])
-    assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
 
 
 def test_a_configuration_that_fails_or_is_stopped_does_not_cost_the_others():
@@ -161,17 +140,6 @@ def test_weights_are_compared_by_their_bits(monkeypatch):
 
     monkeypatch.setattr(ddp_step.dist, "broadcast", broadcast)
     assert not ddp_step.same_everywhere(weights)
-
-
-def test_parts_of_a_batch_are_the_batch(monkeypatch):
-    batch = torch.randn(12, 5), torch.randn(12, 5)
-    monkeypatch.setattr(wire_parity.dist, "get_world_size", lambda: 3)
-    parts = []
-    for rank in range(3):
-        monkeypatch.setattr(wire_parity.dist, "get_rank", lambda rank=rank: rank)
-        parts.append(wire_parity.own_part(batch))
-    for half, given in zip(zip(*parts, strict=True), batch, strict=True):
-        assert torch.equal(torch.cat(half), given)
 
 
 # --- optimizers that explode
