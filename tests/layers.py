@@ -39,6 +39,7 @@ COPIES = {
     "pickle": lambda module: pickle.loads(pickle.dumps(module)),
     "save": through_save,
 }
+RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
 
 
@@ -130,6 +131,52 @@ def fused(block, device="cpu", **options):
     model = native(nn.Sequential(block), device, **options)
     assert fuse(model) == ["0"]
     return model
+
+
+class Bare(nn.Module):
+    """Products by parameters and by views of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+        self.w = nn.Parameter(torch.randn(2, 64, 64))
+
+    def forward(self, x):
+        x = torch.cat([x, x], -1) @ self.a @ self.b
+        return x @ self.w[0] + x @ self.w[1].mT
+
+
+MODULES = {
+    "layer": lambda: [nn.Linear(32, 48)],
+    "fused": lambda: [SwiGLU()],
+    "norm": lambda: [nn.RMSNorm(32, 1e-5), nn.Linear(32, 48)],
+    "bare": lambda: [Bare()],
+}
+KINDS = pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("layer", "current"), ("layer", "delayed"), ("layer", "blockwise"), ("fused", "current"), ("fused", "delayed"),
+     ("norm", "current"), ("bare", "current")],
+)  # fmt: skip
+
+
+def make(kind, device="cpu", recipe="current", **options):
+    """Return a model of FP8 products of a kind, of 32 features, whose first module is fused if it can be."""
+    options |= {"fp8_recipe": recipe, "matmuls": kind == "bare"}
+    model = native(nn.Sequential(*MODULES[kind]()), device, **options)
+    assert fuse(model) == (["0"] if kind in ("fused", "norm") else [])
+    return model
+
+
+def captured(function):
+    """Return a CUDA graph of `function`, run three times before, and what it returned."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        return graph, function()
 
 
 class QKV(nn.Module):

@@ -7,12 +7,14 @@ import torch
 from helpers import assert_same_bits
 from layers import (
     COPIES,
+    KINDS,
     QKV,
-    RECIPES,
-    REENTRANT,
+    RECIPE,
+    Checkpointed,
     SwiGLU,
     count_casts,
     linear,
+    make,
     native,
     results,
     saved_by,
@@ -20,22 +22,16 @@ from layers import (
 )  # fmt: skip
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast as reference
-from fp8stack.kernels.reference.delayed_state import HEADER
 from fp8stack.nn import casts, fuse, load_scaling_state, scaling_state
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(params=[0, casts.FEW_ROWS], ids=["many rows", "few rows"])
-def rows(request, monkeypatch):
-    """Backward's codes of a weight are made in backward, or in forward and kept."""
-    monkeypatch.setattr(casts, "FEW_ROWS", request.param)
-    return request.param
+LAYERS = pytest.mark.parametrize(
+    ("kind", "recipe"),
+    [("layer", "current"), ("layer", "delayed"), ("layer", "blockwise"), ("fused", "current"), ("fused", "delayed")],
+)  # fmt: skip
 
 
 def assert_fresh(layer, x):
@@ -68,38 +64,10 @@ CHANGES = {
 }
 
 
-class Bare(nn.Module):
-    """A product by a stack of experts, which takes a view of the parameter for each."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(2, 64, 64))
-
-    def forward(self, x):
-        return (x.repeat(1, 2) @ self.w).sum(0)
-
-
-def make(kind, device, **options):
-    """Return a model of FP8 products of a kind."""
-    if kind == "fused":
-        model = native(SwiGLU(32, 32), device, **options)
-        assert fuse(model) == [""]
-        return model
-    if kind == "bare":
-        return native(Bare(), device, matmuls=True, **options)
-    return linear(device=device, **options)
-
-
-KINDS = pytest.mark.parametrize(
-    ("kind", "recipe"),
-    [*(("layer", recipe) for recipe in RECIPES), ("fused", "current"), ("bare", "current")],
-)
-
-
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @KINDS
 def test_every_forward_multiplies_the_weight_that_is_there(kind, recipe, change, rows, device):
-    model = make(kind, device, fp8_recipe=recipe)
+    model = make(kind, device, recipe)
     x = torch.randn(16, 32, device=device)
     before = results(model, x)
     for pause in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -109,19 +77,17 @@ def test_every_forward_multiplies_the_weight_that_is_there(kind, recipe, change,
         assert not torch.equal(y, before[0])
         if recipe != "delayed":  # whose weight may have the scale of before
             assert_same_bits(y, copy.deepcopy(model)(x).detach())
-        before = results(model, x)
-        if recipe != "delayed":
             assert_fresh(model, x)
+        before = results(model, x)
 
 
 def test_further_micro_batches_guess_the_scale_and_give_the_same_bits(monkeypatch, device):
     """A wrong guess, after a write that no version tells of, is found by the cast itself."""
-    guessed = []
-    recast_with = ops.recast_with
+    guessed, recast_with = [], ops.recast_with
 
-    def count(x, *arguments, exact=False):
+    def count(*arguments, exact=False):
         guessed.append(exact)
-        return recast_with(x, *arguments, exact=exact)
+        return recast_with(*arguments, exact=exact)
 
     monkeypatch.setattr(ops, "recast_with", count)
     model = linear(64, 32, False, device)
@@ -164,19 +130,10 @@ def test_fake_tensors_leave_nothing(recipe, rows, monkeypatch):
 
 def test_the_parameters_of_bare_products_are_not_taken_for_each_other(monkeypatch, device):
     """They share a `Products`; a guess that is always wrong would write all codes twice."""
-
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
-
-        def forward(self, x):
-            return x @ self.a @ self.b
-
-    model = native(Two(), device, matmuls=True)
+    model = make("bare", device)
     monkeypatch.setattr(ops, "recast_with", lambda *_, **__: pytest.fail("a scale was guessed"))
     for _ in range(2):
-        model(torch.randn(16, 64, device=device))
+        model(torch.randn(16, 32, device=device))
 
 
 def test_nothing_is_kept_from_one_captured_graph_to_the_next(monkeypatch, device):
@@ -197,32 +154,32 @@ def test_nothing_is_kept_from_one_captured_graph_to_the_next(monkeypatch, device
 
 
 @RECIPE
+@pytest.mark.parametrize("reentrant", [None, True, False])
 def test_a_weight_is_cast_in_forward_and_where_nothing_is_kept_in_backward(
-    recipe, rows, device, monkeypatch
+    recipe, reentrant, rows, device, monkeypatch
 ):
     layer = linear(48, 16, device=device, fp8_recipe=recipe)
+    run = layer if reentrant is None else Checkpointed(layer, reentrant)
+    again = reentrant is not None  # the forward runs in backward, too
     seen = count_casts(monkeypatch)
     for _ in range(3):
-        y = layer(torch.randn(32, 48, device=device, requires_grad=True))
+        y = run(torch.randn(32, 48, device=device, requires_grad=True))
         assert seen.count((16, 48)) == 1
         y.sum().backward()
-        assert seen.count((16, 48)) == (1 if rows else 2)
-        assert len(seen) == (3 if rows else 4)
+        assert seen.count((16, 48)) == 1 + again + (not rows)
+        assert len(seen) == 3 + 2 * again + (not rows)
         seen.clear()
 
 
-@RECIPE
-@pytest.mark.parametrize("size", [(32, 32), (40, 130)], ids=str)
-@pytest.mark.parametrize("kind", ["layer", "fused"])
+@LAYERS
+@pytest.mark.parametrize("size", [(32, 48), (40, 130)], ids=str)
 def test_where_backward_s_codes_are_made_changes_no_bit(recipe, size, kind, device, monkeypatch):
-    if kind == "fused" and (recipe == "blockwise" or size != (32, 32)):
-        pytest.skip("no such block")
-    given = []
+    given, layers = [], {"layer": nn.Linear, "fused": SwiGLU}
     for few in (0, casts.FEW_ROWS):
         monkeypatch.setattr(casts, "FEW_ROWS", few)
         torch.manual_seed(1)
-        options = {"device": device, "fp8_recipe": recipe}
-        model = linear(*size, **options) if kind == "layer" else make(kind, **options)
+        model = native(nn.Sequential(layers[kind](*size)), device, fp8_recipe=recipe)
+        assert len(fuse(model)) == (kind == "fused")
         found = []
         for i in range(3):
             x = torch.randn(5, 7, size[0], device=device) * 2.0**i
@@ -232,29 +189,25 @@ def test_where_backward_s_codes_are_made_changes_no_bit(recipe, size, kind, devi
     assert_same_bits(*given)
 
 
-@RECIPE
-@pytest.mark.parametrize("kind", ["layer", "fused"])
+@LAYERS
 def test_saves_the_transposed_codes_of_the_input_and_one_layout_of_a_few_rows_weight(
     recipe, kind, rows
 ):
     """One byte an element of the input, and nothing of it besides; of the weight one where the rows are few."""
-    if kind == "fused" and recipe == "blockwise":
-        pytest.skip("no such block")
-    if kind == "fused":
-        model, features, size = make(kind, "cpu", fp8_recipe=recipe), 32, 3 * 32 * 32
-    else:
-        model, features = linear(256, 128, bias=False, fp8_recipe=recipe), 256
-        size = 256 * 128
-    saved = saved_by(model, torch.randn(384, features, requires_grad=True))
-    weights = {id(p) for p in model.parameters()}
+    model = make(kind, recipe=recipe)
+    saved = saved_by(model, torch.randn(384, 32, requires_grad=True))
+    weights = {id(p) for p in model.parameters() if p.dim() > 1}
     own = [t for t in saved if id(t) not in weights]
     assert weights <= {id(t) for t in saved}
     codes = [t for t in own if t.element_size() == 1]
-    assert sum(t.nbytes for t in codes) == 384 * features + bool(rows) * size
+    if recipe == "blockwise":  # padded to squares
+        expected = 384 * 128 + bool(rows) * 128 * 128
+    else:
+        expected = 384 * 32 + bool(rows) * sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert sum(t.nbytes for t in codes) == expected
     rest = sum(t.nbytes for t in own if t.element_size() > 1)
-    scales = {"current": 4, "delayed": 4, "blockwise": 4 * 256 * 3}[recipe]
-    gate_and_up = 2 * 4 * 384 * 32 if kind == "fused" else 0
-    assert rest <= scales + size // 100 + 64 + gate_and_up
+    scales = 64 + 4 * 128 * 3 if recipe == "blockwise" else 64
+    assert rest <= scales + 2 * 4 * 384 * 48 * (kind == "fused")  # gate and up
 
 
 @RECIPE
@@ -280,39 +233,6 @@ def test_without_a_backward_one_layout_is_made_and_nothing_is_saved(recipe, devi
             assert saved_by(layer, x) == []
 
 
-@RECIPE
-@REENTRANT
-def test_recomputation_casts_again_gives_the_same_and_is_not_remembered(
-    recipe, reentrant, rows, device, monkeypatch
-):
-    """The scales have moved on by then, and gradients must still be those of the forward pass."""
-    given = {}
-    for recompute in (False, True):
-        torch.manual_seed(3)
-        parts = (nn.Linear(48, 16), nn.GELU(), nn.Linear(16, 64))
-        block = native(nn.Sequential(*parts), device, fp8_recipe=recipe)
-        optimizer, found, outputs = torch.optim.SGD(block.parameters(), lr=1e-4), [], []
-        block.register_forward_hook(lambda _, __, y, outputs=outputs: outputs.append(y.detach()))
-        seen = count_casts(monkeypatch)
-        for factor in (1.0, 3.0, 0.01, 1.0):
-            seen.clear()
-            x = (factor * torch.randn(32, 48, device=device)).requires_grad_()
-            y = checkpoint(block, x, use_reentrant=reentrant) if recompute else block(x)
-            y.square().sum().backward()
-            assert seen.count((16, 48)) == 1 + recompute + (not rows)
-            if recompute and reentrant:  # the other kind stops at the last tensor that it needs
-                assert_same_bits(outputs[-1], outputs[-2])
-            found += [y.detach(), x.grad, *(p.grad.clone() for p in block.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-        if recipe == "delayed":
-            states = [block[i].products.x_state.tensor for i in (0, 2)]
-            assert [int(state[HEADER:].count_nonzero()) for state in states] == [4, 4]
-            found += states
-        given[recompute] = found
-    assert_same_bits(given[True], given[False])
-
-
 def test_layers_that_share_a_weight(device):
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 32))
     model[2].weight = model[0].weight
@@ -327,66 +247,16 @@ def test_layers_that_share_a_weight(device):
     assert twin[0].products.w_state is twin[2].products.w_state is not model[0].products.w_state
 
 
-@RECIPE
-def test_copies_compute_the_same_and_live_their_own_life(recipe, device):
-    model = native(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), device, fp8_recipe=recipe)
-    x = torch.randn(16, 32, device=device)
-    expected = results(model, x)
-    for other in (copied(model) for copied in COPIES.values()):
-        assert other[0].products.inputs is other[1].products.inputs
-        assert other[0].products.inputs is not model[0].products.inputs
-        assert other[0].products.last_weight is None  # whose scale may be on another device
-        if recipe == "delayed":  # whose copies learn their scales anew
-            error = (results(other, x)[0] - expected[0]).norm()
-            assert error < 0.05 * expected[0].norm()
-        else:
-            assert_same_bits(results(other, x), expected)
-        torch.optim.SGD(other.parameters(), lr=1.0).step()
-        assert not torch.equal(results(other, x)[0], expected[0])
-    if recipe != "delayed":
-        assert_same_bits(results(model, x)[0], expected[0])
-
-
-@KINDS
-def test_backward_through_a_weight_that_changed_since_is_torchs_error(kind, recipe, rows, device):
-    model = make(kind, device, fp8_recipe=recipe)
-    for weight in (p for p in model.parameters() if p.dim() > 1):
-        y = model(torch.randn(16, 32, device=device, requires_grad=True))
-        with torch.no_grad():
-            weight.add_(1)
-        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
-            y.sum().backward()
-
-
-def test_a_second_backward_needs_the_graph_and_gives_the_same(rows, device):
-    layer = linear(device=device)
-    x = torch.randn(16, 32, device=device, requires_grad=True)
-    y = layer(x).sum()
-    y.backward(retain_graph=True)
-    first = layer.weight.grad.clone()
-    y.backward()
-    assert_same_bits(layer.weight.grad, 2 * first)
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward()
-
-
-@RECIPE
-def test_training_after_inference_mode(recipe):
-    """Nothing made in inference mode may be left for autograd to save."""
-    layer, x = linear(fp8_recipe=recipe), torch.randn(16, 32)
-    with torch.inference_mode():
-        layer(x)
-        inside = torch.randn(16, 32)
-    with torch.no_grad():
-        layer(inside)
-    results(layer, x)
-
-
 # --- weights of delayed scaling, whose scales are kept while they fit
 
 
-def delayed(device, **options):
-    return linear(device=device, fp8_recipe="delayed", **options)
+@pytest.fixture
+def warm(device):
+    """A layer of delayed scaling and an input that it has multiplied once."""
+    layer = linear(device=device, fp8_recipe="delayed")
+    x = torch.randn(16, 32, device=device)
+    results(layer, x)
+    return layer, x
 
 
 def scale_of(layer):
@@ -398,19 +268,11 @@ def own_scale(layer):
     return float(ops.cast(layer.weight.detach(), E4M3)[2])
 
 
-def recast(weight, previous):
-    """Return what `ops.recast` does after that scale, on the weight's device."""
-    results = reference.recast(weight.detach().cpu(), E4M3, torch.tensor(previous))
-    return [result.to(weight.device) for result in results]
-
-
 @pytest.mark.parametrize("turned", [False, True], ids=["x @ w.t()", "x @ w"])
-def test_a_weight_keeps_its_scale_until_it_misfits(turned, rows, device):
-    layer = delayed(device)
+def test_a_weight_keeps_its_scale_until_it_misfits(turned, rows, warm, device):
+    layer, x = warm
     products = layer.products
     products.turned = turned  # as if the weight, a square, were [in, out]
-    x = torch.randn(16, 32, device=device)
-    results(layer, x)
     scale = own_scale(layer)
     assert scale_of(layer) == scale
     for factor, kept in ((1.02, True), (1.02, False), (0.7, True), (0.75, True), (0.9, False)):
@@ -418,23 +280,20 @@ def test_a_weight_keeps_its_scale_until_it_misfits(turned, rows, device):
         y = results(layer, x)[0]
         scale = scale if kept else own_scale(layer)
         assert scale_of(layer) == scale
-        codes, codes_t, _ = recast(layer.weight, scale)
-        expected = (codes_t, codes) if turned else (codes, codes_t)
+        both = reference.recast(layer.weight.detach().cpu(), E4M3, torch.tensor(scale))[:2]
+        codes, codes_t = (c.to(device) for c in (both[::-1] if turned else both))
         made = casts.cast_weight(layer.weight, products, True, True, 16)
-        assert_same_bits(made.codes, expected[0])
         options = products.options(True, x.dtype)
         later = casts.weight_for_backward(layer.weight, made.codes_t, made.scale, options)
-        assert_same_bits(later[0], expected[1])
+        assert_same_bits([made.codes, later[0]], [codes, codes_t])
         assert float(later[1]) == scale
         exact = x @ layer.weight + layer.bias if turned else nn.Linear.forward(layer, x)
         assert (y - exact).norm() < 0.041 * exact.norm()  # as in test_recipes.py
 
 
 @pytest.mark.parametrize("factor", [1e-3, 0.3, 1.05, 100.0])
-def test_weights_of_another_size_are_loaded(factor, device):
-    layer = delayed(device)
-    x = torch.randn(16, 32, device=device)
-    results(layer, x)
+def test_weights_of_another_size_are_loaded(factor, warm):
+    layer, x = warm
     layer.load_state_dict({k: factor * v for k, v in layer.state_dict().items()})
     assert_fresh(layer, x)
     assert scale_of(layer) == own_scale(layer)
@@ -446,10 +305,8 @@ def test_weights_of_another_size_are_loaded(factor, device):
 
 
 @pytest.mark.parametrize("how", COPIES)
-def test_a_copy_begins_with_its_own_scale(how, device):
-    layer = delayed(device)
-    x = torch.randn(16, 32, device=device)
-    results(layer, x)
+def test_a_copy_begins_with_its_own_scale(how, warm):
+    layer, x = warm
     before = scale_of(layer)
     scale_parameters(0.9, layer)
     results(layer, x)
@@ -463,11 +320,9 @@ def test_a_copy_begins_with_its_own_scale(how, device):
 
 
 @pytest.mark.parametrize("change", ["parameter", "assign", "load", "functional", "scales"])
-def test_the_scale_keeps_its_place_which_cuda_graphs_hold(change, device):
+def test_the_scale_keeps_its_place_which_cuda_graphs_hold(change, warm):
     """Whatever is in the place of the weight: a scale serves any that it fits."""
-    layer = delayed(device)
-    x = torch.randn(16, 32, device=device)
-    results(layer, x)
+    layer, x = warm
     scale, place = scale_of(layer), layer.products.w_state.tensor
     others = {k: 0.9 * v.detach() for k, v in layer.state_dict().items()}
     if change == "parameter":
@@ -490,10 +345,8 @@ def test_the_scale_keeps_its_place_which_cuda_graphs_hold(change, device):
     assert layer.products.w_state.tensor is place
 
 
-def test_evaluation_and_inference_take_the_weight_s_own_scale_and_leave_no_trace(device):
-    layer = delayed(device)
-    x = torch.randn(16, 32, device=device)
-    results(layer, x)
+def test_evaluation_and_inference_take_the_weight_s_own_scale_and_leave_no_trace(warm):
+    layer, x = warm
     scale_parameters(0.8, layer)
     trained, scale = results(layer, x), scale_of(layer)
     layer.eval()
@@ -522,8 +375,7 @@ def test_other_recipes_have_no_scale_of_before(recipe, device, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_weight_on_another_gpu_or_stream_begins_with_its_own_scale():
-    layer = delayed("cpu")
-    x = torch.randn(16, 32)
+    layer, x = linear(fp8_recipe="delayed"), torch.randn(16, 32)
     results(layer, x)
     for to in (lambda: layer.cuda(), lambda: layer.cpu()):
         to()

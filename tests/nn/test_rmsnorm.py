@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from helpers import INPUTS, assert_same_bits
-from layers import COPIES, REENTRANT, Checkpointed, native, results, saved_by, scale_parameters
+from layers import native, results, saved_by
 from torch import nn
 from torch.nn import functional as F
 
@@ -311,40 +311,17 @@ def test_eps_is_read_at_every_call(norm, device):
     assert torch.allclose(norm(x), x * norm.weight, rtol=1e-5, atol=0)
 
 
-def test_frozen_weights_and_inputs_get_no_gradient(norm, device, monkeypatch):
-    x = torch.randn(5, 32, device=device)
-    _, dx, dweight = results(norm, x)
-    norm.zero_grad()
-    norm(x).sum().backward()
-    assert_same_bits(norm.weight.grad, dweight)
-    norm.zero_grad()
+def test_the_gradient_of_a_frozen_weight_is_not_asked_for(norm, device, monkeypatch):
     norm.weight.requires_grad_(False)
     asked, backward = [], ops.rmsnorm_backward
     monkeypatch.setattr(
         ops, "rmsnorm_backward", lambda *args: asked.append(args[-1]) or backward(*args)
     )
-    leaf = x.clone().requires_grad_()
-    norm(leaf).sum().backward()
+    norm(torch.randn(5, 32, device=device, requires_grad=True)).sum().backward()
     assert asked == [False]
-    assert norm.weight.grad is None
-    assert_same_bits(leaf.grad, dx)
-    assert not norm(x).requires_grad
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_gives_the_same(norm, mode, device):
-    x = torch.randn(3, 5, 32, device=device)
-    expected = results(norm, x)[0]
-    norm.eval()
-    with mode():
-        assert_same_bits(norm(x), expected)
-        assert_same_bits(norm(x.clone()), expected)
-
-
-def test_zero_tokens_and_views(norm, device):
-    y, dx, dweight = results(norm, torch.empty(2, 0, 32, device=device))
-    assert (y.shape, dx.shape) == ((2, 0, 32), (2, 0, 32))
-    assert dweight.eq(0).all()
+def test_views(norm, device):
     base = torch.randn(32, 40, device=device)
     expected = results(norm, base.t().contiguous())
     given = results(nn.Sequential(Turned(), norm), base)
@@ -358,15 +335,6 @@ class Turned(nn.Module):
         return x.t()
 
 
-@REENTRANT
-def test_recomputation_gives_the_same_bits(reentrant, device):
-    model = native(Layers(), device)
-    assert fuse_norms(model) == ["norm"]
-    x = torch.randn(3, 16, 32, device=device)
-    expected = results(model, x)
-    assert_same_bits(results(Checkpointed(model, reentrant), x), expected)
-
-
 def test_saves_its_input_and_one_number_a_row(device):
     norm = fused(LlamaRMSNorm(64), device).bfloat16()
     x = torch.randn(256, 64, device=device).bfloat16().requires_grad_()
@@ -374,16 +342,6 @@ def test_saves_its_input_and_one_number_a_row(device):
     own = [t for t in saved if t is not x and t is not norm.weight]
     assert len(saved) == len(own) + 2
     assert sum(t.nbytes for t in own) == 4 * 256
-
-
-def test_changes_after_forward_are_torchs_error(norm, device):
-    x = torch.randn(5, 32, device=device)
-    for change in (lambda: norm.weight, lambda: x):
-        y = norm(x)
-        with torch.no_grad():
-            change().mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
 
 
 @NORM
@@ -426,14 +384,6 @@ def test_the_input_may_have_its_name_and_other_arguments_are_refused(norm, devic
     for arguments, named in (((), {}), ((x, x), {}), ((x,), {"gate": x})):
         with pytest.raises(TypeError, match=r"LlamaRMSNorm.forward\(\)"):
             norm(*arguments, **named)
-
-
-def test_a_second_backward_gives_the_same(norm, device):
-    y = norm(torch.randn(5, 32, device=device)).sum()
-    y.backward(retain_graph=True)
-    first = norm.weight.grad.clone()
-    y.backward()
-    assert_same_bits(norm.weight.grad, 2 * first)
 
 
 def test_hooks_go_on_being_called(norm, device):
@@ -554,38 +504,6 @@ def test_the_note_is_not_for_another_stream():
 
 
 @pytest.mark.gpu
-def test_a_captured_step_finds_the_magnitudes_of_each_replay():
-    def make():
-        torch.manual_seed(4)
-        model = native(randomized(Layers(64)), "cuda")
-        assert fuse_norms(model) == ["norm"]
-        return model
-
-    captured, eager = make(), make()
-    x = torch.ones(3, 32, 64, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            results(captured, x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    captured.zero_grad()
-    with torch.cuda.graph(graph):
-        y = captured(x)
-        y.sum().backward()
-    for step in range(3):
-        x.copy_(torch.randn(3, 32, 64, device="cuda") * 2.0**step)
-        scale_parameters(3, captured.norm, eager.norm)
-        for p in captured.parameters():
-            p.grad.zero_()
-        graph.replay()
-        given = [y, *(p.grad for p in captured.parameters())]
-        expected = results(eager, x)
-        assert_same_bits(given, [expected[0], *expected[2:]])
-
-
-@pytest.mark.gpu
 def test_a_graph_does_not_take_magnitudes_that_were_found_before_it():
     model = native(randomized(Layers(64)), "cuda")
     fuse_norms(model)
@@ -603,30 +521,3 @@ def test_a_graph_does_not_take_magnitudes_that_were_found_before_it():
             expected = model.one(h)
         stream.synchronize()
     assert_same_bits(y, expected)
-
-
-# --- copies, torch.compile, whole models
-
-
-def test_copies_and_pickles_are_fused_too(device):
-    norm = fused(MetaRMSNorm(32), device)
-    x = torch.randn(5, 32, device=device)
-    expected = results(norm, x)
-    for other in (copied(norm) for copied in COPIES.values()):
-        assert type(other) is type(norm)
-        assert other.weight is not norm.weight
-        assert_same_bits(results(other, x), expected)
-        unfuse(other)
-        assert type(other) is MetaRMSNorm
-
-
-@NORM
-def test_a_compiled_norm_is_its_own_class_s(make, device):
-    torch._dynamo.reset()
-    model = native(randomized(Layers(32, make)), device)
-    plain = copy.deepcopy(model)
-    assert fuse_norms(model) == ["norm"]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 16, 32, device=device)
-    expected = results(torch.compile(plain, fullgraph=True, backend="aot_eager"), x)
-    assert_same_bits(results(compiled, x), expected)

@@ -8,14 +8,10 @@ import torch
 from helpers import assert_same_bits, train
 from layers import (
     COPIES,
-    REENTRANT,
-    Checkpointed,
-    count_casts,
     fused,
     native,
     record_sums,
     results,
-    saved_by,
 )  # fmt: skip
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -25,7 +21,7 @@ from torch.nn import functional as F
 import fp8stack
 from fp8stack.errors import ModelError
 from fp8stack.kernels import ops
-from fp8stack.nn import Fp8Linear, casts
+from fp8stack.nn import Fp8Linear
 from fp8stack.nn.mixin import unfuse
 from fp8stack.nn.rmsnorm import FusedRMSNorm
 from fp8stack.nn.swiglu import FusedSwiGLU, fuse
@@ -236,50 +232,6 @@ def test_results_are_those_of_the_unfused_block_within_rounding(recipe, fmt, dty
         assert (value.double() - true).norm() < 0.12 * true.norm()
 
 
-def test_frozen_weights_and_inputs_get_no_gradient(device):
-    block = fused(Block(), device)
-    x = torch.randn(16, 32, device=device)
-    everything = results(block, x)
-    names = ["gate_proj", "up_proj", "down_proj"]
-    for frozen in names:
-        block.requires_grad_(True)
-        getattr(block[0], frozen).requires_grad_(False)
-        block.zero_grad()
-        leaf = x.clone().requires_grad_()
-        block(leaf).sum().backward()
-        assert_same_bits(leaf.grad, everything[1])
-        for name, expected in zip(names, everything[2:], strict=True):
-            weight = getattr(block[0], name).weight
-            if name == frozen:
-                assert weight.grad is None
-            else:
-                assert_same_bits(weight.grad, expected)
-    block.requires_grad_(True)
-    block.zero_grad()
-    block(x).sum().backward()
-    assert_same_bits(block[0].gate_proj.weight.grad, everything[2])
-
-
-@RECIPES
-@REENTRANT
-def test_recomputation_gives_the_same_bits(reentrant, recipe, device):
-    """Of the second step too, whose delayed scales are the first's."""
-    given = []
-    for again in (False, True):
-        torch.manual_seed(0)
-        options = {"fp8_recipe": recipe} | ({"amax_history_len": 2} if recipe == "delayed" else {})
-        block = native(nn.Sequential(Block()), device, **options)
-        fuse(block)
-        model = Checkpointed(block, reentrant) if again else block
-        given.append([])
-        for factor in (1.0, 1.5, 0.5, 0.25):
-            given[-1] += results(model, factor * torch.randn(16, 32, device=device))
-        given[-1] += [s.tensor for s in states_of(block[0])] if recipe == "delayed" else ()
-        model.eval()
-        given[-1] += results(model, torch.randn(16, 32, device=device))
-    assert_same_bits(*given)
-
-
 @pytest.mark.parametrize("fast", [False, True])
 def test_forward_products_alone_may_be_summed_fast(fast, monkeypatch):
     block = fused(Block(), fp8_fast_accum=fast)
@@ -326,33 +278,6 @@ def test_backward_may_outlive_the_block(device):
     assert_same_bits(x.grad, expected)
 
 
-def test_saves_nothing_of_the_activation(device, monkeypatch):
-    block = fused(Block(64, 512).bfloat16(), device)
-    seen = count_casts(monkeypatch)
-    x = torch.randn(256, 64, device=device).bfloat16()
-    monkeypatch.setattr(casts, "FEW_ROWS", 0)
-    saved = saved_by(block, x.clone())
-    # x, and gate with up; no activation in bfloat16
-    assert [s for s in seen if s[0] == 256] == [(256, 64), (256, 512)]
-    weights = {id(p) for p in block.parameters()}
-    own = [t for t in saved if id(t) not in weights]
-    assert sum(t.nbytes for t in own) <= 256 * 64 + (2 + 2) * 256 * 512 + 100  # gate and up
-
-
-def test_zero_tokens_and_evaluation(device):
-    block = fused(Block(), device)
-    y, dx, *weights = results(block, torch.empty(0, 32, device=device))
-    assert (y.shape, dx.shape) == ((0, 32), (0, 32))
-    assert all(w.eq(0).all() for w in weights)
-    x = torch.randn(16, 32, device=device)
-    trained = results(block, x)[0]
-    block.eval()
-    with torch.no_grad():
-        assert_same_bits(block(x), trained)
-        block[0].down_proj.weight.data.mul_(2)
-        assert (block(x) - 2 * trained).norm() < 1e-5 * trained.norm()
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
 def test_what_is_not_finite_stays_visible(bad, device):
     block = fused(Block(), device)
@@ -361,31 +286,7 @@ def test_what_is_not_finite_stays_visible(bad, device):
     assert not any(t.isfinite().any() for t in results(block, x))
 
 
-def test_second_derivatives_say_no(device):
-    """Also where the gradient of the output is a constant."""
-    block = fused(Block(), device)
-    x = torch.randn(16, 32, device=device, requires_grad=True)
-    for loss in (block(x).sum(), block(x).square().sum()):
-        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(RuntimeError, match="second derivatives through an FP8 layer"):
-            dx.square().sum().backward()
-
-
 # --- copies and the way back
-
-
-def test_copies_and_pickles_are_fused_too(device, monkeypatch):
-    block = fused(Block(), device)
-    x = torch.randn(16, 32, device=device)
-    expected = results(block, x)
-    seen = count_casts(monkeypatch)
-    for other in (copied(block) for copied in COPIES.values()):
-        assert isinstance(other[0], FusedSwiGLU)
-        seen.clear()
-        other(x)
-        # three weights, x, and gate with up at once: the block does not run unfused
-        assert sorted(seen) == [(16, 32), (16, 48), (32, 48), (48, 32), (48, 32)]
-        assert_same_bits(results(other, x), expected)
 
 
 class Rememberer(Block):
@@ -439,19 +340,6 @@ def test_modules_that_are_fused_and_multiply_by_themselves_are_restored():
         model(torch.randn(4, 31))
     fp8stack.restore(model)
     assert type(model[0]) is Block
-
-
-def test_restore_undoes_fuse(device):
-    model = nn.Sequential(Block(), Block(names="meta"))
-    x = torch.randn(16, 32, device=device)
-    expected = results(model.to(device), x)
-    native(model, device)
-    assert fuse(model) == ["0", "1"]
-    results(model, x)
-    fp8stack.restore(model)
-    assert [type(m) for m in model] == [Block, Block]
-    assert all(type(m) is nn.Linear for block in model for m in block.children())
-    assert_same_bits(results(model, x), expected)
 
 
 @RECIPES

@@ -9,10 +9,10 @@ import pytest
 import torch
 from bounds import KINDS, bounds, errors
 from helpers import assert_same_bits
-from layers import COPIES
+from layers import COPIES, REENTRANT, Checkpointed, results
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack import capability
@@ -22,8 +22,8 @@ from fp8stack.nn import te
 from fp8stack.nn.te import Engine, TeLinear
 
 _INSTALLED = capability.te_installation()
-DEVICE = "cuda"
-HOPPER = ["current", "delayed", "blockwise"]
+DEVICE, BF16 = "cuda", torch.bfloat16
+HOPPER = pytest.mark.parametrize("fp8_recipe", ["current", "delayed", "blockwise"])
 
 
 def needs_te(test):
@@ -37,33 +37,20 @@ def convert(layer, **options):
     return layer
 
 
-def te_linear(in_features, out_features, bias=True, dtype=torch.bfloat16, device=DEVICE, **options):
-    return convert(
-        nn.Linear(in_features, out_features, bias, device=device, dtype=dtype), **options
-    )
+def te_linear(in_features, out_features, bias=True, dtype=BF16, device=DEVICE, **options):
+    layer = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+    return convert(layer, **options)
 
 
-class Mlp(nn.Module):
-    """Two layers, optionally recomputed in backward."""
+def draw(*shape, dtype=BF16):
+    return torch.randn(shape, device=DEVICE).to(dtype)
 
-    def __init__(self, width=64, reentrant=None, device=DEVICE):
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width, device=device, dtype=torch.bfloat16)
-        self.down = nn.Linear(2 * width, width, device=device, dtype=torch.bfloat16)
-        self.reentrant = reentrant
 
-    def body(self, x):
-        return self.down(F.gelu(self.up(x)))
-
-    def forward(self, x):
-        if self.reentrant is None:
-            return self.body(x)
-        return checkpoint(self.body, x, use_reentrant=self.reentrant)
-
-    def convert(self, **options):
-        for layer in (self.up, self.down):
-            convert(layer, **options)
-        return self
+def mlp(width=64, **options):
+    """Return two layers with a GELU between them."""
+    sizes = (width, 2 * width), (2 * width, width)
+    up, down = (nn.Linear(*size, device=DEVICE, dtype=BF16) for size in sizes)
+    return nn.Sequential(convert(up, **options), nn.GELU(), convert(down, **options))
 
 
 def relative(found, expected):
@@ -71,29 +58,32 @@ def relative(found, expected):
     return float((found.detach().double() - expected).norm() / expected.norm())
 
 
-def exact(layer, x, gradient):
-    """Return (y, dx, dw, db) in float64."""
-    x = x.detach().double().requires_grad_()
-    w = layer.weight.detach().double().requires_grad_()
-    b = None if layer.bias is None else layer.bias.detach().double().requires_grad_()
-    y = F.linear(x, w, b)
-    y.backward(gradient.double())
-    return y, x.grad, w.grad, None if b is None else b.grad
+def plain(layer, dtype=torch.float64):
+    """Return the layer as an nn.Linear in `dtype`."""
+    twin = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, DEVICE, dtype)
+    twin.load_state_dict(layer.state_dict())
+    return twin
 
 
-def kernels(action):
-    """Return the names of the kernels that `action` launches, in order."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        action()
-        torch.cuda.synchronize()
-    return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+def assert_close(layer, x, *limits):
+    """Fail unless y, dx, dw and db are within these relative distances of those in float64."""
+    gradient = draw(*x.shape[:-1], layer.out_features, dtype=x.dtype)
+    given = results(layer, x, gradient)
+    exact = results(plain(layer), x.double(), gradient.double())
+    for value, expected, limit in zip(given, exact, limits, strict=False):
+        assert value.shape == expected.shape
+        assert value.dtype is x.dtype
+        assert expected.numel() == 0 or not expected.any() or relative(value, expected) < limit
 
 
-def products(names):
-    """Return the kernels among them that multiply matrices."""
+def products(model, x, gradient):
+    """Return the kernels that multiply matrices in a pass through `model`, and the results."""
     marks = ("gemm", "nvjet", "cutlass", "xmma")
-    return {name for name in names if any(mark in name.lower() for mark in marks)}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        given = results(model, x, gradient)
+        torch.cuda.synchronize()
+    on_gpu = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return {e.name for e in on_gpu if any(mark in e.name.lower() for mark in marks)}, given
 
 
 # --- without TransformerEngine
@@ -160,29 +150,20 @@ def test_whole_weights_of_fsdp_are_known(mesh):
 
 
 @needs_te
+@HOPPER
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_numbers_against_float64(fp8_recipe, fp8_format, dtype):
     """Rounding to 4 significant bits (E4M3) is an error of 2.6 % rms an operand, to 3 (E5M2) twice that."""
     layer = te_linear(96, 48, dtype=dtype, fp8_recipe=fp8_recipe, fp8_format=fp8_format)
+    backward = 0.08 if fp8_format == "hybrid" and fp8_recipe != "blockwise" else 0.05
     for _ in range(2):  # the scales of the first pass, then those that it recorded
-        layer.zero_grad()
-        x = torch.randn(3, 16, 96, device=DEVICE, dtype=dtype, requires_grad=True)
-        gradient = torch.randn(3, 16, 48, device=DEVICE, dtype=dtype)
-        y = layer(x)
-        y.backward(gradient)
-        found = (y, x.grad, layer.weight.grad, layer.bias.grad)
-        hybrid = fp8_format == "hybrid" and fp8_recipe != "blockwise"
-        bounds = (0.05, 0.08 if hybrid else 0.05, 0.08 if hybrid else 0.05, 0.02)
-        for value, expected, bound in zip(found, exact(layer, x, gradient), bounds, strict=True):
-            assert value.dtype is dtype
-            assert relative(value, expected) < bound
+        assert_close(layer, draw(3, 16, 96, dtype=dtype), 0.05, backward, backward, 0.02)
 
 
 @needs_te
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
+@HOPPER
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_of_heavy_tails_and_outliers(kind, fp8_recipe, fp8_format):
     """Native layers' bounds and a third: block scales are powers of two there, which leaves fewer bits."""
@@ -193,29 +174,25 @@ def test_numbers_of_heavy_tails_and_outliers(kind, fp8_recipe, fp8_format):
 
 
 @needs_te
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
-@pytest.mark.parametrize("tokens", [0, 1, 8, 15, 17, 40])
-def test_any_number_of_tokens(tokens, fp8_recipe):
+@HOPPER
+@pytest.mark.parametrize(
+    ("tokens", "size"),
+    [(0, (32, 64)), (1, (32, 64)), (8, (32, 64)), (15, (32, 64)), (17, (32, 64)), (40, (32, 64)),
+     (18, (64, 50257)), (18, (50, 48)), (18, (33, 7))],
+    ids=str,
+)  # fmt: skip
+def test_any_number_of_tokens_and_sizes_that_do_not_fit(tokens, size, fp8_recipe):
     """The rows that are added change nothing; 8 and 40 pass TransformerEngine's own check and fail in its backward."""
-    layer = te_linear(32, 64, fp8_recipe=fp8_recipe)
-    x = torch.randn(tokens, 32, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    y = layer(x)
-    assert y.shape == (tokens, 64)
-    gradient = torch.randn_like(y)
-    y.backward(gradient)
-    for value, expected in zip(
-        (y, x.grad, layer.weight.grad), exact(layer, x, gradient), strict=False
-    ):
-        assert value.shape == expected.shape
-        assert tokens == 0 or relative(value, expected) < 0.12  # of few numbers
-    if tokens == 0:
-        assert (layer.weight.grad == 0).all()
+    layer = te_linear(*size, fp8_recipe=fp8_recipe)
+    assert_close(layer, draw(tokens, size[0]), *[0.12] * 4)  # of few numbers
+    assert tokens > 0 or not layer.weight.grad.any()
+    assert layer(draw(2, 9, size[0])).view(-1, size[1]).shape == (18, size[1])
 
 
 @needs_te
 def test_one_dimensional_non_contiguous_and_wrong_inputs():
     layer = te_linear(32, 64)
-    x = torch.randn(32, 20, device=DEVICE, dtype=torch.bfloat16)
+    x = draw(32, 20)
     assert_same_bits(layer(x.t()), layer(x.t().contiguous()))
     assert layer(x[:, 0]).shape == (64,)
     with pytest.raises(ModelError, match=r"shape \(32, 20\); its last dimension must be 32"):
@@ -223,57 +200,31 @@ def test_one_dimensional_non_contiguous_and_wrong_inputs():
 
 
 @needs_te
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
-@pytest.mark.parametrize("sizes", [(64, 50257), (50, 48), (33, 7)])
-def test_sizes_that_do_not_fit_are_padded(sizes, fp8_recipe):
-    layer = te_linear(*sizes, fp8_recipe=fp8_recipe)
-    x = torch.randn(2, 9, sizes[0], device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    target = torch.randint(sizes[1], (18,), device=DEVICE)
-    y = layer(x)
-    assert y.shape == (2, 9, sizes[1])
-    F.cross_entropy(y.view(-1, sizes[1]).float(), target).backward()
-    assert layer.weight.shape == layer.weight.grad.shape == (sizes[1], sizes[0])
-    assert layer.bias.grad.shape == (sizes[1],)
-    plain = nn.Linear(*sizes, device=DEVICE, dtype=torch.bfloat16)
-    plain.load_state_dict(layer.state_dict())
-    assert relative(y, plain(x)) < 0.06
-    twin = x.detach().clone().requires_grad_()
-    F.cross_entropy(plain(twin).view(-1, sizes[1]).float(), target).backward()
-    assert relative(x.grad, twin.grad) < 0.15
-    assert relative(layer.weight.grad, plain.weight.grad) < 0.15
-
-
-@needs_te
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
+@HOPPER
 def test_nan_stays_visible(fp8_recipe):
     layer = te_linear(32, 32, fp8_recipe=fp8_recipe)
-    x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
+    x = draw(16, 32)
     layer(x)
     x[3, 5] = float("nan")
     assert layer(x)[3].isnan().all()
 
 
 @needs_te
-def test_the_output_has_the_dtype_of_the_input_or_of_autocast():
-    for stored in (torch.float32, torch.bfloat16):
-        layer = te_linear(32, 32, dtype=stored)
-        x = torch.randn(16, 32, device=DEVICE, requires_grad=True)
-        y = layer(x)
-        assert y.dtype is torch.float32
-        with torch.autocast("cuda", torch.bfloat16):
-            assert layer(x).dtype is torch.bfloat16
-            assert layer(x.bfloat16()).dtype is torch.bfloat16
-        y.sum().backward()
-        assert layer.weight.grad.dtype is stored
-        assert x.grad.dtype is torch.float32
-        assert relative(y, F.linear(x, layer.weight.float(), layer.bias.float())) < 0.06
+@pytest.mark.parametrize("stored", [torch.float32, BF16])
+def test_the_output_has_the_dtype_of_the_input_or_of_autocast(stored):
+    layer, x = te_linear(32, 32, dtype=stored), torch.randn(16, 32, device=DEVICE)
+    with torch.autocast("cuda", BF16):
+        assert layer(x).dtype is layer(x.bfloat16()).dtype is BF16
+    y, dx, dw, _ = results(layer, x)
+    assert (y.dtype, dx.dtype, dw.dtype) == (torch.float32, torch.float32, stored)
+    assert relative(y, plain(layer)(x.double())) < 0.06
 
 
 @needs_te
 @pytest.mark.parametrize("features", [32, 40])
 def test_the_output_may_be_changed_in_place(features):
     layer = te_linear(32, features)
-    y = layer(torch.randn(5, 32, device=DEVICE, dtype=torch.bfloat16))
+    y = layer(draw(5, 32))
     F.relu_(y.mul_(2)).sum().backward()
     assert layer.weight.grad.isfinite().all()
 
@@ -284,7 +235,9 @@ def test_a_recipe_that_the_gpu_lacks_is_refused_with_the_reason(fp8_recipe):
     if torch.cuda.get_device_capability() >= (10, 0):
         pytest.skip("this GPU has it")
     with pytest.raises(UnsupportedDeviceError, match=r"10\.0 or higher"):
-        fp8stack.initialize(Mlp(), None, "O0", compute="te", fp8_recipe=fp8_recipe)
+        fp8stack.initialize(
+            nn.Sequential(nn.Linear(32, 32)).cuda(), None, "O0", compute="te", fp8_recipe=fp8_recipe
+        )
 
 
 # --- the model around it
@@ -292,45 +245,39 @@ def test_a_recipe_that_the_gpu_lacks_is_refused_with_the_reason(fp8_recipe):
 
 @needs_te
 def test_state_dict_ties_frozen_flags_and_hooks_stay():
-    torch.manual_seed(0)
-    embedding = nn.Embedding(64, 32, device=DEVICE, dtype=torch.bfloat16)
-    head = nn.Linear(32, 64, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    embedding = nn.Embedding(64, 32, device=DEVICE, dtype=BF16)
+    frozen, head = te_linear(32, 32), te_linear(32, 64, bias=False)
     head.weight = embedding.weight
-    frozen = nn.Linear(32, 32, device=DEVICE, dtype=torch.bfloat16)
     frozen.weight.requires_grad_(False)
-    model = nn.Sequential(embedding, frozen, head)
-    seen = []
+    model, seen = nn.Sequential(embedding, frozen, head), []
     frozen.register_forward_pre_hook(lambda *_: seen.append("before"))
     frozen.register_forward_hook(lambda *_: seen.append("after"))
     frozen.register_full_backward_hook(lambda *_: seen.append("backward"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    convert(frozen)
-    convert(head)
-    model(torch.arange(20, device=DEVICE)).float().square().sum().backward()
+    tokens = torch.arange(20, device=DEVICE)
+    model(tokens).float().square().sum().backward()
     assert seen == ["before", "after", "backward"]
     assert list(model.state_dict()) == list(before)
-    for name, value in model.state_dict().items():
-        assert_same_bits(value, before[name])
-    assert head.weight is embedding.weight
+    assert_same_bits(model.state_dict().values(), before.values())
     assert frozen.weight.grad is None
     assert frozen.bias.grad is not None
     assert (embedding.weight.grad[20:] != 0).any()  # from the head
     assert len(list(model.modules())) == 4
     model.load_state_dict(before, strict=True, assign=True)
-    model(torch.arange(20, device=DEVICE)).float().sum().backward()
+    model(tokens).float().sum().backward()
     assert head.weight.grad is not None  # of the new parameter
 
 
 @needs_te
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
+@HOPPER
 def test_a_deep_copy_computes_the_same_and_is_independent(fp8_recipe):
     layer = te_linear(32, 32, fp8_recipe=fp8_recipe)
-    x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
+    x = draw(16, 32)
     first = layer(x)
     other = copy.deepcopy(layer)
     assert_same_bits(other(x), first)
-    other.weight.data.zero_()
-    other.bias.data.zero_()
+    for p in other.parameters():
+        p.data.zero_()
     assert (other.eval()(x) == 0).all()
     assert_same_bits(layer(x), first)
 
@@ -338,32 +285,23 @@ def test_a_deep_copy_computes_the_same_and_is_independent(fp8_recipe):
 @needs_te
 def test_modules_of_transformer_engine_are_left_alone():
     library = capability.load_te()
-    block = library.te.TransformerLayer(
-        64, 128, 4, params_dtype=torch.bfloat16, self_attn_mask_type="causal", hidden_dropout=0.0
-    )
-    model = nn.Sequential(block, nn.Linear(64, 64, device=DEVICE, dtype=torch.bfloat16))
+    options = {"self_attn_mask_type": "causal", "hidden_dropout": 0.0, "params_dtype": BF16}
+    block = library.te.TransformerLayer(64, 128, 4, **options)
+    model = nn.Sequential(block, nn.Linear(64, 64, device=DEVICE, dtype=BF16))
     kinds, keys = [type(m) for m in block.modules()], list(model.state_dict())
     fp8stack.initialize(model, opt_level="O0", compute="te", fp8_recipe="delayed")
     assert type(model[1]) is TeLinear
     assert [type(m) for m in block.modules()] == kinds
     assert list(model.state_dict()) == keys
-    x = torch.randn(16, 2, 64, device=DEVICE, dtype=torch.bfloat16)
-    with library.te.autocast(
-        enabled=True, recipe=library.recipe.DelayedScaling(amax_history_len=4)
-    ):
-        inner = block(x)
-    states = [
-        m.fp8_meta["scaling_fwd"]
-        for m in block.modules()
-        if "scaling_fwd" in getattr(m, "fp8_meta", {})
-    ]
-    histories = [s.amax_history.clone() for s in states if hasattr(s, "amax_history")]
+    recipe = library.recipe.DelayedScaling(amax_history_len=4)
+    with library.te.autocast(enabled=True, recipe=recipe):
+        inner = block(draw(16, 2, 64))
+    metas = [getattr(m, "fp8_meta", {}).get("scaling_fwd") for m in block.modules()]
+    states = [state for state in metas if hasattr(state, "amax_history")]
+    histories = [state.amax_history.clone() for state in states]
     assert histories
     output = model[1](inner)
-    for state, history in zip(
-        [s for s in states if hasattr(s, "amax_history")], histories, strict=True
-    ):
-        assert_same_bits(state.amax_history, history)
+    assert_same_bits([state.amax_history for state in states], histories)
     output.float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     fp8stack.restore(model)
@@ -374,58 +312,43 @@ def test_modules_of_transformer_engine_are_left_alone():
 
 
 @needs_te
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
-@pytest.mark.parametrize("reentrant", [True, False])
+@HOPPER
+@REENTRANT
 def test_recomputation_is_fp8(fp8_recipe, reentrant):
     """Bit for bit what it is without, and by the same kernels, none of which a bfloat16 model uses."""
-    plain = Mlp().convert(fp8_recipe=fp8_recipe)
-    again = copy.deepcopy(plain)
-    again.reentrant = reentrant
-    x = torch.randn(48, 64, device=DEVICE, dtype=torch.bfloat16)
+    once = mlp(fp8_recipe=fp8_recipe)
+    again = Checkpointed(copy.deepcopy(once), reentrant)
+    x, gradient = draw(48, 64), draw(48, 64)
     for _ in range(3):
-        results, launched = [], []
-        for model in (plain, again):
-            model.zero_grad()
-            given = x.clone().requires_grad_()
-            outputs = []
-
-            def step(model=model, given=given, outputs=outputs):
-                outputs.append(model(given))
-                outputs[0].float().square().sum().backward()
-
-            launched.append(products(kernels(step)))
-            results.append([outputs[0], given.grad, *(p.grad for p in model.parameters())])
-        assert_same_bits(*results)
-        assert launched[0]
-        assert launched[0] == launched[1]
-    for layer in (plain.up, plain.down):
+        launched, given = products(once, x, gradient)
+        assert launched
+        relaunched, same = products(again, x, gradient)
+        assert relaunched == launched
+        assert_same_bits(same, given)
+    for layer in (once[0], once[2]):
         layer.__class__ = nn.Linear
-    used = products(kernels(lambda: plain(x.clone().requires_grad_()).float().sum().backward()))
+    used, _ = products(once, x, gradient)
     assert used
-    assert not used & launched[1]
+    assert not used & launched
 
 
 @needs_te
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
+@HOPPER
 def test_a_compiled_model_computes_the_same(fp8_recipe):
-    model = Mlp().convert(fp8_recipe=fp8_recipe)
+    model = mlp(fp8_recipe=fp8_recipe)
     compiled = torch.compile(copy.deepcopy(model))
     for tokens in (32, 32, 24):
-        x = torch.randn(tokens, 64, device=DEVICE, dtype=torch.bfloat16)
-        ys = []
-        for m in (model, compiled):
-            m.zero_grad()
-            ys.append(m(x))
-            ys[-1].float().square().sum().backward()
-        assert relative(ys[1], ys[0]) < 0.05  # gelu is fused there: other roundings before the cast
-        for a, b in zip(model.parameters(), compiled.parameters(), strict=True):
-            assert relative(b.grad, a.grad) < 0.1
+        x, gradient = draw(tokens, 64), draw(tokens, 64)
+        y, *gradients = results(model, x, gradient)
+        other, *others = results(compiled, x, gradient)
+        assert relative(other, y) < 0.05  # gelu is fused there: other roundings before the cast
+        for a, b in zip(gradients, others, strict=True):
+            assert relative(b, a) < 0.1
 
 
 @needs_te
 def test_works_in_a_cuda_graph():
-    layer = te_linear(32, 32)
-    x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
+    layer, x = te_linear(32, 32), draw(16, 32)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -442,23 +365,17 @@ def test_works_in_a_cuda_graph():
 
 @needs_te
 def test_under_fsdp2_nothing_of_the_whole_weight_is_kept(tmp_path):
-    from torch.distributed.fsdp import fully_shard
-
-    layer = te_linear(64, 64)
-    plain = nn.Linear(64, 64, device=DEVICE, dtype=torch.bfloat16)
-    plain.load_state_dict(layer.state_dict())
+    layer, x = te_linear(64, 64), draw(32, 64)
+    expected = plain(layer)(x.double())
     distributed = torch.distributed
     torch.cuda.set_device(0)
     distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
-        model = nn.Sequential(layer)
-        fully_shard(layer)
-        fully_shard(model)
-        x = torch.randn(32, 64, device=DEVICE, dtype=torch.bfloat16)
+        model = fully_shard(nn.Sequential(fully_shard(layer)))
         for _ in range(2):
             y = model(x)
             y.float().square().sum().backward()
-        assert relative(y, plain(x)) < 0.06
+        assert relative(y, expected) < 0.06
         assert layer.weight.grad is not None
     finally:
         distributed.destroy_process_group()
@@ -468,10 +385,10 @@ def test_under_fsdp2_nothing_of_the_whole_weight_is_kept(tmp_path):
 
 
 @needs_te
-@pytest.mark.parametrize("fp8_recipe", HOPPER)
+@HOPPER
 def test_every_micro_batch_multiplies_the_weight_that_is_there(fp8_recipe):
     layer = te_linear(64, 64, fp8_recipe=fp8_recipe)
-    x = torch.randn(32, 64, device=DEVICE, dtype=torch.bfloat16)
+    x = draw(32, 64)
     for _ in range(3):
         layer(x).float().square().mean().backward()
         layer.weight.data.neg_()  # leaves no trace, and a gradient waits for a step; delayed scales still fit
@@ -484,22 +401,19 @@ def test_every_micro_batch_multiplies_the_weight_that_is_there(fp8_recipe):
 
 @needs_te
 def test_histories_move_once_a_step_however_many_layers_there_are():
-    model = nn.Sequential(
-        *(te_linear(32, 32, fp8_recipe="delayed", amax_history_len=16) for _ in range(6))
-    )
-    x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
+    options = {"fp8_recipe": "delayed", "amax_history_len": 16}
+    model = nn.Sequential(*(te_linear(32, 32, **options) for _ in range(6)))
     for _ in range(4):
-        model(x).float().square().sum().backward()
+        results(model, draw(16, 32))
     for layer in model:
-        meta = layer.te._linear.fp8_meta
-        assert int((meta["scaling_fwd"].amax_history[:, 0] != 0).sum()) in (4, 5)
-        assert int((meta["scaling_bwd"].amax_history[:, 0] != 0).sum()) in (4, 5)
+        for way in ("scaling_fwd", "scaling_bwd"):
+            history = layer.te._linear.fp8_meta[way].amax_history
+            assert int((history[:, 0] != 0).sum()) in (4, 5)
 
 
 @needs_te
 def test_evaluation_leaves_no_trace_in_a_history():
-    layer = te_linear(32, 32, fp8_recipe="delayed")
-    x = torch.randn(16, 32, device=DEVICE, dtype=torch.bfloat16)
+    layer, x = te_linear(32, 32, fp8_recipe="delayed"), draw(16, 32)
     layer(x).sum().backward()
     state = layer.te._linear.fp8_meta["scaling_fwd"]
     history, scale = state.amax_history.clone(), state.scale.clone()
@@ -507,8 +421,7 @@ def test_evaluation_leaves_no_trace_in_a_history():
     layer(1000 * x)
     with torch.no_grad():
         layer(1000 * x)
-    assert_same_bits(state.amax_history, history)
-    assert_same_bits(state.scale, scale)
+    assert_same_bits([state.amax_history, state.scale], [history, scale])
 
 
 @needs_te
@@ -516,20 +429,15 @@ def test_evaluation_leaves_no_trace_in_a_history():
 def test_the_first_step_of_delayed_scaling_has_scales(scale):
     """At a scale of 1, gradients below 1e-5 vanish in E5M2 and activations above 448 are cut off."""
     layer = te_linear(64, 64, fp8_recipe="delayed", bias=False)
-    x = (scale * torch.randn(32, 64, device=DEVICE)).bfloat16().requires_grad_()
-    y = layer(x)
-    gradient = (scale * torch.randn(32, 64, device=DEVICE)).bfloat16()
-    y.backward(gradient)
-    for value, expected in zip(
-        (y, x.grad, layer.weight.grad), exact(layer, x, gradient), strict=False
-    ):
+    x, gradient = (scale * draw(32, 64) for _ in range(2))
+    exact = results(plain(layer), x.double(), gradient.double())
+    for value, expected in zip(results(layer, x, gradient), exact, strict=True):
         assert relative(value, expected) < 0.09
 
 
 @needs_te
 def test_most_recent_follows_at_once_and_max_remembers():
-    x = torch.randn(32, 64, device=DEVICE, dtype=torch.bfloat16)
-    scales = {}
+    x, scales = draw(32, 64), {}
     for algorithm in ("max", "most_recent"):
         layer = te_linear(64, 64, fp8_recipe="delayed", amax_compute_algo=algorithm)
         for factor in (100, 1, 1):
