@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp8stack
-from fp8stack.nn import load_scaling_state, scaling_state
+from fp8stack.nn import fuse, load_scaling_state, scaling_state
 
 RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
@@ -169,6 +169,14 @@ def test_layers_that_share_a_history_give_the_bits_of_eager_ones(size, device):
         return model
 
     assert_same_bits(*both(make, (20, 32), device, merging(), rounds=3))
+
+
+def test_a_fused_norm_is_compiled_as_its_own_class_s_forward(device):
+    model = native(nn.Sequential(nn.RMSNorm(32, 1e-5), nn.Linear(32, 48)), device)
+    plain, x = copy.deepcopy(model), torch.randn(3, 16, 32, device=device)
+    assert fuse(model) == ["0"]
+    compiled = (torch.compile(m, fullgraph=True, backend="aot_eager") for m in (model, plain))
+    assert_same_bits(*(results(m, x) for m in compiled))
 
 
 def test_a_fused_block_whose_input_has_its_name(device):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same_bits
-from layers import COPIES, results, rounded
+from layers import COPIES, REENTRANT, Checkpointed, results, rounded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -149,6 +149,10 @@ def test_products_and_gradients_are_those_of_the_rounded_operands(name, device):
     assert_close(y, exact.detach(), "y")
     assert_close(dx, x8.grad, "dx")
     assert_close(dw, w8.grad, "dw")
+    if device == "cpu":
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert_same_bits(results(compiled, x, gradient), [y, dx, dw])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -241,29 +245,23 @@ class Tied(nn.Module):
         self.proj = nn.Linear(32, 32)
 
     def forward(self, tokens):
-        return F.linear(self.proj(self.embed(tokens)), self.embed.weight)
+        return F.linear(self.proj(self.embed(tokens).float()), self.embed.weight)
 
 
-def test_a_tied_head(device):
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])  # as O2 does
+def test_a_tied_head(stored, device):
     """The product belongs to the module whose forward makes it, not to the one that owns the weight."""
     model = Tied().to(device)
+    model.embed.weight.data = model.embed.weight.data.to(stored)
     tokens = torch.randint(0, 320, (2, 17), device=device)
-    hidden = model.proj(model.embed(tokens)).detach()
+    hidden = model.proj(model.embed(tokens).float()).detach()
     bare, _ = fp8(model)
     y = model(tokens)
     assert bare.used == {"embed.weight"}  # the Linear's 1024 elements are fewer than min_numel
     exact = rounded(hidden, E4M3) @ rounded(model.embed.weight, E4M3).T
     assert_close(y, exact, "y")
-
-
-def test_a_tied_head_of_which_o2_stores_bfloat16(device):
-    model = Bare(F.linear, 96, 64, device=device)
-    model.w.data = model.w.data.bfloat16()
-    fp8(model)
-    y = model(torch.randn(20, 64, device=device))
-    assert y.dtype is torch.float32
     y.sum().backward()
-    assert model.w.grad.dtype is torch.bfloat16
+    assert (y.dtype, model.embed.weight.grad.dtype) == (torch.float32, stored)
 
 
 def test_gradients_stop_where_autograd_stops():
@@ -275,16 +273,12 @@ def test_gradients_stop_where_autograd_stops():
     model = Bare(stopped, 96, 96)
     bare, _ = fp8(model)
     x = torch.randn(20, 96, requires_grad=True)
-    model(x).sum().backward()
-    assert model.w.grad is None
-    assert x.grad is not None
-    model.function = torch.matmul
-    model.w.requires_grad_(False)
-    model(x).sum().backward()
-    assert model.w.grad is None
-    model.w.requires_grad_(True)
-    model(x.detach()).sum().backward()
-    assert model.w.grad is not None
+    for function, frozen in ((stopped, False), (torch.matmul, True), (torch.matmul, False)):
+        model.function = function
+        model.w.requires_grad_(not frozen)
+        model(x).sum().backward()
+        assert (model.w.grad is None) == (function is stopped or frozen)
+        assert x.grad is not None
     assert bare.used == {"w"}
     assert set(bare.left) <= {"neither or both operands are parameters"}  # detach() may be no view
 
@@ -346,16 +340,16 @@ def test_other_dtypes_are_left_to_torch(dtype):
     assert bare.left == {"dtypes": 1}
 
 
-@pytest.mark.parametrize(
-    ("function", "x", "message"),
-    [
-        (torch.matmul, torch.randn(20, 80), "shapes cannot be multiplied"),
-        (torch.mm, torch.randn(2, 20, 96), "must be a matrix"),
-        (torch.matmul, torch.randn(20, 96).half(), "same dtype"),
-        (torch.matmul, torch.randn(()), "at least 1D"),
-        (torch.matmul, [1.0], "must be Tensor"),
-    ],
-)
+ERRORS = [
+    (torch.matmul, torch.randn(20, 80), "shapes cannot be multiplied"),
+    (torch.mm, torch.randn(2, 20, 96), "must be a matrix"),
+    (torch.matmul, torch.randn(20, 96).half(), "same dtype"),
+    (torch.matmul, torch.randn(()), "at least 1D"),
+    (torch.matmul, [1.0], "must be Tensor"),
+]
+
+
+@pytest.mark.parametrize(("function", "x", "message"), ERRORS)
 def test_errors_are_torchs(function, x, message):
     model = Bare(function, 96, 96)
     fp8(model)
@@ -363,17 +357,16 @@ def test_errors_are_torchs(function, x, message):
         model(x)
 
 
-def test_pad_and_min_numel(device):
-    model = Bare(torch.matmul, 90, 64, device=device)
-    x = torch.randn(20, 90, device=device)
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"pad": "skip"}, "sizes that are no multiples of 16"), ({"min_numel": 90 * 64 + 1}, "smaller than min_numel")],
+)  # fmt: skip
+def test_pad_and_min_numel(options, reason, device):
+    model, x = Bare(torch.matmul, 90, 64, device=device), torch.randn(20, 90, device=device)
     expected = model(x)
-    bare, conversion = fp8(model, pad="skip")
+    bare, _ = fp8(model, **options)
     assert_same_bits(model(x), expected)
-    assert bare.left == {"sizes that are no multiples of 16": 1}
-    conversion.undo()
-    bare, _ = fp8(model, min_numel=90 * 64 + 1)
-    assert_same_bits(model(x), expected)
-    assert bare.left == {"smaller than min_numel": 1}
+    assert bare.left == {reason: 1}
 
 
 class Pair(nn.Module):
@@ -406,14 +399,13 @@ def test_skip(device):
 class Block(nn.Module):
     """A mixture of experts, each spelling once, with a method that may be checkpointed."""
 
-    def __init__(self, dim=64, experts=2):
+    def __init__(self, dim=64, experts=2, reentrant=None):
         super().__init__()
-        self.norm = nn.LayerNorm(dim)
+        self.norm, self.reentrant = nn.LayerNorm(dim), reentrant
         self.qkv = nn.Parameter(torch.randn(dim, 3 * dim) * 0.1)
         self.up = nn.Parameter(torch.randn(experts, dim, 2 * dim) * 0.1)
         self.down = nn.Parameter(torch.randn(experts, 2 * dim, dim) * 0.1)
         self.bias = nn.Parameter(torch.randn(dim))
-        self.how = ""
 
     def attend(self, x):
         q, k, v = (self.norm(x) @ self.qkv).chunk(3, -1)
@@ -424,43 +416,38 @@ class Block(nn.Module):
         return x + torch.bmm(h, self.down) + self.bias
 
     def forward(self, x):
-        if self.how:
-            x = checkpoint(self.attend, x, use_reentrant=self.how == "reentrant")
-        else:
-            x = self.attend(x)
-        return self.mix(x)
+        if self.reentrant is None:
+            return self.mix(self.attend(x))
+        return self.mix(checkpoint(self.attend, x, use_reentrant=self.reentrant))
 
 
-class Stack(nn.Module):
-    def __init__(self, blocks=2):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Parameter(torch.randn(96, 64) * 0.1)
-        self.how = ""
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = (
-                checkpoint(block, x, use_reentrant=self.how == "reentrant")
-                if self.how
-                else block(x)
-            )
-        return F.linear(x, self.head)
+class Stack(nn.Sequential):
+    """A class of the user's own."""
 
 
-@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def stack(modules=None, methods=None):
+    """Return always the same model; what is recomputed, `reentrant` or not."""
+    torch.manual_seed(0)
+    blocks = [Block(reentrant=methods) for _ in range(2)]
+    if modules is not None:
+        blocks = [Checkpointed(block, modules) for block in blocks]
+    return Stack(*blocks, Bare(F.linear, 96, 64))
+
+
+@REENTRANT
 @pytest.mark.parametrize("where", ["modules", "methods", "both"])
-def test_recomputation_is_fp8_and_bit_identical(how, where, device):
-    model = Stack().to(device)
+def test_recomputation_is_fp8_and_bit_identical(reentrant, where, device):
+    again = stack(
+        None if where == "methods" else reentrant, None if where == "modules" else reentrant
+    )
+    model, again = stack().to(device), again.to(device)
     x = torch.randn(2, 33, 64, device=device)
     exact = results(model, x)
     bare, _ = fp8(model)
+    fp8(again)
     expected = results(model, x)
     assert len(bare.used) == 7
-    model.how = how if where != "methods" else ""
-    for block in model.blocks:
-        block.how = how if where != "modules" else ""
-    for given, wanted, other in zip(results(model, x), expected, exact, strict=True):
+    for given, wanted, other in zip(results(again, x), expected, exact, strict=True):
         assert_same_bits(given, wanted)
         assert not torch.equal(given, other) or (given == given.flatten()[0]).all()
     assert torch._C._len_torch_function_stack() == 0
@@ -475,36 +462,19 @@ def test_methods_outside_forward_stay_as_they_are():
     assert not torch.equal(model(x), expected)
 
 
-@pytest.mark.parametrize("how", ["", "non-reentrant", "block by block"])
+@pytest.mark.parametrize("how", ["", "recomputed", "block by block"])
 def test_compiles_to_one_graph_with_the_same_bits(how, device):
     """A block that is compiled alone is entered with the mode of the model around it."""
     torch._dynamo.reset()
-    model = Stack().to(device)
+    model = stack(modules=False if how == "recomputed" else None).to(device)
     x = torch.randn(2, 33, 64, device=device)
     fp8(model)
     expected = results(model, x)
-    if how == "block by block":
-        for block in model.blocks:
-            block.compile(fullgraph=True, backend="aot_eager")
-        compiled = model
-    else:
-        model.how = how
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for part in model[:2] if how == "block by block" else [model]:
+        part.compile(fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=how != "block by block"):
         for _ in range(2):
-            assert_same_bits(results(compiled, x), expected)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_spelling_compiles(name):
-    torch._dynamo.reset()
-    case = CASES[name]
-    model = Bare(case.function, *case.w)
-    x = torch.randn(case.x)
-    fp8(model)
-    expected = results(model, x)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    assert_same_bits(results(compiled, x), expected)
+            assert_same_bits(results(model, x), expected)
 
 
 class Probe(nn.Module):
@@ -514,37 +484,35 @@ class Probe(nn.Module):
 
 
 def test_the_mode_is_entered_once():
-    model = Stack(1)
-    model.blocks.append(Probe())
+    probe, x = Probe(), torch.randn(2, 16, 64)
+    model = Stack(Block(), probe)
     fp8(model)
-    x = torch.randn(2, 16, 64)
-    model(x)
-    assert model.blocks[1].modes == 1
-    assert torch._C._len_torch_function_stack() == 0
-    model.blocks[1].eval()  # histories do not move on in it
-    model(x)
-    assert model.blocks[1].modes == 2
+    for training in (True, False):  # histories do not move on in evaluation
+        probe.train(training)
+        model(x)
+        assert probe.modes == 2 - training
+        assert torch._C._len_torch_function_stack() == 0
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 16, 63))
     assert torch._C._len_torch_function_stack() == 0
 
 
 def test_a_converted_module_looks_as_before():
-    model = Stack()
+    model = stack()
     signature, text = inspect.signature(model.forward), repr(model)
     fp8(model)
-    assert type(model.blocks[0]) is type(model.blocks[1])
-    assert isinstance(model.blocks[0], MultipliesParameters)
+    assert type(model[0]) is type(model[1])
+    assert isinstance(model[0], MultipliesParameters)
     assert inspect.signature(model.forward) == signature
     assert repr(model) == text
 
 
 def test_copies_keep_a_record_of_their_own():
-    model = Stack()
+    model = stack()
     bare, conversion = fp8(model)
     for twin in (copied(model) for copied in COPIES.values()):
         assert isinstance(twin, MultipliesParameters)
-        assert twin._bare_matmuls is twin.blocks[1]._bare_matmuls is not bare
+        assert twin._bare_matmuls is twin[1]._bare_matmuls is not bare
     conversion.undo()
     assert type(twin) is not Stack
 
