@@ -16,8 +16,8 @@ as `Statistics` counts it, or 2 (N - 1) / N of the gradients for stock DDP. At t
 of weights and a finite loss; else there is no record, and the exit status is 1.
 
 Limits: `no sync` of DataParallel holds the quantization of gradients, that of the hook does not: compare `step` first.
-What error feedback keeps is no gradient and shows in `GiB` only; memory of NCCL's own shows nowhere. Llama's buffers,
-half a MiB, are broadcast before forward and not counted as sent: both wrappers do so by default.
+Memory of NCCL's own shows nowhere. Llama's buffers, half a MiB, are broadcast before forward and not counted as sent:
+both wrappers do so by default.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ VARIANTS = [
     Variant("hook", "hook", {"bucket_cap_mb": 100}),
     Variant("hook, 25 MB", "hook"),
     Variant("DataParallel", "parallel"),
-    Variant("DataParallel, error feedback", "parallel", {"error_feedback": "shard"}),
 ]
 
 # --- what a rank does

@@ -127,12 +127,7 @@ def product_parity() -> list[str]:
     return lines(("products", "validation loss, nats a byte", "difference"), rows)
 
 
-WIRE = {
-    "the hook": "hook",
-    "the hook, error feedback": "hook, error feedback",
-    "`DataParallel`": "DataParallel",
-    "`DataParallel`, error feedback": "DataParallel, error feedback",
-}
+WIRE = {"the hook": "hook", "`DataParallel`": "DataParallel"}
 
 
 @table("wire-parity")

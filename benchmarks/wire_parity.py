@@ -7,7 +7,7 @@
 Model, text, batches, schedule and clipping are those of `convergence.py`, the weights are bfloat16 and fp8stack's AdamW
 steps them in every variant, so only what happens to gradients between backward and step differs: torch's
 DistributedDataParallel, whose bfloat16 gradients are added up as they are, the same with fp8stack's hook, and
-`fp8stack.comm.DataParallel`, whose gradients live in FP8, the last two also with error feedback.
+`fp8stack.comm.DataParallel`, whose gradients live in FP8.
 
 Each (variant, seed) pair is one run, of a process a rank: job k has the GPUs from k × ranks on. All ranks draw the same
 batches and take a part each, so that the same seed gives the same weights and text to every variant and number of
@@ -70,14 +70,7 @@ from fp8stack import comm
 RESULTS = ROOT / "benchmarks" / "results" / "wire_parity.jsonl"
 TOLERANCE = 0.003  # of the mean loss
 POINTS = 50  # of the curve in a record, at most
-FEEDBACK = {"error_feedback": "shard"}
-VARIANTS = [
-    Variant(BASE, "ddp"),
-    Variant("hook", "hook"),
-    Variant("hook, error feedback", "hook", FEEDBACK),
-    Variant("DataParallel", "parallel"),
-    Variant("DataParallel, error feedback", "parallel", FEEDBACK),
-]
+VARIANTS = [Variant(BASE, "ddp"), Variant("hook", "hook"), Variant("DataParallel", "parallel")]
 Numbers = dict[str, Any]  # of one run
 
 # --- what a rank does
@@ -188,10 +181,10 @@ def make_optimizer(model: nn.Module, lr: float) -> fp8stack.optim.AdamW:
 
 def wrap(variant: Variant, model: nn.Module) -> nn.Module:
     if variant.kind == "parallel":
-        return comm.DataParallel(model, **variant.options)
+        return comm.DataParallel(model)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if variant.kind == "hook":
-        comm.register_fp8_hook(parallel, **variant.options)
+        comm.register_fp8_hook(parallel)
     return parallel
 
 

@@ -52,7 +52,7 @@ from .fp8 import (
 )
 from .launch import Launcher
 from .reference.wire import Layout
-from .wire import divide, division, quantize_sum
+from .wire import divide, division
 from .workspace import (
     BLOCKS,
     WARPS,
@@ -183,11 +183,10 @@ _LOOSE = ["rank", "rounds", "call", "divisor", "n_blocks", "per", "blocks_per_ro
 
 @triton.jit(do_not_specialize=_LOOSE)
 def _two_shot_kernel(
-    x_ptr, x_scales_ptr, out_ptr, out_scales_ptr, error_ptr, peers_ptr, steps_ptr, missing_ptr,
+    x_ptr, x_scales_ptr, out_ptr, out_scales_ptr, peers_ptr, steps_ptr, missing_ptr,
     rank, rounds, call, divisor, n_blocks, per, blocks_per_row, cols, timeout,
     WORLD: tl.constexpr, SCATTER: tl.constexpr, CODES_IN: tl.constexpr, CODES_OUT: tl.constexpr,
-    DIVIDE: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    DIVIDE: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     program, stride = tl.program_id(0), tl.num_programs(0) * BLOCKS
     mine = tl.load(peers_ptr + rank)
@@ -210,8 +209,7 @@ def _two_shot_kernel(
                 total = tl.where(late != 0, float("nan"), total)
                 store_rounded(out_ptr + at, total, at < cols)
             else:
-                inside = (within < per)[:, None] & (at >= 0)
-                code, scale = quantize_sum(total, error_ptr, at, inside, ERROR, HARDWARE)
+                code, scale = encode_blocks(total, 3, HARDWARE)
                 if late == 0:
                     _store_sum(peers_ptr, program, turn - 1, rank, code, scale, WORLD, BLOCKS)
         if (step < rounds) & (late == 0):
@@ -243,10 +241,9 @@ def all_reduce(
     call: int,
     timeout: float,  # seconds
     divisor: float = 1.0,
-    error: Tensor | None = None,  # float32 [per × 128], see `reference.wire.reduce_pack`
 ) -> None:
     """Add up a tensor over all ranks, in float32 in their order, and divide by `divisor`."""
-    _run(x, x_scales, out, out_scales, error, layout, space, call, timeout, divisor, False)
+    _run(x, x_scales, out, out_scales, layout, space, call, timeout, divisor, False)
 
 
 def reduce_scatter(
@@ -259,7 +256,7 @@ def reduce_scatter(
     divisor: float = 1.0,
 ) -> None:
     """Add up a row over all ranks, in float32 in their order, divide by `divisor`, and round to the dtype of `out`."""
-    _run(x, None, out, None, None, layout, space, call, timeout, divisor, True)
+    _run(x, None, out, None, layout, space, call, timeout, divisor, True)
 
 
 @lru_cache(4096)
@@ -273,15 +270,14 @@ def _geometry(layout: Layout, programs: int) -> tuple[Any, ...]:
 
 
 def _run(
-    x: Tensor, x_scales: Tensor | None, out: Tensor, out_scales: Tensor | None, error: Tensor | None,
+    x: Tensor, x_scales: Tensor | None, out: Tensor, out_scales: Tensor | None,
     layout: Layout, space: Workspace, call: int, timeout: float, divisor: float, scatter: bool,
 ) -> None:  # fmt: skip
     rounds, grid, sizes, even, flat = _geometry(layout, space.programs)
     wait = min(int(timeout * (1e6 if INTERPRETED.value else 1e9)), 2**62)
-    tensors = (x, x_scales, out, out_scales, error)
-    filled = [x if t is None else t for t in tensors]
+    filled = [x if t is None else t for t in (x, x_scales, out, out_scales)]
     how, by = division(divisor)
-    flags = (x_scales is not None, out_scales is not None, how, error is not None)
+    flags = (x_scales is not None, out_scales is not None, how)
     _launch(
         grid,
         *filled, space.peers, space.steps, space.missing,

@@ -83,23 +83,10 @@ def division(divisor: float) -> tuple[str, float]:
 
 
 @triton.jit
-def quantize_sum(total, error_ptr, at, inside, ERROR: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return codes and scales of a sum; what is cut off is kept and added the next time."""
-    if ERROR:
-        total += tl.load(error_ptr + at, mask=inside, other=0.0)
-    code, scale = encode_blocks(total, 3, HARDWARE)
-    if ERROR:  # none of a block that is not finite, whose error would stay for ever
-        lost = total - decode_e4m3(code, HARDWARE) * scale[:, None]
-        kept = (scale == scale)[:, None] & (at >= 0)
-        tl.store(error_ptr + at, tl.where(kept, lost, 0.0), mask=inside)
-    return code, scale
-
-
-@triton.jit
 def _reduce_kernel(
-    codes_ptr, scales_ptr, out_ptr, out_scales_ptr, error_ptr,
+    codes_ptr, scales_ptr, out_ptr, out_scales_ptr,
     ranks, divisor, blocks, per, code_step, scale_step, code_pitch, scale_pitch, numel,
-    DIVIDE: tl.constexpr, PACK: tl.constexpr, ERROR: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+    DIVIDE: tl.constexpr, PACK: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     exists = block < blocks
@@ -114,7 +101,7 @@ def _reduce_kernel(
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
         inside = exists[:, None] & (at >= 0)
-        code, scale = quantize_sum(total, error_ptr, at, inside, ERROR, HARDWARE)
+        code, scale = encode_blocks(total, 3, HARDWARE)
         place = code_at[:, None] + tl.arange(0, 128)[None, :]
         tl.store(out_ptr + place, code, mask=inside)
         tl.store(out_scales_ptr + scale_at, scale, mask=exists)
@@ -169,21 +156,19 @@ def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool, out: Tensor | N
     return out
 
 
-def reduce_pack(
-    chunks: Tensor, layout: Layout, divisor: float = 1.0, error: Tensor | None = None
-) -> Tensor:
+def reduce_pack(chunks: Tensor, layout: Layout, divisor: float = 1.0) -> Tensor:
     """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
     out = torch.empty_like(chunks[0])
     if layout.pitch:
         codes, per = chunks.view(len(chunks), -1, layout.pitch), layout.per
-        _reduce(codes, per, out, scales_of(out.view(-1, layout.pitch), per), 0, divisor, error)
+        _reduce(codes, per, out, scales_of(out.view(-1, layout.pitch), per), 0, divisor)
     return out
 
 
 def reduce_unpack(chunks: Tensor, out: Tensor, divisor: float = 1.0) -> None:
     """Add up a stripe in float32, in the order of ranks, divide by `divisor`, and round to the dtype of `out`."""
     per = Layout(1, out.numel(), 1).per
-    _reduce(chunks[:, None], per, out, out, out.numel(), divisor, None)
+    _reduce(chunks[:, None], per, out, out, out.numel(), divisor)
 
 
 def _reduce(
@@ -193,18 +178,16 @@ def _reduce(
     out_scales: Tensor,
     numel: int,  # of `out`; 0: blocks, as they lie in `codes`
     divisor: float,
-    error: Tensor | None,
 ) -> None:
     scales, blocks = scales_of(codes, per), per * codes.shape[1]
     if not blocks:
         return
     steps = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
-    lost = out_scales if error is None else error
     how, by = division(divisor)
     _launch_reduce(
         _grid(blocks),
-        codes, scales, out, out_scales, lost, len(codes), by, blocks, per, *steps, numel,
-        how, not numel, error is not None, casts_in_hardware(out.device), BLOCKS,
+        codes, scales, out, out_scales, len(codes), by, blocks, per, *steps, numel,
+        how, not numel, casts_in_hardware(out.device), BLOCKS,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from fp8stack.errors import CommError
 from .gradients import GradientHandle
 
 if is_available():
-    from .collectives import all_gather_into_tensor, all_reduce, error_like, reduce_scatter_tensor
+    from .collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
     from .data_parallel import DataParallel
     from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
     from .exchange import set_hierarchy
@@ -21,7 +21,7 @@ if is_available():
 
 __all__ = [
     "DataParallel", "Fp8AllGather", "Fp8CommState", "Fp8ReduceScatter", "GradientHandle", "Statistics",
-    "all_gather_into_tensor", "all_reduce", "error_like", "fp8_compress_hook", "reduce_scatter_tensor",
+    "all_gather_into_tensor", "all_reduce", "fp8_compress_hook", "reduce_scatter_tensor",
     "register_fp8_all_gather", "register_fp8_hook", "register_fp8_reduce_scatter", "set_hierarchy", "set_transport",
 ]  # fmt: skip
 

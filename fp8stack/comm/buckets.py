@@ -12,6 +12,7 @@ bucket, and its gradient has memory of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class Region:
 class Bucket:
     """Gradients that are averaged together."""
 
-    def __init__(self, regions: Sequence[Region], world: int, feedback: bool) -> None:
+    def __init__(self, regions: Sequence[Region], world: int) -> None:
         self.regions = list(regions)
         blocks = sum(region.blocks for region in regions)
         blocks = -(-blocks // world) * world
@@ -85,10 +86,6 @@ class Bucket:
         self.codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(blocks, dtype=torch.float32, device=device)
         self._whole = BlockScaledTensor(self.codes.view(E4M3.dtype), self.scales[None])
-        # what quantizing this rank's stripe of the last mean cut off
-        self.error: Tensor | None = None
-        if feedback:
-            self.error = torch.zeros(blocks // world * BLOCK, dtype=torch.float32, device=device)
         self.pending = 0  # parameters whose gradient of this backward is not there yet
         start = 0
         for region in regions:
@@ -101,19 +98,17 @@ class Bucket:
         for region in self.regions:
             region.before_exchange()
         if way.world > 1:
-            observe("bucket", self.codes.device, lambda: self._exchange(way))
+            whole = self._whole
+            body = partial(exchange.all_reduce, whole, whole, way.world, way)
+            observe("bucket", self.codes.device, body)
         for region in self.regions:
             region.after_exchange()
-
-    def _exchange(self, way: Transport) -> int:
-        return exchange.all_reduce(self._whole, self._whole, way.world, way, self.error)
 
 
 def make_buckets(
     parameters: Iterable[tuple[str, nn.Parameter]],
     world: int,
     most_bytes: float,
-    feedback: bool,  # of errors
 ) -> list[Bucket]:
     """Put parameters into buckets of at most `most_bytes`, last first, which is about the order of backward."""
     buckets: list[list[Region]] = []
@@ -126,4 +121,4 @@ def make_buckets(
             size = 0.0
         buckets[-1].append(region)
         size += nbytes
-    return [Bucket(regions, world, feedback) for regions in buckets]
+    return [Bucket(regions, world) for regions in buckets]

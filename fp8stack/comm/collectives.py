@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
-from fp8stack.formats import BLOCK, FLOATS
-from fp8stack.levels import check_choice
+from fp8stack.formats import FLOATS
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
@@ -47,8 +46,6 @@ def all_reduce(
     op: Any = dist.ReduceOp.SUM,
     group: Any = None,
     async_op: bool = False,
-    *,
-    error: Tensor | None = None,
 ) -> dist.Work | None:
     """Add up, or average, a tensor over all ranks, in place.
 
@@ -57,8 +54,6 @@ def all_reduce(
         op: `ReduceOp.SUM` or `ReduceOp.AVG`.
         group: the process group; by default all ranks.
         async_op: return a handle; leave the tensor alone until its `wait()`. The same on all ranks.
-        error: made by `error_like(tensor)`; holds what the last call's quantization of this rank's part of the sum cut
-            off. It is added to the sum, and replaced ("error feedback" of the second quantization alone).
 
     Returns:
         A handle if `async_op`, else None; None too on a rank that is not in the group.
@@ -67,20 +62,7 @@ def all_reduce(
         ConfigError: for another operation, dtype or kind of tensor.
         CommError: if ranks fail or stay away.
     """
-    body = partial(exchange.all_reduce, error=error)
-    return _run("all_reduce", tensor, tensor, op, group, async_op, body, error=error)
-
-
-def error_like(tensor: Tensor, group: Any = None) -> Tensor:
-    """Return zeros for the `error` of an all_reduce of `tensor`: float32, an element for each of this rank's part."""
-    world = dist.get_world_size(group)
-    size = exchange.flat(tensor, world).per * BLOCK if world > 0 else 0  # -1: not in the group
-    return torch.zeros(size, dtype=torch.float32, device=tensor.device)
-
-
-def feeds_back(error_feedback: str) -> bool:
-    """Return whether the option `error_feedback` is on, or raise ConfigError."""
-    return bool(check_choice("error_feedback", error_feedback, ("none", "shard")) == "shard")
+    return _run("all_reduce", tensor, tensor, op, group, async_op, exchange.all_reduce)
 
 
 def reduce_scatter_tensor(
@@ -122,7 +104,6 @@ def _run(
     async_op: bool,
     body: Callable[..., int],  # of output, input, divisor and transport; returns the bytes sent
     background: bool = False,  # which `async_op` implies
-    error: Tensor | None = None,  # that `body` writes to
 ) -> dist.Work | None:
     """Check the arguments and run a collective, now or in the background."""
     group = group_of(group)
@@ -133,12 +114,12 @@ def _run(
         )
         return None
     world = group.size()
-    _check(name, output, input, op, world, error)
+    _check(name, output, input, op, world)
     what = Call(name, input.numel(), input.dtype)
     verify(
         lambda: (
             f"{what} into {output.numel()}, {op}, {type(input).__name__}, async_op={async_op}, "
-            f"transport {choice_of(group).transport}, {'no' if error is None else 'with'} error feedback"
+            f"transport {choice_of(group).transport}"
         ),
         group,
     )
@@ -161,13 +142,10 @@ def _run(
     if not async_op:
         run()
         return None
-    tensors = [output, input] if error is None else [output, input, error]
-    return _run_beside(run, tensors)
+    return _run_beside(run, [output, input])
 
 
-def _check(
-    name: str, output: Tensor, input: Tensor, op: Any, world: int, error: Tensor | None
-) -> None:
+def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> None:
     for tensor in (output,) if output is input else (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
@@ -190,14 +168,6 @@ def _check(
         raise ConfigError(
             f"fp8stack.comm.{name} has ReduceOp.SUM and ReduceOp.AVG, got {op}. Use torch.distributed.{name}."
         )
-    if error is not None:
-        size = exchange.flat(input, world).per * BLOCK
-        fits = error.dtype is torch.float32 and error.is_contiguous() and error.numel() == size
-        if not fits or error.device != input.device:
-            raise ConfigError(
-                f"error must be {size} contiguous float32 elements on {input.device}, as error_like makes it; got "
-                f"{error.numel()} of {error.dtype} on {error.device}."
-            )
     if output is input:
         return
     if output.device != input.device:

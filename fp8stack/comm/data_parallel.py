@@ -31,7 +31,6 @@ from fp8stack.formats import FLOATS
 from fp8stack.tensor import check_dense, is_sharded
 
 from .buckets import Region, make_buckets
-from .collectives import feeds_back
 from .transport import Transport, failures_named, gather_objects, group_of, verify
 
 
@@ -47,8 +46,6 @@ class DataParallel(nn.Module):
             parameters and buffers of the first one.
         find_unused_parameters: parameters may take no part in a backward. One that no rank used keeps the gradient that
             it had. Costs a small all-reduce and a wait for it.
-        error_feedback: "shard" adds to each mean what quantizing the last one cut off, for 4 bytes a parameter divided
-            by the number of ranks. A loss scale must then be constant.
 
     Raises:
         ConfigError: if the model is not as described.
@@ -66,21 +63,16 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         init_sync: bool = True,
         find_unused_parameters: bool = False,
-        error_feedback: str = "none",
     ) -> None:
         super().__init__()
         self.module = module
-        self._options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb, "broadcast_buffers": broadcast_buffers,
-            "find_unused_parameters": find_unused_parameters, "error_feedback": error_feedback,
-        }  # fmt: skip
+        self.bucket_cap_mb, self.broadcast_buffers = bucket_cap_mb, broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
         self.process_group = group_of(process_group)
         if self.process_group is None:
             raise ConfigError(f"rank {dist.get_rank()} does not belong to the given process group.")
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.device = _check_model(module, trained, bucket_cap_mb)
-        self.broadcast_buffers = broadcast_buffers
-        self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
         self.world = dist.get_world_size(self.process_group)
         if init_sync:
@@ -93,8 +85,7 @@ class DataParallel(nn.Module):
                 Fp8StackWarning,
                 stacklevel=2,
             )
-        feedback = feeds_back(error_feedback)
-        self.buckets = make_buckets(trained, self.world, bucket_cap_mb * 2**20, feedback)
+        self.buckets = make_buckets(trained, self.world, bucket_cap_mb * 2**20)
         self._regions = [region for bucket in self.buckets for region in bucket.regions]
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
@@ -142,7 +133,9 @@ class DataParallel(nn.Module):
 
     def __reduce__(self) -> Any:
         """Copy and pickle as a new wrapper over all ranks; nothing is exchanged for it."""
-        return partial(DataParallel, init_sync=False, **self._options), (self.module,)
+        names = ("bucket_cap_mb", "broadcast_buffers", "find_unused_parameters")
+        options = {name: getattr(self, name) for name in names}
+        return partial(DataParallel, init_sync=False, **options), (self.module,)
 
     # --- backward
 

@@ -19,36 +19,20 @@ from torch import nn
 
 from fp8stack.errors import ConfigError
 
-from .collectives import all_reduce, error_like, feeds_back
+from .collectives import all_reduce
 
 
 @dataclass
 class Fp8CommState:
-    """The options of the hook, and the errors that it feeds back.
+    """The options of the hook.
 
     Attributes:
         process_group: the group of the model's replicas; None: all ranks.
         min_bytes: buckets of fewer bytes are averaged by torch, in their own dtype.
-        error_feedback: "shard" adds to each mean what quantizing the last one cut off, see `DataParallel`.
     """
 
     process_group: Any = None
     min_bytes: int = 0
-    error_feedback: str = "none"
-
-    def __post_init__(self) -> None:
-        self._feeds_back = feeds_back(self.error_feedback)
-        self._errors: dict[tuple[int, int], torch.Tensor] = {}
-
-    def error_of(self, index: int, gradients: torch.Tensor) -> torch.Tensor | None:
-        """Return the error of a bucket; it starts from zero again if DDP gave the bucket another size."""
-        if not self._feeds_back:
-            return None
-        key = index, gradients.numel()
-        if key not in self._errors:
-            self._errors = {k: error for k, error in self._errors.items() if k[0] != index}
-            self._errors[key] = error_like(gradients, self.process_group)
-        return self._errors[key]
 
 
 def fp8_compress_hook(
@@ -65,9 +49,7 @@ def fp8_compress_hook(
         state = Fp8CommState(state)
     gradients = bucket.buffer()
     if gradients.nbytes >= state.min_bytes:
-        error = state.error_of(bucket.index(), gradients)
-        average, group = dist.ReduceOp.AVG, state.process_group
-        work = all_reduce(gradients, average, group, async_op=True, error=error)
+        work = all_reduce(gradients, dist.ReduceOp.AVG, state.process_group, async_op=True)
         assert work is not None  # DDP's ranks are members
         future = work.get_future()
     else:
@@ -77,14 +59,12 @@ def fp8_compress_hook(
     return future.then(lambda done: done.value()[0])
 
 
-def register_fp8_hook(
-    model: nn.parallel.DistributedDataParallel, min_bytes: int = 0, error_feedback: str = "none"
-) -> None:
+def register_fp8_hook(model: nn.parallel.DistributedDataParallel, min_bytes: int = 0) -> None:
     """Make a DistributedDataParallel model average its gradients with E4M3 blocks on the wire.
 
     Args:
         model: the wrapped model, before its first backward.
-        min_bytes, error_feedback: see `Fp8CommState`.
+        min_bytes: buckets of fewer bytes are averaged by torch, in their own dtype.
 
     Raises:
         ConfigError: if `model` is something else.
@@ -93,5 +73,4 @@ def register_fp8_hook(
         raise ConfigError(
             f"register_fp8_hook takes a model wrapped in DistributedDataParallel, got {type(model).__name__}."
         )
-    state = Fp8CommState(model.process_group, min_bytes, error_feedback)
-    model.register_comm_hook(state, fp8_compress_hook)
+    model.register_comm_hook(Fp8CommState(model.process_group, min_bytes), fp8_compress_hook)

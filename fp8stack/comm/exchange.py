@@ -74,26 +74,23 @@ def all_reduce(
     input: Tensor,  # may be `output`
     divisor: int,
     way: Transport,
-    error: Tensor | None = None,  # see kernels/reference/wire.py
 ) -> int:
     """Add up `input` over all ranks, and divide; return the bytes that this rank sends, as all of these do."""
     layout, hosts = flat(input, way.world), _HIERARCHIES.get(way.group, ())
     if not hosts and (link := link_of(way.group, input.device)):
-        link.all_reduce(input, output, layout, way, divisor, error)
+        link.all_reduce(input, output, layout, way, divisor)
         nbytes = 2 * (way.world - 1) * layout.per * (BLOCK + 4)
     else:
         chunks = pack(input, layout)
         ways = [Transport(group, way.what, way.background) for group in hosts] or [way]
-        nbytes = _add_up(chunks, layout, ways, divisor, error)
+        nbytes = _add_up(chunks, layout, ways, divisor)
         unpack(chunks, output, layout)
     if isinstance(output, BlockScaledTensor):
         output.residual = None
     return nbytes
 
 
-def _add_up(
-    chunks: Tensor, layout: Layout, ways: list[Transport], divisor: int, error: Tensor | None
-) -> int:
+def _add_up(chunks: Tensor, layout: Layout, ways: list[Transport], divisor: int) -> int:
     """Replace chunks by their sums over one group, or over several one inside the other; return the bytes sent.
 
     Each rank of the first group adds up an equal part of the chunks. With hosts that is a chunk for each host, which it
@@ -108,9 +105,9 @@ def _add_up(
     nbytes = 2 * (way.world - 1) * chunks.nbytes // way.world
     if others:
         part = kernels.reduce_pack(received, layout)
-        nbytes += _add_up(part, layout, others, divisor, error)
+        nbytes += _add_up(part, layout, others, divisor)
     else:
-        part = kernels.reduce_pack(received, layout, divisor, error)
+        part = kernels.reduce_pack(received, layout, divisor)
     way.all_gather(chunks, part)
     return nbytes
 

@@ -130,15 +130,15 @@ class Link:
         self._call = 0
 
     def all_reduce(
-        self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int, error: Tensor | None
-    ) -> None:  # fmt: skip
+        self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int
+    ) -> None:
         """Add up a tensor, or FP8 blocks, over all ranks, and divide; raise CommError if an earlier call failed.
 
-        `out` may be `x`; both are contiguous. `error`: see kernels/reference/wire.py.
+        `out` may be `x`; both are contiguous.
         """
         tensors = [part for tensor in (x, out) for part in _values_and_scales(tensor)]
         call, space = self._begin(way)
-        self._kernels.all_reduce(*tensors, layout, space, call, self._timeout, divisor, error)
+        self._kernels.all_reduce(*tensors, layout, space, call, self._timeout, divisor)
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int

@@ -81,16 +81,12 @@ def reduce_pack(
     chunks: Tensor,  # uint8 [ranks, pitch]: one stripe, from every rank; or [ranks, stripes, pitch]
     layout: Layout,
     divisor: float = 1.0,
-    error: Tensor | None = None,  # float32 [stripes × per × 128], written
 ) -> Tensor:  # uint8 [pitch], or [stripes, pitch]
-    """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result.
-
-    `error` is what quantization cut off the last time: it is added first, and what is cut off now replaces it.
-    """
+    """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
     ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
     codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
     codes, scale = codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1)
-    result = _chunks(*_quantize_sum(codes, scale, divisor, error), layout.stripes(stripes))
+    result = _chunks(*_quantize(_sum(codes, scale, divisor)), layout.stripes(stripes))
     return result.view_as(chunks[0])
 
 
@@ -161,20 +157,6 @@ def _parts(chunks: Tensor, per: int) -> tuple[Tensor, Tensor]:
     """Return codes (float8_e4m3fn [chunks, per, 128]) and scales (float32 [chunks, per])."""
     codes = chunks[:, : per * BLOCK].contiguous().view(E4M3.dtype)
     return codes.view(len(chunks), per, BLOCK), scales_of(chunks, per)
-
-
-def _quantize_sum(
-    codes: Tensor, scale: Tensor, divisor: float, error: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    total = _sum(codes, scale, divisor)
-    if error is None:
-        return _quantize(total)
-    total += error.view_as(total)
-    result, scales = _quantize(total)
-    lost = total - result.view(E4M3.dtype).float() * scales.unsqueeze(-1)
-    # none of a block that is not finite, whose error would stay for ever
-    error.copy_(torch.where(scales.isfinite().unsqueeze(-1), lost, 0.0).view_as(error))
-    return result, scales
 
 
 def _sum(

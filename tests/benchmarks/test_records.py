@@ -132,7 +132,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     ),
     wire_parity: (
         ["--steps", "12", "--batch", "4", "--seeds", "0", "--jobs", "2"],
-        [wire_parity.BASE, "hook", "DataParallel, error feedback"],
+        [wire_parity.BASE, "hook", "DataParallel"],
     ),
 }
 WITHIN = {  # numbers of every record, the least and the most that they may be

@@ -251,8 +251,8 @@ def wire_cases(names):
     wire = {"wire_ptr": "u8", "codes_ptr": "u8", "scales_ptr": "fp32", "scale_ptr": "fp32"}
     for kind, dtype in (("values", "bf16"), ("codes", "u8")):
         places = wire | {"x_ptr": dtype, "out_ptr": dtype}
-        places |= {"out_scales_ptr": "fp32", "error_ptr": "fp32"}
-        constants = {"CODES": kind == "codes", "PACK": kind == "codes", "ERROR": kind == "codes"}
+        places |= {"out_scales_ptr": "fp32"}
+        constants = {"CODES": kind == "codes", "PACK": kind == "codes"}
         constants |= {"DIVIDE": "divide", "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
         yield kind, places, {n: value for n, value in constants.items() if n in names}
 
@@ -260,13 +260,13 @@ def wire_cases(names):
 def two_shot_cases(names):
     for kind, dtype, other in (
         ("bf16", "bf16", {}),
-        ("codes", "u8", {"CODES_IN": True, "CODES_OUT": True, "ERROR": True}),
+        ("codes", "u8", {"CODES_IN": True, "CODES_OUT": True}),
         ("scatter", "fp32", {"SCATTER": True, "EVEN": False}),
     ):
-        places = {"x_ptr": dtype, "out_ptr": dtype, "x_scales_ptr": "fp32", "error_ptr": "fp32"}
+        places = {"x_ptr": dtype, "out_ptr": dtype, "x_scales_ptr": "fp32"}
         places |= {"out_scales_ptr": "fp32", "peers_ptr": "i64", "steps_ptr": "i32"}
         places |= {"missing_ptr": "i32"}
-        constants = dict.fromkeys(("SCATTER", "CODES_IN", "CODES_OUT", "ERROR"), False)
+        constants = dict.fromkeys(("SCATTER", "CODES_IN", "CODES_OUT"), False)
         constants |= {"WORLD": 4, "DIVIDE": "multiply", "HARDWARE": None, "EVEN": True}
         constants |= {"FLAT": True, "BLOCKS": 32}
         yield kind, places, constants | other
