@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_bits
 from torch import nn
-from workers import leave_ranks
 
 from fp8stack import optim
 from fp8stack.integrations import deepspeed as fp8_deepspeed
@@ -26,18 +25,6 @@ def import_deepspeed(device="cpu"):
     # built with a compiler at the first call otherwise, and not used in training
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def enter(rank, world, store):
-    """Join a group of `world` ranks and return DeepSpeed."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    return import_deepspeed()
-
-
-def leave():
-    leave_ranks()
-    os._exit(0)
 
 
 def assert_same_on_all_ranks(model):
