@@ -33,13 +33,7 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .fp8 import (
-    bits_of_magnitude,
-    casts_in_hardware,
-    encode_scaled,
-    reciprocal,
-    scale_and_inverse,
-)
+from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, reciprocal, scale_and_inverse
 from .launch import Launcher, raw_stream
 from .reference.cast import LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES

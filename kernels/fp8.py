@@ -5,7 +5,14 @@ Why: the same bits have to come out of an A100, an H200, Triton's interpreter an
 not give them: sm_80 has none, sm_89 rounds twice on the way from float32, and the interpreter does not round to nearest
 even.
 
-How: `encode` rounds as the reference does, instruction for instruction, in float32 and integers. Decoding goes through
+How: `encode` rounds on the grid of the target, in float32 and integers. With e = the exponent of x, or that of the
+smallest normal number if x is below it, the grid around x has step 2^(e - M) for M mantissa bits. Adding magic =
+2^(e + 23 - M) pushes everything finer than that step out of a float32's 24 bits, so the addition itself rounds to
+nearest even, and bits(x + magic) - bits(magic) counts the steps:
+
+    code = bits(x + magic) - bits(magic) + (e - min_exponent) * 2^M
+
+Decoding goes through
 float16, whose exponent and mantissa fields line up with a shifted code: one shift, one exact conversion, one
 multiplication by a power of two. Where a kernel has no instructions to spare, `encode_ocp` and `decode_e4m3` use the
 casts of sm_90, which round as we do: they were compared on every float32 (`tests/kernels/test_hardware_cast.py`).

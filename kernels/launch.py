@@ -30,8 +30,7 @@ import torch
 import triton
 from torch import Tensor
 
-_MOST = 4096
-"""Keys that a Launcher remembers: batches of ever new lengths must not fill the memory."""
+_MOST = 4096  # keys that a Launcher remembers: batches of ever new lengths must not fill the memory
 
 _INT32 = 2**31
 

@@ -12,7 +12,7 @@ Limits: contiguous gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -125,14 +125,9 @@ _launch_root = Launcher(_root_kernel, **_ROUNDING)
 _launch_multiply = Launcher(_multiply_kernel, **_ROUNDING)
 
 
-def spans(row: Mapping[str, int]) -> int:
-    """Return how many programs read one gradient."""
-    return -(-row["blocks"] // SPAN)
-
-
 def largest(
     rows: Tensor,  # int64 [tensors, 16], see pointer_table.py
-    owner: Tensor,  # int32 [programs], by `spans`
+    owner: Tensor,  # int32 [programs], see `pointer_table.deal`
     dtype: torch.dtype,  # of the gradients; float8_e4m3fn: blocks
     out: Tensor,  # float32, 0-d, 0 or more: raised to the largest magnitude, NaN if there is one
 ) -> None:
@@ -141,35 +136,21 @@ def largest(
         _launch_largest(grid, rows, owner, out.view(torch.int32), TYPES[dtype], TILE)
 
 
-def squares(
-    rows: Tensor,
-    owner: Tensor,
-    dtype: torch.dtype,
-    layout: str,  # of the rows, see `step.Launch`
-    partial: Tensor,  # float64 [programs]; overwritten
-) -> None:
-    """Write each program's sum of squares."""
-    if len(owner):
-        grid = (len(owner), 1, 1)
-        _launch_squares(grid, rows, owner, partial, TYPES[dtype], layout, TILE)
-
-
-def root(partial: Tensor, out: Tensor) -> None:  # float64 [programs]; float32, 0-d
-    """Write the square root of the sum of `partial`."""
-    _launch_root((1, 1, 1), partial, out, len(partial), 1024)
-
-
 def total(
-    launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]],  # dtype, layout, rows, owner
-    partial: Tensor,  # float64 [programs of all launches]; overwritten
+    launches: Sequence[
+        tuple[torch.dtype, str, Tensor, Tensor]
+    ],  # dtype, `step.Launch.rows`, rows, owner
+    partial: Tensor,  # float64 [programs of all launches]; overwritten with each program's sum of squares
     out: Tensor,  # float32, 0-d
 ) -> None:
     """Write the norm of all gradients of several launches."""
     at = 0
     for dtype, layout, rows, owner in launches:
-        squares(rows, owner, dtype, layout, partial[at : at + len(owner)])
-        at += len(owner)
-    root(partial, out)
+        if len(owner):
+            grid, part = (len(owner), 1, 1), partial[at : at + len(owner)]
+            _launch_squares(grid, rows, owner, part, TYPES[dtype], layout, TILE)
+            at += len(owner)
+    _launch_root((1, 1, 1), partial, out, len(partial), 1024)
 
 
 def multiply(rows: Tensor, owner: Tensor, dtype: torch.dtype, factor: Tensor) -> None:

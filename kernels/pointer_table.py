@@ -13,7 +13,7 @@ Limits: the caller keeps the tensors alive.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -36,29 +36,19 @@ def upload_rows(rows: Sequence[Mapping[str, int]], device: torch.device) -> Tens
     return upload(flat, device).view(len(rows), WIDTH)
 
 
-def owners(programs: Sequence[int], device: torch.device) -> Tensor:
-    """Return the row that each program works on, int32, where row i has `programs[i]` of them."""
-    counts = upload(array("q", programs), device)
-    rows = torch.arange(len(programs), dtype=torch.int32, device=device)
-    return torch.repeat_interleave(rows, counts, output_size=sum(programs))
-
-
-def firsts(programs: Sequence[int]) -> list[int]:
-    """Return the number of each row's first program."""
-    return [0, *accumulate(programs)][:-1]
-
-
 def deal(
     rows: Sequence[dict[str, int]],
-    programs: Callable[[Mapping[str, int]], int],  # how many a row needs
+    blocks: int,  # of a row that a program works on
     column: str,  # "first" or "first_span"
     device: torch.device,
 ) -> Tensor:
     """Give each row of a launch its programs: note its first one in `column`, return the row of each (int32)."""
-    counts = [programs(row) for row in rows]
-    for row, first in zip(rows, firsts(counts), strict=True):
+    counts = [-(-row["blocks"] // blocks) for row in rows]
+    for row, first in zip(rows, accumulate(counts, initial=0), strict=False):
         row[column] = first
-    return owners(counts, device)
+    numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
+    repeats = upload(array("q", counts), device)
+    return torch.repeat_interleave(numbers, repeats, output_size=sum(counts))
 
 
 def upload(values: array[int] | array[float], device: torch.device) -> Tensor:

@@ -271,11 +271,11 @@ def pack_codes(code, BLOCKS: tl.constexpr):  # uint8 [blocks, 128] -> uint8 [blo
 
 
 @triton.jit
-def join24(weight, remainder):  # bits of bfloat16 as int16, int8 -> float32
-    """Return the 24-bit master; the weight alone where the sum is NaN."""
+def join(weight, remainder):  # bits of bfloat16 as int16, int8 or int16 -> float32
+    """Return the master of 24 or 32 bits; the weight alone where the sum is NaN."""
     # For each of four: the bfloat16 weight in the upper half (shl, or a mask), plus the remainder. prmt puts its byte
     # in bits 8 to 15, zeros below, and its sign bit in all 16 bits above.
-    if PTX:
+    if PTX and remainder.dtype == tl.int8:
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a; .reg .f32 f; .reg .pred p;
@@ -291,21 +291,22 @@ def join24(weight, remainder):  # bits of bfloat16 as int16, int8 -> float32
             "=&r,=&r,=&r,=&r,r,r,r", [weight, remainder], dtype=tl.float32, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        return join(weight, remainder.to(tl.int32) << 8)
+        low = remainder.to(tl.int32)
+        if remainder.dtype == tl.int8:
+            low = low << 8
+        high = weight.to(tl.int32) << 16
+        whole = (high + low).to(tl.float32, bitcast=True)
+        return tl.where(whole == whole, whole, high.to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def join(weight, low):  # bits of bfloat16 as int16, int32 -> float32
-    high = weight.to(tl.int32) << 16
-    whole = (high + low).to(tl.float32, bitcast=True)
-    return tl.where(whole == whole, whole, high.to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def split24(x):  # float32 -> bits of bfloat16 as int16, int8
+def split(x, WIDE: tl.constexpr):  # float32 -> bits of bfloat16 as int16, int8 or (WIDE) int16
     # To 24 bits: + 0x80, half of bit 8. Byte 1 of that is the remainder: prmt gathers those of all four. Then to 16
     # bits: + 0x8000, and prmt gathers the upper halves, two bfloat16 to a register.
-    if PTX:  # a NaN that arithmetic makes there is 0x7FFFFFFF, which rounding would carry over: min makes it 0x7FC00000
+    if WIDE:
+        bits = number_bits(x)
+        return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
+    elif PTX:  # a NaN that arithmetic makes is 0x7FFFFFFF, which rounding would carry over: min makes it 0x7FC00000
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, e, f;
@@ -320,12 +321,6 @@ def split24(x):  # float32 -> bits of bfloat16 as int16, int8
     else:
         rounded = number_bits(x) + 0x80
         return ((rounded + 0x8000) >> 16).to(tl.int16), (rounded >> 8).to(tl.int8)
-
-
-@triton.jit
-def split32(x):  # float32 -> bits of bfloat16 as int16, int16
-    bits = number_bits(x)
-    return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
 
 
 @triton.jit

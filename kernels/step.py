@@ -15,7 +15,7 @@ agrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, rows_cols, scale_shape
 
 from .launch import Launcher
-from .pointer_table import COLUMN, WIDTH, owners, upload_rows
+from .pointer_table import COLUMN, WIDTH
 from .reference.step import StepKind, StepTensors
 from .state_codecs import (
     E4M3_MAX,
@@ -237,11 +237,6 @@ def table_row(shape: torch.Size, **tensors: Tensor | None) -> dict[str, int]:
     return addresses | {"blocks": rows * per_row, "blocks_per_row": per_row, "cols": cols}
 
 
-def programs(row: Mapping[str, int]) -> int:
-    """Return how many programs step one tensor."""
-    return -(-row["blocks"] // BLOCKS)
-
-
 def step_table(
     launch: Launch,
     rows: Tensor,  # int64 [tensors, 16], see pointer_table.py
@@ -255,10 +250,7 @@ def step_table(
         return
     kind = launch.kind
     dtypes = [tl.float32 if d is None else TYPES[d] for d in launch.dtypes]
-    master = kind.master
-    if master == "split":
-        master = "split24" if launch.dtypes[1] is torch.int8 else "split32"
-    if master in ("split24", "split32", "dithered"):
+    if kind.master in ("split", "dithered"):
         dtypes[0] = tl.int16  # the bits of bfloat16
     if kind.v == "dithered":
         dtypes[4] = tl.int16
@@ -266,18 +258,9 @@ def step_table(
     for number in (1, 2) if two_passes else (0,):
         _launch_step(
             (len(owner), 1, 1),
-            rows, owner, hyper, amax, kind.algorithm, kind.coupled, master, kind.m, kind.v, *dtypes,
+            rows, owner, hyper, amax, kind.algorithm, kind.coupled, kind.master, kind.m, kind.v, *dtypes,
             launch.rows, number, fast, BLOCKS,
         )  # fmt: skip
     if two_passes:
-        one_scale = (kind.m == "tensor", kind.v == "tensor", master == "tensor")
+        one_scale = (kind.m == "tensor", kind.v == "tensor", kind.master == "tensor")
         _launch_scales((len(rows), 1, 1), rows, hyper, amax, *one_scale)
-
-
-def step(kind: StepKind, t: StepTensors, hyper: Tensor, fast: bool = True) -> None:
-    """Step one tensor; `hyper`: float32 [16]. The twin of `reference.step.step`, for tests and single uses."""
-    device = t.weight.device
-    row = table_row(t.weight.shape, **t._asdict())
-    amax = torch.zeros(1, 4, dtype=torch.int32, device=device)
-    rows, owner = upload_rows([row], device), owners([programs(row)], device)
-    step_table(launch_of(kind, t), rows, owner, hyper, amax, fast)

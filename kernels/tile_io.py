@@ -22,11 +22,9 @@ from .state_codecs import (
     dither,
     encode_state,
     join,
-    join24,
     pack_codes,
     signed_values,
-    split24,
-    split32,
+    split,
     unpack_codes,
 )
 
@@ -70,10 +68,8 @@ def places(row, first, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 @triton.jit
 def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER: tl.constexpr):
     w = tl.load(weight + offset, mask=mask, other=OTHER)
-    if MASTER == "split24":
-        return join24(w, tl.load(master + offset, mask=mask, other=OTHER))
-    elif MASTER == "split32":
-        return join(w, tl.load(master + offset, mask=mask, other=OTHER).to(tl.int32))
+    if MASTER == "split":
+        return join(w, tl.load(master + offset, mask=mask, other=OTHER))
     elif MASTER == "dithered":
         return (w.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif MASTER == "dense" or MASTER == "tensor":
@@ -90,12 +86,8 @@ def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER
 @triton.jit
 def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.constexpr):
     """Store a weight and its master."""
-    if MASTER == "split24":
-        high, low = split24(w)
-        tl.store(weight + offset, high, mask=mask)
-        tl.store(master + offset, low, mask=mask)
-    elif MASTER == "split32":
-        high, low = split32(w)
+    if MASTER == "split":
+        high, low = split(w, master.dtype.element_ty == tl.int16)
         tl.store(weight + offset, high, mask=mask)
         tl.store(master + offset, low, mask=mask)
     elif MASTER == "dithered":

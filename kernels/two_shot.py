@@ -55,20 +55,20 @@ from .reference.wire import Layout
 from .wire import divide, division
 from .workspace import (
     BLOCKS,
+    PROGRAMS,
     WARPS,
     Workspace,
     await_flags,
     deadline_after,
-    load_progress,
     load_tile,
     raise_flags,
-    store_progress,
     store_tile,
 )
 
 REGISTERS = 64  # of a thread: four programs of 256 threads share the 65,536 of a multiprocessor
 
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
+_PROGRAMS = tl.constexpr(PROGRAMS)
 
 
 @triton.jit
@@ -190,7 +190,8 @@ def _two_shot_kernel(
 ):  # fmt: skip
     program, stride = tl.program_id(0), tl.num_programs(0) * BLOCKS
     mine = tl.load(peers_ptr + rank)
-    first, late = load_progress(steps_ptr, program)
+    first = tl.load(steps_ptr + program)  # the steps that this program has ended
+    late = tl.load(steps_ptr + _PROGRAMS + program)  # whether it gave up
     deadline = deadline_after(timeout)
     start = program.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     for step in range(rounds + 2):
@@ -224,39 +225,12 @@ def _two_shot_kernel(
             )  # fmt: skip
         if (step <= rounds) & (late == 0):
             raise_flags(peers_ptr, program, rank, turn + 1, WORLD)
-    store_progress(steps_ptr, program, first + rounds + 2, late)
+    tl.store(steps_ptr + program, first + rounds + 2)
+    tl.store(steps_ptr + _PROGRAMS + program, late)
 
 
 # Every multiplication rounds on its own: contracting them would give other bits than the reference.
 _launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, enable_fp_fusion=False)
-
-
-def all_reduce(
-    x: Tensor,  # float32, bfloat16, float16, or uint8 codes of E4M3; contiguous, rows × cols elements
-    x_scales: Tensor | None,  # float32 [blocks], of codes
-    out: Tensor,  # as `x`, may be the same
-    out_scales: Tensor | None,
-    layout: Layout,
-    space: Workspace,
-    call: int,
-    timeout: float,  # seconds
-    divisor: float = 1.0,
-) -> None:
-    """Add up a tensor over all ranks, in float32 in their order, and divide by `divisor`."""
-    _run(x, x_scales, out, out_scales, layout, space, call, timeout, divisor, False)
-
-
-def reduce_scatter(
-    x: Tensor,  # float32, bfloat16 or float16, contiguous, world × cols elements
-    out: Tensor,  # of cols elements
-    layout: Layout,  # of `world` rows
-    space: Workspace,
-    call: int,
-    timeout: float,  # seconds
-    divisor: float = 1.0,
-) -> None:
-    """Add up a row over all ranks, in float32 in their order, divide by `divisor`, and round to the dtype of `out`."""
-    _run(x, None, out, None, layout, space, call, timeout, divisor, True)
 
 
 @lru_cache(4096)
@@ -269,18 +243,30 @@ def _geometry(layout: Layout, programs: int) -> tuple[Any, ...]:
     return rounds, grid, sizes, cols % BLOCK == 0, layout.rows == 1
 
 
-def _run(
-    x: Tensor, x_scales: Tensor | None, out: Tensor, out_scales: Tensor | None,
-    layout: Layout, space: Workspace, call: int, timeout: float, divisor: float, scatter: bool,
-) -> None:  # fmt: skip
+def add_up(
+    x: Tensor,  # float32, bfloat16, float16, or uint8 codes of E4M3; contiguous, rows × cols elements
+    x_scales: Tensor | None,  # float32 [blocks], of codes
+    out: Tensor,  # as `x`, may be the same
+    out_scales: Tensor | None,
+    layout: Layout,
+    space: Workspace,
+    call: int,
+    timeout: float,  # seconds
+    divisor: float = 1.0,
+    scatter: bool = False,  # `x` has `world` rows, of which each rank gets one; neither are codes
+) -> None:
+    """Add up a tensor over all ranks, in float32 in their order, divide by `divisor`, and round to the dtype of `out`.
+
+    It is an all-reduce, or a reduce-scatter.
+    """
     rounds, grid, sizes, even, flat = _geometry(layout, space.programs)
     wait = min(int(timeout * (1e6 if INTERPRETED.value else 1e9)), 2**62)
     filled = [x if t is None else t for t in (x, x_scales, out, out_scales)]
+    flags = (x_scales is not None, out_scales is not None)
     how, by = division(divisor)
-    flags = (x_scales is not None, out_scales is not None, how)
     _launch(
         grid,
         *filled, space.peers, space.steps, space.missing,
         space.rank, rounds, call, by, *sizes, wait,
-        layout.world, scatter, *flags, casts_in_hardware(x.device), even, flat, BLOCKS,
+        layout.world, scatter, *flags, how, casts_in_hardware(x.device), even, flat, BLOCKS,
     )  # fmt: skip

@@ -102,18 +102,6 @@ def _flags(memory, program, source):
 
 
 @triton.jit
-def load_progress(steps_ptr, program):
-    """Return how many steps a program has ended, and whether it gave up."""
-    return tl.load(steps_ptr + program), tl.load(steps_ptr + _PROGRAMS + program)
-
-
-@triton.jit
-def store_progress(steps_ptr, program, ended, gave_up):
-    tl.store(steps_ptr + program, ended)
-    tl.store(steps_ptr + _PROGRAMS + program, gave_up)
-
-
-@triton.jit
 def deadline_after(timeout):
     """Return when to stop waiting: in ns of the GPU's clock, or in looks at a flag in the interpreter."""
     if INTERPRETED:
@@ -146,10 +134,12 @@ def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.con
     source = tl.arange(0, _THREADS) % WORLD
     flags = _flags(mine, program, source)
     if INTERPRETED:
+        none = tl.zeros((_THREADS,), tl.int32)
+        late = none + 1
         looks = tl.cast(0, tl.int64)
-        late = _behind(flags, value)
-        while (tl.max(late, axis=0) > 0) & (looks < deadline):
-            late = _behind(flags, value)
+        while (tl.max(late, axis=0) > 0) & (looks <= deadline):
+            seen = tl.atomic_add(flags, none, sem="acquire", scope="sys")
+            late = tl.where(seen - value < 0, 1, 0)
             looks += 1
     else:
         values = tl.zeros((_THREADS,), tl.int32) + value
@@ -160,14 +150,6 @@ def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.con
     tl.debug_barrier()  # and before what other threads load next
     tl.store(missing_ptr + source, tl.zeros((_THREADS,), tl.int32) + call, mask=late != 0)
     return tl.max(late, axis=0)
-
-
-@triton.jit
-def _behind(flags, value):
-    """Return 1 where a flag is below a value; for the interpreter."""
-    none = tl.zeros((_THREADS,), tl.int32)
-    seen = tl.atomic_add(flags, none, sem="acquire", scope="sys")
-    return tl.where(seen - value < 0, 1, 0)
 
 
 @triton.jit

@@ -280,10 +280,13 @@ class Step:
         if self.device == "cpu":
             reference.step(self.kind, self.tensors, hyper)
         else:
-            from fp8stack.kernels import step as triton
-
-            triton.step(self.kind, self.tensors, hyper.to(self.device), fast)
+            launch_steps([self], [hyper], fast)
         return self
+
+    def assert_same(self, expected: dict[str, Tensor], what: str = "") -> None:
+        """Fail unless what a step writes has the bits of `expected`, which another's `written` returned."""
+        for name, value in expected.items():
+            assert_same_bits(getattr(self, name), value, f"{name} {what}")
 
     def written(self) -> dict[str, Tensor]:
         """Return copies of everything that a step writes."""
@@ -313,6 +316,25 @@ class Step:
         if kind == "tensor":
             return decode_tensor(codes, scale)
         return dequantize_blocks(codes, scale, FORMATS[kind], shape=self.weight.shape)
+
+
+def launch_steps(
+    steps: list[Step], hypers: list[Tensor], fast: bool = True, without: int | None = None
+) -> None:
+    """Take the steps of tensors of the same kind in one launch; row `without` of the table has no gradient."""
+    from fp8stack.kernels import step as triton
+    from fp8stack.kernels.pointer_table import COLUMN, deal, upload_rows
+
+    (launch,) = {triton.launch_of(x.kind, x.tensors) for x in steps}
+    device = steps[0].weight.device
+    rows = [triton.table_row(x.weight.shape, **x.tensors._asdict()) for x in steps]
+    owner, table = deal(rows, triton.BLOCKS, "first", device), upload_rows(rows, device)
+    if without is not None:
+        for name in ("grad", "grad_block_scale", "blocks"):
+            table[without, COLUMN[name]] = 0
+    amax = torch.zeros(len(rows), 4, dtype=torch.int32, device=device)
+    triton.step_table(launch, table, owner, torch.stack(hypers).to(device), amax, fast)
+    assert not amax.any()
 
 
 class TinyLM(nn.Module):

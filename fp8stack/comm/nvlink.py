@@ -138,14 +138,16 @@ class Link:
         """
         tensors = [part for tensor in (x, out) for part in _values_and_scales(tensor)]
         call, space = self._begin(way)
-        self._kernels.all_reduce(*tensors, layout, space, call, self._timeout, divisor)
+        self._kernels.add_up(*tensors, layout, space, call, self._timeout, divisor)
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int
     ) -> None:
         """Add up this rank's row of `x` over all ranks, and divide; raise CommError if an earlier call failed."""
         call, space = self._begin(way)
-        self._kernels.reduce_scatter(x, out, layout, space, call, self._timeout, divisor)
+        self._kernels.add_up(
+            x, None, out, None, layout, space, call, self._timeout, divisor, scatter=True
+        )
 
     def _begin(self, way: Transport) -> tuple[int, Any]:
         """Number a call, unless an earlier one failed; return the workspace for it too."""

@@ -96,7 +96,7 @@ def _tables(grads: Sequence[Tensor]) -> list[Table]:
         launches.setdefault((values.dtype, layout), []).append(row)
     result = []
     for (dtype, layout), rows in launches.items():
-        owner = deal(rows, norm.spans, "first_span", device)
+        owner = deal(rows, norm.SPAN, "first_span", device)
         result.append((dtype, layout, upload_rows(rows, device), owner))
     if len(_TABLES) == _KEPT:
         del _TABLES[next(iter(_TABLES))]

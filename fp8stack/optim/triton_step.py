@@ -114,8 +114,8 @@ class TritonStep:
         amax = torch.zeros(len(rows), 4, dtype=torch.int32, device=device)
         for key, run in groupby(keys):
             part = slice(start, start + len(list(run)))
-            owner = deal(rows[part], self._kernels.programs, "first", device)
-            spans = deal(rows[part], self._norms.spans, "first_span", device)
+            owner = deal(rows[part], self._kernels.BLOCKS, "first", device)
+            spans = deal(rows[part], self._norms.SPAN, "first_span", device)
             parts.append((key, part, owner, spans))
             start = part.stop
         self.rows = upload_rows(rows, device)

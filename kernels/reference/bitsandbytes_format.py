@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BLOCK = 256
-"""Elements that share a scale."""
+BLOCK = 256  # elements that share a scale
 
 
 @cache

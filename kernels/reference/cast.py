@@ -23,8 +23,7 @@ from torch.nn.functional import pad
 from fp8stack.formats import MiniFloat
 
 from .delayed_state import STATES
-from .fp8 import cast_finite
-from .quantize import scale_and_inverse
+from .quantize import encode_scaled, scale_and_inverse
 
 Cast = tuple[Tensor, Tensor, Tensor]  # codes, codes_t (empty if not asked for), scale float32 0-d
 
@@ -52,7 +51,7 @@ def cast(
     `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
     """
     if amax is None:
-        amax = _amax(x)
+        amax = largest_magnitude(x)
     elif amax.dtype is torch.int32:
         amax = amax.amax().view(torch.float32)
     scale, _ = scale_and_inverse(amax.float(), fmt)
@@ -71,7 +70,7 @@ def recast(
 ) -> Cast:
     """Quantize a matrix with the scale of its last cast if that fits it, else with its own."""
     last = STATES[of].on(x.device)[0] if isinstance(of, int) else of
-    own, _ = scale_and_inverse(_amax(x), fmt)
+    own, _ = scale_and_inverse(largest_magnitude(x), fmt)
     # a scale that is zero or not finite fits nothing, and nothing fits such a one
     fits = own == last if exact else (own > last * LEAST) & (own <= last * MOST)
     result = _cast_with(torch.where(fits, last, own), x, fmt, codes, transposed)
@@ -80,15 +79,19 @@ def recast(
     return result
 
 
-def _amax(x: Tensor) -> Tensor:  # float32, 0-d
+def largest_magnitude(x: Tensor) -> Tensor:  # float32, 0-d
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def _cast_with(scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool) -> Cast:
+def as_matrix(x: Tensor) -> Tensor:
+    """Return `x` in float32 as rows, padded with zeros."""
     x = x.detach().reshape(-1, x.shape[-1]).float()
+    return pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))
+
+
+def _cast_with(scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool) -> Cast:
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    padded = pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))
-    result = cast_finite(torch.where(inverse > 0, padded * inverse, 0.0), fmt)
+    result = encode_scaled(as_matrix(x), inverse, fmt)
     nothing = torch.empty((0, 0), dtype=fmt.dtype, device=x.device)
     return (
         result if codes else nothing,

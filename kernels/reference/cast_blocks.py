@@ -21,8 +21,7 @@ from torch.nn.functional import pad
 from fp8stack.formats import BLOCK, MiniFloat
 
 from .cast import transpose
-from .fp8 import cast_finite
-from .quantize import scale_and_inverse
+from .quantize import encode_scaled, quantize_blocks, scale_and_inverse
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scale, codes_t, scale_t
 
@@ -43,17 +42,9 @@ def cast_1x128(
 ) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
     x = _padded(x)
-    codes, scale = _along_rows(x, fmt)
-    codes_t, scale_t = _along_rows(x.t(), fmt)
-    return codes, scale, codes_t, scale_t
-
-
-def _along_rows(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
-    blocks = x.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK)
-    scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
-    inverse = inverse.unsqueeze(-1)
-    codes = cast_finite(torch.where(inverse > 0, blocks * inverse, 0.0), fmt)
-    return codes.reshape(x.shape).contiguous(), scale.t().contiguous().t()
+    codes, scale = quantize_blocks(x, fmt)
+    codes_t, scale_t = quantize_blocks(x.t(), fmt)
+    return codes, scale.t().contiguous().t(), codes_t, scale_t.t().contiguous().t()
 
 
 def cast_128x128(
@@ -65,8 +56,7 @@ def cast_128x128(
     rows, cols = (size // BLOCK for size in x.shape)
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
-    inverse = inverse[:, None, :, None]
-    codes = cast_finite(torch.where(inverse > 0, squares * inverse, 0.0), fmt).reshape(x.shape)
+    codes = encode_scaled(squares, inverse[:, None, :, None], fmt).reshape(x.shape)
     forward = pad(scale, (0, in_fours(cols) - cols)).contiguous().t()
     backward = pad(scale.t(), (0, in_fours(rows) - rows)).contiguous().t()
     return codes, forward, transpose(codes), backward

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8stack.formats import MiniFloat
 
-from .cast import ALIGNMENT, Cast, transpose
+from .cast import Cast, as_matrix, largest_magnitude, transpose
 from .delayed_state import HEADER, STATES, DelayedState
 from .fp8 import cast_finite
 from .quantize import scale_and_inverse
@@ -28,15 +27,13 @@ def cast_delayed(
     again: bool,  # with the last cast's scale
 ) -> Cast:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
     """Quantize a matrix with the scale in its state."""
-    x, own_state = x.detach().reshape(-1, x.shape[-1]).float(), STATES[of]
-    state = own_state.on(x.device, update and x.numel() > 0)
-    amax = x.abs().amax() if x.numel() else x.new_zeros(())
+    own_state, update = STATES[of], update and x.numel() > 0
+    state = own_state.on(x.device, update)
+    amax = largest_magnitude(x)
     own, _ = scale_and_inverse(amax * 2.0**own_state.margin, fmt)
     scale = torch.where(state[0] > 0, state[1 if again else 0], own)
-    codes = encode_saturating(
-        pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT)), scale, fmt
-    )
-    if update and x.numel():
+    codes = encode_saturating(as_matrix(x), scale, fmt)
+    if update:
         _update(state, amax, scale, fmt, own_state)
     return codes, transpose(codes), scale
 

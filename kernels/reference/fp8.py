@@ -1,11 +1,7 @@
 """Casts between float32 and the formats of one byte or less.
 
-**E4M3 and E5M2: to nearest, ties to even.** The rounding is done on the grid of the target in float32, without a
-hardware cast. With e = the exponent of x, or that of the smallest normal number if x is below it, the grid around x has
-step 2^(e - M) for M mantissa bits. Adding magic = 2^(e + 23 - M) pushes everything finer than that step out of a
-float32's 24 bits, so the addition itself rounds to nearest even, and bits(x + magic) - bits(magic) counts the steps:
-
-    code = bits(x + magic) - bits(magic) + (e - min_exponent) * 2^M
+**E4M3 and E5M2: to nearest, ties to even.** torch's own cast, which rounds so on every device. How kernels do it
+without one is in `kernels/fp8.py`.
 
 **Optimizer formats: to nearest, ties away from zero, or stochastically.** Scaled by 2^-(min_exponent + 14), the
 format's exponents fall on float16's, subnormals included, so a code is the top of a float16. Cut to float16 (not
@@ -16,22 +12,18 @@ rounded: two roundings would move ties), it is rounded by an integer addition:
 Stochastic rounding adds random bits instead, and to all of float32's: a second moment that is encoded a thousand times
 while it decays would lose 2^-10 of a step each time.
 
-Overflow saturates at the largest finite value (`count_saturated` counts it beforehand). NaN is kept where the format
-has one (E4M3, E5M2: always code 0x7F), as is infinity in E5M2; infinity becomes NaN in E4M3. The optimizer formats
-have neither: their blocks carry a NaN scale instead (`quantize.py`).
+Overflow saturates at the largest finite value. NaN is kept where the format has one (E4M3, E5M2: always code 0x7F), as
+is infinity in E5M2; infinity becomes NaN in E4M3. The optimizer formats have neither: their blocks carry a NaN scale
+instead (`quantize.py`).
 """
 
 from __future__ import annotations
-
-import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-_EXPONENT = 0x7F800000
 _WORD = 0xFFFFFFFF
 
 
@@ -42,24 +34,8 @@ def encode(
 ) -> Tensor:  # uint8, the same shape; 4-bit codes unpacked
     """Return the codes of `x` in `fmt`. For a squared format `x` is the root already, and not negative."""
     x = x.float()
-    if fmt.dtype is torch.uint8:
-        return _encode_cut(x, fmt, noise)
-    magnitude = x.abs().clamp(max=fmt.max)
-    exponent = magnitude.clamp(min=fmt.min_normal).view(torch.int32) & _EXPONENT
-    magic = exponent + ((23 - fmt.mantissa_bits) << 23)
-    steps = (magnitude + magic.view(torch.float32)).view(torch.int32) - magic
-    lowest = (fmt.min_exponent + 127) << 23
-    codes = steps + ((exponent - lowest) >> (23 - fmt.mantissa_bits))
-    codes = codes | ((x.view(torch.int32) >> 24) & 0x80)
-    if fmt.mantissa_bits == 3:
-        codes = torch.where(x.isfinite(), codes, 0x7F)
-    else:
-        infinity = 0x7C | (codes & 0x80)
-        codes = torch.where(x.isnan(), 0x7F, torch.where(x.isinf(), infinity, codes))
-    return codes.to(torch.uint8)
-
-
-def _encode_cut(x: Tensor, fmt: MiniFloat, noise: Tensor | None) -> Tensor:
+    if fmt.dtype is not torch.uint8:
+        return cast(x, fmt).view(torch.uint8)
     size = x.abs().clamp(max=fmt.max) * 2.0 ** -(fmt.min_exponent + 14)
     if noise is None:
         drop = 10 - fmt.mantissa_bits
@@ -103,7 +79,7 @@ def cast(
     x: Tensor,  # float32, bfloat16 or float16, any shape
     fmt: MiniFloat,  # e4m3 or e5m2
 ) -> Tensor:  # fmt.dtype, the same shape
-    """Return `x` as an FP8 tensor; the same codes as `encode`, through torch's own cast, which is faster on a CPU.
+    """Return `x` as an FP8 tensor.
 
     torch rounds correctly but has overflowed to NaN or to the maximum depending on its version, so x is clamped first.
     """
@@ -127,8 +103,11 @@ def decode(
     """Return the values of `codes`. Exact: every code of every format is a float32."""
     if fmt.dtype is not torch.uint8:
         return codes.view(fmt.dtype).float()
-    values: Tensor = _table(fmt, codes.device)[codes.int()]
-    return values
+    code = codes.to(torch.int16)
+    half = (code & 0x7F if fmt.signed else code) << (10 - fmt.mantissa_bits)
+    if fmt.signed:  # bit 7 to bit 15
+        half = half | (code & 0x80) << 8
+    return half.view(torch.float16).float() * 2.0 ** (fmt.min_exponent + 14)
 
 
 def sqrt_rn(x: Tensor) -> Tensor:
@@ -138,32 +117,3 @@ def sqrt_rn(x: Tensor) -> Tensor:
     exact, since no root of a float32 lies within a double's error of a rounding boundary.
     """
     return x.double().sqrt().float()
-
-
-def count_saturated(x: Tensor, fmt: MiniFloat) -> Tensor:
-    """Return how many finite elements of `x` lie above the largest value of `fmt` by half a step or more (int64, 0-d).
-
-    They are the ones that `encode` clips: up to half a step above the maximum, rounding down to it is correct.
-    """
-    top = 2.0 ** math.floor(math.log2(fmt.max))
-    half_step = top * 2.0 ** (-fmt.mantissa_bits - 1)
-    magnitude = x.float().abs()
-    clipped: Tensor = magnitude.isfinite() & (magnitude >= fmt.max + half_step)
-    return clipped.sum()
-
-
-@lru_cache(maxsize=32)
-def _table(fmt: MiniFloat, device: torch.device) -> Tensor:
-    """Return the float32 values of all codes, computed from the definition of the format."""
-    codes = torch.arange(1 << fmt.bits)
-    sign = 1 << (fmt.bits - 1) if fmt.signed else 0
-    body = codes & ~sign
-    exponent, mantissa = body >> fmt.mantissa_bits, body & ((1 << fmt.mantissa_bits) - 1)
-    steps = torch.where(exponent > 0, mantissa + (1 << fmt.mantissa_bits), mantissa).double()
-    value = (
-        steps * 2.0 ** (exponent.clamp(min=1) - 1 + fmt.min_exponent - fmt.mantissa_bits).double()
-    )
-    if fmt.signed:
-        value = torch.where(codes >= sign, -value, value)
-    table: Tensor = value.float().to(device)
-    return table

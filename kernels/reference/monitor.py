@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, MiniFloat
 
-from .fp8 import decode, encode
+from .fp8 import cast_finite
 
 FIELDS = (
     "amax", "scale", "underflow", "overflow", "nonfinite", "dead", "blocks", "signal", "noise", "elements",
@@ -56,12 +56,8 @@ def count(
     each = scale
     if scale.ndim:
         rows, cols = (torch.arange(size, device=x.device) for size in x.shape)
-        across = (cols // BLOCK).unsqueeze(0)
-        each = (
-            scale[across, (rows // BLOCK).unsqueeze(1)]
-            if squares
-            else scale[rows.unsqueeze(1), across]
-        )
+        rows, scale = (rows // BLOCK, scale.t()) if squares else (rows, scale)
+        each = scale[rows.unsqueeze(1), cols // BLOCK]
     inverse = torch.where(each > 0, 1.0 / each, 0.0)
     zero, clipped = thresholds(fmt)
     magnitude, finite = x.abs(), x.isfinite()
@@ -69,25 +65,19 @@ def count(
     told = finite & ~each.isnan()
     small = told & (scaled <= zero)
     under = small & (magnitude > 0)
-    size = x.shape.numel()
-    blocks = -(-size // BLOCK)
-    fill = blocks * BLOCK - size
-    silent = pad(small.flatten(), (0, fill), value=True).view(blocks, BLOCK).all(1)
-    counts = (
-        under.sum(),
-        (told & (scaled >= clipped)).sum(),
-        (~finite).sum(),
-        (silent & pad(under.flatten(), (0, fill)).view(blocks, BLOCK).any(1)).sum(),
-    )
+    fill = -x.numel() % BLOCK
+    silent = pad(small.flatten(), (0, fill), value=True).view(-1, BLOCK).all(1)
+    lossy = pad(under.flatten(), (0, fill)).view(-1, BLOCK).any(1)
+    over = told & (scaled >= clipped)
     largest = torch.where(finite, magnitude, 0.0).amax()
     bits = [m.contiguous().view(torch.int32).amax().long() for m in (largest, each.abs())]
     out[:2] = torch.maximum(out[:2], torch.stack(bits))
-    out[2:6] += torch.stack(counts)
-    codes = decode(encode(torch.where(finite, scaled, 0.0), fmt), fmt)
+    out[2:6] += torch.stack([part.sum() for part in (under, over, ~finite, silent & lossy)])
+    codes = cast_finite(torch.where(finite, scaled, 0.0), fmt).float()
     exact = magnitude.double()
-    for sums, value in zip(
-        out[SUMS].view(torch.float64), (exact, exact - codes.double() * each), strict=True
-    ):
-        sums += torch.where(told, value, 0.0).square().sum()
-    out[FIELDS.index("blocks")] += blocks
-    out[FIELDS.index("elements")] += size
+    terms = [
+        torch.where(told, value, 0.0).square() for value in (exact, exact - codes.double() * each)
+    ]
+    out[SUMS].view(torch.float64).add_(torch.stack([term.sum() for term in terms]))
+    out[FIELDS.index("blocks")] += len(silent)
+    out[FIELDS.index("elements")] += x.numel()

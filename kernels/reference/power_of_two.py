@@ -25,9 +25,8 @@ FLOAT16_MAX = 65504.0
 
 def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
     """Return the smallest power of two s with amax / s <= largest; 1 for a zero tensor, NaN for a non-finite one."""
-    mantissa, exponent = torch.frexp(
-        amax / largest
-    )  # amax / largest = mantissa × 2^exponent, mantissa in [0.5, 1)
+    # amax / largest = mantissa × 2^exponent, mantissa in [0.5, 1)
+    mantissa, exponent = torch.frexp(amax / largest)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     scale = torch.ldexp(torch.ones_like(amax), exponent).clamp(min=TINY)
     scale = torch.where(mantissa > 0, scale, TINY)  # the quotient underflows

@@ -54,33 +54,33 @@ def scale_and_inverse(amax: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
 
 
+def encode_scaled(x: Tensor, inverse: Tensor, fmt: MiniFloat) -> Tensor:
+    """Return the codes of x × inverse in an OCP format; zeros where the inverse is 0: infinity × 0 is NaN."""
+    return cast_finite(torch.where(inverse > 0, x * inverse, 0.0), fmt)
+
+
 def quantize_blocks(
     x: Tensor,  # float32, bfloat16 or float16, any shape
     fmt: MiniFloat,
     seed: Tensor | None = None,  # int32, 0-d: round stochastically
-) -> tuple[
-    Tensor, Tensor
-]:  # codes: fmt.dtype, fmt.codes_shape(x.shape); scale: float32 [rows, ceil(cols / 128)]
-    """Quantize `x` with one scale for each block of 128 elements of a row."""
+) -> tuple[Tensor, Tensor]:
+    """Quantize `x` with one scale for each block of 128 elements of a row.
+
+    Codes are of fmt.dtype and fmt.codes_shape(x.shape), scales float32 [rows, ceil(cols / 128)].
+    """
     blocks = as_blocks(x.float())
     if fmt.squared:
         blocks = sqrt_rn(blocks)
     scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
     if fmt.dtype is torch.uint8:
-        inverse = inverse * NUDGE
-    scaled = blocks * inverse.unsqueeze(-1)
-    if fmt.dtype is not torch.uint8:
-        scaled = torch.where(inverse.unsqueeze(-1) > 0, scaled, 0.0)  # infinity × 0 is NaN
-        if fmt.squared:
-            scaled = torch.where(blocks > 0, scaled.clamp(min=fmt.min_positive), scaled)
-        codes = cast_finite(scaled, fmt)
-    else:
         random = None if seed is None else as_blocks(noise(x.shape, seed))
-        codes = encode(scaled, fmt, random)
-        if fmt.squared:
-            codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
+        codes = encode(blocks * (inverse * NUDGE).unsqueeze(-1), fmt, random)
+    else:
+        codes = encode_scaled(blocks, inverse.unsqueeze(-1), fmt).view(torch.uint8)
+    if fmt.squared:
+        codes = torch.where(blocks > 0, codes.clamp(min=1), codes)
     codes = from_blocks(codes, x.shape).contiguous()
-    return (pack(codes) if fmt.bits == 4 else codes), scale
+    return (pack(codes) if fmt.bits == 4 else codes.view(fmt.dtype)), scale
 
 
 def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor) -> None:

@@ -17,8 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MOST_COLS = 8192
-"""The kernel holds whole rows in registers, which have no room for longer ones."""
+MOST_COLS = 8192  # the kernel holds whole rows in registers, which have no room for longer ones
 
 
 def rmsnorm(

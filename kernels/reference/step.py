@@ -32,12 +32,12 @@ from .master import dither, join, split
 from .power_of_two import decode_tensor, encode_tensor
 from .quantize import as_blocks, dequantize_blocks, from_blocks, quantize_blocks
 
+# Columns of `hyper`, float32, padded to 16. `apply` is 1, or 0 to leave weight and state as they are; `seed` holds the
+# bits of an int32.
 HYPER = (
     "grad_mul", "decay", "step_size", "inv_sqrt_bc2", "apply", "beta1", "gain", "beta2", "one_minus_beta2", "eps",
     "weight_decay", "seed",
 )  # fmt: skip
-"""Columns of `hyper`, float32, padded to 16. `apply` is 1, or 0 to leave weight and state as they are; `seed` holds the
-bits of an int32."""
 
 
 class StepKind(NamedTuple):
@@ -139,48 +139,40 @@ def _load_moment(
 
 
 def _store_moment(
-    kind: str,
-    codes: Tensor | None,
-    scale: Tensor | None,
-    value: Tensor | None,
-    apply: Tensor,
-    seed: Tensor,
-) -> None:
+    kind: str, codes: Tensor | None, scale: Tensor | None, value: Tensor | None, apply: Tensor, seed: Tensor
+) -> None:  # fmt: skip
     if codes is None or value is None:
         return
-    if scale is None:
-        if kind == "dithered":
-            value = dither(value, noise(value.shape, seed) >> 16)
-        write(codes, value, apply)
-        return
-    if kind == "tensor":
-        new_codes, new_scale = encode_tensor(value, codes.dtype, codes.dtype is torch.float16)
-    else:
+    new_scale = None
+    if kind == "dithered":
+        value = dither(value, noise(value.shape, seed) >> 16)
+    elif kind == "tensor":
+        value, new_scale = encode_tensor(value, codes.dtype, codes.dtype is torch.float16)
+    elif kind in FORMATS:
         fmt = FORMATS[kind]
-        new_codes, new_scale = quantize_blocks(value, fmt, seed if fmt.stochastic else None)
-    write(codes, new_codes, apply)
+        value, new_scale = quantize_blocks(value, fmt, seed if fmt.stochastic else None)
+    write(codes, value, apply)
     write(scale, new_scale, apply)
 
 
 def store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, seed: Tensor) -> None:
     """Write the float32 weight `w` to the weight and its master."""
-    if kind == "split" and t.master is not None:
-        high, low = split(w, t.master.dtype)
-        write(t.weight, high, apply)
-        write(t.master, low, apply)
-    elif kind == "tensor" and t.master is not None and t.master_scale is not None:
-        codes, scale = encode_tensor(w, t.master.dtype)
-        write(t.weight, decode_tensor(codes, scale), apply)  # the rounding of what is kept
-        write(t.master, codes, apply)
-        write(t.master_scale, scale, apply)
-    else:
-        if kind == "dense" and t.master is not None:
-            write(t.master, w, apply)
-        if kind == "dithered":
-            w = dither(w, noise(w.shape, seed) & 0xFFFF)
-        write(t.weight, w, apply)
+    master, new_scale = w, None
+    if kind == "split":
+        assert t.master is not None
+        w, master = split(w, t.master.dtype)
+    elif kind == "tensor":
+        assert t.master is not None
+        master, new_scale = encode_tensor(w, t.master.dtype)
+        w = decode_tensor(master, new_scale)  # the rounding of what is kept
+    elif kind == "dithered":
+        w = dither(w, noise(w.shape, seed) & 0xFFFF)
+    write(t.weight, w, apply)
+    write(t.master, master, apply)
+    write(t.master_scale, new_scale, apply)
 
 
-def write(old: Tensor, new: Tensor, apply: Tensor) -> None:
+def write(old: Tensor | None, new: Tensor | None, apply: Tensor) -> None:
     """Store `new` (cast to the dtype of `old`) where the device scalar `apply` is 1, without asking the host."""
-    old.copy_(torch.where(apply > 0, new.to(old.dtype), old))
+    if old is not None and new is not None:
+        old.copy_(torch.where(apply > 0, new.to(old.dtype), old))

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
+# Adam's epsilon counts as this at least, so that 0 / 0 is 0: no root of a positive float32 is as small.
 LEAST_EPS = 2.0**-126
-"""Adam's epsilon counts as this at least, so that 0 / 0 is 0: no root of a positive float32 is as small."""
 
 
 def scalars(

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from fp8stack.formats import E4M3, MiniFloat
 
-from .cast import ALIGNMENT, Cast, cast
+from .cast import Cast, as_matrix, cast
 from .cast_delayed import cast_delayed, encode_saturating
 
 
@@ -49,8 +48,7 @@ def swiglu_backward_cast(
     s = torch.sigmoid(g)
     of_gate = _cast(d * u * (s * (1 + g * (1 - s))), fmt, of[:1], update, False)
     of_up = _cast(d * (g * s), fmt, of[1:], update, False)
-    h = pad(_forward(gate, up), (0, -g.shape[1] % ALIGNMENT, 0, -g.shape[0] % ALIGNMENT))
-    codes = encode_saturating(h, h_scale, E4M3)
+    codes = encode_saturating(as_matrix(_forward(gate, up)), h_scale, E4M3)
     return *of_gate, *of_up, codes.t().contiguous()
 
 

@@ -85,8 +85,9 @@ def reduce_pack(
     """Add up stripes in float32, in the order of ranks, divide by `divisor`, and quantize the result."""
     ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
     codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
-    codes, scale = codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1)
-    result = _chunks(*_quantize(_sum(codes, scale, divisor)), layout.stripes(stripes))
+    total = _sum(codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1), divisor)
+    codes, scale = quantize_blocks(total, E4M3)
+    result = _chunks(codes.view(torch.uint8), scale.view(-1), layout.stripes(stripes))
     return result.view_as(chunks[0])
 
 
@@ -128,11 +129,6 @@ def _in_rows(blocks: Tensor, layout: Layout) -> Tensor:  # [rows × cols]
     """Return the elements of blocks [≥ layout.blocks, 128]."""
     whole = blocks[: layout.blocks].reshape(layout.rows, layout.blocks_per_row, BLOCK)
     return from_blocks(whole, torch.Size((layout.rows, layout.cols))).reshape(-1)
-
-
-def _quantize(blocks: Tensor) -> tuple[Tensor, Tensor]:  # uint8 [blocks, 128], float32 [blocks]
-    codes, scale = quantize_blocks(blocks, E4M3)
-    return codes.view(torch.uint8), scale.view(-1)
 
 
 def _chunks(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:

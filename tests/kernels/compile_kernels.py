@@ -99,8 +99,8 @@ MOMENTS = {
     "none": ("", "", tl.float32, tl.float32),
 }
 MASTERS = {  # kind, dtypes of the weight and of the master
-    "split24": ("split24", tl.int16, tl.int8),
-    "split32": ("split32", tl.int16, tl.int16),
+    "split24": ("split", tl.int16, tl.int8),
+    "split32": ("split", tl.int16, tl.int16),
     "none": ("dithered", tl.int16, tl.float32),
     "fp32": ("dense", tl.bfloat16, tl.float32),
     "fp16": ("tensor", tl.bfloat16, tl.float16),

@@ -25,18 +25,6 @@ FAST = pytest.mark.parametrize(
 
 
 @triton.jit
-def _values_kernel(
-    codes_ptr, out_ptr, SIGNED: tl.constexpr, SHIFT: tl.constexpr, MASK: tl.constexpr
-):
-    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    code = tl.load(codes_ptr + at)
-    if SIGNED:
-        tl.store(out_ptr + at, state_codecs.signed_values(code, SHIFT, MASK))
-    else:
-        tl.store(out_ptr + at, state_codecs.unsigned_values(code, SHIFT, MASK))
-
-
-@triton.jit
 def _decode_kernel(codes_ptr, scale_ptr, out_ptr, FORMAT: tl.constexpr):
     block = tl.program_id(0) * 8 + tl.arange(0, 8)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -66,22 +54,16 @@ def _pack_kernel(codes_ptr, packed_ptr, again_ptr):
 
 
 @triton.jit
-def _join_kernel(weight_ptr, low_ptr, out_ptr, WIDE: tl.constexpr, SIZE: tl.constexpr):
+def _join_kernel(weight_ptr, low_ptr, out_ptr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     weight, low = tl.load(weight_ptr + at), tl.load(low_ptr + at)
-    if WIDE:
-        tl.store(out_ptr + at, state_codecs.join(weight, low.to(tl.int32)))
-    else:
-        tl.store(out_ptr + at, state_codecs.join24(weight, low))
+    tl.store(out_ptr + at, state_codecs.join(weight, low))
 
 
 @triton.jit
 def _split_kernel(x_ptr, high_ptr, low_ptr, WIDE: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    if WIDE:
-        high, low = state_codecs.split32(tl.load(x_ptr + at))
-    else:
-        high, low = state_codecs.split24(tl.load(x_ptr + at))
+    high, low = state_codecs.split(tl.load(x_ptr + at), WIDE)
     tl.store(high_ptr + at, high)
     tl.store(low_ptr + at, low)
 
@@ -103,20 +85,6 @@ def _power_kernel(amax_ptr, scale_ptr, LARGEST: tl.constexpr):
 
 
 # --- codes
-
-
-@pytest.mark.parametrize(
-    ("signed", "shift", "mask"),
-    [(True, 6, 0x1FC01FC0), (True, 7, 0x3F803F80), (False, 5, 0x1FE01FE0)],
-    ids=["s1e3m4", "e4m3", "ue3m5"],
-)
-def test_code_is_the_top_of_a_float16(signed, shift, mask, kernel_device):
-    codes = torch.cat([torch.randperm(256) for _ in range(8)]).to(torch.uint8)
-    out = torch.empty(2048, device=kernel_device)
-    _values_kernel[(2,)](codes.to(kernel_device), out, signed, shift, mask, **LAUNCH)
-    c = codes.int()
-    half = ((c & 0x80) << 8 | (c & 0x7F) << shift) if signed else c << shift
-    assert_same_bits(out, half.to(torch.int16).view(torch.float16).float())
 
 
 @ALL
@@ -242,20 +210,8 @@ def test_four_bit_codes_pack_as_in_the_reference(kernel_device):
 
 SIZE = 4096
 GPU_LOWS = [
-    0x0000,
-    0x0001,
-    0x007F,
-    0x0080,
-    0x00FF,
-    0x7F7F,
-    0x7F80,
-    0x7FFF,
-    0x8000,
-    0x807F,
-    0x8080,
-    0xFF7F,
-    0xFFFF,
-]
+    0x0000, 0x0001, 0x007F, 0x0080, 0x00FF, 0x7F7F, 0x7F80, 0x7FFF, 0x8000, 0x807F, 0x8080, 0xFF7F, 0xFFFF,
+]  # fmt: skip
 LOWS = [0x0000, 0x7F80, 0x8000, 0xFFFF]
 EVERY_LOW = pytest.mark.parametrize(
     "low", [x if x in LOWS else pytest.param(x, marks=pytest.mark.gpu) for x in GPU_LOWS], ids=hex
@@ -294,7 +250,7 @@ def test_every_weight_joins_any_remainder_as_in_the_reference(low, wide, kernel_
     rest = (signed if wide else signed >> 8).to(torch.int16 if wide else torch.int8).expand(65536)
     out = torch.empty(65536, device=kernel_device)
     _join_kernel[(65536 // SIZE,)](
-        weight.to(kernel_device), rest.contiguous().to(kernel_device), out, wide, SIZE, **LAUNCH
+        weight.to(kernel_device), rest.contiguous().to(kernel_device), out, SIZE, **LAUNCH
     )
     expected = master.join(weight.view(torch.bfloat16), rest)
     assert_same_bits(out, expected)

@@ -3,13 +3,12 @@
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from helpers import INF, NAN, OCP, assert_same_bits, grid, nearest
 
 from fp8stack.formats import E4M3_ROOT, E5M2, FORMATS
-from fp8stack.kernels.reference.fp8 import cast, count_saturated, decode, encode, noise, sqrt_rn
+from fp8stack.kernels.reference.fp8 import cast, decode, encode, noise, sqrt_rn
 
 ALL = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
@@ -22,8 +21,6 @@ def each(is_meant):
 
 OWN = each(lambda fmt: fmt.dtype is torch.uint8)
 STOCHASTIC = each(lambda fmt: fmt.stochastic)
-SIGNED = each(lambda fmt: fmt.signed)
-SQUARED = each(lambda fmt: fmt.squared)
 
 
 def value_of(code, name):
@@ -83,17 +80,6 @@ def test_each_finite_code_survives_decode_and_encode(fmt, device):
     assert_same_bits(encode(decode(codes, fmt), fmt), codes)
 
 
-@OCP
-def test_infinities_stay_and_every_nan_gets_the_one_code(fmt):
-    codes = all_codes(fmt)
-    codes = codes[~decode(codes, fmt).isfinite()]
-    again = encode(decode(codes, fmt), fmt)
-    infinite = decode(codes, fmt).isinf()
-    assert_same_bits(again[infinite], codes[infinite])
-    assert (again[~infinite] == 0x7F).all()
-    assert len(codes) == {"e4m3": 2, "e5m2": 8}[fmt.name]
-
-
 @ALL
 def test_grid_midpoints_and_their_neighbours_round_to_nearest(fmt, device, special_values):
     x = special_values(fmt)
@@ -130,70 +116,13 @@ def test_all_16_bit_floats_round_to_nearest(fmt, dtype):
     assert_same_bits(decode(encode(x, fmt), fmt), nearest(x, fmt).float())
 
 
-@ALL
-def test_overflow_saturates(fmt):
-    top_step = float(grid(fmt)[-1] - grid(fmt)[-2])
-    over = torch.tensor([fmt.max, fmt.max + top_step / 2, fmt.max + top_step, 2 * fmt.max, 1e30])
-    over = torch.cat([over, torch.nextafter(over, torch.tensor(INF))])
-    signs = (1.0, -1.0) if fmt.signed else (1.0,)
-    for sign in signs:
-        assert (decode(encode(sign * over, fmt), fmt) == sign * fmt.max).all()
-
-
-@ALL
-def test_zero_and_what_rounds_to_zero(fmt):
-    half = torch.tensor(fmt.min_positive / 2)
-    below, above = (torch.nextafter(half, torch.tensor(end)) for end in (0.0, 1.0))
-    small = torch.stack([torch.tensor(0.0), torch.tensor(2.0**-149), torch.tensor(1e-40), below])
-    assert encode(small, fmt).tolist() == [0, 0, 0, 0]
-    assert encode(half, fmt) == (fmt.dtype is torch.uint8)  # a tie
-    assert encode(above, fmt) == 1
-    if fmt.signed:
-        assert encode(torch.tensor(-0.0), fmt) == sign_bit(fmt)
-        assert encode(-small, fmt).tolist() == [sign_bit(fmt)] * 4
-
-
 @OCP
 def test_nan_and_infinity_are_kept_where_the_format_has_them(fmt, device):
     bits = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32)
     nans = bits.view(torch.float32).to(device)
-    assert decode(encode(nans, fmt), fmt).isnan().all()
-    assert cast(nans, fmt).float().isnan().all()
-    infinities = torch.tensor([INF, -INF], device=device)
-    for values in (decode(encode(infinities, fmt), fmt), cast(infinities, fmt).float()):
-        if fmt is E5M2:
-            assert_same_bits(values, infinities)
-        else:
-            assert values.isnan().all()
-
-
-@OCP
-def test_encode_and_torch_cast_give_the_same_codes(fmt, device, special_values, random_bits):
-    x = torch.cat([special_values(fmt), random_bits(200_000), torch.tensor([NAN, -NAN])])
-    x = x.to(device)
-    assert cast(x, fmt).dtype is fmt.dtype
-    assert_same_bits(cast(x, fmt).view(torch.uint8), encode(x, fmt))
-
-
-@OCP
-def test_encode_and_torch_cast_give_the_same_codes_for_infinity(fmt, device):
-    x = torch.tensor([INF, -INF], device=device)
-    assert_same_bits(cast(x, fmt).view(torch.uint8), encode(x, fmt))
-
-
-@ALL
-def test_encoding_is_monotonic(fmt, random_bits, special_values):
-    x = torch.cat([random_bits(50_000), special_values(fmt), torch.randn(50_000)])
-    x = (x if fmt.signed else x.abs()).sort().values
-    values = decode(encode(x, fmt), fmt)
-    assert (values.diff() >= 0).all()
-    assert len(values.unique()) == len(grid(fmt)) * (2 if fmt.signed else 1) - fmt.signed
-
-
-@SIGNED
-def test_negation_flips_the_sign_bit_only(fmt, random_bits, special_values):
-    x = torch.cat([random_bits(50_000), special_values(fmt)])
-    assert_same_bits(encode(-x, fmt), encode(x, fmt) ^ sign_bit(fmt))
+    assert encode(nans, fmt).eq(0x7F).all()
+    codes = cast(torch.tensor([INF, -INF], device=device), fmt).view(torch.uint8)
+    assert codes.tolist() == ([0x7C, 0xFC] if fmt is E5M2 else [0x7F, 0x7F])
 
 
 @OWN
@@ -253,18 +182,6 @@ def test_a_value_goes_up_for_its_fraction_of_all_noise(fmt, special_values):
     assert (codes.double().mean(1) - position(x, fmt)).abs().max() < 2.0**-12
 
 
-@STOCHASTIC
-def test_each_value_rounds_to_itself_on_average_over_seeds(fmt):
-    """Within five standard errors of n roundings: for each value, and more closely for all of them together."""
-    n, x = 2000, torch.rand(1000) * fmt.max
-    codes = [encode(x, fmt, random_words(x.shape, 7919 * seed)).double() for seed in range(n)]
-    error = torch.stack(codes).mean(0) - position(x, fmt)
-    fraction = position(x, fmt) % 1
-    variance = fraction * (1 - fraction) / n
-    assert (error.abs() <= 5 * variance.sqrt() + 1e-3).all()
-    assert error.mean().abs() <= 5 * variance.sum().sqrt() / len(x)
-
-
 def test_noise_depends_on_index_and_seed_only():
     words = random_words((5, 200), 77)
     assert words.dtype is torch.int64
@@ -305,21 +222,6 @@ def test_shape_is_kept_and_strides_do_not_matter(fmt):
         assert torch.equal(decode(codes, fmt), nearest(view.contiguous(), fmt).float())
 
 
-@ALL
-def test_saturation_is_counted_from_half_a_step_above_the_largest_value(fmt):
-    values = grid(fmt)
-    limit = torch.tensor(float(fmt.max + (values[-1] - values[-2]) / 2))
-    below = torch.nextafter(limit, torch.tensor(0.0))
-    signs = (1, -1) if fmt.signed else (1,)
-    for sign in signs:
-        assert count_saturated(sign * limit, fmt) == 1
-        assert count_saturated(sign * below, fmt) == 0
-        assert count_saturated(sign * torch.tensor([fmt.max, limit, 1e30, 0.0, below]), fmt) == 2
-    assert count_saturated(torch.tensor([INF, -INF, NAN]), fmt) == 0
-    assert count_saturated(torch.empty(0), fmt) == 0
-    assert count_saturated(limit, fmt).dtype is torch.int64
-
-
 def test_square_root_is_correctly_rounded(random_bits, device):
     """x lies between the squares of the midpoints from the result to its neighbours; those are exact in double."""
     x = random_bits(400_000).abs()
@@ -329,21 +231,11 @@ def test_square_root_is_correctly_rounded(random_bits, device):
     middle_below, middle_above = ((root.double() + r.double()) / 2 for r in (lower, upper))
     assert (middle_below.square() <= x.double()).all()
     assert (x.double() <= middle_above.square()).all()
-    expected = np.sqrt(x.numpy().astype(np.float64)).astype(np.float32)
-    assert_same_bits(root, torch.from_numpy(expected))
 
 
 def test_square_root_of_special_values():
     assert_same_bits(sqrt_rn(torch.tensor([0.0, -0.0, INF])), torch.tensor([0.0, -0.0, INF]))
     assert sqrt_rn(torch.tensor([NAN, -1.0, -INF])).isnan().all()
-
-
-@SQUARED
-def test_square_root_of_the_squares_of_codes_is_exact(fmt):
-    """Squared formats are decoded by squaring: coding the root of the square must give the code back."""
-    values = decode(all_codes(fmt), fmt)
-    values = values[values.isfinite()]
-    assert_same_bits(sqrt_rn(values * values), values)
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)

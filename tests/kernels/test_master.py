@@ -4,7 +4,6 @@ import pytest
 import torch
 from helpers import assert_same_bits
 
-from fp8stack.kernels.reference.fp8 import noise
 from fp8stack.kernels.reference.master import dither, join, split
 
 LOW_HALVES = [
@@ -48,21 +47,6 @@ def test_master_is_float32_rounded_to_24_bits(low):
     assert torch.equal(master[~overflow].double(), expected[~overflow])
     assert master[overflow].isinf().all()
     assert torch.equal(torch.signbit(master), torch.signbit(x))
-
-
-@pytest.mark.parametrize("low", LOW_HALVES, ids=hex)
-def test_relative_error_is_at_most_two_to_the_minus_16(low):
-    x = every_upper_half(low)
-    x = x[(x.abs() >= 2.0**-126) & (x.abs() <= from_bits(0x7F7FFF7F))]
-    assert len(torch.frexp(x).exponent.unique()) == 254
-    error = (join(*split(x)).double() - x.double()).abs()
-    assert (error <= x.double().abs() * 2.0**-16).all()
-
-
-def test_subnormals_are_off_by_at_most_half_a_step():
-    x = from_bits(torch.cat([torch.arange(0, 0x800000, 37), torch.arange(0, 0x800000, 37) + 2**31]))
-    error = (join(*split(x)).double() - x.double()).abs()
-    assert error.max() <= 0x80 * 2.0**-149
 
 
 @pytest.mark.parametrize("low", LOW_HALVES, ids=hex)
@@ -112,24 +96,6 @@ def test_splitting_a_master_again_changes_nothing(low, dtype):
     again_weight, again_remainder = split(join(weight, remainder), dtype)
     assert_same_bits(again_weight, weight)
     assert_same_bits(again_remainder, remainder)
-
-
-def test_every_remainder_comes_back_with_its_weight():
-    weights = torch.cat([torch.randn(64) * size for size in (1e-30, 1.0, 1e30)]).bfloat16()
-    weight = weights.repeat_interleave(256)
-    remainder = torch.arange(-128, 128).to(torch.int8).repeat(len(weights))
-    again = split(join(weight, remainder))
-    assert_same_bits(again[0], weight)
-    assert_same_bits(again[1], remainder)
-
-
-@BOTH
-def test_bfloat16_value_has_remainder_zero(dtype):
-    x = torch.arange(65536).to(torch.int16).view(torch.bfloat16)
-    x = x[~x.isnan()]
-    weight, remainder = split(x.float(), dtype)
-    assert_same_bits(weight, x)
-    assert remainder.eq(0).all()
 
 
 def test_largest_values_round_as_a_24_bit_float_does():
@@ -222,16 +188,3 @@ def test_dither_goes_up_for_its_fraction_of_all_noise():
             x = from_bits([(high << 16) + low]).expand(65536)
             up = dither(x, every).view(torch.int16).int() & 0xFFFF != high
             assert up.sum() == low
-
-
-def test_dither_is_unbiased_with_the_noise_of_many_seeds():
-    n, x = 2000, torch.randn(500)
-    words = [noise(x.shape, torch.tensor(seed * 7919, dtype=torch.int32)) for seed in range(n)]
-    for random in (lambda word: word >> 16, lambda word: word & 0xFFFF):  # of v, of a weight
-        mean = torch.stack([dither(x, random(word)).double() for word in words]).mean(0)
-        low = (x.view(torch.int32) & 0xFFFF).double() / 65536
-        step = torch.exp2(torch.frexp(x).exponent.double() - 8)
-        error = (mean - x.double()) / step
-        variance = low * (1 - low) / n
-        assert (error.abs() <= 5 * variance.sqrt() + 1e-3).all()
-        assert (error * x.sign()).mean().abs() <= 5 * variance.sum().sqrt() / len(x)

@@ -9,7 +9,7 @@ from helpers import INF, NAN, assert_same_bits
 from fp8stack.formats import E4M3
 from fp8stack.kernels import norm as triton_norm
 from fp8stack.kernels import step as triton_step
-from fp8stack.kernels.pointer_table import firsts, owners, upload_rows
+from fp8stack.kernels.pointer_table import deal, upload_rows
 from fp8stack.kernels.reference import norm as reference
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 
@@ -47,15 +47,10 @@ class Table:
     """The gradients of one dtype on `device`, and what the kernels take for them."""
 
     def __init__(self, grads, device, layout=None):
-        self.grads = [
-            (g.clone().to(device), None if s is None else s.clone().to(device)) for g, s in grads
-        ]
+        self.grads = [[None if t is None else t.clone().to(device) for t in g] for g in grads]
         rows = [triton_step.table_row(g.shape, grad=g, grad_block_scale=s) for g, s in self.grads]
-        counts = [triton_norm.spans(row) for row in rows]
-        for row, first in zip(rows, firsts(counts), strict=True):
-            row["first_span"] = first
-        where = torch.device(device)
-        self.rows, self.owner = upload_rows(rows, where), owners(counts, where)
+        self.owner = deal(rows, triton_norm.SPAN, "first_span", torch.device(device))
+        self.rows = upload_rows(rows, self.owner.device)
         self.dtype, self.device = grads[0][0].dtype, device
         layouts = {triton_step.row_layout(g.shape, [g]) for g, _ in self.grads if g.numel()}
         self.layout = layout or ("flat" if layouts == {"flat"} else "any")
@@ -65,13 +60,11 @@ class Table:
         triton_norm.largest(self.rows, self.owner, self.dtype, out)
         return out.cpu()
 
-    def squares(self):
-        partial = torch.full((len(self.owner),), NAN, dtype=torch.float64, device=self.device)
-        triton_norm.squares(self.rows, self.owner, self.dtype, self.layout, partial)
-        return partial
-
-    def norm(self):
-        return root(self.squares())
+    def norm(self, partial=None):
+        if partial is None:
+            partial = torch.full((len(self.owner),), NAN, dtype=torch.float64, device=self.device)
+        launches = [(self.dtype, self.layout, self.rows, self.owner)]
+        return total(launches, partial)
 
     def multiply(self, factor):
         factor = torch.tensor(factor, device=self.device)
@@ -79,9 +72,9 @@ class Table:
         return self.grads
 
 
-def root(partial):
+def total(launches, partial):
     out = torch.tensor(-1.0, device=partial.device)
-    triton_norm.root(partial, out)
+    triton_norm.total(launches, partial, out)
     return out.cpu()
 
 
@@ -106,11 +99,12 @@ def test_partial_sums_are_those_of_each_tensor(dtype, kernel_device):
     table = Table(
         gradients([(1030, 64), (4, 256), (0, 128), (9, 128)], dtype), kernel_device, "any"
     )
-    partial = table.squares().cpu()
+    partial = torch.full((4,), NAN, dtype=torch.float64, device=kernel_device)
+    table.norm(partial)
     assert table.owner.tolist() == [0, 0, 1, 3]
     for row, (g, s) in enumerate(table.grads):
         expected = reference.sum_of_squares(g.cpu(), None if s is None else s.cpu())
-        total = partial[table.owner.cpu() == row].sum().item()
+        total = partial[table.owner == row].sum().item()
         assert total == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -149,25 +143,20 @@ def test_norm_of_zeros_is_zero(dtype, kernel_device):
     assert_same_bits(norm_by_reference(grads), torch.tensor(0.0))
 
 
-def test_norm_of_a_gradient_that_was_multiplied_by_a_negative_number(kernel_device):
+def test_a_gradient_that_was_multiplied_by_a_negative_number(kernel_device):
     grads = gradients(FLAT, FP8)
-    norm = Table(grads, kernel_device).norm()
-    assert_same_bits(Table([(g, -s) for g, s in grads], kernel_device).norm(), norm)
-
-
-@DTYPES
-def test_norm_has_the_same_bits_every_time(dtype, kernel_device):
-    table = Table(gradients(SPANS, dtype), kernel_device)
-    assert_same_bits(table.norm(), table.norm())
+    table, negative = (Table(g, kernel_device) for g in (grads, [(g, -s) for g, s in grads]))
+    assert_same_bits(negative.norm(), table.norm())
+    assert_same_bits(negative.largest(), table.largest())
 
 
 @pytest.mark.parametrize("count", [1, 2, 1023, 1024, 1025, 5000])
 def test_root_of_any_number_of_partial_sums(count, kernel_device):
     partial = torch.rand(count, dtype=torch.float64) * 1e60
     expected = math.sqrt(math.fsum(partial.tolist()))
-    assert root(partial.to(kernel_device)).item() == pytest.approx(expected, rel=1e-7)
+    assert total([], partial.to(kernel_device)).item() == pytest.approx(expected, rel=1e-7)
     partial[count // 2] = NAN
-    assert root(partial.to(kernel_device)).isnan()
+    assert total([], partial.to(kernel_device)).isnan()
 
 
 # --- largest magnitude
@@ -198,27 +187,10 @@ def test_largest_finds_what_is_not_finite_anywhere(dtype, bad, kernel_device):
         assert not largest.isfinite()
 
 
-@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30, 3e38], ids="{:.0e}".format)
-def test_largest_of_any_size(size, kernel_device):
-    grads = gradients(ODD, torch.float32, size, draw=torch.rand)
-    assert_same_bits(Table(grads, kernel_device).largest(), exact_values(grads).max().float())
-
-
-def test_largest_of_negative_scales(kernel_device):
-    grads = [(g, -s) for g, s in gradients(FLAT, FP8)]
-    expected = torch.stack([reference.largest(*g) for g in grads]).max()
-    assert expected > 0
-    assert_same_bits(Table(grads, kernel_device).largest(), expected)
-
-
 # --- multiplication
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [FP8, torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],
-    ids=["fp8", "fp32", "fp16", "bf16"],  # the interpreter cuts to bfloat16
-)
+@DTYPES
 @pytest.mark.parametrize("shapes", [FLAT, ODD, SPANS], ids=["flat", "odd", "spans"])
 @pytest.mark.parametrize("factor", [0.3, -2.0, 0.0, 1e-20])
 def test_gradients_are_multiplied_in_place(dtype, shapes, factor, kernel_device):
@@ -246,24 +218,21 @@ def test_multiplying_by_one_writes_nothing_and_by_nan_everything(dtype, kernel_d
 @DTYPES
 def test_nothing_is_written_beyond_a_gradient(dtype, kernel_device):
     """The gradient is the middle of a larger tensor; so is its scale."""
-    ((g, s),) = gradients([(3, 130)], dtype)
-    middles, larger = [], []
-    for t in (g, s):
-        if t is None:
-            middles.append(None)
-            continue
-        raw = torch.uint8 if t.element_size() == 1 else t.dtype
-        larger.append(torch.ones(t.numel() + 256, dtype=raw, device=kernel_device))
-        middles.append(larger[-1][128 : 128 + t.numel()].view(t.dtype).view(t.shape))
-        middles[-1].copy_(t)
-    row = triton_step.table_row(g.shape, grad=middles[0], grad_block_scale=middles[1])
-    where = torch.device(kernel_device)
-    rows, owner = upload_rows([row], where), owners([triton_norm.spans(row)], where)
-    triton_norm.multiply(rows, owner, g.dtype, torch.tensor(0.0, device=kernel_device))
+    table = Table(gradients([(3, 130)], dtype), kernel_device)
+    (parts,) = table.grads
+    middles, larger = [None, None], []
+    for i, t in enumerate(parts):
+        if t is not None:
+            raw = torch.uint8 if t.element_size() == 1 else t.dtype
+            larger.append(torch.ones(t.numel() + 256, dtype=raw, device=kernel_device))
+            middles[i] = larger[-1][128 : 128 + t.numel()].view(t.dtype).view(t.shape).copy_(t)
+    row = triton_step.table_row((3, 130), grad=middles[0], grad_block_scale=middles[1])
+    table.rows = upload_rows([row | {"first_span": 0}], table.owner.device)
+    table.multiply(0.0)
     for x in larger:
         assert x[:128].eq(1).all()
         assert x[-128:].eq(1).all()
-    assert (middles[0].float() if s is None else middles[1]).eq(0).all()
+    assert (middles[0] if middles[1] is None else middles[1]).eq(0).all()
 
 
 # --- sizes for a GPU only
@@ -286,16 +255,10 @@ def test_elements_beyond_two_to_the_31_count(rows_beyond_int32):
     grad = torch.zeros(rows_beyond_int32, 2**14, dtype=torch.bfloat16, device="cuda")
     grad[-1, -1] = 3.0
     grad[0, 0] = 4.0
-    table = object.__new__(Table)
-    row = triton_step.table_row(grad.shape, grad=grad)
-    where = torch.device("cuda")
-    table.rows, table.owner = upload_rows([row], where), owners([triton_norm.spans(row)], where)
-    table.dtype, table.layout, table.device, table.grads = (
-        grad.dtype,
-        "flat",
-        "cuda",
-        [(grad, None)],
-    )
+    table = Table([(torch.zeros(1, 128, dtype=grad.dtype), None)], "cuda")
+    rows = [triton_step.table_row(grad.shape, grad=grad)]
+    table.owner = deal(rows, triton_norm.SPAN, "first_span", grad.device)
+    table.rows = upload_rows(rows, grad.device)
     assert table.norm() == 5
     assert table.largest() == 4
     table.multiply(2.0)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, INF, NAN, assert_same_bits, grid, nearest
+from helpers import DTYPES, assert_same_bits, grid, nearest
 
 from fp8stack.formats import BLOCK, FORMATS, NUDGE, TINY, rows_cols, scale_shape
 from fp8stack.kernels import ops
@@ -87,10 +87,6 @@ def assert_matches_oracle(x, fmt, device):
     assert values[each == 0].eq(0).all()
 
 
-def round_trip(x, fmt):
-    return ops.dequantize_blocks(*ops.quantize_blocks(x, fmt), fmt, shape=x.shape)
-
-
 # --- scales per block
 
 
@@ -113,18 +109,9 @@ def test_values_of_every_exponent_match_the_definition(fmt, device, random_bits)
 @ALL
 def test_views_quantize_like_their_copies(fmt, device):
     x = values_for(fmt, (6, 300, 4)).to(device)
-    for view in (
-        x.transpose(0, 2),
-        x[::2],
-        x[:, 5:150],
-        x.permute(2, 1, 0)[1:],
-        x[1, :, 2],
-        x[0:1].expand(3, 300, 4),
-    ):
-        assert_matches_oracle(view.cpu(), fmt, device)
-        assert_same_bits(
-            ops.quantize_blocks(view, fmt), ops.quantize_blocks(view.contiguous(), fmt)
-        )
+    for view in (x.transpose(0, 2), x[::2], x[:, 5:150], x[1, :, 2], x[0:1].expand(3, 300, 4)):
+        copied = ops.quantize_blocks(view.contiguous(), fmt)
+        assert_same_bits(ops.quantize_blocks(view, fmt), copied)
 
 
 @ALL
@@ -156,47 +143,6 @@ def test_blocks_come_apart_and_together_again(shape):
     assert_same_bits(from_blocks(blocks, x.shape), x)
 
 
-@ALL
-def test_block_of_zeros_has_scale_zero_and_decodes_to_zero(fmt, device):
-    x = values_for(fmt, (3, 300)).to(device)
-    x[1, 128:256] = 0
-    x[2] = 0
-    codes, scale = ops.quantize_blocks(x, fmt)
-    assert scale.cpu().eq(0).tolist() == [[False] * 3, [False, True, False], [True] * 3]
-    raw = one_a_byte(codes, x.shape, fmt)
-    assert raw[1, 128:256].eq(0).all()
-    assert raw[2].eq(0).all()
-    values = ops.dequantize_blocks(codes, scale, fmt)
-    assert_same_bits(values[1, 128:256], torch.zeros(128))
-    assert_same_bits(values[2], torch.zeros(300))
-    assert values[0].ne(0).any()
-
-
-@ALL
-def test_zero_stays_zero_in_a_block_of_other_values(fmt, device):
-    x = values_for(fmt, (2, 256)).to(device)
-    x[:, ::3] = 0
-    assert_same_bits(round_trip(x, fmt)[:, ::3], torch.zeros(2, 86))
-
-
-@ALL
-@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
-def test_non_finite_value_poisons_its_own_block_only(fmt, bad, device):
-    x = values_for(fmt, (4, 300)).to(device)
-    clean_codes, clean_scale = ops.quantize_blocks(x, fmt)
-    x[1, 140] = bad
-    x[3, 299] = bad
-    codes, scale = ops.quantize_blocks(x, fmt)
-    poisoned = torch.zeros(4, 3, dtype=torch.bool, device=device)
-    poisoned[1, 1] = poisoned[3, 2] = True
-    elements = poisoned.repeat_interleave(BLOCK, 1)[:, :300]
-    assert torch.equal(scale.isnan(), poisoned)
-    assert_same_bits(scale[~poisoned], clean_scale[~poisoned])
-    raw, clean = (one_a_byte(c, x.shape, fmt) for c in (codes, clean_codes))
-    assert_same_bits(raw[~elements.cpu()], clean[~elements.cpu()])
-    assert torch.equal(ops.dequantize_blocks(codes, scale, fmt).isnan(), elements)
-
-
 @SQUARED
 def test_negative_second_moment_is_reported_not_hidden(fmt, device):
     x = torch.rand(2, 256, device=device)
@@ -221,103 +167,6 @@ def test_block_too_small_to_scale_is_a_block_of_zeros(fmt, device):
     values = ops.dequantize_blocks(codes, scale, fmt)
     assert values[0, :128].eq(smallest).all()
     assert values[0, 128:].eq(0).all()
-
-
-@ALL
-def test_largest_float32_survives(fmt, device):
-    x = torch.full((1, 128), torch.finfo(torch.float32).max, device=device)
-    x[0, 1:] = torch.logspace(20, 38, 127)
-    codes, scale = ops.quantize_blocks(x, fmt)
-    assert scale.isfinite().all()
-    values = decode(one_a_byte(codes, x.shape, fmt), fmt)
-    assert values[0, 0] == fmt.max
-    assert values.diff().ge(0)[0, 1:].all()
-
-
-@ALL
-@pytest.mark.parametrize("power", [-80, -1, 1, 13, 80])
-def test_scaling_by_a_power_of_two_changes_scales_only(fmt, power, device):
-    """For the squared formats x is scaled by an even power, since its root is what is coded."""
-    x = values_for(fmt, (5, 200)).to(device)
-    factor = 2.0 ** (power // 2 * 2 if fmt.squared else power)
-    codes, scale = ops.quantize_blocks(x, fmt)
-    scaled_codes, scaled_scale = ops.quantize_blocks(x * factor, fmt)
-    assert_same_bits(scaled_codes, codes)
-    assert_same_bits(scaled_scale, scale * (math.sqrt(factor) if fmt.squared else factor))
-
-
-@ALL
-def test_rows_are_independent(fmt, device):
-    x = values_for(fmt, (9, 200)).to(device)
-    codes, scale = ops.quantize_blocks(x, fmt)
-    for rows in (slice(0, 4), slice(4, 9), slice(8, 9), slice(3, 3)):
-        part_codes, part_scale = ops.quantize_blocks(x[rows], fmt)
-        assert_same_bits(part_codes, codes[rows])
-        assert_same_bits(part_scale, scale[rows])
-        assert_same_bits(
-            ops.dequantize_blocks(codes[rows], scale[rows], fmt),
-            ops.dequantize_blocks(codes, scale, fmt)[rows],
-        )
-
-
-@ALL
-def test_order_within_a_block_does_not_matter(fmt, device):
-    x = values_for(fmt, (3, 128)).to(device)
-    order = torch.randperm(128)
-    codes, scale = ops.quantize_blocks(x, fmt)
-    shuffled_codes, shuffled_scale = ops.quantize_blocks(x[:, order], fmt)
-    assert_same_bits(shuffled_scale, scale)
-    shuffled, plain = (one_a_byte(c, x.shape, fmt) for c in (shuffled_codes, codes))
-    assert_same_bits(shuffled, plain[:, order])
-
-
-@ALL
-def test_rounding_error_is_half_a_step(fmt, device):
-    """Half a step is 2^-(mantissa_bits + 1) of a normal value and half of the smallest step below; 2^-22 is float32's
-    share: the rounding of scale, inverse and products. A root counts as the least that a positive one becomes."""
-    x = torch.cat([torch.randn(16, 256), torch.randn(16, 256) * torch.logspace(-6, 6, 256)], 1)
-    x = x.double() * torch.logspace(-9, 9, 16, dtype=torch.float64)[:, None]
-    x = (x.square() if fmt.squared else x).float()
-    codes, scale = (t.cpu() for t in ops.quantize_blocks(x.to(device), fmt))
-    exact, values = x.double(), ops.dequantize_blocks(codes, scale, fmt).double()
-    each = scale.double().repeat_interleave(BLOCK, 1)
-    if fmt.squared:
-        exact, values = exact.sqrt(), values.sqrt()
-        exact = torch.where(exact > 0, exact.maximum(each * grid(fmt)[1]), 0.0)
-    half_step = torch.maximum(
-        exact.abs() * 2.0 ** -(fmt.mantissa_bits + 1), each * fmt.min_positive / 2
-    )
-    bound = half_step + exact.abs() * 2.0**-22
-    error = (values - exact).abs()
-    assert (error <= bound).all()
-    assert (error > bound / 2).any()  # the bound is not an idle one
-
-
-@ALL
-def test_quantizing_what_was_decoded_moves_no_value_by_more_than_the_scale_rounds(fmt, device):
-    x = values_for(fmt, (6, 300)).to(device)
-    once = round_trip(x, fmt)
-    twice = round_trip(once, fmt)
-    assert ((twice - once).abs() <= once.abs() * 2.0**-21).all()
-
-
-@SQUARED
-def test_positive_second_moment_never_becomes_zero(fmt, device):
-    """A block over 14 decades of v, seven of its root: the floor is the value of code 1, 1/4032 of the largest root
-    for ue3m5 and 1/192 for ue3m1."""
-    v = torch.logspace(-14, 0, 128, device=device).reshape(1, 128)
-    v[0, 64] = 0
-    codes, scale = ops.quantize_blocks(v, fmt)
-    raw = one_a_byte(codes, v.shape, fmt)
-    assert raw[v.cpu() > 0].min() == 1
-    assert raw[0, 64] == 0
-    values = ops.dequantize_blocks(codes, scale, fmt)
-    assert values[0, 64] == 0
-    floor = float(v.max()) * (float(grid(fmt)[1]) / fmt.max) ** 2
-    assert values[v > 0].min().item() == pytest.approx(floor, rel=1e-6)
-    small = (v > 0) & (v <= floor)
-    assert small.sum() > 25
-    assert (values[small] >= v[small]).all()
 
 
 @ALL

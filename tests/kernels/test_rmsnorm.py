@@ -3,10 +3,6 @@
 Sums are in another order in each, so that results may lie one rounding apart.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from helpers import INF, INPUTS, NAN, assert_same_bits
@@ -204,47 +200,12 @@ def test_views_are_read_in_their_own_order(kernel_device):
         assert y.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_tensors_that_begin_at_any_byte(dtype, kernel_device):
-    """The same shapes aligned, then not: a launch remembered for the one must not serve the other."""
-    x, dy = (torch.randn(64 * 128 + 8).to(dtype).to(kernel_device) for _ in range(2))
-    weight = torch.randn(128 + 8).to(dtype).to(kernel_device)
-    for i, j, k in ((0, 0, 0), (1, 0, 0), (0, 3, 0), (0, 0, 1), (0, 0, 0), (5, 1, 3)):
-        matrices = (t[at : at + 64 * 128].view(64, 128) for t, at in ((x, i), (dy, k)))
-        assert_as_in_the_reference(next(matrices), weight[j : j + 128], next(matrices))
-
-
-def test_the_same_shape_with_another_eps(kernel_device):
-    """Which is no part of what a launch is remembered by."""
-    for eps in (1e-6, 1.0, 0.0):
-        assert_as_in_the_reference(*(t.to(kernel_device) for t in draw((6, 40))), eps)
-
-
 def test_gradients_have_the_same_bits_every_time(kernel_device):
     x, weight, dy = (t.to(kernel_device) for t in draw((600, 200), torch.bfloat16))
     rstd = triton.rmsnorm(x, weight, EPS)[1]
     first = triton.rmsnorm_backward(dy, x, weight, rstd)
     for _ in range(3):
         assert_same_bits(triton.rmsnorm_backward(dy, x, weight, rstd), first)
-
-
-ROUNDED = """
-import torch
-from fp8stack.kernels import rmsnorm
-from fp8stack.kernels.reference import rmsnorm as reference
-x, weight = torch.randn(40, 100).bfloat16(), torch.randn(100).bfloat16()
-apart = rmsnorm.rmsnorm(x, weight, 1e-5)[0] != reference.rmsnorm(x, weight, 1e-5)[0]
-print(int(apart.sum()))
-"""
-
-
-@pytest.mark.parametrize("on", ["1", "true"])
-def test_the_interpreter_rounds_to_bfloat16_however_it_is_turned_on(on):
-    """Left to itself it truncates, which shows in half of all elements."""
-    env = os.environ | {"TRITON_INTERPRET": on, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", ROUNDED], capture_output=True, text=True, env=env)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) < 10
 
 
 # --- the cast behind it
@@ -273,18 +234,6 @@ def test_the_largest_part_counts_wherever_it_is(worst, count, kernel_device):
         given = triton_cast.cast(x.to(kernel_device), E4M3, True, True, parts.to(kernel_device))
         for results in (given, reference_cast.cast(x, E4M3, amax=parts)):
             assert_same_bits(results, expected)
-
-
-def test_parts_that_begin_at_any_byte(kernel_device):
-    """Aligned, then not: a launch remembered for the one must not serve the other."""
-    x = torch.randn(40, 130)
-    base = torch.randn(68).abs().view(torch.int32)
-    for offset in (0, 1, 0, 3):
-        parts = base[offset : offset + 64]
-        given = triton_cast.cast(
-            x.to(kernel_device), E4M3, True, True, base.to(kernel_device)[offset : offset + 64]
-        )
-        assert_same_bits(given, reference_cast.cast(x, E4M3, amax=parts))
 
 
 # --- sizes for a GPU only

@@ -200,17 +200,6 @@ def test_views_are_read_in_their_own_order(kernel_device):
     assert_nearly_the_same(results, reference.swiglu_cast(*parts, E4M3), E4M3)
 
 
-def test_tensors_that_begin_at_any_byte(kernel_device):
-    """The same shapes aligned, then not: a launch remembered for the one must not serve the other."""
-    base = torch.randn(3, 64 * 128 + 4).to(kernel_device)
-    for offset in (0, 1, 0, 3):
-        parts = [row[offset : offset + 64 * 128].view(64, 128) for row in base]
-        (codes, scale), results = both_ways(triton, *parts, E4M3)
-        (same, same_scale), expected = both_ways(reference, *(t.cpu() for t in parts), E4M3)
-        assert_nearly_the_same([codes, scale], [same, same_scale], E4M3)
-        assert_nearly_the_same(results, expected, E4M3)
-
-
 @pytest.mark.gpu
 @INPUTS
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 4100), (70001, 129)], ids=str)
@@ -222,17 +211,3 @@ def test_large_matrices_are_nearly_the_references(dtype, shape):
     for _ in range(3):
         of = [(((h,), True), ((a, b), True)) for h, a, b in (handles[:3], handles[3:])]
         assert_both_ways(dh, gate, up, E5M2, "cuda", of, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cols", [2**14, 2**14 + 1], ids=["even", "odd"])
-def test_elements_beyond_two_to_the_31_are_as_the_first_ones(cols, rows_beyond_int32):
-    x = torch.randn(64, cols, device="cuda").bfloat16()
-    full = x.repeat(rows_beyond_int32 // 64 + 1, 1)[:rows_beyond_int32]
-    first = rows_beyond_int32 // 64 * 64
-    rest = rows_beyond_int32 - first
-    codes, scale = triton.swiglu_cast(full, full, E4M3)
-    assert_same_bits(codes[first : first + rest], codes[:rest])
-    h_t = triton.swiglu_backward_cast(full, full, full, scale, E4M3)[-1]
-    assert_same_bits(h_t[:, first : first + rest], h_t[:, :rest])
-    assert codes[:64].float().ne(0).any()

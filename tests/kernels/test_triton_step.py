@@ -6,12 +6,11 @@ differs, by one, and float32 values by a few units in the last place.
 
 import pytest
 import torch
-from helpers import BF16, FP16, NAN, STEP_CASES, Step, StepCase, assert_same_bits, bits, make_hyper
+from helpers import BF16, FP16, NAN, STEP_CASES, Step, StepCase, bits, launch_steps, make_hyper
 
 from fp8stack.formats import E4M3, FORMATS
 from fp8stack.kernels import step as triton_step
-from fp8stack.kernels.pointer_table import COLUMN, WIDTH, firsts, owners, upload_rows
-from fp8stack.kernels.reference import step as reference
+from fp8stack.kernels.pointer_table import COLUMN, WIDTH, deal, upload_rows
 from fp8stack.kernels.reference.quantize import unpack
 
 
@@ -91,14 +90,14 @@ def assert_steps_as_reference(x, hypers, device, fast=False):
     """Take the same steps with both; compare every tensor after each."""
     ours = x.copy(device)
     for number, hyper in enumerate(hypers, 1):
-        triton_step.step(ours.kind, ours.tensors, hyper.to(device).view(1, 16), fast)
-        reference.step(x.kind, x.tensors, hyper)
+        launch_steps([ours], [hyper], fast)
+        x.step(hyper)
         if fast:  # differences would add up
             assert_almost_same(ours.copy("cpu"), x)
             ours = x.copy(device)
-            continue
-        for name, expected in x.written().items():
-            assert_same_bits(getattr(ours, name), expected, f"{name} after step {number}")
+        else:
+            ours.assert_same(x.written(), f"after step {number}")
+    return ours
 
 
 def hypers_of(case, steps=2, **options):
@@ -144,26 +143,39 @@ def test_any_scalars_step_as_in_the_reference(betas, algorithm, fast, kernel_dev
         assert_steps_as_reference(Step(case, (3, 200)), hypers, kernel_device, fast)
 
 
-@pytest.mark.parametrize("offset", [1, 4])
-@pytest.mark.parametrize("cols", [256, 144, 130])
-def test_tensors_at_any_address_step_as_in_the_reference(offset, cols, kernel_device):
-    """A row of a larger tensor need not begin at a multiple of 16 bytes."""
-    x = Step(DEFAULT, (3, cols))
-    ours = x.copy(kernel_device)
-    moved = []
-    for t in ours.tensors:
+def middles(x, device, around):
+    """Move the tensors of a `Step` into the middle of larger ones of ones, which are returned."""
+    moved, larger = [], {}
+    for name, t in x.tensors._asdict().items():
         if t is not None:
-            larger = torch.zeros(t.numel() + 16, dtype=t.dtype, device=kernel_device)
-            place = larger[offset : offset + t.numel()].view(t.shape)
-            t = place.copy_(t)
+            raw = torch.uint8 if t.element_size() == 1 else t.dtype
+            larger[name] = torch.ones(t.numel() + 2 * around, dtype=raw, device=device)
+            t = larger[name][around : around + t.numel()].view(t.dtype).view(t.shape).copy_(t)
         moved.append(t)
-    ours.tensors = type(x.tensors)(*moved)
-    assert triton_step.launch_of(ours.kind, ours.tensors).rows == "any"
-    hyper = hypers_of(DEFAULT, 1)[0]
-    triton_step.step(ours.kind, ours.tensors, hyper.to(kernel_device).view(1, 16), False)
-    reference.step(x.kind, x.tensors, hyper)
-    for name, expected in x.written().items():
-        assert_same_bits(getattr(ours, name), expected, name)
+    x.tensors = type(x.tensors)(*moved)
+    return larger
+
+
+@pytest.mark.parametrize("around", [1, 4, 256])
+@pytest.mark.parametrize("cols", [130, 144, 256, 131])
+@pytest.mark.parametrize("case", [DEFAULT, STEP_CASES[8], STEP_CASES[16]], ids=str)
+def test_a_step_inside_larger_tensors_is_the_references_and_stays_there(
+    case, cols, around, kernel_device
+):
+    """A row of a larger tensor need not begin at a multiple of 16 bytes; rows of 130 leave a tail of 2."""
+    x = Step(case, (3, cols))
+    ours = x.copy(kernel_device)
+    larger = middles(ours, kernel_device, around)
+    assert around == 256 or triton_step.launch_of(ours.kind, ours.tensors).rows == "any"
+    (hyper,) = hypers_of(case, 1)
+    launch_steps([ours], [hyper], False)
+    ours.assert_same(x.step(hyper).written() | {"grad": x.grad})
+    assert x.grad_block_scale is None or torch.equal(
+        ours.grad_block_scale.cpu(), x.grad_block_scale
+    )
+    for name, t in larger.items():
+        assert t[:around].eq(1).all(), name
+        assert t[-around:].eq(1).all(), name
 
 
 def test_rows_are_told_apart_by_what_a_kernel_may_assume():
@@ -298,9 +310,7 @@ def test_nan_of_any_payload_stays_in_the_weight(states, master, fast, kernel_dev
     payloads = [0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF, 0x7FFF8000, 0x7F80FFFF]
     nans = torch.tensor(payloads, dtype=torch.int32).view(torch.float32)
     x.grad[1, : len(nans)] = nans
-    ours = x.copy(kernel_device)
-    assert_steps_as_reference(x, [make_hyper()], kernel_device, fast)
-    triton_step.step(ours.kind, ours.tensors, make_hyper().to(kernel_device).view(1, 16), fast)
+    ours = assert_steps_as_reference(x, [make_hyper()], kernel_device, fast)
     assert ours.weight.isnan().nonzero().tolist() == [[1, i] for i in range(len(nans))]
 
 
@@ -312,69 +322,23 @@ def test_nan_of_any_payload_stays_in_the_weight(states, master, fast, kernel_dev
 def test_nothing_is_written_unless_apply_is_positive(case, apply, kernel_device):
     x = Step(case, (3, 200))
     ours = x.copy(kernel_device)
-    hyper = make_hyper(apply=apply).to(kernel_device).view(1, 16)
-    triton_step.step(ours.kind, ours.tensors, hyper)
-    for name, expected in x.written().items():
-        assert_same_bits(getattr(ours, name), expected, name)
-
-
-@pytest.mark.parametrize("cols", [130, 144, 256, 131])
-@pytest.mark.parametrize("case", [DEFAULT, STEP_CASES[8], STEP_CASES[16]], ids=str)
-def test_nothing_is_written_beyond_the_tensors(case, cols, kernel_device):
-    """Each tensor is the middle of a larger one, whose ends must stay zero; rows of 130 leave a tail of 2."""
-    x = Step(case, (3, cols))
-    padded, middles = {}, []
-    for name, t in x.tensors._asdict().items():
-        if t is None:
-            middles.append(None)
-            continue
-        raw = torch.uint8 if t.element_size() == 1 else t.dtype
-        padded[name] = torch.zeros(t.numel() + 512, dtype=raw, device=kernel_device)
-        middles.append(padded[name][256 : 256 + t.numel()].view(t.dtype).view(t.shape))
-        middles[-1].copy_(t)
-    tensors = type(x.tensors)(*middles)
-    triton_step.step(x.kind, tensors, make_hyper().to(kernel_device).view(1, 16))
-    for name, p in padded.items():
-        assert not p[:256].any(), name
-        assert not p[-256:].any(), name
-        if name.startswith("grad"):
-            assert_same_bits(getattr(tensors, name), getattr(x, name), name)
-    assert not torch.equal(tensors.weight.cpu(), x.weight)
+    launch_steps([ours], [make_hyper(apply=apply)])
+    ours.assert_same(x.written())
 
 
 # --- a table of several tensors
 
 
 def test_table_says_which_programs_work_on_which_row():
-    device = torch.device("cpu")
-    assert owners([3, 0, 2], device).tolist() == [0, 0, 0, 2, 2]
-    assert firsts([3, 0, 2]) == [0, 3, 3]
-    rows = upload_rows([{"weight": 2**40, "cols": 7}, {"first": 3}], device)
-    assert rows.dtype is torch.int64
-    assert rows.shape == (2, WIDTH)
-    assert rows[0, COLUMN["weight"]] == 2**40
-    assert rows.ne(0).sum() == 3
+    device, rows = torch.device("cpu"), [{"blocks": n} for n in (9, 0, 8)]
+    assert deal(rows, 4, "first", device).tolist() == [0, 0, 0, 2, 2]
+    assert [row["first"] for row in rows] == [0, 3, 3]
+    table = upload_rows([{"weight": 2**40, "cols": 7}, {"first": 3}], device)
+    assert (table.dtype, table.shape) == (torch.int64, (2, WIDTH))
+    assert table[0, COLUMN["weight"]] == 2**40
+    assert table.ne(0).sum() == 3
     assert upload_rows([], device).shape == (0, WIDTH)
-    assert len(owners([], device)) == 0
-
-
-def table_of(steps, hypers, device):
-    """Return rows, owners, scalars and maxima of one launch for `Step`s of the same formats and kind of rows."""
-    launches = {triton_step.launch_of(x.kind, x.tensors) for x in steps}
-    assert len(launches) == 1
-    rows = [triton_step.table_row(x.weight.shape, **x.tensors._asdict()) for x in steps]
-    counts = [triton_step.programs(row) for row in rows]
-    for row, first in zip(rows, firsts(counts), strict=True):
-        row["first"] = first
-    where = torch.device(device)
-    amax = torch.zeros(len(rows), 4, dtype=torch.int32, device=device)
-    return (
-        launches.pop(),
-        upload_rows(rows, where),
-        owners(counts, where),
-        torch.stack(hypers).to(device),
-        amax,
-    )
+    assert len(deal([], 4, "first", device)) == 0
 
 
 @FAST
@@ -406,16 +370,13 @@ def test_tensors_of_a_table_step_as_each_alone(shapes, case, fast, kernel_device
         for i in range(len(shapes))
     ]
     together = [x.copy(kernel_device) for x in alone]
-    launch, rows, owner, hyper, amax = table_of(together, hypers, kernel_device)
-    triton_step.step_table(launch, rows, owner, hyper, amax, fast)
-    assert not amax.any()
+    launch_steps(together, hypers, fast)
     for x, own, ours in zip(alone, hypers, together, strict=True):
-        reference.step(x.kind, x.tensors, own)
+        x.step(own)
         if fast:
             assert_almost_same(ours.copy("cpu"), x)
-            continue
-        for name, expected in x.written().items():
-            assert_same_bits(getattr(ours, name), expected, f"{name} of {tuple(x.weight.shape)}")
+        else:
+            ours.assert_same(x.written(), f"of {tuple(x.weight.shape)}")
 
 
 def test_row_without_blocks_is_neither_read_nor_written(kernel_device):
@@ -423,26 +384,13 @@ def test_row_without_blocks_is_neither_read_nor_written(kernel_device):
     alone = [Step(DEFAULT, (9, 256)) for _ in range(3)]
     together = [x.copy(kernel_device) for x in alone]
     hypers = [make_hyper(apply=float(i != 1)) for i in range(3)]
-    launch, rows, owner, hyper, amax = table_of(together, hypers, kernel_device)
-    for name in ("grad", "grad_block_scale", "blocks"):
-        rows[1, COLUMN[name]] = 0
-    triton_step.step_table(launch, rows, owner, hyper, amax, False)
+    launch_steps(together, hypers, False, without=1)
     for i, (x, ours) in enumerate(zip(alone, together, strict=True)):
         before = x.written()
-        reference.step(x.kind, x.tensors, hypers[i])
-        for name, expected in x.written().items():
-            assert_same_bits(getattr(ours, name), expected, name)
-            assert torch.equal(bits(expected), bits(before[name])) == (i == 1)
-
-
-def test_a_step_gives_the_same_bits_every_time(kernel_device):
-    for case in (DEFAULT, STEP_CASES[8], STEP_CASES[16]):
-        x = Step(case, (9, 300))
-        first, second = (x.copy(kernel_device) for _ in range(2))
-        for ours in (first, second):
-            triton_step.step(ours.kind, ours.tensors, make_hyper().to(kernel_device).view(1, 16))
-        for name, expected in first.written().items():
-            assert_same_bits(getattr(second, name), expected, name)
+        ours.assert_same(x.step(hypers[i]).written())
+        assert all(
+            torch.equal(bits(getattr(x, n)), bits(old)) == (i == 1) for n, old in before.items()
+        )
 
 
 # --- sizes for a GPU only
@@ -470,13 +418,15 @@ def test_elements_beyond_two_to_the_31_step_like_the_first_ones(cols, rows_beyon
         raw = x.cuda().view(torch.uint8) if x.element_size() == 1 else x.cuda()
         return raw.repeat(repeats, 1)[:rows_beyond_int32].contiguous().view(x.dtype)
 
+    step = small.copy("cuda")
     large = type(small.tensors)(*(None if t is None else repeat(t) for t in small.tensors))
-    triton_step.step(small.kind, large, make_hyper().cuda().view(1, 16))
+    step.tensors = large
+    launch_steps([step], [make_hyper()])
     first = rows_beyond_int32 // 64 * 64
     for name, tensor in large._asdict().items():
         if tensor is None:
             continue
-        assert_same_bits(tensor[first:], tensor[: rows_beyond_int32 - first], name)
+        assert torch.equal(bits(tensor[first:]), bits(tensor[: rows_beyond_int32 - first])), name
         old = getattr(small, name)
         updated = not torch.equal(tensor[:64].cpu().view(torch.uint8), old.view(torch.uint8))
         assert updated == (not name.startswith("grad")), name

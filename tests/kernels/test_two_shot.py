@@ -40,22 +40,14 @@ def drawn(rank, size, dtype, call=0):
 
 def exchange(parts, layout, divisor):
     """Return the chunks that all ranks hold at the end, by the reference."""
-    sent = torch.stack([reference.pack(x, layout) for x in parts])
-    stripes = [
-        reference.reduce_pack(sent[:, j].contiguous(), layout, divisor) for j in range(layout.world)
-    ]
-    return torch.stack(stripes)
+    sent = torch.stack([reference.pack(x, layout) for x in parts]).transpose(0, 1).contiguous()
+    return torch.stack([reference.reduce_pack(stripe, layout, divisor) for stripe in sent])
 
 
 def cases(world):
     """Yield (size, dtype, divisor) of calls one after the other, of up to nine rounds."""
-    for size, dtype in (
-        (1, 0),
-        (130, 1),
-        (4096 * world, 2),
-        (128 * 33 * world + 5, 0),
-        (70_000, 1),
-    ):
+    last = 128 * 33 * world + 5
+    for size, dtype in ((1, 0), (130, 1), (4096 * world, 2), (last, 0), (70_000, 1)):
         yield size, DTYPES[dtype], float(world) if size % 2 else 1.0
 
 
@@ -63,21 +55,20 @@ def prepare(rank, world, space, device):
     """Return the calls of a rank, to be made one after the other, and what they write."""
     calls, out = [], []
 
-    def add(function, *arguments):
+    def add(*arguments):
         number = len(calls) + 1
-        calls.append(lambda: function(*arguments[:-1], space, number, 60.0, arguments[-1]))
+        calls.append(lambda: two_shot.add_up(*arguments[:5], space, number, 60.0, *arguments[5:]))
 
     for size, dtype, divisor in cases(world):
         layout, x = Layout(1, size, world), drawn(rank, size, dtype).to(device)
-        add(two_shot.all_reduce, x, None, x, None, layout, divisor)
+        add(x, None, x, None, layout, divisor)
         parts = quantize_blocks(drawn(rank, size, dtype), E4M3)
         codes, scales = (part.view(-1).to(device) for part in parts)
         codes = codes.view(torch.uint8)
-        add(two_shot.all_reduce, codes, scales, codes, scales, layout, divisor)
+        add(codes, scales, codes, scales, layout, divisor)
         whole = drawn(rank, size * world, dtype).to(device)
         part = torch.empty(size, dtype=dtype, device=device)
-        rows = Layout(world, size, world)
-        add(two_shot.reduce_scatter, whole, part, rows, divisor)
+        add(whole, None, part, None, Layout(world, size, world), divisor, True)
         out += [x, codes, scales, part]
     return calls, out
 
@@ -156,13 +147,13 @@ def test_a_rank_that_stays_away_is_noted_and_the_result_is_nan(kernel_device):
     memories = [memory_of(2, kernel_device) for _ in range(2)]
     space = space_of(memories, kernel_device, 0)
     x = torch.ones(20_000, device=kernel_device)
-    two_shot.all_reduce(x, None, x, None, Layout(1, x.numel(), 2), space, 7, 1e-4)
+    two_shot.add_up(x, None, x, None, Layout(1, x.numel(), 2), space, 7, 1e-4)
     assert x.isnan().all()
     if kernel_device == "cuda":
         torch.cuda.synchronize()
     assert space.missing.tolist() == [0, 7]
     out = torch.ones(10_000, device=kernel_device)
-    two_shot.reduce_scatter(x, out, Layout(2, 10_000, 2), space, 8, 1e-4)
+    two_shot.add_up(x, None, out, None, Layout(2, 10_000, 2), space, 8, 1e-4, scatter=True)
     assert out.isnan().all()
 
 
@@ -181,10 +172,8 @@ def test_a_rank_that_comes_too_late_gets_what_is_right_or_nan(
         for call in range(launches if rank == 0 else 1):
             x = wholes[rank].to(kernel_device) + call
             out = torch.empty(size, device=kernel_device) if scatter else x
-            if scatter:
-                two_shot.reduce_scatter(x, out, Layout(2, size, 2), space, call + 1, 1e-5)
-            else:
-                two_shot.all_reduce(x, None, x, None, Layout(1, 2 * size, 2), space, call + 1, 1e-5)
+            layout = Layout(2, size, 2) if scatter else Layout(1, 2 * size, 2)
+            two_shot.add_up(x, None, out, None, layout, space, call + 1, 1e-5, scatter=scatter)
             if kernel_device == "cuda":
                 torch.cuda.synchronize()
             if call == 0:
