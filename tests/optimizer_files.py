@@ -1,16 +1,13 @@
-"""Writes the state_dict of every optimizer in every format of states and masters, for later versions to load.
+"""Optimizers in every format of states and masters, and what those of commit dbf10cc wrote of them.
 
-Those in `data/` were written at commit dbf10cc: run this in a checkout of the version whose files are wanted.
-`tests/optim/test_files_of_dbf10cc.py` loads them, takes the same steps and compares the results.
-
-Each file holds one optimizer with a parameter group for each pair of formats, its weights, and what became of weights
-and states after two more steps: the weights themselves and, to save space, a hash of each state.
+Each file of `data/` holds the state_dict of one optimizer after three steps, with a parameter group for each pair of
+formats, its weights, and what became of weights and states after two more steps: the weights themselves and, to save
+space, a hash of each state. `tests/optim/test_files_of_dbf10cc.py` loads them, takes the same steps and compares.
 """
 
 import hashlib
 import io
 import lzma
-import sys
 from pathlib import Path
 
 import torch
@@ -64,34 +61,6 @@ def digest(entry):
     }
 
 
-def write(folder, kind):
-    parameters, optimizer = make(kind)
-    for number in range(3):
-        step(parameters, optimizer, number)
-    saved = {
-        "optimizer": optimizer.state_dict(),
-        "weights": [p.detach().clone() for p in parameters],
-    }
-    buffer = io.BytesIO()
-    saved["optimizer"] = {
-        **saved["optimizer"],
-        "state": {
-            k: {n: t.clone() for n, t in e.items()} for k, e in saved["optimizer"]["state"].items()
-        },
-    }
-    for number in range(3, 5):
-        step(parameters, optimizer, number)
-    saved["later"] = [p.detach() for p in parameters]
-    saved["digests"] = [digest(optimizer.state[p]) for p in parameters]
-    torch.save(saved, buffer)
-    (folder / f"{kind}.pt.xz").write_bytes(lzma.compress(buffer.getvalue()))
-
-
 def read(kind):
     contents = lzma.decompress((Path(__file__).with_name("data") / f"{kind}.pt.xz").read_bytes())
     return torch.load(io.BytesIO(contents), weights_only=True)
-
-
-if __name__ == "__main__":
-    for kind in KINDS:
-        write(Path(sys.argv[1]), kind)

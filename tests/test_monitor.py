@@ -18,12 +18,11 @@ from fp8stack.formats import E4M3, E5M2, FORMATS
 from fp8stack.kernels import monitor as triton_monitor
 from fp8stack.kernels.reference import monitor as reference
 from fp8stack.kernels.reference.cast_blocks import cast_1x128, cast_128x128
-from fp8stack.monitor import RULES, Monitor
+from fp8stack.monitor import Monitor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
 NAN, INF = math.nan, math.inf
-LIMITS = {rule.field: rule.limit for rule in RULES}
 FMT = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
@@ -32,9 +31,8 @@ def counted(x, scale, fmt, squares=False, count=reference.count):
     count(x, scale, fmt, out, squares)
     out = out.cpu()
     sums = out[reference.SUMS].view(torch.float64).tolist()
-    values = (
-        out[:2].int().view(torch.float32).tolist() + out[2:7].tolist() + sums + out[9:].tolist()
-    )
+    floats = out[:2].int().view(torch.float32).tolist()
+    values = floats + out[2:7].tolist() + sums + out[9:].tolist()
     return dict(zip(reference.FIELDS, values, strict=True))
 
 
@@ -106,17 +104,6 @@ def test_dead_blocks_have_no_code_left_of_something(fmt):
     assert counted(torch.zeros(0, 4), scale, fmt)["blocks"] == 0
 
 
-@pytest.mark.parametrize(("fmt", "expected"), [(E4M3, 31.6), (E5M2, 25.6)], ids=["e4m3", "e5m2"])
-def test_healthy_tensors_are_far_from_the_thresholds(fmt, expected):
-    x = torch.randn(512, 1024)
-    numbers = counted(x, quantize_tensor(x, fmt)[1], fmt)
-    snr = 10 * math.log10(numbers["signal"] / numbers["noise"])
-    assert snr == pytest.approx(expected, abs=0.1)
-    assert snr > LIMITS["snr_db"] + 5
-    assert numbers["underflow"] / numbers["elements"] < 2e-5 < LIMITS["underflow"] / 1000
-    assert numbers["dead"] == numbers["overflow"] == 0
-
-
 def test_calls_of_a_step_add_up():
     out = torch.zeros(len(reference.FIELDS), dtype=torch.int64)
     for factor in (1.0, 3.0, 2.0):
@@ -144,10 +131,8 @@ def test_the_kernel_counts_as_its_reference(kernel_device, shape, blocks, dtype)
     expected = counted(x, scale, *args)
     for name in ("signal", "noise"):  # whose terms are the same, and their order is not
         expected[name] = pytest.approx(expected[name], rel=1e-12)
-    assert (
-        counted(x.to(kernel_device), scale.to(kernel_device), *args, triton_monitor.count)
-        == expected
-    )
+    there = x.to(kernel_device), scale.to(kernel_device)
+    assert counted(*there, *args, triton_monitor.count) == expected
 
 
 @pytest.mark.gpu
@@ -195,9 +180,8 @@ def test_every_recipe_is_watched(recipe):
             step(model, size * torch.randn(32, 64))
         numbers = monitor.read()
     assert monitor.step == 2
-    assert (numbers["0"]["x"]["overflow"] > 0.3) == (
-        recipe == "delayed"
-    )  # its scale is the last step's
+    clipped = numbers["0"]["x"]["overflow"] > 0.3
+    assert clipped == (recipe == "delayed")  # its scale is the last step's
     assert all(kinds[k]["scale"] > 0 for kinds in numbers.values() for k in "xwg")
 
 

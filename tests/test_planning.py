@@ -46,30 +46,10 @@ LEVELS = {
 }
 
 
-def partitioned(graph, inputs):
-    """Compile with the partitioner and the decompositions that Inductor has, and run what comes of it as it is."""
-    # here, since they may have other names in another torch
-    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._inductor.decomposition import select_decomp_table
-
-    def partition(joint, *args, **kwargs):
-        return min_cut_rematerialization_partition(joint, *args, compiler="inductor", **kwargs)
-
-    def run(half, inputs):
-        return make_boxed_func(half.forward)
-
-    table = select_decomp_table()
-    return aot_autograd(fw_compiler=run, partition_fn=partition, decompositions=table)(
-        graph, inputs
-    )
-
-
-def train(config, precision, steps=1, layer_norm=False, compile=False):
+def train(config, precision, steps=1, layer_norm=False):
     """Take steps at a precision; return the model, its optimizer, bytes of weights' copies and all else that was saved.
 
     layer_norm: it stands in for RMSNorm, of which torch keeps more on CPUs.
-    compile: all steps but the first are compiled.
     """
     torch.manual_seed(0)
     model = {"llama": models.Llama, "gpt2": models.GPT2}[config.kind](config)
@@ -96,13 +76,10 @@ def train(config, precision, steps=1, layer_norm=False, compile=False):
         kind[storage._cdata] = storage  # which keeps it, so that no other gets its address
         return tensor
 
-    for step in range(steps):
+    for _ in range(steps):
         optimizer.zero_grad()
         saved.clear()
         copies.clear()
-        if compile and step == 1:
-            torch.compiler.reset()  # else models of other tests count as recompilations of this one
-            model.compile(backend=partitioned)
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
             torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast),
@@ -172,11 +149,6 @@ COMPUTED = [
     at_level(recipe_for("O2", compute="bf16")),
 ]
 SEPARATE = at_level(recipe_for("O0", skip=["*k_proj", "*v_proj", "*gate_proj"]))
-COMPILED = [
-    BASELINES["bf16"],
-    at_level(recipe_for("O2", skip=["head"])),
-    at_level(recipe_for("O2", fp8_recipe="blockwise")),
-]
 
 
 @pytest.mark.parametrize(
@@ -198,26 +170,6 @@ def test_activations_are_what_autograd_saves(kind, precision):
     assert ours == pytest.approx(saved, rel=0.005)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [*product(["llama"], COMPILED), ("gpt2", at_level(recipe_for("O0"), torch.bfloat16))],
-    ids=lambda value: getattr(value, "brief", value),
-)
-def test_activations_of_a_compiled_model_are_what_the_partitioner_keeps(kind, precision):
-    two = SIZES[kind]
-    shape, tokens, three = shape_of(two), two.batch * two.sequence, replace(two, layers=3)
-    (copies, saved), (_, more) = (train(c, precision, 2, compile=True)[2:] for c in (two, three))
-    stays = resident(shape.skeleton(precision.weights), precision)
-    setup = Setup(two.batch, two.sequence, compile=True)
-    assert copies == pytest.approx(estimate(shape, precision, setup).parts["weight copies"], 0.005)
-    each = activations(shape, precision, stays.fp8, two.sequence, compile=True)
-    assert tokens * each.block == pytest.approx(more - saved, rel=0.002)
-    # in bfloat16 the partitioner may keep what the first block adds, not its sum with the embeddings: up to 3.5 % less
-    ours = tokens * (2 * each.block + each.end + each.loss)
-    assert 0 <= ours / saved - 1 < 0.035
-
-
 def test_norms_of_queries_and_keys_keep_what_layer_norm_saves():
     shape, saved = replace(shape_of(SIZES["llama"]), rms=False), []
     whole = replace(shape, qk_norm=True)
@@ -230,28 +182,23 @@ def test_norms_of_queries_and_keys_keep_what_layer_norm_saves():
 
 
 def test_compiled_models_keep_one_copy_of_weights_and_return_gradients_together():
-    precision, setup = at_level(recipe_for("O2")), Setup(seq=128)
-    eager, compiled = (
-        estimate(LLAMA, precision, replace(setup, compile=compile)) for compile in (False, True)
-    )
+    def of(setup, **options):
+        return estimate(LLAMA, at_level(recipe_for("O2", **options)), setup)
+
+    few, compile = Setup(seq=128), Setup(seq=128, compile=True)
+    eager, compiled = of(few), of(compile)
     assert compiled.parts["weight copies"] == eager.parts["weight copies"] > 0  # of few tokens
-    many = estimate(LLAMA, precision, replace(setup, batch=40))
-    assert many.parts["weight copies"] == 0
-    ranks = estimate(LLAMA, precision, replace(setup, ranks=2, sharding="ddp"))
-    assert ranks.parts["weight copies"] == 0
+    for many in (replace(few, batch=40), replace(few, ranks=2, sharding="ddp")):
+        assert of(many).parts["weight copies"] == 0
     # in eager mode FP8 gradients replace those of the weights' dtype one by one
     more = compiled.parts["weights"] - compiled.parts["gradients"]
     assert compiled.moments["end"] == eager.moments["end"] + more
-    again = estimate(LLAMA, precision, replace(setup, compile=True, accumulate=True))
+    again = of(replace(compile, accumulate=True))
     assert again.moments["end"] == compiled.moments["end"] + again.parts["gradients"]
-    released = estimate(
-        LLAMA, at_level(recipe_for("O2", step_in_backward=True)), replace(setup, compile=True)
-    )
-    assert released.moments["end"] == compiled.moments["end"]
-    inputs = estimate(LLAMA, precision, replace(setup, compile=True, checkpointing=True))
+    assert of(compile, step_in_backward=True).moments["end"] == compiled.moments["end"]
+    inputs = of(replace(compile, checkpointing=True))
     assert inputs.parts["weight copies"] < 0.1 * compiled.parts["weight copies"]
-    te = at_level(recipe_for("O2", compute="te"))
-    assert estimate(LLAMA, te, Setup(compile=True)).moments == estimate(LLAMA, te, Setup()).moments
+    assert of(compile, compute="te").moments == of(few, compute="te").moments
 
 
 def test_moments_and_checkpointing():
@@ -273,14 +220,19 @@ def test_moments_and_checkpointing():
 
 def test_peaks_are_within_5_percent_of_what_was_measured():
     found = peaks.measured()  # test_readme.py compares the table of docs/estimate.md with them
-    names = {peak.name for peak in found}
-    expected = (
-        "llama-1b step bf16 compiled", "llama-1b step O2 compiled", "gpt2 bf16 compile", "llama bf16 compile",
-        "6.7B bf16, bitsandbytes 8bit, 5 × 4096", "6.7B fp8stack O2, cache off, 2 × 4096",
-        "8.6B fp32 AdamW, recomputed", "6.7B fp8stack O2, 4bit, 5 × 4096", "1.1B fp32 AdamW, 2 × 4096",
-        "23.8B fp8stack O2, cache off, recomputed",
-    )  # fmt: skip
-    assert names >= {*expected}
+    kinds = (
+        "compile",
+        "8bit",
+        "4bit",
+        "recomputed",
+        "fp32",
+        "zero3",
+        "fsdp2",
+        "DataParallel",
+        " te",
+        "training",
+    )
+    assert all(any(kind in peak.name for peak in found) for kind in kinds)
     for peak in found:
         assert peak.estimate == pytest.approx(peak.gib, rel=0.05), peak.name
 
@@ -295,11 +247,8 @@ def test_ranks_share_what_they_say():
     assert all(by[s]["m"] == -(-one["m"] // 4) for s in ("zero1", "zero2", "zero3", "fsdp"))
     whole = 2 * shape.parameters
     assert [by[f"zero{n}"]["weights"] for n in (1, 2, 3)] == [whole, whole, -(-whole // 4)]
-    assert [by[f"zero{n}"]["gradients"] for n in (1, 2, 3)] == [
-        whole,
-        -(-whole // 4),
-        -(-whole // 4),
-    ]
+    part = -(-whole // 4)
+    assert [by[f"zero{n}"]["gradients"] for n in (1, 2, 3)] == [whole, part, part]
     assert by["fsdp"]["weight copies"] == by["zero3"]["weight copies"] == 0
     bf16 = estimate(shape, BASELINES["bf16"], Setup(ranks=4, sharding="zero1")).parts
     assert bf16["masters"] == shape.parameters

@@ -55,13 +55,19 @@ def test_reads_like_its_value(pair):
     assert type(x.double()) is torch.Tensor
 
 
-def test_detach_shares_and_clone_does_not(pair):
+def test_detach_shares_values_and_residual_and_clone_does_not(pair):
     x, value = pair
     clone, alias = x.clone(), x.detach()
     x.mul_(2.0)
     assert torch.equal(alias, 2 * value)
     assert torch.equal(clone, value)
     assert torch.equal(copy.deepcopy(x), 2 * value)
+    x.add_(torch.randn_like(value))
+    x.detach().zero_()
+    x.add_(torch.zeros_like(value))
+    assert (x.dequantize() == 0).all()
+    x.data.add_(value)
+    assert x.residual is not None
 
 
 def test_multiplying_by_a_scalar_touches_the_scales_only(pair):
