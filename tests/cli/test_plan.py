@@ -13,9 +13,16 @@ from fp8stack.cli import machine
 from fp8stack.memory import measure
 
 MODELS = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
+@dataclass
+class Sizes:
+    layers: int = 2
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -26,9 +33,8 @@ class Block(nn.Module):
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())
 
-
 class Model(nn.Module):
-    def __init__(self, width=64, words=96, layers=2):
+    def __init__(self, width=64, words=96, layers=Sizes().layers):
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.position = nn.Parameter(torch.zeros(128, width))
@@ -43,44 +49,44 @@ class Model(nn.Module):
             x = block(x)
         return self.head(x).square().mean() + self.odd(x).square().mean()
 
-
 def build():
     return Model()
-
 
 def with_sgd():
     model = Model()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-
 def without_moments():
     model = Model()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
 
 def with_lbfgs():
     model = Model()
     return model, torch.optim.LBFGS(model.parameters())
 
-
 def of_a_terabyte():
     return Model(width=65536, words=131072, layers=8)
-
 
 def normed():
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(64, 64)))
 
-
 def moved():
     return Model().to("cpu")
-
 
 def lazy():
     return nn.LazyLinear(3)
 
+def need(width):
+    return nn.Linear(width, 16)
 
-def scripted():
-    return torch.jit.script(nn.Linear(64, 64))
+def listed():
+    return [build()]
+
+def broken():
+    raise KeyError("width")
+
+def leaves():
+    raise SystemExit(0)
 """
 
 
@@ -90,6 +96,7 @@ def models(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "device", lambda: torch.device("cpu"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "models", raising=False)  # that of the benchmarks
     yield __import__("models")
@@ -226,6 +233,12 @@ def test_a_file_of_a_package_is_imported_as_its_module(
         ("models.py:with_lbfgs --opt-level O1", "does not step on the meta device"),
         ("models.py", "must be a file and a function"),
         ("none.py:build", "there is no Python file 'none.py'"),
+        ("models.py:biuld", "no function 'biuld'. Did you mean \"build\"?"),
+        ("models.py:need", "raised TypeError: need() missing 1 required"),
+        ("models.py:broken", "raised KeyError: 'width'"),
+        ("models.py:leaves", "raised SystemExit: 0"),
+        ("models.py:listed", "returned list; it must return"),
+        ("broken.py:build", "No module named 'nothing_of_that_name'"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(arguments, message, models, capsys):

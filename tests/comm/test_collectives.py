@@ -39,7 +39,6 @@ def check_all(rank):
     check_shapes(rank, world, device)
     check_blocks(rank, world, device)
     check_refusals(rank, world, device)
-    check_overlap(rank, world, device)
     check_statistics(rank, world, device)
     if world == 2:
         check_disagreement(rank, device)
@@ -180,11 +179,6 @@ def check_special_values(rank, world, device):
     comm.all_reduce(largest)
     assert_equal_everywhere(largest)
     assert largest.isnan().all() == (world > 1)
-    for tiny in (0.0, 1e-44):
-        x = torch.full((300,), tiny, device=device)
-        comm.all_reduce(x)
-        assert_equal_everywhere(x)
-        assert x.eq(0).all() or world == 1
     same = torch.full((300,), 3.0, device=device)  # a sum in FP8 would saturate
     comm.all_reduce(same)
     assert same.eq(3 * world).all()
@@ -247,28 +241,6 @@ def check_blocks(rank, world, device):
         work = comm.all_reduce(blocks, async_op=True)
         work.wait()
         assert_near(blocks.dequantize(), exact * world, 18)
-
-
-def check_overlap(rank, world, device):
-    """Many at a time, with ordinary collectives in between, finish as if they had come one after the other."""
-    tensors = [drawn(rank + i, 500 + 37 * i).to(device) for i in range(12)]
-    expected = [t.clone() for t in tensors]
-    for t in expected:
-        comm.all_reduce(t)
-    works = []
-    for i, t in enumerate(tensors):
-        works.append(comm.all_reduce(t, async_op=True))
-        if i % 3 == rank % 3:
-            time.sleep(0.003)
-        if i % 4 == 1:
-            dist.barrier()
-            between = torch.ones(4, device=device)
-            comm.all_reduce(between)
-            assert between.eq(world).all()
-    for work in reversed(works):
-        work.wait()
-    for t, same in zip(tensors, expected, strict=True):
-        assert_same_bits(t, same)
 
 
 def check_statistics(rank, world, device):

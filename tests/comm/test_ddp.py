@@ -133,20 +133,11 @@ def check_training(rank, device, level):
 
 
 def check_shards(rank, world, device):
-    """Gradients of FSDP2's shards are the mean to 30 dB, whatever is reduced in, and training goes on as without."""
+    """Gradients of FSDP2's shards are the mean to 30 dB, whatever is reduced in."""
     mesh = dist.device_mesh.init_device_mesh(device.type, (world,))
     for reduce_dtype in (None, torch.float32, torch.bfloat16):
         for factor in (None, 3.0):
             check_sharded_gradients(rank, device, mesh, reduce_dtype, factor)
-    if world > 2:
-        return
-    losses = {}
-    for hooked in (False, True):
-        model = shard(device, mesh, None, hooked)
-        optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
-        losses[hooked] = train_part(model, optimizer, rank, world, device)
-    assert losses[True][-1] < 0.5 * losses[True][0]
-    assert torch.allclose(losses[True], losses[False], rtol=0.06)
 
 
 def shard(device, mesh, reduce_dtype, hooked):
