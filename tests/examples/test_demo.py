@@ -67,14 +67,6 @@ def test_training_lowers_the_loss_and_repeats_bit_for_bit(data, level):
     assert first.validation[-1][0] == 40
 
 
-def test_learning_rate_rises_then_falls_to_zero():
-    factors = [demo.scale_lr(step, 100) for step in range(100)]
-    assert factors[0] == pytest.approx(0.1)
-    assert max(factors) == factors[9] == 1
-    assert factors[10:] == sorted(factors[10:], reverse=True)
-    assert 0 < factors[-1] < 0.001
-
-
 @pytest.mark.parametrize("loss", [2.03, math.nan])
 def test_worse_or_missing_loss_is_reported(loss):
     base = Record("baseline", [2.0], [(1, 2.0)], 1.0, {"total": 16.0}, None, {})

@@ -42,7 +42,7 @@ def test_a_size_is_predicted_and_never_too_large(fixed, room, limit):
     assert len(tried) <= 8
 
 
-@pytest.mark.parametrize("others", [(900, 100, 40_000), (0, 100, 3700), (0, 1, 150)], ids=str)
+@pytest.mark.parametrize("others", [(900, 100, 40_000), (0, 1, 150)], ids=str)
 def test_ranks_that_differ_try_the_same_sizes(others):
     """Of this rank 79 sequences fit, of the other one fewer: all that is tried fits on both, and hardly more would."""
     meeting, given = threading.Barrier(2, timeout=60), {}

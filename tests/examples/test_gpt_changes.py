@@ -1,6 +1,5 @@
 """What a run that is resumed says of what is asked for otherwise, and what it must not promise."""
 
-import json
 import re
 import warnings
 
@@ -65,33 +64,6 @@ def test_the_same_text_may_lie_elsewhere_and_another_is_read_from_its_beginning(
     assert len(told) == 1
     assert (trainer.step, trainer.data.train.position) == (2, 0)
     trainer.log.close()
-
-
-def test_another_vocabulary_and_other_documents_are_noticed(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("tokenizers")
-    from pyarrow import parquet
-
-    def prepare(words, count):
-        rows = pyarrow.table({"text": ["a b c d " * 11 * count] * 9})
-        parquet.write_table(rows, tmp_path / "x.parquet")
-        vocab = {word: index for index, word in enumerate(words)}
-        model = {"type": "WordLevel", "vocab": vocab, "unk_token": "?"}
-        content = {"model": model, "pre_tokenizer": {"type": "Whitespace"}, "version": "1.0"}
-        (tmp_path / "v.json").write_text(json.dumps(content))
-
-    options = {"opt_level": "off", "data": str(tmp_path), "encoding": str(tmp_path / "v.json")}
-    prepare("?abcd", 9)
-    train(tmp_path, **options)
-    for words, count, begins, said in (
-        ("?dcba", 9, True, "--encoding was a tokenizer of CRC-32 .* mean other text"),
-        ("?abcd", 8, False, "--data was .* bytes, is now .* after as many as before"),
-    ):
-        prepare(words, count)
-        with pytest.warns(Fp8StackWarning, match=said):
-            trainer = Trainer(configure(tmp_path, **options, resume="auto"))
-        assert (trainer.data.train.left == []) == begins
-        trainer.log.close()
 
 
 def test_documents_that_cannot_be_read_lose_no_step(tmp_path):

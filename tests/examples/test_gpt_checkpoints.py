@@ -129,17 +129,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_one_warning(tmp_path, file, da
             find_latest([folder], "Do it.")
 
 
-def test_a_folder_that_cannot_be_read_is_not_an_empty_one(tmp_path):
-    config = Config(model="tiny", run_name="mine", out=tmp_path, resume="auto")
-    folder = tmp_path / "mine-fp8-o2" / "checkpoints_fp8"
-    folder.parent.mkdir()
-    folder.symlink_to(folder.name)
-    with pytest.raises(CheckpointError, match=r"checkpoints_fp8 cannot be read .*--run-name"):
-        find_checkpoint(config, "FP8 O2")
-    assert list_runs(config).splitlines()[1:] == [f" damaged  {folder}: cannot be read"]
-    assert find_latest([tmp_path / "nowhere"]) is None
-
-
 def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path):
     path = write(tmp_path, 1)
     shutil.copytree(path, tmp_path / ".writing-step_00000002")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,33 +51,19 @@ def test_validation_losses_do_not_depend_on_the_size_of_batches(rows, size):
 
 
 def test_hellaswag_picks_the_likeliest_ending_for_its_length():
+    longer = Question("ab" * 9, ("c", "abc"), 0)  # whose rows the others are padded to
     question = Question("aaaa", ("bcbcbcbc", "aaaa", "xyz", "aab"), 1)
     model, where = Repeats(), (CPU, torch.no_grad)
-    (scores,) = evaluation.score_endings(model, [question], encode, 64, *where)
+    _, scores = evaluation.score_endings(model, [longer, question], encode, 64, *where)
     again, other = 3 - math.log(math.e**3 + 255), -math.log(math.e**3 + 255)
     expected = [9 * other / 8, (3 * again + 2 * other) / 4, 4 * other / 3, (again + 3 * other) / 3]
     assert scores.tolist() == pytest.approx(expected, rel=1e-5)
+    questions = [question, replace(question, label=3)] * 3
+    assert evaluation.hellaswag_accuracy(model, questions, encode, 64, *where) == 0.5
     (cut,) = evaluation.score_endings(model, [question], encode, 4, *where)
     three = again + 2 * other  # of the first three tokens of the second and the last
     expected = [other * 9 / 8, three * 5 / 3 / 4, other * 4 / 3, three * 4 / 3 / 3]
     assert cut.tolist() == pytest.approx(expected, rel=1e-5)
-
-
-def test_questions_of_hellaswag_are_scored_together_as_alone():
-    """Of other lengths, and with other numbers of endings; five of them, so that the last part has one."""
-    questions = [
-        Question("a" * n, tuple("ab" * (n + k) + "c" * k for k in range(1 + n % 4)), n % 2)
-        for n in (3, 1, 30, 7, 9)
-    ]
-    model, where = Repeats(), (CPU, torch.no_grad)
-    alone = [evaluation.score_endings(model, [q], encode, 32, *where)[0] for q in questions]
-    together = evaluation.score_endings(model, questions, encode, 32, *where)
-    for one, scores in zip(alone, together, strict=True):
-        torch.testing.assert_close(scores, one)
-    right = [int(s.argmax()) == q.label for s, q in zip(alone, questions, strict=True)]
-    assert 0 < sum(right) < 5
-    accuracy = evaluation.hellaswag_accuracy(model, questions, encode, 32, *where)
-    assert accuracy == pytest.approx(sum(right) / 5)
 
 
 @pytest.mark.parametrize(

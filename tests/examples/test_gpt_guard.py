@@ -26,11 +26,9 @@ def told(flags, precision):
     [
         ("", "FP8 O2", ["--fp8-format e5m2", "--opt-level off"]),
         ("--use-fp8", "FP8 O2", ["--fp8-format e5m2", "--compute bf16"]),
-        ("--fp8-format=e4m3", "FP8 O2", ["--fp8-format hybrid", "--compute bf16"]),
         ("--compute=te", "FP8 O2", ["--compute bf16"]),
         ("--model=gpt2 --blocks=te", "FP8 O2", ["--opt-level off"]),
         ("--fp8-recipe=blockwise", "FP8 O2", ["--compute bf16"]),
-        ("--fuse --use-fp8", "FP8 O2", ["--fp8-format e5m2", "--opt-level off"]),
         ("", "bf16 O2", []),  # a GPU without FP8
         ("--no-fp8 --optimizer-bits=8", "bf16 8bit", []),
     ],

@@ -99,17 +99,6 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
         workers_gpt.assert_empty(trainer.model)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("level", ["off", "O2"])
-def test_a_compiled_run_has_nearly_the_losses_of_an_eager_one(folder, level):
-    options = {"opt_level": level, "device": "cuda", "micro_batch": "auto", "eval_freq": 2}
-    eager, compiled = (
-        train(folder, **options, compile=on, run_name=f"compile-{on}-{level}")
-        for on in (False, True)
-    )
-    assert_near(compiled, eager, level)
-
-
 @pytest.mark.usefixtures("order_restored")
 def test_a_deterministic_run_adds_up_in_one_order(folder, monkeypatch):
     options = {"opt_level": "O2", "run_name": "ordered", "deterministic": True}

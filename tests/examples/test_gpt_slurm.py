@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from gpt import config
 from gpt.checkpoints import inspect
+from workers_gpt import read
 
 FOLDER = Path(config.__file__).parents[1] / "slurm"
 SCRIPTS = sorted(FOLDER.glob("*.sh"))
@@ -105,7 +106,7 @@ def test_a_job_is_requeued_when_its_time_is_up_and_after_a_preemption(submit, pa
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path, flags, submit, number):
-    run = ["--standalone", "--nproc-per-node", "2", "examples/train_gpt.py", *flags, "--no-fp8"]
+    run = ["--standalone", "--nproc-per-node", "2", "examples/train_gpt.py", *flags]
     run += ["--steps", "200", "--eval-freq", "0", "--checkpoint-freq", "500"]
     node, root = str(FOLDER / "node.sh"), FOLDER.parents[1]
     environment, pipe = {**os.environ, "PATH": PATH}, subprocess.PIPE
@@ -114,8 +115,11 @@ def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path, flags,
         if line.startswith("step 1 |"):
             process.send_signal(number)
     assert process.wait(timeout=60) == 128 + number
-    (path,) = tmp_path.glob("runs/tiny-bf16/checkpoints/step_*")
-    assert inspect(path).step < 200
+    (path,) = tmp_path.glob("runs/tiny-fp8-o2/checkpoints_fp8/step_*")
+    steps = [line for line in read(path.parents[1] / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, inspect(path).step + 1))  # once
+    assert len(steps) < 200
+    assert all(line["comm/bytes"] > 0 for line in steps)
     for status in (0, 2):  # that of torchrun
         environment["PATH"] = f"{tmp_path}:{PATH}"
         assert subprocess.run([node, str(status)], env=environment).returncode == status

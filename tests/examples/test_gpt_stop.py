@@ -13,11 +13,12 @@ import torch.distributed as dist
 import train_gpt
 from gpt.checkpoints import list_checkpoints
 from gpt.stopping import NAMES, Signals
-from workers_gpt import losses_of, read
+from workers_gpt import losses_of
 from workers_scripts import group_of, run_script
 
 SCRIPT = Path(train_gpt.__file__)
-LONGER = ["--steps", "40", "--checkpoint-freq", "100", "--eval-freq", "15", "--no-tensorboard"]
+LONGER = "--steps 40 --checkpoint-freq 100 --eval-freq 15 --no-tensorboard"
+SLOW = "--seq-len 256 --target-effective-batch-size 60 --micro-batch 1 --opt-level off"
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def stopped_at(out, name):
 def test_a_run_that_signals_stop_three_times_ends_as_one_that_was_left_alone(
     start, flags, tmp_path
 ):
-    flags, runs, at = [*flags, *LONGER, "--resume", "auto"], tmp_path / "runs", [0]
+    flags, runs, at = [*flags, *LONGER.split(), "--resume", "auto"], tmp_path / "runs", [0]
     for name in NAMES:
         process = start([str(SCRIPT), *flags, "--run-name", "a"])
         begin(process)
@@ -84,7 +85,7 @@ def test_a_run_that_signals_stop_three_times_ends_as_one_that_was_left_alone(
 def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start, flags, tmp_path):
     """Without torchrun, whose agent would hand signals to all of them."""
     more = ["--opt-level", "off", "--parallel", "ddp", "--seq-len", "64", "--resume", "auto"]
-    flags, runs, group = [*flags, *LONGER, *more], tmp_path / "runs", group_of(2)
+    flags, runs, group = [*flags, *LONGER.split(), *more], tmp_path / "runs", group_of(2)
     ranks = [
         start([str(SCRIPT), *flags, "--run-name", "a"], RANK=n, LOCAL_RANK=n, **group) for n in "01"
     ]
@@ -101,32 +102,8 @@ def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start, flags
     assert losses_of(runs / "a-bf16") == losses_of(runs / "alone-bf16")
 
 
-def test_torchrun_hands_a_signal_to_its_ranks_which_stop(start, flags, tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    process = start([*torchrun, str(SCRIPT), *flags, *LONGER])
-    begin(process)
-    process.send_signal(signal.SIGTERM)
-    status, out, err = end(process)
-    assert status != 0, err
-    step, run = stopped_at(out, "SIGTERM"), tmp_path / "runs" / "tiny-fp8-o2"
-    steps = [line for line in read(run / "metrics.jsonl") if "loss" in line]
-    assert [line["step"] for line in steps] == list(range(1, step + 1))  # once
-    assert all(line["comm/bytes"] > 0 for line in steps)
-    assert list_checkpoints([run / "checkpoints_fp8"])[-1].step == step
-
-
 def test_ctrl_c_ends_a_run_at_once_before_it_begins_and_the_second_time(start, flags, tmp_path):
-    slow = [
-        "--seq-len",
-        "256",
-        "--target-effective-batch-size",
-        "60",
-        "--micro-batch",
-        "1",
-        "--opt-level",
-        "off",
-    ]
-    early, late = (start([str(SCRIPT), *flags, *LONGER, *slow]) for _ in range(2))
+    early, late = (start([str(SCRIPT), *flags, *f"{LONGER} {SLOW}".split()]) for _ in range(2))
     assert "loading PyTorch" in early.stdout.readline()  # while it imports
     early.send_signal(signal.SIGINT)
     assert end(early)[::2] == (-signal.SIGINT, "")
