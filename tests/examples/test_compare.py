@@ -60,21 +60,6 @@ def test_curves_meet_at_tokens_where_batches_differ(tmp_path, compared):
         assert abs(of["gap"]) < 0.3  # what is lost between points of a line through b's
 
 
-def test_what_is_left_out_is_told(tmp_path, compared):
-    """Steps done twice, a line that was cut off, skipped steps, and points that the second run does not reach."""
-    a = record(tmp_path / "a", falling())
-    b = tmp_path / "b"
-    record(b, falling(40, factor=2.0))
-    again = [json.dumps({"step": s, "loss": v}) for s, v in {**falling(40), 7: None}.items()]
-    with (b / "metrics.jsonl").open("a") as file:
-        file.write("\n".join(again) + '\n{"step": 41, "lo')
-    status, data = compared(a, str(b / "metrics.jsonl"), "--window", "50")  # the file alone will do
-    assert (status, data["points"], data["memory_gib"]) == (0, 40, None)  # later lines have none
-    assert abs(data["gap"]["percent"]) < 0.5
-    said = ("line 81 is cut off", "1 skipped steps", "60 points of a left out", "than --window 50")
-    assert all(text in note for text, note in zip(said, data["notes"], strict=True))
-
-
 @pytest.mark.parametrize(
     ("lines", "message"),
     [

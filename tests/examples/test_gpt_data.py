@@ -13,7 +13,7 @@ from gpt import hub, tokenize_data, windows
 from gpt.config import Config
 from gpt.data import open_data
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError
 
 SEQ = 16
 SOURCES = ("text", "shards", "parquet", "documents")
@@ -190,7 +190,6 @@ BOTH = {"a": ["ax" * SEQ] * 9, "body": ["by" * SEQ] * 9, "n": [1] * 9}
         (BOTH, {}, 'no column named "text", but several others that are text: a, body. .*text-column a'),
         ({"id": [1], "when": [0.5]}, {}, r"no column of text, only id \(int\), when \(float\)"),
         (BOTH, {"text_column": "bdy"}, '--text-column bdy: is not there. Did you mean "body".*a, body, n'),
-        (BOTH, {"text_column": "n"}, "--text-column n: is no text"),
         ({"prose": ["x", "y"]}, {}, "all its 2 documents are fewer than"),
     ],
 )  # fmt: skip
@@ -209,25 +208,6 @@ def test_a_column_is_chosen_and_rows_without_text_are_empty_documents(tmp_path):
     assert data.nbytes == (tmp_path / "x.parquet").stat().st_size
     documents, _ = hub.open_documents(str(tmp_path))
     assert list(documents(0)) == ["", "tt", *[""] * 7]
-
-
-def test_a_dataset_with_a_script_is_read_from_the_hub_s_conversion(monkeypatch):
-    """As `datasets` answers from 4.0 on; the Hub itself is not there."""
-    datasets, asked = pytest.importorskip("datasets"), []
-
-    def load(path, name, streaming, revision=None):
-        asked.append((path, name, revision))
-        if revision is None:
-            raise RuntimeError("Dataset scripts are no longer supported, but found a.py")
-        rows = [{"text": f"document {i}"} for i in range(3)]
-        return {"train": datasets.Dataset.from_list(rows).to_iterable_dataset()}
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.warns(Fp8StackWarning, match="comes with a script, which is not run"):
-        documents, held_out = hub.open_documents("openwebtext")
-    assert asked == [("Skylion007/openwebtext", None, r) for r in (None, "refs/convert/parquet")]
-    assert held_out is None
-    assert list(documents(1)) == ["document 1", "document 2"]
 
 
 def test_a_position_of_another_kind_of_source_is_refused(folders):

@@ -5,11 +5,9 @@ import re
 import signal
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 import train_gpt
 from gpt.checkpoints import list_checkpoints
 from gpt.stopping import NAMES, Signals
@@ -115,29 +113,6 @@ def test_ctrl_c_ends_a_run_at_once_before_it_begins_and_the_second_time(start, f
     late.send_signal(signal.SIGINT)
     assert end(late, timeout=20)[::2] == (-signal.SIGINT, "")
     assert not list((tmp_path / "runs").glob("*/checkpoints/step_*"))
-
-
-def test_a_run_is_gone_when_its_ranks_part(flags, monkeypatch):
-    """DDP, freed after the process group, may wait for gloo's threads for ever."""
-    seen, leave = [], dist.destroy_process_group
-
-    class Noticed(train_gpt.Trainer):
-        def __init__(self, config):
-            super().__init__(config)
-            seen.append((weakref.ref(self), weakref.ref(self.forward)))
-
-    def part():
-        seen.append([run() for run in seen[0]])
-        leave()
-
-    for name, value in {**group_of(1), "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train_gpt, "Trainer", Noticed)
-    monkeypatch.setattr(dist, "destroy_process_group", part)
-    options = ["--parallel", "ddp", "--opt-level", "off", "--steps", "2", "--no-tensorboard"]
-    assert train_gpt.main([*flags, *options]) == 0
-    assert seen[1] == [None, None]
-    assert not dist.is_initialized()
 
 
 def test_handlers_are_put_back(ctrl_c):

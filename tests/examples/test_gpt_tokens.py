@@ -139,19 +139,6 @@ def test_validation_that_leaves_nothing_to_train_on_is_refused_with_a_number_tha
     assert sum(map(len, held_out)) == int(number)
 
 
-def test_budgets_are_of_all_shards_together(tmp_path):
-    (tmp_path / "source").mkdir()
-    for index in range(3):
-        tokens = np.arange(index * 100, (index + 1) * 100, dtype=np.uint16)
-        for name in ("train", "val"):
-            tokens.tofile(tmp_path / "source" / f"{name}_{index}.bin")
-    given = ["--data", str(tmp_path / "source"), "--shards", str(tmp_path / "new")]
-    assert tokenize_data.main([*given, "--max-tokens", "150", "--val-tokens", "230"]) == 0
-    _, train, held_out = windows.open_shards(tmp_path / "new")
-    assert np.concatenate(train).tolist() == list(range(150))
-    assert np.concatenate(held_out).tolist() == list(range(230))
-
-
 @pytest.mark.parametrize("error", [ConfigError("the source broke off"), KeyboardInterrupt()])
 def test_shards_appear_all_or_none(tmp_path, monkeypatch, capsys, error):
     shards = tmp_path / "shards"
