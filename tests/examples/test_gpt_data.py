@@ -30,9 +30,7 @@ def write_parquet(path, **columns):
 
 
 def settings_of(data, **options):
-    return Config(
-        **{"data": str(data), "encoding": "bytes", "seq_len": SEQ, "model": "tiny", **options}
-    )
+    return Config(**{"data": str(data), "encoding": "bytes", "seq_len": SEQ, **options})
 
 
 @pytest.fixture(scope="module")

@@ -44,10 +44,6 @@ OPTIONS = [
 ]
 
 
-def named(options):
-    return "-".join(map(str, options.values()))
-
-
 @pytest.fixture
 def order_restored(monkeypatch):
     """PyTorch's algorithms and the environment are those of before once a test is done."""
@@ -59,7 +55,7 @@ def order_restored(monkeypatch):
 
 
 @pytest.mark.usefixtures("order_restored")
-@pytest.mark.parametrize("options", OPTIONS, ids=named)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_resumed_run_has_the_losses_of_one_that_went_on(folder, options):
     options = {**options, "run_name": f"same-{OPTIONS.index(options)}"}
     losses = train(folder, **options)
@@ -111,7 +107,6 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on_a_gpu(folder, level):
         {"opt_level": "O2", "compute": "te"},
         {"opt_level": "off", "blocks": "te"},
     ],
-    ids=named,
 )
 def test_long_windows_resume_with_the_same_bits_on_a_gpu_in_one_order(tmp_path, precision):
     """Where attention's backward adds up several blocks of keys; with samples of text between the steps."""

@@ -1,9 +1,8 @@
-"""The learning rate over a run, and its picture."""
+"""The learning rate over a run."""
 
 import itertools
 
 import pytest
-from gpt import plot_schedule
 from gpt.config import Config, parse
 from gpt.schedule import learning_rate
 
@@ -23,13 +22,3 @@ def test_it_rises_on_a_line_and_falls_on_a_cosine_to_its_least():
 def test_a_warm_up_longer_than_the_run_is_warned_of():
     with pytest.warns(UserWarning, match=r"--warmup-steps 400 leave none of --steps 300.*75%"):
         parse(["--warmup-steps", "400"])
-
-
-def test_the_picture_is_drawn_of_the_same_options(tmp_path, capsys):
-    picture = tmp_path / "new" / "schedule.svg"
-    given = ["--steps", "20", "--max-lr", "1e-3", "--picture", str(picture)]
-    assert plot_schedule.main(given) == 0
-    assert "from 5.00e-04 over 1.00e-03 to 1.00e-04" in capsys.readouterr().out
-    assert picture.read_text().count("<path") > 3
-    assert plot_schedule.main(["--steps", "none"]) == 2
-    assert capsys.readouterr().err.startswith("error: --steps")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import train_gpt
 from gpt.checkpoints import list_checkpoints
-from gpt.stopping import NAMES, Signals
+from gpt.stopping import NAMES
 from workers_gpt import losses_of
 from workers_scripts import group_of, run_script
 
@@ -113,14 +113,3 @@ def test_ctrl_c_ends_a_run_at_once_before_it_begins_and_the_second_time(start, f
     late.send_signal(signal.SIGINT)
     assert end(late, timeout=20)[::2] == (-signal.SIGINT, "")
     assert not list((tmp_path / "runs").glob("*/checkpoints/step_*"))
-
-
-def test_handlers_are_put_back(ctrl_c):
-    before = [signal.getsignal(getattr(signal, name)) for name in NAMES]
-    with Signals() as signals:
-        assert signals.received == 0
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-            signal.raise_signal(number)
-        assert signals.received == signal.SIGUSR1  # the first
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert [signal.getsignal(getattr(signal, name)) for name in NAMES] == before
