@@ -170,24 +170,19 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         ]
         for piece, apply in zip(pieces, batch.appliers(pieces, buffer), strict=True):
             numbers = settings[batch.entries[piece.number].group]
-            grad_mul, _, count = scalars[piece.number]
             tensors = _rows_of(batch.tensors(piece.number), piece)
-            if self._update(numbers, tensors, buffer, grad_mul, int(count)):
+            if self._update(numbers, tensors, buffer, scalars[piece.number]):
                 apply()
 
     def _update(
-        self,
-        numbers: tuple[float, ...],
-        t: StepTensors,
-        buffer: Tensor,
-        grad_mul: float,
-        count: int,
+        self, numbers: tuple[float, ...], t: StepTensors, buffer: Tensor, scalars: list[float]
     ) -> bool:
-        """Let bitsandbytes take step `count`. Return whether `buffer` holds an update that is still to be applied.
+        """Let bitsandbytes take a step. Return whether `buffer` holds an update that is still to be applied.
 
         A float32 weight is updated in place instead.
         """
         lr, beta1, beta2, eps, decay, coupled, *_ = numbers
+        grad_mul, _, count = scalars
         in_place = t.weight.dtype is torch.float32
         u = t.weight if in_place else buffer[: t.weight.numel()].view_as(t.weight).zero_()
         own_decay = 0.0
@@ -197,7 +192,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         g = _gradient(t, grad_mul)
         if coupled:
             g = g.add(load_master(t.weight, t.master, t.master_scale), alpha=coupled)
-        state: dict[str, Any] = {"step": count - 1}  # update_step counts
+        state: dict[str, Any] = {"step": int(count) - 1}  # update_step counts
         for i, codes, scale in ((1, t.m, t.m_scale), (2, t.v, t.v_scale)):
             if codes is None:
                 continue

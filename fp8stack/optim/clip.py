@@ -48,10 +48,11 @@ def clip_grad_norm_(
     Raises:
         ConfigError: for a negative or NaN `max_norm`.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not max_norm >= 0:
         raise ConfigError(f"max_norm must be a number >= 0, got {max_norm}.")
-    grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [p for p in parameters if p.grad is not None and p.grad.numel()]
+    grads = [p.grad for p in parameters if p.grad is not None]
     devices = {g.device for g in grads}
     if norm_type != 2 or error_if_nonfinite or len(devices) != 1 or not all(map(_is_fused, grads)):
         total = torch.nn.utils.clip_grad_norm_(

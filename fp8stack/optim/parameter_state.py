@@ -172,7 +172,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 )
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments_of(group):
-            if name in state and not formats.is_dense(state[name], weight, states):
+            if name in state and state[name].dtype is not formats.dense_dtype(weight, states):
                 # somebody else put it there, such as DeepSpeed's universal checkpoints
                 moment = formats.encode_moment(name, local(state.pop(name)), weight, states)
                 state.update(self.place(moment, parameter))

@@ -72,15 +72,10 @@ class ReferenceStep:
     def run(self, skipped: Tensor, step_batch: Callable[[ReferenceBatch], None]) -> None:
         """Take the step that the verdict allows: `step_batch` for each batch. A step not taken is counted."""
         steps = torch.stack([e.state["step"] for e in self.entries])
-        hyper = scalars(
-            self.family,
-            self._groups[[e.group for e in self.entries]],
-            torch.ones(len(self.entries), dtype=torch.bool, device=self.device),
-            steps,
-            self.verdict,
-            skipped,
-            torch.tensor([e.number for e in self.entries], dtype=torch.int32, device=self.device),
-        )
+        groups = self._groups[[e.group for e in self.entries]]
+        number = torch.tensor([e.number for e in self.entries], device=self.device).int()
+        present = torch.ones_like(number, dtype=torch.bool)
+        hyper = scalars(self.family, groups, present, steps, self.verdict, skipped, number)
         rows = zip(self.entries, self._tensors, steps.split(1), hyper.split(1), strict=True)
         for entry, tensors, count, row in rows:
             # in a tensor of its own (DeepSpeed loads one for several), past the dict that would forget all tables

@@ -156,35 +156,23 @@ def install(optimizer: StatefulOptimizer, prepared: Prepared) -> None:
         hook(optimizer)
 
 
-def adopt(optimizer: StatefulOptimizer, source: torch.optim.Optimizer) -> None:
-    """Take over the state of an optimizer of the same kind, in this one's formats. The groups are shared already.
+def adopt(
+    optimizer: StatefulOptimizer,
+    source: torch.optim.Optimizer,
+    only: Collection[Tensor] | None = None,
+) -> None:
+    """Take over the states of `source`, of the same kind, in this one's formats. The groups are shared already.
+
+    Args:
+        only: the states of these parameters; by default all.
 
     Raises:
         ModelError: if a state is not what an optimizer of this kind has. Nothing is changed.
     """
-    _take_over(optimizer, source, source.state.keys())
-
-
-def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]]) -> None:
-    """Keep the states of these parameters in other (states, master) from now on, and convert existing states."""
-    old = dict(optimizer.overrides)
-    optimizer.overrides.update(formats)
-    try:
-        changed = {p for p in formats if optimizer.state.get(p)}
-        _take_over(optimizer, optimizer, changed)
-    except BaseException:
-        optimizer.overrides = old
-        raise
-
-
-def _take_over(
-    optimizer: StatefulOptimizer, source: torch.optim.Optimizer, parameters: Collection[Tensor]
-) -> None:
-    """Keep the states of these parameters, which `source` has, in the formats of `optimizer`."""
     states = {}
     pairs = ((group, p) for group in source.param_groups for p in group["params"])
     for group, p in pairs:
-        if p not in parameters:
+        if not source.state.get(p) or (only is not None and p not in only):
             continue
         try:
             states[p] = _convert(optimizer, group, p, source.state[p], "?")
@@ -195,6 +183,17 @@ def _take_over(
             ) from error
     _encode_masters(optimizer, states)
     optimizer.state.update(states)
+
+
+def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]]) -> None:
+    """Keep the states of these parameters in other (states, master) from now on, and convert existing states."""
+    old = dict(optimizer.overrides)
+    optimizer.overrides.update(formats)
+    try:
+        adopt(optimizer, optimizer, formats)
+    except BaseException:
+        optimizer.overrides = old
+        raise
 
 
 # --- checks

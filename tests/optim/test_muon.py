@@ -185,27 +185,6 @@ def test_autocast_around_a_step_changes_nothing(kernel_device, monkeypatch):
     assert torch.equal(*results)
 
 
-@pytest.mark.gpu
-def test_a_captured_step_is_the_eager_one():
-    runs = []
-    for captured in (False, True):
-        parameters = matrices(dtype=torch.bfloat16, device="cuda")
-        optimizer = Muon(parameters, lr=torch.tensor(0.02, device="cuda"))
-        set_gradients(parameters, 0)
-        optimizer.step()
-        step = optimizer.step
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                optimizer.step()
-            step = graph.replay
-        for _ in range(3):
-            step()
-        runs.append(parameters)
-    for p, q in zip(*runs, strict=True):
-        assert torch.equal(p, q)
-
-
 # --- groups and options
 
 

@@ -13,12 +13,12 @@ from torch import nn
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, GradientError
-from fp8stack.optim import SGD, Adam, AdamW, Lion, clip_grad_norm_, triton_step
+from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon, clip_grad_norm_, triton_step
 from fp8stack.tensor import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
-SHAPES = [(4, 128), (5, 208), (3, 50), (130,), (3, 200), (4, 18, 3, 3), ()]
+SHAPES = [(4, 128), (5, 208), (3, 50), (130,), (3, 200), (4, 18, 3, 3), (), (0,)]
 SMALL = {"min_numel": 256}  # so that small matrices are quantized, and the interpreter is quick
 
 
@@ -171,11 +171,11 @@ def replace_weights(step, parameters, optimizer, device):
 @pytest.mark.parametrize(
     ("happens", "steps", "options"),
     [
-        (come_and_go, [2, 2, 4, 4, 4, 4, 4], {}),
-        (stay_away, [1, 4, 4, 1, 4, 4, 4], {}),
-        (stay_away, [1, 4, 4, 1, 4, 4, 4], {"max_grad_norm": 1.0}),
-        (move_states, [4] * 7, {}),
-        (replace_weights, [4] * 7, {}),
+        (come_and_go, [2, 2, *[4] * 6], {}),
+        (stay_away, [1, 4, 4, 1, *[4] * 4], {}),
+        (stay_away, [1, 4, 4, 1, *[4] * 4], {"max_grad_norm": 1.0}),
+        (move_states, [4] * 8, {}),
+        (replace_weights, [4] * 8, {}),
     ],
 )
 def test_what_happens_between_steps(happens, steps, options, kernel_device, through_kernels):
@@ -265,26 +265,18 @@ def test_clipping_is_torchs(max_norm, norm_type, kernel_device, through_kernels)
     for parameters in (ours, theirs):
         set_gradients(parameters, 0, fp8=True)
         parameters[0].grad.add_(parameters[0].grad.dequantize())  # has a residual now
+    codes, scale = (t.clone() for t in ours[0].grad.residual)
     for q in theirs:
         q.grad = q.grad.dequantize() if isinstance(q.grad, BlockScaledTensor) else q.grad
     total = clip_grad_norm_(ours, max_norm, norm_type)
-    expected = torch.nn.utils.clip_grad_norm_(theirs, max_norm, norm_type, foreach=False)
+    filled = [q for q in theirs if q.numel()]  # torch finds no largest element of nothing
+    expected = torch.nn.utils.clip_grad_norm_(filled, max_norm, norm_type, foreach=False)
     torch.testing.assert_close(total, expected.float(), rtol=1e-5, atol=0)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p.grad + 0, q.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_a_clipped_sum_goes_on_from_its_residual(kernel_device, through_kernels):
-    through_kernels(True)
-    p = nn.Parameter(torch.zeros(64, 128, device=kernel_device))
-    p.grad = BlockScaledTensor.quantize(torch.randn_like(p))
-    for _ in range(3):
-        p.grad.add_(torch.randn_like(p))
-    before = [t.clone() for t in p.grad.residual]
-    norm = clip_grad_norm_([p], 1.0)
-    codes, scale = p.grad.residual
-    assert torch.equal(codes.view(torch.uint8), before[0].view(torch.uint8))
-    torch.testing.assert_close(scale, before[1] * (1 / (norm + 1e-6)), rtol=1e-6, atol=0)
+    residual, factor = ours[0].grad.residual, (max_norm / (total + 1e-6)).clamp(max=1)
+    assert_same_bits(residual[0], codes)
+    torch.testing.assert_close(residual[1], scale * factor, rtol=1e-5, atol=0)
 
 
 def test_clipping_says_what_is_wrong(kernel_device):
@@ -295,20 +287,6 @@ def test_clipping_says_what_is_wrong(kernel_device):
         clip_grad_norm_([p], math.nan)
     with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
         clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
-
-
-def test_empty_parameters_and_ten_thousand_small_ones(kernel_device, through_kernels):
-    through_kernels(torch.cuda.is_available())  # the interpreter would take minutes
-    parameters = [nn.Parameter(torch.ones(3, device=kernel_device)) for _ in range(10_000)]
-    parameters.append(nn.Parameter(torch.empty(0, 128, device=kernel_device)))
-    parameters.append(nn.Parameter(torch.ones(64, 128, device=kernel_device)))  # never a gradient
-    optimizer = AdamW(parameters, lr=0.1, weight_decay=0.0)
-    for p in parameters[:-1]:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    moved = torch.stack(parameters[:10_000])
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.9))
-    assert parameters[-1].eq(1).all()
 
 
 def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_kernels):
@@ -331,13 +309,14 @@ def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_ker
 
 
 @pytest.mark.gpu
-def test_a_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate():
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_a_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate(kind):
     losses = []
     for captured in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).cuda().bfloat16()
         rate = torch.tensor(0.01, device="cuda")
-        optimizer = AdamW(model.parameters(), lr=rate, max_grad_norm=1.0)
+        optimizer = kind(model.parameters(), lr=rate, max_grad_norm=1.0)
         data = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
         x = torch.empty_like(data[0])
 

@@ -29,12 +29,10 @@ def test_stepping_in_backward_is_stepping_afterwards(kind, device):
             optimizer.step()
             optimizer.zero_grad()
         results.append((model, optimizer))
-    for (name, p), q in zip(
-        results[0][0].named_parameters(), results[1][0].parameters(), strict=True
-    ):
-        assert_same_bits(q, p, name)
-        for key, value in results[0][1].state[p].items():
-            assert_same_bits(results[1][1].state[q][key], value, f"{name} {key}")
+    (model, optimizer), (released, other) = results
+    for p, q in zip(model.parameters(), released.parameters(), strict=True):
+        assert_same_bits(q, p)
+        assert_same_bits(other.state[q].values(), optimizer.state[p].values())
 
 
 def test_initialize_releases_gradients_and_restore_ends_it(device):
