@@ -7,53 +7,76 @@ the variable names, and whoever runs a test adds "outcome <tab> seconds <tab> te
 that a test starts inherit the variable, and pytest's PYTEST_CURRENT_TEST names the test: they join in if their
 `sitecustomize` calls `start()`. A line is written at once, since workers may end by os._exit.
 
-It uses `sys.monitoring` (Python 3.12), which costs one event for each function and test. Code that torch.compile has
-translated makes no events, and a fixture of wider scope counts for the first test that needs it.
+It uses `sys.monitoring`, which costs one event for each function and test; before Python 3.12 `sys.setprofile`, which
+costs one for each call. Code that torch.compile has translated makes no events, and a fixture of wider scope counts for
+the first test that needs it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
 FOLDERS = ("/kernels/reference/", "/fp8stack/optim/", "/fp8stack/comm/", "/fp8stack/nn/")
+MONITORING: Any = getattr(sys, "monitoring", None)
 TOOL = 4  # a free number of sys.monitoring's six
+_noted: set[tuple[CodeType, str]] = set()
 
 
 def start() -> None:
     """Begin to note calls, if the variable is set and this process does not yet."""
     folder = os.environ.get("FP8STACK_CALL_MAP")
-    monitoring: Any = getattr(sys, "monitoring", None)
-    if not folder or monitoring is None or monitoring.get_tool(TOOL):
+    if not folder or _started():
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
     lines = open(Path(folder) / f"{os.getpid()}.calls", "a", buffering=1)  # noqa: SIM115
 
-    def note(code: CodeType, offset: int) -> Any:
+    def note(code: CodeType) -> None:
         test = os.environ.get("PYTEST_CURRENT_TEST")
-        if test and any(part in code.co_filename for part in FOLDERS):
+        if (
+            test
+            and any(part in code.co_filename for part in FOLDERS)
+            and (code, test) not in _noted
+        ):
+            _noted.add((code, test))
             name = test.rpartition(" (")[0]
-            lines.write(f"{code.co_filename}\t{code.co_qualname}\t{code.co_firstlineno}\t{name}\n")  # type: ignore[attr-defined]
-        return monitoring.DISABLE  # until the next test begins
+            qualname = getattr(code, "co_qualname", code.co_name)  # Python 3.11
+            lines.write(f"{code.co_filename}\t{qualname}\t{code.co_firstlineno}\t{name}\n")
 
-    monitoring.use_tool_id(TOOL, "fp8stack calls")
-    monitoring.register_callback(TOOL, monitoring.events.PY_START, note)
-    monitoring.set_events(TOOL, monitoring.events.PY_START)
+    def on_start(code: CodeType, offset: int) -> Any:
+        note(code)
+        return MONITORING.DISABLE  # until the next test begins
+
+    def on_event(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            note(frame.f_code)
+
+    if MONITORING is None:
+        threading.setprofile(on_event)  # threads that are to come
+        sys.setprofile(on_event)
+        return
+    MONITORING.use_tool_id(TOOL, "fp8stack calls")
+    MONITORING.register_callback(TOOL, MONITORING.events.PY_START, on_start)
+    MONITORING.set_events(TOOL, MONITORING.events.PY_START)
+
+
+def _started() -> bool:
+    return sys.getprofile() is not None if MONITORING is None else bool(MONITORING.get_tool(TOOL))
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: Any) -> Iterator[None]:
     """Let each test note again what it calls."""
     start()
-    monitoring: Any = getattr(sys, "monitoring", None)
-    if monitoring is not None and monitoring.get_tool(TOOL):
-        monitoring.restart_events()
+    if MONITORING is not None:
+        MONITORING.restart_events()
     yield
 
 

@@ -13,7 +13,7 @@ a copy of the tree, and the tests that call its function run, the quickest first
 bound, by the same rule for every tree.
 
 Limits: faults that change nothing (a tolerance of a check, a faster path) survive by nature; two trees with different
-code get different faults, so compare shares, whose standard error is some 4 % for 100 faults. Python 3.12 or newer.
+code get different faults, so compare shares, whose standard error is some 4 % for 100 faults.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,13 +124,14 @@ def changes_of(node: ast.AST) -> list[str]:
     return []
 
 
-def draw(tree: Path, count: int, seed: int) -> list[Fault]:
+def draw(tree: Path, count: int, seed: int, folders: Sequence[str]) -> list[Fault]:
     """Draw faults, the same number in each folder."""
-    dice, drawn = random.Random(seed), []
-    for folder in FOLDERS:
+    drawn: list[Fault] = []
+    for folder in folders:
+        dice = random.Random(f"{seed} {folder}")
         files = sorted((tree / folder).rglob("*.py"))
         possible = [fault for file in files for fault in faults_of(tree, file)]
-        drawn += dice.sample(possible, min(count // len(FOLDERS), len(possible)))
+        drawn += dice.sample(possible, min(count // len(folders), len(possible)))
     return drawn
 
 
@@ -222,6 +224,7 @@ def main() -> None:
     )
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folders", nargs="+", default=FOLDERS, choices=FOLDERS)
     parser.add_argument("--tests", nargs="+", default=["tests"], help="what the tree's tests are")
     parser.add_argument(
         "--map-seconds", type=float, default=3600, help="for the run that maps them"
@@ -280,17 +283,22 @@ def main() -> None:
             # Where no single test failed, the fault broke an import or hung.
             return "unclear" if failed and not run(None, failed)[0] else "found"
 
-        drawn = draw(tree, options.faults, options.seed)
+        drawn = draw(tree, options.faults, options.seed, options.folders)
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = list(pool.map(test, drawn))
     pairs = list(zip(drawn, outcomes, strict=True))
-    for part in (*FOLDERS, ""):
+    for part in (*options.folders, ""):
         mine = [outcome for fault, outcome in pairs if fault.file.startswith(part)]
         found, never = mine.count("found"), mine.count("never called")
         print(f"{part or 'all':20} found {found} of {len(mine)}, {never} never called")
     missed = [f"{f.file}:{f.start[0]} {f.text[:60]} ({o})" for f, o in pairs if o != "found"]
     print(*missed, sep="\n")
-    params = {"faults": len(drawn), "seed": options.seed, "seconds": options.seconds}
+    params = {
+        "faults": len(drawn),
+        "seed": options.seed,
+        "seconds": options.seconds,
+        "folders": list(options.folders),
+    }
     record = {"name": "mutations", "params": {**params, "tests": len(seconds)}, "missed": missed}
     record |= {"variant": options.name or tree.name, "metric": "found", "unit": "share"}
     append_records(options.output, [record | {"value": outcomes.count("found") / len(outcomes)}])
