@@ -50,9 +50,10 @@ def start() -> None:
             qualname = getattr(code, "co_qualname", code.co_name)  # Python 3.11
             lines.write(f"{code.co_filename}\t{qualname}\t{code.co_firstlineno}\t{name}\n")
 
+        return MONITORING and MONITORING.DISABLE  # until the next test begins
+
     def on_start(code: CodeType, offset: int) -> Any:
-        note(code)
-        return MONITORING.DISABLE  # until the next test begins
+        return note(code)
 
     def on_event(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":

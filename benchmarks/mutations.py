@@ -160,8 +160,7 @@ def copy_tree(tree: Path, folder: Path) -> dict[str, str]:
     (site / "fp8stack").symlink_to(folder / "tree" / "fp8stack")
     (site / "call_map.py").write_text((ROOT / "benchmarks" / "call_map.py").read_text())
     (site / "sitecustomize.py").write_text(
-        "import os\nif os.environ.get('FP8STACK_CALL_MAP') and os.environ.get('PYTEST_CURRENT_TEST'):\n"
-        "    import call_map\n    call_map.start()\n"
+        "import os\nif 'FP8STACK_CALL_MAP' in os.environ:\n    import call_map\n    call_map.start()\n"
     )
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))
     keep = {k: v for k, v in os.environ.items() if k != "FP8STACK_CALL_MAP"}
