@@ -38,18 +38,16 @@ def start() -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     lines = open(Path(folder) / f"{os.getpid()}.calls", "a", buffering=1)  # noqa: SIM115
 
-    def note(code: CodeType) -> None:
+    def note(code: CodeType) -> Any:
         test = os.environ.get("PYTEST_CURRENT_TEST")
-        if (
-            test
-            and any(part in code.co_filename for part in FOLDERS)
-            and (code, test) not in _noted
-        ):
+        if not test:
+            return None  # a server that forks ranks for tests to come
+        inside = any(part in code.co_filename for part in FOLDERS)
+        if inside and (code, test) not in _noted:
             _noted.add((code, test))
             name = test.rpartition(" (")[0]
             qualname = getattr(code, "co_qualname", code.co_name)  # Python 3.11
             lines.write(f"{code.co_filename}\t{qualname}\t{code.co_firstlineno}\t{name}\n")
-
         return MONITORING and MONITORING.DISABLE  # until the next test begins
 
     def on_start(code: CodeType, offset: int) -> Any:
