@@ -25,6 +25,7 @@ from fp8stack.formats import UE3M1
 from fp8stack.tensor import is_sharded
 
 from . import state_formats as formats
+from .imported_states import translate
 from .parameter_names import check_order, names_of_owned
 from .parameter_state import StatefulOptimizer
 from .sharded import assign, collect, distribute, local, local_state
@@ -261,12 +262,8 @@ def _convert(
 ) -> State:
     """Return one parameter's saved state with moments in the optimizer's own format, on the parameter's device."""
     optimizer.check_formats_of(parameter)
-    moments, entry = optimizer.moments_of(group), dict(entry)
-    for name in moments if is_sharded(parameter) else ():
-        scale = entry.get(f"{name}_scale")
-        if scale is not None and scale.ndim == 1:  # no rows can be cut from bitsandbytes' blocks
-            entry[name] = formats.decode_moment(name, entry, parameter.shape)
-            del entry[f"{name}_code"], entry[f"{name}_scale"]
+    moments = optimizer.moments_of(group)
+    entry = translate(entry, moments, key, is_sharded(parameter))
     weight = local(parameter.detach())  # all that follows is about this rank's part
     entry = {
         k: v.to(weight.device, copy=True).contiguous() if isinstance(v, Tensor) else deepcopy(v)
