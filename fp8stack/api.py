@@ -241,10 +241,7 @@ def _check_given(
     """Raise if the optimizer does not fit; return the trainable parameters that it does not own."""
     if optimizer is not None:
         if any(optimizer in (s.source, s.returned) for s in map(session_of, _MODELS)):
-            raise ModelError(
-                "this optimizer belongs to a model that is initialized already. Make one for each model, "
-                "or fp8stack.restore that model first."
-            )
+            raise ModelError("this optimizer belongs to an initialized model: make one for each.")
         return conversion.check_optimizer(model, optimizer, recipe)
     if recipe.level != "O0":
         raise ModelError(f"{recipe.level} converts gradients for an optimizer; pass it, or use O0.")
@@ -269,11 +266,9 @@ def _formats_by_parameter(
         ]  # fmt: skip
         if not matching:
             modules = [name for name, _ in model.named_modules() if name]
-            raise ConfigError(
-                f"states_for[{pattern!r}] matches no parameter of the model."
-                f"{did_you_mean(pattern, [*names, *modules])} "
-                "Patterns are compared with whole names of parameters and of their modules."
-            )
+            meant = did_you_mean(pattern, [*names, *modules])
+            told = "matches no parameter, nor a module with parameters, by its whole name"
+            raise ConfigError(f"states_for[{pattern!r}] {told}.{meant}")
         formats.update(dict.fromkeys(matching, (states or recipe.states, master or recipe.master)))
     return formats
 

@@ -79,12 +79,10 @@ def fp8_hardware(device: torch.device | str) -> Answer:
 
 def fp8_optimizer(device: torch.device | str) -> Answer:
     """Do the optimizer kernels run on this device? Their codecs are integer arithmetic and need no FP8 hardware."""
-    device = torch.device(device)
-    if device.type == "cpu":
-        return Answer(True, "pure-torch reference kernels")
-    if device.type == "cuda":
+    kind = torch.device(device).type
+    if kind in ("cpu", "cuda"):
         return Answer(True, "integer codecs: no FP8 hardware needed")
-    return Answer(False, f"the optimizer kernels run on cuda and cpu devices, not on {device.type}")
+    return Answer(False, f"the optimizer kernels run on cuda and cpu devices, not on {kind}")
 
 
 def bitsandbytes_optimizer(device: torch.device | str) -> Answer:

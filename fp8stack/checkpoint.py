@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .errors import CheckpointError, ModelError, reason_of
 from .nn.delayed_histories import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
-from .optim.parameter_names import check_order, names_of, names_of_owned
+from .optim.parameter_names import check_order, names_of_owned
 from .optim.state_dict import check_packed, install, plain_numbers, prepare, to_torch
 from .optim.state_formats import MASTER_KEYS
 from .tensor import is_sharded
@@ -76,10 +76,7 @@ def load_master_state_dict(
     model.load_state_dict(state_dict)
     if isinstance(optimizer, BlockwiseOptimizer):
         owned = {p for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in model.named_parameters():
-            if parameter in owned and optimizer.master_format(parameter) is not None:
-                value = state_dict[name].to(parameter.device, torch.float32)
-                optimizer.set_master(parameter, value)
+        _set_masters(model, optimizer, state_dict, owned)
 
 
 def torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -223,8 +220,7 @@ def load(
     contents = read_file(path)
     if not is_saved(contents):
         raise CheckpointError(
-            f"{path} was not written by fp8stack.checkpoint.save. Load its parts with torch.load(weights_only=True) "
-            "and the load_state_dict of model and optimizer."
+            f"{path} was not written by fp8stack.checkpoint.save: use torch.load."
         )
     _check_keys(model.state_dict(), contents["model"])
     packed, prepared = contents["optimizer"], None
@@ -241,7 +237,7 @@ def load(
     model.load_state_dict(contents["model"])
     if isinstance(optimizer, BlockwiseOptimizer) and prepared is not None:
         install(optimizer, prepared)
-        _set_missing_masters(model, optimizer, contents)
+        _set_masters(model, optimizer, contents["model"], _saved_without_master(optimizer, packed))
     elif optimizer is not None:
         optimizer.load_state_dict(packed)
     restore_scaling(model, contents.get("scaling", {}))
@@ -254,37 +250,38 @@ def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     check_packed(optimizer, packed)
     names = {str(name) for entry in packed["state"].values() for name in entry}
     if any(name.endswith("_code") or name in MASTER_KEYS for name in names):
+        told = f"low-precision states or masters, which {type(optimizer).__name__} of torch cannot read"
         raise CheckpointError(
-            f"the checkpoint holds low-precision states or masters, which {type(optimizer).__name__} of torch cannot "
-            "read. Initialize at the level it was saved from, then fp8stack.restore(model, optimizer)."
+            f"the file holds {told}. Load it at its level, then fp8stack.restore."
         )
 
 
-def _set_missing_masters(
-    model: nn.Module, optimizer: BlockwiseOptimizer, contents: dict[str, Any]
+def _set_masters(
+    model: nn.Module, optimizer: BlockwiseOptimizer, weights: dict[str, Tensor], among: set[Any]
 ) -> None:
-    """Give weights that were saved without a master (at O0 or O1) all the bits that were saved of them."""
-    names = names_of(model)
-    packed = contents["optimizer"]
-    for group, saved in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        for parameter, key in zip(group["params"], saved["params"], strict=True):
-            has_master = packed["state"].get(key, {}).keys() & set(MASTER_KEYS)
-            if parameter in names and not has_master and optimizer.master_format(parameter):
-                value = contents["model"][names[parameter]].to(parameter.device, torch.float32)
-                optimizer.set_master(parameter, value)
+    """Give the masters of the parameters `among` the values of `weights`."""
+    for name, parameter in model.named_parameters():
+        if parameter in among and optimizer.master_format(parameter):
+            value = weights[name].to(parameter.device, torch.float32)
+            optimizer.set_master(parameter, value)
+
+
+def _saved_without_master(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> set[Any]:
+    """Return the parameters that were saved without a master (at O0 or O1): the weights have all their bits."""
+    groups = zip(optimizer.param_groups, packed["param_groups"], strict=True)
+    pairs = (
+        pair for own, saved in groups for pair in zip(own["params"], saved["params"], strict=True)
+    )
+    return {p for p, key in pairs if not packed["state"].get(key, {}).keys() & set(MASTER_KEYS)}
 
 
 def _check_keys(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Raise unless `given` has exactly the keys and shapes of `own`."""
-    missing, unknown = own.keys() - given.keys(), given.keys() - own.keys()
-    if missing or unknown:
-        raise CheckpointError(
-            f"the weights are of another model: {len(missing)} keys missing {sorted(missing)[:3]}, "
-            f"{len(unknown)} unknown {sorted(unknown)[:3]}. Build the model that was saved."
-        )
-    for key, value in own.items():
-        if isinstance(value, Tensor) and value.shape != given[key].shape:
-            raise CheckpointError(
-                f"{key} has shape {tuple(given[key].shape)} in the checkpoint and {tuple(value.shape)} in the model. "
-                "Build the model that was saved."
-            )
+    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+    tensors = {
+        key: value for key, value in own.items() if isinstance(value, Tensor) and key in given
+    }
+    differ = {k: tuple(given[k].shape) for k, v in tensors.items() if given[k].shape != v.shape}
+    if missing or unknown or differ:
+        told = f"missing {missing[:3]}, unknown {unknown[:3]}, other shapes {dict([*differ.items()][:3])}"
+        raise CheckpointError(f"the weights are of another model ({told}). Build the one saved.")

@@ -115,9 +115,7 @@ def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned:
 def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[str]:
     """Raise if `optimizer` does not fit the model or the recipe; return the trainable parameters it does not own."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(
-            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}."
-        )
+        raise ModelError(f"optimizer is no torch.optim.Optimizer: {type(optimizer).__name__}.")
     for index, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             raise ModelError(f"parameter group {index} of the optimizer is empty. Leave it out.")

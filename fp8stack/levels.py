@@ -136,26 +136,23 @@ def check_choice(
             return one
     listed = ", ".join(f'"{k}"' if isinstance(k, str) else str(k) for k in known)
     meant = did_you_mean(str(value), map(str, known))
-    raise ConfigError(
-        f"{where}{name} must be one of {listed}; {name}={value!r} is not a choice.{meant}"
-    )
+    told = f"{where}{name} must be one of {listed}"
+    raise ConfigError(f"{told}; {name}={value!r} is not a choice.{meant}")
 
 
 def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
     """Return `states_for` as (pattern, states, master), "" for what is not given."""
     if isinstance(given, tuple):
         return given
-    if not isinstance(given, Mapping) or any(not isinstance(p, str) for p in given):
-        raise ConfigError(
-            f'states_for={given!r} must be a dict of patterns and formats, such as {{"*embed*": "fp32"}}.'
-        )
+    told = f'states_for={given!r} must be a dict of patterns and formats, or dicts of "states" and "master"'
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'{told}, such as {{"*embed*": "fp32"}}.')
     result = []
     for pattern, value in given.items():
         formats = {"states": value} if isinstance(value, str) else value
-        if not isinstance(formats, Mapping) or not formats.keys() <= {"states", "master"}:
-            raise ConfigError(
-                f'states_for[{pattern!r}]={value!r} must be a format, or a dict with "states" and "master".'
-            )
+        known = isinstance(formats, Mapping) and formats.keys() <= {"states", "master"}
+        if not known or not isinstance(pattern, str):
+            raise ConfigError(f"{told}: not {pattern!r}: {value!r}.")
         where = f"states_for[{pattern!r}]: "
         own = {n: check_choice(n, v, where=where) for n, v in formats.items()}
         result.append((pattern, own.get("states", ""), own.get("master", "")))
@@ -189,7 +186,6 @@ def recipe_for(opt_level: str, preset: str | None = None, **overrides: Any) -> R
     named = {} if preset is None else PRESETS[preset]
     for name in overrides:
         if name not in OPTIONS:
-            raise ConfigError(
-                f"initialize() has no option {name!r}.{did_you_mean(name, OPTIONS)} Options: {', '.join(OPTIONS)}."
-            )
+            meant = did_you_mean(name, OPTIONS)
+            raise ConfigError(f"no option {name!r}.{meant} Options: {', '.join(OPTIONS)}.")
     return replace(LEVELS[opt_level], **{**named, **overrides})

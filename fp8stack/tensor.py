@@ -57,11 +57,9 @@ class BlockScaledTensor(torch.Tensor):
             codes = codes.view(E4M3.dtype)
             residual = residual and (residual[0].view(E4M3.dtype), residual[1])
         if codes.dtype is not E4M3.dtype or tuple(scale.shape) != scale_shape(codes.shape):
-            raise ConfigError(
-                "BlockScaledTensor needs float8_e4m3fn codes (or their bytes, uint8) and scales of shape "
-                f"{scale_shape(codes.shape)} for codes of shape {tuple(codes.shape)}; "
-                f"got {codes.dtype} and {tuple(scale.shape)}."
-            )
+            needed = f"float8_e4m3fn codes (or their bytes) and scales of shape {scale_shape(codes.shape)}"
+            got = f"got {codes.dtype} and {tuple(scale.shape)}"
+            raise ConfigError(f"BlockScaledTensor needs {needed}; {got}.")
         size = codes.shape
         x = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device)
         x.codes, x.scale, x.holder = codes, scale, [residual]

@@ -71,7 +71,7 @@ OPTIONS = [  # level, options, culprit, remedy
     ("O2", {"min_numel": True}, "min_numel=True must be an integer >= 0", ""),
     ("O2", {"states_for": "fp32"}, "states_for='fp32' must be a dict", "embed"),
     ("O2", {"states_for": ["embed"]}, "must be a dict of patterns and formats", "embed"),
-    ("O2", {"states_for": {"up": {"state": "fp32"}}}, "'up'.=.* must be a format, or a dict with", '"states"'),
+    ("O2", {"states_for": {"up": {"state": "fp32"}}}, "must be a dict .* or dicts of .states.", "not 'up': {'state'"),
     ("O2", {"states_for": {"up": "fp31"}}, "'up'.: states must be .*'fp31' is not a choice", 'Did you mean "fp32"'),
     ("O2", {"states_for": {"haed": "fp32"}}, "'haed'. matches no parameter", '"head"'),
     ("O0", {"fp8_recipe": "delyed"}, "fp8_recipe='delyed' is not a choice", 'mean "delayed"'),
@@ -194,7 +194,7 @@ def test_a_level_without_states_leaves_our_optimizers_their_own_masters(model, k
 def test_what_is_not_a_model_or_an_optimizer(model, optimizer):
     for arguments, culprit in (
         (([model], optimizer), "model must be a torch.nn.Module, got list"),
-        ((model, model), "optimizer must be a torch.optim.Optimizer, got TinyLM"),
+        ((model, model), "optimizer is no torch.optim.Optimizer: TinyLM"),
         ((model,), "O2 converts gradients for an optimizer; pass it, or use O0"),
         ((nn.ReLU(), optimizer), "no parameters"),
     ):

@@ -116,7 +116,7 @@ def test_an_optimizer_serves_one_model():
     optimizer = torch.optim.AdamW([*a.parameters(), *b.parameters()])
     _, returned = fp8stack.initialize(a, optimizer, "O2")
     for used in (optimizer, returned):
-        with pytest.raises(ModelError, match="belongs to a model that is initialized already"):
+        with pytest.raises(ModelError, match="belongs to an initialized model"):
             fp8stack.initialize(b, used, "O2")
     assert type(b.up) is nn.Linear
 

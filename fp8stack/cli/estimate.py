@@ -181,9 +181,7 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
     if options.gpu and divmod(GPUS[options.gpu][1], 10) < FP8_CAPABILITY:
         lacking = f"{options.gpu} has no FP8 products (compute capability 8.9 and up has)"
         if recipes[0].compute in ("native", "te"):
-            raise ConfigError(
-                f"--compute {recipes[0].compute}: {lacking}. Leave it out for bf16 ones."
-            )
+            raise ConfigError(f"--compute {recipes[0].compute}: {lacking}. Leave it out.")
         notes.append(f"{lacking}: levels multiply in bf16 there")
         recipes = [replace(recipe, compute="bf16") for recipe in recipes]
     return [planning.at_level(recipe, _DTYPES[options.weights]) for recipe in recipes]

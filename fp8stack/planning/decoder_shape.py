@@ -50,14 +50,10 @@ class Shape:
     def __post_init__(self) -> None:
         check_sizes(vars(self), "layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
         if self.heads % self.kv_heads:
-            raise ConfigError(
-                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}, whose keys and values they share."
-            )
+            raise ConfigError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}.")
         if not self.head_dim:
             if self.hidden % self.heads:
-                raise ConfigError(
-                    f"hidden={self.hidden} must be a multiple of heads={self.heads}, or head_dim be given."
-                )
+                raise ConfigError(f"hidden={self.hidden} must be a multiple of heads={self.heads}.")
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         check_sizes(vars(self), "head_dim")
 
@@ -130,10 +126,8 @@ class Shape:
             outside, block = shape.counts
             if (layers := round((parameters - outside) / block)) >= 1:
                 return replace(shape, layers=layers)
-        raise ConfigError(
-            f"{parameters:g} parameters are fewer than the embeddings ({self.vocab:,} words) and one block of such "
-            "a model have. Give a smaller vocab, or layers and hidden."
-        )
+        told = f"{parameters:g} parameters are fewer than the embeddings and one block have"
+        raise ConfigError(f"{told}. Give a smaller vocab, or layers and hidden.")
 
 
 def check_sizes(sizes: Mapping[str, Any], *names: str) -> None:
@@ -170,9 +164,7 @@ def read_config(path: str | Path) -> Shape:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     # ValueErrors are JSON's, or of whole numbers of thousands of digits
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as JSON: {reason_of(error)} Give a model's config.json, or its folder."
-        ) from error
+        raise ConfigError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} holds a {type(config).__name__}; a configuration is an object.")
     return shape_of_config(config, str(path))
@@ -182,10 +174,8 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
     """Return the shape of a Hugging Face configuration, given as a dict."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        raise ConfigError(
-            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}. Give --sizes with "
-            "--layers, --hidden, --heads and so on."
-        )
+        known = ", ".join(FAMILIES)
+        raise ConfigError(f"{where}: model_type={kind!r} is none of {known}. Give --sizes instead.")
     gpt2 = kind == "gpt2"
     keys = _SIZES_OF_GPT2 if gpt2 else _SIZES
     check_sizes(config, *keys.values())

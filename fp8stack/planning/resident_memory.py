@@ -144,10 +144,8 @@ def use_after_step(
         try:
             optimizer.step()
         except Exception as error:  # another library's: whatever it raises
-            raise ModelError(
-                f"{type(optimizer).__name__} does not step on the meta device ({type(error).__name__}: {error}). "
-                "Return the model alone: it is planned with torch.optim.AdamW."
-            ) from error
+            told = f"{type(optimizer).__name__} does not step on the meta device ({error!r})"
+            raise ModelError(f"{told}. Return the model alone, to plan with AdamW.") from error
     if recipe is not None and recipe.step_in_backward:
         model.zero_grad()  # each gradient is freed as soon as it was used
     use = measure(model, optimizer)
