@@ -44,9 +44,7 @@ def prepare(
     optimizer: Any,
     *others: Any,
     opt_level: str | None = None,
-    strict: bool = False,
-    preset: str | None = None,
-    **overrides: Any,
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Bring a model and its optimizer to a level and prepare them; return what `accelerator.prepare` returns.
 
@@ -55,8 +53,8 @@ def prepare(
         model, optimizer: bare, the optimizer built from the model's parameters. The model is moved to the accelerator's
             device first, as `accelerator.prepare` would. Under DeepSpeed the optimizer may be a `DummyOptim`.
         others: loaders and schedulers; a scheduler may have been made from the optimizer before.
-        opt_level, strict, preset, overrides: as in `fp8stack.initialize`; "O2" if not given. Under DeepSpeed they are
-            the section "fp8stack" of its configuration, and may be left out where it has one.
+        opt_level, options: as in `fp8stack.initialize`; "O2" if not given. Under DeepSpeed they are the section
+            "fp8stack" of its configuration, and may be left out where it has one.
 
     Raises:
         ConfigError: an unknown level, option or value, FP8 of Accelerate's own, or a combination that is known to fail.
@@ -64,7 +62,6 @@ def prepare(
             FSDP2 has sharded the model.
         UnsupportedDeviceError: a fallback under `strict`.
     """
-    options = options_given(strict, preset, overrides)
     if getattr(model, "_is_accelerate_prepared", False):
         raise ModelError(
             "this model was prepared already. Pass the bare model to prepare, once; for one that was initialized "
@@ -74,8 +71,7 @@ def prepare(
     if kind == "DEEPSPEED":
         with sectioned(accelerator, optimizer, opt_level, options):
             return tuple(accelerator.prepare(*given))
-    level = "O2" if opt_level is None else opt_level
-    recipe_for(level, preset, **overrides)  # raises before anything is changed
+    level = check_level(opt_level, options)
     if kind == "FSDP":
         prepared = accelerator.prepare(*given)
         initialize_sharded(prepared[0], prepared[1], level, options)
@@ -176,10 +172,11 @@ def initialize_sharded(
     optimizer.__setstate__({"optimizer": ours})  # which renews what it keeps of its methods, too
 
 
-def options_given(strict: bool, preset: str | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `initialize`'s options that differ from their defaults."""
-    own = {"strict": strict or None, "preset": preset}
-    return {**{name: value for name, value in own.items() if value is not None}, **overrides}
+def check_level(opt_level: str | None, options: Mapping[str, Any]) -> str:
+    """Return the level, "O2" if none is given; raise ConfigError for one that is unknown, or an option or value."""
+    level = "O2" if opt_level is None else opt_level
+    recipe_for(level, **{name: value for name, value in options.items() if name != "strict"})
+    return level
 
 
 @contextmanager

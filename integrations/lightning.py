@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 import weakref
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -92,11 +93,11 @@ class _Precision:
         refuse_conflicts(self.recipe, LIGHTNING)
         plugins = _find_lightning().plugins
         kinds = {
-            "32-true": lambda: plugins.Precision(),
-            "bf16-mixed": lambda: plugins.MixedPrecision(
-                precision, "cuda"
-            ),  # or where `connect` says
-            "bf16-true": lambda: plugins.HalfPrecision(precision),
+            "32-true": plugins.Precision,
+            "bf16-mixed": partial(
+                plugins.MixedPrecision, precision, "cuda"
+            ),  # or as `connect` says
+            "bf16-true": partial(plugins.HalfPrecision, precision),
         }
         if precision not in kinds:
             raise ConfigError(

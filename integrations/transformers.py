@@ -26,24 +26,16 @@ from fp8stack import initialize
 from fp8stack.errors import ConfigError
 from fp8stack.integrations.accelerate import (
     attach,
+    check_level,
     initialize_sharded,
     kind_of,
-    options_given,
     sectioned,
 )
-from fp8stack.levels import recipe_for
 from fp8stack.monitor import Monitor
 from fp8stack.nn import Fp8Linear
 
 
-def fp8_trainer(
-    trainer: type[Any],
-    opt_level: str | None = None,
-    *,
-    strict: bool = False,
-    preset: str | None = None,
-    **overrides: Any,
-) -> type[Any]:
+def fp8_trainer(trainer: type[Any], opt_level: str | None = None, **options: Any) -> type[Any]:
     """Return a subclass of a Trainer class that trains at a level; it is made and used as that class is.
 
     Its `train()` raises what `fp8stack.initialize` raises for a model or optimizer, and its constructor ConfigError for
@@ -51,8 +43,8 @@ def fp8_trainer(
 
     Args:
         trainer: `transformers.Trainer` or a subclass.
-        opt_level, strict, preset, overrides: as in `fp8stack.initialize`; "O2" if not given. Under DeepSpeed they may
-            be left out where its configuration has a section "fp8stack".
+        opt_level, options: as in `fp8stack.initialize`; "O2" if not given. Under DeepSpeed they may be left out where
+            its configuration has a section "fp8stack".
 
     Raises:
         ConfigError: an unknown level, option or value, or a class that is no Trainer.
@@ -63,8 +55,7 @@ def fp8_trainer(
             f"fp8_trainer takes transformers.Trainer or a subclass, got {trainer!r}. Transformers is installed by "
             "pip install 'fp8stack[transformers]'."
         )
-    recipe_for("O2" if opt_level is None else opt_level, preset, **overrides)
-    options = options_given(strict, preset, overrides)
+    check_level(opt_level, options)
     own = {"_opt_level": opt_level, "_fp8_options": options, "__module__": __name__}
     return type(f"Fp8{trainer.__name__}", (_AtLevel, trainer), own)
 

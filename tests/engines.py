@@ -9,7 +9,6 @@ import torch.distributed as dist
 from helpers import assert_same_bits
 from torch import nn
 
-from fp8stack import optim
 from fp8stack.integrations import deepspeed as fp8_deepspeed
 
 VOCABULARY = 64
@@ -111,18 +110,11 @@ def start(config, model=None, **more):
     return fp8_deepspeed.initialize(model=model, config=config, **more)[0]
 
 
-def start_plain(deepspeed, config, make=make_adamw):
+def start_plain(deepspeed, config):
     """Return an engine that DeepSpeed makes as it always does."""
     model = build()
     config = {**config, "zero_allow_untested_optimizer": True}
-    return deepspeed.initialize(model=model, optimizer=make(model), config=config)[0]
-
-
-def make_flat(model, groups=1):
-    """Return fp8stack's optimizer as one would hand it to DeepSpeed oneself."""
-    parameters = list(model.parameters())
-    parts = [{"params": parameters[i::groups], "flat": True} for i in range(groups)]
-    return optim.AdamW(parts, lr=3e-3)
+    return deepspeed.initialize(model=model, optimizer=make_adamw(model), config=config)[0]
 
 
 def inner_of(engine):

@@ -199,9 +199,8 @@ def _convert(model: Any, optimizer: Any, section: Section, lacking: list[str]) -
     """Convert layers and optimizer; gradients and weights themselves are ZeRO's."""
     from deepspeed.accelerator import get_accelerator
 
-    name = get_accelerator().device_name()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(name) if name == "cpu" else torch.device(name, local_rank)
+    device = torch.device(get_accelerator().device_name(local_rank))
     ours = replace(section.recipe, gradients="keep")
     if ours.states == "keep":
         ours, optimizer = replace(ours, level="O0"), None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fp8stack import optim
 from fp8stack.conflicts import ZERO, broken_rules, refuse, settings_of_optimizer
+from fp8stack.conversion import MADE_WITH
 from fp8stack.errors import ConfigError, ModelError, did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
@@ -33,7 +34,6 @@ _TORCH_S: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "lion": optim.Lion,
 }
-_FORMATS = ("states", "master", "min_numel", "offload")
 # How DeepSpeed is to compute the same step, or torch; nothing is left to choose here.
 _IMPLEMENTATION = ("torch_adam", "fused", "foreach", "adam_w_mode", "bias_correction")
 
@@ -47,7 +47,7 @@ def with_formats_of(given: Any, section: Section) -> Section:
     """Return the section with the formats of an optimizer of fp8stack's, except for those that the user set there."""
     if not isinstance(given, BlockwiseOptimizer) or section.recipe.states == "keep":
         return section
-    own = {name: getattr(given, name) for name in _FORMATS if name not in section.given}
+    own = {name: getattr(given, name) for name in MADE_WITH if name not in section.given}
     return replace(section, recipe=replace(section.recipe, **own))
 
 
@@ -78,7 +78,7 @@ def build(
             "corrects its bias, as torch's does. Leave it out."
         )
     if name in OURS and recipe is not None and recipe.states != "keep":
-        options = {**{key: getattr(recipe, key) for key in _FORMATS}, **options}
+        options = {**{key: getattr(recipe, key) for key in MADE_WITH}, **options}
     for option in _IMPLEMENTATION:
         options.pop(option, None)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}  # betas

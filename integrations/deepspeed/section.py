@@ -117,10 +117,7 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
                 "or leave the key out for the default."
             )
         if key in _OWN and not _OWN[key][0](value):
-            meant = (
-                did_you_mean(str(value), CHECKPOINT_FORMATS) if key == "checkpoint_format" else ""
-            )
-            raise ConfigError(f'"fp8stack": {{"{key}": {value!r}}} must be {_OWN[key][1]}.{meant}')
+            raise ConfigError(f'"fp8stack": {{"{key}": {value!r}}} must be {_OWN[key][1]}.')
     level = raw.get("opt_level", opt_level)
     if opt_level is not None and level != opt_level:
         raise ConfigError(

@@ -20,7 +20,6 @@ from engines import (
     inner_of,
     loss_of,
     make_adamw,
-    make_flat,
     start,
     start_plain,
     train,
@@ -173,17 +172,6 @@ def vary_zero(rank):
             assert fp8_deepspeed.verify(engine).reduced
             assert all(entry["step"] == 20 for entry in inner_of(engine).state.values())
 
-        config = configure(stage, "bf16", zero=small, gradient_accumulation_steps=3)
-        plain = train(start_plain(deepspeed, config), 15, rank, accumulation=3)
-        if stage == 2:  # partitions of 16 bits
-            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-        engine = start_plain(deepspeed, config, lambda model: make_flat(model, groups=2))
-        losses = train(engine, 15, rank, accumulation=3)
-        assert abs(losses[-20:].mean() / plain[-20:].mean() - 1) < 0.02
-        assert len(inner_of(engine).state) >= 2
-        check_states(inner_of(engine), low_master=stage == 2)
-        assert all(entry["step"] == 15 for entry in inner_of(engine).state.values())
-
     wide = {"data_types": {"grad_accum_dtype": "fp32"}}  # BF16_Optimizer
     engine = start(configure(1, "bf16", "O2", **wide))
     assert type(engine.optimizer).__name__ == "BF16_Optimizer"
@@ -191,6 +179,7 @@ def vary_zero(rank):
     assert fp8_deepspeed.verify(engine).reduced
     check_states(inner_of(engine), low_master=False)
     skip_bad_gradients(rank)
+    reduce_as_deepspeed(rank)
 
 
 def skip_bad_gradients(rank):
@@ -229,10 +218,6 @@ def skip_on_overflow(rank):
         assert all_at(3)
         train(engine, 2, rank)
         assert all_at(5)
-
-
-def test_what_else_zero_does():
-    run_ranks(vary_zero, 2)
 
 
 # --- reduction
@@ -290,8 +275,8 @@ def reduce_as_deepspeed(rank):
             assert (other - one).norm() < 0.06 * one.norm(), case
 
 
-def test_reduces_what_deepspeed_reduces():
-    run_ranks(reduce_as_deepspeed, 2)
+def test_what_else_zero_does_and_what_is_reduced():
+    run_ranks(vary_zero, 2)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 40])
@@ -338,12 +323,12 @@ def start_in_every_way(deepspeed, folder):
         json.dump(config, file)
     model = build()
     arguments = SimpleNamespace(deepspeed_config=path, local_rank=0)
-    engine = fp8_deepspeed.initialize(arguments, model, make_adamw(model))[0]
-    assert_same_bits(train(engine, 5, 0), expected)
+    by_file = fp8_deepspeed.initialize(arguments, model, make_adamw(model))[0]
     assert arguments.deepspeed_config == path
     model = build()
     adam = {"lr": 3e-3, "weight_decay": 0.01}
     for engine in (
+        by_file,
         start(config, optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)),
         start(config, model, optimizer=optim.AdamW(model.parameters(), lr=3e-3)),
         *(start({**config, "optimizer": {"type": kind, "params": options}})
@@ -478,11 +463,7 @@ def refused(match, error=ConfigError, model=None, make=make_adamw, config=None, 
     """Expect an error; configuration, model and optimizer are as they were."""
     model = build() if model is None else model
     given = None if make is None else make(model)
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "fp8stack": {"opt_level": "O2"},
-        **(config or {}),
-    }
+    config = configure(level="O2") | (config or {})
     before, classes = copy.deepcopy(config), [type(m) for m in model.modules()]
     groups = None if given is None else [dict(group) for group in given.param_groups]
     with pytest.raises(error, match=match):
@@ -495,11 +476,9 @@ def refused(match, error=ConfigError, model=None, make=make_adamw, config=None, 
 ZERO = {"zero_optimization": {"stage": 2}}
 REFUSED_SECTIONS = (  # a section, words of the error, and what else the configuration has
     ({"opt_levle": "O2"}, "no key 'opt_levle'. Did you mean \"opt_level\"", {}),
-    ({"gradient": "fp8"}, "no key 'gradient'. Did you mean \"gradients\"", {}),
     ({"opt_level": "O7"}, "opt_level must be one of .*'O7'", {}),
     ({"compute": "auto"}, '"compute": "auto".*nobody fills in', {}),
     ("O2", "must be an object", {}),
-    (None, "must be an object", {}),
     ({"enabled": "yes"}, "must be true or false", {}),
     ({"allow": "all"}, "allow.*must be a list", {}),
     ({"allow": ["everything"]}, "no known incompatibility is called", {}),
@@ -511,7 +490,6 @@ REFUSED_SECTIONS = (  # a section, words of the error, and what else the configu
       and (rule.contexts, value) != ((conflicts.ZERO_FLOAT32,), "fp16")),  # which ZeRO itself refuses
     ({"opt_level": "O2"}, "zero_quantized_gradients",
      {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}),
-    ({"opt_level": "O2"}, "amp", {"amp": {"enabled": True}}),
 )  # fmt: skip
 REFUSED_TYPES = (  # an optimizer of the JSON, and words of the error
     ("Lamb", {"lr": 1e-3}, "O2", "Lamb.*no low-precision counterpart"),
@@ -531,8 +509,6 @@ def refuse_options(deepspeed, folder):
         described = {"optimizer": {"type": kind, "params": options}}
         refused(words, make=None, config={"fp8stack": {"opt_level": level}, **described})
     refused("O1.* was passed.*O2.*in one place", opt_level="O1")
-    # what only DeepSpeed finds leaves a model as it was
-    refused("accumulation steps", AssertionError, config={"train_batch_size": 7})
     version, deepspeed.__version__ = deepspeed.__version__, "0.17.6"
     refused("0.17.6 is older than 0.18")
     deepspeed.__version__ = version
@@ -540,10 +516,7 @@ def refuse_options(deepspeed, folder):
     twice = f"{folder}/twice.json"
     with open(twice, "w") as file:
         file.write('{"fp8stack": {"opt_level": "O1"}, "fp8stack": {"opt_level": "O2"}}')
-    for config, words in (
-        (twice, r"Duplicate keys.*fp8stack"),
-        ("nowhere.json", "is neither a file nor JSON"),
-    ):
+    for config, words in ((twice, "Duplicate keys.*fp8stack"), ("nowhere.json", "neither a file")):
         with pytest.raises(ConfigError, match=words):
             fp8_deepspeed.initialize(model=build(), config=config)
     engine = start(configure(1, "bf16", "O2"))
@@ -555,9 +528,6 @@ def refuse_options(deepspeed, folder):
 
 def refuse_optimizers():
     """What the level or flat partitions cannot have is refused before anything is changed."""
-
-    class Other(torch.optim.AdamW):
-        pass
 
     def stepped(model):
         optimizer = make_adamw(model)
@@ -574,7 +544,7 @@ def refuse_optimizers():
     one = "states='fp8-lm' does not go with ZeRO.*one scale for a whole tensor"
     bf16 = {"bf16": {"enabled": True}}
     for stage, level, make, error, words in (
-        (0, "O2", lambda m: Other(m.parameters()), ModelError, "Other"),
+        (0, "O2", lambda m: torch.optim.RMSprop(m.parameters()), ModelError, "RMSprop"),
         (0, "O2", stepped, ModelError, "states of 8 parameters.*would be lost"),
         (2, "O2", stepped, ModelError, "states of 8 parameters.*would be lost"),
         (2, "O2", muon, ModelError, "Muon does not go with ZeRO.*all of a matrix"),
@@ -616,15 +586,6 @@ def see_differences(deepspeed):
     unread = start_plain(deepspeed, configure(1, "bf16", "O2"))
     differs(r"nobody has read it.*install", unread)
     differs("was not made by fp8stack", start_plain(deepspeed, configure(1, "bf16")))
-
-
-@pytest.mark.parametrize(
-    ("given", "stage"), [(None, 0), (False, 0), (True, 1), ({}, 0), ({"stage": 3}, 3)]
-)
-def test_the_stage_is_found_in_older_forms_too(given, stage):
-    from fp8stack.integrations.deepspeed.section import stage_of
-
-    assert stage_of({"zero_optimization": given}) == stage
 
 
 # --- universal checkpoints

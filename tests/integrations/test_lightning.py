@@ -35,7 +35,6 @@ from fp8stack.integrations import deepspeed  # noqa: E402
 from fp8stack.integrations.lightning import (  # noqa: E402
     Fp8Callback,
     Fp8Precision,
-    sessions_in,
     setup,
 )
 from fp8stack.levels import OPTIONS  # noqa: E402
@@ -57,13 +56,16 @@ class Module(pl.LightningModule):
         torch.manual_seed(0)
         self.model, self.losses = TinyLM(), []
 
+    def forward(self, tokens, targets):  # a monitor must not count this call too
+        return self.model(tokens, targets)
+
     def training_step(self, parts, index):
-        loss = self.model(*parts)
+        loss = self(*parts)
         self.losses.append(loss.item())
         return loss
 
     def validation_step(self, parts, index):
-        self.log("loss", self.model(*parts), sync_dist=True)
+        self.log("loss", self(*parts), sync_dist=True)
 
     test_step = validation_step
 
@@ -138,8 +140,7 @@ def test_every_level_on_a_gpu(precision):
     for level in ("O0", "O1", "O2"):
         module = Module()
         fit(module, level, precision, steps=20, accelerator="gpu")
-        (session,) = sessions_in(module).values()
-        assert not session.report.device.startswith("CPU")
+        assert not fp8stack.get_report(module).device.startswith("CPU")
         assert module.losses[-1] < 0.9 * module.losses[0]
         assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=0.05)
 
@@ -189,23 +190,6 @@ def test_a_module_that_is_tested_before_it_is_fitted_and_restored_in_the_end():
     fit(module, steps=2)
 
 
-class Late(Module):
-    def __init__(self):
-        super().__init__()
-        self.model = None
-
-    def configure_model(self):
-        if self.model is None:
-            torch.manual_seed(0)
-            self.model = TinyLM()
-
-
-def test_a_model_that_is_made_late():
-    module = Late()
-    fit(module)
-    assert module.losses == by_hand("O2", 4)
-
-
 class Two(pl.LightningModule):
     """Two models in turns, as a GAN has them."""
 
@@ -251,18 +235,8 @@ def test_optimizers_of_their_own_submodules():
 # --- the callback
 
 
-class Plain(Module):
-    """Calls itself, which the monitor must not count twice."""
-
-    def forward(self, tokens, targets):
-        return self.model(tokens, targets)
-
-    def training_step(self, parts, index):
-        return self(*parts)
-
-
 def test_metrics_are_logged(tmp_path):
-    module, logger = Plain(), CSVLogger(tmp_path)
+    module, logger = Module(), CSVLogger(tmp_path)
     run = trainer(callbacks=[Fp8Callback(every=2)], logger=logger, log_every_n_steps=1)
     run.fit(module, loader(5))
     with open(f"{logger.log_dir}/metrics.csv", newline="") as file:
@@ -274,15 +248,6 @@ def test_metrics_are_logged(tmp_path):
     with pytest.raises(TypeError, match="targets"):
         run.fit(module, DataLoader([[1]], batch_size=None))
     fp8stack.monitor.Monitor(module).remove()  # the callback's are gone
-
-
-class WithoutOptimizers(Module):
-    """What steps is made elsewhere, where the plugin does not see it."""
-
-    automatic_optimization = False
-
-    def configure_optimizers(self):
-        return []
 
 
 class Meddling(pl.Callback):
@@ -310,8 +275,6 @@ def test_fp8_that_is_off_raises():
     ):  # fmt: skip
         with pytest.raises(ModelError, match=words):
             fit(Module(), level, **options)
-    with pytest.raises(ModelError, match="nobody has initialized it"):
-        fit(WithoutOptimizers(), "O2")
 
 
 # --- Fabric
@@ -324,6 +287,9 @@ def test_fabric_on_one_device(precision):
     assert losses[-1] < 0.5 * losses[0]
     inference = setup(fabric, TinyLM(), None, "O0")
     assert type(inference.module.up) is not nn.Linear
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[Fp8Precision()])
+    with pytest.raises(ConfigError, match=r"Fabric does not show plugins.*lightning\.setup"):
+        fabric.setup(TinyLM())
 
 
 def train_by_fabric(fabric, seed, steps, rank=0, clip=False):
@@ -343,12 +309,6 @@ def train_by_fabric(fabric, seed, steps, rank=0, clip=False):
         scheduler.step()
         losses.append(loss.item())
     return model, losses
-
-
-def test_a_plugin_for_the_trainer_is_refused_by_fabric():
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[Fp8Precision()])
-    with pytest.raises(ConfigError, match=r"Fabric does not show plugins.*lightning\.setup"):
-        fabric.setup(TinyLM())
 
 
 # --- two ranks
@@ -462,10 +422,7 @@ def use_deepspeed(rank):
         fit(module, level, rank=rank, strategy=strategy, devices=2)
         return module
 
-    with pytest.raises(
-        ConfigError,
-        match=r"Strategy. does not go with Lightning: .* Leave Fp8Precision .*deepspeed\.install\(\)",
-    ):
+    with pytest.raises(ConfigError, match=r"not go with Lightning: .*deepspeed\.install\(\)"):
         fit_engine("O2")
     with deepspeed.install():
         losses = fit_engine().losses
@@ -518,9 +475,7 @@ def test_strict_raises_and_fallbacks_warn():
 
 
 SCRIPT = """
-import fp8stack.integrations.lightning as adapter
-import pytorch_lightning as pl
-import torch
+import fp8stack.integrations.lightning as adapter, pytorch_lightning as pl, torch
 
 class Module(pl.LightningModule):
     def __init__(self):

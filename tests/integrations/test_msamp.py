@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import engines
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_same_bits, through_file
-from ranks import assert_equal_everywhere, assert_near, run_ranks
+from ranks import assert_equal_everywhere, run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -131,7 +133,6 @@ def test_a_training_loop_of_ms_amp_s_examples(msamp, level):
     """As in its patch of DeiT: two groups, a layer left out, scaler, reduction, unscaling, clipping, a scheduler."""
     model = build()
     model[3].use_fp32_linear = True
-    model[0].weight.tag = "mine"
     before = list(model.parameters())
     vectors = [p for p in before if p.ndim < 2]
     matrices = [p for p in before if p.ndim > 1]
@@ -143,34 +144,28 @@ def test_a_training_loop_of_ms_amp_s_examples(msamp, level):
         model, optimizer = msamp.initialize(model, optimizer, level)
     assert ["O3 is O2 here" in str(w.message) for w in told] == [True] * (level == "O3")
     assert isinstance(optimizer, msamp.LBAdamW)
-    assert isinstance(model[0], Fp8Linear)
-    assert type(model[3]) is nn.Linear
+    assert (type(model[0]), type(model[3])) == (Fp8Linear, nn.Linear)
     assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
-    assert model[0].weight.tag == "mine"
-
     scaler = torch.amp.GradScaler("cpu")
-    losses = []
-    for step in range(40):
-        x = inputs(step)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(x)
-        loss = (y - x).square().mean()
-        optimizer.zero_grad()
+
+    def backward(loss):
         scaler.scale(loss).backward()
-        if hasattr(optimizer, "all_reduce_grads"):
-            optimizer.all_reduce_grads(model)
+
+    def step():
+        optimizer.all_reduce_grads(model)
         scaler.unscale_(optimizer)
         assert msamp.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+        assert isinstance(model[0].weight.grad, BlockScaledTensor)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
-        losses.append(loss.item())
-    assert isinstance(model[0].weight.grad, BlockScaledTensor)
-    assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+
+    stepped = SimpleNamespace(step=step, zero_grad=optimizer.zero_grad)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert falls(train(model, stepped, 40, backward))
     assert optimizer.param_groups[1]["lr"] == 1.5e-3
-    quantized = "exp_avg_code" in optimizer.state[model[0].weight]
-    assert quantized is (level != "O1")
-    assert "exp_avg_code" not in optimizer.state[model[3].weight]
+    quantized = ["exp_avg_code" in optimizer.state[model[i].weight] for i in (0, 3)]
+    assert quantized == [level != "O1", False]
 
 
 def test_its_checkpoints_go_on_under_fp8stack_s_own_names(msamp):
@@ -191,21 +186,17 @@ def test_its_checkpoints_go_on_under_fp8stack_s_own_names(msamp):
     assert type(fp8stack.restore(model, optimizer)[1]) is torch.optim.AdamW
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "model", "optimizer", "level"),
-    [
-        (ConfigError, "O1, O2, O3, got opt_level='O0'", build, torch.optim.Adam, "O0"),
-        (ModelError, "got list", list, torch.optim.Adam, "O1"),
-        (ModelError, "takes torch.optim.Adam and AdamW, got SGD", build, torch.optim.SGD, "O1"),
-    ],
-)
-def test_what_initialize_refuses(msamp, error, match, model, optimizer, level):
-    model = model()
-    before = build() if isinstance(model, list) else model
-    with pytest.raises(error, match=match) as caught:
-        msamp.initialize(model, optimizer(before.parameters()), level)
-    assert isinstance(caught.value, ValueError)  # as MS-AMP's
-    assert type(before[0]) is nn.Linear
+def test_what_initialize_refuses(msamp):
+    model = build()
+    for error, match, given, kind, level in (
+        (ConfigError, "O1, O2, O3, got opt_level='O0'", model, torch.optim.Adam, "O0"),
+        (ModelError, "got list", [], torch.optim.Adam, "O1"),
+        (ModelError, "takes torch.optim.Adam and AdamW, got SGD", model, torch.optim.SGD, "O1"),
+    ):
+        with pytest.raises(error, match=match) as caught:
+            msamp.initialize(given, kind(model.parameters()), level)
+        assert isinstance(caught.value, ValueError)  # as MS-AMP's
+    assert type(model[0]) is nn.Linear
 
 
 def test_options_without_effect_are_told_once(msamp):
@@ -227,33 +218,6 @@ def test_a_model_is_moved_to_the_gpu_and_states_follow(msamp):
     (model(x) - x).square().mean().backward()
     optimizer.step()
     assert optimizer.state[model[0].weight]["exp_avg_code"].is_cuda
-
-
-# --- what MS-AMP got wrong
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "kind"),
-    [
-        ("LBAdam", {}, torch.optim.Adam),
-        ("DSAdam", {"adam_w_mode": False}, torch.optim.Adam),
-        ("DSAdam", {"set_grad_none": True}, torch.optim.AdamW),
-    ],
-)
-def test_decay_is_in_the_moments_or_apart_from_them(msamp, name, options, kind):
-    """MS-AMP's low-bit Adam stepped with the decay and kept moments without it."""
-    torch.manual_seed(1)
-    start = torch.randn(64, 128)
-    p, q = nn.Parameter(start.clone()), nn.Parameter(start.double())
-    full = {"exp_avg_dtype": F32, "exp_avg_sq_dtype": F32}
-    low = getattr(msamp, name)([p], lr=1e-2, weight_decay=0.1, **full, **options)
-    exact = kind([q], lr=1e-2, weight_decay=0.1)
-    for _ in range(50):
-        gradient = torch.randn(64, 128) * 0.1
-        p.grad, q.grad = gradient, gradient.double()
-        low.step()
-        exact.step()
-    assert (p.double() - q).norm() / q.norm() < 1e-5
 
 
 # --- optimizers and layers on their own
@@ -278,6 +242,13 @@ def test_arguments_of_optimizers(msamp):
     ]  # fmt: skip
     assert msamp.LBAdam([p], 2e-3, (0.8, 0.95), 1e-6, 0.3).param_groups[0]["weight_decay"] == 0.3
     assert msamp.LBAdam([p]).param_groups[0]["weight_decay"] == 0
+    for made, coupled in (  # L2 decay is in the moments, where MS-AMP kept them without it
+        (msamp.LBAdam([p], weight_decay=0.1), True),
+        (msamp.DSAdam([p], weight_decay=0.1, adam_w_mode=False), True),
+        (msamp.DSAdam([p], weight_decay=0.1, set_grad_none=True), False),
+        (msamp.LBAdamW([p], weight_decay=0.1), False),
+    ):
+        assert made.algorithm_of(made.param_groups[0]) == ("adam", coupled)
 
     class LBAdamW(msamp.LBAdamW):  # as in its patch of fairseq
         supports_flat_params = True
@@ -314,7 +285,6 @@ def test_deepspeed_s_section(msamp):
         ({"enabled": True}, "O1"),
         ({"enabled": True, "opt_level": "O2", "use_te": False}, "O2"),
         ({"enabled": False, "opt_level": "O2"}, None),
-        (None, None),
     ):
         config = {"msamp": section, "bf16": {}}
         assert translate(config) == level
@@ -323,7 +293,6 @@ def test_deepspeed_s_section(msamp):
         assert translate({"msamp": {"enabled": True, "opt_level": "O3"}}) == "O3"
     for section, match in (
         ({"enable": True}, 'must be an object with the keys "enabled"'),
-        (True, "must be an object"),
         ({"enabled": "yes"}, "must be true or false"),
         ({"enabled": True, "opt_level": "O0"}, '"opt_level" one of O1, O2, O3'),
     ):
@@ -363,7 +332,7 @@ def check_same(model):
 
 
 def check_gradients(rank):
-    """The mean of equal gradients is that gradient, where MS-AMP's sums of codes saturated; others are near theirs."""
+    """The mean of equal gradients is that gradient, where MS-AMP's sums of codes saturated; ranks stay together."""
     import msamp
 
     model = build(seed=rank)
@@ -372,24 +341,11 @@ def check_gradients(rank):
     weight = model[0].weight
     model(inputs(5)).square().mean().backward()
     before = [p.grad.clone() for p in model.parameters()]
-    assert isinstance(weight.grad, BlockScaledTensor)
     optimizer.all_reduce_grads(model)
     assert_same_bits(weight.grad.codes, before[0].codes)
     for parameter, expected in zip(model.parameters(), before, strict=True):
         assert torch.allclose(parameter.grad + 0, expected + 0, rtol=1e-6)
 
-    optimizer.zero_grad()
-    parts = []
-    for r in range(2):
-        model(inputs(100 + r)).square().mean().backward()
-        parts.append([p.grad + 0 for p in model.parameters()])
-        optimizer.zero_grad()
-    model(inputs(100 + rank)).square().mean().backward()
-    optimizer.all_reduce_grads(model)
-    for index, parameter in enumerate(model.parameters()):
-        exact = torch.stack([part[index].double() for part in parts]).mean(0)
-        assert_near(parameter.grad + 0, exact, 28)
-        assert_equal_everywhere(parameter.grad + 0)
     optimizer.zero_grad()
     reduce = functools.partial(optimizer.all_reduce_grads, model)
     assert falls(train(model, optimizer, 40, rank=rank, after=reduce))
@@ -403,7 +359,7 @@ def check_wrapped(rank):
     model = build(seed=rank)
     model, optimizer = msamp.initialize(model, torch.optim.Adam(model.parameters(), lr=3e-3))
     wrapped = DistributedDataParallel(model)
-    assert falls(train(wrapped, optimizer, 20, rank=rank), to=1)
+    train(wrapped, optimizer, 3, rank=rank)
     wrapped(inputs(rank)).square().mean().backward()
     before = model[0].weight.grad
     codes = before.codes.clone()
@@ -468,40 +424,34 @@ def prepare_with_accelerate(rank):
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     import msamp
     from accelerate import Accelerator
-    from accelerate.utils import MSAMPRecipeKwargs, is_msamp_available
+    from accelerate.utils import MSAMPRecipeKwargs
 
-    assert is_msamp_available()
-    for level in ("O1", "O2"):
-        model = build(seed=rank)
-        model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters()), level)
-        forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
-        model.forward = lambda x, f=forward: f(x).float()  # as accelerate does
-        wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
-        expected = train(wrapped, optimizer, 10, rank=rank)
+    model = build(seed=rank)
+    model, optimizer = msamp.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+    forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    model.forward = lambda x: forward(x).float()  # as accelerate does
+    wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+    expected = train(wrapped, optimizer, 10, rank=rank)
 
-        handler = MSAMPRecipeKwargs(opt_level=level)
-        accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
-        assert accelerator.fp8_backend.value == "MSAMP"
-        accelerator.scaler = torch.amp.GradScaler("cpu")  # as on a GPU: here it is disabled
-        model = build(seed=rank)
-        optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            with pytest.warns(Fp8StackWarning, match="accelerate's GradScaler is taken away"):
-                wrapped, optimizer, _ = accelerator.prepare(model, optimizer, scheduler)
-        assert isinstance(optimizer.optimizer, msamp.LBAdamW)
-        assert isinstance(accelerator.unwrap_model(wrapped)[0], Fp8Linear)
-        norms = []
+    handler = MSAMPRecipeKwargs(opt_level="O2")
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
+    assert accelerator.fp8_backend.value == "MSAMP"
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as on a GPU: here it is disabled
+    model = build(seed=rank)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with pytest.warns(Fp8StackWarning, match="accelerate's GradScaler is taken away"):
+            wrapped, optimizer = accelerator.prepare(model, optimizer)
+    assert isinstance(optimizer.optimizer, msamp.LBAdamW)
+    assert isinstance(accelerator.unwrap_model(wrapped)[0], Fp8Linear)
+    norms = []
 
-        def clip(accelerator=accelerator, wrapped=wrapped, norms=norms):
-            norms.append(accelerator.clip_grad_norm_(wrapped.parameters(), 1e9))
+    def clip():
+        norms.append(accelerator.clip_grad_norm_(wrapped.parameters(), 1e9))
 
-        losses = train(wrapped, optimizer, 10, accelerator.backward, rank, clip)
-        assert_same_bits(losses, expected)
-        assert max(norms) < 10  # 65536 times more with accelerate's scale
-        accelerator.free_memory()
-        type(accelerator.state)._reset_state()
+    assert_same_bits(train(wrapped, optimizer, 10, accelerator.backward, rank, clip), expected)
+    assert max(norms) < 10  # 65536 times more with accelerate's scale
 
 
 # --- DeepSpeed
@@ -510,65 +460,48 @@ def prepare_with_accelerate(rank):
 def run_deepspeed(folder, real):
     """`from msamp import deepspeed`: the section gives the level, and accelerate's handler does."""
     import msamp
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, MSAMPRecipeKwargs
     from msamp import deepspeed
 
-    def start(model=None, **how):
-        model = engines.build() if model is None else model
-        how.setdefault("model_parameters", model.parameters())
-        return deepspeed.initialize(model=model, **how)[0]
-
-    def check_states(engine, quantized):
+    def check(engine, level):
+        """The level is that of the section, and the engine learns."""
+        assert isinstance(engine.module.up, Fp8Linear) is (level is not None)
         assert falls(engines.train(engine, 30, 0), to=0.9)
-        states = engines.inner_of(engine).state.values()
-        assert ("exp_avg_code" in {key for state in states for key in state}) is quantized
+        keys = {key for state in engines.inner_of(engine).state.values() for key in state}
+        return "exp_avg_code" in keys
 
     assert deepspeed.init_distributed is real.init_distributed
-    optimizer = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
-    config = engines.configure(3, "bf16", optimizer=optimizer)  # MS-AMP had stages 1 and 2
-    path = os.path.join(folder, "config.json")
-    args = type("Arguments", (), {"deepspeed_config": path})()
-    for section, quantized in (
-        ({"enabled": True, "opt_level": "O1"}, False),
-        ({"enabled": True, "opt_level": "O2"}, True),
-        ({"enabled": False}, False),
-    ):
-        with open(path, "w") as file:
-            json.dump({**config, "msamp": section}, file)
-        engine = start(args=args)
-        assert isinstance(engine.module.up, Fp8Linear) is section["enabled"]
-        check_states(engine, quantized)
-        assert args.deepspeed_config == path
-
-    config = engines.configure(2, "bf16")
+    described = {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}
+    config = engines.configure(3, "bf16", optimizer=described)  # MS-AMP had stages 1 and 2
+    args = SimpleNamespace(deepspeed_config=f"{folder}/config.json")
+    for level in (None, "O1", "O2"):
+        section = {"enabled": level is not None, "opt_level": level or "O2"}
+        Path(args.deepspeed_config).write_text(json.dumps({**config, "msamp": section}))
+        model = engines.build()
+        given = {"model": model, "model_parameters": model.parameters(), "args": args}
+        assert check(deepspeed.initialize(**given)[0], level) is (level == "O2")
     for level in ("O2", "O1"):
         model = engines.build()
         optimizer = msamp.LBAdamW(model.parameters(), lr=3e-3)  # one scale a tensor
-        on = {**config, "msamp": {"enabled": True, "opt_level": level}}
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", Fp8StackWarning)
-            engine = start(model, optimizer=optimizer, model_parameters=None, config=on)
-        assert any("a scale for each 128" in str(w.message) for w in told)
-        check_states(engine, True)
+        on = {**engines.configure(2, "bf16"), "msamp": {"enabled": True, "opt_level": level}}
+        with pytest.warns(Fp8StackWarning, match="a scale for each 128"):
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=on)[0]
+        assert check(engine, level)
         assert engines.inner_of(engine).param_groups[0]["lr"] == 3e-3
-    from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, MSAMPRecipeKwargs
-
     # the level of accelerate's handler, which reaches no config, and that of its plugin, which does
     by_plugin = {"enable_msamp": True, "msamp_opt_level": "O2"}
     for more, handlers in (({}, [MSAMPRecipeKwargs(opt_level="O2")]), (by_plugin, [])):
+        engines.forget_accelerators()
         plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=1, **more)
         accelerator = Accelerator(
             mixed_precision="fp8", deepspeed_plugin=plugin, kwargs_handlers=handlers
         )
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 8
         model = engines.build()
-        prepared = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-        engine = prepared[0]
-        assert isinstance(engine.module.up, Fp8Linear)
+        engine = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))[0]
         assert engine.zero_optimization_stage() == 2
-        check_states(engine, True)
-        accelerator.free_memory()
-        type(accelerator.state)._reset_state(True)
+        assert check(engine, "O2")
 
 
 def test_without_deepspeed_its_module_says_how_to_install_it(monkeypatch):
