@@ -34,9 +34,8 @@ class Verification:
     level: str
     wrapper: str  # "no wrapper", "DistributedDataParallel", "FSDP2" or "DeepSpeed ZeRO-2"
     layers: int  # Linear layers that multiply in FP8 (in bf16 where FP8 is missing)
-    reduction: tuple[
-        str, ...
-    ] = ()  # what reduces gradients in FP8: modules, or methods of DeepSpeed
+    # what reduces gradients in FP8: modules, or methods of DeepSpeed
+    reduction: tuple[str, ...] = ()
     optimizer: str = ""
     state_bytes: int = 0  # of optimizer states on this rank; 0 before the first step
     parameters: int = 0  # elements that this rank steps, ZeRO's padding included
@@ -153,25 +152,19 @@ def _wrong_states(optimizer: BlockwiseOptimizer, model: nn.Module) -> Iterator[s
     def needs_codes(p: Any) -> bool:
         return optimizer.quantizes(p) and optimizer.formats_of(p)[0] != "bf16"
 
-    if any(
-        is_sharded(p) for p in names
-    ):  # their states are made with the level, not in the first step
-        for group in optimizer.param_groups:
-            has_moments = bool(optimizer.moments_of(group))  # SGD may have none
-            for p in group["params"]:
-                if p not in names:
-                    yield f"a parameter of shape {tuple(p.shape)} in the optimizer is not the model's"
-                elif p.requires_grad and has_moments and needs_codes(p) and p not in coded | dense:
-                    yield f"{names[p]} has no {optimizer.formats_of(p)[0]} states"
+    # states of sharded parameters are made with the level, not in the first step
+    for group in optimizer.param_groups if any(map(is_sharded, names)) else ():
+        has_moments = bool(optimizer.moments_of(group))  # SGD may have none
+        for p in group["params"]:
+            if p not in names:
+                yield f"a parameter of shape {tuple(p.shape)} in the optimizer is not the model's"
+            elif p.requires_grad and has_moments and needs_codes(p) and p not in coded | dense:
+                yield f"{names[p]} has no {optimizer.formats_of(p)[0]} states"
     for p, entry in optimizer.state.items():
         name = names.get(p, f"a partition of {p.numel()} elements")
         if p in (dense if needs_codes(p) else coded):
             yield f"states of {name} are not in {optimizer.formats_of(p)[0]}"
         for key, value in entry.items():
-            if (
-                is_sharded(p)
-                and isinstance(value, torch.Tensor)
-                and value.ndim
-                and not is_sharded(value)
-            ):
+            plain = isinstance(value, torch.Tensor) and value.ndim and not is_sharded(value)
+            if is_sharded(p) and plain:
                 yield f"{key} of {name} is a plain tensor"

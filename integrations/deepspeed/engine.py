@@ -49,7 +49,6 @@ from .section import (
     with_config,
 )
 
-OLDEST = (0, 18)
 Started = tuple[Any, Any, Any, Any]  # engine, optimizer, loader, scheduler
 
 
@@ -109,7 +108,7 @@ def import_deepspeed() -> Any:
 def _original() -> Callable[..., Any]:
     """Return DeepSpeed's own `initialize`; raise ConfigError if there is none, or one that is too old."""
     deepspeed = import_deepspeed()
-    if tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) < OLDEST:
+    if tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) < (0, 18):
         raise ConfigError(
             f"DeepSpeed {deepspeed.__version__} is older than 0.18, the oldest that fp8stack works with. Update it."
         )
@@ -213,7 +212,7 @@ def _convert(model: Any, optimizer: Any, section: Section, lacking: list[str]) -
 
 def _take_back_first_step(wrapper: Any, inner: BlockwiseOptimizer) -> None:
     """Undo the step that DeepSpeed's 16-bit optimizer of stage 0 takes when it is made, which decays weights."""
-    if wrapper is inner or not hasattr(wrapper, "fp32_groups") or not inner.state:
+    if not hasattr(wrapper, "fp32_groups"):
         return
     inner.state.clear()
     for ours, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
@@ -270,13 +269,9 @@ def verify(engine: Any) -> Verification:
         )
     recipe, reduction, stage = applied.recipe, applied.reduction, engine.zero_optimization_stage()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    differences = []
-    passed = engine.micro_steps
-    if (
-        reduction is not None
-        and not reduction.calls
-        and passed >= engine.gradient_accumulation_steps()
-    ):
+    differences, passed = [], engine.micro_steps
+    calls = reduction.calls if reduction else None
+    if calls == 0 and passed >= engine.gradient_accumulation_steps():
         differences.append(f"{passed} batches have passed, and no gradient was reduced in FP8")
     if recipe.states != "keep" and not isinstance(inner, BlockwiseOptimizer):
         differences.append(
@@ -285,11 +280,8 @@ def verify(engine: Any) -> Verification:
         )
     elif recipe.states != "keep":
         missing = not_stepped(engine.module, _groups_of(engine.optimizer))
-        differences += [
-            f"{name} is trainable, and not stepped"
-            for name in missing
-            if name not in applied.left_out
-        ]
+        missing = [name for name in missing if name not in applied.left_out]
+        differences += [f"{name} is trainable, and not stepped" for name in missing]
     return compare(
         engine.module,
         applied.report,
@@ -298,7 +290,7 @@ def verify(engine: Any) -> Verification:
         reduction.attached() if reduction else {},
         differences,
         stage=stage,
-        reduced=reduction.calls if reduction else 0,
+        reduced=calls or 0,
     )
 
 

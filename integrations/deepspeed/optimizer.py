@@ -139,9 +139,8 @@ def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: b
         for p in sorted(group["params"], key=lambda p: not p.requires_grad):
             of = kind(p) if p.requires_grad or not parts else next(iter(parts))
             parts.setdefault(of, []).append(p)
-        for (what, states, master), part in sorted(
-            parts.items(), key=lambda item: item[0][0] == "small"
-        ):
+        ordered = sorted(parts.items(), key=lambda item: item[0][0] == "small")
+        for (what, states, master), part in ordered:
             own = {"flat": what != "small", "states": states, "master": master}
             groups.append({**group, **own, "params": part})
     optimizer.param_groups[:] = groups

@@ -20,7 +20,6 @@ from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refu
 from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.levels import OPTIONS, Recipe, recipe_for
 
-CHECKPOINT_FORMATS = ("native", "portable")
 _TRUE_OR_FALSE = (lambda value: isinstance(value, bool), "true or false")
 _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "enabled": _TRUE_OR_FALSE,
@@ -29,7 +28,7 @@ _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
         "a list of names of known incompatibilities",
     ),
-    "checkpoint_format": (CHECKPOINT_FORMATS.__contains__, f"one of {CHECKPOINT_FORMATS}"),
+    "checkpoint_format": (("native", "portable").__contains__, '"native" or "portable"'),
 }
 """Keys of this section alone, with what their values must be. `recipe_for` checks all others."""
 

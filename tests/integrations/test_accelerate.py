@@ -4,15 +4,9 @@ import os
 import subprocess
 import sys
 
+import engines
 import pytest
 import torch
-from engines import (
-    assert_same_on_all_ranks,
-    forget_accelerators,
-    forget_launch,
-    import_deepspeed,
-    let_shard,
-)
 from helpers import TinyLM, assert_same_bits, batch
 from ranks import run_ranks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -20,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp8stack
 from fp8stack import comm, optim
-from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations.accelerate import attach, prepare
 
 pytest.importorskip("accelerate")
@@ -32,7 +26,7 @@ def driver(precision="no", **options):
     """Return a new Accelerator, which shares nothing with those before."""
     from accelerate import Accelerator
 
-    forget_accelerators()
+    engines.forget_accelerators()
     os.environ["ACCELERATE_USE_CPU"] = str("deepspeed_plugin" not in options)
     return Accelerator(mixed_precision=precision, **options)
 
@@ -113,7 +107,7 @@ def at_every_level(wrapper, folder):
         assert learns(losses)
         assert bool(statistics.collect()) == (level != "O0" and accelerator.num_processes > 1)
         if accelerator.num_processes > 1:
-            assert_same_on_all_ranks(model)
+            engines.assert_same_on_all_ranks(model)
         assert_same_bits(train(*make(by_hand=True)), losses)
         accelerator, model = resume(f"{folder}/{wrapper}{level}", make)
     return accelerator, model
@@ -123,13 +117,8 @@ def at_every_level(wrapper, folder):
 
 
 def use_one_process(rank, folder):
-    """On one process: cells of notebooks; every level trains, clips, accumulates, saves and resumes."""
-    forget_launch()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from accelerate import debug_launcher, notebook_launcher
-
-    notebook_launcher(train_in_a_cell, num_processes=1)
-    debug_launcher(train_in_a_cell, num_processes=2)
+    """On one process: every level trains, clips, accumulates, saves and resumes."""
+    engines.forget_launch()
     accelerator, model = at_every_level("no wrapper", folder)
     accelerator.save_model(model, f"{folder}/model")
     assert accelerator.unwrap_model(model) is model
@@ -140,18 +129,7 @@ def use_one_process(rank, folder):
     for name, tensor in model.state_dict().items():
         assert_same_bits(saved[name], tensor)
     scale_losses()
-    see_a_wrapped_layer()
     refuse()
-
-
-def train_in_a_cell():
-    """What a launcher of notebooks calls, in this process or in two."""
-    torch.set_num_threads(1)
-    accelerator = driver()
-    own = started(accelerator, "O2")
-    assert learns(train(accelerator, *own))
-    if accelerator.num_processes > 1:
-        assert_same_on_all_ranks(own[0])
 
 
 def scale_losses():
@@ -171,7 +149,7 @@ def scale_losses():
 
 def refuse():
     """An error that says what to do, before the model is touched."""
-    from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, MSAMPRecipeKwargs
+    from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin
 
     fsdp1 = FullyShardedDataParallelPlugin(fsdp_version=1)
     for words, make, options in (
@@ -180,9 +158,7 @@ def refuse():
         ("must be an accelerate.Accelerator, got Linear", lambda: torch.nn.Linear(2, 2), {}),
         ("has AO convert the same layers.*bf16",
          lambda: driver("fp8", kwargs_handlers=[AORecipeKwargs()]), {}),
-        ("has MSAMP convert the same layers",
-         lambda: driver("fp8", kwargs_handlers=[MSAMPRecipeKwargs()]), {}),
-        ("FSDP.* does not go with Accelerate: FSDP1.*fsdp_version=2", lambda: let_shard(driver(), fsdp1), {}),
+        ("FSDP.* does not go with Accelerate: FSDP1.*fsdp_version=2", lambda: engines.let_shard(driver(), fsdp1), {}),
     ):  # fmt: skip
         model, optimizer, scheduler = build()
         before = [type(m) for m in model.modules()]
@@ -201,28 +177,18 @@ def refuse():
     accelerator = driver()
     bare, optimizer, _ = started(accelerator, None)
     changed = started(accelerator, "O2")[0]
-    changed.up = torch.nn.Linear(128, 256)
+    changed.up = checkpoint_wrapper(changed.up)
+    assert attach(accelerator, changed).layers == 3  # a layer that was wrapped since is still there
+    changed.down = torch.nn.Linear(256, 128)
     for words, model in (
         ("TinyLM was not prepared", build()[0]),
         ("was not initialized", bare),
-        ("up was converted and is an ordinary layer again", changed),
+        ("down was converted and is an ordinary layer again", changed),
     ):
         with pytest.raises(ModelError, match=words):
             attach(accelerator, model)
     with pytest.raises(ModelError, match=r"prepared already.*bare model"):
         prepare(accelerator, bare, optimizer)
-
-
-def see_a_wrapped_layer():
-    """A layer that was wrapped since is still there."""
-    accelerator = driver()
-    model = started(accelerator, "O2")[0]
-    layers = attach(accelerator, model).layers
-    model.up = checkpoint_wrapper(model.up)
-    assert attach(accelerator, model).layers == layers
-    model.down = torch.nn.Linear(256, 128)
-    with pytest.raises(ModelError, match="down was converted and is an ordinary layer again"):
-        attach(accelerator, model)
 
 
 @pytest.mark.slow
@@ -257,7 +223,7 @@ def test_no_library_is_needed_to_import_and_errors_say_how_to_install_them():
 def use_two_processes(rank, folder):
     """DDP, FSDP2 and DeepSpeed: trained on two processes, reduced in FP8; the Trainer's tests resume the last two."""
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    deepspeed = import_deepspeed()
+    deepspeed = engines.import_deepspeed()
     use_ddp(folder)
     use_fsdp2()
     use_deepspeed(deepspeed)
@@ -278,34 +244,22 @@ def use_ddp(folder):
 def use_fsdp2():
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    def make(level, precision="bf16"):
-        accelerator = driver(precision)
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="size_based_wrap",
-            min_num_params=1,
-            state_dict_type="SHARDED_STATE_DICT",
-        )
-        if precision != "no":
-            plugin.set_mixed_precision(precision)
-        let_shard(accelerator, plugin)
-        return accelerator, *started(accelerator, level)
-
-    for level in ("O0", "O1", "O2"):
-        accelerator, *own = make(level)
-        found = attach(accelerator, own[0])
-        assert (found.wrapper, found.fp8_reduction) == ("FSDP2", level != "O0")
-        assert isinstance(own[1].optimizer, optim.AdamW) == (level == "O2")
-        assert learns(train(accelerator, *own))
-    with pytest.warns(Fp8StackWarning, match="no compute dtype"):
-        make("O2", "no")
+    accelerator = driver("bf16")
+    sizes = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **sizes)
+    plugin.set_mixed_precision("bf16")
+    own = started(engines.let_shard(accelerator, plugin), "O2")
+    found = attach(accelerator, own[0])
+    assert (found.level, found.wrapper, found.fp8_reduction) == ("O2", "FSDP2", True)
+    assert isinstance(own[1].optimizer, optim.AdamW)
+    assert learns(train(accelerator, *own))
 
 
 def use_deepspeed(deepspeed):
     from accelerate.utils import DeepSpeedPlugin
 
-    def make(stage, level=None, section=None, offload=False, **overrides):
-        zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+    def make(level=None, section=None, zero=None, **overrides):
+        zero = {"stage": 3, **(zero or {})}
         config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 4}
         config |= {} if section is None else {"fp8stack": section}
         plugin = DeepSpeedPlugin(hf_ds_config={**config, "bf16": {"enabled": True}})
@@ -315,17 +269,15 @@ def use_deepspeed(deepspeed):
         return accelerator, *prepare(accelerator, *build(), opt_level=level, **overrides)
 
     original = deepspeed.initialize
-    for stage in (2, 3):
-        accelerator, *own = make(stage, "O2")
-        found = attach(accelerator, own[0])
-        assert (found.level, found.wrapper) == ("O2", f"DeepSpeed ZeRO-{stage}")
-        assert found.fp8_reduction
-        losses = train(accelerator, *own)
-        assert learns(losses)
-        assert "fp8stack" not in accelerator.state.deepspeed_plugin.deepspeed_config
-        assert_same_bits(train(*make(stage, section={"opt_level": "O2"})), losses)
-    accelerator, *own = make(2, "O2", offload=True)
-    assert type(own[1].optimizer.optimizer) is optim.AdamW, "not DeepSpeedCPUAdam"
+    accelerator, *own = make("O2")
+    found = attach(accelerator, own[0])
+    assert (found.level, found.wrapper) == ("O2", "DeepSpeed ZeRO-3")
+    losses = train(accelerator, *own)
+    assert learns(losses)
+    assert "fp8stack" not in accelerator.state.deepspeed_plugin.deepspeed_config
+    assert_same_bits(train(*make(section={"opt_level": "O2"})), losses)
+    optimizer = make("O2", zero={"stage": 2, "offload_optimizer": {"device": "cpu"}})[2]
+    assert type(optimizer.optimizer.optimizer) is optim.AdamW, "not DeepSpeedCPUAdam"
     section = {"opt_level": "O2"}
     for words, level, options in (
         (r"O1.*was passed.*one place", "O1", {"section": section}),
@@ -333,9 +285,9 @@ def use_deepspeed(deepspeed):
         (r"no key 'stats'.*states", "O2", {"stats": "8bit"}),
     ):
         with pytest.raises(ConfigError, match=words):
-            make(2, level, **options)
+            make(level, **options)
     assert deepspeed.initialize is original
-    accelerator, model, *_ = make(2)
+    accelerator, model, *_ = make()
     with pytest.raises(ModelError, match="was not made by fp8stack"):
         attach(accelerator, model)
 
@@ -352,7 +304,7 @@ def move_to_gpu(rank):
     """On a GPU: `prepare` moves the model before it chooses layers; by hand that is said where it was forgotten."""
     from accelerate import Accelerator
 
-    forget_launch()
+    engines.forget_launch()
     accelerator = Accelerator(mixed_precision="bf16")
     own = prepare(accelerator, *build(), opt_level="O2")
     assert not fp8stack.get_report(own[0]).device.startswith("CPU")

@@ -6,24 +6,11 @@ import re
 import sys
 from types import SimpleNamespace
 
+import engines
 import pytest
 import torch
 import torch.distributed as dist
-from engines import (
-    VOCABULARY,
-    Bigrams,
-    assert_same_on_all_ranks,
-    batches,
-    build,
-    configure,
-    import_deepspeed,
-    inner_of,
-    loss_of,
-    make_adamw,
-    start,
-    start_plain,
-    train,
-)
+from engines import batches, build, configure, inner_of, loss_of, make_adamw, start, train
 from helpers import assert_same_bits, need_gpus
 from ranks import run_ranks
 from torch import nn
@@ -56,18 +43,14 @@ def check_states(inner, low_master, least=1):
     assert all(e["exp_avg"].dtype is torch.float32 for e in small)
 
 
-def learns(losses):
-    return losses[-5:].mean() < losses[:5].mean() - 0.3
-
-
 # --- every level in every stage
 
 
 def train_at_every_level(rank, stage, folder):
     """Every level trains as the engine does without it, is what it says, and resumes bit for bit."""
-    deepspeed = import_deepspeed()
+    deepspeed = engines.import_deepspeed()
     for dtype in ("fp32", "bf16"):
-        plain = train(start_plain(deepspeed, configure(stage, dtype)), STEPS, rank)
+        plain = train(engines.start_plain(deepspeed, configure(stage, dtype)), STEPS, rank)
         for level in ("O0", "O1", "O2"):
             config = configure(stage, dtype, level)
             engine = start(config)
@@ -82,7 +65,7 @@ def train_at_every_level(rank, stage, folder):
             if level == "O2":
                 check_states(inner_of(engine), bool(stage) and dtype == "bf16")
             if stage < 3:
-                assert_same_on_all_ranks(engine.module)
+                engines.assert_same_on_all_ranks(engine.module)
             place = f"{folder}/{level}{dtype}"
             engine.save_checkpoint(place, tag="here")
             after = train(engine, 3, rank, seed=2)
@@ -100,14 +83,14 @@ def test_levels_train_verify_and_resume(stage, world, tmp_path):
 
 def train_on_gpus(rank, compute):
     """On GPUs: every stage and dtype trains at O2, states are what they should be, and FP8 alone is the same in all."""
-    deepspeed = import_deepspeed("cuda")
+    deepspeed = engines.import_deepspeed("cuda")
     for dtype in ("fp32", "bf16", "fp16"):
         alone = []
         for stage in (0, 1, 2, 3):
             engine = start(configure(stage, dtype, "O0", section={"compute": compute}))
             alone.append(train(engine, 10, rank))
             assert fp8_deepspeed.verify(engine).layers == 3
-            expected = train(start_plain(deepspeed, configure(stage, dtype)), 60, rank)
+            expected = train(engines.start_plain(deepspeed, configure(stage, dtype)), 60, rank)
             engine = start(configure(stage, dtype, "O2", section={"compute": compute}))
             losses = train(engine, 60, rank)
             assert abs(losses[-10:].mean() / expected[-10:].mean() - 1) < 0.02
@@ -115,7 +98,7 @@ def train_on_gpus(rank, compute):
             assert engine.fp8stack.report.compute == compute
             check_states(inner_of(engine), low_master=bool(stage) and dtype == "bf16")
             if stage < 3:
-                assert_same_on_all_ranks(engine.module)
+                engines.assert_same_on_all_ranks(engine.module)
         # stage 0 adds up in another order and rounds to 16 bits at other places, which flips codes of FP8
         for other in alone[1:]:
             torch.testing.assert_close(other, alone[1], rtol=1e-3, atol=0)
@@ -140,12 +123,12 @@ def test_levels_on_gpus(compute, world):
 
 def vary_zero(rank):
     """zero.Init, ties, offload, accumulation, clipping, sums in float32, sub-groups, groups that ZeRO empties."""
-    deepspeed = import_deepspeed()
+    deepspeed = engines.import_deepspeed()
     config = configure(3, "bf16", "O2", zero={"stage3_param_persistence_threshold": 0})
     expected = train(start(config), 20, rank)
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = Bigrams()
+        model = engines.Bigrams()
     assert model.up.weight.shape == (0,)
     engine = start(config, model)
     losses = train(engine, 20, rank)
@@ -153,31 +136,27 @@ def vary_zero(rank):
     # initialized under zero.Init: other random numbers on other shapes, the same task
     assert abs(losses[-5:].mean() / expected[-5:].mean() - 1) < 0.05
 
+    def learn(stage, model=None, accumulation=1, **options):
+        """Return an engine that has learned for 20 steps, and the optimizer that it was given."""
+        engine = start(configure(stage, "bf16", "O2", **options), model)
+        losses = train(engine, 20, rank, accumulation=accumulation)
+        assert losses[-5:].mean() < losses[:5].mean() - 0.3
+        assert fp8_deepspeed.verify(engine).reduced
+        return engine, inner_of(engine)
+
     for stage in (1, 2, 3):
-        engine = start(configure(stage, "bf16", "O2"), build(tied=True))
-        assert learns(train(engine, 20, rank))
+        engine, _ = learn(stage, build(tied=True))
         assert engine.module.head.weight is engine.module.embed.weight
-        fp8_deepspeed.verify(engine)
-
-        offload = {"offload_optimizer": {"device": "cpu"}}
-        engine = start(configure(stage, "bf16", "O2", zero=offload))
-        assert learns(train(engine, 20, rank))
-        check_states(inner_of(engine), low_master=False)
-
+        _, inner = learn(stage, zero={"offload_optimizer": {"device": "cpu"}})
+        check_states(inner, low_master=False)
         several = {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}
         small = {"sub_group_size": 9000, "reduce_bucket_size": 5000}
         for zero in ({"reduce_scatter": False}, small):
-            engine = start(configure(stage, "bf16", "O2", zero=zero, **several))
-            assert learns(train(engine, 20, rank, accumulation=2))
-            assert fp8_deepspeed.verify(engine).reduced
-            assert all(entry["step"] == 20 for entry in inner_of(engine).state.values())
-
-    wide = {"data_types": {"grad_accum_dtype": "fp32"}}  # BF16_Optimizer
-    engine = start(configure(1, "bf16", "O2", **wide))
+            _, inner = learn(stage, accumulation=2, zero=zero, **several)
+            assert all(entry["step"] == 20 for entry in inner.state.values())
+    engine, inner = learn(1, data_types={"grad_accum_dtype": "fp32"})
     assert type(engine.optimizer).__name__ == "BF16_Optimizer"
-    assert learns(train(engine, 20, rank))
-    assert fp8_deepspeed.verify(engine).reduced
-    check_states(inner_of(engine), low_master=False)
+    check_states(inner, low_master=False)
     skip_bad_gradients(rank)
     reduce_as_deepspeed(rank)
 
@@ -230,11 +209,11 @@ class Experts(nn.Module):
         from deepspeed.moe.layer import MoE
 
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 64)
+        self.embed = nn.Embedding(engines.VOCABULARY, 64)
         expert = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
         room = {"capacity_factor": 4.0, "use_rts": False}
         self.mixture = MoE(64, expert, num_experts=2, ep_size=ranks, k=1, **room)
-        self.head = nn.Linear(64, VOCABULARY)
+        self.head = nn.Linear(64, engines.VOCABULARY)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -243,13 +222,13 @@ class Experts(nn.Module):
 
 def reduce_as_deepspeed(rank):
     """FP8 reduces to what DeepSpeed does: also where ranks share a sequence, and for experts."""
-    deepspeed = import_deepspeed()
+    deepspeed = engines.import_deepspeed()
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
     from deepspeed.utils import safe_get_full_grad
 
     def gradients(level, stage, dtype, scatter=True, shared=1, experts=False):
         torch.manual_seed(0)
-        model = Experts(dist.get_world_size()) if experts else Bigrams()
+        model = Experts(dist.get_world_size()) if experts else engines.Bigrams()
         groups = list(model.parameters())
         if experts and stage:
             groups = split({"params": groups, "name": "all"})
@@ -299,7 +278,7 @@ def test_parts_of_a_rank_lie_together_in_whole_blocks(world):
 
 
 def use_one_rank(rank, folder):
-    deepspeed = import_deepspeed()
+    deepspeed = engines.import_deepspeed()
     start_in_every_way(deepspeed, folder)
     install_and_remove(deepspeed)
     drive_schedulers()
@@ -353,8 +332,8 @@ def install_and_remove(deepspeed):
     with fp8_deepspeed.install():
         fp8_deepspeed.install()
         model = build()
-        start_installed = deepspeed.initialize
-        engine = start_installed(model=model, optimizer=make_adamw(model), config_params=config)[0]
+        given = {"model": model, "optimizer": make_adamw(model), "config_params": config}
+        engine = deepspeed.initialize(**given)[0]
         assert_same_bits(train(engine, 5, 0), train(start(config), 5, 0))
         # without the section, and with one that is not enabled, all is DeepSpeed's
         for section in ({}, {"fp8stack": {"enabled": False}}):
@@ -373,10 +352,6 @@ def install_and_remove(deepspeed):
         offload = configure(2, "bf16", zero={"offload_optimizer": {"device": "cpu"}}, **described)
         engine = deepspeed.initialize(model=build(), config=offload)[0]
         assert type(inner_of(engine)) is optim.AdamW
-    assert deepspeed.initialize is plain
-    handle = fp8_deepspeed.install()
-    assert deepspeed.initialize is not plain
-    handle.remove()
     assert deepspeed.initialize is plain
 
 
@@ -415,14 +390,12 @@ def group_parameters(deepspeed):
     matrices = [p for p in model.parameters() if p.ndim > 1]
     with pytest.warns(Fp8StackWarning, match="4 trainable parameters are not in"):
         engine = start(config, model, optimizer=torch.optim.SGD(matrices, lr=0.1))  # no momentum
-    for again in (False, True):  # as Trainer does at its second train()
-        train(engine, 3, 0)
-        fp8_deepspeed.verify(engine)
-        if not again:
-            engine.destroy()
-            assert fp8stack.restore(model) == (model, None)
-            assert type(model.up) is nn.Linear
-            engine = start(config, model)
+    train(engine, 3, 0)
+    fp8_deepspeed.verify(engine)
+    engine.destroy()
+    assert fp8stack.restore(model) == (model, None)
+    assert type(model.up) is nn.Linear
+    train(start(config, model), 3, 0)  # as Trainer does at its second train()
 
     model = build()
     optimizer = make_adamw(model)
@@ -583,9 +556,9 @@ def see_differences(deepspeed):
     differs("allreduce_bucket does not reduce its gradients in FP8", engine)
     engine.optimizer.optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     differs("the optimizer is AdamW, not fp8stack's", engine)
-    unread = start_plain(deepspeed, configure(1, "bf16", "O2"))
+    unread = engines.start_plain(deepspeed, configure(1, "bf16", "O2"))
     differs(r"nobody has read it.*install", unread)
-    differs("was not made by fp8stack", start_plain(deepspeed, configure(1, "bf16")))
+    differs("was not made by fp8stack", engines.start_plain(deepspeed, configure(1, "bf16")))
 
 
 # --- universal checkpoints
@@ -601,7 +574,7 @@ def evaluate(engine):
 
 def save_portable(rank, folder):
     """Train, save, and resume from portable states; return the losses to go on from."""
-    import_deepspeed()
+    engines.import_deepspeed()
     losses = []
     for stage, dtype in PORTABLE:
         config = configure(stage, dtype, "O2", section={"checkpoint_format": "portable"})
@@ -619,7 +592,7 @@ def save_portable(rank, folder):
 
 def load_universal(rank, folder, losses):
     """A universal checkpoint of another number of ranks goes on where it stopped."""
-    import_deepspeed()
+    engines.import_deepspeed()
     for (stage, dtype), expected in zip(PORTABLE, losses, strict=True):
         section = {"checkpoint_format": "portable"}
         universal = {"checkpoint": {"load_universal": True}}

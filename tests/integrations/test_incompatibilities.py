@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -135,12 +136,10 @@ def test_with_the_real_libraries(tmp_path):
 
 def use_libraries(rank, folder):
     """Provoke the rows that need a process group, and run into the faults of other libraries that a CPU can show."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao's steps are compiled otherwise
     deepspeed = import_deepspeed()
     import bitsandbytes
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime import config as theirs
-    from torchao.optim import AdamW8bit
 
     deepspeed.init_distributed("gloo")
     stages = PipelineModule([nn.Linear(4, 4)], num_stages=1)
@@ -157,14 +156,10 @@ def use_libraries(rank, folder):
     run = TrainingRun(config_of(), embedding, optimizer)
     expect("bitsandbytes-override", "warning", "optimizer", "Embedding.weight", run)
 
-    def start(config, width=64, make=torch.optim.AdamW):
-        model = nn.Linear(width, width)
-        given = {"model": model, "optimizer": make(model.parameters()), "config": config}
-        return deepspeed.initialize(**given)[0]
-
-    def step(engine, width=64):
-        engine.backward(engine(torch.randn(2, width).bfloat16()).sum())
-        engine.step()
+    def start(config):
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     removed = [f"zero_optimization.{key}" for key in theirs._REMOVED_ZERO_CONFIG_KEYS]
     assert sorted([*theirs._REMOVED_TOP_LEVEL_CONFIG_KEYS, *removed]) == sorted(REMOVED)
@@ -176,21 +171,13 @@ def use_libraries(rank, folder):
             start(config_of(**{key: "fp8"}, **enabled))
     engine = start(config_of(1, **{"data_types.grad_accum_dtype": "fp32"}))
     assert type(engine.optimizer).__name__ == "BF16_Optimizer"
-    for width, quantized in ((256, True), (250, False)):
-        engine = start(config_of(), width, AdamW8bit)
-        step(engine, width)
-        (state,) = engine.optimizer.optimizer.state.values()
-        assert (type(state["exp_avg"]) is not torch.Tensor) == quantized
     elastic = config_of(**{"zero_optimization.elastic_checkpoint": True})
-    for config, make, error in (
-        (elastic, torch.optim.AdamW, AssertionError),
-        (config_of(0), AdamW8bit, RuntimeError),
-    ):
-        engine = start(config, make=make)
-        step(engine)
-        engine.save_checkpoint(folder, tag=error.__name__)
-        with pytest.raises(error):
-            start(config, make=make).load_checkpoint(folder, tag=error.__name__)
+    engine = start(elastic)
+    engine.backward(engine(torch.randn(2, 64).bfloat16()).sum())
+    engine.step()
+    engine.save_checkpoint(folder, tag="elastic")
+    with pytest.raises(AssertionError):
+        start(elastic).load_checkpoint(folder, tag="elastic")
     os._exit(0)
 
 
@@ -240,14 +227,10 @@ def test_errors_raise_once_warnings_warn_each_and_allowed_errors_warn():
     assert [f.severity for f in findings] == ["error", "error", "warning", "warning"]
     with pytest.warns(Fp8StackWarning) as warned, pytest.raises(ConfigError) as raised:
         raise_or_warn(findings)
-    for part in (
-        "2 known to fail",
-        "- zero_optimization.elastic_checkpoint: true (elastic-checkpoint)",
-        '- amp: {"enabled": true}',
-        "Remove the key",
-        "allow=['elastic-checkpoint', 'removed-sections']",
-    ):
-        assert part in str(raised.value)
+    words = r"2 known to fail.*\n- zero_opt.*: true \(elastic-checkpoint\).*Remove the key.*\n- amp: {.*"
+    assert re.search(
+        words + r"allow=\['elastic-checkpoint', 'removed-sections'\]", str(raised.value), re.DOTALL
+    )
     assert [str(w.message) for w in warned] == [f.message for f in findings[2:]]
     assert warned[0].filename == __file__
     findings = check(of_config(f"{ZERO}elastic_checkpoint", True))

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8stack
-from fp8stack import BlockScaledTensor, optim
+from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 from fp8stack.integrations.msamp import enable
 from fp8stack.nn import Fp8Linear
@@ -169,24 +169,21 @@ def test_a_training_loop_of_ms_amp_s_examples(msamp, level):
 
 
 def test_its_checkpoints_go_on_under_fp8stack_s_own_names(msamp):
-    """The same bits as `fp8stack.initialize`, and states that its optimizer loads."""
-    runs = {}
+    """The optimizer of `fp8stack.initialize` loads its states, and goes on with the same bits."""
+    made = []
     for initialize in (msamp.initialize, fp8stack.initialize):
         model = build()
-        model, optimizer = initialize(model, torch.optim.AdamW(model.parameters()), "O2")
-        runs[initialize] = train(model, optimizer, 5), model, optimizer
-    (theirs, model, optimizer), (ours, other, successor) = runs.values()
-    assert_same_bits(theirs, ours)
+        made.append(initialize(model, torch.optim.AdamW(model.parameters()), "O2"))
+    (model, optimizer), (other, successor) = made
+    train(model, optimizer, 5)
     weights, state = through_file([model.state_dict(), optimizer.state_dict()])
-    train(other, successor, 3)
     other.load_state_dict(weights)
     successor.load_state_dict(state)
-    assert type(successor) is optim.AdamW
     assert_same_bits(train(other, successor, 3), train(model, optimizer, 3))
     assert type(fp8stack.restore(model, optimizer)[1]) is torch.optim.AdamW
 
 
-def test_what_initialize_refuses(msamp):
+def test_what_initialize_refuses_and_what_has_no_effect(msamp):
     model = build()
     for error, match, given, kind, level in (
         (ConfigError, "O1, O2, O3, got opt_level='O0'", model, torch.optim.Adam, "O0"),
@@ -197,16 +194,10 @@ def test_what_initialize_refuses(msamp):
             msamp.initialize(given, kind(model.parameters()), level)
         assert isinstance(caught.value, ValueError)  # as MS-AMP's
     assert type(model[0]) is nn.Linear
-
-
-def test_options_without_effect_are_told_once(msamp):
     assert isinstance(msamp.initialize(build())[1], msamp.LBAdamW)
-    model = build()
     adam = torch.optim.Adam(model.parameters(), amsgrad=True)
-    with pytest.warns(Fp8StackWarning) as caught:
+    with pytest.warns(Fp8StackWarning, match="amsgrad=True has no effect"):
         _, optimizer = msamp.initialize(model, adam, "O2", use_te=True)
-    (message,) = {str(w.message) for w in caught if str(w.message).startswith("msamp:")}
-    assert "amsgrad=True has no effect" in message
     assert isinstance(optimizer, msamp.LBAdam)
 
 
@@ -227,13 +218,9 @@ def test_arguments_of_optimizers(msamp):
     p = nn.Parameter(torch.randn(8, 8))
     for first, second, states in ((U8, F16, "fp8-lm"), (U8, U8, "fp8"), (F32, F32, "fp32")):
         assert msamp.LBAdamW([p], exp_avg_dtype=first, exp_avg_sq_dtype=second).states == states
-    with pytest.raises(
-        ConfigError, match=r"=torch\.float16: .* Use torch.uint8 and torch.float16;"
-    ):
+    with pytest.raises(ConfigError, match=r"=torch\.float16: .* Use torch.uint8 and"):
         msamp.LBAdam([p], exp_avg_dtype=F32)
-    with pytest.warns(
-        Fp8StackWarning, match=r"bias_correction=False .*; amsgrad=True .*; tensor_s"
-    ):
+    with pytest.warns(Fp8StackWarning, match="bias_correction=False .*; amsgrad=True .*; tens"):
         msamp.LBAdamW([p], 1e-3, False, amsgrad=True, tensor_scale=False)
     optimizer = msamp.LBAdamW([p], 2e-3, True, (0.8, 0.95), 1e-6, 0.3, False, maximize=True)
     group = optimizer.param_groups[0]
@@ -397,22 +384,20 @@ def check_fsdp(rank):
     def as_fsdp1_calls_it(*, nonwrapped_numel, recurse, module):
         return policy(module, recurse, nonwrapped_numel)
 
-    with pytest.raises(ConfigError, match=r"auto_wrap_policy=10000: .* a callable policy"):
-        FP8FullyShardedDataParallel(model, auto_wrap_policy=10_000)
-    model = FP8FullyShardedDataParallel(
-        model, use_orig_params=True, auto_wrap_policy=as_fsdp1_calls_it
-    )
+    for wrong, words in (
+        ({"auto_wrap_policy": 10_000}, r"auto_wrap_policy=10000: .* a callable policy"),
+        ({"use_orig_params": False}, "use_orig_params=False"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            FP8FullyShardedDataParallel(model, **wrong)
+    model = FP8FullyShardedDataParallel(model, auto_wrap_policy=as_fsdp1_calls_it)
     sharded = [isinstance(m, FSDPModule) for m in (model, *model)]
     assert sharded == [True, True, False, False, True]
     assert isinstance(model[0], Fp8Linear)
     optimizer = FSDPAdam(model.parameters(), lr=3e-3)
-    train(model, optimizer, 1, rank=rank)
     assert falls(train(model, optimizer, 40, rank=rank))
     state = optimizer.state[model[0].weight]
-    assert {"exp_avg_code", "exp_avg_sq_code"} <= state.keys()
     assert state["exp_avg_code"].to_local().numel() == 256 * 64 // 2
-    with pytest.raises(ConfigError, match="use_orig_params=False"):
-        FP8FullyShardedDataParallel(build(), use_orig_params=False)
 
 
 # --- accelerate
