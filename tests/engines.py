@@ -34,10 +34,13 @@ def assert_same_on_all_ranks(model):
         assert_same_bits(p.detach(), first)
 
 
-def let_shard(accelerator, plugin):
+def let_shard(accelerator, version=2, **options):
     """Let an Accelerator shard by FSDP2, which it does on GPUs only, and return it: it takes the same way on CPUs."""
     from accelerate.state import DistributedType, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
+    plugin.set_mixed_precision(accelerator.mixed_precision)
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin

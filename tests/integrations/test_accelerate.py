@@ -149,16 +149,15 @@ def scale_losses():
 
 def refuse():
     """An error that says what to do, before the model is touched."""
-    from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin
+    from accelerate.utils import AORecipeKwargs
 
-    fsdp1 = FullyShardedDataParallelPlugin(fsdp_version=1)
     for words, make, options in (
         ("opt_level must be one of .*'02'", driver, {"opt_level": "02"}),
         ("master_dtype", driver, {"master_dtype": "fp16"}),
         ("must be an accelerate.Accelerator, got Linear", lambda: torch.nn.Linear(2, 2), {}),
         ("has AO convert the same layers.*bf16",
          lambda: driver("fp8", kwargs_handlers=[AORecipeKwargs()]), {}),
-        ("FSDP.* does not go with Accelerate: FSDP1.*fsdp_version=2", lambda: engines.let_shard(driver(), fsdp1), {}),
+        ("FSDP.* does not go with Accelerate: FSDP1.*fsdp_version=2", lambda: engines.let_shard(driver("bf16"), 1), {}),
     ):  # fmt: skip
         model, optimizer, scheduler = build()
         before = [type(m) for m in model.modules()]
@@ -242,13 +241,9 @@ def use_ddp(folder):
 
 
 def use_fsdp2():
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
     accelerator = driver("bf16")
     sizes = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **sizes)
-    plugin.set_mixed_precision("bf16")
-    own = started(engines.let_shard(accelerator, plugin), "O2")
+    own = started(engines.let_shard(accelerator, **sizes), "O2")
     found = attach(accelerator, own[0])
     assert (found.level, found.wrapper, found.fp8_reduction) == ("O2", "FSDP2", True)
     assert isinstance(own[1].optimizer, optim.AdamW)

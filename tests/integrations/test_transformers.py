@@ -70,19 +70,13 @@ def make(
 
 def sharding(base):
     """Return a Trainer that shards by FSDP2, which accelerate does on GPUs only: it then takes the same way on CPUs."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
+    how = {"auto_wrap_policy": "transformer_based_wrap", "state_dict_type": "SHARDED_STATE_DICT"}
 
     class Sharding(base):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
-            plugin = FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-                state_dict_type="SHARDED_STATE_DICT",
-            )
-            plugin.set_mixed_precision(self.accelerator.mixed_precision)
-            engines.let_shard(self.accelerator, plugin)
+            kinds = {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+            engines.let_shard(self.accelerator, **how, **kinds)
             self.is_fsdp_enabled = True
 
     return Sharding
