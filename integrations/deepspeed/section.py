@@ -18,6 +18,7 @@ from typing import Any
 
 from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refuse_conflicts
 from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.integrations.incompatibilities import TrainingRun
 from fp8stack.levels import OPTIONS, Recipe, recipe_for
 
 _TRUE_OR_FALSE = (lambda value: isinstance(value, bool), "true or false")
@@ -165,7 +166,7 @@ def check_recipe(recipe: Recipe, stage: int) -> None:
 def allow_ours(config: dict[str, Any]) -> None:
     """Let DeepSpeed take an optimizer of fp8stack's, also with `offload_optimizer`."""
     config["zero_allow_untested_optimizer"] = True
-    if offloads(zero_of(config)):
+    if TrainingRun(config).offload != "none":
         config["zero_force_ds_cpu_optimizer"] = False
 
 
@@ -181,19 +182,13 @@ def zero_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"stage": int(zero)} if isinstance(zero, bool) else zero or {}
 
 
-def offloads(zero: Mapping[str, Any]) -> bool:
-    """Does ZeRO keep the optimizer's partition in host memory?"""
-    device = (zero.get("offload_optimizer") or {}).get("device", "none")
-    return bool(zero.get("cpu_offload") or device not in (None, "none"))
-
-
 def _keeps_bf16(config: dict[str, Any], stage: int, lacking: list[str]) -> bool:
     """Let ZeRO keep bfloat16 partitions, if it can; return whether it does. Where DeepSpeed cannot, say so."""
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 
-    bf16, zero = config.get("bf16") or {}, zero_of(config)
-    accumulates = (config.get("data_types") or {}).get("grad_accum_dtype")
-    if not stage or offloads(zero) or not bf16.get("enabled") or accumulates not in (None, "bf16"):
+    run, bf16 = TrainingRun(config), config.get("bf16") or {}
+    accumulates = run.at("data_types.grad_accum_dtype") in (None, "bf16")
+    if not (stage and bf16.get("enabled") and accumulates) or run.offload != "none":
         return False
     if "bf16_optimizer_states" not in DeepSpeedBF16Config.model_fields:
         lacking.append(
