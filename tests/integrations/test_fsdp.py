@@ -223,8 +223,8 @@ def freeze_parameters():
     trainable = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = attach(model, torch.optim.AdamW(trainable, lr=LR), compute="native")
     train(model, optimizer, range(3))
-    assert model.embed.weight.dtype is torch.float32
-    assert model.head.weight.dtype is torch.bfloat16
+    dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
+    assert dtypes == {False: torch.float32, True: torch.bfloat16}
     verify(model, optimizer)
 
 
