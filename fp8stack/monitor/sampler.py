@@ -87,9 +87,9 @@ class Monitor:
         self._products = {name: module.products for name, module in own.items()}
         self._updates = Updates(layers, optimizer)
         self._steps, self._open = 0, -1  # steps begun; the step being sampled, or -1
-        # of a sample: int64 [layers, kinds, fields], on the device; whether some were not copied yet
-        self._counts: Tensor | None = None
-        self._new = False
+        self._counts: Tensor | None = (
+            None  # of a sample: int64 [layers, kinds, fields], on the device
+        )
         self._arrivals = Arrivals()  # the same as nested lists, labelled with their step
         _watched.add(model)
         self._handle = None if by_hand else model.register_forward_pre_hook(self._before_forward)
@@ -148,9 +148,7 @@ class Monitor:
                     flat[f"fp8/{layer}/{kind}_{field}"] = value
                     found[f"{kind}_{field}"].append(value)
         model: dict[str, float] = {}
-        if rows := [
-            row for rows_of_layer in self._arrivals.values for row in rows_of_layer if row[-1]
-        ]:
+        if rows := [row for layer_rows in self._arrivals.values for row in layer_rows if row[-1]]:
             total = dict(zip(FIELDS, map(sum, zip(*rows, strict=True)), strict=True))
             model = {
                 "fp8/fwd_scale": _largest(found["x_scale"]),
@@ -191,14 +189,11 @@ class Monitor:
         self._end_sample()
         self._steps = self._steps if number is None else number
         if self._steps % self.every == 0:
-            self._begin_sample()
+            self._updates.arm(self._steps)
+            self._open, self._counts = self._steps, None
+            for index, products in enumerate(self._products.values()):
+                products.probe = partial(self._count, index)
         self._steps += 1
-
-    def _begin_sample(self) -> None:
-        self._updates.arm(self._steps)
-        self._open, self._counts = self._steps, None
-        for index, products in enumerate(self._products.values()):
-            products.probe = partial(self._count, index)
 
     def _end_sample(self) -> None:
         if self._open < 0:
@@ -211,20 +206,19 @@ class Monitor:
         self._open = -1
 
     def _send_counts(self) -> None:
-        """Send the counts of the open sample to the host, if there are new ones."""
-        if self._new and self._counts is not None:
-            self._new = False
+        """Send the counts of the open sample to the host, if there are any."""
+        if self._open >= 0 and self._counts is not None:
             self._arrivals.send(self._open, self._counts)
 
     def _count(self, index: int, kind: str, x: Tensor, scale: Tensor, fmt: MiniFloat) -> None:
-        """Add an operand of layer `index` to the counts of the open sample."""
-        if self._open < 0 or in_a_graph():  # every replay of a graph would add to the counts
+        """Add an operand of layer `index` to the counts of the sample."""
+        if in_a_graph():  # every replay would add to the counts
             return
         if self._counts is None:
             shape = len(self.layers), len(KINDS), len(FIELDS)
             self._counts = torch.zeros(shape, dtype=torch.int64, device=x.device)
         if x.device == self._counts.device:
-            self._new, squares = True, kind == "w" and scale.ndim > 0
+            squares = kind == "w" and scale.ndim > 0
             ops.count(x, scale, fmt, self._counts[index, KINDS.index(kind)], squares)
 
 
