@@ -36,7 +36,6 @@ HERE = {
         "python examples/train_gpt.py --config examples/configs/tiny.yaml --opt-level O1",
         "python examples/train_gpt.py --model gpt2 --data my_texts/ --opt-level off",
         "python examples/train_gpt.py --help",
-        "python examples/gpt/tokenize_data.py --data my_texts/ --encoding my_model/tokenizer.json --shards data/mine",
         "python examples/train_gpt.py --resume latest",
         "python examples/train_gpt.py --list-checkpoints",
         "python examples/train_gpt.py --resume latest --opt-level off",
@@ -57,6 +56,7 @@ NOT_RUN = {  # a command, or how several begin, and why
     "pip install -e": "would change the installation under test; tests/packaging builds and installs the wheel",
     "torchrun --nproc-per-node 8 ": "eight GPUs; tests/examples/test_gpt_resume.py has two ranks",
     "sbatch ": "Slurm; tests/examples/test_gpt_slurm.py runs the scripts without it",
+    "python examples/gpt/tokenize_data.py --data my_texts/ ": "tests/examples/test_gpt_tokens.py does the same",
     "python examples/gpt/tokenize_data.py --data fineweb-edu ": "the network, and ten gigabytes of text",
     "python examples/train_gpt.py --data data/fineweb-edu ": "the shards that the line before it writes",
 }
@@ -134,7 +134,7 @@ def write_texts(folder):
 def test_the_application_runs_as_shown(run, tmp_path, capsys):
     page = "docs/training.md"
     write_texts(tmp_path)
-    first, configured, plain, helped, _, latest, listed, onward, *_ = HERE[page]
+    first, configured, plain, helped, latest, listed, onward, *_ = HERE[page]
     run(page, first, *SMALL)
     run(page, configured, *SMALL)
     run(page, plain, *SMALL)
@@ -153,20 +153,3 @@ def test_the_application_runs_as_shown(run, tmp_path, capsys):
         assert json.loads(log[-1])["step"] == steps
         said = rf"^resumed from runs/tiny-fp8-o2/.*\bstep {steps - 2}\b"
         assert re.search(said, capsys.readouterr().out, re.M)
-
-
-def test_texts_become_shards_as_shown_and_train(run, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    page = "docs/training.md"
-    write_texts(tmp_path)
-    (tmp_path / "my_model").mkdir()
-    table = tokenizers.Tokenizer(tokenizers.models.BPE())
-    table.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False)
-    table.train_from_iterator(["to be or not to be"], trainer)
-    table.save(str(tmp_path / "my_model" / "tokenizer.json"))
-    run(page, next(c for c in HERE[page] if "tokenize_data" in c))
-    meta = json.loads((tmp_path / "data/mine/meta.json").read_text())
-    assert meta["encoding"] == "tokenizer.json"
-    run(page, HERE[page][0], *SMALL, "--data", "data/mine")  # all that a run has to be told

@@ -12,7 +12,6 @@ from torch import nn
 
 import fp8stack
 from fp8stack.capability import native_recipe
-from fp8stack.errors import ModelError
 from fp8stack.monitor import Monitor
 from fp8stack.nn import casts
 from fp8stack.optim import SGD, AdamW
@@ -157,16 +156,6 @@ def test_gradients_stay_where_the_optimizer_that_stepped_them_is_gone():
     for each in (model, other):
         each(*batch(1)).backward()
         assert all(p.grad is not None for p in each.parameters())
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_copies_are_not_initialized(copied):
-    model, _ = build("O2")
-    other = copied(model)
-    for call in (fp8stack.get_report, fp8stack.restore):
-        with pytest.raises(ModelError, match="not initialized"):
-            call(other)
-    assert fp8stack.get_report(model).level == "O2"
 
 
 def test_parameters_that_are_stepped_in_backward_are_saved_as_plain_ones(tmp_path):

@@ -96,14 +96,8 @@ def run(options: argparse.Namespace) -> int:
         notes.append("--compile was measured on one GPU; with more, gradients and codes may add")
     if shape.kv_heads != shape.heads:
         notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
-    data = {
-        "parameters": shape.parameters,
-        "shape": asdict(shape),
-        "setup": asdict(setup),
-        "memory": memory,
-        "precisions": columns,
-        "notes": notes,
-    }
+    data: dict[str, Any] = {"parameters": shape.parameters, "shape": asdict(shape)}
+    data |= {"setup": asdict(setup), "memory": memory, "precisions": columns, "notes": notes}
     show(options, data, draw)
     return 0
 
@@ -168,16 +162,13 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
     given = any(getattr(options, name) is not None for name in (*OPTIONS, "preset"))
     names = [options.opt_level] if options.opt_level else ["O2"] if given else list(LEVELS)
     recipes = [recipe_of(options, name) for name in names]
-    zero = (options.sharding or "").startswith("zero")
-    places = {
-        conflicts.FSDP2: options.sharding == "fsdp",
-        conflicts.DEEPSPEED: zero,
-        conflicts.ZERO: zero,
-        conflicts.SEVERAL_PROCESSES: options.ranks > 1,
-        conflicts.ACCUMULATION: options.accumulate,
-    }
+    places = [conflicts.FSDP2] if options.sharding == "fsdp" else []
+    if (options.sharding or "").startswith("zero"):
+        places += [conflicts.DEEPSPEED, conflicts.ZERO]
+    places += [conflicts.SEVERAL_PROCESSES] if options.ranks > 1 else []
+    places += [conflicts.ACCUMULATION] if options.accumulate else []
     for recipe in recipes:
-        conflicts.refuse_conflicts(recipe, *(place for place, holds in places.items() if holds))
+        conflicts.refuse_conflicts(recipe, *places)
     if options.gpu and divmod(GPUS[options.gpu][1], 10) < FP8_CAPABILITY:
         lacking = f"{options.gpu} has no FP8 products (compute capability 8.9 and up has)"
         if recipes[0].compute in ("native", "te"):
@@ -197,9 +188,7 @@ def _shape(options: argparse.Namespace, notes: list[str]) -> Shape:
         anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
         shape = replace(planning.read_config(options.hf_config), **{**sizes, **anew})
         if shape.positions:
-            notes.append(
-                "layers are nn.Linear here; transformers' GPT-2 has Conv1D, which no level converts"
-            )
+            notes.append("layers are nn.Linear here; transformers' GPT-2 has Conv1D, left in bf16")
         return shape
     if options.parameters:
         if own := sizes.keys() - {"vocab"}:

@@ -56,7 +56,6 @@ _WHOLE = ("none", "ddp")  # each rank holds everything
 SHARDINGS = (*_WHOLE, "zero1", "zero2", "zero3", "fsdp")
 CONTEXT = 600 * 2**20  # bytes: CUDA context and cuBLAS' workspaces
 SLACK = 0.03  # of the peak: what the caching allocator cannot use
-MOST_SEQUENCES = 2**20  # of a micro-batch that is searched for
 _BUCKET, _LIVE = 5 * 10**8, 105 * 10**7  # elements: DeepSpeed's defaults
 
 
@@ -161,7 +160,7 @@ def largest_batch(shape: Shape, precision: Precision, setup: Setup, memory: int)
 
     # Batches of few tokens keep codes of the weights and may take more than larger ones, so they are searched last.
     few = FEW_ROWS // setup.seq
-    batches = range(few + 1, MOST_SEQUENCES)
+    batches = range(few + 1, 2**20)
     if is_too_large(batches[0]):
         batches = range(1, few + 1)
     return batches.start - 1 + bisect(batches, False, key=is_too_large)
