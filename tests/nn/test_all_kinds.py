@@ -1,5 +1,8 @@
 """What holds for FP8 layers of every kind: copies, recomputation, evaluation, frozen parameters, graphs, restore."""
 
+import copy
+import gc
+
 import pytest
 import torch
 from helpers import assert_same_bits
@@ -139,6 +142,18 @@ def test_a_second_backward_needs_the_graph_and_gives_the_same(kind, recipe, rows
     assert_same_bits([p.grad for p in (x, *model.parameters())], first)
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
+
+
+@KINDS
+def test_backward_may_outlive_the_model(kind, recipe, x, device):
+    """Whose states it updates, though nothing else knows them any more."""
+    model = make(kind, device, recipe)
+    _, expected, *_ = results(copy.deepcopy(model), x)
+    y = model(x.requires_grad_())
+    del model
+    gc.collect()
+    y.sum().backward()
+    assert_same_bits(x.grad, expected)
 
 
 @KINDS

@@ -7,14 +7,12 @@ import torch
 import torch._dynamo.testing
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from helpers import assert_same_bits
-from layers import QKV, RECIPES, SwiGLU, fused, linear, native, results, scale_parameters
+from layers import QKV, RECIPE, SwiGLU, fused, linear, native, results, scale_parameters
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fp8stack
 from fp8stack.nn import fuse, load_scaling_state, scaling_state
-
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 
 
 class Behind(QKV):
@@ -34,9 +32,8 @@ class Mixed(QKV):
 def both(make, shape, device, backend="aot_eager", rounds=2, dtype=None):
     """Return what a model and a compiled one like it give: outputs and all gradients of two passes."""
     given = []
-    like = make()(
-        torch.randn(shape, device=device, dtype=dtype)
-    ).detach()  # forward changes delayed scales
+    # of another model, since a forward changes delayed scales
+    like = make()(torch.randn(shape, device=device, dtype=dtype)).detach()
     for compiled in (False, True):
         torch.manual_seed(2)
         model = make()
@@ -50,19 +47,11 @@ def both(make, shape, device, backend="aot_eager", rounds=2, dtype=None):
     return given
 
 
-def fused_block(device, **options):
-    return fused(SwiGLU(48, 80), device, **options)
-
-
-def three_layers(device, **options):
-    return native(QKV(48), device, **options)
-
-
 COMPILED = {
     "bias": lambda device, **options: linear(48, 32, True, device, **options),
     "padded": lambda device, **options: linear(48, 257, False, device, **options),
-    "shared input": three_layers,
-    "fused": fused_block,
+    "shared input": lambda device, **options: native(QKV(48), device, **options),
+    "fused": lambda device, **options: fused(SwiGLU(48, 80), device, **options),
 }
 
 
@@ -180,7 +169,7 @@ def test_a_fused_norm_is_compiled_as_its_own_class_s_forward(device):
 
 
 def test_a_fused_block_whose_input_has_its_name(device):
-    model = fused_block(device)[0]
+    model = fused(SwiGLU(48, 80), device)[0]
     x = torch.randn(20, 48, device=device)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x=x), model(x=x.clone()))
@@ -209,9 +198,8 @@ def test_compiled_weights_keep_their_scales_as_those_of_eager_mode_do(device):
 @pytest.mark.gpu
 def test_graphs_of_inductor_keep_scales_in_memory_of_their_own():
     """With CUDA graphs, whose replays know addresses only; and scales that are loaded reach them."""
-    ours = native(
-        nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), "cuda", fp8_recipe="delayed"
-    )
+    layers = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    ours = native(layers, "cuda", fp8_recipe="delayed")
     theirs = copy.deepcopy(ours)
     for model in (ours, theirs):  # copies have made no histories yet
         torch.manual_seed(1)
@@ -242,9 +230,7 @@ def test_compiled_weights_have_their_own_scales_in_evaluation(device):
     x = torch.randn(20, 32, device=device)
     results(layer, x)
     before = layer.products.w_state.tensor.clone()
-    with torch.no_grad():
-        layer.weight.mul_(0.9)
-    layer.eval()
+    scale_parameters(0.9, layer.eval())
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     expected = copy.deepcopy(layer)
     load_scaling_state(expected, {**scaling_state(layer), ".w": torch.zeros(())})

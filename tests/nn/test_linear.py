@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same_bits
-from layers import RECIPES, SwiGLU, linear, native, record_sums, results, rounded
+from helpers import DTYPES, assert_same_bits
+from layers import RECIPE, SwiGLU, linear, native, record_sums, results, rounded
 from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
 
 import fp8stack
@@ -43,43 +44,37 @@ def test_fast_sums_are_coarser_and_precise_ones_are_the_default():
     assert errors[None] == errors[False] < errors[True] / 2, errors
 
 
+PRODUCTS = [  # dtype, sizes
+    *((dtype, (80, 96, 48)) for dtype in DTYPES.values()),
+    *((torch.float32, (13, *size)) for size in ((32, 257), (33, 64), (50, 257), (7, 5))),
+    *((torch.float32, (tokens, 32, 64)) for tokens in (1, 15, 16, 17)),
+]
+
+
 @pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_three_products_are_those_of_the_rounded_operands(fmt, dtype, device):
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize(("dtype", "sizes"), PRODUCTS, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_products_are_those_of_the_rounded_operands(fmt, recipe, dtype, sizes, bias, device):
     """FP8 rounding is the only error: everything after it agrees with float64 to the rounding of the output."""
-    layer = linear(96, 48, device=device, fp8_format=fmt).to(dtype)
-    x = torch.randn(5, 16, 96, device=device).to(dtype).requires_grad_()
-    gradient = torch.randn(5, 16, 48, device=device).to(dtype)
-    y = layer(x)
-    y.backward(gradient)
+    tokens, k, n = sizes
+    layer = linear(k, n, bias, device, fp8_format=fmt, fp8_recipe=recipe).to(dtype)
+    x, gradient = (torch.randn(tokens, size, device=device).to(dtype) for size in (k, n))
     x8, w8 = rounded(x, E4M3), rounded(layer.weight, E4M3)
     g8 = rounded(gradient, E5M2 if fmt == "hybrid" else E4M3)
-    exact = {
-        "y": x8 @ w8.T + layer.bias.double().cpu(),
-        "dx": g8 @ w8,
-        "dw": g8.flatten(0, 1).T @ x8.flatten(0, 1),
-        "db": gradient.double().cpu().sum((0, 1)),
-    }
-    given = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad}
-    for name, value in given.items():
+    exact = [x8 @ w8.T, g8 @ w8, g8.T @ x8]
+    if bias:
+        exact[0] += layer.bias.detach().double().cpu()
+        exact.append(gradient.double().cpu().sum(0))
+    # a product keeps the output dtype's rounding; within 128 terms Hopper's sums keep 2^-13 of the largest
+    step = max(torch.finfo(dtype).eps, 2**-12 if device == "cuda" else 0)
+    for value, expected in zip(results(layer, x, gradient), exact, strict=True):
         assert value.dtype is dtype
-        # a product keeps the output dtype's rounding; within 128 terms Hopper's sums keep 2^-13 of the largest
-        step = max(torch.finfo(dtype).eps, 2**-12 if device == "cuda" else 0)
-        error = (value.detach().double().cpu() - exact[name]).abs().max()
-        assert error <= 8 * step * exact[name].abs().max(), name
+        assert value.shape == expected.shape
+        assert (value.double().cpu() - expected).abs().max() <= 8 * step * expected.abs().max()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33])
-def test_any_number_of_tokens(tokens, recipe, device):
-    """None at all is in test_recipes.py."""
-    layer = linear(32, 64, device=device, fp8_recipe=recipe)
-    y, dx, dw, _ = results(layer, torch.randn(tokens, 32, device=device))
-    assert (y.shape, dx.shape, dw.shape) == ((tokens, 64), (tokens, 32), (64, 32))
-    assert dw.any()
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
+@RECIPE
 def test_one_dimensional_and_non_contiguous_inputs(recipe, device):
     layer = linear(32, 64, device=device, fp8_recipe=recipe).eval()
     x = torch.randn(32, 20, device=device)
@@ -96,8 +91,10 @@ def test_zeros_and_tiny_values():
     )  # a scale per tensor: no range to fall out of
 
 
-@pytest.mark.parametrize("kind", [Fp8Linear, Bf16Linear, StoredLinear])
-def test_the_output_has_the_dtype_of_the_input_or_of_autocast(kind, device):
+@pytest.mark.parametrize(
+    ("kind", "limit"), [(Fp8Linear, 0.06), (Bf16Linear, 0.01), (StoredLinear, 1e-6)]
+)
+def test_the_output_has_the_dtype_of_the_input_or_of_autocast(kind, limit, device):
     layer = nn.Linear(32, 32, device=device)
     layer.weight.data = layer.weight.data.bfloat16()
     layer.__class__ = kind
@@ -110,9 +107,7 @@ def test_the_output_has_the_dtype_of_the_input_or_of_autocast(kind, device):
     y.sum().backward()
     assert layer.weight.grad.dtype is torch.bfloat16
     expected = F.linear(x, layer.weight.float(), layer.bias)
-    assert (y - expected).norm() < {Fp8Linear: 0.06, Bf16Linear: 0.01, StoredLinear: 1e-6}[
-        kind
-    ] * expected.norm()
+    assert (y - expected).norm() < limit * expected.norm()
 
 
 def test_a_stored_embedding_looks_up_and_sums_gradients_in_float32(device):
@@ -130,21 +125,17 @@ def test_a_stored_embedding_looks_up_and_sums_gradients_in_float32(device):
     assert (gradient[3] == 1000).all()  # in bfloat16, a sum of ones stops at 256
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@RECIPE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_autocast_sets_the_output_dtype_of_every_recipe_and_gradients_keep_theirs(
-    recipe, dtype, device
-):
-    layer = linear(32, 48, device=device, fp8_recipe=recipe)
-    x = torch.randn(16, 32, device=device, requires_grad=True)
+def test_autocast_sets_the_dtype_of_outputs_and_gradients_keep_theirs(recipe, dtype, device):
+    layer, x = linear(fp8_recipe=recipe, device=device), torch.randn(2, 16, 32, device=device)
     with torch.autocast(device, dtype):
-        y = layer(x)
+        y, *gradients = results(layer, x)
     assert y.dtype is dtype
-    y.float().sum().backward()
-    assert {t.dtype for t in (x.grad, layer.weight.grad, layer.bias.grad)} == {torch.float32}
+    assert {g.dtype for g in gradients} == {torch.float32}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@RECIPE
 def test_a_gradient_that_is_expanded_or_transposed_is_read_in_its_own_order(recipe, device):
     layer = linear(32, 48, False, device, fp8_recipe=recipe)
     x = torch.randn(48, 32, device=device)
@@ -179,30 +170,27 @@ def test_an_input_of_another_dtype_is_an_error_that_names_the_layer(dtype, compu
             layer(torch.ones(4, 31))
 
 
-def make_nested(layout):
+def nested(layout):
     return torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(2, 32)], layout=layout)
+
+
+REFUSED = {
+    "jagged": (lambda: nested(torch.jagged), r"layer 0 got nested input; .*dense.*skip=\[.0.\]"),
+    "nested": (lambda: nested(torch.strided), "got nested input"),
+    "sparse": (lambda: torch.randn(4, 32).to_sparse(), "got sparse input"),
+    "csr": (lambda: torch.randn(4, 32).to_sparse_csr(), "got sparse input"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: make_nested(torch.jagged), r"layer 0 got nested input; .*dense.*skip=\[.0.\]"),
-        (lambda: make_nested(torch.strided), "got nested input"),
-        (lambda: torch.randn(4, 32).to_sparse(), "got sparse input"),
-        (lambda: torch.randn(4, 32).to_sparse_csr(), "got sparse input"),
-    ],
-    ids=["jagged", "nested", "sparse", "csr"],
-)
+@pytest.mark.parametrize(("make", "said"), REFUSED.values(), ids=REFUSED)
 def test_an_input_that_is_no_plain_tensor_is_an_error_that_names_the_layer(make, said):
     with pytest.raises(ModelError, match=said):
         native(nn.Sequential(nn.Linear(32, 32)))(make())
 
 
 def test_tensor_parallelism_is_refused_with_what_helps(mesh):
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     x = distribute_tensor(torch.randn(16, 32), mesh, [Replicate()])
     with pytest.raises(ModelError, match=r"layer 0 got sharded \(DTensor\).*skip=\[.0.\]"):
         native(nn.Sequential(nn.Linear(32, 32)))(x)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from bounds import BOUNDS, KINDS, NARROW, bounds, errors
 from helpers import assert_same_bits
-from layers import RECIPES, linear, native, results, rounded
+from layers import RECIPE, linear, native, results
 from torch import nn
 
 import fp8stack
@@ -13,16 +13,12 @@ from fp8stack.kernels import cast_delayed as triton_delayed
 from fp8stack.kernels.reference import cast_delayed as reference_delayed
 from fp8stack.kernels.reference.delayed_state import HEADER, DelayedState
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES)
-MARGINS = pytest.mark.parametrize("margin", [0, 1, 2])
 NAN, INF = float("nan"), float("inf")
 
 # --- numbers
 
-CASES = pytest.mark.parametrize(("recipe", "fmt"), BOUNDS, ids=map("-".join, BOUNDS))
 
-
-@CASES
+@pytest.mark.parametrize(("recipe", "fmt"), BOUNDS, ids=map("-".join, BOUNDS))
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_within_the_bounds_of_their_formats(recipe, fmt, kind, device):
     layer = linear(512, 256, False, device, fp8_recipe=recipe, fp8_format=fmt)
@@ -100,7 +96,7 @@ def test_a_training_pass_is_remembered_once_and_nothing_else(device):
     assert_same_bits(of_g.tensor, before[1])
 
 
-@MARGINS
+@pytest.mark.parametrize("margin", [0, 1, 2])
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_margin_and_algorithm_set_the_scale(margin, algorithm, device):
     layer = linear(
@@ -142,36 +138,14 @@ def test_a_history_forgets_after_its_length(device):
 # --- sizes and inputs
 
 
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize(
-    "size", [(32, 257), (33, 64), (50, 257), (7, 5)], ids=lambda s: f"{s[0]}x{s[1]}"
-)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_padded_layers_multiply_the_rounded_operands_exactly(recipe, size, bias, device):
-    layer = linear(*size, bias, device, fp8_recipe=recipe, fp8_format="e4m3")
-    assert layer.weight.shape == size[::-1]
-    x = torch.randn(13, size[0], device=device)
-    gradient = torch.randn(13, size[1], device=device)
-    given = results(layer, x, gradient)
-    x8, w8, g8 = (rounded(t.detach(), E4M3) for t in (x, layer.weight, gradient))
-    exact = [x8 @ w8.T, g8 @ w8, g8.T @ x8]
-    if bias:
-        exact[0] += layer.bias.detach().double().cpu()
-        exact.append(gradient.double().cpu().sum(0))
-    step = 2**-12 if device == "cuda" else torch.finfo(torch.float32).eps
-    for value, expected in zip(given, exact, strict=True):
-        assert value.shape == expected.shape
-        error = (value.double().cpu() - expected).abs().max()
-        assert error <= 8 * step * expected.abs().max()
-
-
-def test_blocks_are_padded_too(device):
-    layer = linear(130, 257, device=device, fp8_recipe="blockwise")
-    x = torch.randn(13, 130, device=device)
-    y, dx, dw, _ = results(layer, x)
-    assert (y.shape, dx.shape, dw.shape) == ((13, 257), (13, 130), (257, 130))
-    exact = torch.nn.functional.linear(x, layer.weight, layer.bias)
-    assert (y - exact).norm() < NARROW * exact.norm()
+@pytest.mark.parametrize("tokens", [1, 13, 16, 33])
+def test_blocks_are_padded_too(tokens, device):
+    layer, x = linear(130, 257, device=device, fp8_recipe="blockwise"), torch.randn(tokens, 130)
+    y, dx, dw, _ = results(layer, x.to(device))
+    assert (y.shape, dx.shape, dw.shape) == ((tokens, 257), (tokens, 130), (257, 130))
+    exact = nn.functional.linear(x.to(device), layer.weight, layer.bias)
+    assert (y - exact).norm() < 1.2 * NARROW * exact.norm()  # of few numbers
+    assert dw.any()
 
 
 @RECIPE
@@ -195,13 +169,6 @@ def test_a_model_without_linear_layers_is_left_as_it_is(device):
     assert fp8stack.get_report(model).converted == []
     assert [type(m) for m in model] == [nn.Conv1d, nn.LayerNorm]
     assert fp8stack.restore(model)[0] is model
-
-
-def test_a_delayed_layer_may_be_gone_before_backward():
-    def loss():
-        return linear(fp8_recipe="delayed")(torch.randn(16, 32, requires_grad=True)).sum()
-
-    loss().backward()
 
 
 def test_the_reference_lays_out_transposed_blocks_as_its_fake_says():

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from helpers import assert_same_bits
-from layers import COPIES
+from layers import COPIES, native
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
@@ -28,20 +28,20 @@ FASTER, SLOWER = (2e-3, 1e-3), (1e-3, 2e-3)  # seconds without FP8 and with it
 
 
 class Clock:
-    """Times given by a test: FP8 wins where a weight has as many elements as `least`."""
+    """Times given by a test: FP8 wins where a weight has as many elements as 64 × 64."""
 
-    def __init__(self, least=4096):
-        self.least, self.shapes, self.saw = least, [], []
+    def __init__(self):
+        self.shapes, self.modes = [], set()
 
     def __call__(self, shape, recipe):
         self.shapes.append(shape)
-        self.saw.append(
+        self.modes.add(
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.compiler.is_compiling(),
              torch.is_autocast_enabled("cpu"))
         )  # fmt: skip
         x = torch.ones(2, requires_grad=True)
         torch.autograd.grad(x.exp().sum(), x)  # would call hooks on saved tensors
-        return FASTER if shape.k * shape.n >= self.least else SLOWER
+        return FASTER if shape.k * shape.n >= 4096 else SLOWER
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,7 @@ def _forget(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(select, "time_both", clock)
+    monkeypatch.setattr(select, "time_both", clock := Clock())
     monkeypatch.setattr(select, "_obstacle", lambda device, data: "" if data else "without data")
     return clock
 
@@ -61,10 +60,13 @@ def clock(monkeypatch):
 def make(device="cpu", **options):
     """Return a model with a shape that wins (64 × 64) and one that loses (64 × 32), converted."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 64, False))
-    model, _ = fp8stack.initialize(
-        model.to(device), None, "O0", compute="native", select="auto", **options
-    )
-    return model
+    return native(model, device, select="auto", **options)
+
+
+def of(output=torch.float32, frozen=False, compiled=False):
+    """Return a shape on the CPU."""
+    dtypes = torch.float32, torch.float32, output
+    return select.Shape(16, 64, 64, True, frozen, *dtypes, torch.device("cpu"), compiled)
 
 
 def plain(layer, x):
@@ -115,12 +117,26 @@ def test_a_loser_with_a_stored_weight_computes_in_the_dtype_of_its_input(clock):
     assert [s.output for s in clock.shapes] == [torch.float32, torch.bfloat16]
 
 
-@pytest.mark.parametrize(("fp8", "stays"), [(0.96e-3, True), (0.98e-3, False)])
-def test_fp8_has_to_win_by_a_margin(clock, monkeypatch, fp8, stays):
-    monkeypatch.setattr(select, "time_both", lambda shape, recipe: (1e-3, fp8))
-    model = make()
-    model(torch.randn(16, 64))
-    assert fp8stack.get_report(model).selected["0"].startswith("fp8") == stays
+def out_of_memory(shape, recipe):
+    held = torch.empty(2**20, device=shape.device)
+    raise torch.OutOfMemoryError(f"out of memory beside {held.nbytes}")
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        (lambda *_: (1e-3, 0.96e-3), "fp8 (16 tokens: 0.96 ms, fp32 1 ms)"),
+        (lambda *_: (1e-3, 0.98e-3), "fp32 (16 tokens: 1 ms, fp8 0.98 ms)"),
+        (out_of_memory, "fp32 (16 tokens: out of memory when timed)"),
+    ],
+    ids=["faster", "hardly", "out of memory"],
+)
+def test_fp8_has_to_win_by_a_margin(clock, monkeypatch, times, told):
+    monkeypatch.setattr(select, "time_both", times)
+    model, x = make(), torch.randn(16, 64)
+    y = model[0](x)
+    assert fp8stack.get_report(model).selected == {"0": told}
+    assert_same_bits(y, (in_fp8 if told.startswith("fp8") else plain)(model[0], x))
 
 
 def test_a_loser_is_not_caught_as_a_product_by_a_bare_parameter(clock):
@@ -169,22 +185,20 @@ def test_ever_new_lengths_do_not_fill_the_memory(clock, monkeypatch):
         assert len(model[3].products.chooser._known) <= 3
 
 
-def test_dtypes_and_recipes_are_timed_apart(clock):
+def test_dtypes_recipes_and_sums_are_timed_apart_and_no_tokens_not_at_all(clock):
     layer = make()[0]
     x = torch.randn(16, 64)
+    assert layer(x[:0]).shape == (0, 64)
+    assert clock.shapes == []
     layer(x)
     layer(x.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         layer(x)
     layer.weight.requires_grad_(False)
     layer(x)
-    make(fp8_format="e4m3")[0](x)
-    assert len(clock.shapes) == 5
-
-
-def test_no_tokens_are_not_timed(clock):
-    assert make()[0](torch.randn(0, 64)).shape == (0, 64)
-    assert clock.shapes == []
+    for options in ({"fp8_format": "e4m3"}, {"fp8_fast_accum": True}, {"fp8_fast_accum": False}):
+        make(**options)[0](x)
+    assert len(clock.shapes) == 6
 
 
 # --- traces
@@ -196,10 +210,7 @@ def test_no_tokens_are_not_timed(clock):
 def test_both_ways_run_and_random_numbers_are_left_alone(monkeypatch, recipe, output, frozen):
     monkeypatch.setattr(select, "_wait", lambda: None)  # a CPU has nothing to wait for
     state = torch.get_rng_state()
-    shape = select.Shape(
-        24, 64, 32, True, frozen, torch.float32, torch.float32, output, torch.device("cpu"), False
-    )
-    times = select.time_both(shape, recipe_for("O0", fp8_recipe=recipe))
+    times = select.time_both(of(output, frozen), recipe_for("O0", fp8_recipe=recipe))
     assert len(times) == 2
     assert min(times) > 0
     assert torch.equal(torch.get_rng_state(), state)
@@ -210,8 +221,7 @@ def test_the_fastest_rounds_count(monkeypatch):
     rounds = iter([9.0, 2.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0, 3.0, 3.0])  # unconverted, FP8, and so on
     monkeypatch.setattr(select, "_time_wall", lambda call, count: 1e-3)
     monkeypatch.setattr(select, "_time_device", lambda call, count: next(rounds))
-    shape = select.Shape(16, 64, 32, False, False, *[torch.float32] * 3, torch.device("cpu"), True)
-    assert select.time_both(shape, recipe_for("O0")) == (1.0, 2.0)
+    assert select.time_both(of(compiled=True), recipe_for("O0")) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -223,35 +233,16 @@ def test_the_fastest_rounds_count(monkeypatch):
     ids=["plain", "no_grad", "inference_mode", "autocast", "saved_tensors_hooks"],
 )  # fmt: skip
 def test_timing_sees_none_of_the_callers_modes(clock, context):
-    layer, x = make()[0], torch.randn(16, 64)
-    shape = select.Shape(16, 64, 64, True, False, *[torch.float32] * 3, x.device, False)
+    layer = make()[0]
     with context():
-        assert layer.products.chooser._choose(shape, "")
-    assert clock.saw == [(True, False, False, False)]
+        assert layer.products.chooser._choose(of(), "")
+    assert clock.modes == {(True, False, False, False)}
 
 
 def test_a_checkpointed_layer_saves_what_it_recomputes(clock):
     model, x = make(), torch.randn(16, 64)
     checkpoint(model, x, use_reentrant=False).sum().backward()
     assert model[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("fast", [False, True])
-def test_another_way_to_sum_is_timed_on_its_own(clock, fast):
-    make()(torch.randn(16, 64))
-    timed = len(clock.shapes)
-    make(fp8_fast_accum=fast)(torch.randn(16, 64))
-    assert len(clock.shapes) == (2 * timed if fast else timed)
-
-
-def test_out_of_memory_leaves_the_layer_as_it_is(clock, monkeypatch):
-    def fail(shape, recipe):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(select, "time_both", fail)
-    model, x = make(), torch.randn(16, 64)
-    assert_same_bits(model[0](x), plain(model[0], x))
-    assert fp8stack.get_report(model).selected["0"] == "fp32 (16 tokens: out of memory when timed)"
 
 
 def test_other_errors_are_not_hidden(clock, monkeypatch):
@@ -342,14 +333,13 @@ def test_a_graph_holds_the_choice_as_a_constant(clock, caplog, monkeypatch, dyna
     traced = [s for s in clock.shapes if s.compiled]
     assert {(s.k, s.n) for s in traced} == {(64, 64), (64, 32), (32, 64)}
     assert {s.rows for s in traced} == ({24} if dynamic else {24, 40})
-    assert set(clock.saw) == {(True, False, False, False)}
+    assert clock.modes == {(True, False, False, False)}
     assert len(caplog.records) == 1
     assert list(fp8stack.get_report(model).selected) == ["0", "2", "3"]
 
 
 def test_layers_that_are_compiled_one_by_one_share_a_graph(clock):
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)])
-    fp8stack.initialize(model, None, "O0", compute="native", select="auto")
+    model = native(nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]), select="auto")
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     for layer in model:
         layer.compile(backend=counter, fullgraph=True)
@@ -366,8 +356,7 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph(clock):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_a_small_layer_stays_in_bf16_and_a_large_one_is_fp8(compiled):
     for size, tokens, choice in ((64, 64, "bf16"), (8192, 8192, "fp8")):
-        model = nn.Sequential(nn.Linear(size, size, device="cuda", dtype=torch.bfloat16))
-        fp8stack.initialize(model, None, "O0", compute="native", select="auto")
+        model = native(nn.Sequential(nn.Linear(size, size)).bfloat16(), "cuda", select="auto")
         x = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16)
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         run(x)
@@ -381,7 +370,7 @@ def test_timing_leaves_no_trace_on_a_gpu(recipe):
     x = torch.randn(256, 64, device="cuda", requires_grad=True)
     chooser = model[0].products.chooser
     chooser(x, model[0].weight, model[0].bias)  # cuBLAS' workspace stays
-    random = torch.cuda.get_rng_state(), torch.get_rng_state()
+    random = [torch.cuda.get_rng_state(), torch.get_rng_state()]
     gc.collect()
     torch.cuda.synchronize()
     memory = torch.cuda.memory_allocated()
@@ -394,25 +383,17 @@ def test_timing_leaves_no_trace_on_a_gpu(recipe):
     assert len(fp8stack.get_report(model).selected) == 2
     gc.collect()
     assert torch.cuda.memory_allocated() == memory
-    assert torch.equal(torch.cuda.get_rng_state(), random[0])
-    assert torch.equal(torch.get_rng_state(), random[1])
-    assert x.grad is None
-    assert all(p.grad is None for p in model.parameters())
+    assert_same_bits([torch.cuda.get_rng_state(), torch.get_rng_state()], random)
+    assert all(p.grad is None for p in (x, *model.parameters()))
 
 
 @pytest.mark.gpu
 def test_memory_is_given_back_when_there_is_too_little(monkeypatch):
-
-    def fail(shape, recipe):
-        held = torch.empty(2**20, device="cuda")
-        return held, torch.empty(2**60, device="cuda")
-
-    monkeypatch.setattr(select, "time_both", fail)
-    model = make("cuda")
+    monkeypatch.setattr(select, "time_both", out_of_memory)
+    model, x = make("cuda"), torch.randn(16, 64, device="cuda")
     before = torch.cuda.memory_allocated()
-    x = torch.randn(16, 64, device="cuda")
     assert not model[0].products.chooser(x, model[0].weight, model[0].bias)
-    assert torch.cuda.memory_allocated() <= before + x.nbytes
+    assert torch.cuda.memory_allocated() <= before
 
 
 @pytest.mark.gpu
@@ -435,11 +416,8 @@ def test_a_shape_first_seen_in_a_cuda_graph_is_fp8():
 
 @pytest.mark.gpu
 def test_a_tiny_model_is_not_slower_than_without_fp8():
-
-    def make_one():
-        layers = [nn.Linear(128, 128, device="cuda", dtype=torch.bfloat16) for _ in range(16)]
-        return nn.Sequential(*layers)
-
+    given = nn.Sequential(*[nn.Linear(128, 128) for _ in range(16)]).to("cuda", torch.bfloat16)
+    model = native(copy.deepcopy(given), "cuda", select="auto")
     x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
 
     def measure(model):
@@ -450,8 +428,6 @@ def test_a_tiny_model_is_not_slower_than_without_fp8():
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    model, given = make_one(), make_one()
-    fp8stack.initialize(model, None, "O0", compute="native", select="auto")
     # in turn, so that both find the host equally busy
     times = [(measure(model), measure(given)) for _ in range(100)]
     ours, theirs = (min(each) for each in zip(*times, strict=True))
