@@ -1,11 +1,15 @@
 """What the tests of the training application run: small configurations, on one rank and on several."""
 
+import contextlib
+import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import train_gpt
 from gpt import GPT, ModelConfig
 from gpt.build import Level, Setup
 from gpt.checkpoints import find, save
@@ -71,6 +75,17 @@ def without_fp8(patch: pytest.MonkeyPatch) -> None:
     """Let capability say what it does of a GPU without FP8. Layers and libraries are as they are."""
     answer = capability.Answer(False, "cuda:0 is NVIDIA A100 (8.0)")
     patch.setattr(capability, "fp8_hardware", lambda device: answer)
+
+
+def run_here(command, stdout=None, **_):
+    """Run the application in this process, as `subprocess` does in another, which takes longer than the work."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        code = train_gpt.main(command[2:])
+    torch.use_deterministic_algorithms(False)
+    if hasattr(stdout, "write"):
+        stdout.write(printed.getvalue().encode())
+    return SimpleNamespace(returncode=code, stdout=printed.getvalue(), poll=lambda: code)
 
 
 # --- two ranks

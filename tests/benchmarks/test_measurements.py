@@ -16,7 +16,6 @@ import models
 import optimizer_step
 import optimizer_stress
 import pytest
-import resume
 import stability
 import torch
 from torch import nn
@@ -97,21 +96,6 @@ def test_numbers_of_known_gradients():
     assert (n["cosine"], n["along"]) == pytest.approx(((1 + 0.5**0.5) / 2, (1.5 + 1) / 2))
     assert n["norm"] == pytest.approx(((7.5**2 + 2) / (5**2 + 1)) ** 0.5)
     assert n["loss_gap"] == pytest.approx(0.05)
-
-
-def test_steps_that_differ_after_resuming_are_counted(monkeypatch):
-    def train(case, options, out, *more):
-        folder = out / "tiny"
-        (folder / "checkpoints_fp8" / "step_00000002").mkdir(parents=True)
-        late = 0.5 if "--resume" in more else 0
-        losses = {s: 8 - s + late * (s == 4) for s in range(1, 5)}
-        return folder, {s: {"loss": x, "tokens_per_second": 9.0} for s, x in losses.items()}
-
-    monkeypatch.setattr(resume, "train", train)
-    options = resume.parse(["--only", "tiny/O2", "--steps", "4"])
-    record = resume.measure(options.cases[0], True, options)
-    assert (record["value"], record["of"], record["first_other_step"]) == (1, 2, 4)
-    assert record["last_loss_off"] == 1 / 8
 
 
 def test_what_fails_a_short_run_and_the_median_of_its_layers():
