@@ -174,15 +174,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for name in self.moments_of(group):
             if name in state and state[name].dtype is not formats.dense_dtype(weight, states):
                 # somebody else put it there, such as DeepSpeed's universal checkpoints
-                moment = formats.encode_moment(name, local(state.pop(name)), weight, states)
-                state.update(self.place(moment, parameter))
+                moment = local(state.pop(name))
+                state.update(formats.encode_moment(name, moment, weight, states))
             elif not formats.has_moment(name, state):
                 home = torch.device("cpu") if self.offloads(parameter) else weight.device
-                state.update(self.place(formats.zero_moment(name, weight, states, home), parameter))
+                state.update(formats.zero_moment(name, weight, states, home))
         if not state.keys() & set(MASTER_KEYS):
             value = weight.detach().float()
-            _, master = formats.encode_master(value, self.master_format(parameter))
-            state.update(self.place(master, parameter))
+            state.update(formats.encode_master(value, self.master_format(parameter))[1])
         elif parameter.dtype is torch.float32 or (
             "remainder" in state and parameter.dtype is not torch.bfloat16
         ):
@@ -192,7 +191,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             )
         placed = self.place(state, parameter)
         moved = {k: v for k, v in placed.items() if v is not state[k]}
-        if moved:  # model.to(device) after the optimizer was made, or state that a user moved
+        if moved:  # new, or of before model.to(device), or what a user moved
             state.update(moved)
         return state
 

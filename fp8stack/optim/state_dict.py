@@ -71,7 +71,6 @@ def to_torch(
     optimizer.wait_for_offloaded()
     packed = torch.optim.Optimizer.state_dict(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    families = [optimizer.family_of(g) for g in optimizer.param_groups for _ in g["params"]]
     state = {}
     for key, entry in packed["state"].items():
         if "step" in entry:
@@ -82,7 +81,7 @@ def to_torch(
                 if value is not None:
                     moments[name] = value.to(device or p.device, copy=True)
             state[key] = distribute(moments, p)
-            if families[key] not in ("sgd", "muon"):  # torch's do not count steps
+            if "exp_avg" in moments:  # torch's SGD and Muon do not count steps
                 state[key]["step"] = entry["step"].clone()
         if masters:
             state.setdefault(key, {}).update(_masters(entry))
@@ -270,9 +269,8 @@ def _convert(
         for k, v in collect(entry, parameter, key).items()
     }
     known = {f"{name}{part}" for name in optimizer.moments for part in ("", "_code", "_scale")}
-    known |= {"step", *MASTER_KEYS}
-    tensors = {k: v for k, v in entry.items() if isinstance(v, Tensor)}
-    if unknown := {k for k, v in tensors.items() if k not in known or type(v) is not Tensor}:
+    found = {k for k, v in entry.items() if isinstance(v, Tensor)}
+    if unknown := found - known - {"step", *MASTER_KEYS}:
         raise CheckpointError(
             f"state of parameter {key} (shape {tuple(parameter.shape)}) holds {sorted(unknown)}, which "
             f"{type(optimizer).__name__} does not have: it is of another optimizer. Make the one it was saved from."

@@ -99,22 +99,21 @@ def zero_moment(
     name: str, parameter: Tensor, states: str, device: torch.device | None = None
 ) -> State:
     """Return the state of a moment that is zero everywhere, on `device` or the parameter's."""
-    shape, device = parameter.shape, device or parameter.device
+    shape, device, second = parameter.shape, device or parameter.device, is_second(name)
     if dense := dense_dtype(parameter, states):
         return {name: torch.zeros(shape, dtype=dense, device=device)}
-    # Scales are float32, whatever torch's default dtype is.
-    scales = torch.zeros(formats.scale_shape(shape), dtype=torch.float32, device=device)
-    dtype = torch.uint8
+    dtype, codes = torch.uint8, tuple(shape)
+    scales: tuple[int, ...] = formats.scale_shape(shape)
     if states in _BLOCK_FORMATS:
-        fmt = _BLOCK_FORMATS[states][is_second(name)]
-        dtype, shape = fmt.dtype, torch.Size(fmt.codes_shape(shape))
+        fmt = _BLOCK_FORMATS[states][second]
+        dtype, codes = fmt.dtype, fmt.codes_shape(shape)
     elif states == "fp8-lm":
-        dtype = _TENSOR_FORMATS[is_second(name)]
-        scales = torch.ones((), dtype=torch.float32, device=device)
+        dtype, scales = _TENSOR_FORMATS[second], ()
     else:
-        blocks = -(-parameter.numel() // bitsandbytes_format.BLOCK)
-        scales = torch.zeros(blocks, dtype=torch.float32, device=device)
-    return {f"{name}_code": torch.zeros(shape, dtype=dtype, device=device), f"{name}_scale": scales}
+        scales = (-(-shape.numel() // bitsandbytes_format.BLOCK),)
+    # Scales are float32, whatever torch's default dtype is.
+    scale = torch.full(scales, float(states == "fp8-lm"), dtype=torch.float32, device=device)
+    return {f"{name}_code": torch.zeros(codes, dtype=dtype, device=device), f"{name}_scale": scale}
 
 
 def encode_moment(name: str, value: Tensor, parameter: Tensor, states: str) -> State:

@@ -148,8 +148,6 @@ class TritonStep:
         self.numbers: list[tuple[float, ...]] = []
         self.groups: Tensor
         self._spare: Tensor | None = None
-        if device.type == "cuda":  # nothing can be pinned while a graph is captured
-            self._spare = torch.empty(n, 3, dtype=torch.int64, pin_memory=True)
 
     # --- the host's part of every step
 
@@ -249,7 +247,7 @@ class TritonStep:
                 self._alive.append(host.untyped_storage())
             else:
                 host = flat.pin_memory()
-                if self._spare is None:
+                if self._spare is None:  # nothing can be pinned while a graph is captured
                     self._spare = torch.empty(flat.shape, dtype=torch.int64, pin_memory=True)
         else:
             host = flat

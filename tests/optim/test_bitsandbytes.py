@@ -5,7 +5,6 @@ import math
 import pickle
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +13,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack import BlockScaledTensor, capability, checkpoint
-from fp8stack.errors import (
-    CheckpointError,
-    ConfigError,
-    Fp8StackWarning,
-    ModelError,
-    UnsupportedDeviceError,
-)
+from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.memory import measure
 from fp8stack.optim import bitsandbytes as ours
@@ -318,25 +311,6 @@ def test_checkpoints_go_to_fp8stack_s_own_optimizer_and_back(kind, options):
                 x, y = (decode_moment(name, o.state[p], p.shape) for o in (a, b))
                 assert (x - y).norm() <= 2**-5 * x.norm()
         run(b, params, 1)
-
-
-@pytest.mark.parametrize("bits", [8, 32])
-def test_bitsandbytes_own_states_are_refused_and_load_as_the_docs_say(bits):
-    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
-    (code,) = re.findall(r"```python\n(def as_torch_s.*?)```", page, re.S)
-    exec(compile(code, "checkpoints.md", "exec"), names := {})
-    params = parameters()
-    theirs = getattr(bnb.optim, f"AdamW{bits}bit")(params)
-    run(theirs, params, 3)
-    packed, optimizer = theirs.state_dict(), fp8stack.optim.AdamW(params, states="fp32")
-    with pytest.raises(CheckpointError, match="exp_avg is missing"):
-        optimizer.load_state_dict(packed)
-    packed["state"] = {key: names["as_torch_s"](entry) for key, entry in packed["state"].items()}
-    optimizer.load_state_dict(packed)
-    for i, p in enumerate(params):
-        assert optimizer.state[p]["step"] == 3
-        assert_same_bits(optimizer.state[p]["exp_avg"], packed["state"][i]["exp_avg"])
-    run(optimizer, params, 1, start=3)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

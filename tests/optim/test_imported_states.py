@@ -42,21 +42,15 @@ def saved_by_bitsandbytes(kind="AdamW", bits=8, steps=4):
     params = parameters()
     optimizer = getattr(bnb.optim, f"{kind}{bits}bit")(params, **OPTIONS[kind])
     run(optimizer, params, steps)
-    values = []
-    for p in params:
-        state, decoded = optimizer.state[p], []
-        for i in (1, 2):
-            if f"absmax{i}" in state:
-                x = bnb.functional.dequantize_blockwise(
-                    state[f"state{i}"],
-                    absmax=state[f"absmax{i}"],
-                    code=state[f"qmap{i}"],
-                    blocksize=256,
-                )
-                decoded.append(x)
-            elif f"state{i}" in state:
-                decoded.append(state[f"state{i}"].clone())
-        values.append(decoded)
+
+    def decode(state, i):
+        codes, scale, table = (state.get(f"{name}{i}") for name in ("state", "absmax", "qmap"))
+        if scale is None:
+            return codes.clone()
+        return bnb.functional.dequantize_blockwise(codes, absmax=scale, code=table, blocksize=256)
+
+    states = [optimizer.state[p] for p in params]
+    values = [[decode(s, i) for i in (1, 2) if f"state{i}" in s] for s in states]
     return params, through_file(optimizer.state_dict()), values
 
 
@@ -66,10 +60,8 @@ def test_bitsandbytes_moments_are_read(kind, bits, monkeypatch):
     """Exactly, into float32 states; to the error of our own format into 8 bits. The library is not needed."""
     params, packed, values = saved_by_bitsandbytes(kind, bits)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    options = {**OPTIONS[kind], "lr": 1.0}
-    assert_reads(
-        getattr(fp8stack.optim, kind), params, packed, values, OPTIONS[kind]["lr"], options
-    )
+    ours, options = getattr(fp8stack.optim, kind), {**OPTIONS[kind], "lr": 1.0}
+    assert_reads(ours, params, packed, values, OPTIONS[kind]["lr"], options)
 
 
 def assert_reads(kind, params, packed, values, lr, options):
@@ -100,34 +92,24 @@ def test_a_run_of_bitsandbytes_goes_on_bit_for_bit_behind_our_optimizer(kind):
         assert_same_bits(p, q)
 
 
-def test_states_without_the_wrapping_and_blocks_of_2048_are_read():
+def test_states_without_the_wrapping_blocks_of_2048_and_another_table_are_read():
     params, packed, values = saved_by_bitsandbytes()
-    flat = {**packed, "state": {k: {**e, **e[WRAPPED]} for k, e in packed["state"].items()}}
-    for entry in flat["state"].values():
-        del entry[WRAPPED]
-    old = copy.deepcopy(flat)
-    entry, p = old["state"][0], params[0]
+    packed["state"] = {k: e | e.pop(WRAPPED) for k, e in packed["state"].items()}
+    optimizer, entry, p = fp8stack.optim.AdamW(params, states="fp32"), packed["state"][0], params[0]
+    optimizer.load_state_dict(packed)
+    assert torch.equal(optimizer.state[p]["exp_avg"], values[0][0])
+    entry["qmap1"] = entry["qmap1"] * 0.5
+    for make in (fp8stack.optim.AdamW, through_bitsandbytes.AdamW):
+        other = make(params)
+        other.load_state_dict(packed)
+        found = moments(other, p)["exp_avg"]
+        assert (found - values[0][0] / 2).norm() <= 2**-5 * values[0][0].norm()
     for i in (1, 2):
         entry[f"absmax{i}"] = torch.arange(1.0, p.numel() // 2048 + 1)
-    optimizer = fp8stack.optim.AdamW(params, states="fp32")
-    optimizer.load_state_dict(flat)
-    assert torch.equal(optimizer.state[p]["exp_avg"], values[0][0])
-    optimizer.load_state_dict(old)
+    optimizer.load_state_dict(packed)
     table = entry["qmap1"][entry["state1"].int()].flatten()
     expected = table * entry["absmax1"].repeat_interleave(2048)
     assert torch.equal(optimizer.state[p]["exp_avg"].flatten(), expected)
-
-
-def test_another_table_is_followed():
-    params, packed, values = saved_by_bitsandbytes()
-    for entry in packed["state"].values():
-        if "qmap1" in entry[WRAPPED]:
-            entry[WRAPPED]["qmap1"] = entry[WRAPPED]["qmap1"] * 0.5
-    for make in (fp8stack.optim.AdamW, through_bitsandbytes.AdamW):
-        optimizer = make(params)
-        optimizer.load_state_dict(packed)
-        found = moments(optimizer, params[0])["exp_avg"]
-        assert (found - values[0][0] / 2).norm() <= 2**-5 * values[0][0].norm()
 
 
 @pytest.mark.parametrize(
@@ -135,10 +117,7 @@ def test_another_table_is_followed():
     [
         (lambda s: s[WRAPPED].pop("state2"), "saved 1 moments, this optimizer has 2"),
         (lambda s: s[WRAPPED].pop("absmax1"), "state1 has 16384 codes.*there are 0"),
-        (
-            lambda s: s[WRAPPED].update(absmax2=s[WRAPPED]["absmax2"][:-1]),
-            "state2 has .*there are 63",
-        ),
+        (lambda s: s[WRAPPED].update(absmax2=torch.ones(63)), "state2 has .*there are 63"),
         (lambda s: s[WRAPPED].pop("qmap2"), "need a qmap2 of 256 values"),
         (lambda s: s[WRAPPED].update(qmap1=torch.zeros(16)), "need a qmap1 of 256 values"),
         (lambda s: s[WRAPPED].update(state1="codes"), "is malformed"),
@@ -155,14 +134,7 @@ def test_a_damaged_state_of_bitsandbytes_is_named_and_changes_nothing(change, ma
     change(packed["state"][0])
     with pytest.raises(CheckpointError, match=f"state of parameter 0.*{match}"):
         optimizer.load_state_dict(packed)
-    for key, value in optimizer.state[params[0]].items():
-        assert_same_bits(value, before[key], key)
-
-
-def test_moments_of_another_optimizer_are_refused():
-    params, packed, _ = saved_by_bitsandbytes("AdamW")
-    with pytest.raises(CheckpointError, match=r"bitsandbytes saved 2 moments.*has 1"):
-        fp8stack.optim.Lion(params).load_state_dict(packed)
+    assert_same_bits(optimizer.state[params[0]].values(), before.values())
 
 
 # --- torchao
@@ -179,10 +151,9 @@ def test_torchao_s_moments_are_read(kind):
     quantized = type(packed["state"][0]["exp_avg"])
     assert quantized.__module__.startswith("torchao.optim")
     ours = fp8stack.optim.AdamW if kind.startswith("AdamW") else fp8stack.optim.Adam
+    entries = [[theirs.state[p][name] for name in ("exp_avg", "exp_avg_sq")] for p in params]
     values = [
-        [x.dequantize() if isinstance(x, quantized) else x.clone() for x in entry]
-        for p in params
-        for entry in [[theirs.state[p][name] for name in ("exp_avg", "exp_avg_sq")]]
+        [x.dequantize() if isinstance(x, quantized) else x.clone() for x in e] for e in entries
     ]
     assert_reads(ours, params, packed, values, 1e-3, {})
     assert type(theirs.state[params[0]]["exp_avg"]) is quantized  # theirs is as it was

@@ -212,8 +212,7 @@ def test_whole_tensors_load_into_a_sharded_optimizer_and_back(library, mesh):
     sharded, whole = fp8stack.optim.AdamW([p]), fp8stack.optim.AdamW([plain])
     saved = whole
     if library == "bitsandbytes":
-        pytest.importorskip(library)
-        saved = fp8stack.optim.bitsandbytes.AdamW([plain])
+        saved = pytest.importorskip(library).optim.AdamW8bit([plain])
     saved.step()
     for optimizer in (sharded, whole):
         optimizer.load_state_dict(saved.state_dict())
@@ -252,6 +251,22 @@ def test_clipping_sharded_gradients_is_torch_s(mesh):
     total = fp8stack.optim.clip_grad_norm_([p], 1.0)
     assert torch.allclose(total.float(), expected, rtol=1e-2)
     assert torch.allclose(p.grad.full_tensor().float().norm(), torch.tensor(1.0), rtol=1e-2)
+
+
+def test_torchao_s_sharded_states_are_taken_over(mesh):
+    states = pytest.importorskip("torchao.optim.subclass_8bit")
+    p = shard(mesh, (64, 128), dtype=torch.float32)
+    entry, expected = {"step": torch.tensor(3.0)}, {}
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        quantized = states.OptimState8bit.zeros((64, 128), signed)
+        quantized.copy_(torch.rand(64, 128))
+        entry[name] = DTensor.from_local(quantized, mesh, p.placements, run_check=False)
+        expected[name] = quantized.dequantize()
+    optimizer = fp8stack.optim.AdamW([p], states="fp32")
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": groups})
+    for name, value in expected.items():
+        assert torch.equal(optimizer.state[p][name].full_tensor(), value)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
