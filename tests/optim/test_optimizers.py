@@ -155,30 +155,6 @@ def test_bad_parameters_and_gradients_say_what_is_wrong():
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_weights_in_another_memory_order_take_the_same_steps(kind, dtype, fp8, device):
-    """channels_last convolutions and transposed weights: blocks are row-major, storage is what it is."""
-    options = {"momentum": 0.9} if kind is SGD else {}
-    start = torch.randn(32, 16, 3, 3).to(dtype)
-    a = nn.Parameter(start.clone().to(device))
-    b = nn.Parameter(start.clone().to(device).to(memory_format=torch.channels_last))
-    first, second = kind([a], lr=0.01, **options), kind([b], lr=0.01, **options)
-    for _ in range(3):
-        gradient = torch.randn(32, 16, 3, 3, device=device).to(dtype)
-        a.grad = gradient
-        b.grad = gradient.to(memory_format=torch.channels_last)
-        if fp8:
-            a.grad, b.grad = BlockScaledTensor.quantize(a.grad), BlockScaledTensor.quantize(b.grad)
-        first.step()
-        second.step()
-    assert b.is_contiguous(memory_format=torch.channels_last)
-    assert_same_bits(b.detach().contiguous(), a)
-    for key, value in first.state[a].items():
-        assert_same_bits(second.state[b][key], value, key)
-
-
 THREE = "ns_coefficients must be three finite numbers"
 REFUSED = [
     (AdamW, {"lr": -1}, "lr must be a finite number >= 0, got -1"),

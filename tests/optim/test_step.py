@@ -12,7 +12,7 @@ from helpers import assert_same_bits, random_parameters, set_gradients
 from torch import nn
 
 from fp8stack import BlockScaledTensor
-from fp8stack.errors import ConfigError, GradientError
+from fp8stack.errors import ConfigError
 from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon, clip_grad_norm_, triton_step
 from fp8stack.tensor import plain
 
@@ -202,19 +202,36 @@ def test_tables_are_kept_while_only_addresses_change(kernel_device, through_kern
         del old
 
 
-def test_gradients_and_weights_of_any_strides_step(kernel_device, through_kernels):
-    def make(parameters, **options):
-        parameters[5].data = parameters[5].data.to(memory_format=torch.channels_last)
-        parameters[1].data = parameters[1].data.t().contiguous().t()
-        return AdamW(parameters, **options)
+ORDERS = (lambda x: x.to(memory_format=torch.channels_last), lambda x: x.t().contiguous().t())
 
-    def change(step, parameters, optimizer):
-        for p in parameters:
-            if p.ndim > 1:
-                dense = p.grad.dequantize()
-                p.grad = dense.t().contiguous().t() if p.ndim == 2 and step else dense
 
-    run_both(make, kernel_device, through_kernels, 3, change=change, lr=0.01)
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_weights_in_another_memory_order_take_the_same_steps(
+    kernels, kind, dtype, fp8, kernel_device, through_kernels
+):
+    """channels_last convolutions and transposed weights: blocks are row-major, storage is what it is."""
+    through_kernels(kernels)
+    options, results = {"momentum": 0.9} if kind is SGD else {}, []
+    for turned in (False, True):
+        parameters = random_parameters([(8, 4, 3, 3), (5, 208)], kernel_device, dtype)
+        pairs = list(zip(parameters, ORDERS, strict=True)) if turned else []
+        for p, order in pairs:
+            p.data = order(p.data)
+        optimizer = kind(parameters, lr=0.01, **SMALL, **options)
+        for step in range(3):
+            set_gradients(parameters, step)
+            for p, order in pairs:
+                p.grad = order(p.grad)
+            for p in parameters if fp8 else ():
+                p.grad = BlockScaledTensor.quantize(p.grad)
+            optimizer.step()
+        assert all(p.is_contiguous() is not turned for p in parameters)
+        results.append(snapshot(parameters, optimizer))
+    for key, value in results[0].items():
+        assert_same_bits(results[1][key], value, key)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**64])
@@ -298,10 +315,6 @@ def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_ker
     before = [p.detach().clone() for p in parameters]
     optimizer.param_groups[0]["lr"] = math.nan
     with pytest.raises(ConfigError, match="lr must be a finite number >= 0, got nan"):
-        optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.1
-    parameters[2].grad = torch.ones(3, 50, device=kernel_device).to_sparse()
-    with pytest.raises(GradientError, match="sparse"):
         optimizer.step()
     for p, old in zip(parameters, before, strict=True):
         assert torch.equal(p.detach(), old)
