@@ -12,7 +12,6 @@ out-of-line routines for square roots and quotients of subnormal numbers are lef
 """
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -31,52 +30,35 @@ from triton.runtime.jit import create_function_from_signature
 
 import fp8stack.kernels
 from fp8stack.formats import E4M3, E5M2, FORMATS
-from fp8stack.kernels import (
-    cast,
-    cast_delayed,
-    norm,
-    rmsnorm,
-    step,
-    step_scalars,
-    swiglu,
-)
+from fp8stack.kernels import cast, norm, rmsnorm, step, step_scalars
 from fp8stack.kernels.launch import Launcher
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 
 ARCHITECTURES = (80, 90)
-MULTIPLES = ("rows16", "cols16", "rows_padded", "cols_padded")  # of 16, always
-INTEGERS = dict.fromkeys(
-    ("n_blocks", "blocks_per_row", "rows", "cols", "numel", "count", "rounds", "history", "block_rows", "stride_r",
-     "stride_c", "programs", "all_blocks", "per", "pitch", "ranks", "code_pitch", "scale_pitch", "blocks",
-     "code_step", "scale_step", "rank", "call", *MULTIPLES), "i32",
-)  # fmt: skip
-FLOATS = ("growth", "eps", "divisor")
+ALWAYS = ("rows16", "cols16", "rows_padded", "cols_padded")  # multiples of 16
 ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
     "scale_pitch", "scale_step", "blocks", "rank", "call", "timeout",
 )  # fmt: skip
-TABLES = {
-    "table_ptr": "i64", "owner_ptr": "i32", "hyper_ptr": "fp32", "amax_ptr": "i32", "partial_ptr": "fp64",
-    "factor_ptr": "fp32", "group_ptr": "fp64", "group_of_ptr": "i32", "index_ptr": "i32", "steps_ptr": "fp32",
-    "verdict_ptr": "fp32", "skipped_ptr": "fp32", "parts_ptr": "i32", "state_ptr": "fp32", "seed_ptr": "i32",
-    "slots_ptr": "i32", "previous_ptr": "fp32", "next_ptr": "fp32",
+NUMBERS = {"growth": "fp32", "eps": "fp32", "divisor": "fp32", "timeout": "i64"}  # and i32
+POINTERS = {  # where a case says nothing else; and fp32
+    "table_ptr": "i64", "owner_ptr": "i32", "amax_ptr": "i32", "partial_ptr": "fp64", "group_ptr": "fp64",
+    "group_of_ptr": "i32", "index_ptr": "i32", "parts_ptr": "i32", "seed_ptr": "i32", "slots_ptr": "i32",
+    "a_notes_ptr": "i32", "b_notes_ptr": "i32", "peers_ptr": "i64", "missing_ptr": "i32", "wire_ptr": "u8",
+    "codes_ptr": "u8",
 }  # fmt: skip
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 
 
+@cache
 def find_kernels():
     """Return the Triton kernels of the library by name, with their modules."""
     found = {}
     for path in sorted(Path(fp8stack.kernels.__file__).parent.glob("*.py")):
-        if path.stem in ("__init__", "ops"):
-            continue
-        module = import_module(f"fp8stack.kernels.{path.stem}")
-        names = [n for n, value in vars(module).items() if isinstance(value, triton.JITFunction)]
-        found |= {
-            n: module
-            for n in names
-            if n.endswith("_kernel") and vars(module)[n].__module__ == module.__name__
-        }
+        if path.stem not in ("__init__", "ops"):
+            module = import_module(f"fp8stack.kernels.{path.stem}")
+            kernels = [n for n in vars(module) if n.endswith("_kernel")]
+            found |= {n: module for n in kernels if vars(module)[n].__module__ == module.__name__}
     return found
 
 
@@ -110,7 +92,7 @@ MASTERS = {  # kind, dtypes of the weight and of the master
 GRADIENTS = {"fp8": tl.uint8, "fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
 
 
-def step_cases(names):
+def step_cases():
     """Yield (label, pointer types, constants): every algorithm, state and master; exact ones, to look for fusion."""
     for algorithm, states, master, gradient, *options in (
         ("adam", "8bit", "split24", "fp8"),
@@ -149,190 +131,141 @@ def step_cases(names):
         yield label, {}, constants
 
 
-def gradient_cases(names):
+def gradient_cases():
     """Yield the cases of a kernel that reads gradients of one dtype."""
     for gradient, rows in (("fp8", "flat"), ("fp8", "any"), ("bf16", "flat"), ("fp32", "any")):
-        if "ROWS" in names:
-            label = gradient + ("" if rows == "flat" else ", any rows")
-            yield label, {"out_ptr": "i32"}, {"TYPE": GRADIENTS[gradient], "ROWS": rows}
-        elif (gradient, rows) != ("fp8", "any"):
-            yield gradient, {"out_ptr": "i32"}, {"TYPE": GRADIENTS[gradient]}
+        label = gradient + ("" if rows == "flat" else ", any rows")
+        yield label, {"out_ptr": "i32"}, {"TYPE": GRADIENTS[gradient], "ROWS": rows}
 
 
-def format_constants(fmt, names):
-    values = {
-        "MANTISSA": fmt.mantissa_bits, "MIN_EXPONENT": fmt.min_exponent, "MAX": fmt.max,
-        "SIGNED": fmt.signed, "SQUARED": fmt.squared,
-    }  # fmt: skip
-    return {name: value for name, value in values.items() if name in names}
-
-
-def quantize_cases(names):
+def quantize_cases():
     for name, dtype, even in (
-        ("e4m3", "bf16", True),
-        ("e4m3", "fp16", False),
-        ("e5m2", "bf16", True),
-        ("s1e3m4", "fp32", False),
-        ("ue3m5", "fp32", True),
-        ("e4m3_root", "fp32", True),
-    ):
-        pointers = {"x_ptr": dtype, "codes_ptr": "u8", "scale_ptr": "fp32", "out_ptr": dtype}
-        label = f"{name}, {dtype}" + ("" if even else ", odd rows")
-        constants = format_constants(FORMATS[name], names) | {"EVEN": even}
-        if "STATE" in names:
-            constants |= {"STATE": "" if name in ("e4m3", "e5m2") else name, "HARDWARE": None}
-        yield label, pointers, constants
+        ("e4m3", "bf16", True), ("e4m3", "fp16", False), ("e5m2", "bf16", True), ("s1e3m4", "fp32", False),
+        ("ue3m5", "fp32", True), ("e4m3_root", "fp32", True),
+    ):  # fmt: skip
+        fmt = FORMATS[name]
+        yield f"{name}, {dtype}" + ("" if even else ", odd rows"), dict.fromkeys(INPUTS, dtype), {
+            "MANTISSA": fmt.mantissa_bits, "MIN_EXPONENT": fmt.min_exponent, "SIGNED": fmt.signed,
+            "SQUARED": fmt.squared, "EVEN": even, "STATE": "" if fmt in (E4M3, E5M2) else name,
+        }  # fmt: skip
 
 
-SCALES = ("scale_ptr", "scale_t_ptr", "a_scale_ptr", "b_scale_ptr", "h_scale_ptr")
+INPUTS = ("x_ptr", "d_ptr", "g_ptr", "u_ptr", "y_ptr", "dy_ptr", "dx_ptr", "weight_ptr", "out_ptr")
 CODES = ("codes_ptr", "codes_t_ptr", "a_ptr", "a_t_ptr", "b_ptr", "b_t_ptr")
 
 
-def matrix_cases(names):
+def matrix_cases():
     """Yield the cases of a kernel that casts tiles of a matrix: operands of FP8 GEMMs."""
     for fmt, dtype, even in ((E4M3, "bf16", True), (E5M2, "fp32", False), (E4M3, "fp16", False)):
-        if "AGAIN" not in names and dtype == "fp16":
-            continue
-        codes = "fp8e4nv" if fmt is E4M3 else "fp8e5"
-        pointers = dict.fromkeys(("x_ptr", "d_ptr", "g_ptr", "u_ptr"), dtype)
-        pointers |= dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, "fp32")
-        pointers["h_t_ptr"] = "fp8e4nv"
-        constants = format_constants(fmt, names) | {"EVEN": even, "HARDWARE": None}
-        young = {"SEED": not even, "AGAIN": dtype == "fp16", "UPDATE": dtype != "fp16"}
-        young["EXACT"] = not even
-        constants |= {name: value for name, value in young.items() if name in names}
+        codes = dict.fromkeys(CODES, "fp8e4nv" if fmt is E4M3 else "fp8e5")
+        young = {
+            "SEED": not even,
+            "AGAIN": dtype == "fp16",
+            "UPDATE": dtype != "fp16",
+            "EXACT": not even,
+        }
         label = f"{fmt.name}, {dtype}" + ("" if even else ", any size")
-        if "BACKWARD" not in names:
-            both = {n: True for n in ("CODES", "TRANSPOSED") if n in names}
-            yield label, pointers, constants | both
-            continue
-        for name, backward, delayed in (
-            ("forward", False, False),
-            ("backward", True, False),
-            ("forward, delayed", False, True),
-            ("backward, delayed", True, True),
-        ):
-            label = f"{name}, {dtype}" + ("" if even else ", any size")
-            places = dict.fromkeys(("a_state_ptr", "b_state_ptr"), "fp32" if delayed else "i32")
-            places |= dict.fromkeys(("a_notes_ptr", "b_notes_ptr"), "i32")
-            how = {"BACKWARD": backward, "DELAYED": delayed}
-            yield label, pointers | places, constants | how | ({"PARTS": 1} if delayed else {})
+        yield label, dict.fromkeys(INPUTS, dtype) | codes | {"h_t_ptr": "fp8e4nv"}, young | {
+            "MANTISSA": fmt.mantissa_bits, "EVEN": even, "CODES": True, "TRANSPOSED": True,
+        }  # fmt: skip
 
 
-def parts_cases(names):
+def swiglu_cases():
+    for label, pointers, constants in matrix_cases():
+        for delayed in (False, True):
+            states = dict.fromkeys(("a_state_ptr", "b_state_ptr"), "fp32" if delayed else "i32")
+            for name in ("forward", "backward"):
+                how = {"BACKWARD": name == "backward", "DELAYED": delayed}
+                parts = {"PARTS": 1} if delayed else {}
+                name += ", delayed" * delayed + "," + label.split(",", 1)[1]
+                yield name, pointers | states, constants | how | parts
+
+
+def parts_cases():
     for dtype in ("bf16", "fp32"):
-        pointers = dict.fromkeys(("x_ptr", "d_ptr", "g_ptr", "u_ptr"), dtype)
-        both = {"BACKWARD": dtype == "bf16", "HARDWARE": None}
-        yield dtype, pointers, both if "BACKWARD" in names else {}
+        yield dtype, dict.fromkeys(INPUTS, dtype), {"BACKWARD": dtype == "bf16"}
 
 
-def update_cases(names):
-    for latest in (False, True):
-        constants = {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024}
-        yield "most_recent" if latest else "max", {"scale_ptr": "fp32"}, constants
-
-
-def rmsnorm_cases(names):
-    pointers = ("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "weight_ptr")
+def rmsnorm_cases():
     longest = 1, MOST_COLS
-    for dtype, (rows, cols) in (
+    for dtype, size in (
         ("bf16", (1, 4096)),
         ("fp32", (4, 1024)),
         ("bf16", longest),
         ("fp32", longest),
     ):
-        places = dict.fromkeys(pointers, dtype) | {"rstd_ptr": "fp32", "sums_ptr": "fp32"}
-        constants = {"ROWS": rows, "COLS": cols}
-        label = dtype + (", longest rows" if cols == MOST_COLS else "")
-        yield label, places, constants | ({"WEIGHT": True} if "WEIGHT" in names else {})
+        label = dtype + (", longest rows" if size == longest else "")
+        tile = {"ROWS": size[0], "COLS": size[1], "WEIGHT": True}
+        yield label, dict.fromkeys(INPUTS, dtype), tile
 
 
-def wire_cases(names):
-    wire = {"wire_ptr": "u8", "codes_ptr": "u8", "scales_ptr": "fp32", "scale_ptr": "fp32"}
+def wire_cases():
     for kind, dtype in (("values", "bf16"), ("codes", "u8")):
-        places = wire | {"x_ptr": dtype, "out_ptr": dtype}
-        places |= {"out_scales_ptr": "fp32"}
-        constants = {"CODES": kind == "codes", "PACK": kind == "codes"}
-        constants |= {"DIVIDE": "divide", "EVEN": True, "HARDWARE": None, "BLOCKS": 16}
-        yield kind, places, {n: value for n, value in constants.items() if n in names}
+        codes = {"CODES": kind == "codes", "PACK": kind == "codes", "DIVIDE": "divide"}
+        yield kind, dict.fromkeys(INPUTS, dtype), codes | {"EVEN": True, "BLOCKS": 16}
 
 
-def two_shot_cases(names):
+def two_shot_cases():
     for kind, dtype, other in (
         ("bf16", "bf16", {}),
         ("codes", "u8", {"CODES_IN": True, "CODES_OUT": True}),
         ("scatter", "fp32", {"SCATTER": True, "EVEN": False}),
     ):
-        places = {"x_ptr": dtype, "out_ptr": dtype, "x_scales_ptr": "fp32"}
-        places |= {"out_scales_ptr": "fp32", "peers_ptr": "i64", "steps_ptr": "i32"}
-        places |= {"missing_ptr": "i32"}
-        constants = dict.fromkeys(("SCATTER", "CODES_IN", "CODES_OUT"), False)
-        constants |= {"WORLD": 4, "DIVIDE": "multiply", "HARDWARE": None, "EVEN": True}
-        constants |= {"FLAT": True, "BLOCKS": 32}
-        yield kind, places, constants | other
+        constants = {
+            "SCATTER": False,
+            "CODES_IN": False,
+            "CODES_OUT": False,
+            "WORLD": 4,
+            "EVEN": True,
+            "BLOCKS": 32,
+        }
+        yield kind, dict.fromkeys(INPUTS, dtype) | {"steps_ptr": "i32"}, constants | {
+            "DIVIDE": "multiply", "FLAT": True,
+        } | other  # fmt: skip
 
 
-def count_cases(names):
+def count_cases():
     for dtype, blocks in (("bf16", False), ("fp32", True)):
-        pointers = {"x_ptr": dtype, "scale_ptr": "fp32", "out_ptr": "i64", "sums_ptr": "fp64"}
-        constants = {"ZERO": 2.0**-10, "CLIPPED": 464.0, "BLOCKS": blocks}
-        constants |= {"MANTISSA": 3, "MIN_EXPONENT": -6}
-        yield f"{dtype}, blocks" if blocks else dtype, pointers, constants
+        yield f"{dtype}, blocks" if blocks else dtype, {"x_ptr": dtype, "out_ptr": "i64", "sums_ptr": "fp64"}, {
+            "ZERO": 2.0**-10, "CLIPPED": 464.0, "BLOCKS": blocks, "MANTISSA": 3, "MIN_EXPONENT": -6,
+        }  # fmt: skip
 
 
-CASES = {
-    "_step_kernel": step_cases,
-    "_scales_kernel": lambda names: [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
-    "_scalars_kernel": lambda names: [
-        (algorithm, {}, {"ALGORITHM": algorithm}) for algorithm in ("adam", "sgd", "lion", "muon")
+CASES = {  # label, types of pointers, constants (and others, for other kernels of the same kind)
+    "_step_kernel": step_cases(),
+    "_scales_kernel": [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
+    "_scalars_kernel": [(name, {}, {"ALGORITHM": name}) for name in ("adam", "sgd", "lion", "muon")],
+    "_root_kernel": [("", {}, {"SIZE": 1024})],
+    "_count_kernel": count_cases(),
+    "_update_kernel": [
+        ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})
+        for latest in (False, True)
     ],
-    "_largest_kernel": gradient_cases,
-    "_squares_kernel": gradient_cases,
-    "_multiply_kernel": gradient_cases,
-    "_root_kernel": lambda names: [("", {"out_ptr": "fp32"}, {"SIZE": 1024})],
-    "_quantize_blocks_kernel": quantize_cases,
-    "_dequantize_blocks_kernel": quantize_cases,
-    "_count_kernel": count_cases,
-    "_parts_kernel": parts_cases,
-    "_cast_tiles_kernel": matrix_cases,
-    "_recast_tiles_kernel": matrix_cases,
-    "_refit_kernel": matrix_cases,
-    "_cast_1x128_kernel": matrix_cases,
-    "_cast_128x128_kernel": matrix_cases,
-    "_seed_kernel": parts_cases,
-    "_cast_delayed_kernel": matrix_cases,
-    "_update_kernel": update_cases,
-    "_swiglu_parts_kernel": parts_cases,
-    "_swiglu_cast_kernel": matrix_cases,
-    "_pack_kernel": wire_cases,
-    "_reduce_kernel": wire_cases,
-    "_unpack_kernel": wire_cases,
-    "_two_shot_kernel": two_shot_cases,
-    "_rmsnorm_kernel": rmsnorm_cases,
-    "_rmsnorm_backward_kernel": rmsnorm_cases,
-    "_rmsnorm_sums_kernel": lambda names: [
-        (
-            "bf16",
-            {"sums_ptr": "fp32", "out_ptr": "bf16"},
-            {"PROGRAMS": rmsnorm.PROGRAMS, "COLS": rmsnorm.SUMMED},
-        )
+    "_swiglu_cast_kernel": swiglu_cases(),
+    "_two_shot_kernel": two_shot_cases(),
+    "_rmsnorm_sums_kernel": [
+        ("bf16", {"out_ptr": "bf16"}, {"PROGRAMS": rmsnorm.PROGRAMS, "COLS": rmsnorm.SUMMED})
     ],
-}
-SIZES = {
-    "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": cast.FLAT, "SIZE": step_scalars.SIZE, "PARTS": cast.PARTS,
-    "SLOTS": cast.SLOTS,
 }  # fmt: skip
-TILES = {  # [rows, columns] of one program
-    "_cast_tiles_kernel": (cast.ROWS, cast.COLS),
-    "_recast_tiles_kernel": (cast.ROWS, cast.COLS),
-    "_refit_kernel": (cast.ROWS, cast.COLS),
-    "_cast_1x128_kernel": (128, 128),
-    "_cast_128x128_kernel": (128, 128),
-    "_cast_delayed_kernel": (cast_delayed.ROWS, cast_delayed.COLS),
-    "_swiglu_cast_kernel": (swiglu.ROWS, swiglu.COLS),
-    "_rmsnorm_kernel": (1, 4096),
-    "_rmsnorm_backward_kernel": (1, 4096),
-}
+for cases, kernels in {
+    gradient_cases: "largest squares multiply", quantize_cases: "quantize_blocks dequantize_blocks",
+    matrix_cases: "cast_tiles recast_tiles refit cast_1x128 cast_128x128 cast_delayed",
+    parts_cases: "parts seed swiglu_parts", wire_cases: "pack reduce unpack", rmsnorm_cases: "rmsnorm rmsnorm_backward",
+}.items():  # fmt: skip
+    CASES |= {f"_{name}_kernel": [*cases()] for name in kernels.split()}
+SIZES = {  # where its module says nothing else
+    "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": cast.FLAT, "SIZE": step_scalars.SIZE, "PARTS": cast.PARTS,
+    "SLOTS": cast.SLOTS, "ROWS": cast.ROWS, "COLS": cast.COLS, "HARDWARE": None,
+}  # fmt: skip
+
+
+def elements_of(name, constants):
+    """Return how many elements a program works on at a time."""
+    if "128" in name:
+        return 128 * 128
+    if isinstance(constants.get("ROWS"), int):
+        return constants["ROWS"] * constants["COLS"]
+    return constants.get("FLAT") or 128 * (constants.get("BLOCKS") or constants.get("TILE", 1))
 
 
 def launch_options(name, constants):
@@ -342,24 +275,26 @@ def launch_options(name, constants):
     return find_launchers()[name].options
 
 
+def type_of(name, pointers):
+    return pointers.get(name) or POINTERS.get(name, "fp32")
+
+
 def compile_case(kernel, pointers, constants, architecture, options):
     """Return the compiled kernel."""
     names = kernel.arg_names
     if "HARDWARE" in constants:  # as `fp8.casts_in_hardware` decides
         constants = constants | {"HARDWARE": architecture >= 90}
-    types = (
-        INTEGERS
-        | dict.fromkeys(FLOATS, "fp32")
-        | {"timeout": "i64"}
-        | {name: f"*{dtype}" for name, dtype in (TABLES | pointers).items()}
-    )
+    types = {
+        n: f"*{type_of(n, pointers)}" if n.endswith("_ptr") else NUMBERS.get(n, "i32")
+        for n in names
+    }
     if architecture < 89:  # which has no such type; casts to it never run there
         types = {name: dtype.replace("fp8e4nv", "u8") for name, dtype in types.items()}
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    odd = not constants.get("EVEN", True)
+    even = constants.get("EVEN", True)
     aligned = [
         n for n in names
-        if n.endswith("_ptr") or n in MULTIPLES or (n in INTEGERS and n not in ANY and not odd)
+        if n.endswith("_ptr") or n in ALWAYS or (even and n not in constants and n not in ANY and n not in NUMBERS)
     ]  # fmt: skip
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
@@ -422,12 +357,16 @@ def specializations():
     """Yield (kernel name, label, function, pointer types, all constants) of every case."""
     for name, module in find_kernels().items():
         kernel = getattr(module, name)
-        sizes = {n: getattr(module, n, size) for n, size in SIZES.items() if n in kernel.arg_names}
-        for label, pointers, constants in CASES.get(name, lambda names: [])(kernel.arg_names):
-            pointers = {n: dtype for n, dtype in pointers.items() if n in kernel.arg_names}
-            tile = {"ROWS": TILES[name][0], "COLS": TILES[name][1]} if name in TILES else {}
-            tile = {n: size for n, size in tile.items() if n in kernel.arg_names}
-            yield name, label, kernel, pointers, sizes | tile | constants
+        sizes = {n: getattr(module, n, size) for n, size in SIZES.items()}
+        for label, pointers, constants in CASES.get(name, ()):
+            constants = sizes | constants
+            yield (
+                name,
+                label,
+                kernel,
+                pointers,
+                {n: constants[n] for n in kernel.arg_names if n in constants},
+            )
 
 
 DTYPES = {
@@ -446,9 +385,7 @@ def changed(value):
         room = torch.empty(64, dtype=torch.uint8)
         room = room[-room.data_ptr() % 16 :]
         size = value.element_size()
-        yield room[size : 2 * size].view(
-            value.dtype
-        )  # not aligned, unless elements are of 16 bytes
+        yield room[size : 2 * size].view(value.dtype)  # not aligned, as no element has 16 bytes
         yield value.new_empty(1, dtype=torch.int16)
     else:
         yield from (not value,) if isinstance(value, bool) else ()
@@ -465,9 +402,9 @@ def unseen(launcher, pointers, constants):
     given = {}
     for name in kernel.arg_names:
         if name.endswith("_ptr"):
-            given[name] = torch.empty(16, dtype=DTYPES[(TABLES | pointers)[name]])
+            given[name] = torch.empty(16, dtype=DTYPES[type_of(name, pointers)])
         else:
-            given[name] = constants.get(name, 1.5 if name in FLOATS else 48)
+            given[name] = constants.get(name, 1.5 if NUMBERS.get(name) == "fp32" else 48)
 
     def choices(arguments):
         tensors, values = arguments[: launcher._tensors], arguments[launcher._tensors :]
@@ -491,25 +428,19 @@ def main():
     measured = {tuple(case) for case in json.loads(sys.argv[1])}
     with ThreadPoolExecutor(2) as pool:  # the disassembler is a process of its own
         for name, label, kernel, pointers, constants in specializations():
-            shape = zip(("ROWS", "COLS"), TILES.get(name, ()), strict=False)
-            tile = [constants.get(n, size) for n, size in shape]
-            elements = math.prod(tile) if tile else constants.get("FLAT")
-            elements = elements or 128 * (constants.get("BLOCKS") or constants.get("TILE", 1))
             keys[f"{name}, {label}"] = unseen(find_launchers()[name], pointers, constants)
             for architecture in ARCHITECTURES:
                 options = launch_options(name, constants)
                 try:
                     compiled = compile_case(kernel, pointers, constants, architecture, options)
-                except (
-                    Exception
-                ) as error:  # Triton's own and ptxas's: the others can still be looked at
+                except Exception as error:  # Triton's own and ptxas's: look at the others still
                     errors.append(f"{name}, {label}, sm_{architecture}: {error}")
                     continue
                 result = {"kernel": name, "case": label, "sm": architecture}
                 results.append(result | inspect(compiled.asm["ptx"]))
                 if (name, label) in measured:
-                    threads_per_element = 32 * compiled.metadata.num_warps / elements
-                    future = pool.submit(measure, compiled.asm["cubin"], threads_per_element)
+                    threads = 32 * compiled.metadata.num_warps / elements_of(name, constants)
+                    future = pool.submit(measure, compiled.asm["cubin"], threads)
                     measurements.append((results[-1], future))
     for result, future in measurements:
         result |= future.result()

@@ -16,16 +16,8 @@ def make_special_values(fmt):
     """Return the grid of `fmt`, its midpoints, its ends and overflow, each ± 1 ulp, of both signs if it is signed."""
     values = grid(fmt)
     top_step = values[-1] - values[-2]
-    edges = [
-        0,
-        2.0**-149,
-        2.0**-127,
-        2.0**-126,
-        fmt.min_positive / 2,
-        fmt.max + top_step / 2,
-        fmt.max + top_step,
-    ]
-    edges = torch.tensor([*edges, 1e30, 3.4e38], dtype=torch.float64)
+    edges = [0, 2.0**-149, 2.0**-127, 2.0**-126, 1e30, 3.4e38, fmt.min_positive / 2]
+    edges = torch.tensor([*edges, fmt.max + top_step / 2, fmt.max + top_step], dtype=torch.float64)
     x = neighbours(torch.cat([values, (values[1:] + values[:-1]) / 2, edges]))
     x = x.abs()
     return torch.cat([x, -x]) if fmt.signed else x

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import INF, NAN, assert_same_bits
 
-from fp8stack.formats import E4M3
+from fp8stack.formats import E4M3, FLOATS
 from fp8stack.kernels import norm as triton_norm
 from fp8stack.kernels import step as triton_step
 from fp8stack.kernels.pointer_table import deal, upload_rows
@@ -14,11 +14,7 @@ from fp8stack.kernels.reference import norm as reference
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 
 FP8 = E4M3.dtype
-DTYPES = pytest.mark.parametrize(
-    "dtype",
-    [FP8, torch.float32, torch.bfloat16, torch.float16],
-    ids=["fp8", "fp32", "bf16", "fp16"],
-)
+DTYPES = pytest.mark.parametrize("dtype", [FP8, *FLOATS], ids=["fp8", "fp32", "bf16", "fp16"])
 FLAT = [(4, 256), (128,), (0, 128), (17, 384), (3, 2, 64)]
 ODD = [(3, 200), (7,), (), (5, 129), (0, 4), (4, 0)]
 SPANS = [(1030, 64), (3, 33)]  # the first takes two programs

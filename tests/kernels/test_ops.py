@@ -13,12 +13,11 @@ from helpers import assert_same_bits, bits
 
 import fp8stack
 from fp8stack.errors import ConfigError
-from fp8stack.formats import E4M3, FORMATS, UE3M1, UE3M5, scale_shape
+from fp8stack.formats import E4M3, FORMATS, UE3M1, UE3M5
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.delayed_state import DelayedState
 
 ROOT = Path(fp8stack.__file__).parents[1]
-SHAPES = pytest.mark.parametrize("shape", [(), (7,), (0, 4), (5, 200), (2, 3, 64)], ids=str)
 ALL = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
@@ -31,7 +30,7 @@ def sample_arguments(name, shape, device):
             yield from ((x.abs(), fmt) for fmt in FORMATS)
             yield x.bfloat16(), "e4m3"
         case "dequantize_blocks":
-            yield *grad, "e4m3", torch.float32, x.shape
+            yield *grad, "e4m3"
             yield *ops.quantize_blocks(x.square(), UE3M5), "ue3m5", torch.bfloat16, x.shape
             yield *ops.quantize_blocks(x.square(), UE3M1), "ue3m1", torch.float32, x.shape
         case "accumulate_blocks":
@@ -137,18 +136,6 @@ def test_operator_keeps_torchs_rules(name, shape, device):
         assert set(results.values()) == {"SUCCESS"}, results
 
 
-@ALL
-@SHAPES
-def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(fmt, shape):
-    with torch._subclasses.FakeTensorMode():
-        x = torch.empty(shape, dtype=torch.bfloat16)
-        codes, scale = ops.quantize_blocks(x, fmt)
-        values = ops.dequantize_blocks(codes, scale, fmt, torch.float16, x.shape)
-    assert (codes.shape, codes.dtype) == (fmt.codes_shape(x.shape), fmt.dtype)
-    assert (scale.shape, scale.dtype) == (scale_shape(shape), torch.float32)
-    assert (values.shape, values.dtype) == (x.shape, torch.float16)
-
-
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @ALL
 def test_compiled_function_gives_the_eager_bits(fmt, dynamic, device):
@@ -161,22 +148,6 @@ def test_compiled_function_gives_the_eager_bits(fmt, dynamic, device):
     for shape in ((5, 200), (9, 131)):
         x = torch.rand(shape, device=device)
         assert_same_bits(compiled(x), function(x))
-
-
-def test_compiled_function_mutates_as_eager_does(device):
-    def function(codes, scale, residual_codes, residual_scale, x):
-        ops.accumulate_blocks(codes, scale, residual_codes, residual_scale, x)
-        return ops.norm_blocks(codes, scale)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    x = torch.randn(5, 200, device=device)
-    eager = [*ops.quantize_blocks(x, E4M3), *ops.quantize_blocks(x / 16, E4M3)]
-    before = [t.clone() for t in eager]
-    traced = [t.clone() for t in eager]
-    assert_same_bits(compiled(*traced, x), function(*eager, x))
-    assert_same_bits(traced, eager)
-    assert not torch.equal(traced[1], before[1])
 
 
 # --- which implementation runs
@@ -210,23 +181,6 @@ def test_every_operator_has_a_triton_twin_with_the_parameters_of_its_reference()
         assert twin.__module__.replace("kernels.", "kernels.reference.") == function.__module__
         theirs, ours = (list(inspect.signature(f).parameters) for f in (function, twin))
         assert ours == theirs[: len(ours)], function.__name__
-
-
-@pytest.mark.gpu
-def test_reference_on_a_gpu_gives_the_bits_of_triton(choose_kernels, monkeypatch):
-    from fp8stack.kernels import quantize as triton_quantize
-
-    x = torch.randn(64, 300, device="cuda")
-    for quantize in (
-        lambda: ops.quantize_blocks(x, E4M3),
-        lambda: torch.ops.fp8stack.quantize_blocks(x, "e4m3"),
-    ):
-        choose_kernels("triton")
-        expected = quantize()
-        choose_kernels("reference")
-        with monkeypatch.context() as patch:
-            patch.setattr(triton_quantize, "quantize_blocks", None)  # a call of it would fail
-            assert_same_bits(quantize(), expected)
 
 
 @pytest.mark.gpu

@@ -150,15 +150,9 @@ def test_negative_second_moment_is_reported_not_hidden(fmt, device):
     assert ops.quantize_blocks(x, fmt)[1].isnan().tolist() == [[True, False], [False, False]]
 
 
-@ALL
+@pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if not f.squared], ids=str)
 def test_block_too_small_to_scale_is_a_block_of_zeros(fmt, device):
-    """The limit is a scale of 2^-126; for the squared formats it is reached by squares below the float32 range."""
-    if fmt.squared:
-        x = torch.full((1, 128), 2.0**-149, device=device)  # its root is a normal number
-        codes, scale = ops.quantize_blocks(x, fmt)
-        assert scale > 0
-        assert decode(one_a_byte(codes, x.shape, fmt), fmt).eq(fmt.max).all()
-        return
+    """The limit is a scale of 2^-126."""
     smallest = fmt.max * TINY
     kept = torch.full((1, 128), smallest, device=device)
     lost = kept * (1 - 2.0**-22)

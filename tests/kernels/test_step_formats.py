@@ -130,85 +130,43 @@ def test_second_moment_rounded_to_nearest_stays_where_it_is(case, device):
     assert decayed_second_moment(case, device, steps=50, beta2=0.95).mean() < 0.2
 
 
-def test_second_moments_of_random_gradients_are_right_on_average(device):
-    """In 2000 steps with beta2 = 0.999, where a systematic error of 1e-3 in one rounding would double or halve v."""
-    size = torch.exp(torch.empty(16, 256).uniform_(-3, 0))
-    for states, error in (("bf16", 0.02), ("4bit", 0.06)):
-        x = Step(StepCase(states=states), (16, 256), device).set(v=size.square())
-        exact, ratios = x.moments[1].cpu(), []
-        for step in range(1, 2001):
-            grad = torch.randn(16, 256) * size
-            x.set(grad=grad).step(make_hyper(step=step, lr=1e-3))
-            exact = 0.999 * exact + 0.001 * grad.square()
-            if step > 1000 and step % 100 == 0:
-                ratios.append((x.moments[1].cpu().sqrt() / exact.sqrt()).mean())
-        assert torch.stack(ratios).mean().item() == pytest.approx(1, abs=error), states
-
-
 # --- against exact Adam
 
 
 @pytest.mark.parametrize(
-    ("states", "of_path", "of_m", "of_root"),  # relative errors, about a third above what they are
+    ("algorithm", "states", "master", "of_path", "of_m", "of_root"),  # relative, about a third above what they are
     [
-        ("8bit", 0.03, 0.035, 0.025),
-        ("fp8", 0.07, 0.075, 0.085),
-        ("4bit", 0.23, 0.035, 0.36),
-        ("bf16", 0.0035, 0.005, 0.005),
-        ("fp8-lm", 0.04, 0.08, 0.0005),
+        ("adam", "8bit", "keep", 0.03, 0.035, 0.025),
+        ("adam", "fp8", "keep", 0.07, 0.075, 0.085),
+        ("adam", "4bit", "keep", 0.23, 0.035, 0.36),
+        ("adam", "bf16", "keep", 0.0035, 0.005, 0.005),
+        ("adam", "fp8-lm", "keep", 0.04, 0.08, 0.0005),
+        ("adam", "fp8-lm", "fp16", 0.06, 0.08, 0.0005),
+        ("sgd", "8bit", "keep", 0.03, 0.04, None),
+        ("nesterov", "8bit", "keep", 0.03, 0.04, None),
+        ("sgd", "fp8", "keep", 0.06, 0.08, None),
+        ("sgd", "fp8-lm", "keep", 0.06, 0.08, None),
+        ("lion", "8bit", "keep", 0.2, 0.1, None),
     ],
-)
-def test_fifty_steps_follow_those_of_float32(states, of_path, of_m, of_root, device):
+)  # fmt: skip
+def test_fifty_steps_follow_those_of_float32(
+    algorithm, states, master, of_path, of_m, of_root, device
+):
     """Gradients of sizes over an order of magnitude either way within each block, with a mean to follow."""
     size = torch.exp(torch.randn(16, 200))
-    x = Step(StepCase(states=states), (16, 200), device).zero_states()
-    exact = x.copy(device)
-    exact.case, exact.kind = StepCase(), StepCase().kind
-    exact.zero_states()
-    start = x.weight.double()
+    x = Step(StepCase(algorithm, states, master), (16, 200), device).zero_states()
+    exact = Step(StepCase(algorithm), (16, 200), device).zero_states().set(weight=x.value.cpu())
+    start = exact.weight.double()
     for step in range(1, 51):
         grad = (torch.randn(16, 200) + 0.3) * size
         for t in (x, exact):
-            t.set(grad=grad).step(make_hyper(step=step, lr=1e-2, betas=(0.9, 0.95)))
+            t.set(grad=grad).step(make_hyper(algorithm, step, 1e-2, (0.9, 0.95)))
     (m, v), path = x.moments, exact.weight - start
-    assert (x.weight - exact.weight).norm() < of_path * path.norm()
+    assert (x.value - exact.weight).norm() < of_path * path.norm()
     assert (m - exact.m).norm() < of_m * exact.m.norm()
-    assert (v.sqrt() - exact.v.sqrt()).norm() < of_root * exact.v.sqrt().norm()
+    assert v is None or (v.sqrt() - exact.v.sqrt()).norm() < of_root * exact.v.sqrt().norm()
     cosine = torch.nn.functional.cosine_similarity
-    assert cosine((x.weight - start).flatten(), path.flatten(), 0) > 0.7
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "states", "error"),
-    [("sgd", "8bit", 2.0**-5), ("nesterov", "8bit", 2.0**-5), ("sgd", "fp8", 2.0**-4), ("sgd", "fp8-lm", 2.0**-4)],
-)  # fmt: skip
-def test_sgd_with_a_small_buffer_follows_the_exact_one(algorithm, states, error, device):
-    x = Step(StepCase(algorithm, states), (8, 200), device).zero_states()
-    exact = x.copy(device)
-    exact.case, exact.kind = StepCase(algorithm), StepCase(algorithm).kind
-    exact.zero_states()
-    start = x.weight.clone()
-    for step in range(1, 21):
-        grad = torch.randn(8, 200)
-        for t in (x, exact):
-            t.set(grad=grad).step(make_hyper(algorithm, step, 0.1))
-    assert (x.weight - exact.weight).norm() < error * (exact.weight - start).norm()
-
-
-@pytest.mark.parametrize(("states", "agreeing"), [("8bit", 0.98), ("fp8", 0.96)])
-def test_lion_with_a_small_momentum_moves_the_same_way(states, agreeing, device):
-    """Only the sign of the average counts: it differs where the average is about zero."""
-    x = Step(StepCase("lion", states), (8, 200), device).zero_states()
-    exact = x.copy(device)
-    exact.case, exact.kind = StepCase("lion"), StepCase("lion").kind
-    exact.zero_states()
-    for step in range(1, 31):
-        grad = torch.randn(8, 200)
-        before = [t.weight.clone() for t in (x, exact)]
-        for t in (x, exact):
-            t.set(grad=grad).step(make_hyper("lion", step, 1e-3, (0.9, 0.99)))
-        moves = [t.weight - b for t, b in zip((x, exact), before, strict=True)]
-        assert (moves[0].sign() == moves[1].sign()).float().mean() > agreeing, f"step {step}"
+    assert cosine((x.value - start).flatten(), path.flatten(), 0) > 0.7
 
 
 # --- FP8-LM: one power-of-two scale a tensor
@@ -273,25 +231,6 @@ def test_second_moment_with_one_scale_that_is_not_finite_is_nan_everywhere(bad):
     assert decode_tensor(codes, scale).isnan().all()
 
 
-@pytest.mark.parametrize("lifted", [True, False])
-def test_fp8_lm_would_explode_if_small_second_moments_were_rounded_to_zero(lifted, device):
-    """One gradient goes on, those of down to 1e-7 have ended: E4M3 keeps their m, float16 has no v for it."""
-    size, grad = torch.logspace(-7, 0, 512).reshape(4, 128), torch.zeros(4, 128)
-    grad[-1, -1] = 1.0
-    x = Step(StepCase(states="fp8-lm"), (4, 128), device)
-    x.set(m=size.clamp(max=1e-4), v=size.square(), grad=grad)
-    for _ in range(3):  # v halves, below what float16 has too
-        if not lifted:
-            x.v[x.v == 2.0**-24] = 0
-        before = x.weight.clone()
-        x.step(make_hyper(step=100, lr=1.0, betas=(0.9, 0.5), gain=0.0, eps=1e-12))
-        update = (x.weight - before).abs().max()
-        assert update < 2.83 if lifted else update > 1000  # 2^(3/2): m does not grow
-        assert x.moments[0].ne(0).float().mean() > 0.9
-        if lifted:
-            assert x.v.gt(0).all()
-
-
 @pytest.mark.parametrize("coupled", [False, True], ids=["adamw", "adam"])
 def test_nan_spreads_over_the_whole_tensor_in_the_formats_of_fp8_lm(coupled, device):
     """Where it is applied: one scale is all there is. A skip leaves everything as it was."""
@@ -305,19 +244,3 @@ def test_nan_spreads_over_the_whole_tensor_in_the_formats_of_fp8_lm(coupled, dev
     x.step(make_hyper(step=2, coupled=0.1))
     assert all(s.isnan() for s in (x.m_scale, x.v_scale, x.master_scale))
     assert x.weight.isnan().all()
-
-
-def test_fp8_lm_master_and_moments_follow_exact_adam(device):
-    x = Step(StepCase("adam", "fp8-lm", "fp16"), (8, 200), device).zero_states()
-    exact = Step(StepCase(), (8, 200), device).zero_states().set(weight=x.value.cpu())
-    start = exact.weight.clone()
-    for step in range(1, 21):
-        grad = torch.randn(8, 200)
-        for t in (x, exact):
-            t.set(grad=grad).step(make_hyper(step=step, lr=1e-2))
-    path = exact.weight - start
-    assert (x.value - exact.weight).norm() < 2.0**-3 * path.norm()
-    assert (x.weight.float() - exact.weight).norm() < 2.0**-2 * path.norm()
-    m, v = x.moments
-    assert (m - exact.m).norm() < 2.0**-3 * exact.m.norm()
-    assert (v - exact.v).norm() < 2.0**-7 * exact.v.norm()

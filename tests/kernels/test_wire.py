@@ -74,6 +74,23 @@ def exchange(tensors, layout, average):
     return out, stripes
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["independent", "the same on all ranks"])
+def test_sums_keep_28_db_and_stripes_31_for_every_number_of_ranks(alike):
+    """The limits of docs/comm.md. Equal gradients grow with the number of ranks: without scales of their own, sums
+    would be cut off at once. The last block is short, and stripes of many ranks reach beyond the end."""
+    size = 2**14 + 77
+    for world in range(2, 65):
+        tensors = [torch.randn(size)] * world if alike else list(torch.randn(world, size))
+        exact, layout = torch.stack(tensors).double().sum(0), Layout(1, size, world)
+        result, stripes = exchange(tensors, layout, False)
+        sums = torch.empty(world, layout.per * BLOCK)
+        for stripe, out in zip(stripes, sums, strict=True):
+            reference.reduce_unpack(stripe, out)
+        for value, least in ((result, 28), (sums.view(-1)[:size], 31)):
+            noise = (value.double() - exact).square().sum()
+            assert 10 * torch.log10(exact.square().sum() / noise) >= least, f"{world} ranks"
+
+
 @pytest.mark.parametrize("world", [2, 3, 64])
 def test_equal_tensors_neither_saturate_nor_lose_a_bit(world):
     """Blocks of one value are exact; a sum in FP8 would stop at 448 times the scale."""
