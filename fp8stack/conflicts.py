@@ -110,7 +110,6 @@ _BLOCK_SCALES = setting("fp8_recipe", "blockwise", "mxfp8", "nvfp4")
 
 _FLAT = "FSDP1: it joins parameters to flat vectors, which have no rows to make blocks of"
 _TORCH_NAMES = ", ".join(f"torch.optim.{kind.__name__}" for kind in TORCH_OPTIMIZERS)
-_USE_O2 = 'Use opt_level="O2", or give states="fp32" as well'
 _USE_CURRENT = 'Leave it out, or use fp8_recipe="current"'
 _USE_NATIVE = 'Use compute="native"'
 _USE_OURS = 'Use optimizer_backend="fp8stack", or an optimizer of fp8stack.optim itself'
@@ -119,11 +118,10 @@ _LEAVE = "Leave it out"
 # fmt: off
 RULES = (
     # --- one option of a recipe and another
-    Rule("states_for", (), _KEPT, "the optimizer's states are left alone", _USE_O2),
-    Rule("offload", ("cpu",), _KEPT, "it moves the states that O2 makes", _USE_O2),
+    *(Rule(option, (), _KEPT, "the optimizer's states are left alone", 'Use opt_level="O2"')
+      for option in ("states_for", "offload", "optimizer_backend")),
     Rule("master", (), _KEPT, "the optimizer is left as it is, so a master has no place to be kept",
          'Use master="keep", or states="fp32" for float32 states beside it'),
-    Rule("optimizer_backend", (), _KEPT, "the optimizer's states are left alone", 'Use opt_level="O2"'),
     *(Rule(option, (), (*setting("fp8_recipe", "current"), *_BLOCK_SCALES),
            "it belongs to delayed scaling, and other scales keep no history", f'{_LEAVE}, or use fp8_recipe="delayed"')
       for option in ("fp8_margin", "amax_history_len", "amax_compute_algo")),

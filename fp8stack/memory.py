@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .tensor import BlockScaledTensor
-
 PARTS = ("weight", "master", "grad", "m", "v", "other", "host")
 _PREFIXES = {"exp_avg_sq": "v", "exp_avg": "m", "momentum_buffer": "m"}
 _PREFIXES |= {"remainder": "master", "master": "master"}
@@ -24,15 +22,13 @@ class MemoryUse:
     """Bytes by part (see PARTS), for matrices (two dimensions or more) and for everything."""
 
     matrix_elements: int = 0
-    elements: int = 0
     matrix_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
 
-    def per_parameter(self, matrices_only: bool = True) -> dict[str, float]:
-        """Return bytes per parameter by part and in "total", over the matrices or over all parameters."""
-        elements = self.matrix_elements if matrices_only else self.elements
-        parts = self.matrix_bytes if matrices_only else self.bytes
-        shares = {part: size / max(elements, 1) for part, size in parts.items()}
+    def per_parameter(self) -> dict[str, float]:
+        """Return bytes per parameter of matrices, by part and in "total"."""
+        elements = max(self.matrix_elements, 1)
+        shares = {part: size / elements for part, size in self.matrix_bytes.items()}
         return {**shares, "total": sum(shares.values())}
 
 
@@ -46,14 +42,13 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         sizes = dict.fromkeys(PARTS, 0)
         sizes["weight"] = parameter.nbytes
         if parameter.grad is not None:
-            sizes["grad"] = _nbytes(parameter.grad)
+            sizes["grad"] = parameter.grad.nbytes
         if optimizer is not None:
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     away = value.ndim > 0 and value.device != parameter.device
-                    sizes["host" if away else _part(key)] += _nbytes(value)
+                    sizes["host" if away else _part(key)] += value.nbytes
         is_matrix = parameter.ndim >= 2
-        use.elements += parameter.numel()
         use.matrix_elements += parameter.numel() * is_matrix
         for part, size in sizes.items():
             use.bytes[part] += size
@@ -64,7 +59,3 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 def _part(key: str) -> str:
     """Return which part a state entry belongs to: exp_avg_sq_scale is v."""
     return next((part for prefix, part in _PREFIXES.items() if key.startswith(prefix)), "other")
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.held_bytes if isinstance(tensor, BlockScaledTensor) else tensor.nbytes

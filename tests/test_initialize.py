@@ -331,6 +331,8 @@ def test_a_bfloat16_model_gets_masters_for_every_matrix():
     optimizer.step()
     assert optimizer.state[model[0].weight]["remainder"].dtype is torch.int8
     assert optimizer.state[model[0].bias]["master"].dtype is torch.float32
+    _, plain = fp8stack.restore(model, optimizer)
+    assert plain.state[model[0].weight]["exp_avg"].dtype is torch.bfloat16
 
 
 def test_the_card_is_logged_once_and_can_be_silenced(monkeypatch, caplog, capsys):

@@ -30,7 +30,7 @@ def test_reports_the_face_of_an_ordinary_tensor(device):
         assert (x.dtype, x.shape, x.device.type) == (dtype, (4, 256), device)
         assert not x.requires_grad
         assert x.numel() == 1024
-        assert x.held_bytes == 1024 + 4 * 8
+        assert x.nbytes == 1024 + 4 * 8
         assert x.dequantize().dtype is dtype
 
 
