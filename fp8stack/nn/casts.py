@@ -251,9 +251,6 @@ class WeightScale(DelayedState):
         super().__init__(0)
         self.stream: int | None = None  # of the last cast
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightScale:
-        return WeightScale()
-
     def __reduce__(self) -> Any:
         return WeightScale, ()
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8stack.errors import ModelError, did_you_mean
+from fp8stack.errors import did_you_mean
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 from fp8stack.tensor import whole_shape
@@ -27,7 +27,7 @@ from fp8stack.tensor import whole_shape
 from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale
 from .linear import Bf16Linear, Fp8Linear, alignment_of
-from .mixin import class_below
+from .mixin import class_below, hidden_class
 from .select import Chooser
 from .te import ALIGNMENTS, Engine, TeLinear
 
@@ -68,12 +68,7 @@ class Conversion:
         names = {module: name for name, module in model.named_modules()}
         for module, (before, cls, _) in self._changed.items():
             if class_below(module) not in (before, cls):
-                raise ModelError(
-                    f"{names.get(module) or 'the model'} is a {type(module).__name__}, a class that fully_shard or a "
-                    f"parametrization made over {cls.__name__}, which cannot be taken from under it. Remove the "
-                    "parametrization first (torch.nn.utils.parametrize.remove_parametrizations), or restore before "
-                    "fully_shard."
-                )
+                raise hidden_class(names.get(module, ""), module, cls.__name__)
 
     def undo(self) -> None:
         """Give every module its class back."""

@@ -201,16 +201,11 @@ def _parameter_of(x: Any) -> Tensor | None:
 # --- the spellings of a product, called as torch's functions are, with the mode first
 
 
-def _matmul(mode: _Mode, input: Any, other: Any, **rest: Any) -> Tensor | str:
-    return _ARGUMENTS if rest else mode.matmul(input, other)
-
-
-def _of_dimension(dim: int) -> Callable[..., Tensor | str]:
-    def multiply(mode: _Mode, input: Any, mat2: Any, *more: Any, **rest: Any) -> Tensor | str:
-        fits = not more and not rest and input.dim() == mat2.dim() == dim
-        return mode.matmul(input, mat2) if fits else _ARGUMENTS
-
-    return multiply
+def _matmul(mode: _Mode, input: Any, *others: Any, dim: int = 0, **named: Any) -> Tensor | str:
+    """A product of two operands; `torch.mm` and `torch.bmm` take those of so many dimensions only."""
+    others += tuple(named.values())  # other= or mat2=; out= is one too many
+    fits = len(others) == 1 and (dim == 0 or input.dim() == others[0].dim() == dim)
+    return mode.matmul(input, others[0]) if fits else _ARGUMENTS
 
 
 def _linear(mode: _Mode, input: Any, weight: Any, bias: Any = None) -> Tensor | str:
@@ -289,8 +284,8 @@ def _einsum(mode: _Mode, equation: Any, *operands: Any) -> Tensor | str:
 _SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {
     **dict.fromkeys((torch.matmul, torch.linalg.matmul), _matmul),
     **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _matmul),
-    **dict.fromkeys((torch.mm, Tensor.mm), _of_dimension(2)),
-    **dict.fromkeys((torch.bmm, Tensor.bmm), _of_dimension(3)),
+    **dict.fromkeys((torch.mm, Tensor.mm), functools.partial(_matmul, dim=2)),
+    **dict.fromkeys((torch.bmm, Tensor.bmm), functools.partial(_matmul, dim=3)),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
     Tensor.__rmatmul__: lambda mode, input, other: mode.matmul(other, input),
     nn.functional.linear: _linear,

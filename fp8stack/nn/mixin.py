@@ -69,6 +69,15 @@ def class_below(module: nn.Module) -> type[nn.Module]:
     return cls.__bases__[1] if "_fp8stack_mixin" in vars(cls) else cls
 
 
+def hidden_class(name: str, module: nn.Module, hidden: str) -> ModelError:
+    """Return the error for a module that should get another class, while one was made over its own since."""
+    return ModelError(
+        f"{name or 'the model'} is a {type(module).__name__}, a class that fully_shard or a parametrization made over "
+        f"{hidden}, which cannot be taken from under it. Remove the parametrization first "
+        "(torch.nn.utils.parametrize.remove_parametrizations), or restore before fully_shard."
+    )
+
+
 def fuse_modules(
     model: nn.Module, mixin: type[Fused], fits: Callable[[nn.Module], bool]
 ) -> list[str]:
@@ -107,10 +116,6 @@ def unfuse(model: nn.Module) -> None:
     fused: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, Fused)}
     for name, module in fused.items():
         if class_below(module) is type(module):
-            raise ModelError(
-                f"{name or 'the model'} is a {type(module).__name__}, a class that fully_shard or a parametrization "
-                "made over the fused one, which cannot be taken from under it: restore before you shard or "
-                "parametrize a fused module, or undo that first."
-            )
+            raise hidden_class(name, module, "the fused one")
     for module in fused.values():
         module.__class__ = class_below(module)

@@ -62,8 +62,5 @@ class DelayedState:
         assert self._parts is not None
         return self._parts
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedState:
-        return DelayedState(self.history, self.margin, self.most_recent)
-
     def __reduce__(self) -> Any:  # a copy learns its scales anew
         return DelayedState, (self.history, self.margin, self.most_recent)

@@ -291,6 +291,17 @@ def test_copies_take_what_the_class_says(device):
     assert block.names == NAMES["hf"]
 
 
+class Plainly(Block):
+    def __reduce__(self):
+        return Block, ()
+
+
+def test_a_class_s_own_way_to_be_copied_is_taken(device):
+    block = native(nn.Sequential(Plainly()), device)[0]
+    assert fuse(block) == [""]
+    assert [type(copied(block)) for copied in COPIES.values()] == [Block] * len(COPIES)
+
+
 class Sized(Block):
     def __init__(self, dim):
         super().__init__(dim)
