@@ -452,14 +452,18 @@ def test_single_parameters_have_formats_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "kept", "dtype"),
     [
-        {"skip": ["head"]},
-        {"states_for": {"head": "fp8"}},
-        {"states_for": {"head": {"states": "4bit", "master": "split32"}}},
+        ({"skip": ["head"]}, "exp_avg", torch.float32),
+        ({"states_for": {"head": "fp8"}}, "exp_avg_code", torch.float8_e4m3fn),
+        (
+            {"states_for": {"head": {"states": "4bit", "master": "split32"}}},
+            "remainder",
+            torch.int16,
+        ),
     ],
 )
-def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe):
+def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe, kept, dtype):
     torch.manual_seed(0)
     model = TinyLM()
     optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
@@ -469,6 +473,7 @@ def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe):
     index = [p is weight for p in model.parameters()].index(True)
     model, same = fp8stack.initialize(model, optimizer, "O2", **recipe)
     assert same is optimizer
+    assert optimizer.state[weight][kept].dtype is dtype
     after = fp8stack.checkpoint.torch_state_dict(optimizer)["state"]
     assert after[index]["step"] == 5
     old, new = (states[index]["exp_avg"] for states in (before, after))

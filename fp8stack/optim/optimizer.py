@@ -269,15 +269,12 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return state and groups as torch does, without hooks and listeners, which belong to this process."""
+        self.wait_for_offloaded()
         own = ("states", "master", "min_numel", "overrides", "max_grad_norm", "offload", "portable")
         mine = {name: getattr(self, name) for name in own}
-        self.wait_for_offloaded()
-        return {
-            **super().__getstate__(),
-            **mine,
-            "state": {p: dict(entry) for p, entry in self.state.items()},
-            "skipped_steps": float(self.skipped_steps),
-        }
+        mine["state"] = {p: dict(entry) for p, entry in self.state.items()}
+        mine["skipped_steps"] = float(self.skipped_steps)
+        return super().__getstate__() | mine
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         gone = dict.fromkeys(("on_new_parameters", "release", "grad_norm", "named_by"))

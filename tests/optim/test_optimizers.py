@@ -62,7 +62,8 @@ def test_low_precision_states_follow_torch_closely(ours, theirs, options, dtype,
 
 
 def test_state_formats_follow_size_and_dimension():
-    big, small = nn.Parameter(torch.zeros(64, 128)), nn.Parameter(torch.zeros(8, 8))
+    # of 4,096 elements in rows of 8, and of more in rows of 7
+    big, small = nn.Parameter(torch.zeros(512, 8)), nn.Parameter(torch.zeros(600, 7))
     vector = nn.Parameter(torch.zeros(8192))
     half = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
     optimizer = AdamW([big, small, vector, half])
@@ -70,7 +71,7 @@ def test_state_formats_follow_size_and_dimension():
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert optimizer.state[big]["exp_avg_code"].dtype is torch.uint8
-    assert optimizer.state[big]["exp_avg_scale"].shape == (64, 1)
+    assert optimizer.state[big]["exp_avg_scale"].shape == (512, 1)
     for p in (small, vector, half):
         assert optimizer.state[p]["exp_avg"].dtype is torch.float32
     assert "master" not in optimizer.state[vector]
