@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -48,7 +49,7 @@ def fp8_gemm(device: torch.device | str) -> Answer:
         return Answer(False, f"FP8 GEMMs run on cuda and cpu devices, not on {device.type}")
     if not (hardware := fp8_hardware(device)):
         return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
-    return _probe_fp8_gemm(device)
+    return probe(_multiplies, "torch._scaled_mm", device)
 
 
 def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
@@ -64,7 +65,7 @@ def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
         return Answer(False, f"cuBLAS multiplies with block scales on Hopper (9.0); {found}")
     if not hasattr(torch.nn.functional, "scaled_mm"):
         return Answer(False, f"block scales need torch 2.10; this is {torch.__version__}")
-    return _probe_blocks(device)
+    return probe(_multiplies_blocks, f"block scales (CUDA {torch.version.cuda})", device)
 
 
 def fp8_hardware(device: torch.device | str) -> Answer:
@@ -98,7 +99,7 @@ def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or tuple(map(int, numbers.groups())) < BITSANDBYTES_VERSION:
         return Answer(False, f"bitsandbytes {version} is too old: {remedy}")
-    return _probe_bitsandbytes(indexed(torch.device(device)))
+    return probe(_steps, "bitsandbytes' AdamW8bit", indexed(torch.device(device)))
 
 
 def report(device: torch.device | str) -> dict[str, Answer]:
@@ -115,59 +116,50 @@ def indexed(device: torch.device) -> torch.device:
 
 
 @cache
-def _probe_fp8_gemm(device: torch.device) -> Answer:
+def probe(right: Callable[[torch.device], bool], what: str, device: torch.device) -> Answer:
+    """Run a function that does something with known numbers and says whether what came out is right."""
+    try:
+        if right(device):
+            return Answer(True, f"the probe of {what} passed on {device}")
+        return Answer(False, f"{what} gave wrong numbers on {device}")
+    except Exception as error:  # an extension or a native library may raise any
+        return Answer(False, f"{what} failed on {device}: {first_line(error)}")
+
+
+def _multiplies(device: torch.device) -> bool:
     """Multiply small integers, which FP8 holds exactly, and compare with the float32 product."""
     a = torch.arange(16 * 32, device=device).reshape(16, 32).remainder(5).float() - 2
     b = torch.arange(16 * 32, device=device).reshape(16, 32).remainder(3).float() - 1
     two = torch.full((), 2.0, dtype=torch.float32, device=device)
-    for left in (E4M3, E5M2):
-        what = f"torch._scaled_mm ({left.name} × e4m3)"
-        try:
-            x, y = a.to(left.dtype), b.to(E4M3.dtype).t()
-            product = torch._scaled_mm(x, y, two, two, out_dtype=torch.bfloat16)
-        except (RuntimeError, AttributeError, TypeError, ValueError) as error:
-            return Answer(False, f"{what} failed on {device}: {first_line(error)}")
-        if not torch.equal(product.float(), 4 * (a @ b.t())):
-            return Answer(False, f"{what} gave wrong numbers on {device}")
-    on_gpu = "compute capability and probe"
-    where = on_gpu if device.type == "cuda" else "probe (numerics only, no speed-up)"
-    return Answer(True, f"{where} passed on {device}")
+    products = (
+        torch._scaled_mm(a.to(left), b.to(E4M3.dtype).t(), two, two, out_dtype=torch.bfloat16)
+        for left in (E4M3.dtype, E5M2.dtype)
+    )
+    return all(torch.equal(product.float(), 4 * (a @ b.t())) for product in products)
 
 
-@cache
-def _probe_blocks(device: torch.device) -> Answer:
+def _multiplies_blocks(device: torch.device) -> bool:
     """Multiply ones of 128×128 with block scales of 2."""
     kinds = torch.nn.functional.ScalingType
     ones = torch.ones(128, 128, device=device).to(E4M3.dtype)
     rows, square = torch.full((1, 128), 2.0, device=device), torch.full((1, 4), 2.0, device=device)
-    try:
-        for scale, kind in ((rows, kinds.BlockWise1x128), (square, kinds.BlockWise128x128)):
-            product = torch.nn.functional.scaled_mm(
-                ones, ones.t(), rows.t(), kinds.BlockWise1x128, scale.t(), kind
-            )
-            if not bool((product == 512).all()):
-                return Answer(False, f"cuBLAS gave wrong numbers with block scales on {device}")
-    except (RuntimeError, ValueError) as error:
-        needed = f"block scales need CUDA 12.9 (this is {torch.version.cuda})"
-        return Answer(False, f"{needed}: {first_line(error)}")
-    return Answer(True, f"probe of block scales passed on {device}")
+    products = (
+        torch.nn.functional.scaled_mm(
+            ones, ones.t(), rows.t(), kinds.BlockWise1x128, scale.t(), kind
+        )
+        for scale, kind in ((rows, kinds.BlockWise1x128), (square, kinds.BlockWise128x128))
+    )
+    return all(bool((product == 512).all()) for product in products)
 
 
-@cache
-def _probe_bitsandbytes(device: torch.device) -> Answer:
-    """Take one step of a known length with 8-bit states."""
+def _steps(device: torch.device) -> bool:
+    """Take one step of a known length with bitsandbytes' 8-bit states."""
+    from bitsandbytes.optim import AdamW8bit
+
     p = torch.nn.Parameter(torch.ones(4096, dtype=torch.float32, device=device))
     p.grad = torch.ones_like(p)
-    try:
-        from bitsandbytes.optim import AdamW8bit
-
-        AdamW8bit([p], lr=0.5, weight_decay=0.0).step()
-        right = bool((p - 0.5).abs().max() < 1e-4)
-    except Exception as error:  # a missing native library raises any
-        return Answer(False, f"bitsandbytes failed on {device}: {first_line(error)}")
-    if not right:
-        return Answer(False, f"bitsandbytes took a wrong step on {device}")
-    return Answer(True, f"a step of bitsandbytes' AdamW8bit was right on {device}")
+    AdamW8bit([p], lr=0.5, weight_decay=0.0).step()
+    return bool((p - 0.5).abs().max() < 1e-4)
 
 
 # --- TransformerEngine
@@ -191,7 +183,15 @@ class TransformerEngine(NamedTuple):
 def transformer_engine(device: torch.device | str) -> Answer:
     """Is TransformerEngine installed as a whole, and does its FP8 Linear run forward and backward on this device?"""
     device = torch.device(device)
-    return _probe_te(indexed(device) if te_installation() else device)
+    if not (installed := te_installation()):
+        return installed
+    if device.type != "cuda":
+        return Answer(False, f"TransformerEngine runs on cuda devices, not on {device.type}")
+    device = indexed(device)
+    if not (hardware := fp8_hardware(device)):
+        return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
+    named = f"TransformerEngine {metadata.version('transformer_engine')}"
+    return probe(_multiplies_in_te, named, device)
 
 
 def transformer_engine_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
@@ -292,31 +292,11 @@ def _install_te() -> str:
     return f'pip install -U --no-build-isolation "transformer_engine[{extras}]"'
 
 
-@cache
-def _probe_te(device: torch.device) -> Answer:
-    if not (installed := te_installation()):
-        return installed
-    if device.type != "cuda":
-        return Answer(False, f"TransformerEngine runs on cuda devices, not on {device.type}")
-    if not (hardware := fp8_hardware(device)):
-        return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
-    named = f"TransformerEngine {metadata.version('transformer_engine')}"
-    try:
-        if not (recipe := transformer_engine_recipe("current", device)):
-            return Answer(False, f"TransformerEngine: {recipe.reason}")
-        right = _multiplies_in_te(load_te(), device)
-    except UnsupportedDeviceError as error:
-        return Answer(False, str(error))
-    except Exception as error:  # its extension raises any
-        return Answer(False, f"{named} failed on {device}: {first_line(error)}")
-    if not right:
-        return Answer(False, f"{named} gave wrong numbers on {device}")
-    return Answer(True, f"the probe of {named} passed on {device}")
-
-
-def _multiplies_in_te(library: TransformerEngine, device: torch.device) -> bool:
+def _multiplies_in_te(device: torch.device) -> bool:
     """Are output and gradients right for a layer of ones, whose sums FP8 makes exactly?"""
-    te, recipes = library.te, library.recipe
+    te, recipes = load_te().te, load_te().recipe
+    if not (supported := transformer_engine_recipe("current", device)):
+        raise UnsupportedDeviceError(supported.reason)
     recipe = recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID)
     with torch.inference_mode(False), torch.enable_grad(), torch.cuda.device(device):
         x = torch.ones(32, 32, dtype=torch.bfloat16, device=device, requires_grad=True)

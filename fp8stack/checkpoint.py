@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .errors import CheckpointError, ModelError, reason_of
 from .nn.delayed_histories import restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
-from .optim.parameter_names import check_order, names_of_owned
+from .optim.parameter_names import check_order, names_of, names_of_owned, parameters_of
 from .optim.state_dict import check_packed, install, plain_numbers, prepare, to_torch
 from .optim.state_formats import MASTER_KEYS
 from .tensor import is_sharded
@@ -45,7 +45,7 @@ def master_state_dict(
     Keys and shapes are the model's. Buffers and integer tensors are copied as they are.
     """
     own = model.state_dict()  # first: FSDP2 then puts back the shards that a forward has replaced
-    parameters, result = dict(model.named_parameters(remove_duplicate=False)), {}
+    parameters, result = parameters_of(model), {}
     masters: dict[Tensor, Tensor] = {}  # tied weights share theirs
     for key, value in own.items():
         parameter = parameters.get(key)
@@ -260,7 +260,7 @@ def _set_masters(
     model: nn.Module, optimizer: BlockwiseOptimizer, weights: dict[str, Tensor], among: set[Any]
 ) -> None:
     """Give the masters of the parameters `among` the values of `weights`."""
-    for name, parameter in model.named_parameters():
+    for parameter, name in names_of(model).items():
         if parameter in among and optimizer.master_format(parameter):
             value = weights[name].to(parameter.device, torch.float32)
             optimizer.set_master(parameter, value)

@@ -177,7 +177,7 @@ RULES = (
       for option in ("nesterov", "dampening")),
 
     # --- FSDP2, and DeepSpeed, whose ZeRO makes one flat tensor of the parameters of a group
-    Rule("offload", ("cpu",), (FSDP2, LIGHTNING), "these move the states themselves, all of them",
+    Rule("offload", ("cpu",), (FSDP2, LIGHTNING), "FSDP2 and Lightning's Trainer move an optimizer's states themselves",
          f"{_LEAVE}: FSDP2's CPUOffloadPolicy moves parameters and states"),
     Rule("matmuls", (True,), (FSDP2,), "it finds products by their parameters, which FSDP2 replaces in each forward",
          _LEAVE),
@@ -185,7 +185,8 @@ RULES = (
            "it keeps one scale for a whole tensor: shards cannot share it, and in ZeRO's tensor of many parameters "
            "small gradients become zero", 'Use block scales: states="8bit", master="split24"')
       for option, value in (("states", "fp8-lm"), ("master", "fp16"))),
-    Rule("optimizer_backend", _BNB, (FSDP2, DEEPSPEED), "only fp8stack's own states can be sharded there", _LEAVE),
+    Rule("optimizer_backend", _BNB, (FSDP2, DEEPSPEED), "only fp8stack's own states can be sharded and saved there",
+         _LEAVE),
     Rule("algorithm", ("muon",), (FSDP2,), "its direction depends on all of a matrix, which no rank has",
          "Use AdamW, or O1", ModelError, _CONVERTED),
     Rule("algorithm", ("muon",), (ZERO,), "its direction depends on all of a matrix, which no rank has",

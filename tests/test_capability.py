@@ -27,10 +27,10 @@ def multiply_wrongly(*args, **kwargs):
     ("multiply", "said"), [(multiply_wrongly, "wrong numbers"), (fail, "not on this machine$")]
 )
 def test_the_probe_notices_a_product_that_is_wrong_or_fails(monkeypatch, multiply, said):
-    capability._probe_fp8_gemm.cache_clear()
+    capability.probe.cache_clear()
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
     answer = capability.fp8_gemm("cpu")
-    capability._probe_fp8_gemm.cache_clear()
+    capability.probe.cache_clear()
     assert not answer
     assert re.search(said, answer.reason)
 

@@ -426,7 +426,7 @@ def test_a_checkpoint_without_an_optimizer_is_none_of_one(level, tmp_path):
 def test_an_optimizer_s_file_names_what_it_owns_as_state_dicts_do():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    layers = nn.Linear(128, 128), checkpoint_wrapper(nn.Linear(128, 128)), nn.Linear(512, 512)
+    layers = checkpoint_wrapper(nn.Linear(128, 128)), nn.Linear(128, 128), nn.Linear(512, 512)
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(layers[0].parameters())
     model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute="native")
@@ -434,6 +434,11 @@ def test_an_optimizer_s_file_names_what_it_owns_as_state_dicts_do():
     names = optimizer.state_dict()["fp8stack"]["names"]
     assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert set(names) <= model.state_dict().keys()
+    masters = {key: torch.randn(value.shape) for key, value in model.state_dict().items()}
+    checkpoint.load_master_state_dict(model, optimizer, masters)
+    found = checkpoint.master_state_dict(model, optimizer)["0.weight"]
+    assert layers[0].weight.dtype is torch.bfloat16
+    assert (found - masters["0.weight"]).abs().max() < 2**-14  # more bits than the weight has
     assert len(pickle.dumps(optimizer)) < 4 * 512 * 512, "the third layer is not its own"
 
 

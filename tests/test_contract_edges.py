@@ -143,7 +143,7 @@ def test_the_old_optimizer_says_so_when_it_is_used_and_its_hooks_move_on():
 
 
 def test_the_default_dtype_does_not_matter():
-    fp8stack.capability._probe_fp8_gemm.cache_clear()
+    fp8stack.capability.probe.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
         model, optimizer = build("O2")

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8stack.errors import CheckpointError
 
 
-def names_of(model: nn.Module) -> dict[Tensor, str]:
-    """Return what the model's state_dict calls its parameters: it leaves out wrappers of activation checkpointing."""
-    wrapper = "_checkpoint_wrapped_module."
-    return {p: name.replace(wrapper, "") for name, p in model.named_parameters()}
+def parameters_of(model: nn.Module, remove_duplicate: bool = False) -> dict[str, nn.Parameter]:
+    """Return parameters by what the model's state_dict calls them: without wrappers of activation checkpointing."""
+    found = model.named_parameters(remove_duplicate=remove_duplicate)
+    return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in found}
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return what the model's state_dict calls its parameters, a tied one by its first name."""
+    return {p: name for name, p in parameters_of(model, remove_duplicate=True).items()}
 
 
 def names_of_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
