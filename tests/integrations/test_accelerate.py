@@ -31,10 +31,10 @@ def driver(precision="no", **options):
     return Accelerator(mixed_precision=precision, **options)
 
 
-def build(**options):
+def build(kind=torch.optim.AdamW):
     torch.manual_seed(0)
-    model = TinyLM(**options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model = TinyLM()
+    optimizer = kind(model.parameters(), lr=3e-3)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.9)
 
 
@@ -253,15 +253,13 @@ def use_fsdp2():
 def use_deepspeed(deepspeed):
     from accelerate.utils import DeepSpeedPlugin
 
-    def make(level=None, section=None, zero=None, **overrides):
-        zero = {"stage": 3, **(zero or {})}
-        config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 4}
-        config |= {} if section is None else {"fp8stack": section}
-        plugin = DeepSpeedPlugin(hf_ds_config={**config, "bf16": {"enabled": True}})
+    def make(level=None, config=None, kind=torch.optim.AdamW, **overrides):
+        config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}} | (config or {})
+        plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": 4, **config})
         accelerator = driver("bf16", deepspeed_plugin=plugin)
-        if level is None and section is None:
+        if level is None and "fp8stack" not in config:
             return accelerator, *accelerator.prepare(*build())
-        return accelerator, *prepare(accelerator, *build(), opt_level=level, **overrides)
+        return accelerator, *prepare(accelerator, *build(kind), opt_level=level, **overrides)
 
     original = deepspeed.initialize
     accelerator, *own = make("O2")
@@ -270,17 +268,20 @@ def use_deepspeed(deepspeed):
     losses = train(accelerator, *own)
     assert learns(losses)
     assert "fp8stack" not in accelerator.state.deepspeed_plugin.deepspeed_config
-    assert_same_bits(train(*make(section={"opt_level": "O2"})), losses)
-    optimizer = make("O2", zero={"stage": 2, "offload_optimizer": {"device": "cpu"}})[2]
-    assert type(optimizer.optimizer.optimizer) is optim.AdamW, "not DeepSpeedCPUAdam"
-    section = {"opt_level": "O2"}
-    for words, level, options in (
-        (r"O1.*was passed.*one place", "O1", {"section": section}),
-        (r"\['skip'\] were passed.*one place", None, {"section": section, "skip": ["*head"]}),
-        (r"no key 'stats'.*states", "O2", {"stats": "8bit"}),
+    section = {"fp8stack": {"opt_level": "O2"}}
+    assert_same_bits(train(*make(config=section)), losses)
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for level, kind in (("O2", torch.optim.AdamW), ("O1", optim.AdamW)):
+        optimizer = make(level, offload, kind)[2]
+        assert type(optimizer.optimizer.optimizer) is optim.AdamW, "not DeepSpeedCPUAdam"
+    for words, level, config, options in (
+        (r"O1.*was passed.*one place", "O1", section, {}),
+        (r"\['skip'\] were passed.*one place", None, section, {"skip": ["*head"]}),
+        (r"no key 'stats'.*states", "O2", {}, {"stats": "8bit"}),
+        ("offload-replaces", "O2", offload | {"zero_force_ds_cpu_optimizer": True}, {}),
     ):
         with pytest.raises(ConfigError, match=words):
-            make(level, **options)
+            make(level, config, **options)
     assert deepspeed.initialize is original
     accelerator, model, *_ = make()
     with pytest.raises(ModelError, match="was not made by fp8stack"):

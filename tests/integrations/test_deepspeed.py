@@ -371,6 +371,11 @@ def group_parameters(deepspeed):
         if stage < 3:
             assert torch.equal(model.embed.weight, before)
 
+    wrapper = start(configure(0, "bf16", "O2")).optimizer
+    for weights, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):  # no step was taken that decays
+            assert_same_bits(master.detach(), weight.detach().float())
+
     model, config = build(), configure(2, "bf16", "O2")
     matrices = [p for p in model.parameters() if p.ndim > 1]
     with pytest.warns(Fp8StackWarning, match="4 trainable parameters are not in"):
