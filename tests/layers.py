@@ -43,6 +43,12 @@ RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "saved hooks"])
 
 
+def changed(module, change):
+    """Return the module after `change(module)`."""
+    change(module)
+    return module
+
+
 def rounded(x, fmt, axis=None):
     """Return float64 x after quantization with one scale, or one for each part along `axis`."""
     if axis is not None:
@@ -177,6 +183,20 @@ def captured(function):
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
         return graph, function()
+
+
+def after(first, second):
+    """Return what `second` gives on a stream that does not wait for `first`, whose own is held up before it."""
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    first()
+    with torch.cuda.stream(other):
+        result = second()
+    other.synchronize()
+    result = result.clone()
+    torch.cuda.synchronize()
+    return result
 
 
 class QKV(nn.Module):

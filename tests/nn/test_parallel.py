@@ -1,8 +1,10 @@
 """Native layers in data-parallel and sharded training: two processes on a CPU, or two GPUs."""
 
+from functools import partial
+
 import pytest
 import torch
-from helpers import need_gpus
+from helpers import assert_same_bits, need_gpus
 from layers import RECIPES
 from ranks import run_ranks
 from torch import nn
@@ -47,15 +49,13 @@ def data(step, device):
     return x.to(device), x[:, :10].square().to(device)
 
 
-def train(model, device, rows=slice(None), sync=None):
+def train(model, device, rows=slice(None)):
     """Take steps of two micro-batches each on `rows` of the data; return the losses."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(STEPS):
         total = 0.0
         for micro in range(MICRO_BATCHES):
-            last = micro == MICRO_BATCHES - 1
-            if sync is not None:
-                sync(last)
+            model.require_backward_grad_sync = micro == MICRO_BATCHES - 1  # of DDP
             x, target = data(step * MICRO_BATCHES + micro, device)
             loss = F.mse_loss(model(x[rows]), target[rows])
             (loss / MICRO_BATCHES).backward()
@@ -66,16 +66,10 @@ def train(model, device, rows=slice(None), sync=None):
     return torch.stack(losses)
 
 
-def mean_over_ranks(losses):
-    torch.distributed.all_reduce(losses)
-    return losses / torch.distributed.get_world_size()
-
-
-def whole(model):
-    """Return the parameters as whole tensors."""
-    return [
-        p.full_tensor() if hasattr(p, "device_mesh") else p.detach() for p in model.parameters()
-    ]
+def trained(model, device):
+    """Return the losses of `train`, and the whole parameters."""
+    losses = train(model, device)
+    return [losses, *(getattr(p, "full_tensor", p.detach)() for p in model.parameters())]
 
 
 def close(given, expected, tolerance, what):
@@ -86,76 +80,60 @@ def close(given, expected, tolerance, what):
 def train_replicas(rank, device, recipe):
     """DDP: ranks end with the same bits, close to those of one process."""
     world = torch.distributed.get_world_size()
-    model = make(device, fp8_recipe=recipe)
-    ddp = nn.parallel.DistributedDataParallel(model)
-
-    def sync(last):
-        ddp.require_backward_grad_sync = last
-
-    losses = mean_over_ranks(train(ddp, device, slice(rank, None, world), sync))
+    model, alone = (make(device, fp8_recipe=recipe) for _ in range(2))
+    losses = train(nn.parallel.DistributedDataParallel(model), device, slice(rank, None, world))
+    torch.distributed.all_reduce(losses)
     for p in model.parameters():
         others = [torch.empty_like(p) for _ in range(world)]
         torch.distributed.all_gather(others, p.detach())
         assert all(torch.equal(other, p) for other in others)
-    alone = make(device, fp8_recipe=recipe)
-    plain = train(alone, device)
+    plain, *parameters = trained(alone, device)
     assert plain[-1] < 0.8 * plain[0]
-    close(losses, plain, 0.02, "losses")  # scales of half a batch are others
-    for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
-        close(p.detach(), q.detach(), 0.1, name)
+    close(losses / world, plain, 0.02, "losses")  # scales of half a batch are others
+    for (name, p), q in zip(model.named_parameters(), parameters, strict=True):
+        close(p.detach(), q, 0.1, name)
 
 
-def train_shards(rank, device, recipe):
-    """FSDP2: the same losses as the whole model on the same data, and no weight from before a step."""
-    given = {}
-    for reshard in (True, False):
-        model = make(device, fp8_recipe=recipe)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh_of(device), reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh_of(device))
-        losses = train(model, device)  # all ranks on the same rows: means change no gradient
-        given[reshard] = [losses, *whole(model)]
-    for value, same in zip(given[True], given[False], strict=True):
-        assert torch.equal(value, same)
-    alone = make(device, fp8_recipe=recipe)
-    plain = [train(alone, device), *whole(alone)]
-    assert plain[0][-1] < 0.8 * plain[0][0]
-    for value, expected in zip(given[True], plain, strict=True):
-        close(value, expected, 1e-4, "sharded and whole")
+def train_shards(rank, device, recipe, mixed=False):
+    """FSDP2: the same losses as the whole model on the same data, and no weight from before a step.
 
-
-def train_mixed_shards(rank, device, recipe):
-    """FSDP2 that gathers weights in bfloat16, under activation checkpointing."""
+    `mixed`: it gathers weights in bfloat16, under activation checkpointing.
+    """
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    given = {}
-    for recompute in (False, True):
+    given, options = [], {"mp_policy": policy} if mixed else {}
+    world = torch.distributed.get_world_size()
+    options["mesh"] = init_device_mesh(device.partition(":")[0], (world,))
+    for choice in (True, False):  # whether to recompute, or to shard again after forward
         model = make(device, fp8_recipe=recipe)
         for block in model.blocks:
-            if recompute:
+            if mixed and choice:
                 checkpoint(block)
-            fully_shard(block, mesh=mesh_of(device), mp_policy=policy)
-        fully_shard(model, mesh=mesh_of(device), mp_policy=policy)
-        given[recompute] = [train(model, device), *whole(model)]
-    for value, same in zip(given[True], given[False], strict=True):
-        assert torch.equal(value, same)
-    alone = train(make(device, fp8_recipe=recipe), device)
-    close(given[True][0], alone, 0.05, "losses")
+            fully_shard(block, reshard_after_forward=mixed or choice, **options)
+        fully_shard(model, **options)
+        given.append(trained(model, device))  # all ranks on the same rows: means change no gradient
+    assert_same_bits(*given)
+    plain = trained(make(device, fp8_recipe=recipe), device)
+    assert plain[0][-1] < 0.8 * plain[0][0]
+    for value, expected in zip(given[0][: 1 if mixed else None], plain, strict=not mixed):
+        close(value, expected, 0.05 if mixed else 1e-4, "sharded and whole")
 
 
-def mesh_of(device):
-    """Return the mesh of all ranks."""
-    return init_device_mesh(device.partition(":")[0], (torch.distributed.get_world_size(),))
+WORK = {
+    "replicas": train_replicas,
+    "shards": train_shards,
+    "mixed shards": partial(train_shards, mixed=True),
+}
 
 
 def run(rank, device, work, *recipes):
-    """Do one of the functions above for each recipe: starting a process takes longer than what it then does."""
+    """Do this work for each recipe: starting a process takes longer than what it then does."""
     for recipe in recipes:
-        globals()[work](rank, f"cuda:{rank}" if device == "cuda" else device, recipe)
+        WORK[work](rank, f"cuda:{rank}" if device == "cuda" else device, recipe)
 
 
 @pytest.mark.gpus
 @pytest.mark.slow
-@pytest.mark.parametrize("work", ["train_replicas", "train_shards", "train_mixed_shards"])
+@pytest.mark.parametrize("work", WORK)
 def test_two_ranks_train_as_one(work, device):
     recipes = RECIPES
     if device == "cuda":

@@ -7,6 +7,7 @@ import torch
 from helpers import assert_same_bits, train
 from layers import (
     COPIES,
+    changed,
     fused,
     native,
     record_sums,
@@ -99,24 +100,6 @@ class Needed(Block):
         return super().forward(x + y)
 
 
-def hooked():
-    block = Block()
-    block.forward = lambda x, inner=block.forward: inner(x)  # as accelerate's hooks do
-    return block
-
-
-def beginning_at_zero(name):
-    block = Block(act=F.gelu)  # whose output is that of a SwiGLU then
-    nn.init.zeros_(getattr(block, name).weight)
-    return block
-
-
-def holding_a_buffer():
-    block = Block()
-    block.register_buffer("seen", torch.zeros(()))
-    return block
-
-
 REFUSED = {
     "a bias": (lambda: Block(bias=True), {}),
     "GELU": (lambda: Block(act=F.gelu), {}),
@@ -125,15 +108,15 @@ REFUSED = {
     "a factor": (lambda: Other(factor=2), {}),
     "a factor that begins at one": (lambda: Other(factor=nn.Parameter(torch.ones(32))), {}),
     "two results": (lambda: Other(lambda y, _: (y, y)), {}),
-    "a buffer": (holding_a_buffer, {}),
-    "GELU, down at zero": (lambda: beginning_at_zero("down_proj"), {}),
-    "GELU, up at zero": (lambda: beginning_at_zero("up_proj"), {}),
+    "a buffer": (lambda: changed(Block(), lambda b: b.register_buffer("seen", torch.zeros(()))), {}),
+    "GELU, down at zero": (lambda: changed(Block(act=F.gelu), lambda b: nn.init.zeros_(b.down_proj.weight)), {}),
+    "GELU, up at zero": (lambda: changed(Block(act=F.gelu), lambda b: nn.init.zeros_(b.up_proj.weight)), {}),
     "other arguments": (Needed, {}),
-    "a forward put in its place": (hooked, {}),
+    "a forward put in its place": (lambda: changed(Block(), lambda b: setattr(b, "forward", b.forward)), {}),
     "blockwise scaling": (Block, {"fp8_recipe": "blockwise"}),
     "inputs in E5M2": (Block, {"fp8_format": "e5m2"}),
     "a skipped layer": (Block, {"skip": ["*up_proj"]}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
