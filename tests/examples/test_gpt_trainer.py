@@ -81,6 +81,9 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(flags, folder, ca
     assert guard.accepts(1, math.inf, math.inf, searching=True)  # GradScaler leaves it out
     with pytest.raises(DivergedError, match="none of 1 steps was taken"):
         guard.sum_up()
+    guard = Guard(Config(opt_level="off", max_nan_steps=2), "bf16")
+    losses = math.inf, 1.0, math.inf  # which are not two in a row
+    assert [guard.accepts(n, x, 1.0) for n, x in enumerate(losses)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
