@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -140,7 +139,7 @@ def say(text: object) -> None:
     if logger.hasHandlers():
         logger.info("%s", text)
     else:
-        sys.stderr.write(f"{text}\n")
+        logging.StreamHandler().handle(logging.makeLogRecord({"msg": text}))  # to stderr
 
 
 def _listing(title: str, reasons: dict[str, str]) -> str:
