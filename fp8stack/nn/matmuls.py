@@ -92,10 +92,9 @@ class BareMatmuls:
 
     def products_of(self, parameter: Tensor, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""
-        if not torch.compiler.is_compiling():
-            if parameter not in self._named:
-                # "unnamed": the model did not have it when it was converted
-                self._named[parameter] = self.names.get(parameter, "unnamed")
+        if not torch.compiler.is_compiling() and parameter not in self._named:
+            # "unnamed": the model did not have it when it was converted
+            self._named[parameter] = self.names.get(parameter, "unnamed")
             self.used.add(self._named[parameter])
         return self._products[int(turned)]
 
