@@ -236,9 +236,16 @@ def test_samples_every_so_many_steps_of_training():
             model.train()
             assert monitor.read()
             assert monitor.step == now // 3 * 3
-        fp8stack.restore(model)  # whose layers are left alone
-        step(model, torch.randn(16, 64))
-        assert monitor.read()
+        fp8stack.restore(model)  # whose layers are left alone, and no fault of torch.compile's
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Fp8StackWarning)
+            for _ in range(5):
+                step(model, torch.randn(16, 64))
+        assert (bool(monitor.read()), monitor.step) == (True, 6)
+        fp8stack.initialize(model, None, "O0", compute="native")
+        for _ in range(3):
+            step(model, torch.randn(16, 64))
+        assert (list(monitor.read()), monitor.step) == (["0", "2"], 15)
 
 
 def test_micro_batches_and_recomputation_leave_fractions_alone():

@@ -84,12 +84,13 @@ class Monitor:
         self.every, self.layers = every, list(own)
         self.step: int | None = None  # the step of the numbers that `read` returned last
         self._model = model
-        self._products = {name: module.products for name, module in own.items()}
+        self._own = own
+        # of each layer as it was sampled last; `restore` and `initialize` make others
+        self._products: dict[str, Any] = {}
         self._updates = Updates(layers, optimizer)
         self._steps, self._open = 0, -1  # steps begun; the step being sampled, or -1
-        self._counts: Tensor | None = (
-            None  # of a sample: int64 [layers, kinds, fields], on the device
-        )
+        # of a sample: int64 [layers, kinds, fields], on the device
+        self._counts: Tensor | None = None
         self._arrivals = Arrivals()  # the same as nested lists, labelled with their step
         _watched.add(model)
         self._handle = None if by_hand else model.register_forward_pre_hook(self._before_forward)
@@ -191,17 +192,20 @@ class Monitor:
         if self._steps % self.every == 0:
             self._updates.arm(self._steps)
             self._open, self._counts = self._steps, None
-            for index, products in enumerate(self._products.values()):
-                products.probe = partial(self._count, index)
+            for index, (name, module) in enumerate(self._own.items()):
+                if isinstance(module, Fp8Linear):  # not restored since
+                    self._products[name] = module.products
+                    module.products.probe = partial(self._count, index)
         self._steps += 1
 
     def _end_sample(self) -> None:
         if self._open < 0:
             return
+        own = [m.products for m in self._own.values() if isinstance(m, Fp8Linear)]
+        if self._counts is None and any(products.probe is not None for products in own):
+            _warn_unseen()
         for products in self._products.values():
             products.probe = None
-        if self._counts is None and self._products:
-            _warn_unseen()
         self._send_counts()
         self._open = -1
 

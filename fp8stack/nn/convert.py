@@ -58,7 +58,8 @@ class Conversion:
 
     def change(self, module: nn.Module, cls: type[nn.Module], **attributes: object) -> None:
         """Give `module` the class `cls` and the attributes it needs."""
-        self._changed[module] = type(module), cls, tuple(attributes)
+        before, _, had = self._changed.get(module, (type(module), cls, ()))
+        self._changed[module] = before, cls, {*had, *attributes}
         module.__class__ = cls
         for name, value in attributes.items():
             setattr(module, name, value)

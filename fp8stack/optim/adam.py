@@ -61,8 +61,9 @@ class Adam(BlockwiseOptimizer):
         maximize: bool = False,
         **options: Unpack[Options],
     ) -> None:
-        decay = weight_decay if weight_decay is not None else 0.01 if self.decoupled else 0.0
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
+        if weight_decay is None:
+            weight_decay = 0.01 if self.decoupled else 0.0
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "maximize": maximize}, **options)
 
     def _is_decoupled(self, group: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from fp8stack.errors import ConfigError
 from fp8stack.kernels import ops
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.pointer_table import deal, upload_rows
+from fp8stack.kernels.reference.norm import sum_of_squares
 from fp8stack.tensor import BlockScaledTensor, is_sharded
 
 from .step import gradient_parts
@@ -32,14 +33,15 @@ def clip_grad_norm_(
     """Scale the gradients of `parameters` in place so that their total norm is at most `max_norm`; return the norm.
 
     Does what `torch.nn.utils.clip_grad_norm_` does. Torch's function works on FP8 gradients too, but takes a pass for
-    each tensor, and more memory. It takes over where the kernels do not run: without a GPU, for another norm than the
-    2-norm, for `error_if_nonfinite`, and where a gradient is sharded (DTensor), not contiguous or on another device.
+    each tensor, and more memory. It takes over for another norm than the 2-norm and for sharded gradients (DTensor).
+    Gradients that the kernels cannot take, on a CPU or not contiguous, are measured and multiplied one by one.
 
     Args:
         parameters: with gradients of any format: FP8 blocks, float32, bfloat16, float16.
         max_norm: the largest norm allowed; infinity only measures.
-        norm_type, error_if_nonfinite: as in torch. Gradients whose norm is NaN or infinite become NaN or zero, and the
-            optimizer's step is skipped.
+        norm_type: 2, or another of torch's.
+        error_if_nonfinite: raise where the norm is NaN or infinite, which waits for the GPU. Otherwise the gradients
+            become NaN or zero, and the optimizer's step is skipped.
         foreach: only for signature compatibility.
 
     Returns:
@@ -47,32 +49,61 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: for a negative or NaN `max_norm`.
+        RuntimeError: for `error_if_nonfinite`; nothing is changed.
     """
     if not max_norm >= 0:
         raise ConfigError(f"max_norm must be a number >= 0, got {max_norm}.")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = [p for p in parameters if p.grad is not None and p.grad.numel()]
     grads = [p.grad for p in parameters if p.grad is not None]
-    devices = {g.device for g in grads}
-    if norm_type != 2 or error_if_nonfinite or len(devices) != 1 or not all(map(_is_fused, grads)):
+    if norm_type != 2 or not grads or any(map(is_sharded, grads)):
         total = torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach=False
         )
         return (total.full_tensor() if is_sharded(total) else total).float()  # type: ignore[attr-defined]
-    norm, (device,), tables = ops.triton_module("norm"), devices, _tables(grads)
-    programs = sum(len(owner) for *_, owner in tables)
-    total = torch.empty((), dtype=torch.float32, device=device)
-    norm.total(tables, torch.empty(programs, dtype=torch.float64, device=device), total)
+    fused: dict[torch.device, list[Tensor]] = {}  # what the kernels take
+    others: list[Tensor] = []
+    for g in grads:
+        if triton_runs_on(g.device) and g.is_contiguous():
+            fused.setdefault(g.device, []).append(g)
+        else:
+            others.append(g)
+    tables = {where: _tables(group) for where, group in fused.items()}
+    norms = [_norm(group) for group in tables.values()]
+    total = norms[0] if norms else torch.zeros((), device=grads[0].device)
+    if others or len(norms) > 1:
+        squares = [norm.double().square() for norm in norms]
+        squares += [sum_of_squares(*gradient_parts(g.contiguous())) for g in others]
+        device = grads[0].device
+        total = torch.stack([part.to(device) for part in squares]).sum().sqrt().float()
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of the gradients is {float(total)}: non-finite, so it cannot be clipped. "
+            "Pass error_if_nonfinite=False to let the optimizer skip such steps."
+        )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    blocks = [g for g in grads if isinstance(g, BlockScaledTensor)]
-    residuals = [BlockScaledTensor(*g.residual) for g in blocks if g.residual is not None]
-    for dtype, _, rows, owner in [*tables, *(_tables(residuals) if residuals else [])]:
-        norm.multiply(rows, owner, dtype, factor)
+    for where, group in fused.items():
+        _multiply(group, tables[where], factor.to(where))
+    for g in others:
+        g.mul_(factor.to(g.device))
     return total
 
 
-def _is_fused(grad: Tensor) -> bool:
-    return triton_runs_on(grad.device) and not is_sharded(grad) and grad.is_contiguous()
+def _norm(tables: Sequence[Table]) -> Tensor:
+    """Return the norm of the gradients in `tables`, float32, 0-d, on their device."""
+    owners = [owner for *_, owner in tables]
+    partial = torch.empty(sum(map(len, owners)), dtype=torch.float64, device=owners[0].device)
+    out = torch.empty((), dtype=torch.float32, device=partial.device)
+    ops.triton_module("norm").total(tables, partial, out)
+    return out
+
+
+def _multiply(grads: Sequence[Tensor], tables: Sequence[Table], factor: Tensor) -> None:
+    """Multiply gradients, whose tables these are, and their residuals by a number on their device."""
+    blocks = [g for g in grads if isinstance(g, BlockScaledTensor)]
+    residuals = [BlockScaledTensor(*g.residual) for g in blocks if g.residual is not None]
+    for dtype, _, rows, owner in [*tables, *(_tables(residuals) if residuals else [])]:
+        ops.triton_module("norm").multiply(rows, owner, dtype, factor)
 
 
 Table = tuple[torch.dtype, str, Tensor, Tensor]

@@ -95,9 +95,8 @@ class ReferenceStep:
 class ReferenceBatch:
     """Parameters that are stepped together: here one."""
 
-    divisible = (
-        False  # `appliers` takes all rows only: noise belongs to a place in the whole tensor
-    )
+    # `appliers` takes all rows only: noise belongs to a place in the whole tensor
+    divisible = False
 
     def __init__(
         self,

@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import fp8stack
 from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
+from fp8stack.nn import Bf16Linear, StoredLinear
+from fp8stack.nn.convert import Conversion
 
 
 class Root(nn.Module):
@@ -43,6 +45,17 @@ def test_layers_that_the_card_leaves_out_are_no_bare_parameters_either():
     model(torch.randn(2, 16, 64)).sum().backward()
     report = fp8stack.get_report(model)
     assert not {name.removesuffix(".weight") for name in report.multiplied} & report.skipped.keys()
+
+
+def test_a_module_that_is_changed_twice_gets_its_first_class_back():
+    layer, conversion = nn.Linear(4, 4), Conversion()
+    before = dict(vars(layer))
+    conversion.change(layer, Bf16Linear, layer_name="a", more=1)
+    conversion.change(layer, StoredLinear, layer_name="b")
+    assert layer.layer_name == "b"
+    conversion.check(layer)
+    conversion.undo()
+    assert (type(layer), vars(layer)) == (nn.Linear, before)
 
 
 @pytest.mark.parametrize("pad", ["auto", "skip"])

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError
-from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon, clip_grad_norm_, triton_step
+from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon, clip, clip_grad_norm_, triton_step
 from fp8stack.tensor import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
@@ -296,6 +296,32 @@ def test_clipping_is_torchs(max_norm, norm_type, kernel_device, through_kernels)
     torch.testing.assert_close(residual[1], scale * factor, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_gradient_that_is_not_contiguous_leaves_the_others_to_the_kernels(
+    kernels, kernel_device, through_kernels, monkeypatch
+):
+    through_kernels(kernels)
+    matrices = random_parameters([(4, 128), (300, 128)], kernel_device)
+    conv = nn.Parameter(torch.zeros(4, 18, 3, 3, device=kernel_device))
+    parameters, tables, taken = [conv, *matrices], clip._tables, []
+    monkeypatch.setattr(clip, "_tables", lambda grads: taken.extend(grads) or tables(grads))
+    for error_if_nonfinite in (False, True):
+        taken.clear()
+        set_gradients(matrices, 0, fp8=True)
+        matrices[1].grad = torch.randn_like(matrices[1])
+        conv.grad = torch.randn_like(conv).to(memory_format=torch.channels_last)
+        for p in (conv, matrices[1]):
+            p.data, p.grad = p.data.bfloat16(), p.grad.bfloat16()
+        old = [(p.grad + 0).float() for p in parameters]
+        norm = torch.stack([g.double().norm() for g in old]).norm().float()
+        total = clip_grad_norm_(parameters, 0.5, error_if_nonfinite=error_if_nonfinite)
+        torch.testing.assert_close(total, norm, rtol=1e-5, atol=0)
+        assert total.dtype is torch.float32
+        for p, g in zip(parameters, old, strict=True):
+            torch.testing.assert_close((p.grad + 0).float(), g * 0.5 / norm, rtol=4e-3, atol=1e-7)
+        assert [id(g) for g in taken] == [id(p.grad) for p in matrices if kernels]
+
+
 def test_clipping_says_what_is_wrong(kernel_device):
     p = nn.Parameter(torch.zeros(64, 128, device=kernel_device))
     assert clip_grad_norm_([p], 1.0) == 0
@@ -303,7 +329,7 @@ def test_clipping_says_what_is_wrong(kernel_device):
     with pytest.raises(ConfigError, match="max_norm must be a number >= 0, got nan"):
         clip_grad_norm_([p], math.nan)
     with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
-        clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+        clip_grad_norm_([p], 0.0, error_if_nonfinite=True)
 
 
 def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_kernels):
