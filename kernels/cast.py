@@ -201,9 +201,14 @@ class _Geometry(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _geometry(
-    rows: int, cols: int, fmt: MiniFloat, codes: bool, transposed: bool, known: int, device: torch.device
-) -> _Geometry:  # fmt: skip
-    """Return it for a matrix with so many parts whose magnitudes are known, 0 if none."""
+    rows: int,
+    cols: int,
+    mantissa: int,  # bits of the format
+    codes: bool,
+    transposed: bool,
+    known: int,  # parts whose largest magnitudes are known, 0 if none
+    device: torch.device,
+) -> _Geometry:
     rows16, cols16 = aligned(rows), aligned(cols)
     tiles = max(-(-rows * cols // FLAT), 1)
     parts = known or min(PARTS, triton.next_power_of_2(tiles))
@@ -217,7 +222,7 @@ def _geometry(
         programs,
         (
             rows, cols, rows16, cols16,
-            fmt.mantissa_bits, casts_in_hardware(device), codes, transposed, even, ROWS, COLS,
+            mantissa, casts_in_hardware(device), codes, transposed, even, ROWS, COLS,
         ),
         triton.next_power_of_2(programs + 1),
     )  # fmt: skip
@@ -276,5 +281,6 @@ def _prepare(
     if not x.is_contiguous():
         x = x.detach().contiguous()
     cols = x.shape[-1]
-    g = _geometry(x.numel() // max(cols, 1), cols, fmt, codes, transposed, known, x.device)
+    rows, mantissa = x.numel() // max(cols, 1), fmt.mantissa_bits
+    g = _geometry(rows, cols, mantissa, codes, transposed, known, x.device)
     return x, g, x.new_empty(g.shape, dtype=fmt.dtype), x.new_empty(g.shape_t, dtype=fmt.dtype)

@@ -204,6 +204,10 @@ class Handle(dist.Work):
             torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
         return True
 
+    def synchronize(self) -> None:
+        """Wait, as NCCL's handles do; torch's own method of that name would return at once."""
+        self.wait()
+
     def is_completed(self) -> bool:
         return self._event is None or bool(self._event.query())
 

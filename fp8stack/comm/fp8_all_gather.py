@@ -28,6 +28,7 @@ from torch import Tensor
 from fp8stack.formats import BLOCK, FLOATS
 from fp8stack.kernels.reference.wire import Layout
 
+from .collectives import Handle
 from .exchange import pack, unpack
 from .statistics import observe
 from .transport import Call, all_gather, failures_named, verify
@@ -85,7 +86,7 @@ class Fp8AllGather(Allocates):
         verify(lambda: f"{what}, {self._staged} of them in FP8", group)
         start = partial(self._start, output_tensor, input_tensor, group, what, async_op)
         if async_op:
-            return _Decoding(output_tensor.device, start())
+            return _Decoding(output_tensor, start())
         observe(_NAME, output_tensor.device, lambda: start()())
         return None
 
@@ -149,17 +150,23 @@ def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> Non
     )
 
 
-class _Decoding(dist.Work):
+class _Decoding(Handle):
     """The handle of an all-gather of weights. FSDP2 waits for it on the stream that copies the weights out."""
 
-    def __init__(self, device: torch.device, finish: Callable[[], int]) -> None:
-        super().__init__()
-        self._device = device
+    def __init__(self, output: Tensor, finish: Callable[[], int]) -> None:
+        super().__init__([output])
         self._finish: Callable[[], int] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait and decode; the process group's own timeout is in force, not `timeout`."""
         if self._finish is not None:
-            observe(_NAME, self._device, self._finish)
+            observe(_NAME, self._tensors[0].device, self._finish)
             self._finish = None  # and with it the messages
         return True
+
+    def is_completed(self) -> bool:
+        return self._finish is None
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self.wait()
+        return super().get_future()

@@ -116,6 +116,8 @@ def check_placements(parameter: Tensor, states: str, master: str | None, quantiz
         )
     ranks: dict[int, int] = {}
     for size, placement in zip(mesh.shape, parameter.placements, strict=True):  # type: ignore[attr-defined]
+        if placement.is_partial():
+            raise ModelError(f"a parameter of shape {shape} is {placement}: reduce it first.")
         dim = getattr(placement, "dim", 0)
         ranks[dim] = ranks.get(dim, 1) * size
     for dim, size in ranks.items():

@@ -139,8 +139,13 @@ def _load_moment(
 
 
 def _store_moment(
-    kind: str, codes: Tensor | None, scale: Tensor | None, value: Tensor | None, apply: Tensor, seed: Tensor
-) -> None:  # fmt: skip
+    kind: str,
+    codes: Tensor | None,
+    scale: Tensor | None,
+    value: Tensor | None,
+    apply: Tensor,
+    seed: Tensor,
+) -> None:
     if codes is None or value is None:
         return
     new_scale = None
@@ -148,7 +153,7 @@ def _store_moment(
         value = dither(value, noise(value.shape, seed) >> 16)
     elif kind == "tensor":
         value, new_scale = encode_tensor(value, codes.dtype, codes.dtype is torch.float16)
-    elif kind in FORMATS:
+    elif kind != "dense":
         fmt = FORMATS[kind]
         value, new_scale = quantize_blocks(value, fmt, seed if fmt.stochastic else None)
     write(codes, value, apply)

@@ -153,7 +153,7 @@ def check_reduce_scatter(rank, world, size, dtype, device):
     comm.reduce_scatter_tensor(result, wholes[rank].to(device))
     assert_near(result, exact, 22)
     mean = torch.empty(size, dtype=torch.float32, device=device)
-    comm.reduce_scatter_tensor(mean, wholes[rank].to(device), AVG, async_op=True).wait()
+    comm.reduce_scatter_tensor(mean, wholes[rank].to(device), AVG, async_op=True).synchronize()
     assert_near(mean, exact / world, 22)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import fp8stack
 from fp8stack.errors import CheckpointError, GradientError, ModelError
@@ -152,6 +152,13 @@ def test_formats_with_one_scale_a_tensor_are_refused_before_anything_changes(mes
         with pytest.raises(ModelError, match=r"sharded, and states=.*one scale.*Use states="):
             fp8stack.optim.AdamW([p], **formats).step()
         assert torch.equal(p.full_tensor(), before)
+
+
+def test_sums_that_are_still_to_be_made_are_refused(mesh):
+    p = nn.Parameter(DTensor.from_local(torch.randn(64, 128), mesh, [Partial()], run_check=False))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(ModelError, match=r"shape \(64, 128\) is P.*reduce it first"):
+        fp8stack.optim.AdamW([p]).step()
 
 
 def test_blocks_that_parts_would_cut_are_refused_with_the_remedy(mesh):
