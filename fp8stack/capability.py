@@ -49,7 +49,10 @@ def fp8_gemm(device: torch.device | str) -> Answer:
         return Answer(False, f"FP8 GEMMs run on cuda and cpu devices, not on {device.type}")
     if not (hardware := fp8_hardware(device)):
         return Answer(False, f"FP8 GEMMs need compute capability >= 8.9; {hardware.reason}")
-    return probe(_multiplies, "torch._scaled_mm", device)
+    answer = probe(_multiplies, "torch._scaled_mm", device)
+    if answer and device.type == "cpu":
+        return Answer(True, f"{answer.reason} (numerics only, no speed-up)")
+    return answer
 
 
 def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
@@ -65,7 +68,10 @@ def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
         return Answer(False, f"cuBLAS multiplies with block scales on Hopper (9.0); {found}")
     if not hasattr(torch.nn.functional, "scaled_mm"):
         return Answer(False, f"block scales need torch 2.10; this is {torch.__version__}")
-    return probe(_multiplies_blocks, f"block scales (CUDA {torch.version.cuda})", device)
+    if answer := probe(_multiplies_blocks, "cuBLAS with block scales", device):
+        return answer
+    needed = f"block scales need CUDA 12.9 (this is {torch.version.cuda})"
+    return Answer(False, f"{needed}: {answer.reason}")
 
 
 def fp8_hardware(device: torch.device | str) -> Answer:
@@ -79,9 +85,14 @@ def fp8_hardware(device: torch.device | str) -> Answer:
 
 
 def fp8_optimizer(device: torch.device | str) -> Answer:
-    """Do the optimizer kernels run on this device? Their codecs are integer arithmetic and need no FP8 hardware."""
+    """Does the optimizer step run on this device?
+
+    Its kernels' codecs are integer arithmetic and need no FP8 hardware. A CPU runs their plain torch reference.
+    """
     kind = torch.device(device).type
-    if kind in ("cpu", "cuda"):
+    if kind == "cpu":
+        return Answer(True, "plain torch reference: no FP8 hardware needed")
+    if kind == "cuda":
         return Answer(True, "integer codecs: no FP8 hardware needed")
     return Answer(False, f"the optimizer kernels run on cuda and cpu devices, not on {kind}")
 
@@ -91,9 +102,9 @@ def bitsandbytes_optimizer(device: torch.device | str) -> Answer:
     remedy = f'pip install "bitsandbytes>={BITSANDBYTES_VERSION[0]}.{BITSANDBYTES_VERSION[1]}"'
     try:
         import bitsandbytes
-    except ModuleNotFoundError:
-        return Answer(False, f"bitsandbytes is not installed: {remedy}")
     except Exception as error:  # whatever its native library makes of this machine
+        if isinstance(error, ModuleNotFoundError) and error.name == "bitsandbytes":
+            return Answer(False, f"bitsandbytes is not installed: {remedy}")
         return Answer(False, f"bitsandbytes cannot be imported ({first_line(error)}): {remedy}")
     version = str(getattr(bitsandbytes, "__version__", "of no version"))
     numbers = re.match(r"(\d+)\.(\d+)", version)

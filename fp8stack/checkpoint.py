@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -73,10 +74,12 @@ def load_master_state_dict(
     """
     own = model.state_dict()
     _check_keys(own, state_dict)
-    model.load_state_dict(state_dict)
+    masters: dict[nn.Parameter, Tensor] = {}
     if isinstance(optimizer, BlockwiseOptimizer):
         owned = {p for group in optimizer.param_groups for p in group["params"]}
-        _set_masters(model, optimizer, state_dict, owned)
+        masters = _masters_in(state_dict, model, optimizer, owned)
+    model.load_state_dict(state_dict)
+    _set_masters(optimizer, masters)
 
 
 def torch_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -116,10 +119,14 @@ def save(
         "scaling": scaling_state(model),  # of fp8_recipe="delayed"; this rank's
         "extra": extra,
     }
-    contents = {kind: plain_numbers(value) for kind, value in contents.items()}
-    for kind, value in contents.items():
-        for place, part in _parts_of(value, kind):
-            _check_loadable(part, place)
+    try:
+        contents = {kind: plain_numbers(value) for kind, value in contents.items()}
+        for kind, value in contents.items():
+            for place, part in _parts_of(value, kind):
+                _check_loadable(part, place)
+    except RecursionError:
+        told = "what is to be saved holds itself, or lists and dicts in each other, hundreds deep"
+        raise CheckpointError(f"{told}. Save it flat.") from None
     with replacing(path) as temporary, open(temporary, "wb") as file:
         torch.save(contents, file)
 
@@ -128,7 +135,7 @@ def _parts_of(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     """Yield every key and value that `value` holds, and `value` itself, with the place of each."""
     if isinstance(value, dict):
         for key, part in value.items():
-            yield f"{place}: the key {key!r}", key
+            yield from _parts_of(key, f"{place}: the key {key!r}")
             yield from _parts_of(part, f"{place}[{key!r}]")
     elif isinstance(value, list | tuple):
         for index, part in enumerate(value):
@@ -160,7 +167,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     A link stays one: what it leads to is replaced.
     """
-    path = Path(os.path.realpath(path))
+    path, outer = Path(os.path.realpath(path)), sys.exc_info()[1]  # that a caller is handling
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
@@ -175,8 +182,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # torch.save hides a full disk behind its own error
+        cause = error.__context__
+        if isinstance(error, RuntimeError) and isinstance(cause, OSError) and cause is not outer:
+            raise cause from None  # torch.save hides a full disk behind its own error
         raise
 
 
@@ -219,17 +227,19 @@ def load(
     """
     contents = read_file(path)
     if not is_saved(contents):
-        raise CheckpointError(
-            f"{path} was not written by fp8stack.checkpoint.save: use torch.load."
-        )
+        remedy = "Load its parts with torch.load(weights_only=True) and load_state_dict"
+        raise CheckpointError(f"{path} was not written by fp8stack.checkpoint.save. {remedy}.")
     _check_keys(model.state_dict(), contents["model"])
     packed, prepared = contents["optimizer"], None
+    masters: dict[nn.Parameter, Tensor] = {}
     if optimizer is not None:
         if packed is None:
             told = f"there is no state for {type(optimizer).__name__}. Load it with None for that"
             raise CheckpointError(f"{path} was saved without an optimizer: {told}.")
         if isinstance(optimizer, BlockwiseOptimizer):
             prepared = prepare(optimizer, packed)
+            bare = _saved_without_master(optimizer, packed)
+            masters = _masters_in(contents["model"], model, optimizer, bare)
         else:
             _check_for_torch(optimizer, packed)
         check_order(optimizer, model, contents.get("names", ()))
@@ -237,7 +247,7 @@ def load(
     model.load_state_dict(contents["model"])
     if isinstance(optimizer, BlockwiseOptimizer) and prepared is not None:
         install(optimizer, prepared)
-        _set_masters(model, optimizer, contents["model"], _saved_without_master(optimizer, packed))
+        _set_masters(optimizer, masters)
     elif optimizer is not None:
         optimizer.load_state_dict(packed)
     restore_scaling(model, contents.get("scaling", {}))
@@ -256,14 +266,22 @@ def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
         )
 
 
-def _set_masters(
-    model: nn.Module, optimizer: BlockwiseOptimizer, weights: dict[str, Tensor], among: set[Any]
-) -> None:
-    """Give the masters of the parameters `among` the values of `weights`."""
-    for parameter, name in names_of(model).items():
-        if parameter in among and optimizer.master_format(parameter):
-            value = weights[name].to(parameter.device, torch.float32)
-            optimizer.set_master(parameter, value)
+def _masters_in(
+    weights: dict[str, Tensor], model: nn.Module, optimizer: BlockwiseOptimizer, among: set[Any]
+) -> dict[nn.Parameter, Tensor]:
+    """Return those of `weights` that are to be the masters of the parameters `among`."""
+    names = {p: n for p, n in names_of(model).items() if p in among and optimizer.master_format(p)}
+    if hidden := sorted(names.values() - weights.keys()):
+        raise CheckpointError(
+            f"the model's state_dict does not have {hidden[:3]}, the weights of its optimizer's masters. Load without "
+            "the hook that renames them or leaves them out."
+        )
+    return {p: weights[name] for p, name in names.items()}
+
+
+def _set_masters(optimizer: BlockwiseOptimizer, masters: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, value in masters.items():
+        optimizer.set_master(parameter, value.to(parameter.device, torch.float32))
 
 
 def _saved_without_master(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> set[Any]:
@@ -278,10 +296,14 @@ def _saved_without_master(optimizer: BlockwiseOptimizer, packed: dict[str, Any])
 def _check_keys(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
     """Raise unless `given` has exactly the keys and shapes of `own`."""
     missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-    tensors = {
-        key: value for key, value in own.items() if isinstance(value, Tensor) and key in given
-    }
-    differ = {k: tuple(given[k].shape) for k, v in tensors.items() if given[k].shape != v.shape}
-    if missing or unknown or differ:
-        told = f"missing {missing[:3]}, unknown {unknown[:3]}, other shapes {dict([*differ.items()][:3])}"
-        raise CheckpointError(f"the weights are of another model ({told}). Build the one saved.")
+    if missing or unknown:
+        raise CheckpointError(
+            f"the weights are of another model: {len(missing)} keys are missing {missing[:3]}, "
+            f"{len(unknown)} are unknown {unknown[:3]}. Build the model that was saved."
+        )
+    for key, value in own.items():
+        if isinstance(value, Tensor) and given[key].shape != value.shape:
+            raise CheckpointError(
+                f"{key} has shape {tuple(given[key].shape)} in the checkpoint and {tuple(value.shape)} in the model. "
+                "Build the model that was saved."
+            )

@@ -134,7 +134,8 @@ def say(text: object) -> None:
     distributed, rank = torch.distributed, os.environ.get("RANK", "0")
     if distributed.is_available() and distributed.is_initialized():
         rank = str(distributed.get_rank())
-    if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or rank.strip("0"):
+    is_first = rank == "0" or not rank.isdigit()  # what is no number is of another launcher
+    if os.environ.get("FP8STACK_QUIET", "0") not in ("", "0") or not is_first:
         return
     if logger.hasHandlers():
         logger.info("%s", text)

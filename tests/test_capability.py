@@ -49,6 +49,19 @@ def test_other_devices_are_named():
     assert "not on mps" in capability.fp8_optimizer("mps").reason
 
 
+def test_a_cpu_is_for_numerics_and_block_scales_for_cuda_12_9(monkeypatch):
+    assert capability.fp8_gemm("cpu").reason.endswith("on cpu (numerics only, no speed-up)")
+    assert "plain torch reference" in capability.fp8_optimizer("cpu").reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", fail, raising=False)
+    monkeypatch.setattr(capability, "_multiplies_blocks", fail)
+    answer = capability.native_recipe("blockwise", "cuda:0")
+    assert not answer
+    assert re.search(
+        r"block scales need CUDA 12\.9 \(this is .*: .* not on this machine", answer.reason
+    )
+
+
 @pytest.mark.gpu
 def test_this_gpu_runs_fp8():
     if torch.cuda.get_device_capability() >= (8, 9):

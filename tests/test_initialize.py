@@ -344,6 +344,12 @@ def test_the_card_is_logged_once_and_can_be_silenced(monkeypatch, caplog, capsys
         assert len(caplog.records) == (not quiet)
         assert quiet or "6.09 bytes per parameter" in caplog.text or "6.10 bytes" in caplog.text
     monkeypatch.setenv("FP8STACK_QUIET", "")
+    for rank, logged in (("1", 0), ("10", 0), ("0", 1), ("none", 1)):
+        monkeypatch.setenv("RANK", rank)
+        caplog.clear()
+        with caplog.at_level("INFO", logger="fp8stack"):
+            fp8stack.report.say("card")
+        assert len(caplog.records) == logged, rank
     monkeypatch.setattr(
         fp8stack.report.logger, "propagate", False
     )  # as where logging is not set up

@@ -33,6 +33,7 @@ GPUS = {
     "B300": (267, 103),
 }  # fmt: skip
 """GiB that a program can have, rounded down, and the compute capability, times ten."""
+_SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SWITCHES = {
     "checkpointing": "keep only the inputs of blocks",
@@ -46,7 +47,7 @@ def add_parser(commands: Commands) -> None:
     brief = "the memory that training takes on each GPU, by kind, and what fits"
     parser = add_command(commands, "estimate", brief)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
-    add("--parameters", type=_number, metavar="N", help="such as 7e9")
+    add("--parameters", type=_number, metavar="N", help="such as 7e9 or 7B")
     add("--hf-config", metavar="config.json", help="of Hugging Face, or its folder")
     add("--sizes", action="store_true", help="all of it in the options below")
     add = parser.add_argument
@@ -56,8 +57,7 @@ def add_parser(commands: Commands) -> None:
     add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or learned positions")
     add("--ranks", type=int, default=1, metavar="N", help="GPUs that share a model's training")
     add = parser.add_mutually_exclusive_group().add_argument
-    stages: dict[str, Any] = {"type": "zero{}".format, "choices": ("zero1", "zero2", "zero3")}
-    add("--zero", dest="sharding", metavar="STAGE", help="of DeepSpeed: 1, 2 or 3", **stages)
+    add("--zero", type=int, choices=(1, 2, 3), help="DeepSpeed's stage")
     for name, brief in {"fsdp": "FSDP2", "ddp": "torch's DDP at all levels"}.items():
         add(f"--{name}", dest="sharding", action="store_const", const=name, help=brief)
     add = parser.add_argument
@@ -68,17 +68,25 @@ def add_parser(commands: Commands) -> None:
     add("--gpu", type=str.upper, choices=GPUS, metavar="NAME", help=", ".join(GPUS))
     add("--memory", type=_number, metavar="GiB", help="of one GPU, instead of its name")
     add_recipe(parser)
-    parser.set_defaults(opt_level=None)
+    parser.set_defaults(opt_level=None, sharding="none")
 
 
 def _number(text: str) -> float:
-    value = float(text)
+    """Return a number above 0, which may end in K, M or B: "1.5B" is 1.5e9."""
+    factor = _SUFFIXES.get(text[-1:].upper())
+    try:
+        value = factor * float(text[:-1]) if factor else float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value <= 1e15:  # far above all that is trained
-        raise ValueError
+        told = "is not a number above 0 and up to 1e+15, such as 7e9, 7B or 350M"
+        raise argparse.ArgumentTypeError(f"{text!r} {told}")
     return value
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.zero:
+        options.sharding = f"zero{options.zero}"
     notes: list[str] = []
     shape = _shape(options, notes)
     gib = GPUS[options.gpu][0] if options.gpu else options.memory
@@ -86,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     precisions = [*BASELINES.values(), *_levels(options, notes)]
     seq = options.seq if options.seq is not None else shape.positions or 2048
     switches = {name: getattr(options, name) for name in _SWITCHES}
-    setup = Setup(options.batch, seq, options.ranks, options.sharding or "none", **switches)
+    setup = Setup(options.batch, seq, options.ranks, options.sharding, **switches)
     if setup.ranks == 1 and setup.sharding != "none":
         raise ConfigError("--zero, --fsdp and --ddp are for several GPUs; give --ranks above 1.")
     if 0 < shape.positions < seq:
@@ -163,8 +171,7 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
     names = [options.opt_level] if options.opt_level else ["O2"] if given else list(LEVELS)
     recipes = [recipe_of(options, name) for name in names]
     places = [conflicts.FSDP2] if options.sharding == "fsdp" else []
-    if (options.sharding or "").startswith("zero"):
-        places += [conflicts.DEEPSPEED, conflicts.ZERO]
+    places += [conflicts.DEEPSPEED, conflicts.ZERO] if options.zero else []
     places += [conflicts.SEVERAL_PROCESSES] if options.ranks > 1 else []
     places += [conflicts.ACCUMULATION] if options.accumulate else []
     for recipe in recipes:

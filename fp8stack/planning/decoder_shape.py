@@ -130,12 +130,12 @@ class Shape:
         raise ConfigError(f"{told}. Give a smaller vocab, or layers and hidden.")
 
 
-def check_sizes(sizes: Mapping[str, Any], *names: str) -> None:
-    """Raise ConfigError unless these entries are whole numbers of a possible size."""
+def check_sizes(sizes: Mapping[str, Any], *names: str, where: str = "") -> None:
+    """Raise ConfigError unless these entries are whole numbers of a possible size; `where` names what has them."""
     for name in names:
         value = sizes.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            raise ConfigError(f"{name}={value!r} must be a whole number from 1 to {MOST:,}.")
+            raise ConfigError(f"{where}{name}={value!r} must be a whole number from 1 to {MOST:,}.")
 
 
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32_000)
@@ -175,10 +175,16 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
     kind = config.get("model_type")
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise ConfigError(f"{where}: model_type={kind!r} is none of {known}. Give --sizes instead.")
+        raise ConfigError(
+            f"{where}: model_type={kind!r} is not known here; known: {known}. Give --sizes with --layers, --hidden, "
+            "--heads and so on."
+        )
+    if config.get("add_cross_attention"):
+        told = "add_cross_attention=True is not counted. Give --sizes of a decoder that is as large"
+        raise ConfigError(f"{where}: {told}.")
     gpt2 = kind == "gpt2"
     keys = _SIZES_OF_GPT2 if gpt2 else _SIZES
-    check_sizes(config, *keys.values())
+    check_sizes(config, *keys.values(), where=f"{where}: ")
     sizes: dict[str, Any] = {name: config[key] for name, key in keys.items()}
     sizes["tied"] = bool(config.get("tie_word_embeddings", gpt2))
     if gpt2:

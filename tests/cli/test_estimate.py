@@ -31,6 +31,7 @@ def test_all_levels_stand_beside_what_they_are_compared_with(estimated, capsys):
     assert not columns["bf16"]["fits"]
     assert columns["O2"]["fits"]
     assert columns["O2"]["largest_batch"] >= 1
+    assert estimated("--parameters", "7B", *options[2:]) == (data, columns)
     shape = Shape(**data["shape"])
     expected = estimate(shape, BASELINES["bf16"], Setup(seq=4096))
     assert columns["bf16"]["bytes"] == expected.parts
@@ -106,7 +107,10 @@ def test_it_reads_a_config(estimated, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--parameters", "many"], "invalid _number value: 'many'"),
+        (["--parameters", "many"], "'many' is not a number above 0 and up to 1e+15, such as 7e9, 7B or 350M"),
+        (["--parameters", "0"], "'0' is not a number above 0"),
+        ([*SMALL, "--memory", "B"], "'B' is not a number above 0"),
+        ([*SMALL, "--ranks", "2", "--zero", "5"], "invalid choice: 5 (choose from 1, 2, 3)"),
         (["--parameters", "1e9", "--layers", "2"], "--parameters makes the sizes; give --sizes with ['layers']"),
         (["--parameters", "1e5"], "fewer than the embeddings"),
         ([*SMALL, "--seq", "0"], "seq=0 must be a whole number from 1 to 16,777,216"),

@@ -470,6 +470,7 @@ def test_a_library_that_does_not_load_says_why(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     cases = (
         ("raise ImportError('libfoo.so: no such file')", r"cannot be imported \(libfoo.*pip inst"),
+        ("import scipy_that_it_needs", r"cannot be imported \(No module named 'scipy_that"),
         ("raise RuntimeError('no driver\\nlong')", r"cannot be imported \(no driver\): pip"),
         ("__version__ = '0.43.1'", r"bitsandbytes 0.43.1 is too old: pip install"),
     )
