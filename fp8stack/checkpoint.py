@@ -74,10 +74,11 @@ def load_master_state_dict(
     """
     own = model.state_dict()
     _check_keys(own, state_dict)
-    masters: dict[nn.Parameter, Tensor] = {}
-    if isinstance(optimizer, BlockwiseOptimizer):
-        owned = {p for group in optimizer.param_groups for p in group["params"]}
-        masters = _masters_in(state_dict, model, optimizer, owned)
+    if not isinstance(optimizer, BlockwiseOptimizer):
+        model.load_state_dict(state_dict)
+        return
+    owned = {p for group in optimizer.param_groups for p in group["params"]}
+    masters = _masters_in(state_dict, model, optimizer, owned)
     model.load_state_dict(state_dict)
     _set_masters(optimizer, masters)
 

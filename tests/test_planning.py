@@ -297,7 +297,7 @@ def test_a_hugging_face_config_has_the_parameters_of_its_model(tmp_path):
         (lambda: Shape(2, 64, 4, 3, 128, 96), "heads=4 must be a multiple of kv_heads=3"),
         (lambda: Shape(0, 64, 4, 4, 128, 96), "layers=0 must be a whole number"),
         (lambda: Shape(2, 64, 4, 4, 128, 96, head_dim=-16), "head_dim=-16 must be a whole number"),
-        (lambda: shape_of_config({"model_type": "lama"}), "'lama' is not known here; known: llama.*--sizes with --layers"),
+        (lambda: shape_of_config({"model_type": "lama"}), "'lama' is not known here; known: llama.*--sizes with"),
         (lambda: shape_of_config({"model_type": "llama"}, "a.json"), r"^a\.json: num_hidden_layers=None must be"),
         (lambda: shape_of_config({"model_type": "gpt2", "add_cross_attention": True}, "a.json"),
          r"^a\.json: add_cross_attention=True is not counted.*--sizes"),
