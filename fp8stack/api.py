@@ -200,8 +200,12 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
             converted module was sharded or parametrized since. Nothing is changed.
     """
     if model not in _MODELS:
-        remedy = f" Pass the one that was. {COPIED}" if conversion.find_converted(model) else ""
-        raise ModelError(f"this model is not initialized by fp8stack: nothing to undo.{remedy}")
+        remedy = ""
+        if conversion.find_converted(model):
+            remedy = f" Pass the model that was given to fp8stack.initialize. {COPIED}"
+        raise ModelError(
+            f"this model is not initialized by fp8stack (or was restored already): nothing to undo.{remedy}"
+        )
     session = session_of(model)
     if session.lasting:
         raise ModelError(session.lasting)
@@ -241,7 +245,10 @@ def _check_given(
     """Raise if the optimizer does not fit; return the trainable parameters that it does not own."""
     if optimizer is not None:
         if any(optimizer in (s.source, s.returned) for s in map(session_of, _MODELS)):
-            raise ModelError("this optimizer belongs to an initialized model: make one for each.")
+            raise ModelError(
+                "this optimizer belongs to an initialized model. Make one for each model, or fp8stack.restore that "
+                "model first."
+            )
         return conversion.check_optimizer(model, optimizer, recipe)
     if recipe.level != "O0":
         raise ModelError(f"{recipe.level} converts gradients for an optimizer; pass it, or use O0.")

@@ -310,8 +310,9 @@ def settings_of_optimizer(optimizer: torch.optim.Optimizer) -> list[Setting]:
     result = [Setting("optimizer", kind, f"{kind.__module__}.{kind.__qualname__}")]
     if _is_ours(optimizer):
         ours: Any = optimizer
-        for formats in {(ours.states, ours.master): 0, **dict.fromkeys(ours.overrides.values())}:
-            result += _formats(*formats)
+        formats = [(ours.states, ours.master), *ours.overrides.values()]
+        for states, master in dict.fromkeys(formats):  # each once, in this order
+            result += _formats(states, master)
         if ours.release is not None:
             result.append(Setting("release", ours.release, kind.__qualname__))
     for group in optimizer.param_groups:

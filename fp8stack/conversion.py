@@ -61,7 +61,9 @@ def check_model(
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
-        raise ModelError("layers of torch.jit do not change. Initialize what it was scripted from.")
+        raise ModelError(
+            "the model is one of torch.jit, whose layers cannot be changed. Initialize what it was scripted from."
+        )
     conflicts.refuse(conflicts.broken_rules(conflicts.wrappers_in(model), [conflicts.INITIALIZE]))
     if done := find_converted(model):
         remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
@@ -115,7 +117,8 @@ def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned:
 def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[str]:
     """Raise if `optimizer` does not fit the model or the recipe; return the trainable parameters it does not own."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(f"optimizer is no torch.optim.Optimizer: {type(optimizer).__name__}.")
+        kind = type(optimizer).__name__
+        raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {kind}.")
     for index, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             raise ModelError(f"parameter group {index} of the optimizer is empty. Leave it out.")
@@ -136,10 +139,11 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
 
 def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:
     """Raise unless the recipe says what one of fp8stack's optimizers was made with."""
-    backend = isinstance(optimizer, BitsandbytesOptimizer) and recipe.optimizer_backend != "auto"
-    for name in (*MADE_WITH, *["backend"] * backend):
-        option = "optimizer_backend" if name == "backend" else name
-        own, wanted = getattr(optimizer, name), getattr(recipe, option)
+    made_with = {option: getattr(optimizer, option) for option in MADE_WITH}
+    if isinstance(optimizer, BitsandbytesOptimizer) and recipe.optimizer_backend != "auto":
+        made_with["optimizer_backend"] = optimizer.backend
+    for option, own in made_with.items():
+        wanted = getattr(recipe, option)
         if own != wanted:
             raise ModelError(
                 f"the optimizer was made with {option}={own!r}, the recipe says {option}={wanted!r}. "

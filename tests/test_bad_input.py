@@ -188,7 +188,7 @@ def test_a_level_without_states_leaves_our_optimizers_their_own_masters(model, k
 def test_what_is_not_a_model_or_an_optimizer(model, optimizer):
     for arguments, culprit in (
         (([model], optimizer), "model must be a torch.nn.Module, got list"),
-        ((model, model), "optimizer is no torch.optim.Optimizer: TinyLM"),
+        ((model, model), "optimizer must be a torch.optim.Optimizer, got TinyLM"),
         ((model,), "O2 converts gradients for an optimizer; pass it, or use O0"),
         ((nn.ReLU(), optimizer), "no parameters"),
     ):
