@@ -190,6 +190,8 @@ def sectioned(
             whose place Accelerate would put its own.
     """
     config = accelerator.state.deepspeed_plugin.deepspeed_config
+    defaults = {"strict": False, "preset": None}
+    options = {n: v for n, v in options.items() if n not in defaults or v is not defaults[n]}
     if "fp8stack" in config and options:
         raise ConfigError(
             f'options {sorted(options)} were passed, and the DeepSpeed config has a section "fp8stack": '

@@ -150,12 +150,15 @@ def fully_shard_fp8(
     return _attach_sharded(model, optimizer, recipe, strict, replicas)
 
 
-def verify(model: nn.Module, *stepped: Any) -> Verification:
+def verify(
+    model: nn.Module, stepped: torch.optim.Optimizer | Iterable[Any] | None = None
+) -> Verification:
     """Check on the live objects that what was asked for is what runs; return what runs.
 
     Args:
         model: what `attach` or `fully_shard_fp8` returned.
-        stepped: the optimizers that are stepped. Without any, it is not checked that the one returned is among them.
+        stepped: the optimizer that is stepped, or all of them. None: it is not checked that the one returned is among
+            them.
 
     Raises:
         ModelError: with all that is wrong: layers that are FP8 no more, gradients that are not reduced in FP8, states
@@ -166,7 +169,9 @@ def verify(model: nn.Module, *stepped: Any) -> Verification:
         unit.reshard()  # so that the model's parameters are the sharded ones
     reducers = {name or "the root": reduces_in_fp8(unit) for name, unit in units.items()}
     in_fp8 = session_of(model).recipe.gradients == "fp8"
-    return verify_initialized(model, stepped or None, "FSDP2", reducers if in_fp8 else {})
+    if isinstance(stepped, torch.optim.Optimizer):
+        stepped = [stepped]
+    return verify_initialized(model, stepped, "FSDP2", reducers if in_fp8 else {})
 
 
 # --- checks and decisions

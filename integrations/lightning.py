@@ -262,10 +262,7 @@ def _verify(model: nn.Module, optimizers: list[Any]) -> None:
         )
     for part in sessions:
         sharded = any(is_sharded(p) for p in part.parameters())
-        if sharded:
-            fsdp.verify(part, *optimizers)
-        else:
-            verify_initialized(part, optimizers)
+        (fsdp.verify if sharded else verify_initialized)(part, optimizers)
 
 
 def setup(

@@ -250,6 +250,11 @@ def shrink_codes(contents):
     state["exp_avg_scale"] = state["exp_avg_scale"][:7]
 
 
+def pack_codes(contents):
+    state = contents["optimizer"]["state"][0]
+    state["exp_avg_code"] = state["exp_avg_code"][:, ::2]
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_the_states_of_other_parameters_are_refused_and_a_wrapper_s_names_are_not(level, tmp_path):
     def build(trained):
@@ -289,7 +294,9 @@ BAD = [  # what is wrong with a file, and what the message says
     (lambda c: c["optimizer"]["state"].pop(3), "says it has 7 entries and has 6.*it is damaged"),
     (lambda c: c["optimizer"]["param_groups"][0]["params"].pop(), "groups of .6. parameters, the optimizer of .7."),
     (lambda c: c["optimizer"].pop("state"), 'keys "state" and "param_groups"'),
+    (lambda c: c["optimizer"].update(param_groups=torch.zeros(1, 2)), 'groups list "params"'),
     (lambda c: c["optimizer"]["state"][0].pop("exp_avg_code"), "exp_avg is missing"),
+    (pack_codes, r"exp_avg is kept as .4bit-experimental.*checkpoint\.torch_state_dict"),
     (shrink_codes, r"exp_avg is of shape \(7, 128\)"),
     (lambda c: c["model"].pop("up.weight"), "1 keys are missing .*up.weight"),
     (lambda c: c["model"].update({"up.weight": torch.zeros(3, 3)}), r"shape \(3, 3\) in .* \(\d+, \d+\) in the model"),

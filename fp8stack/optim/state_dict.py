@@ -204,7 +204,7 @@ def check_packed(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     try:
         theirs = [len(group["params"]) for group in packed["param_groups"]]
         entries = len(packed["state"])
-    except (KeyError, TypeError) as error:
+    except (IndexError, KeyError, TypeError) as error:
         found = list(packed) if isinstance(packed, dict) else type(packed).__name__
         raise CheckpointError(
             'an optimizer state_dict has the keys "state" and "param_groups", whose groups list "params"; this has '
@@ -300,8 +300,14 @@ def _convert(
 def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: Any) -> State:
     """Return one moment of a saved state in the format `states`; unchanged if it is in that format already."""
     codes = entry.get(f"{name}_code", weight)
-    four_bits = is_second(name) and tuple(codes.shape) == UE3M1.codes_shape(weight.shape)
-    if codes.shape != weight.shape and not four_bits:
+    four_bits = tuple(codes.shape) == UE3M1.codes_shape(weight.shape)
+    if codes.shape != weight.shape and not (four_bits and is_second(name)):
+        if four_bits:
+            raise CheckpointError(
+                f'state of parameter {key} (shape {tuple(weight.shape)}): {name} is kept as "4bit-experimental", '
+                "which this version of fp8stack does not have. Load it with the version that wrote it and export it "
+                "with fp8stack.checkpoint.torch_state_dict."
+            )
         raise _of_another_model(key, weight, f"{name} is of shape {tuple(codes.shape)}")
     wanted = formats.zero_moment(name, weight.to("meta"), states)
     if _alike(entry, wanted):

@@ -5,7 +5,8 @@
 becomes fp8stack's section, "fp8stack": {"opt_level": "O1" or, for O2 and O3, "O2"}, and goes to
 `fp8stack.integrations.deepspeed.initialize`. Without the section, or with "enabled": false, DeepSpeed runs as it is;
 called by accelerate, which leaves the section out if the level came with `MSAMPRecipeKwargs`, the level is that one.
-An `LBAdam` or `LBAdamW` with one scale a tensor gets scales for 128 elements of ZeRO's flat partitions, with a warning.
+An `LBAdam` or `LBAdamW` given at O2 is taken for its hyper-parameters, as torch's would be: the level has the formats.
+Otherwise ZeRO's flat partitions get scales for 128 elements each, with a warning, where it has one for a tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from typing import Any
+
+import torch
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.integrations import deepspeed as adapter
@@ -42,7 +45,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     optimizer = given.get("optimizer")
     if isinstance(optimizer, LBAdam | LBAdamW):
         config["zero_allow_untested_optimizer"] = True
-        if optimizer.states == "fp8-lm" and stage_of(config):
+        if level in ("O2", "O3"):
+            kind = torch.optim.AdamW if optimizer.decoupled else torch.optim.Adam
+            given["optimizer"] = kind(optimizer.param_groups)
+            given["optimizer"].param_groups = optimizer.param_groups  # which schedulers drive
+        elif optimizer.states == "fp8-lm" and stage_of(config):
             told = 'ZeRO joins parameters to flat tensors, so states are states="8bit": fp8 with a scale for each 128'
             warnings.warn(f"msamp: {told}", Fp8StackWarning, stacklevel=2)
             optimizer.states = "8bit"

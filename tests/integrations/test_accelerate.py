@@ -269,7 +269,7 @@ def use_deepspeed(deepspeed):
     assert learns(losses)
     assert "fp8stack" not in accelerator.state.deepspeed_plugin.deepspeed_config
     section = {"fp8stack": {"opt_level": "O2"}}
-    assert_same_bits(train(*make(config=section)), losses)
+    assert_same_bits(train(*make(config=section, strict=False, preset=None)), losses)
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     for level, kind in (("O2", torch.optim.AdamW), ("O1", optim.AdamW)):
         optimizer = make(level, offload, kind)[2]

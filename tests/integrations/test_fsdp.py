@@ -311,6 +311,8 @@ def see_differences():
         assert part in str(error.value)
     with pytest.raises(ModelError, match="AdamW is stepped, and not the AdamW that fp8stack"):
         verify(model, adamw(model))
+    with pytest.raises(ModelError, match="nothing is stepped, and not the AdamW that fp8stack"):
+        verify(model, [])
     with pytest.raises(ModelError, match="not initialized"):
         verify(shard(make()))
 

@@ -457,14 +457,17 @@ def run_deepspeed(folder, real):
         model = engines.build()
         given = {"model": model, "model_parameters": model.parameters(), "args": args}
         assert check(deepspeed.initialize(**given)[0], level) is (level == "O2")
-    for level in ("O2", "O1"):
+    for stage, level in ((2, "O2"), (2, "O1"), (0, "O2")):
         model = engines.build()
         optimizer = msamp.LBAdamW(model.parameters(), lr=3e-3)  # one scale a tensor
-        on = {**engines.configure(2, "bf16"), "msamp": {"enabled": True, "opt_level": level}}
-        with pytest.warns(Fp8StackWarning, match="a scale for each 128"):
+        on = {**engines.configure(stage, "bf16"), "msamp": {"enabled": True, "opt_level": level}}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", Fp8StackWarning)
             engine = deepspeed.initialize(model=model, optimizer=optimizer, config=on)[0]
+        assert any("a scale for each 128" in str(w.message) for w in told) is (level == "O1")
         assert check(engine, level)
-        assert engines.inner_of(engine).param_groups[0]["lr"] == 3e-3
+        inner = engines.inner_of(engine)
+        assert (inner.states, inner.param_groups[0]["lr"]) == ("8bit", 3e-3)
     # the level of accelerate's handler, which reaches no config, and that of its plugin, which does
     by_plugin = {"enable_msamp": True, "msamp_opt_level": "O2"}
     for more, handlers in (({}, [MSAMPRecipeKwargs(opt_level="O2")]), (by_plugin, [])):
