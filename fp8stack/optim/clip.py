@@ -85,7 +85,10 @@ def clip_grad_norm_(
     for where, group in fused.items():
         _multiply(group, tables[where], factor.to(where))
     for g in others:
-        g.mul_(factor.to(g.device))
+        if isinstance(g, BlockScaledTensor):
+            g.mul_(factor.to(g.device))
+        else:  # in float32: torch would round the factor to the dtype of g
+            g.copy_(g.float() * factor.to(g.device))
     return total
 
 

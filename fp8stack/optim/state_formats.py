@@ -155,9 +155,13 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
         value: Tensor = state[name].float()
         return value
     codes, scale = state[f"{name}_code"], state[f"{name}_scale"]
-    if scale.ndim == 1:  # the codes may be paged
+    if (
+        scale.ndim < 2
+    ):  # such codes may be on the host, paged or offloaded, where their scale is not
+        codes = codes.to(scale.device)
+    if scale.ndim == 1:
         values = bitsandbytes_format.table(not is_second(name), scale.device)
-        return bitsandbytes_format.decode(codes.to(scale.device), scale, values)
+        return bitsandbytes_format.decode(codes, scale, values)
     kind = stored_kind(name, state, shape)
     if kind == "tensor":
         return power_of_two.decode_tensor(codes, scale)

@@ -74,7 +74,9 @@ def quantize_blocks(
     scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
     if fmt.dtype is torch.uint8:
         random = None if seed is None else as_blocks(noise(x.shape, seed))
-        codes = encode(blocks * (inverse * NUDGE).unsqueeze(-1), fmt, random)
+        # Kernels multiply once, by what `encode` multiplies with too: for blocks above 2^114 that is subnormal.
+        unit = 2.0 ** -(fmt.min_exponent + 14)
+        codes = encode(blocks * (inverse * (NUDGE * unit)).unsqueeze(-1) / unit, fmt, random)
     else:
         codes = encode_scaled(blocks, inverse.unsqueeze(-1), fmt).view(torch.uint8)
     if fmt.squared:

@@ -138,6 +138,11 @@ def test_blocks_dequantize_as_in_the_reference(fmt, dtype, shape, kernel_device,
     assert_same_bits(values, expected, "values")
 
 
+@ALL
+def test_blocks_of_huge_values_quantize_as_in_the_reference(fmt, kernel_device):
+    assert_quantizes_as_reference(torch.randn(64, 512) * 2.0**125, fmt, kernel_device)
+
+
 # --- sizes for a GPU only
 
 
