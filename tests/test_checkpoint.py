@@ -374,7 +374,8 @@ def test_what_does_not_go_into_torch_s_optimizer(level, make, options, wrong, tm
 
 
 def test_a_state_dict_calls_torch_s_hooks_and_is_loaded_in_place():
-    optimizer = AdamW([nn.Parameter(torch.zeros(64, 128))])
+    p = nn.Parameter(torch.zeros(64, 128))
+    optimizer = AdamW([p])
     groups, group, calls = optimizer.param_groups, optimizer.param_groups[0], []
     optimizer.register_load_state_dict_pre_hook(lambda o, s: calls.append("pre"))
     optimizer.register_load_state_dict_post_hook(lambda o: calls.append("post"))
@@ -385,6 +386,8 @@ def test_a_state_dict_calls_torch_s_hooks_and_is_loaded_in_place():
     assert calls == ["saved", "pre", "post"]
     assert optimizer.param_groups is groups
     assert (groups[0] is group, group["lr"]) == (True, 0.125)
+    optimizer.load_state_dict({**saved, "state": {}})  # of a run that had not stepped
+    assert not optimizer.state.get(p)
 
 
 @pytest.mark.parametrize(

@@ -138,22 +138,22 @@ def test_empty_and_zero(device):
 
 
 def test_states_give_the_scales_of_the_casts_before(device):
-    """The first cast has its own amax, the second the first's, beyond which it saturates."""
+    """The first cast has its own amax, each later one that of the cast before it, beyond which it saturates."""
     gate, up, dh = (t.to(device) for t in draw((40, 72)))
     states = [DelayedState(4) for _ in range(3)]
     of, *of_g = (s.handle for s in states)
     alone = ops.swiglu_cast(gate, up, E4M3)
     *grads, _ = ops.swiglu_backward_cast(dh, gate, up, alone[1], E5M2)
-    for factor in (1, 2):
+    for factor, used in ((1, 1), (2, 1), (4, 2)):
         codes, scale = ops.swiglu_cast(gate, factor * up, E4M3, [of], True)
         results = ops.swiglu_backward_cast(factor * dh, gate, up, scale, E5M2, of_g, True)
-        assert_same_bits(scale.cpu(), alone[1].cpu())
-        assert_same_bits(results[2].cpu(), grads[2].cpu())
-        assert_same_bits(results[5].cpu(), grads[5].cpu())
+        assert_same_bits(scale.cpu(), used * alone[1].cpu())
+        assert_same_bits(results[2].cpu(), used * grads[2].cpu())
+        assert_same_bits(results[5].cpu(), used * grads[5].cpu())
         assert codes.float().abs().max() == 448
     for state, one in zip(states, (alone[1], grads[2], grads[5]), strict=True):
-        assert_same_bits(state.tensor[0].cpu(), 2 * one.cpu())
-    again = ops.swiglu_cast(gate, 2 * up, E4M3, [of], False, True)
+        assert_same_bits(state.tensor[0].cpu(), 4 * one.cpu())
+    again = ops.swiglu_cast(gate, 4 * up, E4M3, [of], False, True)
     assert_same_bits(again[0].view(torch.uint8), codes.view(torch.uint8))
 
 
