@@ -285,22 +285,17 @@ def main() -> None:
         drawn = draw(tree, options.faults, options.seed, options.folders)
         with ThreadPoolExecutor(options.jobs) as pool:
             outcomes = list(pool.map(test, drawn))
-    pairs = list(zip(drawn, outcomes, strict=True))
-    for part in (*options.folders, ""):
-        mine = [outcome for fault, outcome in pairs if fault.file.startswith(part)]
-        found, never = mine.count("found"), mine.count("never called")
-        print(f"{part or 'all':20} found {found} of {len(mine)}, {never} never called")
-    missed = [f"{f.file}:{f.start[0]} {f.text[:60]} ({o})" for f, o in pairs if o != "found"]
-    print(*missed, sep="\n")
-    params = {
-        "faults": len(drawn),
-        "seed": options.seed,
-        "seconds": options.seconds,
-        "folders": list(options.folders),
-    }
-    record = {"name": "mutations", "params": {**params, "tests": len(seconds)}, "missed": missed}
-    record |= {"variant": options.name or tree.name, "metric": "found", "unit": "share"}
-    append_records(options.output, [record | {"value": outcomes.count("found") / len(outcomes)}])
+    records = []
+    for folder in options.folders:
+        mine = [(f, o) for f, o in zip(drawn, outcomes, strict=True) if f.file.startswith(folder)]
+        missed = [f"{f.file}:{f.start[0]} {f.text[:60]} ({o})" for f, o in mine if o != "found"]
+        print(f"{folder:20} found {len(mine) - len(missed)} of {len(mine)}", *missed, sep="\n    ")
+        params = {"faults": len(mine), "seed": options.seed, "seconds": options.seconds}
+        params |= {"folders": [folder], "tests": len(seconds)}
+        record = {"name": "mutations", "variant": options.name or tree.name, "params": params}
+        record |= {"metric": "found", "unit": "share", "value": 1 - len(missed) / len(mine)}
+        records.append(record | {"missed": missed})
+    append_records(options.output, records)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 15_850
-TESTS_CAP = 26_050
+LIBRARY_CAP = 14_500
+TESTS_CAP = 21_000
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
