@@ -1,17 +1,17 @@
-"""Accelerate: a level for what an Accelerator trains, on one process, under DDP, FSDP2 or DeepSpeed.
+"""Accelerate: bring the model that an Accelerator trains to a level, on one process or under DDP, FSDP2 or DeepSpeed.
 
     from fp8stack.integrations.accelerate import prepare
 
     accelerator = Accelerator(mixed_precision="bf16")
     model, optimizer, loader = prepare(accelerator, model, optimizer, loader, opt_level="O2")
 
-`prepare` is `accelerator.prepare` with the level put in where it belongs: before it on one process and under DDP
-(layers, gradients and states are per process, then DDP's hook goes FP8), after it under FSDP2 (states are DTensors of
-the sharded parameters), and in DeepSpeed's configuration under ZeRO. `attach` does the last part alone, for a model
-that was initialized by hand. Accelerate is neither patched nor subclassed, and its own FP8 has to be off: two owners
-of the same layers undo each other.
+`prepare` calls `accelerator.prepare` and applies the level at the right moment. On one process and under DDP it does so
+before (layers, gradients and states are per process), and registers DDP's FP8 hook after. Under FSDP2 it does so after
+(states are DTensors of the sharded parameters). Under ZeRO it puts the level into DeepSpeed's configuration. `attach`
+does only the part after `accelerator.prepare`, for a model that was initialized by hand. Accelerate is neither patched
+nor subclassed. Its own FP8 has to be off: two owners of the same layers undo each other.
 
-Limits: FSDP1, Megatron-LM and XLA are refused. Gradients that DDP holds are in full precision; what is FP8 is the wire.
+Limits: FSDP1, Megatron-LM and XLA are refused. DDP holds gradients in full precision; only the wire is FP8.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prepare(
         initialize_sharded(prepared[0], prepared[1], level, options)
         return tuple(prepared)
     if accelerator.device_placement and not hasattr(model, "hf_device_map"):
-        model.to(accelerator.device)  # where FP8 can be multiplied is decided by the device
+        model.to(accelerator.device)  # the device decides whether FP8 can be multiplied
     _, ours = fp8stack.initialize(model, optimizer, level, **options)
     try:
         prepared = accelerator.prepare(model, ours, *others)
@@ -91,15 +91,15 @@ def prepare(
 def attach(accelerator: Any, model: Any) -> Verification:
     """Finish a model that was initialized before `accelerator.prepare`; return what it trains with.
 
-    Registers the hook that averages DDP's gradients in FP8 (from O1 on), before the first backward; verifies a
-    DeepSpeed engine and an FSDP2 model, whose level is put in otherwise (`prepare`); has nothing to add on one process.
+    Under DDP it registers the hook that averages gradients in FP8 (from O1 on); call it before the first backward. A
+    DeepSpeed engine or an FSDP2 model gets its level from `prepare` and is only verified, as is a model on one process.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
         model: what its `prepare` returned. Move a model to `accelerator.device` before `fp8stack.initialize`.
 
     Raises:
-        ConfigError: for FP8 of Accelerate's own, or a way to share the work that cannot be had.
+        ConfigError: for FP8 of Accelerate's own, or a way to share the work that is not supported.
         ModelError: if the model was not prepared or not initialized, has a communication hook already, or is no longer
             what was initialized.
     """
@@ -141,10 +141,10 @@ def attach(accelerator: Any, model: Any) -> Verification:
 
 
 def kind_of(accelerator: Any) -> str:
-    """Return Accelerate's name of the way that processes share the work, such as "MULTI_GPU" or "FSDP" (FSDP2).
+    """Return Accelerate's name for how processes share the work, such as "MULTI_GPU" or "FSDP" (FSDP2).
 
     Raises:
-        ConfigError: for a way that cannot be had, FP8 of Accelerate's own, or what is no Accelerator.
+        ConfigError: for a way that is not supported, FP8 of Accelerate's own, or an object that is no Accelerator.
     """
     if not comes_from(accelerator, "accelerate"):
         raise ConfigError(
@@ -167,13 +167,13 @@ def kind_of(accelerator: Any) -> str:
 def initialize_sharded(
     model: nn.Module, optimizer: Any, opt_level: str, options: Mapping[str, Any]
 ) -> None:
-    """Bring a model that Accelerate has sharded by FSDP2 to a level, inside the AcceleratedOptimizer that it made."""
+    """Bring a model that FSDP2 has sharded to a level; Accelerate's wrapper of the optimizer gets the new one."""
     _, ours = fsdp.attach(model, optimizer.optimizer, opt_level, **options)
-    optimizer.__setstate__({"optimizer": ours})  # which renews what it keeps of its methods, too
+    optimizer.__setstate__({"optimizer": ours})  # also renews the methods that the wrapper keeps
 
 
 def check_level(opt_level: str | None, options: Mapping[str, Any]) -> str:
-    """Return the level, "O2" if none is given; raise ConfigError for one that is unknown, or an option or value."""
+    """Return the level, "O2" if none is given; raise ConfigError for an unknown level, option or value."""
     level = "O2" if opt_level is None else opt_level
     recipe_for(level, **{name: value for name, value in options.items() if name != "strict"})
     return level
@@ -183,11 +183,11 @@ def check_level(opt_level: str | None, options: Mapping[str, Any]) -> str:
 def sectioned(
     accelerator: Any, optimizer: Any, opt_level: str | None, options: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Have DeepSpeed engines that are made meanwhile read a section "fp8stack" with these options.
+    """Let DeepSpeed engines that are made inside read a section "fp8stack" with these options.
 
     Raises:
-        ConfigError: for an unknown option or value, options both here and in the configuration, or an optimizer in
-            whose place Accelerate would put its own.
+        ConfigError: for an unknown option or value, options both here and in the configuration, or an optimizer that
+            Accelerate would replace by its own.
     """
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     defaults = {"strict": False, "preset": None}
@@ -203,9 +203,9 @@ def sectioned(
     recipe = None if section is None else section.recipe
     ours = isinstance(optimizer, BlockwiseOptimizer)
     if recipe is not None and (ours or recipe.states != "keep"):
-        # else Accelerate takes an optimizer of its own under offload, before DeepSpeed is asked
+        # otherwise Accelerate takes its own optimizer under offload, before DeepSpeed is asked
         config.setdefault("zero_force_ds_cpu_optimizer", False)
-    # the DeepSpeed adapter looks for all other rows when the engine is made
+    # the DeepSpeed adapter checks all other rows when the engine is made
     found = check(TrainingRun(config, optimizer=optimizer, recipe=recipe))
     raise_or_warn(f for f in found if f.row.name == "offload-replaces-optimizer")
     config["fp8stack"] = asked

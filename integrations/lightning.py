@@ -94,9 +94,8 @@ class _Precision:
         plugins = _find_lightning().plugins
         kinds = {
             "32-true": plugins.Precision,
-            "bf16-mixed": partial(
-                plugins.MixedPrecision, precision, "cuda"
-            ),  # or as `connect` says
+            # `connect` replaces "cuda" by the model's device
+            "bf16-mixed": partial(plugins.MixedPrecision, precision, "cuda"),
             "bf16-true": partial(plugins.HalfPrecision, precision),
         }
         if precision not in kinds:

@@ -137,13 +137,11 @@ def largest(
 
 
 def total(
-    launches: Sequence[
-        tuple[torch.dtype, str, Tensor, Tensor]
-    ],  # dtype, `step.Launch.rows`, rows, owner
+    launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]],  # see below
     partial: Tensor,  # float64 [programs of all launches]; overwritten with each program's sum of squares
     out: Tensor,  # float32, 0-d
 ) -> None:
-    """Write the norm of all gradients of several launches."""
+    """Write the norm of all gradients of several launches, each (dtype, `step.Launch.rows`, rows, owner)."""
     at = 0
     for dtype, layout, rows, owner in launches:
         if len(owner):

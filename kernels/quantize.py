@@ -79,9 +79,10 @@ def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor) -> None:
-    """Quantize `x`, in 8 bits, into contiguous memory that is there."""
+    """Quantize `x`, in 8 bits, into existing contiguous memory."""
     if scale.numel():
-        x, codes, cols = x.contiguous(), codes.view(torch.uint8), rows_cols(x.shape)[1]
+        x, codes = x.contiguous(), codes.view(torch.uint8)
+        cols = rows_cols(x.shape)[1]
         state = "" if fmt in (E4M3, E5M2) else fmt.name
         _launch_quantize(
             _grid(scale), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
@@ -90,9 +91,12 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
 
 
 def dequantize_blocks(
-    codes: Tensor, scale: Tensor, fmt: MiniFloat, dtype: torch.dtype = torch.float32,
-    shape: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+    codes: Tensor,  # fmt.dtype, fmt.codes_shape(shape)
+    scale: Tensor,  # float32 [rows, ceil(cols / 128)]
+    fmt: MiniFloat,
+    dtype: torch.dtype = torch.float32,
+    shape: Sequence[int] | None = None,  # of the values; needed for codes of 4 bits only
+) -> Tensor:  # dtype, `shape` or that of codes
     """Return code × scale (squared for a squared format), rounded to `dtype`."""
     if fmt.bits == 4:  # for checkpoints only
         return reference.dequantize_blocks(codes, scale, fmt, dtype, shape)

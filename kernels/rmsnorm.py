@@ -37,8 +37,8 @@ SUMMED = 32  # columns of the sums of all programs that one program adds
 
 @triton.jit
 def _next_rows(i, c, rows, cols, ROWS: tl.constexpr):
-    """Return the rows that this program does in its round `i`, from the last to the first, and which of them exist; the
-    same of their elements in columns `c`."""
+    """Return the numbers of the rows of this program's round `i` and which of them exist, [ROWS]; then the offsets of
+    their elements in columns `c` and which of those exist, [ROWS, COLS]. Rounds go from the last rows to the first."""
     tile = tl.cdiv(rows, ROWS) - 1 - tl.program_id(0) - i * tl.num_programs(0)
     r = tile * ROWS + tl.arange(0, ROWS)
     exists = (r >= 0) & (r < rows)

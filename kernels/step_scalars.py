@@ -86,14 +86,17 @@ _launch_scalars = Launcher(_scalars_kernel, num_warps=4, enable_fp_fusion=False)
 
 
 def scalars(
-    algorithm: str, table: Tensor, group: Tensor, group_of: Tensor, index: Tensor, steps: Tensor, verdict: Tensor,
-    skipped: Tensor, hyper: Tensor,
-) -> None:  # fmt: skip
-    """Fill `hyper`, float32 [parameters, 16]; the arguments are those of the reference, which see, but for three.
-
-    `table` is int64 [parameters, 16], in which a parameter without a gradient has address 0; `group` is float64
-    [groups, 8], and `group_of`, int32 [parameters], says which is a parameter's.
-    """
+    algorithm: str,
+    table: Tensor,  # int64 [parameters, 16]; a parameter without a gradient has address 0
+    group: Tensor,  # float64 [groups, 8]
+    group_of: Tensor,  # int32 [parameters]: the row of `group` for each parameter
+    index: Tensor,  # int32 [parameters]
+    steps: Tensor,  # float32 [parameters]; updated
+    verdict: Tensor,  # float32 [5]
+    skipped: Tensor,  # float32, 0-d; updated
+    hyper: Tensor,  # float32 [parameters, 16]; written
+) -> None:
+    """Write the scalars of every parameter to `hyper`, and count the step or the skip, as the reference does."""
     count = len(steps)
     _launch_scalars(
         (triton.cdiv(count, SIZE), 1, 1),

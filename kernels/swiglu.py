@@ -177,25 +177,41 @@ _launch_cast = Launcher(_swiglu_cast_kernel, num_warps=8)
 
 
 def swiglu_cast(
-    gate: Tensor, up: Tensor, fmt: MiniFloat, of: Sequence[int] = (), update: bool = False, again: bool = False
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gate: Tensor,  # bfloat16, float16 or float32 [rows, cols]
+    up: Tensor,  # likewise
+    fmt: MiniFloat,
+    of: Sequence[int] = (),  # the handle of a DelayedState, or none: current scaling
+    update: bool = False,
+    again: bool = False,
+) -> tuple[Tensor, Tensor]:  # codes [rows16, cols16], scale float32 0-d
     """Return silu(gate) × up in FP8."""
     codes, scale = _run(None, gate, up, None, fmt, of, update, again)
     return codes, scale
 
 
 def swiglu_backward_cast(
-    dh: Tensor, gate: Tensor, up: Tensor, h_scale: Tensor, fmt: MiniFloat,
-    of: Sequence[int] = (), update: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return the gradients of gate and up in FP8, and the activation's transpose."""
+    dh: Tensor,  # the gradient of silu(gate) × up, [rows, cols]
+    gate: Tensor,
+    up: Tensor,
+    h_scale: Tensor,  # the scale that swiglu_cast returned
+    fmt: MiniFloat,
+    of: Sequence[int] = (),  # handles of gate's DelayedState and up's, or none
+    update: bool = False,
+) -> tuple[Tensor, ...]:
+    """Return codes, codes_t and scale of gate's gradient, then of up's, then E4M3 codes_t of silu(gate) × up."""
     return _run(dh, gate, up, h_scale, fmt, of, update, False)
 
 
 def _run(
-    dh: Tensor | None, gate: Tensor, up: Tensor, h_scale: Tensor | None, fmt: MiniFloat,
-    of: Sequence[int], update: bool, again: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dh: Tensor | None,  # None: forward
+    gate: Tensor,
+    up: Tensor,
+    h_scale: Tensor | None,  # of backward only
+    fmt: MiniFloat,
+    of: Sequence[int],
+    update: bool,
+    again: bool,
+) -> tuple[Tensor, ...]:
     backward = dh is not None
     gate, up, d = (t.contiguous() for t in (gate, up, gate if dh is None else dh))
     (rows, cols), device = gate.shape, gate.device
@@ -208,7 +224,7 @@ def _run(
         results.append(gate.new_empty(turned, dtype=E4M3.dtype))
     if not gate.numel():
         return tuple(x if x.ndim else x.zero_() for x in results)
-    # what forward neither reads nor writes may be anything
+    # arguments that forward neither reads nor writes may be any tensor
     h, scale = results[0], scales[0]
     out = (*results, h_scale) if backward else (h, h, scale, h, h, scale, h, scale)
     states = [STATES[handle] for handle in of]

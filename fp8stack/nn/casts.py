@@ -5,25 +5,25 @@
     weight     in every forward; in backward again, in the other layout   its scale, until backward
     gradient   once, both layouts                                         nothing
 
-No codes outlive a forward and its backward, so no codes can be those of an earlier weight. Backward casts with the
-scale that forward found, and so reads the weight once; what it holds of a weight in between is the weight itself, as
-torch does. For inputs of few rows (`FEW_ROWS`), where reading a weight again would take a larger share of the time,
-one kernel writes both layouts in forward and autograd keeps the second: one byte an element until backward. It does so
-under torch.compile as well, where casts are part of the graph and Inductor joins the search for the largest magnitude
-to whatever made the tensor.
+No codes outlive a forward and its backward, so codes of an earlier weight are never used. Between the two, autograd
+keeps the weight itself, as torch does, and the scale that forward found; with that, backward reads the weight only
+once. For inputs of few rows (`FEW_ROWS`) reading the weight again would take a larger share of the time. Then one
+kernel writes both layouts in forward, and autograd keeps the second: one byte an element until backward. The same
+happens under torch.compile, where casts are part of the graph and Inductor fuses the search for the largest magnitude
+with the operation that made the tensor.
 
-A weight is read once in forward too where its scale can be guessed. With delayed scaling it is cast with the scale of
-its last cast while that fits (`ops.recast`). With current scaling a parameter whose version did not change is cast
-with the scale of its last cast, as in a further micro-batch; the kernel finds out whether that is its own, and casts
-again if it is not. So a wrong guess costs time and changes no bit.
+Forward, too, reads a weight only once if it can guess the scale: it tries the scale of the last cast. With delayed
+scaling it keeps that while it fits (`ops.recast`). With current scaling it tries it if the version of the parameter
+did not change, as in a further micro-batch; the kernel checks whether it is the weight's own scale, and casts again if
+it is not. So a wrong guess costs time and changes no bit.
 
-The layers of a model share an `InputCodes`, which holds the codes of the activation cast last until the next one is
-cast, backward begins, or the activation goes. A mark on the activation itself says that they are its own; contents,
-stream, formats and recipe have to be those of then. Leaves of autograd are cast by each layer: they are what users
-write to without a trace (through `.data`, NumPy, collectives), and the static inputs of CUDA graphs.
+The layers of a model share an `InputCodes`. It holds the codes of the activation that was cast last, until the next
+one is cast, backward begins, or the activation is freed. A mark on the activation says that the codes belong to it;
+contents, stream, formats and recipe must be the same as at the cast. Leaves of autograd are cast by each layer: users
+write to them without a trace (through `.data`, NumPy, collectives), and static inputs of CUDA graphs are leaves.
 
-A fused RMSNorm (`rmsnorm.py`) leaves the magnitudes of its output as another attribute of it, which spares the cast
-behind it a pass over the same values.
+A fused RMSNorm (`rmsnorm.py`) stores the magnitudes of its output in another attribute of the output. That saves the
+cast behind it a pass over the values.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ FORMATS = {
 }
 
 FEW_ROWS = 4096
-"""Up to so many rows of input, backward's codes of the weight are made in forward and kept."""
+"""Up to this many rows of input, forward makes and keeps the weight's codes for backward."""
 
 
 class Options(NamedTuple):
-    """How one product and its backward are made, in values that torch.compile takes for constants."""
+    """How one product and its backward are made, in values that torch.compile treats as constants."""
 
     turned: bool  # the weight is [in, out]
     formats: str  # a key of FORMATS
@@ -68,26 +68,26 @@ class Options(NamedTuple):
     train: bool
     dtype: torch.dtype  # of the output
     fast: bool  # sum the forward product with fewer bits
-    inputs: InputCodes | None = None  # what backward empties first; never in a graph
-    probe: Any = None  # a monitor's, while it samples; never in a graph
+    inputs: InputCodes | None = None  # emptied when backward begins; None in a graph
+    probe: Any = None  # a monitor's, while it samples; None in a graph
 
 
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
 
     chooser: Any = None  # of select="auto": select.py
-    graph_state: Any = None  # that of the layer whose cast of the same input eager mode found last
+    graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
-    last_weight: tuple[Any, Tensor] | None = None  # a key of its last cast, and the scale of then
+    last_weight: tuple[Any, Tensor] | None = None  # of its last cast: a key, and the scale
 
     def __init__(
         self,
         recipe: Recipe,
         layer: str = "",  # its name in the model
-        device: torch.device | None = None,  # where histories are made now, not at the first cast
+        device: torch.device | None = None,  # make histories there now, not at the first cast
         turned: bool = False,  # the weight is [in, out]
-        inputs: InputCodes | None = None,  # what the layers of a model share
-        w_state: WeightScale | None = None,  # what layers of one weight share
+        inputs: InputCodes | None = None,  # shared by the layers of a model
+        w_state: WeightScale | None = None,  # shared by the layers of one weight
     ) -> None:
         self.layer, self.turned = layer, turned
         self.inputs = inputs or InputCodes()
@@ -109,7 +109,7 @@ class Products:
                     state.on(device)
 
     def options(self, train: bool, dtype: torch.dtype) -> Options:
-        """Return what forward and backward need to know."""
+        """Return the settings that forward and backward need."""
         state = -1 if self.g_state is None else self.g_state.handle
         eager = not torch.compiler.is_compiling()
         return Options(
@@ -121,7 +121,7 @@ class Products:
         return f"{self.name}, {self.fp8_recipe}"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return all but the last scale, as a copy's weight may come to another device, and a monitor's probe."""
+        """Leave out a monitor's probe, and the last scale: a copy's weight may move to another device."""
         left_out = ("last_weight", "probe")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
@@ -136,12 +136,16 @@ class Operand(NamedTuple):
 
 
 def cast_matrix(
-    x: Tensor, fmt: MiniFloat, fmt_t: MiniFloat | None = None,  # of the transpose, if another
-    codes: bool = True, transposed: bool = True, amax: Tensor | None = None,  # as `ops.cast` takes it
-) -> Operand:  # fmt: skip
-    """Quantize a matrix [..., cols], read as [rows, cols], with one scale, its own."""
+    x: Tensor,  # [..., cols], read as [rows, cols]
+    fmt: MiniFloat,
+    fmt_t: MiniFloat | None = None,  # of the transpose, if it is another
+    codes: bool = True,
+    transposed: bool = True,
+    amax: Tensor | None = None,  # as `ops.cast` takes it
+) -> Operand:
+    """Quantize a matrix with a scale from its own amax: one for each format."""
     if torch.compiler.is_compiling() and x.numel():
-        amax = x.abs().amax().float()  # here, where Inductor needs no kernel for it
+        amax = x.abs().amax().float()  # here, where Inductor can fuse it
     if fmt_t is None or fmt_t is fmt or not codes or not transposed:
         own = fmt if codes or fmt_t is None else fmt_t
         plain, turned, scale = ops.cast(x, own, codes, transposed, amax)
@@ -155,9 +159,9 @@ def cast_matrix(
 
 
 class InputCodes:
-    """The codes of the activation that the layers of one model cast last; copies of a model begin without."""
+    """The codes of the activation that the layers of one model cast last; copies of a model begin with none."""
 
-    # The mark's id, what they are valid for, the operand and its history; read and written as one.
+    # The mark's id, the key they are valid for, the operand and its history: one tuple, read and written at once.
     last: tuple[int, Any, Operand, DelayedState | None] | None = None
 
     def __reduce__(self) -> Any:
@@ -165,7 +169,7 @@ class InputCodes:
 
 
 class _Mark:
-    """An attribute of the activation that the codes are of: they go when it goes."""
+    """An attribute of the activation that was cast: when the activation is freed, so are its codes."""
 
     def __init__(self, inputs: InputCodes) -> None:
         self.inputs = inputs
@@ -176,11 +180,11 @@ class _Mark:
             self.inputs.last = None
 
     def __reduce__(self) -> Any:
-        return OrderedDict, ()  # what weights_only lets in, should the activation be saved
+        return OrderedDict, ()  # which weights_only allows, should the activation be saved
 
 
 def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
-    """Return the operand of `x` [..., cols]; that of the last call if it was for the same tensor."""
+    """Return the operand of `x` [..., cols]; the last call's if that was for the same tensor."""
     if torch.compiler.is_compiling():
         return _cast_x(x.detach(), products, train, transposed)
     if x.is_leaf or not torch.is_grad_enabled():
@@ -201,21 +205,21 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
 
 
 def note_parts(x: Tensor, parts: Tensor) -> None:
-    """Note the magnitudes of the parts of `x`, int32 [a power of two], for its cast; not under torch.compile."""
-    if not x.is_inference():  # which has no version
+    """Store the largest magnitudes of parts of `x`, int32 [a power of two], for its cast; not under torch.compile."""
+    if not x.is_inference():  # inference tensors have no version
         x.__dict__["_fp8stack_parts"] = _moment(x), parts
 
 
 def _parts_of(x: Tensor) -> Tensor | None:
-    """Return what was noted of this very tensor, unless it changed since."""
+    """Return what `note_parts` stored for this very tensor; None if it has changed since."""
     moment, parts = x.__dict__.get("_fp8stack_parts", (None, None))
     return parts if moment is not None and moment == _moment(x) else None
 
 
 def _moment(x: Tensor) -> tuple[int, int, int, bool]:
-    """Return numbers that are others wherever what was found out about `x` is not to be used."""
-    # The id, since a copy has the attributes of the tensor, and bare products share what is known of a weight. Another
-    # stream has not waited for what was found, and a CUDA graph, replayed with other contents, must not begin with it.
+    """Return a key for facts about `x`: once it is another, they must not be used any more."""
+    # The id: a copy has the tensor's attributes, and the products of `matmuls.py` serve many weights. The stream: another
+    # one has not waited for the facts. Capturing: a CUDA graph is replayed with other contents, for which they are wrong.
     return id(x), x._version, _stream(x), _capturing(x)
 
 
@@ -226,10 +230,14 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
         return cast_matrix(x, fmt, fmt_t, True, transposed, amax)
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
-    merged = torch.compiler.is_compiling() and transposed  # equal calls of a graph with a backward
+    merged = (
+        torch.compiler.is_compiling() and transposed
+    )  # one state for one input: its casts are equal calls, which the graph merges
     state = (merged and products.graph_state) or products.x_state
     assert state is not None
-    again = train and in_backward()  # evaluation took the next cast's scale, and goes on taking it
+    again = (
+        train and in_backward()
+    )  # evaluation took the next cast's scale, and its recomputation does too
     codes, turned, scale = ops.cast_delayed(x, fmt, state.handle, train and not again, again)
     if fmt_t is fmt or not transposed:
         return _without_t(Operand(codes, scale, turned, scale), transposed)
@@ -237,7 +245,7 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
 
 
 def _without_t(operand: Operand, transposed: bool) -> Operand:
-    """Leave out the transpose if nobody will want it, so that it is not saved for backward."""
+    """Leave out the transpose if it is not needed, so that it is not saved for backward."""
     return operand if transposed else operand._replace(codes_t=operand.codes_t.new_empty((0, 0)))
 
 
@@ -255,11 +263,11 @@ class WeightScale(DelayedState):
         return WeightScale, ()
 
     def serves(self, weight: Tensor, train: bool) -> bool:
-        """Return whether the cast of `weight` that comes now may take the scale, and leave its own."""
+        """Return whether the cast of `weight` that comes now may take the last scale and store a new one."""
         if torch.compiler.is_compiling() or not train:
-            return train  # in evaluation a weight has its own
+            return train  # in evaluation a weight gets its own scale
         before, self.stream = self.stream, _stream(weight)
-        # Another stream has not waited for the scale, and a CUDA graph must not begin with one from before it.
+        # Another stream has not waited for the scale, and a CUDA graph must not start from one that was made before it.
         known = before is None or before == self.stream
         return known and not _capturing(weight) and not torch.is_inference_mode_enabled()
 
@@ -267,13 +275,14 @@ class WeightScale(DelayedState):
 def cast_weight(
     weight: Tensor, products: Products, train: bool, backward: bool, rows: int
 ) -> Operand:
-    """Return the operand [out, in] of `weight` as it is now, its transpose only where backward's codes are kept.
+    """Cast `weight` as it is now, and return the operand [out, in].
 
-    `backward` says that there will be a product for the gradient of the input, which has so many `rows`.
+    `backward` says that there will be a product for the gradient of the input, which has `rows` rows. The transpose is
+    made only if autograd is to keep it for that product (see above); otherwise it is empty.
     """
     compiling = torch.compiler.is_compiling()
     if backward and not compiling:
-        # A rank must keep nothing of FSDP's whole weights, which it could have in any process group.
+        # In any process group this may be a whole weight that FSDP gathered, of which a rank must keep nothing.
         ranks = torch.distributed
         backward = rows <= FEW_ROWS and not (ranks.is_available() and ranks.is_initialized())
     w, turned = weight.detach(), products.turned
@@ -288,13 +297,13 @@ def cast_weight(
     elif compiling or not train or not isinstance(weight, nn.Parameter) or weight.is_inference():
         plain, scale, plain_t, _ = cast_matrix(w, E4M3, None, *layouts)
     else:
-        # Versions miss writes through `.data`, so this is a guess: the kernel looks whether the scale is the weight's.
+        # Versions miss writes through `.data`, so this is a guess: the kernel checks whether the scale is right.
         key, last = (weight.get_device(), *_moment(weight)), products.last_weight
         if last is not None and last[0] == key and type(last[1]) is Tensor:
             plain, plain_t, scale = ops.recast_with(w, E4M3, last[1], *layouts, exact=True)
         else:
             plain, plain_t, scale = ops.cast(w, E4M3, *layouts)
-        # Not of a cast that is captured: its graph's memory may be gone when the next graph is.
+        # No scale of a captured cast: it is in the graph's memory, which may be freed before the next capture.
         products.last_weight = None if key[-1] else (key, scale)
     if turned:
         plain, plain_t = plain_t, plain
@@ -304,7 +313,7 @@ def cast_weight(
 def weight_for_backward(
     weight: Tensor, codes: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return the codes [in, out] of a weight and their scale, of the codes (or none) and scale that forward saved."""
+    """Return codes [in, out] and scale of a weight: those that forward saved, or of a new cast if it saved no codes."""
     if codes.numel():
         return codes, scale
     w, turned = weight.detach(), options.turned
@@ -319,7 +328,7 @@ def weight_for_backward(
 
 
 def cast_gradient(grad: Tensor, options: Options, need_x: bool, need_w: bool) -> Operand:
-    """Return the operand of a layer's incoming gradient [..., cols]."""
+    """Cast the gradient of a layer's output, [..., cols]."""
     if options.inputs is not None:
         options.inputs.last = None
     fmt = FORMATS[options.formats].g
@@ -332,7 +341,7 @@ def cast_gradient(grad: Tensor, options: Options, need_x: bool, need_w: bool) ->
 
 
 def in_backward() -> bool:
-    """Is autograd running, which makes a forward a recomputation?"""
+    """Is a backward running? Then a forward is a recomputation."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 

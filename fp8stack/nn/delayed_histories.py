@@ -21,9 +21,9 @@ from .linear import Fp8Linear
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of delayed scaling, empty where no layer scales so (copies).
 
-    "LAYER.x" and "LAYER.g" are float32 [3 + amax_history_len] of input and gradient (`kernels/reference/cast_delayed`),
-    "LAYER.casts" int64 [2] how often both were cast, and "LAYER.w" float32, 0-d, the weight's scale: 0 or absent if it
-    has none.
+    "LAYER.x" and "LAYER.g" are the states of input and gradient, float32 [3 + amax_history_len], laid out as in
+    `kernels/reference/delayed_state`. "LAYER.casts", int64 [2], says how often each was cast. "LAYER.w", float32, 0-d,
+    is the weight's scale: 0 or absent if it has none.
     """
     state: dict[str, Tensor] = {}
     for name, histories in _delayed(model).items():

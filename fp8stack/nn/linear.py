@@ -121,11 +121,20 @@ class _Fp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None,
-        x_codes: Tensor, x_scale: Tensor, x_codes_t: Tensor, x_scale_t: Tensor | None,  # if it is another
-        w_codes: Tensor, w_scale: Tensor, w_codes_t: Tensor, w_scale_t: Tensor | None,  # likewise
+        ctx: Any,
+        x: Tensor,  # [..., in]
+        weight: Tensor,  # [out, in], or [in, out] if options.turned
+        bias: Tensor | None,  # [out]
+        x_codes: Tensor,  # [rows, in]; codes are padded, see casts.Operand
+        x_scale: Tensor,
+        x_codes_t: Tensor,  # [in, rows]
+        x_scale_t: Tensor | None,  # None: x_scale
+        w_codes: Tensor,  # [out, in]
+        w_scale: Tensor,
+        w_codes_t: Tensor,  # [in, out], or empty: backward casts the weight again
+        w_scale_t: Tensor | None,  # None: w_scale
         options: Options,
-    ) -> Tensor:  # [..., out]  # fmt: skip
+    ) -> Tensor:  # [..., out]
         ctx.options, dtype = options, options.dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

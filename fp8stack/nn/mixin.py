@@ -1,7 +1,7 @@
-"""Modules that change what they compute and nothing else: a mix-in with other methods is put before their class.
+"""Mix-ins that change what a module computes and nothing else: one with other methods is put before its class.
 
-Such a class is made when it is first needed, under a name that no import finds, so that copies and pickles of its
-modules name its parents. It is gone with the class below it.
+The mixed class is made when it is first needed. No import finds its name, so copies and pickles of its modules name the
+two parents instead. It is freed with the class below it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from fp8stack.errors import ModelError
 
 
 class Mixin(nn.Module):
-    """What comes before the class of a module. Not constructed."""
+    """The base of all mix-ins. Not constructed."""
 
-    mixin_prefix = ""  # of the name of the mixed class
+    mixin_prefix = ""  # the first part of the mixed class's name
 
     def __init_subclass__(cls) -> None:
-        """Keep mixed classes from what a model's `__init_subclass__` does with the user's."""
+        """Do nothing: a model's own `__init_subclass__` is for the user's classes, not for mixed ones."""
 
     @staticmethod
     def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
-        """Return what else a mixed class has in the place of methods of `cls`."""
+        """Return further methods of the mixed class, which replace those of `cls`."""
         return {}
 
 
 class Fused(Mixin):
-    """A mix-in with another `forward`; that of the class below is `plain_forward`."""
+    """A mix-in with another `forward`; the one of the class below becomes `plain_forward`."""
 
     mixin_prefix = "Fused"
     plain_forward: Any
 
 
 def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of modules that are a `cls` with the methods of `mixin`; assign it to `module.__class__`."""
+    """Return the class that has `mixin` before `cls`; assign it to `module.__class__`."""
     for known in cls.__subclasses__():
         if vars(known).get("_fp8stack_mixin") is mixin:
             return known
@@ -46,7 +46,7 @@ def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)
         if type(self) is not mixed or reduced[0].__name__ != "__newobj__":
-            return reduced  # a way of the user's own
+            return reduced  # the user's own way of pickling
         return (_new, (mixin, cls, *reduced[1][1:]), *reduced[2:])
 
     body = {"_fp8stack_mixin": mixin, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
@@ -70,7 +70,7 @@ def class_below(module: nn.Module) -> type[nn.Module]:
 
 
 def hidden_class(name: str, module: nn.Module, hidden: str) -> ModelError:
-    """Return the error for a module that should get another class, while one was made over its own since."""
+    """Return the error for a module whose class cannot be changed, as another was made over it since."""
     return ModelError(
         f"{name or 'the model'} is a {type(module).__name__}, a class that fully_shard or a parametrization made over "
         f"{hidden}, which cannot be taken from under it. Remove the parametrization first "
@@ -84,7 +84,7 @@ def fuse_modules(
     """Mix `mixin` into the classes of the modules that fit; return the names of those that did not have it yet."""
     fused = []
     for name, module in model.named_modules():
-        # A forward on the instance is a wrapper's.
+        # If the instance itself has a forward, something has wrapped the module.
         if not isinstance(module, mixin) and "forward" not in vars(module) and fits(module):
             module.__class__ = mixed_class(mixin, type(module))
             fused.append(name)
@@ -93,11 +93,13 @@ def fuse_modules(
 
 @torch.no_grad()
 def run_with(module: nn.Module, x: Tensor, **attributes: Any) -> Any:
-    """Return what the module's own forward, in training, makes of `x` with these attributes in the place of its own.
+    """Run the module's own forward on `x`, in training, with these attributes in place of its own; None if it fails.
 
-    None if it raises an error. `_modules`, if it has any, must be among the attributes.
+    If the module has submodules, pass copies of them as `_modules`: the run sets them to training.
     """
-    twin = object.__new__(type(module))  # FSDP's own makes a module of the class below
+    twin = object.__new__(
+        type(module)
+    )  # the __new__ of an FSDP module makes one of the class below
     twin.__dict__.update(module.__dict__, **attributes)
     nn.Module.train(twin)
     try:
@@ -108,10 +110,10 @@ def run_with(module: nn.Module, x: Tensor, **attributes: Any) -> Any:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Give the modules of `fuse` their classes back.
+    """Give the modules that were fused their classes back.
 
     Raises:
-        ModelError: if one has a class made over the fused one. Nothing is changed.
+        ModelError: if another class was made over a fused one. Nothing is changed.
     """
     fused: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, Fused)}
     for name, module in fused.items():

@@ -198,7 +198,7 @@ def _measure(shape: Shape, recipe: Recipe) -> str:
         # While torch traces, it takes all threads for compiling: casts would be those of a graph.
         compiling, torch.compiler._is_compiling_flag = torch.compiler.is_compiling(), False
         try:
-            with torch.cuda.stream(stream):  # None: that of now
+            with torch.cuda.stream(stream):  # None: stay on the current stream
                 return time_both(shape, recipe)
         finally:
             torch.compiler._is_compiling_flag = compiling

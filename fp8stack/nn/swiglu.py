@@ -139,10 +139,18 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor,
-        x_codes: Tensor, x_scale: Tensor, x_codes_t: Tensor, h_scaling: tuple[list[int], bool, bool],
-        *weights_and_options: Any,  # of gate, up and down: codes, scale and codes for backward each; Options
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,  # [..., in]
+        w_gate: Tensor,  # [hidden, in]
+        w_up: Tensor,  # [hidden, in]
+        w_down: Tensor,  # [out, hidden]
+        x_codes: Tensor,  # [rows, in]; codes are padded, see casts.Operand
+        x_scale: Tensor,
+        x_codes_t: Tensor,  # [in, rows]
+        h_scaling: tuple[list[int], bool, bool],  # of, update, again of `ops.swiglu_cast`
+        # codes, scale and backward's codes of gate, of up and of down; then the Options of gate, up and down
+        *weights_and_options: Any,
+    ) -> Tensor:  # [..., out]
         g_forward, g_scale, g_backward, u_forward, u_scale, u_backward = weights_and_options[:6]
         d_forward, d_scale, d_backward, *options = weights_and_options[6:]
         dtype = options[0].dtype

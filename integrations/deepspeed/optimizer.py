@@ -1,10 +1,10 @@
-"""The optimizer that DeepSpeed is given: built from the JSON where it is described there, its groups ready for ZeRO.
+"""The optimizer that DeepSpeed gets: built from the JSON if that describes one, with groups ready for ZeRO.
 
-ZeRO makes one flat tensor of each parameter group. So matrices, embeddings and small parameters get groups of their
-own, as do those with formats of their own (`skip`, `states_for`), before it does: vectors keep float32 states, and no
-block mixes an embedding's rows with other weights. Groups are split in place, in the list that schedulers share. A
-scheduler made before keeps one learning rate for each group it saw, so then groups stay as they are, and vectors are
-quantized with the matrices of their group.
+ZeRO makes one flat tensor of each parameter group. Before it does, we split the groups: matrices, embeddings, small
+parameters, and parameters with formats of their own (`skip`, `states_for`) get separate ones. So vectors keep float32
+states, and no block mixes an embedding's rows with other weights. Groups are split in place, in the list that
+schedulers share. A scheduler that was made before keeps one learning rate for each group it saw; then groups stay as
+they are, and vectors are quantized with the matrices of their group.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from fp8stack.optim.state_formats import is_large_matrix
 from .section import Section, stage_of
 
 OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {"FP8AdamW": optim.AdamW}
-"""Names that a JSON may give as an optimizer's type, for fp8stack's own."""
+"""fp8stack's own optimizers, by the type that a JSON may give."""
 _TORCH_S: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
     "lion": optim.Lion,
 }
-# How DeepSpeed is to compute the same step, or torch; nothing is left to choose here.
+# Options that tell DeepSpeed or torch how to compute the same step. fp8stack has one way, so they are dropped.
 _IMPLEMENTATION = ("torch_adam", "fused", "foreach", "adam_w_mode", "bias_correction")
 
 
@@ -44,7 +44,7 @@ def type_of(config: Mapping[str, Any]) -> str:
 
 
 def with_formats_of(given: Any, section: Section) -> Section:
-    """Return the section with the formats of an optimizer of fp8stack's, except for those that the user set there."""
+    """Return the section with the formats of `given`, if it is fp8stack's; formats that the user set there stay."""
     if not isinstance(given, BlockwiseOptimizer) or section.recipe.states == "keep":
         return section
     own = {name: getattr(given, name) for name in MADE_WITH if name not in section.given}
@@ -54,7 +54,7 @@ def with_formats_of(given: Any, section: Section) -> Section:
 def build(
     config: Mapping[str, Any], parameters: Iterable[Any], recipe: Recipe | None
 ) -> torch.optim.Optimizer:
-    """Make the optimizer that the JSON describes; one of fp8stack's in the recipe's formats.
+    """Make the optimizer that the JSON describes; if it is fp8stack's, in the recipe's formats.
 
     DeepSpeed's "Adam" is AdamW unless `"adam_w_mode": false`.
 
@@ -92,7 +92,7 @@ def build(
 
 
 def check_optimizer(optimizer: Any, config: Mapping[str, Any], recipe: Recipe | None) -> None:
-    """Raise for what flat partitions cannot have: states made before, whole matrices, one scale a tensor.
+    """Raise for an optimizer that cannot step flat partitions: it has states, needs whole matrices or a scale a tensor.
 
     Raises:
         ConfigError: for such a format of the optimizer or a group.
@@ -116,9 +116,9 @@ def check_optimizer(optimizer: Any, config: Mapping[str, Any], recipe: Recipe | 
 
 
 def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: bool) -> None:
-    """Mark groups as flat for ZeRO, and split them by kind and formats unless there is a scheduler, which knows them.
+    """Mark groups as flat for ZeRO, and split them by kind and formats, unless a scheduler knows them already.
 
-    What is frozen has no part in it: ZeRO takes no group without a trainable parameter.
+    Frozen parameters get no group of their own: ZeRO takes no group without a trainable parameter.
     """
     if scheduled or any("initial_lr" in group for group in optimizer.param_groups):
         for group in optimizer.param_groups:
@@ -147,7 +147,7 @@ def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: b
 
 
 def partitions_of(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
-    """Yield ZeRO's flat tensors, which the optimizer steps, with the numbers of their groups."""
+    """Yield the flat tensors of ZeRO that the optimizer steps, each after the number of its group."""
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # stage 3 cuts groups
         groups = wrapper.sub_group_to_group_id
         yield from ((groups[i], t) for i, t in enumerate(wrapper.fp32_partitioned_groups_flat))

@@ -1,7 +1,7 @@
 """O1 under DeepSpeed: gradients are reduced by `fp8stack.comm`, in FP8 with float32 sums, in every stage of ZeRO.
 
-Each stage reduces in one or two methods, which are replaced on the one engine that asked for it; DeepSpeed is not
-patched. Their duties, by stage:
+DeepSpeed reduces in one or two methods of each stage. We replace them on the engine that asked for it; the library
+itself is not patched. The methods by stage, and what they return:
 
     0, and ZeRO-1 with float32 accumulation   engine.allreduce_bucket: the average of a list of gradients, flat
     1, 2                                      optimizer.allreduce_bucket: likewise, divided or not; with
@@ -10,8 +10,8 @@ patched. Their duties, by stage:
                                               average; with reduce_scatter=false __avg_scatter_contiguous_grads
 
 Sums are float32 inside the collectives, so DeepSpeed's predivision and communication_data_type have no say here. In
-stage 3 parts are padded to whole blocks: no scale is shared by two parameters. Limits: gradients are in DeepSpeed's own
-buffers, in its dtype; what is FP8 is the wire. ZeRO-1 and 2 average whole buckets, as DeepSpeed does by default.
+stage 3 parts are padded to whole blocks, so no two parameters share a scale. Limits: gradients lie in DeepSpeed's own
+buffers, in its dtype; only the wire is FP8. ZeRO-1 and 2 average whole buckets, as DeepSpeed does by default.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _STAGE3 = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter"
 
 
 class Fp8Reduction:
-    """Replaces the methods that reduce on one engine, and counts what it reduced."""
+    """Replaces the methods of one engine that reduce, and counts the reductions."""
 
     def __init__(self, engine: Any) -> None:
         self.calls = 0
-        self._owners: dict[str, Any] = {}  # of the methods replaced, by their names
+        self._owners: dict[str, Any] = {}  # the owner of each replaced method, by its name
         self._engine = engine
         zero = engine.optimizer
         stage = engine.zero_optimization_stage()
@@ -73,9 +73,10 @@ class Fp8Reduction:
     def _reduce(
         self, tensor: Tensor, average: bool, group: Any, ranks: float | None = None
     ) -> Tensor:
-        """Add up over a group, in place; divide by `ranks`, by default as many as share no sequence.
+        """Add up over a group, in place; for an average divide by `ranks`.
 
-        That is not always the group's size: experts are divided by all of data parallelism.
+        Its default is the group's size, where ranks that share a sequence count as one. Experts are divided by the size
+        of data parallelism, which may be larger than their group.
         """
         self.calls += 1
         comm.all_reduce(tensor, dist.ReduceOp.AVG if average else dist.ReduceOp.SUM, group)
@@ -145,7 +146,7 @@ class Fp8Reduction:
         return [each[:length] for each, length in zip(own.split(padded), lengths, strict=True)]
 
     def _scatter_bucket(self, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Likewise for a bucket whose gradients lie in one buffer; ranks that share a sequence are one, here alone."""
+        """Do the same for gradients in one buffer. Of stage 3, only here do ranks that share a sequence count as one."""
         parts = self._scatter_average(self._engine.optimizer.ipg_buckets[dtype].params, dtype)
         shared = self._engine.sequence_parallel_size
         return [part.mul_(shared) for part in parts] if shared > 1 else parts

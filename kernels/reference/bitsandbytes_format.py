@@ -1,10 +1,10 @@
-"""The 8-bit format of bitsandbytes' optimizer states, which torchao's share: a table of 256 values.
+"""The 8-bit format of bitsandbytes' optimizer states, which torchao uses too: a table of 256 values.
 
-value = table[code] × scale, with one float32 scale, its largest magnitude, for each 256 elements of the flattened
-tensor. The table spans seven decades, each finer than the one below it: 2^i values of either sign in decade 10^(i - 6),
-or 2^(i + 1) where there is no sign, half-way between equal steps from 0.1 to 1; and 0 and 1 (Dettmers, "8-Bit
-Approximations for Parallelism in Deep Learning", 2016, section 2; block-wise: Dettmers et al., "8-bit Optimizers via
-Block-wise Quantization", 2022, section 2.1).
+value = table[code] × scale. Each 256 elements of the flattened tensor share a float32 scale, their largest magnitude.
+The table spans seven decades, each finer than the one below it. Decade 10^(i - 6) is cut into equal steps from 0.1 to
+1, and their midpoints are values: 2^i of either sign, or 2^(i + 1) without a sign. 0 and 1 are values too (Dettmers,
+"8-Bit Approximations for Parallelism in Deep Learning", 2016, section 2; block-wise: Dettmers et al., "8-bit Optimizers
+via Block-wise Quantization", 2022, section 2.1).
 
 Blocks cross rows, so a shard is no slice of the codes and scales: sharded states are kept in fp8stack's own formats.
 """
@@ -36,7 +36,7 @@ def encode(
     value: Tensor,  # floating point, any shape; not negative unless signed
     signed: bool,
 ) -> tuple[Tensor, Tensor]:  # codes uint8, the same shape; scale float32 [ceil(numel / 256)]
-    """Round to the nearest value of the table; a second moment that is not zero does not become zero."""
+    """Round to the nearest value of the table; a positive second moment never becomes zero."""
     count = value.numel()
     blocks = pad(value.float().flatten(), (0, -count % BLOCK)).view(-1, BLOCK)
     scale = blocks.abs().amax(-1)

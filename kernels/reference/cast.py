@@ -1,17 +1,18 @@
-"""A matrix in FP8 with one scale, in both layouts that FP8 GEMMs of Ada and Hopper want, padded to multiples of 16.
+"""A matrix in FP8 with one scale, in both layouts that FP8 GEMMs need on Ada and Hopper, padded to multiples of 16.
 
     codes    [rows16, cols16]    the operand of a product along the columns
     codes_t  [cols16, rows16]    its transpose, the operand of a product along the rows
 
-rows16 and cols16 are the sizes rounded up to a multiple of 16; the codes there are zero. Scale and rounding are
-`quantize.py`'s ("current scaling": from the amax of this very tensor).
+rows16 and cols16 are the sizes rounded up to a multiple of 16; the codes of the padding are zero. Scale and rounding
+are as in `quantize.py`, from this tensor's own amax ("current scaling").
 
-`recast` is for a matrix that was cast before and has changed a little since, as a weight has after a step. It keeps the
-scale of then while the tensor's own is in (1/2, 1 + 1/32] times that; else it gives what `cast` gives. So kernels can
-cast before they know the amax, no more than a factor of 2 of the range goes unused, and nothing saturates that would
-not be rounded to the largest code anyway: 448 × 33/32 = 462, and E4M3 would go on with 480.
+`recast` is for a matrix that changed a little since its last cast, as a weight does in a step. It keeps the last scale
+while the matrix's own scale is in (1/2, 1 + 1/32] times the last; otherwise it returns what `cast` returns. So kernels
+can cast before they know the amax, and at most a factor of 2 of the range goes unused. Nothing saturates that would not
+be rounded to the largest code anyway: 448 × 33/32 = 462, which is nearer to 448 than to 480, E4M3's next step.
 
-With `exact` only the tensor's own scale will do: the result is that of `cast`, in one read where `last` is right.
+With `exact` the last scale is kept only if it equals the matrix's own. The result is that of `cast`, and kernels need
+one read of the matrix if the last scale is right.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Cast = tuple[Tensor, Tensor, Tensor]  # codes, codes_t (empty if not asked for),
 
 ALIGNMENT = 16  # FP8 GEMMs need every dimension to be a multiple of this
 
-# A scale is kept while the tensor's own is more than the first and no more than the second times it.
+# `recast` keeps the last scale while LEAST × last < own scale <= MOST × last.
 LEAST, MOST = 1 / 2, 1 + 1 / 32
 
 
@@ -44,11 +45,11 @@ def cast(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # the largest magnitude of x, if it is known
-    reuse: bool = True,  # of the Triton kernel alone
+    reuse: bool = True,  # used by the Triton kernel only
 ) -> Cast:
     """Quantize a matrix with one scale.
 
-    `amax` is 0-d, or int32 [a power of two]: bits of the largest magnitudes of parts of x, of which x's is the largest.
+    `amax` is 0-d, or int32 [a power of two]: the float32 bits of the largest magnitude in each of several parts of x.
     """
     if amax is None:
         amax = largest_magnitude(x)
@@ -61,17 +62,16 @@ def cast(
 def recast(
     x: Tensor,  # as `cast` takes it
     fmt: MiniFloat,
-    of: int
-    | Tensor,  # the scale of this matrix's last cast, or the handle of a DelayedState that keeps it up to date
+    of: int | Tensor,  # the scale of this matrix's last cast, or the handle of its DelayedState
     codes: bool = True,
     transposed: bool = True,
-    exact: bool = False,  # only a scale that is the matrix's own fits: the result is that of `cast`
-    reuse: bool = True,  # of the Triton kernel alone
+    exact: bool = False,  # keep the last scale only if it equals the matrix's own: the result is that of `cast`
+    reuse: bool = True,  # used by the Triton kernel only
 ) -> Cast:
-    """Quantize a matrix with the scale of its last cast if that fits it, else with its own."""
+    """Quantize a matrix with the scale of its last cast if that fits, else with its own."""
     last = STATES[of].on(x.device)[0] if isinstance(of, int) else of
     own, _ = scale_and_inverse(largest_magnitude(x), fmt)
-    # a scale that is zero or not finite fits nothing, and nothing fits such a one
+    # without `exact`, the last scale never fits if it or the own one is zero or not finite
     fits = own == last if exact else (own > last * LEAST) & (own <= last * MOST)
     result = _cast_with(torch.where(fits, last, own), x, fmt, codes, transposed)
     if isinstance(of, int) and x.numel():
@@ -101,5 +101,5 @@ def _cast_with(scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed
 
 
 def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]
-    """Return the transpose, laid out as rows, in memory of its own: of no rows at all, contiguous() is a view."""
+    """Return the transpose, laid out as rows, in memory of its own: contiguous() of no rows would be a view."""
     return codes.t().clone(memory_format=torch.contiguous_format)

@@ -69,9 +69,9 @@ def _padded(x: Tensor) -> Tensor:
 
 def matmul_blocks(
     a: Tensor,  # codes [m, k]
-    a_scale: Tensor,  # of cast_1x128
+    a_scale: Tensor,  # as cast_1x128 returns it
     b: Tensor,  # codes [n, k]
-    b_scale: Tensor,  # of cast_128x128 if `squares`, else of cast_1x128
+    b_scale: Tensor,  # as cast_128x128 returns it if `squares`, else as cast_1x128 does
     squares: bool,
     dtype: torch.dtype,
 ) -> Tensor:  # [m, n]

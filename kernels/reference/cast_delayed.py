@@ -1,9 +1,9 @@
 """A matrix in FP8 with a scale known before it is read: "delayed scaling", from the amax of the last casts.
 
-A cast that updates its state (`delayed_state.py`) writes its amax to the history. Then scale = 2^margin × amax / max,
-of the history's largest or latest amax (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 4; margin:
-TransformerEngine's). An amax that is zero or not finite leaves scale and history as they are. Values beyond the scale
-saturate; those that are not finite become NaN.
+A cast that updates its state (`delayed_state.py`) writes its amax to the history. It then computes the next cast's
+scale, 2^margin × amax / max, from the largest or the latest amax of the history (Micikevicius et al., "FP8 Formats for
+Deep Learning", 2022, section 4; the margin is TransformerEngine's). An amax that is zero or not finite leaves scale and
+history as they are. Values too large for the scale saturate; infinity and NaN become NaN.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .quantize import scale_and_inverse
 def cast_delayed(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     fmt: MiniFloat,  # e4m3 or e5m2
-    of: int,  # the handle of a DelayedState, updated
-    update: bool,  # take this amax into the history
-    again: bool,  # with the last cast's scale
+    of: int,  # the handle of a DelayedState; updated if `update`
+    update: bool,  # write this amax to the history
+    again: bool,  # use the last cast's scale
 ) -> Cast:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
     """Quantize a matrix with the scale in its state."""
     own_state, update = STATES[of], update and x.numel() > 0
@@ -43,7 +43,7 @@ def encode_saturating(
     scale: Tensor,  # float32, 0-d
     fmt: MiniFloat,
 ) -> Tensor:  # fmt.dtype
-    """Return the codes of x / scale: the largest where that is beyond it, NaN where x is not finite."""
+    """Return the codes of x / scale: the largest code where that is too large, NaN where x is not finite."""
     inverse = torch.where(scale > 0, 1 / scale, 0.0)
     codes = cast_finite(torch.where(x.isfinite(), x * inverse, 0.0), fmt)
     return torch.where(x.isfinite(), codes.view(torch.uint8), 0x7F).view(fmt.dtype)
@@ -54,7 +54,7 @@ def _update(state: Tensor, amax: Tensor, scale: Tensor, fmt: MiniFloat, of: Dela
     others = history.scatter(0, at.long(), 0.0)
     largest = amax if of.most_recent else torch.maximum(others.amax(), amax)
     new, _ = scale_and_inverse(largest * 2.0**of.margin, fmt)
-    live = (amax > 0) & amax.isfinite() & (new > 0)  # too small for a scale counts as zero
+    live = (amax > 0) & amax.isfinite() & (new > 0)  # an amax too small for a scale counts as zero
     history.scatter_(0, at.long(), torch.where(live, amax, history[at.long()]).reshape(1))
     state[1].copy_(scale)
     state[0].copy_(torch.where(live, new, state[0]))

@@ -1,13 +1,13 @@
-"""What a cast remembers of one operand, on the device: the scale of the next cast, and the amax of the last ones.
+"""The state that casts of one operand keep on the device: the scale of the next cast, and the amax of the last ones.
 
 The state of an operand is float32 [3 + history]:
 
     state[0]   scale of the next cast           value = code × scale
     state[1]   scale of the last cast           recomputation under activation checkpointing repeats it
-    state[2]   where the next amax goes; the bits of an integer
+    state[2]   the place in the history that the next amax is written to; the bits of an integer
     state[3:]  amax of the last casts, 0 where there was none
 
-That of a weight, which is read before it is scaled (`recast`), has no history, and of the rest only state[0].
+A weight's state has no history and uses only state[0], as `recast` finds the weight's own amax.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 HEADER = 3
 
-# Updates after which a state is taken to have a scale. An operand that is zero until then loses its next cast.
+# After this many updates a state is assumed to have a scale. If its operand was zero until then, the next cast is lost.
 SEEDED = 16
 
 # By handle: an operator under torch.compile takes no objects.
@@ -46,7 +46,7 @@ class DelayedState:
         return HEADER + self.history
 
     def on(self, device: torch.device, update: bool = False) -> Tensor:
-        """Return the tensor described above, empty at first; `update` says that a cast is about to update it."""
+        """Return the tensor described above, zero at first; `update` says that a cast is about to update it."""
         if self.tensor is None or self.tensor.device != device:
             with torch.inference_mode(False):
                 self.tensor = torch.zeros(self.size, dtype=torch.float32, device=device)

@@ -1,20 +1,19 @@
 """Casts between float32 and the formats of one byte or less.
 
-**E4M3 and E5M2: to nearest, ties to even.** torch's own cast, which rounds so on every device. How kernels do it
-without one is in `kernels/fp8.py`.
+**E4M3 and E5M2: to nearest, ties to even.** torch's own cast, which rounds so on every device. `kernels/fp8.py`
+does it without that cast.
 
 **Optimizer formats: to nearest, ties away from zero, or stochastically.** Scaled by 2^-(min_exponent + 14), the
-format's exponents fall on float16's, subnormals included, so a code is the top of a float16. Cut to float16 (not
-rounded: two roundings would move ties), it is rounded by an integer addition:
+format's exponents fall on float16's, subnormals included, so a code is the upper bits of a float16. The scaled value is
+cut to float16 (not rounded: two roundings would move ties), and an integer addition rounds it:
 
     code = (float16_bits(x × 2^-(min_exponent + 14)) + 2^(9 - M)) >> (10 - M)
 
-Stochastic rounding adds random bits instead, and to all of float32's: a second moment that is encoded a thousand times
-while it decays would lose 2^-10 of a step each time.
+Stochastic rounding adds random bits instead, and adds them to all bits of the float32. Cut to float16 first, a second
+moment that is encoded a thousand times while it decays would lose 2^-10 of a step each time.
 
-Overflow saturates at the largest finite value. NaN is kept where the format has one (E4M3, E5M2: always code 0x7F), as
-is infinity in E5M2; infinity becomes NaN in E4M3. The optimizer formats have neither: their blocks carry a NaN scale
-instead (`quantize.py`).
+Overflow saturates at the largest finite value. NaN stays NaN in E4M3 and E5M2 (always code 0x7F). Infinity stays in
+E5M2 and becomes NaN in E4M3. The optimizer formats have neither: their blocks get a NaN scale instead (`quantize.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def encode(
     fmt: MiniFloat,
     noise: Tensor | None = None,  # int64 like x, 32 random bits: round stochastically
 ) -> Tensor:  # uint8, the same shape; 4-bit codes unpacked
-    """Return the codes of `x` in `fmt`. For a squared format `x` is the root already, and not negative."""
+    """Return the codes of `x` in `fmt`. For a squared format, pass the square root, which is not negative."""
     x = x.float()
     if fmt.dtype is not torch.uint8:
         return cast(x, fmt).view(torch.uint8)
@@ -81,7 +80,7 @@ def cast(
 ) -> Tensor:  # fmt.dtype, the same shape
     """Return `x` as an FP8 tensor.
 
-    torch rounds correctly but has overflowed to NaN or to the maximum depending on its version, so x is clamped first.
+    torch rounds correctly, but its overflow gives NaN or the maximum, depending on the version; so x is clamped first.
     """
     x = x.float()
     special = torch.where(x.isinf(), x if fmt.name == "e5m2" else torch.nan, torch.nan)

@@ -2,7 +2,7 @@
 
 **Adding.** E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than what is added, rounding to nearest
 drops the addend entirely, and a gradient accumulated over many micro-batches stops growing. So a sum keeps a second
-block-scaled tensor, the *residual*, which holds what the rounding of the first cut off:
+block-scaled tensor, the *residual*, which holds the rounding error of the first:
 
     total    = code × scale + residual code × residual scale + x
     code     = quantize(total)

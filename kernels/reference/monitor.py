@@ -1,21 +1,21 @@
-"""What became of a matrix when it was cast to FP8, told from the matrix and its scale; its codes are not read.
+"""Statistics of the cast of a matrix to FP8, computed from the matrix and its scale; the codes are not read.
 
-`out`, int64 [10], is added to (the first two are maximized), so that all calls of a step can share it:
+Each call adds to `out`, int64 [10] (of the first two it keeps the maximum), so that all calls of a step can share it:
 
     amax         bits (float32) of the largest finite magnitude
-    scale        bits of the largest scale, NaN above all
+    scale        bits of the largest scale; NaN counts as the largest
     underflow    elements that are not zero, but whose codes are
     overflow     finite elements that `encode` clips: above the largest code by half a step or more
     nonfinite    NaN and infinity
     dead         blocks whose codes are all zero, though not all of their elements are
     blocks       all of them: 128 elements each, as they lie in memory, the last one shorter
-    signal       bits (float64) of the sum of the squares of the elements
-    noise        bits of that of the squares of what rounding and clipping changed
+    signal       bits (float64) of the sum of the squared elements
+    noise        bits (float64) of the sum of the squared errors that rounding and clipping made
     elements     all of them
 
-Integers, so that neither the order nor the device of the sums shows; signal and noise are sums of exact terms in
-float64, whose last bits depend on it. Elements under a scale that is NaN are not finite as a whole: none of them
-underflows, overflows or counts as signal or noise, nor do elements that are not finite themselves.
+Counts are integers, so they do not depend on the order or the device of the sums. Signal and noise are sums of exact
+terms in float64, and their last bits do depend on it. An element counts for underflow, overflow, signal and noise only
+if it is finite and its scale is not NaN.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def thresholds(fmt: MiniFloat) -> tuple[float, float]:
 
 def count(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
-    scale: Tensor,  # float32: 0-d, [rows or more, cols / 128 or more], or [cols / 128 or more, rows / 128] of squares
+    scale: Tensor,  # float32: 0-d, [rows or more, cols / 128 or more], or [cols / 128 or more, rows / 128] for squares
     fmt: MiniFloat,
-    out: Tensor,  # int64 [10], written
+    out: Tensor,  # int64 [10], updated
     squares: bool = False,  # a scale for each 128×128
 ) -> None:
     """Add the statistics of a cast to `out`."""

@@ -15,7 +15,7 @@ from .quantize import as_blocks
 
 
 def largest(grad: Tensor, scale: Tensor | None) -> Tensor:  # float32, 0-d
-    """Return the largest magnitude in a gradient (for FP8, what its scales allow), NaN if there is one."""
+    """Return the largest magnitude in a gradient (for FP8, the largest that its scales allow), NaN if there is one."""
     source = grad if scale is None else scale
     if not source.numel():
         return torch.zeros((), dtype=torch.float32, device=grad.device)
@@ -24,7 +24,7 @@ def largest(grad: Tensor, scale: Tensor | None) -> Tensor:  # float32, 0-d
 
 
 def sum_of_squares(grad: Tensor, scale: Tensor | None) -> Tensor:  # float64, 0-d
-    """Return the sum of the squares of a gradient; `scale` is that of e4m3 codes."""
+    """Return the sum of the squares of a gradient; `scale` is the scale of e4m3 codes, [rows, blocks]."""
     blocks = as_blocks(grad.float())
     if scale is None:
         scale = blocks.abs().amax(-1)

@@ -7,8 +7,8 @@ in E4M3, the second moment and the master weight in float16, each multiplied by 
 
 A scale per tensor needs the maximum of the *new* moment before its first code can be written: two passes over memory
 where block scaling needs one, and elements far below the tensor's maximum lose precision. It is here to reproduce the
-paper's recipe (`preset="fp8-lm"`), not because it is good. One thing differs: a positive second moment below 2^-24 of
-the scale is kept as that instead of zero, which would make Adam divide by epsilon.
+paper's recipe (`preset="fp8-lm"`), not because it is good. One thing differs: a positive second moment below 2^-24 ×
+scale is stored as 2^-24 × scale. A zero would make Adam divide by epsilon.
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ Per block (or tensor), with `max` the format's largest value, all in float32:
           = NaN                           if amax is not finite: the block decodes to NaN, its codes mean nothing
     code  = round(x × (1 / scale))        as `fp8.py` rounds
 
-(The optimizer formats take amax × (1 / max), one multiplication, for scale, and x × (NUDGE / scale).) A `squared`
-format stores square roots: x is replaced by sqrt(x) first and squared after decoding. A positive element never gets
-code 0 there (it is lifted to code 1, 1/4032 of the block's largest for ue3m5), since a second moment that
-flushes to zero makes Adam divide by epsilon; an element that is exactly zero keeps code 0. Codes of 4 bits lie two in a
-byte, [rows, ceil(cols / 2)], the even column in the lower half.
+(The optimizer formats compute scale = amax × (1 / max), one multiplication, and code = round(x × (NUDGE / scale)).) A
+`squared` format stores square roots: sqrt(x) is encoded, and decoding squares it. There a positive element never gets
+code 0, as a second moment of zero makes Adam divide by epsilon: it gets at least code 1 (for ue3m5, 1/4032 of the
+block's largest). An element that is exactly zero keeps code 0. Codes of 4 bits lie two in a byte, [rows, ceil(cols /
+2)], the even column in the lower half.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def quantize_blocks(
     scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
     if fmt.dtype is torch.uint8:
         random = None if seed is None else as_blocks(noise(x.shape, seed))
-        # Kernels multiply once, by what `encode` multiplies with too: for blocks above 2^114 that is subnormal.
+        # Kernels multiply once, by a factor that includes `encode`'s unit; for blocks above 2^114 it is subnormal.
         unit = 2.0 ** -(fmt.min_exponent + 14)
         codes = encode(blocks * (inverse * (NUDGE * unit)).unsqueeze(-1) / unit, fmt, random)
     else:
@@ -86,7 +86,7 @@ def quantize_blocks(
 
 
 def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor) -> None:
-    """Write what `quantize_blocks` returns into memory that is there."""
+    """Write the results of `quantize_blocks` into existing memory."""
     new_codes, new_scale = quantize_blocks(x, fmt)
     codes.view(torch.uint8).copy_(new_codes.view(torch.uint8))
     scale.copy_(new_scale)
@@ -97,7 +97,8 @@ def dequantize_blocks(
     scale: Tensor,  # float32 [rows, ceil(cols / 128)]
     fmt: MiniFloat,
     dtype: torch.dtype = torch.float32,
-    shape: Sequence[int] | None = None,  # of the values, where codes of 4 bits do not tell
+    shape: Sequence[int]
+    | None = None,  # of the values; 4-bit codes do not tell whether cols is odd
 ) -> Tensor:  # dtype, `shape` or that of codes
     """Return code × scale (squared for a squared format), rounded to `dtype`."""
     if fmt.bits == 4:

@@ -1,4 +1,4 @@
-"""RMSNorm joined to the cast behind it: the norm says how large its output is.
+"""RMSNorm that also tells the cast behind it the largest magnitude of its output.
 
     rstd = 1 / sqrt(mean(x²) + eps)               one for each row
     y    = x × rstd × w
@@ -6,10 +6,11 @@
     dx   = rstd × (w dy - x̂ × mean(w dy × x̂)),    x̂ = x × rstd
     dw   = sum of dy × x̂ over the rows
 
-(Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) Everything is float32 and rounded once, where it is
-stored; models that cast x̂ before they multiply it by w round twice. A cast with one scale (`cast.py`) first looks for
-the largest magnitude of what it casts. Whoever wrote that knows it, so it is a result here: `parts`, float32 bits
-without their sign, of any number of parts of y. As integers infinity lies above all that is finite, NaN above both.
+(Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.) Everything is computed in float32 and rounded
+once, when it is stored; models that cast x̂ before they multiply it by w round twice. A cast with one scale (`cast.py`)
+needs the largest magnitude of its input. The norm has just computed that, so it returns it as `parts`: the largest
+magnitude in each of several parts of y, as float32 bits without sign. Compared as integers, infinity is above every
+finite value, and NaN is above infinity.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def rmsnorm(
     weight: Tensor,  # [cols], of the dtype of x
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # y, as x; rstd, float32 [rows]; parts, int32 [a power of two]
-    """Return x / rms(x) × weight, 1 / rms(x), and the largest magnitudes of parts of the first."""
+    """Return x / rms(x) × weight, 1 / rms(x), and `parts` of the first."""
     values = x.detach().contiguous().float()
     rstd = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
     y = (values * rstd * weight.detach().float()).to(x.dtype)

@@ -1,7 +1,7 @@
 """One optimizer step on one tensor, in whatever formats its state is kept: decode, update in float32, encode.
 
-Each line below is one rounding, in this order, which the Triton kernel repeats. With g = gradient × grad_mul (for FP8
-blocks code × (scale × grad_mul)), plus weight_decay × w where decay is coupled:
+Each operation below rounds once, in this order, and the Triton kernel does the same. With g = gradient × grad_mul (for
+FP8 blocks code × (scale × grad_mul)), plus weight_decay × w where decay is coupled:
 
     adam      m = beta1 × m + gain × g;  v = beta2 × v + (1 - beta2) × (g × g);  u = m / (sqrt(v) × inv_sqrt_bc2 + eps)
     sgd       m = beta1 × m + gain × g;  u = m             (u = g without momentum)
@@ -47,7 +47,7 @@ class StepKind(NamedTuple):
     coupled: bool  # weight decay is added to the gradient
     m: str  # "" (none), "dense", the name of a block format, or "tensor": one power-of-two scale for all
     v: str  # the same, or "dithered": dense, rounded stochastically
-    master: str  # "" (the weight itself), "dithered" (likewise), "split", "dense", or "tensor"
+    master: str  # "" (the weight itself), "dithered" (likewise, rounded stochastically), "split", "dense", or "tensor"
 
 
 class StepTensors(NamedTuple):
@@ -93,7 +93,7 @@ def update(
     v: Tensor | None,
     hyper: Tensor,  # float32 [16], see HYPER
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # the direction, the new m and v
-    """The arithmetic of the step, whatever the formats."""
+    """Compute the step in float32; formats play no part here."""
     inv_sqrt_bc2, _, beta1, gain, beta2, one_minus_beta2, eps = hyper[3:10].unbind()
     if m is None:
         return g, None, None
@@ -116,7 +116,7 @@ def load_master(
 ) -> Tensor:  # float32
     """Return the value that the optimizer accumulates in.
 
-    A weight that is not the rounding of its master was written by somebody else, and counts.
+    If the weight is not its master rounded, other code has written it, and the weight counts.
     """
     if master is None:
         return weight.float()
@@ -169,7 +169,7 @@ def store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, seed: Tens
     elif kind == "tensor":
         assert t.master is not None
         master, new_scale = encode_tensor(w, t.master.dtype)
-        w = decode_tensor(master, new_scale)  # the rounding of what is kept
+        w = decode_tensor(master, new_scale)  # the weight is rounded from the stored master
     elif kind == "dithered":
         w = dither(w, noise(w.shape, seed) & 0xFFFF)
     write(t.weight, w, apply)

@@ -8,10 +8,9 @@
     step_size  = lr / (1 - beta1^step),  inv_sqrt_bc2 = 1 / sqrt(1 - beta2^step)     Adam; lr and 1 otherwise
     gain       = 1 - beta1 (Adam, Lion, Muon);  1 - dampening, but 1 at the first step (SGD)
 
-in float64 from `group`, then rounded to float32. Columns of `group`, a row a parameter group: lr, beta1, beta2, eps,
-decoupled_decay, coupled_decay, sign, dampening. `verdict` is what the gradients are found to be: unscale, max_norm
-(infinity where nothing is to be clipped), norm, largest, found_inf. The clip coefficient is
-torch.nn.utils.clip_grad_norm_'s.
+All are computed in float64 and then rounded to float32. Columns of `group`: lr, beta1, beta2, eps, decoupled_decay,
+coupled_decay, sign, dampening. `verdict` describes the gradients: unscale, max_norm (infinity: do not clip), norm,
+largest, found_inf. The clip coefficient is that of torch.nn.utils.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
-# Adam's epsilon counts as this at least, so that 0 / 0 is 0: no root of a positive float32 is as small.
+# Adam's epsilon counts as at least this, so that a zero moment is divided by more than zero. Every root of a positive
+# float32 is larger.
 LEAST_EPS = 2.0**-126
 
 
@@ -32,7 +32,7 @@ def scalars(
     steps: Tensor,  # float32 [parameters]; updated
     verdict: Tensor,  # float32 [5], see above
     skipped: Tensor,  # float32, 0-d; updated
-    index: Tensor,  # int32 [parameters]: what makes a parameter's noise its own
+    index: Tensor,  # int32 [parameters]: gives each parameter noise of its own
 ) -> Tensor:  # float32 [parameters, 16]
     """Return the scalars of every parameter, and count the step or the skip."""
     unscale, max_norm, norm, largest, found_inf = verdict.double().unbind()
@@ -61,7 +61,7 @@ def scalars(
     ]
     for i, column in enumerate(columns):
         hyper[:, i] = column.float()
-    # Other multipliers than in `noise`, or a step's noise would be that of the last one, an element further.
+    # Not the multipliers of `noise`: with those a step would repeat the last step's noise, moved by one element.
     seed = (count.long() * 0xC2B2AE3D + index.long() * 0x85EBCA77) & 0xFFFFFFFF
     seed = torch.where(seed >= 2**31, seed - 2**32, seed).to(torch.int32)
     hyper[:, 11] = seed.view(torch.float32)

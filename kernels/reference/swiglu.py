@@ -3,9 +3,9 @@
     h   = silu(gate) × up                silu(g) = g × s,  s = 1 / (1 + exp(-g))
     dg  = dh × up × s × (1 + gate × (1 - s)),   du = dh × silu(gate)
 
-(Shazeer, "GLU Variants Improve Transformer", 2020.) Computed in float32 from the stored gate and up; what torch does in
-three kernels rounds in between. Casts are `cast.py`'s, or `cast_delayed.py`'s where states are given. Nothing of h is
-kept for backward, which computes it again from gate and up, that it reads anyway.
+(Shazeer, "GLU Variants Improve Transformer", 2020.) All is computed in float32 from the stored gate and up; torch uses
+three kernels and rounds in between. Casts are those of `cast.py`, or of `cast_delayed.py` if states are given. Backward
+reads gate and up anyway and computes h from them again, so nothing of h is kept.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def swiglu_backward_cast(
     dh: Tensor,  # the gradient of silu(gate) × up, [rows, cols]
     gate: Tensor,
     up: Tensor,
-    h_scale: Tensor,  # what swiglu_cast returned
+    h_scale: Tensor,  # the scale that swiglu_cast returned
     fmt: MiniFloat,
     of: Sequence[int] = (),  # handles of gate's DelayedState and up's, or none
     update: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return codes, codes_t, scale of gate's gradient; the same of up's; E4M3 codes_t of silu(gate) × up."""
+    """Return codes, codes_t and scale of gate's gradient, then of up's, then E4M3 codes_t of silu(gate) × up."""
     d, g, u = dh.float(), gate.float(), up.float()
     s = torch.sigmoid(g)
     of_gate = _cast(d * u * (s * (1 + g * (1 - s))), fmt, of[:1], update, False)

@@ -1,16 +1,16 @@
 """E4M3 blocks as ranks send them to each other, and their sums.
 
-A tensor is read as rows of blocks of 128 (`quantize.py`; a short block ends a row). Its blocks, one after the other,
-are dealt out to one stripe a rank, each of `per` blocks, and a stripe is a chunk of bytes:
+A tensor is read as rows of blocks of 128 (`quantize.py`; a short block ends a row). Its blocks
+are divided, in order, into one stripe for each rank, of `per` blocks each. A stripe is sent as one chunk of bytes:
 
     codes    128 bytes a block         value = code × scale
     scales   float32, one a block      NaN: a value of the block is not finite; 0: all are zero, or too small
     zeros    up to a multiple of 16
 
-1.03125 bytes an element; short blocks are filled up with zeros, as are stripes beyond the tensor's end. Chunk i of
-what a rank sends is the stripe that rank i owns. The owner decodes what all ranks sent of it, adds in float32 in the
-order of ranks, and quantizes the sum into a chunk again. Every rank decodes the same chunks in the end, its own too: so
-all have the same bits.
+That is 1.03125 bytes an element. Short blocks and stripes beyond the tensor's end are filled up with zeros. Rank i owns
+stripe i, and all ranks send it their chunk i. The owner decodes these chunks, adds them in float32 in the order of
+ranks, and quantizes the sum into a chunk again. In the end every rank decodes the same chunks, its own too, so all
+have the same bits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         return -(-self.blocks // self.world)
 
     def stripes(self, count: int) -> Layout:
-        """Return a layout of as many whole stripes."""
+        """Return a layout of `count` whole stripes."""
         return Layout(1, count * self.per * BLOCK, count)
 
     @property
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
 def pack(
     x: Tensor,  # float32, bfloat16 or float16, contiguous, of rows × cols elements
     layout: Layout,
-    out: Tensor | None = None,  # what is returned
+    out: Tensor | None = None,  # if given, written and returned
 ) -> Tensor:  # uint8 [world, pitch]
     """Quantize a tensor into chunks, one scale a block."""
     return pack_codes(*quantize_blocks(x.reshape(layout.rows, layout.cols), E4M3), layout, out)
@@ -69,9 +69,9 @@ def pack_codes(
     codes: Tensor,  # float8_e4m3fn, contiguous, of rows × cols elements
     scale: Tensor,  # float32 [rows, blocks of a row]
     layout: Layout,
-    out: Tensor | None = None,  # what is returned
+    out: Tensor | None = None,  # if given, written and returned
 ) -> Tensor:  # uint8 [world, pitch]
-    """Lay out in chunks what is in FP8 already."""
+    """Lay out a tensor that is in FP8 already in chunks."""
     blocks = as_blocks(codes.view(torch.uint8).reshape(layout.rows, layout.cols))
     chunks = _chunks(blocks.view(-1, BLOCK), scale.reshape(-1), layout)
     return chunks if out is None else out.copy_(chunks)
@@ -107,7 +107,7 @@ def unpack(
     out: Tensor,  # float32, bfloat16 or float16, contiguous, of rows × cols elements, written
     layout: Layout,
 ) -> None:
-    """Decode a tensor."""
+    """Decode a tensor from chunks."""
     codes, scale = _parts(chunks, layout.per)
     values = codes.float() * scale.unsqueeze(-1)
     out.view(-1).copy_(_in_rows(values.view(-1, BLOCK), layout))
@@ -119,7 +119,7 @@ def unpack_codes(
     scale: Tensor,  # float32 [rows, blocks of a row], written
     layout: Layout,
 ) -> None:
-    """Take a tensor out of chunks in FP8."""
+    """Copy a tensor out of chunks without decoding it."""
     sent, scales = _parts(chunks, layout.per)
     codes.view(torch.uint8).view(-1).copy_(_in_rows(sent.view(torch.uint8).view(-1, BLOCK), layout))
     scale.view(-1).copy_(scales.reshape(-1)[: layout.blocks])
@@ -143,7 +143,7 @@ def _chunks(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
 def scales_of(
     chunks: Tensor,  # uint8 [..., pitch], contiguous
     per: int,
-) -> Tensor:  # float32 [..., per], looking into them
+) -> Tensor:  # float32 [..., per], a view
     """Return the scales in chunks of `per` blocks."""
     floats = chunks.view(-1).view(torch.float32).view(*chunks.shape[:-1], chunks.shape[-1] // 4)
     return floats[..., per * BLOCK // 4 :][..., :per]
