@@ -3,9 +3,9 @@
 torch's DistributedDataParallel keeps gradients in buckets of the parameters' dtype. Here a post-accumulate hook
 quantizes each gradient as soon as autograd has it, straight into its region of an FP8 bucket (`buckets.py`), and frees
 it. When all gradients of a bucket are there, it is averaged on a stream of its own while backward goes on. `p.grad` is
-a `BlockScaledTensor`, as at O1, ready for O2's step: 1.03 bytes an element are all that stays.
+a `BlockScaledTensor`, as at O1, ready for O2's step. Only its 1.03 bytes an element stay.
 
-Buckets are averaged in the same order on all ranks, that of the parameters, last first; a bucket that is ready early
+Buckets are averaged in the same order on all ranks: from the last parameters to the first. A bucket that is ready early
 waits for its turn. The end of backward waits for all of them. A hook on the outputs of forward has autograd call us at
 the end of the whole backward, so backwards inside it (reentrant activation checkpointing) do not count.
 """
@@ -44,8 +44,8 @@ class DataParallel(nn.Module):
         broadcast_buffers: before each forward that is synchronized, give all ranks the buffers of the first rank.
         init_sync: compare names, shapes and dtypes of parameters over all ranks now, and give all of them the
             parameters and buffers of the first one.
-        find_unused_parameters: parameters may take no part in a backward. One that no rank used keeps the gradient that
-            it had. Costs a small all-reduce and a wait for it.
+        find_unused_parameters: allow parameters that take no part in a backward. One that no rank used keeps the
+            gradient that it had. Costs a small all-reduce and a wait for it.
 
     Raises:
         ConfigError: if the model is not as described.
@@ -90,11 +90,11 @@ class DataParallel(nn.Module):
         cuda = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device, priority=-1) if cuda else None
         self._fired: set[Region] = set()
-        self._sent = 0  # buckets
-        self._forwards = 0  # whose backward did not come yet
+        self._sent = 0  # buckets sent in this backward
+        self._forwards = 0  # forwards whose backward has not come yet
         # whether a backward that other ranks take part in has begun, and not ended
         self._unfinished = False
-        # whether this backward is synchronized, and whether that of the last forward will be
+        # whether this backward is synchronized, and whether the last forward's will be
         self._sync = self._next_sync = True
         # a weak reference to an object that lives as long as a backward
         self._backward: Any = lambda: None
@@ -172,8 +172,8 @@ class DataParallel(nn.Module):
 
     def _take(self, index: int, region: Region, p: Tensor) -> None:
         """Move a fresh gradient into its bucket, and send the buckets whose turn it is."""
-        # The hook on outputs did not do it if forward returned them inside an unknown object. Other ranks take no part
-        # in a backward that did not come through this wrapper's forward.
+        # If forward returned its outputs inside an unknown object, no hook has called `_begin`. If a backward did not
+        # come through this wrapper's forward, other ranks take no part in it.
         self._begin(self._next_sync and self._forwards > 0)
         if self._sync and index < self._sent:
             raise GradientError(
@@ -193,7 +193,7 @@ class DataParallel(nn.Module):
                 self._send()
 
     def _send(self) -> None:
-        """Average the next bucket, on the stream for that."""
+        """Average the next bucket, on a stream of its own."""
         bucket = self.buckets[self._sent]
         what = f"averaging of bucket {self._sent} of {bucket.codes.numel()} gradients"
         self._sent += 1
@@ -214,8 +214,8 @@ class DataParallel(nn.Module):
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def _end(self, mark: _Mark) -> None:
-        """Send what is left, wait for all, and hand the gradients out."""
-        # the mark may live on, in the frames of an error that is kept
+        """Send the remaining buckets, wait for all, and set the gradients."""
+        # an error that is kept may keep the mark alive, in its frames
         self._backward = lambda: None
         if not self._fired:
             self._unfinished = False
@@ -262,7 +262,7 @@ class DataParallel(nn.Module):
         """Give all ranks the tensors of the first one."""
         if self.world == 1 or not tensors:
             return
-        # .data, since autograd may have saved a buffer whose value this rarely changes
+        # .data, so that a buffer that autograd saved counts as unchanged; its value rarely changes here
         data = [tensor.data for tensor in tensors]
         with failures_named(f"broadcast of {len(data)} parameters or buffers", self.process_group):
             dist._broadcast_coalesced(self.process_group, data, 2**28, 0)  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def _compare_models(trained: list[tuple[str, nn.Parameter]], group: Any) -> None
         )
 
 
-# The hooks of a wrapper hold it weakly: a parameter that outlives it would keep it alive otherwise.
+# Hooks hold the wrapper weakly: otherwise a parameter that outlives it would keep it alive.
 
 
 class _Mark:

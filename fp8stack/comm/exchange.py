@@ -29,7 +29,7 @@ from fp8stack.tensor import BlockScaledTensor
 from .nvlink import link_of
 from .transport import Transport
 
-# The groups within this rank's host and across hosts, of each group that was given a hierarchy.
+# For each group with a hierarchy: the group within this rank's host, and the one across hosts.
 _HIERARCHIES: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -75,7 +75,7 @@ def all_reduce(
     divisor: int,
     way: Transport,
 ) -> int:
-    """Add up `input` over all ranks, and divide; return the bytes that this rank sends, as all of these do."""
+    """Add up `input` over all ranks, and divide; return the bytes that this rank sends, as do the functions below."""
     layout, hosts = flat(input, way.world), _HIERARCHIES.get(way.group, ())
     if not hosts and (link := link_of(way.group, input.device)):
         link.all_reduce(input, output, layout, way, divisor)
@@ -91,11 +91,11 @@ def all_reduce(
 
 
 def _add_up(chunks: Tensor, layout: Layout, ways: list[Transport], divisor: int) -> int:
-    """Replace chunks by their sums over one group, or over several one inside the other; return the bytes sent.
+    """Replace chunks by their sums over one group, or over the hosts' groups in turn; return the bytes sent.
 
-    Each rank of the first group adds up an equal part of the chunks. With hosts that is a chunk for each host, which it
-    then adds up with the ranks of the same place on the other hosts in the same way. On the way back, all ranks get the
-    bytes that the last owner of each chunk has quantized.
+    Each rank of the first group adds up an equal part of the chunks. With hosts, that part is a chunk for each host,
+    and the rank adds it up with the ranks of the same place on the other hosts in the same way. On the way back, all
+    ranks get the bytes that the last owner of each chunk quantized.
     """
     way, *others = ways
     received = torch.empty_like(chunks)
@@ -139,13 +139,13 @@ def gather(output: Tensor, input: Tensor, _: int, way: Transport) -> int:
 
 
 def flat(x: Tensor, world: int) -> Layout:
-    """Return the layout of a tensor in one row, or in the rows that its blocks have."""
+    """Return the layout of a tensor: in the rows of its blocks if it is FP8, else in one row."""
     rows, cols = rows_cols(x.shape) if isinstance(x, BlockScaledTensor) else (1, x.numel())
     return Layout(rows, cols, world)
 
 
 def pack(x: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
-    """Return the chunks of a tensor. What is FP8 already is sent as it is, neither decoded nor rounded."""
+    """Return the chunks of a tensor. An FP8 tensor is sent as it is, neither decoded nor rounded."""
     kernels = ops.wire_kernels(x.is_cuda)
     if isinstance(x, BlockScaledTensor):
         return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout, out)  # type: ignore[no-any-return]
@@ -153,7 +153,7 @@ def pack(x: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
 
 
 def unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
-    """Take a tensor out of chunks."""
+    """Write the tensor in the chunks to `out`."""
     kernels = ops.wire_kernels(out.is_cuda)
     if isinstance(out, BlockScaledTensor):
         kernels.unpack_codes(chunks, out.codes, out.scale, layout)

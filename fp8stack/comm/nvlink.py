@@ -32,8 +32,8 @@ from fp8stack.tensor import BlockScaledTensor
 
 from .transport import Transport, failures_named, gather_objects, group_of
 
-BACKGROUND = 96  # programs when other kernels run at the same time, which this leaves room for
-_REMEMBERED = 1024  # calls whose names an error can give
+BACKGROUND = 96  # programs of a launch in the background, which leaves room for other kernels
+_REMEMBERED = 1024  # the last calls, whose names an error can give
 _GROUPS: weakref.WeakKeyDictionary[Any, _Choice] = weakref.WeakKeyDictionary()
 
 
@@ -50,7 +50,7 @@ def set_transport(transport: str, group: Any = None) -> None:
 
     Args:
         transport: "auto", "nvlink" (one kernel that writes into the other GPUs' memory; the group's next all_reduce or
-            reduce_scatter raises if that cannot be), or "collective" (the process group's own collectives).
+            reduce_scatter raises if NVLink cannot be used), or "collective" (the process group's own collectives).
         group: a process group; by default torch's own.
 
     Raises:
@@ -150,7 +150,7 @@ class Link:
         )
 
     def _begin(self, way: Transport) -> tuple[int, Any]:
-        """Number a call, unless an earlier one failed; return the workspace for it too."""
+        """Return the number and the workspace of a new call; raise CommError if an earlier call failed."""
         if any(self._missing):
             raise CommError(self._explain())
         _follow(self.device)
@@ -203,9 +203,9 @@ def _follow(device: torch.device) -> None:
 
 
 def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
-    """Return a link or the reason why there is none, and this rank's own obstacle if it has one; all ranks together.
+    """Return a link or the reason why there is none, and this rank's own obstacle or "". All ranks call it together.
 
-    There are three steps. After each, the ranks tell each other whether it went well, so that none goes on alone.
+    It takes three steps. After each, the ranks tell each other whether it went well, so that none goes on alone.
     """
     made: Any = None
     mine, ranks, host = "", dist.get_process_group_ranks(group), _host()
@@ -215,9 +215,8 @@ def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
         except Exception as error:  # of any kind: the other ranks wait to hear of it
             mine = first_line(error) or type(error).__name__
         with (
-            torch.cuda.device(
-                -1 if device.index is None else device
-            ),  # NCCL sends from the current one
+            # NCCL sends from the current device
+            torch.cuda.device(-1 if device.index is None else device),
             failures_named("agreement on a transport", group),
         ):
             said = gather_objects((host, _mapped, mine), group)

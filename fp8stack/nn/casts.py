@@ -218,8 +218,8 @@ def _parts_of(x: Tensor) -> Tensor | None:
 
 def _moment(x: Tensor) -> tuple[int, int, int, bool]:
     """Return a key for facts about `x`: once it is another, they must not be used any more."""
-    # The id: a copy has the tensor's attributes, and the products of `matmuls.py` serve many weights. The stream: another
-    # one has not waited for the facts. Capturing: a CUDA graph is replayed with other contents, for which they are wrong.
+    # The id, since a copy has the tensor's attributes, and the products of `matmuls.py` serve many weights. Another
+    # stream has not waited for the facts. A CUDA graph is replayed with other contents, for which they do not hold.
     return id(x), x._version, _stream(x), _capturing(x)
 
 

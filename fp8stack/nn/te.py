@@ -2,31 +2,31 @@
 
 A `TeLinear` is an `nn.Linear` whose class was changed, like `Fp8Linear`: parameters, ties, hooks, names and state_dict
 stay as they are, and changing the class back undoes it. The `te.Linear` that does the work is made without memory at
-the first forward, lies outside the module tree, and is lent the layer's weight and bias for each call. So whatever
-puts another tensor there (`.to()`, `load_state_dict(assign=True)`, FSDP2) is seen, and no `_extra_state` appears.
+the first forward, lies outside the module tree, and is lent the layer's weight and bias for each call. So it always
+gets the layer's present tensors (after `.to()`, `load_state_dict(assign=True)`, FSDP2), and no `_extra_state` appears.
 
-Recipe: always given, and entered in each layer, so that recomputation under activation checkpointing, which runs in
-the backward pass and outside whatever the user wrapped around the model, is FP8 too.
+Recipe: each layer is given one and enters it itself. Activation checkpointing recomputes in the backward pass, outside
+any context that the user put around the model, and so that is FP8 too.
 
-Sizes: TransformerEngine checks some of what cuBLAS needs in forward, and the rest fails in backward. Tokens are padded
-with zeros here, and so are a weight and bias whose sizes do not fit (a vocabulary of 50257); the output is cut back,
-as a view. A padded weight is copied at every forward.
+Sizes: TransformerEngine checks some of cuBLAS's needs in forward; the others fail in backward. So tokens are padded
+with zeros here, as are a weight and bias whose sizes do not fit (a vocabulary of 50257); the output is cut back, as a
+view. A padded weight is copied at every forward.
 
-Dtypes: the output has the input's, or autocast's where that is on; operands are cast to FP8 from whatever dtype they
-are stored in (O2's weights are bfloat16 under float32 activations). A bias is added in bfloat16 where the output is
-float32, which is all that cuBLAS has. Gradients have the dtype of their tensors.
+Dtypes: the output has the input's dtype, or autocast's where that is on. Operands are cast to FP8 from the dtype they
+are stored in (O2's weights are bfloat16 under float32 activations). If the output is float32, a bias is added in
+bfloat16, the only way that cuBLAS has. Gradients have the dtype of their tensors.
 
-Weights are cast in every forward. TransformerEngine keeps both layouts until backward, under FSDP2 none.
+Weights are cast in every forward. TransformerEngine keeps both layouts until backward; under FSDP2 it keeps none.
 
-Delayed scaling: TransformerEngine keeps the histories of all layers of a process together and moves all of them on
-whenever an outermost autocast ends, which here would be once a layer, and reduces them over all ranks. So here each
-layer moves on its own, at its next forward in training, local to its rank; not in evaluation and not in
-recomputation, which sees the scales of the pass that it repeats. At the first step, when the history is empty (after
-loading a checkpoint, too: it is not in the state_dict), the scales are those of the tensors themselves.
+Delayed scaling: TransformerEngine keeps the histories of all layers of a process together. Whenever an outermost
+autocast ends, which here would be once a layer, it updates all of them and reduces them over all ranks. So here each
+layer updates its own history, at its next forward in training and on its rank alone. Evaluation does not update, nor
+does recomputation, which sees the scales of the pass that it repeats. At the first step the history is empty (after
+loading a checkpoint, too: the state_dict has none), and the scales come from the tensors themselves.
 
-Under torch.compile a layer is a graph break, which PyTorch's compiled cuDNN attention does not bear: a warning says
-so. Infinities: TransformerEngine's casts keep NaN but turn infinities into the largest finite value, in the gradients
-that a GradScaler looks at as well.
+Under torch.compile a layer is a graph break, and behind it PyTorch compiles wrong gradients of cuDNN's attention: a
+warning says so. Infinities: TransformerEngine's casts keep NaN but turn infinities into the largest finite value, also
+in the gradients that a GradScaler checks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .casts import in_backward
 from .linear import check_input, output_dtype, title
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
-"""Of every dimension of a product, by recipe."""
+"""By recipe: every dimension of a product must be a multiple of this."""
 
 
 class TeLinear(nn.Linear):
@@ -69,7 +69,7 @@ class TeLinear(nn.Linear):
 
 
 class Engine:
-    """What computes one layer: a `te.Linear` without parameters of its own. Copies have recipe and name only."""
+    """Computes one layer with a `te.Linear` that has no parameters of its own. A copy has only recipe and name."""
 
     def __init__(self, recipe: Recipe, weight: Tensor | None = None, layer: str = "") -> None:
         self.recipe = recipe
@@ -77,7 +77,7 @@ class Engine:
         self._home = None if weight is None else id(weight)  # compared, never followed
         self._linear: Any = None
         self._device: torch.device | None = None
-        self._seeded = [False, False]  # delayed scaling: the first scales of forward, backward
+        self._seeded = [False, False]  # delayed scaling: forward, backward have first scales
 
     def __reduce__(self) -> Any:
         return Engine, (self.recipe, None, self.layer)
@@ -105,16 +105,16 @@ class Engine:
             module._parameters["weight"] = weight
             if bias is not None:
                 module._parameters["bias"] = bias
-            # Set beforehand, or it insists that parameters have the dtype of the input.
+            # Set beforehand: else it insists that parameters have the input's dtype.
             module.__dict__["activation_dtype"] = inner
-            # Of FSDP2's whole weights nothing is saved for backward, not even their codes.
+            # If FSDP2 gathered this weight, nothing of it is saved for backward, not even codes.
             module.__dict__["_is_fsdp2"] = self._comes_and_goes(layer.weight)
-            # The outer one is off: an outermost one that is on moves the histories of the user's own te modules on.
+            # The outer one is off: an outermost one that is on would update the histories of the user's own te modules.
             with (
                 library.te.autocast(enabled=False, recipe=recipe),
                 library.te.autocast(enabled=True, recipe=recipe),
             ):
-                library.state.is_first_fp8_module()  # takes the mark that makes backward do so
+                library.state.is_first_fp8_module()  # takes the mark that would make backward update them
                 try:
                     scales = self._scales(module, rows, weight, layer.training)
                     with scales if delayed else nullcontext():
@@ -145,10 +145,10 @@ class Engine:
 
     @contextmanager
     def _scales(self, module: Any, rows: Tensor, weight: Tensor, training: bool) -> Iterator[None]:
-        """Delayed scaling: move the scales on before a forward in training, and leave no trace of an evaluation."""
+        """Delayed scaling: update the scales before a forward in training; undo what an evaluation recorded."""
         module.init_fp8_metadata()  # makes histories and scales, if there are none
         meta = module.fp8_meta
-        # As if registered already, so that it does not enter the histories that are moved on together.
+        # It looks registered, so that TransformerEngine does not add it to the histories that it updates together.
         meta.setdefault(load_te().state.get_buffer_info(), ())
         history = meta["scaling_fwd"].amax_history  # [steps, tensors]; row 0 is being recorded
         if not self._seeded[0]:
@@ -179,7 +179,7 @@ class Engine:
 
 @cache
 def te_recipe(settings: Recipe) -> Any:
-    """Return TransformerEngine's recipe; options that its environment variables would set are given."""
+    """Return TransformerEngine's recipe. Options are given, so that its environment variables do not set them."""
     recipes = load_te().recipe
     hybrid, e4m3 = recipes.Format.HYBRID, recipes.Format.E4M3
     own = {"fp8_format": hybrid if settings.fp8_format == "hybrid" else e4m3}
@@ -213,7 +213,7 @@ def _forward(layer: TeLinear, input: Tensor) -> Tensor:
         with torch.autocast("cuda", enabled=False):
             return linear(input.to(dtype), layer.weight.to(dtype), bias)
     output = layer.te.multiply(layer, input.reshape(-1, layer.in_features), dtype)
-    # What te.Linear returns is a view of its own, which autograd lets nobody change in place (nn.ReLU(inplace=True)).
+    # te.Linear returns a view that autograd lets nobody change in place (nn.ReLU(inplace=True)).
     shape = (*input.shape[:-1], layer.out_features)
     return cast(Tensor, torch.ops.aten._unsafe_view(output, shape))
 
@@ -242,7 +242,7 @@ def _finite_amax(x: Tensor) -> Tensor:
 
 
 def _update(state: Any) -> None:
-    """Take what was recorded since the last call into the history, and make the scales of what it then says."""
+    """Move the amax recorded since the last call into the history, and compute the scales from that."""
     recipe = state.recipe
     load_te().tex.fused_amax_and_scale_update_after_reduction(
         state.amax_history[0].clone(), [state.amax_history], [state.scale], recipe.amax_compute_algo, state.dtype,

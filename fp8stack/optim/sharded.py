@@ -2,8 +2,8 @@
 
 A block of 128 never crosses a row, so a rank's part of the codes and scales belongs to its part of the parameter. The
 kernels see plain tensors of this rank. `optimizer.state` holds DTensors with the parameter's mesh and placements, which
-`torch.distributed.checkpoint` reshards like any other. The ranks agree on two numbers, reduced over the parameter's
-mesh: the largest gradient, because either all ranks take a step or none does, and the norm to clip by.
+`torch.distributed.checkpoint` reshards like any other. The ranks reduce two numbers over the parameter's mesh:
+the largest gradient, because either all ranks take a step or none does, and the norm that clipping needs.
 
 Limits: a parameter may be sharded along its rows (dim 0) in any way, along dim 1 only as a matrix whose parts have a
 multiple of 128 columns. Formats with one scale a tensor ("fp8-lm", master "fp16") cannot be sharded. Ranks agree within
@@ -37,7 +37,7 @@ def local(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(parameter: Tensor, value: Tensor) -> None:
-    """Write `value` (of this rank's part) to a parameter."""
+    """Write `value`, for this rank's part, to a parameter."""
     local(parameter).copy_(value)
 
 
@@ -74,7 +74,7 @@ def distribute(state: State, parameter: Tensor) -> State:
 
 
 def collect(state: State, parameter: Tensor, key: Any) -> State:
-    """Return this rank's part of a saved `state`, which may be sharded otherwise or not at all.
+    """Return this rank's part of a saved `state`, which may be sharded in another way or not at all.
 
     Raises:
         CheckpointError: for a tensor with another number of rows than the parameter.
@@ -105,7 +105,7 @@ def _part(value: Tensor, parameter: Tensor, name: str) -> Tensor:
 
 
 def check_placements(parameter: Tensor, states: str, master: str | None, quantized: bool) -> None:
-    """Raise ModelError unless the state of a sharded parameter can be kept in these formats."""
+    """Raise ModelError if the state of a sharded parameter cannot be kept in these formats."""
     if not is_sharded(parameter):
         return
     shape, mesh = tuple(parameter.shape), parameter.device_mesh  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ def shares_of(groups: Iterable[dict[str, Any]]) -> list[Share | None]:
 
 
 def reduce_largest(largest: Tensor, shares: Iterable[Share | None]) -> None:
-    """Replace `largest` (float32, 0-d, >= 0 or NaN) by the largest of all ranks.
+    """Replace `largest` (float32, 0-d, >= 0 or NaN) by the largest over all ranks.
 
     The bits are compared as integers, where a NaN is larger than every number.
     """
@@ -177,7 +177,7 @@ def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0
 
 
 def _all_reduce(value: Tensor, mesh: Any, operation: Any) -> None:
-    """Reduce in place, on the mesh's kind of device: with FSDP2's CPU offload the groups may have NCCL only."""
+    """Reduce in place, on the mesh's type of device: under FSDP2's CPU offload the groups may have NCCL only."""
     there = value.to(mesh.device_type)
     for dim in range(mesh.ndim):
         torch.distributed.all_reduce(there, operation, group=mesh.get_group(dim))

@@ -146,7 +146,7 @@ class Fp8Reduction:
         return [each[:length] for each, length in zip(own.split(padded), lengths, strict=True)]
 
     def _scatter_bucket(self, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Do the same for gradients in one buffer. Of stage 3, only here do ranks that share a sequence count as one."""
+        """Do the same for gradients in one buffer; in stage 3, ranks that share a sequence count as one only here."""
         parts = self._scatter_average(self._engine.optimizer.ipg_buckets[dtype].params, dtype)
         shared = self._engine.sequence_parallel_size
         return [part.mul_(shared) for part in parts] if shared > 1 else parts
