@@ -8,8 +8,8 @@
 `prepare` calls `accelerator.prepare` and applies the level at the right moment. On one process and under DDP it does so
 before (layers, gradients and states are per process), and registers DDP's FP8 hook after. Under FSDP2 it does so after
 (states are DTensors of the sharded parameters). Under ZeRO it puts the level into DeepSpeed's configuration. `attach`
-does only the part after `accelerator.prepare`, for a model that was initialized by hand. Accelerate is neither patched
-nor subclassed. Its own FP8 has to be off: two owners of the same layers undo each other.
+only registers that hook and verifies the result, for a model that was initialized by hand. Accelerate is neither
+patched nor subclassed. Its own FP8 has to be off: two owners of the same layers undo each other.
 
 Limits: FSDP1, Megatron-LM and XLA are refused. DDP holds gradients in full precision; only the wire is FP8.
 """

@@ -78,7 +78,7 @@ class Products:
     chooser: Any = None  # of select="auto": select.py
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
-    last_weight: tuple[Any, Tensor] | None = None  # of its last cast: a key, and the scale
+    last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ def _parts_of(x: Tensor) -> Tensor | None:
 
 
 def _moment(x: Tensor) -> tuple[int, int, int, bool]:
-    """Return a key for facts about `x`: once it is another, they must not be used any more."""
+    """Return a key for facts about `x`: once it changes, they must not be used any more."""
     # The id, since a copy has the tensor's attributes, and the products of `matmuls.py` serve many weights. Another
     # stream has not waited for the facts. A CUDA graph is replayed with other contents, for which they do not hold.
     return id(x), x._version, _stream(x), _capturing(x)
@@ -230,14 +230,12 @@ def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Ope
         return cast_matrix(x, fmt, fmt_t, True, transposed, amax)
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
-    merged = (
-        torch.compiler.is_compiling() and transposed
-    )  # one state for one input: its casts are equal calls, which the graph merges
+    # With one state for one input its casts are equal calls, which a graph with a backward merges.
+    merged = torch.compiler.is_compiling() and transposed
     state = (merged and products.graph_state) or products.x_state
     assert state is not None
-    again = (
-        train and in_backward()
-    )  # evaluation took the next cast's scale, and its recomputation does too
+    # Evaluation takes the next cast's scale, and so does its recomputation.
+    again = train and in_backward()
     codes, turned, scale = ops.cast_delayed(x, fmt, state.handle, train and not again, again)
     if fmt_t is fmt or not transposed:
         return _without_t(Operand(codes, scale, turned, scale), transposed)

@@ -1,4 +1,4 @@
-"""Mix-ins that change what a module computes and nothing else: one with other methods is put before its class.
+"""Mix-ins that change what a module computes and nothing else: their methods come before those of its class.
 
 The mixed class is made when it is first needed. No import finds its name, so copies and pickles of its modules name the
 two parents instead. It is freed with the class below it.
@@ -97,9 +97,8 @@ def run_with(module: nn.Module, x: Tensor, **attributes: Any) -> Any:
 
     If the module has submodules, pass copies of them as `_modules`: the run sets them to training.
     """
-    twin = object.__new__(
-        type(module)
-    )  # the __new__ of an FSDP module makes one of the class below
+    # the class's own __new__ would not do: FSDP's makes a module of the class below
+    twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__, **attributes)
     nn.Module.train(twin)
     try:

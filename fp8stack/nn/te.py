@@ -148,7 +148,7 @@ class Engine:
         """Delayed scaling: update the scales before a forward in training; undo what an evaluation recorded."""
         module.init_fp8_metadata()  # makes histories and scales, if there are none
         meta = module.fp8_meta
-        # It looks registered, so that TransformerEngine does not add it to the histories that it updates together.
+        # Now it looks registered: TransformerEngine does not add it to the histories that it updates together.
         meta.setdefault(load_te().state.get_buffer_info(), ())
         history = meta["scaling_fwd"].amax_history  # [steps, tensors]; row 0 is being recorded
         if not self._seeded[0]:

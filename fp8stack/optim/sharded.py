@@ -2,7 +2,7 @@
 
 A block of 128 never crosses a row, so a rank's part of the codes and scales belongs to its part of the parameter. The
 kernels see plain tensors of this rank. `optimizer.state` holds DTensors with the parameter's mesh and placements, which
-`torch.distributed.checkpoint` reshards like any other. The ranks reduce two numbers over the parameter's mesh:
+`torch.distributed.checkpoint` reshards like any other. To agree, ranks reduce two numbers over the parameter's mesh:
 the largest gradient, because either all ranks take a step or none does, and the norm that clipping needs.
 
 Limits: a parameter may be sharded along its rows (dim 0) in any way, along dim 1 only as a matrix whose parts have a

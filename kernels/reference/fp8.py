@@ -1,7 +1,7 @@
 """Casts between float32 and the formats of one byte or less.
 
 **E4M3 and E5M2: to nearest, ties to even.** torch's own cast, which rounds so on every device. `kernels/fp8.py`
-does it without that cast.
+says how kernels do it without that cast.
 
 **Optimizer formats: to nearest, ties away from zero, or stochastically.** Scaled by 2^-(min_exponent + 14), the
 format's exponents fall on float16's, subnormals included, so a code is the upper bits of a float16. The scaled value is

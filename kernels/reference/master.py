@@ -7,10 +7,9 @@ by integer arithmetic into the bfloat16 weight that the model computes with and 
               bits = (hi << 16) + (remainder << 8)             relative error at most 2^-16
     32 bits   hi = (bits + 0x8000) >> 16;                      remainder = bits - (hi << 16)        exact
 
-Other code may write the weight (load it, clamp it, zero a row) and not the remainder. Then the old remainder moves the
-pair by at most half a bfloat16 step from the written value. A negative remainder added to zero would make a NaN, and so
-would a positive one added to infinity. `split` makes neither pair, and `join` takes the weight alone wherever the sum
-is NaN.
+Other code may write the weight (load it, clamp it, zero a row) and leave the old remainder. The pair is then within
+half a step of the written value. But a negative remainder added to zero would make a NaN, and so would a positive one
+added to infinity. `split` makes neither pair, and `join` takes the weight alone wherever the sum is NaN.
 
 **Stochastic rounding** needs no master: a float32 goes up or down to bfloat16 with a probability that keeps its mean.
 """

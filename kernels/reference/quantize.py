@@ -11,8 +11,9 @@ Per block (or tensor), with `max` the format's largest value, all in float32:
 (The optimizer formats compute scale = amax × (1 / max), one multiplication, and code = round(x × (NUDGE / scale)).) A
 `squared` format stores square roots: sqrt(x) is encoded, and decoding squares it. There a positive element never gets
 code 0, as a second moment of zero makes Adam divide by epsilon: it gets at least code 1 (for ue3m5, 1/4032 of the
-block's largest). An element that is exactly zero keeps code 0. Codes of 4 bits lie two in a byte, [rows, ceil(cols /
-2)], the even column in the lower half.
+block's largest). An element that is exactly zero keeps code 0.
+
+Codes of 4 bits lie two in a byte, [rows, ceil(cols / 2)], the even column in the lower half.
 """
 
 from __future__ import annotations
@@ -97,8 +98,7 @@ def dequantize_blocks(
     scale: Tensor,  # float32 [rows, ceil(cols / 128)]
     fmt: MiniFloat,
     dtype: torch.dtype = torch.float32,
-    shape: Sequence[int]
-    | None = None,  # of the values; 4-bit codes do not tell whether cols is odd
+    shape: Sequence[int] | None = None,  # of the values; 4-bit codes do not tell it
 ) -> Tensor:  # dtype, `shape` or that of codes
     """Return code × scale (squared for a squared format), rounded to `dtype`."""
     if fmt.bits == 4:

@@ -1,7 +1,7 @@
 """E4M3 blocks as ranks send them to each other, and their sums.
 
-A tensor is read as rows of blocks of 128 (`quantize.py`; a short block ends a row). Its blocks
-are divided, in order, into one stripe for each rank, of `per` blocks each. A stripe is sent as one chunk of bytes:
+A tensor is read as rows of blocks of 128 (`quantize.py`; a short block ends a row). Its blocks are divided, in order,
+into one stripe for each rank, of `per` blocks each. A stripe is sent as one chunk of bytes:
 
     codes    128 bytes a block         value = code × scale
     scales   float32, one a block      NaN: a value of the block is not finite; 0: all are zero, or too small
