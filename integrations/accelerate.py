@@ -183,7 +183,7 @@ def check_level(opt_level: str | None, options: Mapping[str, Any]) -> str:
 def sectioned(
     accelerator: Any, optimizer: Any, opt_level: str | None, options: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Let DeepSpeed engines that are made inside read a section "fp8stack" with these options.
+    """Let DeepSpeed engines that are made in this context read a section "fp8stack" with these options.
 
     Raises:
         ConfigError: for an unknown option or value, options both here and in the configuration, or an optimizer that

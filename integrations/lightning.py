@@ -94,7 +94,7 @@ class _Precision:
         plugins = _find_lightning().plugins
         kinds = {
             "32-true": plugins.Precision,
-            # `connect` replaces "cuda" by the model's device
+            # `connect` replaces "cuda" by the type of the strategy's device
             "bf16-mixed": partial(plugins.MixedPrecision, precision, "cuda"),
             "bf16-true": partial(plugins.HalfPrecision, precision),
         }

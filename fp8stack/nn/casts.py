@@ -12,10 +12,10 @@ kernel writes both layouts in forward, and autograd keeps the second: one byte a
 happens under torch.compile, where casts are part of the graph and Inductor fuses the search for the largest magnitude
 with the operation that made the tensor.
 
-Forward, too, reads a weight only once if it can guess the scale: it tries the scale of the last cast. With delayed
-scaling it keeps that while it fits (`ops.recast`). With current scaling it tries it if the version of the parameter
-did not change, as in a further micro-batch; the kernel checks whether it is the weight's own scale, and casts again if
-it is not. So a wrong guess costs time and changes no bit.
+Forward, too, reads a weight only once if it can guess the scale from the last cast. With delayed scaling it keeps the
+last scale while that fits (`ops.recast`). With current scaling it tries the last scale if the parameter's version did
+not change, as in a further micro-batch; the kernel checks whether that is the weight's own, and casts again if it is
+not. So a wrong guess costs time and changes no bit.
 
 The layers of a model share an `InputCodes`. It holds the codes of the activation that was cast last, until the next
 one is cast, backward begins, or the activation is freed. A mark on the activation says that the codes belong to it;

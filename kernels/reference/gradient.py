@@ -1,6 +1,6 @@
 """Arithmetic on block-scaled FP8 gradients: adding a micro-batch, and the norm.
 
-**Adding.** E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than what is added, rounding to nearest
+**Adding.** E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than the addend, rounding to nearest
 drops the addend entirely, and a gradient accumulated over many micro-batches stops growing. So a sum keeps a second
 block-scaled tensor, the *residual*, which holds the rounding error of the first:
 

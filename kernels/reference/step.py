@@ -1,4 +1,4 @@
-"""One optimizer step on one tensor, in whatever formats its state is kept: decode, update in float32, encode.
+"""One optimizer step on one tensor, whatever the formats of its state: decode, update in float32, encode.
 
 Each operation below rounds once, in this order, and the Triton kernel does the same. With g = gradient × grad_mul (for
 FP8 blocks code × (scale × grad_mul)), plus weight_decay × w where decay is coupled:
