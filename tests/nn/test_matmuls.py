@@ -346,6 +346,7 @@ ERRORS = [
     (torch.matmul, torch.randn(20, 96).half(), "same dtype"),
     (torch.matmul, torch.randn(()), "at least 1D"),
     (torch.matmul, [1.0], "must be Tensor"),
+    (lambda x, w: F.linear(x, w, torch.ones(3)), torch.randn(20, 96), "expanded size"),
 ]
 
 
