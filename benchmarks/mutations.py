@@ -7,10 +7,9 @@ arithmetic operator becomes its neighbour, a number grows by one, a truth value 
 assignment through a subscript or an augmented one disappears. The same number is drawn in each of the four folders.
 
 First the tests run once (as many as end within `--map-seconds`), and `call_map.py` notes which tests call which
-functions. Then each fault is planted in
-a copy of the tree, and the tests that call its function run, the quickest first, until one fails (the fault is found;
-"unclear" if that test fails without it) or `--seconds` are used up (it survives). So the share that is found is a lower
-bound, by the same rule for every tree.
+functions. Then each fault is planted in a copy of the tree, and the tests that call its function run, the quickest
+first, until one fails (the fault is found; "unclear" if that test fails without it) or `--seconds` are used up (it
+survives). So the share that is found is a lower bound, by the same rule for every tree.
 
 Limits: faults that change nothing (a tolerance of a check, a faster path) survive by nature; two trees with different
 code get different faults, so compare shares, whose standard error is some 4 % for 100 faults.

@@ -70,8 +70,8 @@ def native_recipe(fp8_recipe: str, device: torch.device | str) -> Answer:
         return Answer(False, f"block scales need torch 2.10; this is {torch.__version__}")
     if answer := probe(_multiplies_blocks, "cuBLAS with block scales", device):
         return answer
-    needed = f"block scales need CUDA 12.9 (this is {torch.version.cuda})"
-    return Answer(False, f"{needed}: {answer.reason}")
+    needed = f"block scales need CUDA 12.9 or newer; this is {torch.version.cuda}"
+    return Answer(False, f"{answer.reason} ({needed})")
 
 
 def fp8_hardware(device: torch.device | str) -> Answer:

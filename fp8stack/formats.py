@@ -65,10 +65,6 @@ class MiniFloat:
         return self.name.upper()
 
     @property
-    def min_normal(self) -> float:
-        return 2.0**self.min_exponent
-
-    @property
     def min_positive(self) -> float:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 

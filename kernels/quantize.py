@@ -83,10 +83,10 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
     if scale.numel():
         x, codes = x.contiguous(), codes.view(torch.uint8)
         cols = rows_cols(x.shape)[1]
-        state = "" if fmt in (E4M3, E5M2) else fmt.name
+        codec = "" if fmt in (E4M3, E5M2) else fmt.name
         _launch_quantize(
             _grid(scale), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
-            fmt.mantissa_bits, fmt.squared, state, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
+            fmt.mantissa_bits, fmt.squared, codec, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
 
 

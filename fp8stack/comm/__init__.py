@@ -17,7 +17,7 @@ if is_available():
     from .fp8_all_gather import Fp8AllGather
     from .fsdp import Fp8ReduceScatter, register_fp8_all_gather, register_fp8_reduce_scatter
     from .nvlink import set_transport
-    from .statistics import Statistics
+    from .transport import Statistics
 
 __all__ = [
     "DataParallel",

@@ -22,8 +22,7 @@ from fp8stack.kernels import ops
 from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
-from .statistics import observe
-from .transport import Transport
+from .transport import Transport, observe
 
 
 class Region:

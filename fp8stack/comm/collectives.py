@@ -37,8 +37,7 @@ from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
 from .nvlink import choice_of
-from .statistics import observe
-from .transport import Call, Transport, group_of, verify
+from .transport import Call, Transport, group_of, observe, verify
 
 
 def all_reduce(

@@ -30,8 +30,7 @@ from fp8stack.kernels.reference.wire import Layout
 
 from .collectives import Handle
 from .exchange import pack, unpack
-from .statistics import observe
-from .transport import Call, all_gather, failures_named, verify
+from .transport import Call, all_gather, failures_named, observe, verify
 
 _NAME = "all_gather_weights"  # in Statistics
 Places = Sequence[tuple[int, int]]  # start and size, of the last dimension

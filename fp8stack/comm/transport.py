@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank: torch.distributed's own collectives, and what is said when one of them fails.
+"""How bytes get from rank to rank: torch.distributed's own collectives, what is said when one fails, and statistics.
 
 Every byte that does not go over NVLink by our own kernel (`nvlink.py`) goes through the caller's process group, by the
 methods of `Transport`. An error that torch raises in one of them becomes a `CommError` that names the collective and
@@ -7,12 +7,16 @@ its ranks. Which rank died or stayed away is for torch, NCCL and the other ranks
 `FP8STACK_DEBUG=1` (read at every call) makes each collective first compare its name, size, dtype and operation over all
 ranks, at the cost of one more exchange. Ranks that call different collectives are then told so, instead of hanging or
 adding up values that do not belong together.
+
+Nothing is counted unless a `Statistics` is open, and counting never waits for the device: its events take the time,
+which `collect` reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -119,3 +123,70 @@ def group_of(given: Any) -> Any:
         return group
     dist.get_rank(group)  # raises torch's own error if there is no process group at all
     return None
+
+
+# --- statistics
+
+
+class Statistics:
+    """Counts the collectives of fp8stack in its context, by name.
+
+        with fp8stack.comm.Statistics() as statistics:
+            for batch in data:
+                train(batch)
+                print(statistics.collect())  # of this step: {"all_reduce": {"calls": 12, "bytes": ...}, ...}
+
+    `DataParallel`'s buckets are called "bucket". The keys are `calls`; `bytes` that this rank sent; and `seconds` that
+    its device took, waiting for other ranks included.
+    """
+
+    def __init__(self) -> None:
+        # name, bytes, and when it began and ended
+        self._calls: list[tuple[str, int, Any, Any]] = []
+
+    def __enter__(self) -> Statistics:
+        _OPEN.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _OPEN.remove(self)
+
+    def collect(self) -> dict[str, dict[str, float]]:
+        """Return what was counted since the last call; waits for the device."""
+        calls, self._calls = self._calls, []
+        result: dict[str, dict[str, float]] = {}
+        for name, nbytes, start, end in calls:
+            row = result.setdefault(name, {"calls": 0, "bytes": 0, "seconds": 0.0})
+            row["calls"] += 1
+            row["bytes"] += nbytes
+            row["seconds"] += _seconds_between(start, end)
+        return result
+
+
+_OPEN: list[Statistics] = []
+
+
+def observe(name: str, device: torch.device, body: Callable[[], int]) -> None:
+    """Run a collective, which returns the bytes that this rank sends, and count it if a Statistics is open."""
+    if not _OPEN:
+        body()
+        return
+    start = _now(device)
+    nbytes = body()
+    end = _now(device)
+    for statistics in list(_OPEN):
+        statistics._calls.append((name, nbytes, start, end))
+
+
+def _now(device: torch.device) -> Any:
+    """Return seconds, or an event of the GPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _seconds_between(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

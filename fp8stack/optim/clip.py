@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
+from fp8stack.formats import FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.pointer_table import deal, upload_rows
@@ -33,8 +34,9 @@ def clip_grad_norm_(
     """Scale the gradients of `parameters` in place so that their total norm is at most `max_norm`; return the norm.
 
     Does what `torch.nn.utils.clip_grad_norm_` does. Torch's function works on FP8 gradients too, but takes a pass for
-    each tensor, and more memory. It takes over for another norm than the 2-norm and for sharded gradients (DTensor).
-    Gradients that the kernels cannot take, on a CPU or not contiguous, are measured and multiplied one by one.
+    each tensor, and more memory. It takes over for another norm than the 2-norm, and where a gradient is sharded
+    (DTensor), sparse or of a dtype not named below. Gradients that the kernels cannot take, on a CPU or not contiguous,
+    are measured and multiplied one by one.
 
     Args:
         parameters: with gradients of any format: FP8 blocks, float32, bfloat16, float16.
@@ -56,7 +58,7 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = [p for p in parameters if p.grad is not None and p.grad.numel()]
     grads = [p.grad for p in parameters if p.grad is not None]
-    if norm_type != 2 or not grads or any(map(is_sharded, grads)):
+    if norm_type != 2 or not grads or not all(map(_is_measured_here, grads)):
         total = torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach=False
         )
@@ -90,6 +92,12 @@ def clip_grad_norm_(
         else:  # in float32: torch would round the factor to the dtype of g
             g.copy_(g.float() * factor.to(g.device))
     return total
+
+
+def _is_measured_here(grad: Tensor) -> bool:
+    if isinstance(grad, BlockScaledTensor):
+        return True
+    return grad.dtype in FLOATS and grad.layout is torch.strided and not is_sharded(grad)
 
 
 def _norm(tables: Sequence[Table]) -> Tensor:

@@ -155,9 +155,8 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
         value: Tensor = state[name].float()
         return value
     codes, scale = state[f"{name}_code"], state[f"{name}_scale"]
-    if (
-        scale.ndim < 2
-    ):  # such codes may be on the host, paged or offloaded, where their scale is not
+    # Such codes may be on the host, paged or offloaded, where their scale is not.
+    if scale.ndim < 2:
         codes = codes.to(scale.device)
     if scale.ndim == 1:
         values = bitsandbytes_format.table(not is_second(name), scale.device)

@@ -68,7 +68,7 @@ def test_constants_of_a_format_follow_from_its_codes(fmt):
     finite = values[values.isfinite()].double()
     assert finite.max() == fmt.max
     assert finite[finite > 0].min() == fmt.min_positive
-    assert fmt.min_normal == fmt.min_positive * 2**fmt.mantissa_bits
+    assert 2.0**fmt.min_exponent == fmt.min_positive * 2**fmt.mantissa_bits
     assert torch.equal(finite[finite >= 0].unique(), grid(fmt))
     assert bool((finite < 0).any()) == fmt.signed
 

@@ -332,6 +332,21 @@ def test_clipping_says_what_is_wrong(kernel_device):
         clip_grad_norm_([p], 0.0, error_if_nonfinite=True)
 
 
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.randn(3, 4, dtype=torch.float64) * 1e200,
+        torch.randn(3, 4, dtype=torch.complex64),
+    ],
+)
+def test_other_dtypes_are_clipped_by_torch(grad):
+    ours, theirs = (nn.Parameter(torch.zeros(3, 4, dtype=grad.dtype)) for _ in range(2))
+    ours.grad, theirs.grad = grad.clone(), grad.clone()
+    expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0, foreach=False)
+    torch.testing.assert_close(clip_grad_norm_([ours], 1.0).double(), expected.double())
+    assert torch.equal(ours.grad, theirs.grad)
+
+
 def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_kernels):
     through_kernels(True)
     parameters = random_parameters(SHAPES, kernel_device)
