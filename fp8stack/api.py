@@ -326,9 +326,10 @@ def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
     if recipe.level != "O0" and not answer:
         told = f"{recipe.level}: {answer.reason}"
         raise UnsupportedDeviceError(f"{told}. Move the model there, or use O0.")
-    backend, why = kernel_backend()
-    if device.type == "cuda" and backend == "reference":
-        return [f"{why}; using the slower torch reference kernels instead of Triton"]
+    if device.type == "cuda":  # elsewhere Triton need not be imported
+        backend, why = kernel_backend()
+        if backend == "reference":
+            return [f"{why}; using the slower torch reference kernels instead of Triton"]
     return []
 
 

@@ -244,6 +244,9 @@ def test_operators_run_where_triton_cannot_be_imported():
         "from fp8stack.kernels import ops\n"
         "from fp8stack.formats import E4M3\n"
         "print(ops.quantize_blocks(torch.ones(3, 200), E4M3)[1].shape)\n"
+        "import fp8stack\n"
+        "warnings.simplefilter('error')\n"  # a model on a CPU needs no Triton, and hears nothing of it
+        "fp8stack.initialize(torch.nn.Linear(256, 256), None, 'O0')\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
         "    warnings.simplefilter('always')\n"
         "    print(ops.kernel_backend()[0], ops.kernel_backend()[0], len(caught), caught[0].message)\n"
