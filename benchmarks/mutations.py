@@ -234,6 +234,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.faults < len(options.folders):
+        parser.error("--faults: at least one for each folder")
     tree = options.tree.resolve()
     with tempfile.TemporaryDirectory() as temporary:
         folder, began = Path(temporary), time.time()

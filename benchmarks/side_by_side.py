@@ -118,6 +118,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.micro:
         return micro(options.output)
+    if options.before is None:
+        parser.error("name the earlier checkout")
     from common import append_records  # only here: `micro` runs over the earlier library too
 
     trees = {"before": options.before.resolve(), "after": ROOT}

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error(
             f"unrecognized arguments: {' '.join(unknown)}.{meant} Options go behind {options.command}."
         )
-    runs = {m.__name__.rpartition(".")[2].replace("_", "-"): m.run for m in COMMANDS}
+    runs = {m.__name__.rpartition(".")[2]: m.run for m in COMMANDS}
     # Its CPU backend logs a warning about kernels that no command needs.
     logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
     if arguments is None:

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fp8stack.api import Decisions, carry_out, decide, session_of
+from fp8stack.capability import indexed
 from fp8stack.comm.fsdp import (
     compute_dtype_of,
     is_hybrid,
@@ -211,11 +212,11 @@ def _decide(
 ) -> Decisions:
     """Decide as `initialize` does for devices of a kind; raise also for what sharded parameters cannot have."""
     own = replace(recipe, gradients="keep")  # those of sharded parameters are FP8 on the wire only
-    device = torch.empty(0, device=kind).device  # this rank's, with its number
+    device = indexed(torch.device(kind))  # this rank's
     decisions = decide(model, optimizer, own, strict, device, notes)
     for p in decisions.quantized if recipe.states != "keep" else ():
         states, master = decisions.formats.get(p, (recipe.states, recipe.master))
-        check_placements(p, states, master, states not in ("keep", "fp32"))
+        check_placements(p, states, master)
     return decisions
 
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import COLS, FLAT, PARTS, ROWS
+from .cast import COLS, FLAT, ROWS
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher
 from .reference.cast import Cast, aligned
-from .reference.delayed_state import HEADER, SEEDED, STATES, DelayedState
+from .reference.delayed_state import HEADER, NOTES, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
@@ -168,7 +168,7 @@ def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) 
     _launch_cast(
         (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1),
         x, state, found, parts, codes, codes_t, scale, rows, cols, rows16, cols16, 2.0**own.margin,
-        seed, again, update, fmt.mantissa_bits, casts_in_hardware(x.device), even, PARTS, ROWS, COLS,
+        seed, again, update, fmt.mantissa_bits, casts_in_hardware(x.device), even, NOTES, ROWS, COLS,
     )  # fmt: skip
     if update:
         take_amax(own, fmt, scale)
@@ -181,5 +181,5 @@ def take_amax(of: DelayedState, fmt: MiniFloat, scale: Tensor) -> None:
     _launch_update(
         (1, 1, 1),
         of.on(device), of.parts_on(device), scale, of.history, 2.0**of.margin,
-        of.most_recent, fmt.mantissa_bits, triton.next_power_of_2(of.history), PARTS,
+        of.most_recent, fmt.mantissa_bits, triton.next_power_of_2(of.history), NOTES,
     )  # fmt: skip

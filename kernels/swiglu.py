@@ -23,12 +23,11 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, MiniFloat
 
-from .cast import PARTS as NOTES
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
 from .launch import Launcher
 from .reference.cast import aligned
-from .reference.delayed_state import SEEDED, STATES
+from .reference.delayed_state import NOTES, SEEDED, STATES
 from .transpose_tiles import load_rows, place_tile
 
 PARTS, FLAT, ROWS, COLS = 1024, 2048, 64, 64  # measured on an H200, over [8192, 14336]

@@ -160,7 +160,7 @@ def test_torch_state_goes_in_and_comes_out(ours, make):
     train(model, again, 3, start=8)
 
 
-def test_master_state_dict_is_float32_and_goes_back_with_all_its_bits(tmp_path):
+def test_master_state_dict_is_float32_and_goes_back_with_all_its_bits():
     model, optimizer = build("O2")
     train(model, optimizer, 5)
     masters = checkpoint.master_state_dict(model, optimizer)

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers import quantize_tensor
+from helpers import OCP, quantize_tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,6 @@ from fp8stack.monitor import Monitor
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
 
 NAN, INF = math.nan, math.inf
-FMT = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def counted(x, scale, fmt, squares=False, count=reference.count):
@@ -71,7 +70,7 @@ def test_counts_of_a_tensor_with_known_ones():
     assert math.isnan(of_nan["scale"])
 
 
-@FMT
+@OCP
 @pytest.mark.parametrize("blocks", ["tensor", "1x128", "128x128"])
 def test_underflow_is_what_the_cast_loses_and_overflow_what_it_clips(fmt, blocks):
     x = torch.randn(130, 300) * 2.0 ** torch.randint(-30, 1, (130, 300))
@@ -89,7 +88,7 @@ def test_underflow_is_what_the_cast_loses_and_overflow_what_it_clips(fmt, blocks
         assert counted(x, small, fmt)["overflow"] == clipped.sum() > 0
 
 
-@FMT
+@OCP
 def test_dead_blocks_have_no_code_left_of_something(fmt):
     x = torch.randn(7, 300)
     x.view(-1)[128:256] *= 1e-12  # dies

@@ -103,11 +103,9 @@ def _add_up(chunks: Tensor, layout: Layout, ways: list[Transport], divisor: int)
     received = received.view(way.world, -1, layout.pitch)
     kernels = ops.wire_kernels(chunks.is_cuda)
     nbytes = 2 * (way.world - 1) * chunks.nbytes // way.world
+    part = kernels.reduce_pack(received, layout, 1.0 if others else divisor)
     if others:
-        part = kernels.reduce_pack(received, layout)
         nbytes += _add_up(part, layout, others, divisor)
-    else:
-        part = kernels.reduce_pack(received, layout, divisor)
     way.all_gather(chunks, part)
     return nbytes
 

@@ -96,7 +96,8 @@ def choose_layers(
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             kind = type(module).__name__
             reason = f"{kind} reads the weights of its layers itself in its fast path"
-            excluded = {**dict.fromkeys(module.modules(), reason), **excluded}
+            for inner in module.modules():
+                excluded.setdefault(inner, reason)
     alignments = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}
     alignment = alignments.get(compute, alignment_of(recipe.fp8_recipe))
     for name, module in model.named_modules():

@@ -36,6 +36,11 @@ class Fused(Mixin):
     mixin_prefix = "Fused"
     plain_forward: Any
 
+    @staticmethod
+    def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
+        """Return the forward of `cls`, by the name that ours calls."""
+        return {"plain_forward": cls.forward}  # Dynamo of torch 2.11 knows no super() here
+
 
 def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
     """Return the class that has `mixin` before `cls`; assign it to `module.__class__`."""
@@ -51,7 +56,6 @@ def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
 
     body = {"_fp8stack_mixin": mixin, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
     body |= {"__module__": cls.__module__, "__qualname__": mixin.mixin_prefix + cls.__qualname__}
-    body["plain_forward"] = cls.forward  # Dynamo of torch 2.11 knows no super() here
     body |= mixin.mixin_methods(cls)
     name = mixin.mixin_prefix + cls.__name__
     mixed = types.new_class(name, (mixin, cls), None, lambda names: names.update(body))

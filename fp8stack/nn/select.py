@@ -86,13 +86,14 @@ class Chooser:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = "") -> bool:
         """Return whether to multiply x [..., in] by weight [out, in] in FP8. Raises ModelError as layers do."""
         about = bias is not None, not weight.requires_grad, x.dtype, weight.dtype, output_dtype(x)
-        if torch.compiler.is_dynamo_compiling() or x.is_nested:  # which may have no shape
-            check_input(x, weight.shape[1], layer)
         if torch.compiler.is_dynamo_compiling():
             from torch._dynamo.comptime import comptime
 
+            check_input(x, weight.shape[1], layer)
             comptime(_note_sizes)  # they may be symbols, which are no constants
             return self._at_trace_time(*about, x.device)
+        if x.is_nested:  # which may have no shape
+            check_input(x, weight.shape[1], layer)
         # A key that is known has passed the check, which would add a tenth to a small layer's time.
         key = type(x), x.shape, x.layout, x.device, weight.shape, about
         if (known := self._known.get(key)) is not None:

@@ -128,7 +128,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def check_formats_of(self, parameter: Tensor) -> None:
         """Raise ModelError where a sharded parameter cannot have the formats asked for."""
         states, master = self.moment_format(parameter), self.master_format(parameter)
-        check_placements(parameter, states, master, self.quantizes(parameter))
+        check_placements(parameter, states, master)
 
     # --- making states
 

@@ -104,11 +104,12 @@ def _part(value: Tensor, parameter: Tensor, name: str) -> Tensor:
     return local(value.redistribute(mesh, placements))  # type: ignore[attr-defined]
 
 
-def check_placements(parameter: Tensor, states: str, master: str | None, quantized: bool) -> None:
+def check_placements(parameter: Tensor, states: str, master: str | None) -> None:
     """Raise ModelError if the state of a sharded parameter cannot be kept in these formats."""
     if not is_sharded(parameter):
         return
     shape, mesh = tuple(parameter.shape), parameter.device_mesh  # type: ignore[attr-defined]
+    quantized = states not in ("keep", "fp32")
     if (quantized and states == "fp8-lm") or master == "fp16":
         raise ModelError(
             f"a parameter of shape {shape} is sharded, and states={states!r}, master={master!r} keep one scale for a "

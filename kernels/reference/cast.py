@@ -83,10 +83,10 @@ def largest_magnitude(x: Tensor) -> Tensor:  # float32, 0-d
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def as_matrix(x: Tensor) -> Tensor:
-    """Return `x` in float32 as rows, padded with zeros."""
+def as_matrix(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
+    """Return `x` in float32 as rows, padded with zeros to multiples of a number."""
     x = x.detach().reshape(-1, x.shape[-1]).float()
-    return pad(x, (0, -x.shape[1] % ALIGNMENT, 0, -x.shape[0] % ALIGNMENT))
+    return pad(x, (0, -x.shape[1] % multiple, 0, -x.shape[0] % multiple))
 
 
 def _cast_with(scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool) -> Cast:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, MiniFloat
 
-from .cast import transpose
+from .cast import as_matrix, transpose
 from .quantize import encode_scaled, quantize_blocks, scale_and_inverse
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scale, codes_t, scale_t
@@ -41,7 +41,7 @@ def cast_1x128(
     fmt: MiniFloat,
 ) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
-    x = _padded(x)
+    x = as_matrix(x, BLOCK)
     codes, scale = quantize_blocks(x, fmt)
     codes_t, scale_t = quantize_blocks(x.t(), fmt)
     return codes, scale.t().contiguous().t(), codes_t, scale_t.t().contiguous().t()
@@ -52,7 +52,7 @@ def cast_128x128(
     fmt: MiniFloat,
 ) -> Codes:
     """Quantize with a scale for each square of 128."""
-    x = _padded(x)
+    x = as_matrix(x, BLOCK)
     rows, cols = (size // BLOCK for size in x.shape)
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
@@ -60,11 +60,6 @@ def cast_128x128(
     forward = pad(scale, (0, in_fours(cols) - cols)).contiguous().t()
     backward = pad(scale.t(), (0, in_fours(rows) - rows)).contiguous().t()
     return codes, forward, transpose(codes), backward
-
-
-def _padded(x: Tensor) -> Tensor:
-    x = x.detach().reshape(-1, x.shape[-1]).float()
-    return pad(x, (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % BLOCK))
 
 
 def matmul_blocks(

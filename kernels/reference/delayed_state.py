@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 HEADER = 3
+NOTES = 512  # places where the programs of one cast note magnitudes
 
 # After this many updates a state is assumed to have a scale. If its operand was zero until then, the next cast is lost.
 SEEDED = 16
@@ -51,13 +52,13 @@ class DelayedState:
             with torch.inference_mode(False):
                 self.tensor = torch.zeros(self.size, dtype=torch.float32, device=device)
                 if self.history:
-                    self._parts = torch.zeros(512, dtype=torch.int32, device=device)
+                    self._parts = torch.zeros(NOTES, dtype=torch.int32, device=device)
             self.casts = 0
         self.casts += update
         return self.tensor
 
     def parts_on(self, device: torch.device) -> Tensor:
-        """Return where kernels gather a cast's amax: int32 [512], zero between casts."""
+        """Return where kernels gather a cast's amax: int32 [NOTES], zero between casts."""
         self.on(device)
         assert self._parts is not None
         return self._parts

@@ -46,9 +46,10 @@ def swiglu_backward_cast(
     """Return codes, codes_t and scale of gate's gradient, then of up's, then E4M3 codes_t of silu(gate) × up."""
     d, g, u = dh.float(), gate.float(), up.float()
     s = torch.sigmoid(g)
+    silu = g * s
     of_gate = _cast(d * u * (s * (1 + g * (1 - s))), fmt, of[:1], update, False)
-    of_up = _cast(d * (g * s), fmt, of[1:], update, False)
-    codes = encode_saturating(as_matrix(_forward(gate, up)), h_scale, E4M3)
+    of_up = _cast(d * silu, fmt, of[1:], update, False)
+    codes = encode_saturating(as_matrix(silu * u), h_scale, E4M3)
     return *of_gate, *of_up, codes.t().contiguous()
 
 

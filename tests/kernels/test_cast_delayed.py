@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import INF, NAN, OCP, assert_same_bits
+from helpers import INF, INPUTS, NAN, OCP, assert_same_bits
 
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import cast_delayed as triton
@@ -116,9 +116,7 @@ def test_a_history_goes_on_as_in_the_reference(fmt, margin, most_recent, kernel_
 
 
 @OCP
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
+@INPUTS
 @pytest.mark.parametrize(
     "shape",
     [(1, 1), (1, 130), (130, 1), (64, 128), (65, 130), (2, 3, 40), (0, 4), (70,)],

@@ -220,7 +220,7 @@ def test_square_root_of_special_values():
     assert sqrt_rn(torch.tensor([NAN, -1.0, -INF])).isnan().all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@ALL
 def test_copies_of_a_format_are_the_format(fmt):
     """Formats are compared by identity; a copied model has those of its original."""
     assert copy.deepcopy(fmt) is fmt

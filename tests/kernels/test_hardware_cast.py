@@ -4,8 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from helpers import OCP
 
-from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels.fp8 import casts_in_hardware, decode_e4m3, encode_ocp
 
 SIZE = 4096
@@ -21,7 +21,7 @@ def _differences_kernel(first, count_ptr, MANTISSA: tl.constexpr, SIZE: tl.const
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@OCP
 def test_the_hardware_rounds_every_float32_as_we_do(fmt):
     device = torch.device("cuda")
     if not casts_in_hardware(device):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import DTYPES, assert_same_bits, grid, nearest
+from helpers import INPUTS, assert_same_bits, grid, nearest
 
 from fp8stack.formats import BLOCK, FORMATS, NUDGE, TINY, rows_cols, scale_shape
 from fp8stack.kernels import ops
@@ -92,7 +92,7 @@ def assert_matches_oracle(x, fmt, device):
 
 @ALL
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@INPUTS
 def test_codes_and_scales_are_those_of_the_definition(fmt, shape, dtype, device):
     assert_matches_oracle(values_for(fmt, shape, dtype), fmt, device)
 

@@ -70,7 +70,7 @@ def assert_close(layer, x, *limits):
     gradient = draw(*x.shape[:-1], layer.out_features, dtype=x.dtype)
     given = results(layer, x, gradient)
     exact = results(plain(layer), x.double(), gradient.double())
-    for value, expected, limit in zip(given, exact, limits, strict=False):
+    for value, expected, limit in zip(given, exact, limits, strict=True):
         assert value.shape == expected.shape
         assert value.dtype is x.dtype
         assert expected.numel() == 0 or not expected.any() or relative(value, expected) < limit

@@ -656,7 +656,7 @@ def test_epsilon_of_zero_leaves_what_has_no_gradient(device):
     assert optimizer.inner.state == {}  # a step leaves nothing behind
 
 
-def test_momentum_of_single_groups_is_enough(tmp_path):
+def test_momentum_of_single_groups_is_enough():
     torch.manual_seed(0)
     model = TinyLM()
     groups = [{"params": list(model.parameters()), "momentum": 0.9}]
