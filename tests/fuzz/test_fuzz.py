@@ -1,0 +1,15 @@
+"""Every fuzzer of this folder, with a fixed seed and few cases. By hand they run at length, see fuzzing.py."""
+
+from importlib import import_module
+
+import pytest
+from fuzzing import run
+
+CASES: dict[str, int] = {}  # of each fuzzer: some seconds on one core
+
+
+@pytest.mark.parametrize(("name", "cases"), CASES.items())
+def test_no_promise_is_broken(name, cases):
+    outcomes = run(import_module(name).one, 0, range(cases))
+    assert outcomes.total() == cases, f"only {outcomes.total()} of {cases} in time"
+    assert len(outcomes) > 1, "all came to the same: it draws too little"
