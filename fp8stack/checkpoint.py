@@ -32,7 +32,7 @@ from .optim import BlockwiseOptimizer
 from .optim.parameter_names import check_order, names_of, names_of_owned, parameters_of
 from .optim.state_dict import check_packed, install, plain_numbers, prepare, to_torch
 from .optim.state_formats import MASTER_KEYS
-from .tensor import is_sharded
+from .tensor import is_sharded, not_plain
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict}
 _PLAIN |= {Tensor, nn.Parameter}
@@ -41,16 +41,16 @@ _PLAIN |= {Tensor, nn.Parameter}
 def master_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Tensor]:
-    """Return `model.state_dict()` with every floating-point parameter as float32 master weight (copies).
+    """Return `model.state_dict()` with every parameter of 32 or 16 bits as float32 master weight (copies).
 
-    Keys and shapes are the model's. Buffers and integer tensors are copied as they are.
+    Keys and shapes are the model's. Buffers and quantized parameters are copied as they are.
     """
     own = model.state_dict()  # first: FSDP2 then puts back the shards that a forward has replaced
     parameters, result = parameters_of(model), {}
     masters: dict[Tensor, Tensor] = {}  # tied weights share theirs
     for key, value in own.items():
         parameter = parameters.get(key)
-        if parameter is None or not parameter.is_floating_point():
+        if parameter is None or not_plain(parameter):
             # a buffer is copied; a module's extra state may be anything
             result[key] = value.detach().clone() if isinstance(value, Tensor) else value
             continue

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from . import conflicts, optim
 from .comm import GradientHandle
 from .errors import ModelError
-from .formats import FLOATS
 from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
 from .nn.convert import Conversion, LayerChoices, apply_storage
@@ -30,7 +29,7 @@ from .optim.state_dict import adopt, reformat, to_torch
 from .optim.state_formats import MASTER_KEYS, is_large_matrix
 from .optim.step_in_backward import check_single_process
 from .report import Report
-from .tensor import check_dense, is_sharded
+from .tensor import check_dense, is_sharded, not_plain
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     kind: getattr(optim, kind.__name__) for kind in conflicts.TORCH_OPTIMIZERS
@@ -99,18 +98,20 @@ def find_converted(model: nn.Module) -> str:
 
 def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned: bool) -> str:
     """Return why a level cannot be applied to a parameter, and what to do about it, or an empty string."""
-    dtype = parameter.dtype
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         return "is a lazy parameter without a shape; run one batch through the model first."
     if parameter.is_meta and not planned:
         return "is on the meta device; materialize the model: model.to_empty(device=...)."
     if is_sharded(parameter.data) and not sharded:
         return "is sharded (DTensor); use fp8stack.integrations.fsdp.attach."
-    if not parameter.is_floating_point():
-        return f"is {dtype}; parameters must be floating point. Register it as a buffer instead."
-    if recipe.level != "O0" and parameter.requires_grad and dtype not in FLOATS:
-        taken = f"{recipe.level} takes float32, bfloat16 and float16 parameters"
-        return f"is {dtype}; {taken}. Convert the model first: model.float()."
+    if recipe.level != "O0" and parameter.requires_grad and (kind := not_plain(parameter)):
+        remedy = (
+            "model.float()"
+            if parameter.dtype is torch.float64
+            else "freeze it (requires_grad=False)"
+        )
+        taken = f"{recipe.level} trains float32, bfloat16 and float16 parameters"
+        return f"is {kind}; {taken}. Change that first: {remedy}."
     return ""
 
 

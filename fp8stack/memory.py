@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .tensor import inner_tensors, is_sharded
+
 PARTS = ("weight", "master", "grad", "m", "v", "other", "host")
 _PREFIXES = {"exp_avg_sq": "v", "exp_avg": "m", "momentum_buffer": "m"}
 _PREFIXES |= {"remainder": "master", "master": "master"}
@@ -40,7 +42,8 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     use = MemoryUse()
     for parameter in model.parameters():
         sizes = dict.fromkeys(PARTS, 0)
-        sizes["weight"] = parameter.nbytes
+        whole = [parameter] if is_sharded(parameter) else inner_tensors(parameter.data)
+        sizes["weight"] = sum(tensor.nbytes for tensor in whole)
         if parameter.grad is not None:
             sizes["grad"] = parameter.grad.nbytes
         if optimizer is not None:

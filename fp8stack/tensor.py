@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .errors import ConfigError, Fp8StackError, GradientError
-from .formats import E4M3, scale_shape
+from .formats import E4M3, FLOATS, scale_shape
 from .kernels import ops
 
 aten = torch.ops.aten
@@ -329,6 +329,31 @@ def check_dense(
         raise error(
             f"the gradient of {name} is {kind}; fp8stack takes dense real gradients. {remedy}."
         )
+
+
+def not_plain(parameter: Tensor) -> str:
+    """Return what a parameter is that does not hold float32, bfloat16 or float16 numbers; else an empty string.
+
+    It may be a class of another library's (torchao), packed bytes (bitsandbytes), float64, FP8 or sparse. Such a
+    parameter is left alone if it is frozen, as a quantized base under LoRA is. All of fp8stack asks here.
+    """
+    data = parameter.data
+    data = getattr(data, "_local_tensor", data)  # of a DTensor
+    if type(data) is not Tensor:
+        return type(data).__name__
+    plain_layout = data.layout is torch.strided
+    return (
+        ""
+        if plain_layout and data.dtype in FLOATS
+        else str(data.dtype if plain_layout else data.layout)
+    )
+
+
+def inner_tensors(x: Any) -> list[Tensor]:
+    """Return the ordinary tensors that one of another library consists of; `x` itself if it is ordinary."""
+    if type(x) is Tensor or not hasattr(x, "__tensor_flatten__"):
+        return [x]
+    return [part for name in x.__tensor_flatten__()[0] for part in inner_tensors(getattr(x, name))]
 
 
 def is_sharded(x: Tensor) -> bool:

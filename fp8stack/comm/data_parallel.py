@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, GradientError
-from fp8stack.formats import FLOATS
-from fp8stack.tensor import check_dense, is_sharded
+from fp8stack.tensor import check_dense, inner_tensors, is_sharded, not_plain
 
 from .buckets import Region, make_buckets
 from .transport import Transport, failures_named, gather_objects, group_of, verify
@@ -253,7 +252,7 @@ class DataParallel(nn.Module):
 
     def _takes_the_first_ranks(self, module: nn.Module) -> bool:
         """Give all ranks the model of the first one; return whether a bfloat16 weight of this rank was different."""
-        weights = [p for p in module.parameters() if p.dtype is torch.bfloat16]
+        weights = [p for p in module.parameters() if p.dtype is torch.bfloat16 and not not_plain(p)]
         before = [p.detach().clone() for p in weights] if self.world > 1 else weights
         self._broadcast([*module.parameters(), *module.buffers()])
         return any(not torch.equal(b, p) for b, p in zip(before, weights, strict=True))
@@ -263,7 +262,7 @@ class DataParallel(nn.Module):
         if self.world == 1 or not tensors:
             return
         # .data, so that a buffer that autograd saved counts as unchanged; its value rarely changes here
-        data = [tensor.data for tensor in tensors]
+        data = [part for tensor in tensors for part in inner_tensors(tensor.data)]
         with failures_named(f"broadcast of {len(data)} parameters or buffers", self.process_group):
             dist._broadcast_coalesced(self.process_group, data, 2**28, 0)  # type: ignore[attr-defined]
 
@@ -284,9 +283,9 @@ def _check_model(
             f"DataParallel takes a model on one device; this one is on {', '.join(sorted(devices))}."
         )
     for name, p in trained:
-        if p.dtype not in FLOATS:
+        if kind := not_plain(p):
             raise ConfigError(
-                f"{name} is {p.dtype}; FP8 gradients are of float32, bfloat16 and float16 parameters."
+                f"{name} is {kind}; FP8 gradients are of float32, bfloat16 and float16 parameters."
             )
         if is_sharded(p):
             raise ConfigError(f"{name} is sharded already; DataParallel is for whole replicas.")

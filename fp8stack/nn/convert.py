@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from fp8stack.errors import did_you_mean
-from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
-from fp8stack.tensor import whole_shape
+from fp8stack.tensor import not_plain, whole_shape
 
 from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale
@@ -174,8 +173,8 @@ def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed (weight_norm, ...); remove that before initialize"
-    if weight.dtype not in FLOATS:
-        return f"its weight is {weight.dtype}; FP8 GEMMs take float32, bfloat16 and float16"
+    if kind := not_plain(weight):
+        return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
     if "forward" in vars(module):
         return OWN_FORWARD
     for label, size in zip(("out_features", "in_features"), whole_shape(weight), strict=True):
@@ -205,7 +204,7 @@ def _choose_storage(
         for name, parameter in module._parameters.items():
             if parameter is not None and (reason := _storage_obstacle(module, name, excluded)):
                 obstacles.setdefault(parameter, reason)
-    storages = Counter(_storage_of(p) for p in model.parameters())
+    storages = Counter(_storage_of(p) for p in model.parameters() if not not_plain(p))
     for name, parameter in model.named_parameters():
         if parameter not in quantized:
             continue
