@@ -42,8 +42,9 @@ the last bits of a scale or a root are: FP8 gradients put one element in ten of 
 TINY = 2.0**-126
 """Smallest normal float32. A block whose scale would fall below it is a block of zeros."""
 
-GRAD_LIMIT = 2.0**64
-"""A gradient of this magnitude counts as non-finite: its square, Adam's v, overflows float32."""
+GRAD_LIMIT = 2.0**63
+"""A gradient of this magnitude counts as non-finite. Adam's v, its square, would come so near to float32's largest that
+formats round it to infinity."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ byte of d on, names a byte of x (0 to 3) or y (4 to 7); with 8 added, it repeats
 `FAST` allows the GPU's approximate reciprocal and square root, one or two units in the last place of a float32. Without
 it every operation rounds as in the reference: `div_rn` and `sqrt_rn`, since Triton's `/` and `sqrt` are approximate.
 
-Limits: scales above 2^114 lose bits by the folded power of two. No moment of gradients below 2^64 has one.
+Limits: scales above 2^114 lose bits by the folded power of two. No moment of gradients below 2^63 has one.
 """
 
 from __future__ import annotations

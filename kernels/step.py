@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8stack.formats import BLOCK, rows_cols, scale_shape
+from fp8stack.formats import BLOCK, GRAD_LIMIT, rows_cols, scale_shape
 
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH
@@ -49,6 +49,7 @@ from .tile_io import (
 
 BLOCKS = 8
 FLOAT16_MAX = tl.constexpr(65504.0)
+_GRAD_LIMIT = tl.constexpr(GRAD_LIMIT)
 
 _WIDTH = tl.constexpr(WIDTH)
 _WEIGHT, _MASTER, _MASTER_SCALE, _GRAD, _GRAD_BLOCK_SCALE, _M, _M_SCALE, _V, _V_SCALE = (
@@ -106,6 +107,8 @@ def _step_kernel(
         g = g.to(tl.float32) * grad_mul
     if COUPLED:
         g = g + tl.load(hyper + 10) * w
+        if ALGORITHM == "adam":
+            g = tl.where(g > _GRAD_LIMIT, _GRAD_LIMIT, tl.where(g < -_GRAD_LIMIT, -_GRAD_LIMIT, g))
     random = offset
     if MASTER == "dithered" or V == "dithered" or FOUR_BITS:
         random = noise(offset, tl.load(hyper + 11).to(tl.int32, bitcast=True))

@@ -1,6 +1,6 @@
 """The base class of the fp8stack optimizers: options, the step, parameter groups, state_dict.
 
-A step whose gradients hold a NaN, an infinity or a magnitude of 2^64 changes nothing: not the weights, not the state,
+A step whose gradients hold a NaN, an infinity or a magnitude of 2^63 changes nothing: not the weights, not the state,
 not the step count. The decision is a number on the device that every kernel reads, so the host never waits for it.
 Under `torch.amp.GradScaler` that number also carries the scaler's verdict. The same pass over memory divides by the
 loss scale and multiplies by the clip coefficient of `max_grad_norm`.

@@ -1,7 +1,7 @@
 """One optimizer step on one tensor, whatever the formats of its state: decode, update in float32, encode.
 
 Each operation below rounds once, in this order, and the Triton kernel does the same. With g = gradient × grad_mul (for
-FP8 blocks code × (scale × grad_mul)), plus weight_decay × w where decay is coupled:
+FP8 blocks code × (scale × grad_mul)), plus weight_decay × w where decay is coupled (for Adam 2^63 at most):
 
     adam      m = beta1 × m + gain × g;  v = beta2 × v + (1 - beta2) × (g × g);  u = m / (sqrt(v) × inv_sqrt_bc2 + eps)
     sgd       m = beta1 × m + gain × g;  u = m             (u = g without momentum)
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8stack.formats import E4M3, FORMATS
+from fp8stack.formats import E4M3, FORMATS, GRAD_LIMIT
 
 from .fp8 import decode, noise, sqrt_rn
 from .master import dither, join, split
@@ -77,6 +77,8 @@ def step(kind: StepKind, t: StepTensors, hyper: Tensor) -> None:
         g = from_blocks(blocks, t.grad.shape)
     if kind.coupled:
         g = g + weight_decay * w
+        if kind.algorithm == "adam":  # a decayed weight may be of any size
+            g = g.clamp(-GRAD_LIMIT, GRAD_LIMIT)
     m = _load_moment(kind.m, t.m, t.m_scale, w.shape)
     v = _load_moment(kind.v, t.v, t.v_scale, w.shape)
     u, m, v = update(kind.algorithm, g, m, v, hyper)

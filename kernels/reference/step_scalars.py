@@ -1,6 +1,6 @@
 """The scalars of a step: one row of `hyper` (see `step.py`) for each parameter, computed on the device.
 
-    fine       = largest gradient × unscale < 2^64  and no overflow was found        (false for NaN)
+    fine       = largest gradient × unscale < 2^63  and no overflow was found        (false for NaN)
     clip       = min(1, max_norm / (norm × unscale + 1e-6))                          1 without max_norm
     apply      = fine and the parameter has a gradient
     step      += apply

@@ -97,7 +97,7 @@ def test_special_values_and_all_exponents_quantize_as_in_the_reference(
     """Random bits give blocks of one large value and many zeros; sorted, blocks of neighbours in size.
 
     Codecs of optimizer states divide by float16's unit first, which costs bits above 2^114. No moment comes near: a
-    gradient of 2^64 counts as infinite.
+    gradient of 2^63 counts as infinite.
     """
     x = random_bits(count)
     if fmt.dtype is torch.uint8:

@@ -191,7 +191,7 @@ def test_fp8_gradients_are_their_values(device):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**63])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_bad_gradient_skips_the_whole_step(bad, fp8, device):
     params = parameters(device, torch.bfloat16)

@@ -106,6 +106,19 @@ def test_a_step_never_waits_for_the_gpu(kind):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("states", ["8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"])
+def test_coupled_decay_of_huge_weights_is_finite_and_moves_them_by_the_learning_rate(
+    states, device
+):
+    """The decayed weight is part of the gradient, and the square of that would be infinite."""
+    p = nn.Parameter(torch.full((4, 128), 2.0**100, device=device))
+    optimizer = Adam([p], lr=2.0**90, weight_decay=0.1, states=states, min_numel=1)
+    for step in range(1, 4):
+        p.grad = torch.randn_like(p)
+        optimizer.step()
+        assert ((p - (2.0**100 - step * 2.0**90)).abs() < 0.07 * step * 2.0**90).all()
+
+
 def test_a_tensor_learning_rate_and_a_changed_one_are_followed():
     a, b = (nn.Parameter(torch.ones(64, 128)) for _ in range(2))
     tensor_lr = torch.tensor(0.01)

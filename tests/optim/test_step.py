@@ -234,7 +234,7 @@ def test_weights_in_another_memory_order_take_the_same_steps(
         assert_same_bits(results[1][key], value, key)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**63])
 @pytest.mark.parametrize("place", [0, 3], ids=["fp8", "vector"])
 @pytest.mark.parametrize(("kind", "max_grad_norm"), [(AdamW, None), (AdamW, 1.0), (SGD, None)])
 def test_a_bad_gradient_skips_the_whole_step_and_is_counted(
