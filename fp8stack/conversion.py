@@ -223,8 +223,6 @@ def convert_optimizer(
     new.overrides.update(formats.items())
     new.overrides.update(getattr(optimizer, "overrides", {}))
     new.param_groups = optimizer.param_groups
-    for group in new.param_groups:
-        new.numbers_of(group)
     adopt(new, optimizer)
     optimizer.state.clear()
     _hand_over(optimizer, new, session)

@@ -13,6 +13,7 @@ refuses names and values it does not know.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -40,7 +41,8 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 
-_LIMITS = {"fp8_margin": (0, 16), "amax_history_len": (1, 2**16), "min_numel": (0, math.inf)}
+FINITE = sys.float_info.max
+_LIMITS = {"fp8_margin": (0, 16), "amax_history_len": (1, 2**16), "min_numel": (0, FINITE)}
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,8 @@ class Recipe:
         for name in CHOICES:
             object.__setattr__(self, name, check_choice(name, getattr(self, name)))
         for name, (least, most) in _LIMITS.items():
-            value = getattr(self, name)
-            if type(value) is not int or not least <= value <= most:
-                bounds = f">= {least}" if most == math.inf else f"from {least} to {most}"
-                raise ConfigError(f"{name}={value!r} must be an integer {bounds}.")
+            number = check_number(name, getattr(self, name), least, most, whole=True)
+            object.__setattr__(self, name, number)
         are_patterns = isinstance(self.skip, (list, tuple))
         if not are_patterns or not all(isinstance(pattern, str) for pattern in self.skip):
             raise ConfigError(f'skip={self.skip!r} must be a list of patterns, such as ["*head"].')
@@ -125,12 +125,12 @@ OPTIONS = tuple(f.name for f in fields(Recipe) if f.name != "level")
 def check_choice(
     name: str, value: Any, known: tuple[Any, ...] | None = None, where: str = ""
 ) -> Any:
-    """Return the one of `known` (by default of CHOICES[name]) that `value` is; an enum of strings will do.
+    """Return the one of `known` (by default of CHOICES[name]) that `value` is; enums of strings and NumPy's will do.
 
     Raises:
         ConfigError: if it is none of them.
     """
-    known = CHOICES[name] if known is None else known
+    known, value = CHOICES[name] if known is None else known, _plain(value)
     for one in known:
         if isinstance(value, type(one)) and value == one:
             return one
@@ -140,10 +140,46 @@ def check_choice(
     raise ConfigError(f"{told}; {name}={value!r} is not a choice.{meant}")
 
 
+def check_number(
+    name: str,
+    value: Any,
+    least: float = 0,
+    most: float = FINITE,
+    rule: str = "",
+    whole: bool = False,
+) -> Any:
+    """Return `value`, a number of Python's or NumPy's, as a float, or as an int if it is to be `whole`.
+
+    least, most: the range, which includes both. `rule` says it in words where they do not.
+
+    Raises:
+        ConfigError: if it is no number, or out of range.
+    """
+    plain = _plain(value)
+    right = type(plain) is int if whole else isinstance(plain, (int, float))
+    try:
+        number = float(plain) if right else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.nan
+    if not least <= number <= most:
+        rule = rule or (f">= {least}" if most >= FINITE else f"from {least} to {most:,}")
+        kind = "an integer" if whole else "a finite number" if most <= FINITE else "a number"
+        raise ConfigError(f"{name}={value!r} must be {kind} {rule}.")
+    return plain if whole else number
+
+
+def _plain(value: Any) -> Any:
+    """Return a scalar of NumPy's as Python's."""
+    numpy = type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+    return value.item() if numpy else value
+
+
 def _formats(given: Any) -> tuple[tuple[str, str, str], ...]:
     """Return `states_for` as (pattern, states, master), "" for what is not given."""
-    if isinstance(given, tuple):
-        return given
+    held = isinstance(given, tuple)  # what this returned
+    if held and all(isinstance(x, tuple) and list(map(type, x)) == [str] * 3 for x in given):
+        pairs = ((p, {"states": states, "master": master}) for p, states, master in given)
+        given = {p: {name: value for name, value in own.items() if value} for p, own in pairs}
     told = f'states_for={given!r} must be a dict of patterns and formats, or dicts of "states" and "master"'
     if not isinstance(given, Mapping):
         raise ConfigError(f'{told}, such as {{"*embed*": "fp32"}}.')

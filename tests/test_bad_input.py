@@ -70,6 +70,9 @@ OPTIONS = [  # level, options, culprit, remedy
     ("O2", {"min_numel": -1}, "min_numel=-1 must be an integer >= 0", ""),
     ("O2", {"min_numel": True}, "min_numel=True must be an integer >= 0", ""),
     ("O2", {"states_for": "fp32"}, "states_for='fp32' must be a dict", "embed"),
+    *(("O2", {"states_for": own}, "must be a dict of patterns and formats", "embed") for own in
+      ((1,), ("up", "fp32"), (("up", "fp32"),), ((1, "fp32", ""),), (("up", "fp32", None),))),
+    ("O2", {"states_for": (("up", "fp31", ""),)}, "'up'.: states must be .*'fp31' is not a choice", ""),
     ("O2", {"states_for": ["embed"]}, "must be a dict of patterns and formats", "embed"),
     ("O2", {"states_for": {"up": {"state": "fp32"}}}, "must be a dict .* or dicts of .states.", "not 'up': {'state'"),
     ("O2", {"states_for": {"up": "fp31"}}, "'up'.: states must be .*'fp31' is not a choice", 'Did you mean "fp32"'),
@@ -238,7 +241,7 @@ OPTIMIZERS = [  # made from a model, error, culprit, remedy
     (with_option(amsgrad=True), ModelError, "amsgrad=True", "Switch it off, or use opt_level=.O1"),
     (with_option(differentiable=True), ModelError, "differentiable=True", "opt_level=.O1"),
     (with_option(lr=torch.tensor(1e-3), betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False,
-                 capturable=True), ConfigError, "betas must lie in .* and be two numbers", ""),
+                 capturable=True), ConfigError, "betas=.* must be a finite number", ""),
     (lambda m: torch.optim.AdamW(TinyLM().parameters()), ModelError,
      "owns none of the model's 7 trainable parameters, but 7 others", "Build it from"),
     (lambda m: torch.optim.AdamW([{"params": list(m.parameters())}, {"params": []}]), ModelError,
@@ -247,7 +250,7 @@ OPTIMIZERS = [  # made from a model, error, culprit, remedy
      "states must be one of .*8bit", "states='9bit'"),
     (lambda m: fp8stack.optim.AdamW(m.parameters(), states="fp32"), ModelError,
      "made with states='fp32', the recipe says states='8bit'", "initialize.*states='fp32'"),
-    (with_bad_rate, ConfigError, "lr must be a finite number", ""),
+    (with_bad_rate, ConfigError, "lr=-1.0 must be a finite number", ""),
     (with_bad_state, ModelError, "state of a parameter of shape .* cannot be taken over", "optimizer.state.pop"),
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ the end of the whole backward, so backwards inside it (reentrant activation chec
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, GradientError
+from fp8stack.levels import check_number
 from fp8stack.tensor import check_dense, inner_tensors, is_sharded, not_plain
 
 from .buckets import Region, make_buckets
@@ -275,8 +277,7 @@ def _check_model(
         raise ConfigError(
             f"DataParallel got {type(module).__name__}, no parameter of which is trained."
         )
-    if bucket_cap_mb <= 0:
-        raise ConfigError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}.")
+    check_number("bucket_cap_mb", bucket_cap_mb, math.ulp(0.0), rule="above 0")
     devices = {str(p.device) for p in module.parameters()}
     if len(devices) > 1:
         raise ConfigError(

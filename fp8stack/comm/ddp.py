@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8stack.errors import ConfigError
+from fp8stack.levels import check_number
 
 from .collectives import all_reduce
 
@@ -73,4 +74,5 @@ def register_fp8_hook(model: nn.parallel.DistributedDataParallel, min_bytes: int
         raise ConfigError(
             f"register_fp8_hook takes a model wrapped in DistributedDataParallel, got {type(model).__name__}."
         )
+    min_bytes = check_number("min_bytes", min_bytes, whole=True)
     model.register_comm_hook(Fp8CommState(model.process_group, min_bytes), fp8_compress_hook)

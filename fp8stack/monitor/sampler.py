@@ -33,6 +33,7 @@ from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 from fp8stack.formats import MiniFloat
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.monitor import FIELDS, SUMS
+from fp8stack.levels import check_number
 from fp8stack.nn.linear import Fp8Linear
 from fp8stack.nn.te import TeLinear
 
@@ -71,8 +72,7 @@ class Monitor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model={type(model).__name__} is not a torch.nn.Module.")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every={every!r} must be a number of steps, 1 or more.")
+        every = check_number("every", every, 1, whole=True)
         if model in _watched:
             raise ModelError("this model has a Monitor; remove() that first.")
         layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear | TeLinear)}

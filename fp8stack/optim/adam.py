@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range
+from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range, sign_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -76,9 +76,8 @@ class Adam(BlockwiseOptimizer):
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         lr, betas, eps, decay = check_range(group)
         decoupled = self._is_decoupled(group)
-        sign = -1.0 if group.get("maximize") else 1.0
         decays = (decay, 0.0) if decoupled else (0.0, decay)
-        return (lr, *betas, eps, *decays, sign, 0.0)
+        return (lr, *betas, eps, *decays, sign_of(group), 0.0)
 
 
 class AdamW(Adam):

@@ -6,18 +6,19 @@ An FP8 gradient is read once, one byte an element, and multiplied through its sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8stack.errors import ConfigError
 from fp8stack.formats import FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.pointer_table import deal, upload_rows
 from fp8stack.kernels.reference.norm import sum_of_squares
+from fp8stack.levels import check_number
 from fp8stack.tensor import BlockScaledTensor, is_sharded
 
 from .step import gradient_parts
@@ -53,8 +54,8 @@ def clip_grad_norm_(
         ConfigError: for a negative or NaN `max_norm`.
         RuntimeError: for `error_if_nonfinite`; nothing is changed.
     """
-    if not max_norm >= 0:
-        raise ConfigError(f"max_norm must be a number >= 0, got {max_norm}.")
+    number = float(max_norm) if isinstance(max_norm, Tensor) else max_norm
+    max_norm = check_number("max_norm", number, most=math.inf)
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = [p for p in parameters if p.grad is not None and p.grad.numel()]
     grads = [p.grad for p in parameters if p.grad is not None]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range
+from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range, sign_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,5 +49,4 @@ class Lion(BlockwiseOptimizer):
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         lr, betas, _, decay = check_range(group)
-        sign = -1.0 if group.get("maximize") else 1.0
-        return (lr, *betas, 0.0, decay, 0.0, sign, 0.0)
+        return (lr, *betas, 0.0, decay, 0.0, sign_of(group), 0.0)

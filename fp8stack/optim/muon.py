@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError
-from fp8stack.levels import check_choice
+from fp8stack.levels import FINITE, check_choice, check_number
 from fp8stack.tensor import is_sharded
 
-from .optimizer import Batch, BlockwiseOptimizer, Options, ParamsT, check_positive, check_range
+from .optimizer import BELOW_1, Batch, BlockwiseOptimizer, Options, ParamsT, check_range
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -46,7 +46,7 @@ class Muon(BlockwiseOptimizer):
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as in torch; `lr` may be a tensor.
         adjust_lr_fn: what lr is multiplied by for a matrix of A rows and B columns: "original" (or None)
             sqrt(max(1, A / B)); "match_rms_adamw" 0.2 sqrt(max(A, B)), which lets both algorithms share one.
-        betas, adamw_eps: of AdamW.
+        betas, adamw_eps: of AdamW. Schedulers that cycle momentum (OneCycleLR) cycle `momentum`, as torch's Muon's.
         states, master, min_numel, max_grad_norm, offload: as in `fp8stack.optim.Adam`.
 
     Raises:
@@ -55,6 +55,7 @@ class Muon(BlockwiseOptimizer):
 
     moments = ("momentum_buffer", "exp_avg", "exp_avg_sq")
     algorithm = "muon"
+    betas = (0.9, 0.95)  # of groups that are added without their own
 
     def __init__(
         self,
@@ -75,13 +76,17 @@ class Muon(BlockwiseOptimizer):
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas, "adamw_eps": adamw_eps,
+            "adamw_eps": adamw_eps,
         }  # fmt: skip
+        # Not among the defaults: by these schedulers decide whether they cycle beta1, or `momentum` as of torch's Muon.
+        self.betas = betas
         super().__init__(params, defaults, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; what Muon does not step in it becomes a group of its own, stepped by AdamW."""
-        algorithm = param_group.get("algorithm")
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            super().add_param_group(param_group)  # for torch to refuse
+        algorithm, before = param_group.get("algorithm"), len(self.param_groups)
         if algorithm is not None:
             check_choice("algorithm", algorithm, ("muon", "adamw"))
         given = param_group["params"]
@@ -93,9 +98,17 @@ class Muon(BlockwiseOptimizer):
         for x in named:  # (name, parameter), where parameters are named
             parameter = x[1] if isinstance(x, tuple) else x
             parts["muon" if getattr(parameter, "ndim", 0) in dims else "adamw"].append(x)
-        for name, part in parts.items():
-            if part or not named:  # an empty group is torch's to refuse
-                super().add_param_group({**param_group, "params": part, "algorithm": name})
+        try:
+            for name, part in parts.items():
+                if part or not named:  # an empty group is torch's to refuse
+                    group = {"betas": self.betas, **param_group, "params": part, "algorithm": name}
+                    super().add_param_group(group)
+        except ConfigError:
+            del self.param_groups[before:]
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"betas": self.betas}
 
     def family_of(self, group: dict[str, Any]) -> str:
         # A group of torch's Muon, which `initialize` shares, does not say.
@@ -106,23 +119,20 @@ class Muon(BlockwiseOptimizer):
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         lr, betas, _, decay = check_range(group)
-        check_positive("adamw_eps", group.get("adamw_eps", 0.0))  # torch's Muon has none
-        momentum, adjustment, steps = group["momentum"], group["adjust_lr_fn"], group["ns_steps"]
-        check_positive("momentum", momentum)
-        if momentum >= 1:
-            raise ConfigError(f"momentum must lie in [0, 1), got {momentum}.")
-        if adjustment is not None:
-            check_choice("adjust_lr_fn", adjustment, ADJUSTMENTS)
-        if not isinstance(steps, int) or isinstance(steps, bool) or not 0 < steps < 100:
-            raise ConfigError(f"ns_steps must be an integer from 1 to 99, got {steps!r}.")
+        eps = check_number("adamw_eps", group.get("adamw_eps", 0.0))  # torch's Muon has none
+        momentum = check_number("momentum", group["momentum"], 0, BELOW_1, "in [0, 1)")
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, *ADJUSTMENTS))
+        check_number("ns_steps", group["ns_steps"], 1, 99, whole=True)
         numbers = group["ns_coefficients"]
-        three = isinstance(numbers, (tuple, list)) and len(numbers) == 3
-        if not three or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
-            raise ConfigError(f"ns_coefficients must be three finite numbers, got {numbers!r}.")
+        if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
+            raise ConfigError(f"ns_coefficients={numbers!r} must be three finite numbers.")
+        for number in numbers:
+            check_number("ns_coefficients", number, -FINITE)
+        nesterov = check_choice("nesterov", group["nesterov"], (False, True, None))
         if self.family_of(group) == "adam":
-            return (lr, *betas, float(group["adamw_eps"]), decay, 0.0, 1.0, 0.0)
-        weight = float(momentum) if group["nesterov"] else 1.0  # of the momentum in the direction
-        return lr, float(momentum), weight, 0.0, decay, 0.0, 1.0, 0.0
+            return (lr, *betas, eps, decay, 0.0, 1.0, 0.0)
+        weight = momentum if nesterov else 1.0  # of the momentum in the direction
+        return lr, momentum, weight, 0.0, decay, 0.0, 1.0, 0.0
 
     def ensure_state(self, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         if self.family_of(group) == "muon" and is_sharded(parameter):
@@ -162,11 +172,13 @@ def orthogonalize(
 
     The singular values end between about 0.7 and 1.2, and not at 1, which does not matter.
     """
-    a, b, c = group["ns_coefficients"]
+    a, b, c = map(float, group["ns_coefficients"])
     tall = u.shape[-2] > u.shape[-1]
     x = u.mT if tall else u
     with torch.autocast(u.device.type, enabled=False):
-        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
+        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(
+            min=float(group["eps"])
+        )
         for _ in range(group["ns_steps"]):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

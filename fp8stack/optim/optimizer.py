@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.conflicts import RELEASE, check_option
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, did_you_mean
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.reference.step import StepKind
+from fp8stack.levels import check_choice, check_number
 
 from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceBatch, ReferenceStep
@@ -61,8 +62,13 @@ class BlockwiseOptimizer(StatefulOptimizer):
         **options: Any,  # those of `StatefulOptimizer`
     ) -> None:
         self.numbers_of(defaults)  # which checks them
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm must be > 0 (or None), got {max_grad_norm}.")
+        known = Options.__optional_keys__
+        if unknown := sorted(options.keys() - known):
+            told = f"{type(self).__name__} has no option {unknown[0]!r}.{did_you_mean(unknown[0], known)}"
+            own = ", ".join([*defaults, *sorted(known)])
+            raise ConfigError(f"{told} It has {own}; its step is fused and capturable as it is.")
+        if max_grad_norm is not None:
+            max_grad_norm = check_number("max_grad_norm", max_grad_norm, LEAST, math.inf, ABOVE_0)
         self.max_grad_norm = max_grad_norm
         # Norm of the last step's gradients, unscaled and before clipping, where max_grad_norm is set; on the device.
         self.grad_norm: Tensor | None = None
@@ -236,8 +242,20 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its parameters join whatever the optimizer was initialized for."""
-        self.note_formats(param_group, ())  # which checks them
+        if isinstance(param_group, dict):  # else torch says what is wrong
+            self.note_formats(param_group, ())  # which checks them
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self.numbers_of(group)
+            if len(set(group["params"])) < len(group["params"]):
+                raise ConfigError(
+                    "a parameter is in its group twice, and would be stepped once or twice: pass each once, "
+                    "list(dict.fromkeys(parameters))."
+                )
+        except ConfigError:
+            self.param_groups.pop()
+            raise
         self._group_formats.clear()
         if self.release is not None:
             self.release.attach(self.param_groups[-1]["params"])
@@ -286,6 +304,10 @@ class BlockwiseOptimizer(StatefulOptimizer):
 # --- hyper-parameters, which schedulers change: they are checked when an optimizer is made and at every step
 
 
+LEAST, ABOVE_0 = math.ulp(0.0), "above 0"
+BELOW_1 = math.nextafter(1.0, 0.0)
+
+
 def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], float, float]:
     """Return (lr, betas, eps, weight_decay) of a group.
 
@@ -295,22 +317,24 @@ def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], floa
         ConfigError: naming the hyper-parameter, its value and its range.
     """
     betas, lr = group.get("betas", (0.0, 0.0)), group["lr"]
-    numbers = not any(isinstance(b, Tensor) for b in betas)  # only lr may be a tensor
-    if not numbers or len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        raise ConfigError(f"betas must lie in [0, 1) and be two numbers, got {betas}.")
+    try:
+        pair = [betas[i] for i in range(len(betas))]
+    except (TypeError, KeyError):
+        pair = []
+    if len(pair) != 2:
+        raise ConfigError(f"betas={betas!r} must be two numbers in [0, 1).")
+    first, second = (check_number("betas", b, 0, BELOW_1, "in [0, 1)") for b in pair)
     if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ConfigError(f"lr must be one number, got a tensor of shape {tuple(lr.shape)}.")
-        lr = 0.0 if lr.is_cuda else float(lr)  # reading it would wait for the GPU
-    rest = [check_positive(name, group.get(name, 0.0)) for name in ("eps", "weight_decay")]
-    return check_positive("lr", lr), (float(betas[0]), float(betas[1])), rest[0], rest[1]
+        if lr.numel() != 1 or lr.is_complex():
+            raise ConfigError(f"lr={lr!r} must be one number.")
+        lr = float(lr) if lr.device.type == "cpu" else 0.0  # reading it would wait for the GPU
+    rest = [check_number(name, group.get(name, 0.0)) for name in ("eps", "weight_decay")]
+    return check_number("lr", lr), (first, second), rest[0], rest[1]
 
 
-def check_positive(name: str, value: float) -> float:
-    """Return `value`; raise ConfigError unless it is a finite number >= 0."""
-    if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-        raise ConfigError(f"{name} must be a finite number >= 0, got {value!r}.")
-    return float(value)
+def sign_of(group: dict[str, Any]) -> float:
+    """Return -1 where a group ascends, else 1."""
+    return -1.0 if check_choice("maximize", group.get("maximize"), (False, True, None)) else 1.0
 
 
 def share_verdict(parts: Sequence[DeviceStep], want_norm: bool) -> None:

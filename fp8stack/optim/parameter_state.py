@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.formats import FLOATS
-from fp8stack.levels import check_choice
+from fp8stack.levels import check_choice, check_number
 from fp8stack.tensor import is_sharded
 
 from . import state_formats as formats
@@ -46,6 +46,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     ) -> None:
         formats.check_formats(states, master)
         check_choice("offload", offload)
+        min_numel = check_number("min_numel", min_numel, whole=True)
         self.states, self.master, self.min_numel, self.offload = states, master, min_numel, offload
         self.overrides: dict[Tensor, tuple[str, str]] = {}
         self._group_formats: dict[Tensor, tuple[str, str, bool]] = {}

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fp8stack.errors import ConfigError
+from fp8stack.levels import FINITE, check_choice, check_number
 
-from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_positive, check_range
+from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range, sign_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,11 +57,11 @@ class SGD(BlockwiseOptimizer):
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         lr, _, _, decay = check_range(group)
-        check_positive("momentum", group["momentum"])
-        momentum, dampening = group["momentum"], group["dampening"]
-        if group["nesterov"] and (momentum <= 0 or dampening != 0):
+        momentum = check_number("momentum", group["momentum"])
+        dampening = check_number("dampening", group["dampening"], -FINITE)
+        nesterov = check_choice("nesterov", group["nesterov"], (False, True, None))
+        if nesterov and (momentum <= 0 or dampening != 0):
             raise ConfigError(
                 f"nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}."
             )
-        sign = -1.0 if group.get("maximize") else 1.0
-        return lr, float(momentum), 0.0, 0.0, 0.0, decay, sign, float(dampening)
+        return lr, momentum, 0.0, 0.0, 0.0, decay, sign_of(group), dampening

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fp8stack.errors import ConfigError, reason_of
+from fp8stack.levels import check_number
 
 MOST = 2**24
 """The largest size of a shape: products of two of them are counted in 64 bits."""
@@ -133,9 +134,7 @@ class Shape:
 def check_sizes(sizes: Mapping[str, Any], *names: str, where: str = "") -> None:
     """Raise ConfigError unless these entries are whole numbers of a possible size; `where` names what has them."""
     for name in names:
-        value = sizes.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            raise ConfigError(f"{where}{name}={value!r} must be a whole number from 1 to {MOST:,}.")
+        check_number(where + name, sizes.get(name), 1, MOST, whole=True)
 
 
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32_000)

@@ -413,7 +413,10 @@ def check_refusals(rank, world, device):
         sparse(torch.arange(3, device=device)).sum().backward()
     for make, message in (
         (lambda: DataParallel(nn.ReLU()), "no parameter of which is trained"),
-        (lambda: DataParallel(TinyLM(), bucket_cap_mb=0), "bucket_cap_mb must be above 0, got 0"),
+        (
+            lambda: DataParallel(TinyLM(), bucket_cap_mb=0),
+            "bucket_cap_mb=0 must be a finite number above 0",
+        ),
         (lambda: DataParallel(nn.Linear(2, 2).double()), "weight is torch.float64"),
     ):
         with pytest.raises(ConfigError, match=message):

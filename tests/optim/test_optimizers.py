@@ -1,15 +1,21 @@
 """The optimizers on their own: they follow torch's, skip bad steps, and keep their promises about formats."""
 
+import inspect
 import math
+from contextlib import nullcontext
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same_bits
 from torch import nn
+from torch.optim import lr_scheduler
 
+import fp8stack
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, GradientError, ModelError
-from fp8stack.optim import SGD, Adam, AdamW, Muon
+from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon
 
 PAIRS = [
     pytest.param(AdamW, torch.optim.AdamW, {"weight_decay": 0.1}, id="adamw"),
@@ -169,32 +175,40 @@ def test_bad_parameters_and_gradients_say_what_is_wrong():
         optimizer.step()
 
 
-THREE = "ns_coefficients must be three finite numbers"
+FINITE, BETAS = "must be a finite number >= 0", r"betas=.* must be .*in \[0, 1\)"
+TWO, HUGE = "must be two numbers", 10**400
 REFUSED = [
-    (AdamW, {"lr": -1}, "lr must be a finite number >= 0, got -1"),
-    (AdamW, {"lr": math.nan}, "lr must be a finite number >= 0, got nan"),
-    (AdamW, {"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\)"),
-    (AdamW, {"eps": -1e-8}, "eps must be a finite number >= 0, got -1e-08"),
+    *((AdamW, {"lr": lr}, f"lr=.* {FINITE}") for lr in (-1, math.nan, "1", None, 1j, HUGE, -HUGE, np.float32("inf"))),
+    (AdamW, {"lr": torch.ones(2)}, "lr=tensor.* must be one number"),
+    (AdamW, {"lr": torch.tensor(-1.0)}, f"lr=-1.0 {FINITE}"),
+    *((AdamW, {"betas": betas}, BETAS) for betas in ((0.9, 1.0), (0.9, "1"), (-0.1, 0.9), (None, 0.9), (0.9, HUGE))),
+    *((AdamW, {"betas": b}, TWO) for b in (None, 0.9, (), (0.9,), (0.9, 0.9, 0.9), {0.9, 0.99}, {"a": 1, "b": 2})),
+    (AdamW, {"eps": -1e-8}, f"eps=-1e-08 {FINITE}"),
+    (AdamW, {"weight_decay": np.float64(-1)}, f"weight_decay=.* {FINITE}"),
+    (AdamW, {"maximize": "no"}, "maximize='no' is not a choice"),
+    (AdamW, {"min_numel": 0.5}, "min_numel=0.5 must be an integer >= 0"),
     (AdamW, {"states": "7bit"}, "states='7bit' is not a choice"),
     (AdamW, {"master": "split16"}, "master='split16' is not a choice"),
     (AdamW, {"offload": "gpu"}, "offload='gpu' is not a choice"),
-    (AdamW, {"max_grad_norm": 0.0}, "max_grad_norm must be > 0"),
+    *((AdamW, {"max_grad_norm": x}, "max_grad_norm=.* must be a number above 0") for x in (0.0, "1", math.nan, -1)),
+    (AdamW, {"fused": True}, "AdamW has no option 'fused'.* is fused and capturable as it is"),
+    (Adam, {"state": "fp8"}, "no option 'state'. Did you mean \"states\""),
     (AdamW, {"group": {"states": "int8"}}, "states='int8' is not a choice"),
+    (AdamW, {"group": {"lr": "1e-3"}}, f"lr='1e-3' {FINITE}"),
     (SGD, {"nesterov": True}, "nesterov needs momentum"),
-    (SGD, {"momentum": -0.5}, "momentum must be a finite number >= 0"),
-    (Muon, {"momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
-    (Muon, {"momentum": -0.1}, "momentum must be a finite number >= 0"),
-    (Muon, {"ns_steps": 0}, "ns_steps must be an integer from 1 to 99, got 0"),
-    (Muon, {"ns_steps": True}, "ns_steps must be an integer from 1 to 99, got True"),
-    (Muon, {"ns_coefficients": (1.0, 2.0)}, THREE),
-    (Muon, {"ns_coefficients": 3.0}, f"{THREE}, got 3.0"),
-    (Muon, {"ns_coefficients": (math.nan, 1, 1)}, THREE),
-    (Muon, {"ns_coefficients": ("a", "b", "c")}, THREE),
+    (SGD, {"nesterov": torch.ones(2)}, "nesterov=.* is not a choice"),
+    (SGD, {"momentum": -0.5}, f"momentum=-0.5 {FINITE}"),
+    (SGD, {"dampening": "no"}, "dampening='no' must be a finite number"),
+    (Muon, {"momentum": 1.0}, r"momentum=1.0 must be a finite number in \[0, 1\)"),
+    (Muon, {"momentum": -0.1}, "momentum=-0.1 must be"),
+    *((Muon, {"ns_steps": n}, "ns_steps=.* must be an integer from 1 to 99") for n in (0, True, 5.0, 100, HUGE)),
+    *((Muon, {"ns_coefficients": x}, "must be three finite numbers") for x in ((1.0, 2.0), 3.0, None)),
+    *((Muon, {"ns_coefficients": (x, 1, 1)}, "ns_coefficients=.* must be a finite number") for x in (math.nan, "a")),
     (Muon, {"adjust_lr_fn": "match_rms_adam"}, "Did you mean.*match_rms_adamw"),
-    (Muon, {"betas": (0.9, 1.0)}, "betas must lie"),
-    (Muon, {"adamw_eps": -1.0}, "adamw_eps must be"),
+    (Muon, {"betas": (0.9, 1.0)}, BETAS),
+    (Muon, {"adamw_eps": -1.0}, f"adamw_eps=-1.0 {FINITE}"),
     (Muon, {"group": {"algorithm": "adam"}}, "algorithm='adam' is not a choice.*adamw"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "options", "match"), REFUSED)
@@ -203,3 +217,120 @@ def test_bad_options_say_what_is_wrong(kind, options, match):
     group = {"params": [nn.Parameter(torch.zeros(4, 4))], **options.pop("group", {})}
     with pytest.raises(ConfigError, match=match):
         kind([group], **options)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD, Lion, Muon])
+def test_a_group_that_is_refused_changes_nothing(kind):
+    first, second = nn.Parameter(torch.zeros(8, 8)), nn.Parameter(torch.zeros(8, 8))
+    vector = nn.Parameter(torch.zeros(8))
+    optimizer = kind([first])
+    twice = [second, vector, vector]
+    for bad in ({"lr": None}, {"weight_decay": "x"}, {"states": 8}, {"params": twice}):
+        with pytest.warns() if twice in bad.values() else nullcontext(), pytest.raises(ConfigError):
+            optimizer.add_param_group({"params": [second, vector], **bad})
+        assert [g["params"] for g in optimizer.param_groups] == [[first]]
+    optimizer.add_param_group({"params": [second, vector]})
+    for p in (first, second, vector):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert all(p.abs().sum() > 0 for p in (first, second, vector))
+
+
+def test_a_parameter_twice_in_a_group_is_refused():
+    """torch warns, and steps it twice."""
+    layer = nn.Linear(8, 8, bias=False)
+    p = layer.weight
+    for make in (AdamW, lambda group: fp8stack.initialize(layer, torch.optim.AdamW(group))):
+        with (
+            pytest.warns(UserWarning, match="duplicate"),
+            pytest.raises(ConfigError, match="twice"),
+        ):
+            make([p, p])
+
+
+NUMPY = {
+    AdamW: {"lr": 0.1, "betas": (0.5, 0.75), "eps": 0.125, "weight_decay": 0.25, "min_numel": 16},
+    SGD: {"lr": 0.1, "momentum": 0.5, "dampening": 0.25, "weight_decay": 0.25, "maximize": True},
+    Lion: {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.25},
+    Muon: {"lr": 0.1, "momentum": 0.5, "eps": 0.125, "ns_steps": 3, "ns_coefficients": (3.5, -4.75, 2.0)},
+}  # fmt: skip
+
+
+def in_numpy(value, dtype):
+    """Return numbers and tuples of them in NumPy's dtypes; these are the same in all."""
+    if isinstance(value, tuple):
+        return tuple(in_numpy(x, dtype) for x in value)
+    return {bool: np.bool_, int: np.int64, float: dtype}[type(value)](value)
+
+
+@pytest.mark.parametrize("kind", NUMPY)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.array])
+def test_numbers_of_numpy_are_numbers(kind, dtype):
+    own, results = NUMPY[kind], []
+    theirs = {name: in_numpy(value, dtype) for name, value in own.items()} | {"lr": 0.1}
+    for options in (own, theirs):
+        p = nn.Parameter(torch.linspace(-1, 1, 64 * 96).view(64, 96))
+        optimizer = kind([p], max_grad_norm=in_numpy(8.0, dtype), **options)
+        for step in range(3):
+            # 0.125 in all dtypes; a schedule of float32 is an array
+            optimizer.param_groups[0]["lr"] = in_numpy(0.125, dtype) if options is theirs else 0.125
+            p.grad = torch.linspace(-2, 1, p.numel()).view_as(p) * (step + 1)
+            optimizer.step()
+        results.append(p)
+    assert_same_bits(*results)
+
+
+# --- schedulers, which write to groups
+
+
+SCHEDULERS = {
+    "one-cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=12),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, base_lr=1e-3, max_lr=2e-2, step_size_up=3),
+    "cyclic-lr": lambda o: lr_scheduler.CyclicLR(
+        o, 1e-3, 2e-2, step_size_up=3, cycle_momentum=False
+    ),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: np.float32(0.9) ** step),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.5)], [3]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.PolynomialLR(o, 10)]
+    ),
+    "swa": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, 3),
+}
+SCHEDULED = {"AdamW": {}, "Adam": {"betas": (0.8, 0.99)}, "SGD": {"momentum": 0.8}, "Muon": {}}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("name", [n for n in SCHEDULED if hasattr(torch.optim, n)])
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
+def test_schedulers_drive_the_optimizers_as_they_drive_torchs(scheduler, name, tensor_lr):
+    """Made alone, or by `initialize` before and after the scheduler: groups go through the same values."""
+    kind = getattr(torch.optim, name)
+    if tensor_lr and "foreach" in inspect.signature(kind).parameters:
+        kind = partial(kind, foreach=False)
+    ours, seen = getattr(fp8stack.optim, name), []
+    for make in ("torch", "ours", "before", "after"):
+        layer = nn.Linear(64, 64, bias=False)
+        lr = torch.tensor(0.02) if tensor_lr else 0.02
+        optimizer = (ours if make == "ours" else kind)(layer.parameters(), lr=lr, **SCHEDULED[name])
+        schedule = None if make == "after" else SCHEDULERS[scheduler](optimizer)
+        if make in ("before", "after"):
+            layer, optimizer = fp8stack.initialize(layer, optimizer, "O2", min_numel=64)
+        schedule = schedule or SCHEDULERS[scheduler](optimizer)
+        values = []
+        for step in range(10):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            optimizer.step()
+            schedule.step(*([1.0 + step] if scheduler == "plateau" else []))
+            group = optimizer.param_groups[0]
+            values.append((float(group["lr"]), group.get("momentum"), group.get("betas")))
+        seen.append(values)
+    if name == "Muon":  # only ours has betas, which stay as they are
+        assert {betas for *_, betas in seen[1]} == {(0.9, 0.95)}
+        seen = [[row[:2] for row in values] for values in seen]
+    assert seen[1:] == seen[:1] * 3
+    assert len({row[0] for row in seen[0]}) > 1  # it does change
