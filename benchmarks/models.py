@@ -117,7 +117,7 @@ class GPT2(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x)).float()

@@ -141,7 +141,7 @@ def decide(
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         fallbacks.append(f"{told}: {missing[:3]}")
-    fallbacks += notes
+    fallbacks += [*notes, layers.too_little] if compute != "bf16" and layers.too_little else notes
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
     report = report_of(recipe, layers, compute, reason, device, fallbacks)
@@ -168,6 +168,7 @@ def carry_out(
         )
     if isinstance(session.returned, BlockwiseOptimizer):
         session.returned.named_by = weakref.ref(model)
+        conversion.refuse_other_optimizers(session)
     if store is not None:
         store(session)
     chooser = None

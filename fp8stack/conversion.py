@@ -7,6 +7,7 @@ nothing, and functions that change check nothing: `api.py` calls all checks befo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,16 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import conflicts, optim
 from .comm import GradientHandle
 from .errors import ModelError
 from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
+from .nn.bf16_storage import CopiedWeight
 from .nn.convert import Conversion, LayerChoices, apply_storage
 from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
+from .optim.parameter_names import names_of
 from .optim.state_dict import adopt, reformat, to_torch
 from .optim.state_formats import MASTER_KEYS, is_large_matrix
 from .optim.step_in_backward import check_single_process
@@ -178,6 +182,17 @@ class Session:
     undo: list[Callable[[], object]] = field(default_factory=list)  # hooks and options of groups
     lasting: str = ""  # why `restore` cannot undo it, and what else to do
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Give the weights of a copied model all the bits of their masters, in the dtype that they had.
+
+        So averages and new optimizers over it work. If the optimizer was copied first, that has the masters.
+        """
+        if isinstance(self.returned, BlockwiseOptimizer) and id(self.returned) not in memo:
+            for parameter, dtype in self.stored:
+                if (copied := memo.get(id(parameter))) is not None:
+                    change_dtype(copied, self.returned.master_weight(parameter).to(dtype))
+                    copied.__class__ = CopiedWeight
+
     def __reduce__(self) -> Any:
         """Copies and pickles of a model hold None instead of its session: they count as not initialized."""
         return type(None), ()
@@ -246,6 +261,34 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
     session.undo.append(optimizer.register_state_dict_pre_hook(refuse).remove)
     session.undo.append(optimizer.register_load_state_dict_pre_hook(refuse).remove)
     session.undo.append(new.register_step_post_hook(mark_called).remove)
+
+
+def refuse_other_optimizers(session: Session) -> None:
+    """Let steps of other optimizers raise for weights whose masters the returned one holds.
+
+    A weight in bfloat16 loses such updates, as its other bits are not added to. torch calls a hook of all optimizers
+    before each step. It goes with the session: with `restore`, or with the model.
+    """
+    mine = weakref.ref(session)
+
+    def refuse(optimizer: Any, *_: Any) -> None:
+        owner: Any = getattr(mine(), "returned", None)
+        if owner in (None, optimizer):
+            return
+        ours = isinstance(optimizer, BlockwiseOptimizer)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            held = p.grad is not None and owner.state.get(p, {}).keys() & set(MASTER_KEYS)
+            if held and not (ours and optimizer.master_format(p)):
+                name = names_of(owner.named_by()).get(p, "a weight")
+                raise ModelError(
+                    f"{type(optimizer).__name__} would step {name} in bfloat16 alone, and lose most of it: the other "
+                    f"bits are in the {type(owner).__name__} that fp8stack returned. Step that one; or first call "
+                    "fp8stack.restore(model, optimizer), and then initialize with the new optimizer."
+                )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    session.undo.append(handle.remove)
+    weakref.finalize(session, handle.remove)
 
 
 def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:

@@ -45,6 +45,7 @@ class Report:
     states: str
     master: str
     converted: list[str] = field(default_factory=list)  # Linear layers in FP8 (or bf16)
+    share: float = 1.0  # of the elements of matrices, embeddings apart, those that multiply so too
     # Linear layers left out: reason and remedy
     skipped: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
@@ -67,7 +68,8 @@ class Report:
             f"fp8stack {self.version} · {self.level} · {self.device}",
             f"GEMM {self.gemm} · gradients {self.gradients} · states {self.states} · master {self.master}",
             f"compute {self.compute} ({self.compute_reason})",
-            f"{len(self.converted)} of {linear} Linear layers in {self.gemm.split()[0]}"
+            f"{len(self.converted)} of {linear} Linear layers in {self.gemm.split()[0]}, "
+            f"{100 * self.share:.0f} % of matrix parameters (embeddings apart)"
             + _listing("; left out: ", self.skipped),
         ]
         if self.stored or self.kept:
@@ -122,6 +124,7 @@ def report_of(
         states=states,
         master="the weight" if recipe.master == "keep" else recipe.master,
         converted=[name for name, _ in layers.gemm],
+        share=layers.share,
         skipped=dict(layers.skipped),
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),

@@ -339,7 +339,7 @@ def not_plain(parameter: Tensor) -> str:
     """
     data = parameter.data
     data = getattr(data, "_local_tensor", data)  # of a DTensor
-    if type(data) is not Tensor:
+    if type(data).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return type(data).__name__
     plain_layout = data.layout is torch.strided
     return (

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 from functools import partial
 from inspect import signature
@@ -315,7 +316,7 @@ def test_layers_are_chosen_with_reasons():
     assert kinds == [Fp8Linear, StoredLinear, StoredEmbedding, nn.Linear]
     assert model.head.weight.dtype is torch.float32
     json.dumps(report.to_dict())
-    assert "1 of 7 Linear layers in fp8" in str(report)
+    assert "1 of 7 Linear layers in fp8, 8 % of matrix" in str(report)
     assert "narrow" in str(report)
     with torch.no_grad():
         model.eval()
@@ -486,3 +487,69 @@ def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe, kept, d
     assert (new - old).norm() < 0.05 * old.norm()
     losses = train(model, optimizer, 5, start=5)
     assert losses[-1] < first[0]
+
+
+class Experts(nn.Module):
+    """As Mixtral's of transformers 5: stacks of matrices without a Linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 128) / 8)
+        self.down = nn.Parameter(torch.randn(4, 128, 64) / 8)
+
+    def forward(self, x):
+        return torch.matmul(torch.matmul(x, self.up).relu(), self.down).sum(0)
+
+
+class Transposed(nn.Module):
+    """As Conv1D of transformers' GPT-2."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 256) / 8)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+SHARES = {  # what a model is made of: the share of its matrices in Linear layers
+    "experts": ([Experts, lambda: nn.Linear(64, 64)], 4096 / (4096 + 8 * 8192)),
+    "bare": ([Transposed], 0.0),
+    "half": ([Transposed, lambda: nn.Linear(256, 64)], 0.5),
+    "convolutions": ([lambda: nn.Conv1d(64, 64, 3), lambda: nn.Linear(64, 64)], 0.25),
+    "embeddings": ([lambda: nn.Embedding(1000, 64), lambda: nn.Linear(64, 64)], 1.0),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", SHARES)
+def test_the_card_counts_the_matrices_that_multiply_in_fp8(kind, level):
+    makers, share = SHARES[kind]
+
+    def start(**options):
+        model = nn.Sequential(*(make() for make in makers))
+        return fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), level, **options)
+
+    told = rf"only {100 * share:.0f} % of the matrix parameters.*not 0\.\w+ \(\w+\).*matmuls=True"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = fp8stack.get_report(start()[0])
+    assert abs(report.share - share) < 1e-12
+    assert f", {100 * share:.0f} % of matrix parameters (embeddings apart)" in str(report)
+    if share >= 0.5:
+        assert not caught
+        assert report.fallbacks == []
+        start(strict=True)
+        return
+    assert len(caught) == 1
+    assert re.search(told, str(caught[0].message))
+    with pytest.raises(UnsupportedDeviceError, match=told):
+        start(strict=True)
+    assert fp8stack.get_report(start(strict=True, compute="bf16")[0]).fallbacks == []
+    alone = fp8stack.get_report(start(strict=True, skip=["0"])[0])  # as somebody who knows
+    assert abs(alone.share - share) < 1e-12
+    if kind == "convolutions":  # which nothing takes
+        with pytest.raises(UnsupportedDeviceError, match=told):
+            start(strict=True, matmuls=True)
+    else:
+        assert fp8stack.get_report(start(strict=True, matmuls=True)[0]).share == 1.0

@@ -66,3 +66,34 @@ class _Lookup(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         summed = torch.ops.aten.embedding_dense_backward(grad, index, *ctx.settings)
         return None, summed.to(ctx.dtype), None, None
+
+
+class AveragedWeight(Tensor):
+    """A tensor that torch's lerp moves towards one of another dtype, for which plain tensors raise.
+
+    torch's AveragedModel moves a float32 copy towards the weights that a model keeps in bfloat16. Everything else that
+    it does, or is done to it, gives plain tensors.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LERPS and isinstance(args[0], (list, tuple)):
+            args = (args[0], [end.to(x.dtype) for x, end in zip(*args[:2], strict=True)], *args[2:])
+        elif func in _LERPS:
+            args = (args[0], args[1].to(args[0].dtype), *args[2:])
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return result.as_subclass(AveragedWeight) if func in _ALIASES else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class CopiedWeight(AveragedWeight, nn.Parameter):
+    """A parameter of a copied model."""
+
+    __reduce_ex__ = nn.Parameter.__reduce_ex__
+
+
+_LERPS = (Tensor.lerp_, Tensor.lerp, torch.lerp, torch._foreach_lerp_, torch._foreach_lerp)
+_ALIASES = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]

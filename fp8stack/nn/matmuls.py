@@ -39,12 +39,11 @@ from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 
 from .casts import InputCodes, Products, in_backward
-from .convert import Conversion
+from .convert import Conversion, is_of_library
 from .linear import alignment_of, fp8_matmul
 from .mixin import Mixin, mixed_class
 
 RECIPES = ("current", "blockwise")  # others become "current"
-_LIBRARIES = ("torch", "fp8stack", "transformer_engine")  # their modules need no mode of their own
 _ONE_PARAMETER = "neither or both operands are parameters"
 _NOT_ONE_PRODUCT = "not one matrix product"
 _ARGUMENTS = "arguments that FP8 products do not take"
@@ -61,8 +60,7 @@ def apply_matmuls(
     for name, parameter in model.named_parameters():
         bare.names[parameter] = name
     for name, module in model.named_modules():
-        library = type(module).__module__.partition(".")[0] in _LIBRARIES
-        if not library and module not in bare.skipped:
+        if not is_of_library(module) and module not in bare.skipped:
             if "forward" in vars(module):  # which torch runs, and not the class's
                 bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
             else:

@@ -28,6 +28,7 @@ from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceBatch, ReferenceStep
 from .sharded import reduce_largest, reduce_squares, shares_of
 from .state_dict import install, prepare, tag, to_torch
+from .state_formats import MASTER_KEYS
 from .step import Entry, check_gradient
 from .step_in_backward import GradientRelease
 from .triton_step import TritonBatch, TritonStep
@@ -299,6 +300,9 @@ class BlockwiseOptimizer(StatefulOptimizer):
         super().__setstate__({"portable": False, **state, **gone})
         self._group_formats, self._kernels, self._captured = {}, [], []
         self.state = self.__dict__.pop("state")
+        for p, entry in self.state.items():  # the copy of a model may have its weights in float32
+            for key in MASTER_KEYS if p.dtype is torch.float32 else ():
+                entry.pop(key, None)
 
 
 # --- hyper-parameters, which schedulers change: they are checked when an optimizer is made and at every step
