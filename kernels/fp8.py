@@ -137,12 +137,12 @@ def decode(code, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, SIGNED: tl.
 def scale_and_inverse(magnitude_bits, MANTISSA: tl.constexpr):
     """Return (amax / the largest code of an OCP format, its reciprocal), of the largest `bits_of_magnitude`.
 
-    They are 0 for a block too small to scale, NaN and 0 for one that is not finite.
+    They are 0 for a block of zeros, NaN and 0 for one that is not finite.
     """
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     scale = tl.div_rn(magnitude_bits.to(tl.float32, bitcast=True), LARGEST)
-    # no subnormal scales: their inverse may be infinite
-    scale = tl.where(scale >= 2.0**-126, scale, 0.0)
+    # the inverse of a smaller one would be infinite
+    scale = tl.where(magnitude_bits > 0, tl.maximum(scale, 2.0**-127), 0.0)
     inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
     finite = magnitude_bits < 0x7F800000  # the bits of infinity
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)

@@ -51,8 +51,8 @@ from .fp8 import (
     store_rounded,
 )
 from .launch import Launcher
-from .reference.wire import Layout
-from .wire import divide, division
+from .reference.wire import Layout, share_and_rest
+from .wire import divide
 from .workspace import (
     BLOCKS,
     PROGRAMS,
@@ -124,15 +124,15 @@ def _send(
 
 @triton.jit
 def _add_up(
-    mine, program, turn, by,
+    mine, program, turn, share, rest,
     WORLD: tl.constexpr, DIVIDE: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Return the sum (float32 [BLOCKS, 128]) of what all ranks wrote into the inbox, divided."""
     total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     for source in tl.static_range(WORLD):
         code, scale = load_tile(mine, 0, program, turn, source, False, WORLD, BLOCKS)
-        total += decode_e4m3(code, HARDWARE) * scale[:, None]
-    return divide(total, by, DIVIDE)
+        total += decode_e4m3(code, HARDWARE) * (scale * share)[:, None]
+    return divide(total, rest, DIVIDE)
 
 
 @triton.jit
@@ -178,13 +178,13 @@ def _receive(
 
 # `call` differs in every launch and the sizes in every tensor. Specialized on them, a variant would be compiled for
 # each kind of number, in the middle of training.
-_LOOSE = ["rank", "rounds", "call", "divisor", "n_blocks", "per", "blocks_per_row", "timeout"]
+_LOOSE = ["rank", "rounds", "call", "share", "rest", "n_blocks", "per", "blocks_per_row", "timeout"]
 
 
 @triton.jit(do_not_specialize=_LOOSE)
 def _two_shot_kernel(
     x_ptr, x_scales_ptr, out_ptr, out_scales_ptr, peers_ptr, steps_ptr, missing_ptr,
-    rank, rounds, call, divisor, n_blocks, per, blocks_per_row, cols, timeout,
+    rank, rounds, call, share, rest, n_blocks, per, blocks_per_row, cols, timeout,
     WORLD: tl.constexpr, SCATTER: tl.constexpr, CODES_IN: tl.constexpr, CODES_OUT: tl.constexpr,
     DIVIDE: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -201,9 +201,9 @@ def _two_shot_kernel(
             CODES_IN, EVEN, FLAT,
         )  # fmt: skip
         if (step >= 1) & (late == 0):
-            late = await_flags(mine, program, turn, deadline, missing_ptr, call, WORLD)
+            late = await_flags(mine, program, rank, turn, deadline, missing_ptr, call, WORLD)
         if (step >= 1) & (step <= rounds):
-            total = _add_up(mine, program, turn - 1, divisor, WORLD, DIVIDE, HARDWARE, BLOCKS)
+            total = _add_up(mine, program, turn - 1, share, rest, WORLD, DIVIDE, HARDWARE, BLOCKS)
             within = start + (step - 1) * stride
             at = within[:, None] * 128 + tl.arange(0, 128)[None, :]
             if SCATTER:
@@ -263,10 +263,10 @@ def add_up(
     wait = min(int(timeout * (1e6 if INTERPRETED.value else 1e9)), 2**62)
     filled = [x if t is None else t for t in (x, x_scales, out, out_scales)]
     flags = (x_scales is not None, out_scales is not None)
-    how, by = division(divisor)
+    share, rest = share_and_rest(layout.world, divisor)
     _launch(
         grid,
         *filled, space.peers, space.steps, space.missing,
-        space.rank, rounds, call, by, *sizes, wait,
-        layout.world, scatter, *flags, how, casts_in_hardware(x.device), even, flat, BLOCKS,
+        space.rank, rounds, call, share, rest, *sizes, wait,
+        layout.world, scatter, *flags, rest != 1, casts_in_hardware(x.device), even, flat, BLOCKS,
     )  # fmt: skip

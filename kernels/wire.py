@@ -11,8 +11,6 @@ Limits: contiguous tensors; chunks begin at multiples of 16 bytes.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ from fp8stack.formats import BLOCK
 
 from .fp8 import block_offsets, casts_in_hardware, decode_e4m3, encode_blocks, store_rounded
 from .launch import Launcher
-from .reference.wire import Layout, scales_of
+from .reference.wire import Layout, scales_of, share_and_rest
 
 BLOCKS = 16
 _FLOATS = tl.constexpr(tl.pointer_type(tl.float32))
@@ -57,35 +55,25 @@ def _pack_kernel(
 
 
 @triton.jit
-def _load_values(codes_ptr, scales_ptr, code_at, scale_at, exists, HARDWARE: tl.constexpr):
-    """Decode blocks [BLOCKS, 128]."""
+def _load_values(
+    codes_ptr, scales_ptr, code_at, scale_at, exists, share, HARDWARE: tl.constexpr
+):  # fmt: skip
+    """Decode blocks [BLOCKS, 128], their scales multiplied by `share`."""
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     code = tl.load(codes_ptr + at, mask=exists[:, None] & (at >= 0), other=0)
-    scale = tl.load(scales_ptr + scale_at, mask=exists, other=0.0)
+    scale = tl.load(scales_ptr + scale_at, mask=exists, other=0.0) * share
     return decode_e4m3(code, HARDWARE) * scale[:, None]
 
 
 @triton.jit
-def divide(x, by, HOW: tl.constexpr):  # see `division`
-    if HOW == "multiply":
-        x = x * by
-    elif HOW == "divide":
-        x = tl.div_rn(x, tl.zeros_like(x) + by)
-    return x
-
-
-def division(divisor: float) -> tuple[str, float]:
-    """Return how to divide by a number, and by what: to multiply by the inverse of a power of two is as exact."""
-    if divisor == 1:
-        return "", 1.0
-    exact = math.frexp(divisor)[0] == 0.5
-    return ("multiply", 1 / divisor) if exact else ("divide", float(divisor))
+def divide(x, by, DIVIDE: tl.constexpr):
+    return tl.div_rn(x, tl.zeros_like(x) + by) if DIVIDE else x
 
 
 @triton.jit
 def _reduce_kernel(
     codes_ptr, scales_ptr, out_ptr, out_scales_ptr,
-    ranks, divisor, blocks, per, code_step, scale_step, code_pitch, scale_pitch, numel,
+    ranks, share, rest, blocks, per, code_step, scale_step, code_pitch, scale_pitch, numel,
     DIVIDE: tl.constexpr, PACK: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
@@ -96,8 +84,8 @@ def _reduce_kernel(
     for rank in range(ranks):
         codes = codes_ptr + rank * tl.cast(code_pitch, tl.int64)
         scales = scales_ptr + rank * tl.cast(scale_pitch, tl.int64)
-        total += _load_values(codes, scales, code_at, scale_at, exists, HARDWARE)
-    total = divide(total, divisor, DIVIDE)
+        total += _load_values(codes, scales, code_at, scale_at, exists, share, HARDWARE)
+    total = divide(total, rest, DIVIDE)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
         inside = exists[:, None] & (at >= 0)
@@ -124,7 +112,7 @@ def _unpack_kernel(
         tl.store(scale_ptr + block, scale, mask=inside)
     else:
         scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
-        value = _load_values(wire_ptr, scales_ptr, code_at, scale_at, inside, HARDWARE)
+        value = _load_values(wire_ptr, scales_ptr, code_at, scale_at, inside, 1.0, HARDWARE)
         store_rounded(out_ptr + offset, value, mask)
 
 
@@ -183,11 +171,11 @@ def _reduce(
     if not blocks:
         return
     steps = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
-    how, by = division(divisor)
+    share, rest = share_and_rest(len(codes), divisor)
     _launch_reduce(
         _grid(blocks),
-        codes, scales, out, out_scales, len(codes), by, blocks, per, *steps, numel,
-        how, not numel, casts_in_hardware(out.device), BLOCKS,
+        codes, scales, out, out_scales, len(codes), share, rest, blocks, per, *steps, numel,
+        rest != 1, not numel, casts_in_hardware(out.device), BLOCKS,
     )  # fmt: skip
 
 

@@ -129,8 +129,13 @@ def raise_flags(peers_ptr, program, rank, value, WORLD: tl.constexpr):
 
 
 @triton.jit
-def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.constexpr):
-    """Wait for all ranks; return 1 if one is late, which is noted, the same to all threads."""
+def await_flags(
+    mine, program, rank, value, deadline, missing_ptr, call, WORLD: tl.constexpr
+):  # fmt: skip
+    """Wait for all ranks; return 1 if one is late, which is noted, the same to all threads.
+
+    This one never is: what its program wrote, the program sees, even if its flag is on its way when time is up.
+    """
     source = tl.arange(0, _THREADS) % WORLD
     flags = _flags(mine, program, source)
     if INTERPRETED:
@@ -147,6 +152,7 @@ def await_flags(mine, program, value, deadline, missing_ptr, call, WORLD: tl.con
         late = tl.inline_asm_elementwise(
             _WAIT, "=r,l,r,l", [flags, values, until], tl.int32, is_pure=False, pack=1
         )
+    late = tl.where(source == rank, 0, late)
     tl.debug_barrier()  # and before what other threads load next
     tl.store(missing_ptr + source, tl.zeros((_THREADS,), tl.int32) + call, mask=late != 0)
     return tl.max(late, axis=0)

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from tqdm import tqdm
@@ -87,6 +87,17 @@ def say(text: str) -> bool:
     return True
 
 
+def hold(folder: Path) -> IO[str]:
+    """Make the folder of a run, and return the lock on it, which `RunLog.close` gives back.
+
+    Raises:
+        ConfigError: if the folder cannot be written, or another run is in it.
+    """
+    with naming(folder, ELSEWHERE):
+        folder.mkdir(parents=True, exist_ok=True)
+        return lock(folder)
+
+
 class RunLog:
     """Writes the records of one run.
 
@@ -96,10 +107,10 @@ class RunLog:
         first_step: steps that were done already; what metrics.jsonl says of later ones is cut off.
         last_step: of the bar.
         tensorboard, use_wandb: log there as well.
-        active: False makes an object that does nothing, for all ranks but the first.
+        held: the lock on the folder. Without it the object does nothing, as on all ranks but the first.
 
     Raises:
-        ConfigError: if the folder cannot be written, or W&B is asked for and not installed, or does not let us in. A
+        ConfigError: if the folder cannot be read, or W&B is asked for and not installed, or does not let us in. A
             missing TensorBoard is one warning: it is the default.
     """
 
@@ -111,16 +122,15 @@ class RunLog:
         last_step: int,
         tensorboard: bool = True,
         use_wandb: bool = False,
-        active: bool = True,
+        held: IO[str] | None = None,
     ) -> None:
-        self.active, self.precision = active, facts["precision"]
+        self.active, self.precision = held is not None, facts["precision"]
         self.folder, self.facts = folder, facts
         self.steps, self.tensorboard = (first_step, last_step), tensorboard
-        self.file = self.board = self.wandb = self.bar = self.lock = None
-        if active:
+        self.file = self.board = self.wandb = self.bar = None
+        self.lock = held
+        if self.active:
             with naming(folder, ELSEWHERE):
-                folder.mkdir(parents=True, exist_ok=True)
-                self.lock = lock(folder)
                 self.before = _read_facts(folder) if first_step else {}
                 known = self.before.get("wandb")
                 if use_wandb:

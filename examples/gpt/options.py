@@ -79,15 +79,18 @@ def convert(rule: Field[Any], value: Any, given_as: str) -> Any:
     try:
         value = _CONVERTERS[kind](value)
         fits = kind not in ("int", "float") or _is_within(facts, value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         fits = False
     if fits and (facts["path"] or facts["suffix"]):
         value = os.path.expanduser(value)
     if facts["suffix"] and fits and value.endswith(facts["suffix"]):
         return value
     if not fits or (facts["choices"] and value not in facts["choices"]):
-        close = did_you_mean(str(value), map(str, facts["choices"]))
-        raise ConfigError(f"{given_as}: got {value!r}, must be {describe(rule, kind)}.{close}")
+        close = did_you_mean(str(value)[:40], map(str, facts["choices"]))
+        large = isinstance(value, int) and abs(value) >= 2**63
+        got = f"{value!s:.20}..." if large else f"{value!r:.200}"
+        below = " and below 2^63" * large
+        raise ConfigError(f"{given_as}: got {got}, must be {describe(rule, kind)}{below}.{close}")
     return value
 
 
@@ -120,7 +123,7 @@ def _to_bool(value: Any) -> bool:
 
 
 def _to_int(value: Any) -> int:
-    if isinstance(value, (bool, float)):
+    if isinstance(value, (bool, float)) or abs(int(value)) >= 2**63:
         raise TypeError
     return int(value)
 
@@ -132,7 +135,11 @@ def _to_float(value: Any) -> float:
 
 
 def _to_str(value: Any) -> str:
-    if value is None or isinstance(value, (bool, dict, list)) or not str(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (str, int, float, os.PathLike))
+        or not str(value)
+    ):
         raise TypeError
     return str(value)
 
@@ -200,29 +207,53 @@ def read_yaml(path: str, kind: type) -> dict[str, Any]:
         ) from error
     try:
         text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
-        given = yaml.safe_load(text) or {}
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}).") from error
-    except yaml.YAMLError as error:
+    try:
+        # Not constructed before it is known to be flat: a few lines of aliases can stand for gigabytes.
+        lines = _lines(path, yaml.compose(text, yaml.SafeLoader), {r.name: r for r in fields(kind)})
+        given = yaml.safe_load(text) or {}
+    except RecursionError as error:
+        raise ConfigError(f"--config {path}: is nested too deeply; options are not.") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two of a date or number
+        if isinstance(error, ConfigError):
+            raise
         where = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: is not valid YAML: {where}.") from error
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f'--config {path}: must be lines of "option: value", got a {type(given).__name__}.'
-        )
-    known = [rule.name for rule in fields(kind)]
-    lines = yaml.compose(text, yaml.SafeLoader).value if given else []  # with all of its keys
-    names = [str(key.value).replace("-", "_") for key, _ in lines]
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(f"--config {path}: gives {', '.join(twice)} twice. Leave one of them.")
-    options = {str(key).replace("-", "_"): value for key, value in given.items()}
-    for name in options:
-        if name not in known:
+    values = zip(lines.items(), given.values(), strict=True)
+    return {name: value if written is None else written for (name, written), value in values}
+
+
+def _lines(path: str, node: Any, rules: Mapping[str, Field[Any]]) -> dict[str, str | None]:
+    """Return what is written for each option whose value is a text, and None for the others.
+
+    As it is written: YAML reads the name 010 as the number 8, and 12:30 as 750.
+    """
+    if node is None:
+        return {}
+    if node.id != "mapping":
+        raise ConfigError(f'--config {path}: must be lines of "option: value", got a {node.id}.')
+    found: dict[str, str | None] = {}
+    for key, value in node.value:
+        name = str(key.value).replace("-", "_") if key.id == "scalar" else f"a {key.id}"
+        if name not in rules:
             raise ConfigError(
-                f"--config {path}: there is no option {name!r}.{did_you_mean(name, known)} "
+                f"--config {path}: there is no option {name!r:.80}.{did_you_mean(name, rules)} "
                 f"All options: python examples/train_gpt.py --help"
             )
-    return options
+        if name in found:
+            raise ConfigError(f"--config {path}: gives {name} twice. Leave one of them.")
+        nested = value.id == "mapping" or (
+            value.id == "sequence" and any(part.id != "scalar" for part in value.value)
+        )
+        if nested:
+            raise ConfigError(
+                f"--config {path}: {name}: must be a value or a list of them, got a {value.id} of more than those."
+            )
+        is_text = str(rules[name].type).startswith(("str", "Path", "tuple"))
+        number = value.tag.endswith((":int", ":float", ":timestamp"))
+        found[name] = value.value if is_text and number else None
+    return found
 
 
 class Parser(argparse.ArgumentParser):

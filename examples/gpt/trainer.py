@@ -42,7 +42,7 @@ from .config import Config
 from .data import open_data
 from .guard import Guard
 from .hub import UnreadableError
-from .logs import RunLog, read_memory
+from .logs import RunLog, hold, read_memory
 from .schedule import learning_rate
 from .stopping import Signals
 from .watch import watch
@@ -70,6 +70,8 @@ class Trainer:
         self.rank, self.world = ranks.rank_and_world()
         self.precision = runs.choose_precision(config, self.device)
         self.folder = runs.run_folder(config, self.precision)
+        # before anything in the folder is read, which another run may be writing
+        self.held = hold(self.folder) if self.rank == 0 else None
         runs.check_fresh(config, self.precision)
         self.data = open_data(config, self.rank, self.world)
         name, options = config.fp8_options()
@@ -346,9 +348,9 @@ class Trainer:
             **runs.describe_host(self.device),
             "config": self.config.to_dict(),
         }
-        config, first = self.config, self.rank == 0
+        config = self.config
         places = config.tensorboard, config.wandb
-        log = RunLog(self.folder, facts, self.step, config.steps, *places, active=first)
+        log = RunLog(self.folder, facts, self.step, config.steps, *places, self.held)
         target, own = config.target_effective_batch_size, facts["tokens_per_step"]
         nearest = f", the nearest above the {target} asked for" * (self.split.effective != target)
         if self.step < config.steps:

@@ -113,11 +113,16 @@ def _run(
         )
         return None
     world = group.size()
-    _check(name, output, input, op, world)
+    try:
+        _check(name, output, input, op, world)
+    except (ConfigError, TypeError) as error:
+        refusal = f"{name}, refused: {error}"
+        verify(lambda: refusal, group)  # the other ranks may call what they wait in
+        raise
     what = Call(name, input.numel(), input.dtype)
     verify(
         lambda: (
-            f"{what} into {output.numel()}, {op}, {type(input).__name__}, async_op={async_op}, "
+            f"{what} {[*input.shape]} into {output.numel()}, {op}, {type(input).__name__}, async_op={async_op}, "
             f"transport {choice_of(group).transport}"
         ),
         group,

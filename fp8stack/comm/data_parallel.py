@@ -295,7 +295,8 @@ def _check_model(
 
 def _compare_models(trained: list[tuple[str, nn.Parameter]], group: Any) -> None:
     """Raise CommError on every rank if names, shapes or dtypes of parameters differ over the ranks of `group`."""
-    said = gather_objects([f"{name} {tuple(p.shape)} {p.dtype}" for name, p in trained], group)
+    mine = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in trained]
+    said = gather_objects("comparison of models", mine, group)
     for rank, theirs in zip(dist.get_process_group_ranks(group), said, strict=True):
         if theirs == said[0]:
             continue

@@ -30,7 +30,7 @@ from fp8stack.kernels.reference.wire import Layout
 from fp8stack.levels import check_choice
 from fp8stack.tensor import BlockScaledTensor
 
-from .transport import Transport, failures_named, gather_objects, group_of
+from .transport import Transport, gather_objects, group_of
 
 BACKGROUND = 96  # programs of a launch in the background, which leaves room for other kernels
 _REMEMBERED = 1024  # the last calls, whose names an error can give
@@ -159,14 +159,16 @@ class Link:
         return self._call, self._background if way.background else self._space
 
     def _explain(self) -> str:
-        late = [self.ranks[i] for i, call in enumerate(self._missing) if call]
-        ago = self._call - max(self._missing)
+        # Who was missing from the first failed call: then its other ranks gave up, and are missing from later ones.
+        first = min(filter(None, self._missing))
+        late = [self.ranks[i] for i, call in enumerate(self._missing) if call == first]
+        ago = self._call - first
         what = self._names[-1 - ago] if ago < len(self._names) else "a collective"
         over, names = (", ".join(map(str, ranks)) for ranks in (self.ranks, late))
         return (
-            f"{what} over ranks {over} failed on rank {dist.get_rank()}: rank{'s' * (len(late) > 1)} {names} did not "
-            f"take part within {self._timeout:g} s. Its results are NaN. See what ended or delayed the missing ranks; "
-            "all have to be started again."
+            f"{what} over ranks {over} failed on rank {dist.get_rank()}: it saw nothing of rank{'s' * (len(late) > 1)} "
+            f"{names} within {self._timeout:g} s. Its results are NaN. A rank that is not seen has ended, is late, or "
+            "has given up waiting for another: its own log says which. All have to be started again."
         )
 
 
@@ -214,12 +216,8 @@ def _connect(group: Any, device: torch.device) -> tuple[Link | str, str]:
             made = step(group, device, made)
         except Exception as error:  # of any kind: the other ranks wait to hear of it
             mine = first_line(error) or type(error).__name__
-        with (
-            # NCCL sends from the current device
-            torch.cuda.device(-1 if device.index is None else device),
-            failures_named("agreement on a transport", group),
-        ):
-            said = gather_objects((host, _mapped, mine), group)
+        with torch.cuda.device(-1 if device.index is None else device):  # NCCL sends from it
+            said = gather_objects("agreement on a transport", (host, _mapped, mine), group)
         hosts, mapped, obstacles = (set(each) for each in zip(*said, strict=True))
         if len(hosts) > 1:
             return "its ranks are on several hosts", ""

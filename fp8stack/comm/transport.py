@@ -99,7 +99,7 @@ def verify(what: Callable[[], str], group: Any) -> None:
     """
     if os.environ.get("FP8STACK_DEBUG", "0") != "1":
         return
-    said = gather_objects(what(), group)
+    said = gather_objects("comparison of calls", what(), group)
     if len(set(said)) == 1:
         return
     ranks = dist.get_process_group_ranks(group)
@@ -109,10 +109,11 @@ def verify(what: Callable[[], str], group: Any) -> None:
     )
 
 
-def gather_objects(mine: Any, group: Any) -> list[Any]:
-    """Return what each rank of `group` gives, in order."""
+def gather_objects(what: str, mine: Any, group: Any) -> list[Any]:
+    """Return what each rank of `group` gives, in order; `what` names that in errors."""
     said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, mine, group)
+    with failures_named(what, group):
+        dist.all_gather_object(said, mine, group)
     return said
 
 

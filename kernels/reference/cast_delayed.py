@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8stack.formats import MiniFloat
+from fp8stack.formats import TINY, MiniFloat
 
 from .cast import Cast, as_matrix, largest_magnitude, transpose
 from .delayed_state import HEADER, STATES, DelayedState
@@ -54,7 +54,9 @@ def _update(state: Tensor, amax: Tensor, scale: Tensor, fmt: MiniFloat, of: Dela
     others = history.scatter(0, at.long(), 0.0)
     largest = amax if of.most_recent else torch.maximum(others.amax(), amax)
     new, _ = scale_and_inverse(largest * 2.0**of.margin, fmt)
-    live = (amax > 0) & amax.isfinite() & (new > 0)  # an amax too small for a scale counts as zero
+    live = (
+        (amax > 0) & amax.isfinite() & (new >= TINY)
+    )  # an amax too small for a scale counts as zero
     history.scatter_(0, at.long(), torch.where(live, amax, history[at.long()]).reshape(1))
     state[1].copy_(scale)
     state[0].copy_(torch.where(live, new, state[0]))

@@ -3,15 +3,15 @@
 Per block (or tensor), with `max` the format's largest value, all in float32:
 
     amax  = max |x|                       NaN and infinity count, they are never dropped
-    scale = amax / max                    if amax is finite and the quotient is a normal float32
-          = 0                             if it is smaller: the block is zero
+    scale = amax / max                    if amax is finite and the quotient at least 2^-127
+          = 2^-127                        if it is smaller, so that 1 / scale is finite; 0 if amax is 0
           = NaN                           if amax is not finite: the block decodes to NaN, its codes mean nothing
     code  = round(x × (1 / scale))        as `fp8.py` rounds
 
-(The optimizer formats compute scale = amax × (1 / max), one multiplication, and code = round(x × (NUDGE / scale)).) A
-`squared` format stores square roots: sqrt(x) is encoded, and decoding squares it. There a positive element never gets
-code 0, as a second moment of zero makes Adam divide by epsilon: it gets at least code 1 (for ue3m5, 1/4032 of the
-block's largest). An element that is exactly zero keeps code 0.
+(The optimizer formats compute scale = amax × (1 / max), one multiplication, and code = round(x × (NUDGE / scale)). A
+scale below 2^-126 is 0 there, and so is the block.) A `squared` format stores square roots: sqrt(x) is encoded, and
+decoding squares it. There a positive element never gets code 0, as a second moment of zero makes Adam divide by
+epsilon: it gets at least code 1 (for ue3m5, 1/4032 of the largest). An element that is exactly zero keeps code 0.
 
 Codes of 4 bits lie two in a byte, [rows, ceil(cols / 2)], the even column in the lower half.
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8stack.formats import BLOCK, NUDGE, TINY, MiniFloat, rows_cols, scale_shape
+from fp8stack.formats import BLOCK, LEAST_SCALE, NUDGE, TINY, MiniFloat, rows_cols, scale_shape
 
 from .fp8 import cast_finite, decode, encode, noise, sqrt_rn
 
@@ -48,9 +48,10 @@ def scale_and_inverse(amax: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Return (scale, 1 / scale) for magnitudes `amax` (float32); the inverse is 0 where the scale is 0 or NaN."""
     if fmt.dtype is torch.uint8:
         scale = amax * (1 / fmt.max)
+        scale = torch.where(scale >= TINY, scale, 0.0)
     else:  # by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently
-        scale = amax / torch.full_like(amax, fmt.max)
-    scale = torch.where(scale >= TINY, scale, 0.0)
+        scale = (amax / torch.full_like(amax, fmt.max)).clamp(min=LEAST_SCALE)
+        scale = torch.where(amax > 0, scale, 0.0)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
 

@@ -4,13 +4,13 @@ A tensor is read as rows of blocks of 128 (`quantize.py`; a short block ends a r
 into one stripe for each rank, of `per` blocks each. A stripe is sent as one chunk of bytes:
 
     codes    128 bytes a block         value = code × scale
-    scales   float32, one a block      NaN: a value of the block is not finite; 0: all are zero, or too small
+    scales   float32, one a block      NaN: a value of the block is not finite; 0: all are zero
     zeros    up to a multiple of 16
 
 That is 1.03125 bytes an element. Short blocks and stripes beyond the tensor's end are filled up with zeros. Rank i owns
 stripe i, and all ranks send it their chunk i. The owner decodes these chunks, adds them in float32 in the order of
 ranks, and quantizes the sum into a chunk again. In the end every rank decodes the same chunks, its own too, so all
-have the same bits.
+have the same bits. For a mean it scales the chunks down by a power of two first: the sum may be beyond float32.
 """
 
 from __future__ import annotations
@@ -155,13 +155,23 @@ def _parts(chunks: Tensor, per: int) -> tuple[Tensor, Tensor]:
     return codes.view(len(chunks), per, BLOCK), scales_of(chunks, per)
 
 
+def share_and_rest(ranks: int, divisor: float) -> tuple[float, float]:
+    """Return the power of two that scales are multiplied by before they are added up, and the rest of the divisor.
+
+    A sum of means is no larger than the largest of `ranks` values then. The bits are those of dividing at the end.
+    """
+    share = 1.0 if divisor == 1 else 0.5 ** (ranks - 1).bit_length()
+    return share, divisor * share
+
+
 def _sum(
     codes: Tensor,  # float8_e4m3fn [ranks, blocks, 128]
     scale: Tensor,  # float32 [ranks, blocks]
     divisor: float,
 ) -> Tensor:  # float32 [blocks, 128]
     total = torch.zeros(codes.shape[1:], dtype=torch.float32, device=codes.device)
-    for sent, scales in zip(codes, scale, strict=True):
+    share, rest = share_and_rest(len(codes), divisor)
+    for sent, scales in zip(codes, scale * share, strict=True):
         total += sent.float() * scales.unsqueeze(-1)
     # by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently
-    return total if divisor == 1 else total / torch.full_like(total, divisor)
+    return total if rest == 1 else total / torch.full_like(total, rest)

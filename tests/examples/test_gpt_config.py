@@ -3,6 +3,7 @@
 import re
 import warnings
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,30 @@ def test_a_bad_flag_is_named_with_what_is_allowed(flags):
         ("out:", "x.yaml: out: got None: the value is missing, which must be a path. Give one, or leave"),
         ("- a\n- b", "must be lines of"),
         ("a: [", "is not valid YAML"),
+        ("steps: 3\n\tseed: 4", "is not valid YAML: .*line 2"),
+        ("steps: 3\n---\nsteps: 4", "is not valid YAML: expected a single document"),
+        ("steps: !!python/object:os.system x", "is not valid YAML: could not determine a constructor"),
+        ("steps: 2026-99-99", "is not valid YAML: month must be in 1..12"),
+        (f"steps: {'9' * 400}", r"steps: got 9{20}\.\.\., must be a whole number of 1 or more and below 2\^63"),
+        (f"steps: {'9' * 5000}", "is not valid YAML: Exceeds the limit"),
+        (f"max_lr: {'9' * 400}", r"max_lr: got 9{20}\.\.\., must be a number above 0"),
+        ("max_lr: .nan", "max_lr: got nan, must be a number above 0"),
+        ("steps: " + "[" * 5000, "x.yaml: is nested too deeply"),
+        ("steps: {a: 3}", "x.yaml: steps: must be a value or a list of them, got a mapping"),
+        ("skip: [[head]]", "skip: must be a value or a list of them, got a sequence of more"),
+        ("steps: [3, 4]", r"steps: got \[3, 4\], must be a whole number"),
+        ("<<: {steps: 3}", "there is no option '<<'"),
+        ("[steps]: 3", "there is no option 'a sequence'"),
+        ("run_name: !!binary aGk=", "run_name: got b'hi', must be a text"),
+        ("steps", "must be lines of .* got a scalar"),
+        (
+            "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvwxyz")),
+            "there is no option 'a'",
+        ),
+        (
+            "skip: [" + "[" * 40 + "x" + "]" * 40 + "]",
+            "skip: must be a value or a list",
+        ),
         ("opt_level: O1\nuse_fp8: false", "--no-fp8 contradicts"),
     ],
 )  # fmt: skip
@@ -82,6 +107,12 @@ def test_a_bad_file_is_named_with_the_key(write, text, message):
     with pytest.raises(ConfigError, match=message) as error:
         parse(write(text))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["010", "1_000", "12:30", "1e3", "2026-11-25", ".5"])
+def test_a_name_is_what_is_written_also_where_yaml_reads_a_number(write, name):
+    assert parse(write(f"run_name: {name}")).run_name == name
+    assert parse(write(f"run_name: &name {name}\nskip: *name")).skip == (name,)
 
 
 def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):

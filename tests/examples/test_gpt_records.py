@@ -72,9 +72,15 @@ def test_a_folder_is_one_run_s_at_a_time_and_free_when_that_is_killed(folder):
     with subprocess.Popen(command, **pipes) as other:
         assert other.stdout.readline() == b"held\n"
         expected = rf"in use by another run \(.*, process {other.pid}\)"
-        for how in ({"overwrite": True}, {"resume": "auto"}):
+        # said at once: a second run that read a checkpoint first would go on from it when the first one has ended
+        newest = max(run.glob("checkpoints/step_*"))
+        newest.rename(run / "unreadable")
+        newest.touch()
+        for how in ({}, {"overwrite": True}, {"resume": "auto"}, {"resume": str(newest)}):
             with pytest.raises(ConfigError, match=expected):
                 train(folder, **options, **how)
+        newest.unlink()
+        (run / "unreadable").rename(newest)
         assert (run / "metrics.jsonl").read_bytes() == before
         assert len(list(run.glob("checkpoints/step_*"))) == 2
         other.kill()

@@ -40,7 +40,13 @@ ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
     "scale_pitch", "scale_step", "blocks", "rank", "call", "timeout",
 )  # fmt: skip
-NUMBERS = {"growth": "fp32", "eps": "fp32", "divisor": "fp32", "timeout": "i64"}  # and i32
+NUMBERS = {
+    "growth": "fp32",
+    "eps": "fp32",
+    "share": "fp32",
+    "rest": "fp32",
+    "timeout": "i64",
+}  # and i32
 POINTERS = {  # where a case says nothing else; and fp32
     "table_ptr": "i64", "owner_ptr": "i32", "amax_ptr": "i32", "partial_ptr": "fp64", "group_ptr": "fp64",
     "group_of_ptr": "i32", "index_ptr": "i32", "parts_ptr": "i32", "seed_ptr": "i32", "slots_ptr": "i32",
@@ -201,7 +207,7 @@ def rmsnorm_cases():
 
 def wire_cases():
     for kind, dtype in (("values", "bf16"), ("codes", "u8")):
-        codes = {"CODES": kind == "codes", "PACK": kind == "codes", "DIVIDE": "divide"}
+        codes = {"CODES": kind == "codes", "PACK": kind == "codes", "DIVIDE": True}
         yield kind, dict.fromkeys(INPUTS, dtype), codes | {"EVEN": True, "BLOCKS": 16}
 
 
@@ -220,7 +226,7 @@ def two_shot_cases():
             "BLOCKS": 32,
         }
         yield kind, dict.fromkeys(INPUTS, dtype) | {"steps_ptr": "i32"}, constants | {
-            "DIVIDE": "multiply", "FLAT": True,
+            "DIVIDE": True, "FLAT": True,
         } | other  # fmt: skip
 
 

@@ -7,7 +7,17 @@ import pytest
 import torch
 from helpers import INPUTS, assert_same_bits, grid, nearest
 
-from fp8stack.formats import BLOCK, FORMATS, NUDGE, TINY, rows_cols, scale_shape
+from fp8stack.formats import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    FORMATS,
+    LEAST_SCALE,
+    NUDGE,
+    TINY,
+    rows_cols,
+    scale_shape,
+)
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import quantize as reference
 from fp8stack.kernels.reference.fp8 import decode
@@ -47,8 +57,12 @@ def quantize_by_hand(x, fmt):
                 scales[row, block] = np.nan
                 continue
             own = fmt.dtype is torch.uint8
-            scale = amax * np.float32(1 / fmt.max) if own else amax / largest
-            if scale >= np.float32(TINY):
+            scale = (
+                amax * np.float32(1 / fmt.max)
+                if own
+                else max(amax / largest, np.float32(LEAST_SCALE))
+            )
+            if scale >= np.float32(TINY) if own else amax > 0:
                 scales[row, block] = scale
                 inverse = np.float32(1) / scale * np.float32(NUDGE if own else 1)
                 scaled = torch.from_numpy(values * inverse)
@@ -150,8 +164,25 @@ def test_negative_second_moment_is_reported_not_hidden(fmt, device):
     assert ops.quantize_blocks(x, fmt)[1].isnan().tolist() == [[True, False], [False, False]]
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS.values() if not f.squared], ids=str)
-def test_block_too_small_to_scale_is_a_block_of_zeros(fmt, device):
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_the_smallest_numbers_are_off_by_half_a_step_of_the_smallest_scale(fmt, device):
+    """Those of docs/numerics.md: 2^-137 in E4M3, 2^-144 in E5M2; what float32 has between zero and that is zero."""
+    step = LEAST_SCALE * fmt.min_positive
+    sizes = torch.tensor([LEAST_SCALE * fmt.max, 1e-37, 1e-38, 1e-41, 2.0**-136, step, 2.0**-149])
+    x = (sizes[:, None] * torch.linspace(-1, 1, 128)).to(device)
+    codes, scale = ops.quantize_blocks(x, fmt)
+    assert scale[1:].eq(LEAST_SCALE).all()
+    values, exact = ops.dequantize_blocks(codes, scale, fmt).double(), x.double()
+    bound = (exact.abs() * 2.0 ** -(fmt.mantissa_bits + 1)).clamp(min=step / 2)
+    assert ((values - exact).abs() <= bound * (1 + 2.0**-20)).all()
+    assert values[3 if fmt is E5M2 else 4].abs().amax() > 0
+    assert ops.quantize_blocks(torch.zeros_like(x), fmt)[1].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS.values() if f.dtype is torch.uint8 and not f.squared], ids=str
+)
+def test_a_block_of_a_state_too_small_to_scale_is_a_block_of_zeros(fmt, device):
     """The limit is a scale of 2^-126."""
     smallest = fmt.max * TINY
     kept = torch.full((1, 128), smallest, device=device)
