@@ -90,7 +90,7 @@ def all_reduce(
     return nbytes
 
 
-def _add_up(chunks: Tensor, layout: Layout, ways: list[Transport], divisor: int) -> int:
+def _add_up(chunks: Tensor, layout: Layout, ways: list[Transport], divisor: float) -> int:
     """Replace chunks by their sums over one group, or over the hosts' groups in turn; return the bytes sent.
 
     Each rank of the first group adds up an equal part of the chunks. With hosts, that part is a chunk for each host,
