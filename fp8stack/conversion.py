@@ -182,19 +182,27 @@ class Session:
     undo: list[Callable[[], object]] = field(default_factory=list)  # hooks and options of groups
     lasting: str = ""  # why `restore` cannot undo it, and what else to do
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Give the weights of a copied model all the bits of their masters, in the dtype that they had.
-
-        So averages and new optimizers over it work. If the optimizer was copied first, that has the masters.
-        """
-        if isinstance(self.returned, BlockwiseOptimizer) and id(self.returned) not in memo:
-            for parameter, dtype in self.stored:
-                if (copied := memo.get(id(parameter))) is not None:
-                    change_dtype(copied, self.returned.master_weight(parameter).to(dtype))
-                    copied.__class__ = CopiedWeight
-
     def __reduce__(self) -> Any:
         """Copies and pickles of a model hold None instead of its session: they count as not initialized."""
+        return type(None), ()
+
+
+class _Master:
+    """What a layer holds whose weight became bfloat16: a copy of the layer gets all the master's bits.
+
+    So averages and new optimizers over the copy work. If the optimizer was copied before, that has the masters.
+    """
+
+    def __init__(self, optimizer: BlockwiseOptimizer, parameter: nn.Parameter, dtype: torch.dtype):
+        self.optimizer, self.parameter, self.dtype = optimizer, parameter, dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        copied = memo.get(id(self.parameter), self.parameter)  # itself if the layer has another
+        if copied is not self.parameter and id(self.optimizer) not in memo:
+            change_dtype(copied, self.optimizer.master_weight(self.parameter).to(self.dtype))
+            copied.__class__ = CopiedWeight
+
+    def __reduce__(self) -> Any:
         return type(None), ()
 
 
@@ -277,7 +285,8 @@ def refuse_other_optimizers(session: Session) -> None:
             return
         ours = isinstance(optimizer, BlockwiseOptimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            held = p.grad is not None and owner.state.get(p, {}).keys() & set(MASTER_KEYS)
+            entry = owner.state.get(p)  # of another model's there is none
+            held = entry and p.grad is not None and entry.keys() & set(MASTER_KEYS)
             if held and not (ours and optimizer.master_format(p)):
                 name = names_of(owner.named_by()).get(p, "a weight")
                 raise ModelError(
@@ -294,16 +303,21 @@ def refuse_other_optimizers(session: Session) -> None:
 def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:
     """Turn the chosen weights to bfloat16 and give their remaining bits to the optimizer."""
     apply_storage(model, layers, session.conversion)
-    optimizer = session.returned
+    optimizer, masters = session.returned, dict[nn.Parameter | None, _Master]()
     for _, parameter in layers.stored:
         if not isinstance(optimizer, BlockwiseOptimizer):
             continue
         # A master that exists already has more bits than the weight.
         value = optimizer.master_weight(parameter)
         if parameter.dtype is not torch.bfloat16:
+            masters[parameter] = _Master(optimizer, parameter, parameter.dtype)
             session.stored.append((parameter, parameter.dtype))
             change_dtype(parameter, parameter.detach().bfloat16())
         optimizer.set_master(parameter, value)
+    for module in model.modules():
+        if (master := masters.get(module._parameters.get("weight"))) is not None:
+            module.__dict__["_fp8stack_master"] = master
+            session.undo.append(partial(module.__dict__.pop, "_fp8stack_master"))
 
 
 def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:

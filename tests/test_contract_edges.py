@@ -172,6 +172,7 @@ OTHERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-5),
     "own": OwnSGD,
     "no master": lambda p: AdamW(p, lr=1e-5, master="keep"),
+    "bitsandbytes": lambda p: pytest.importorskip("bitsandbytes").optim.AdamW8bit(p, lr=1e-5),
 }
 
 
@@ -242,6 +243,10 @@ def test_a_copy_has_all_the_bits_of_the_masters(tmp_path):
             state = torch.load(tmp_path / "copy.pt", weights_only=True)
         assert_same_bits([state[key] for key in masters], list(masters.values()))
         assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
+    part, whole = copy.deepcopy(model.up), copy.deepcopy(nn.ModuleDict({"part": model}))
+    assert_same_bits(
+        [part.weight.detach(), whole["part"].up.weight.detach()], [masters["up.weight"]] * 2
+    )
     before = copied.up.weight.detach().clone()
     x = batch(0)
     assert abs(copied.eval()(*x) - model(*x)) < 0.01 * model(*x)
