@@ -1,5 +1,6 @@
 """A frozen base whose weights are quantized by another library is left alone, at every level; adapters train."""
 
+import copy
 from functools import cache
 
 import pytest
@@ -9,7 +10,7 @@ from ranks import assert_equal_everywhere, run_ranks
 from torch import nn
 
 import fp8stack
-from fp8stack import memory
+from fp8stack import memory, monitor
 from fp8stack.comm import DataParallel
 from fp8stack.errors import ModelError
 from fp8stack.nn import Fp8Linear
@@ -71,10 +72,10 @@ class Adapted(nn.Module):
         return self.base(x) + self.b(self.a(x))
 
 
-def build(kind):
+def build(kind, all_parameters=False):
     torch.manual_seed(0)
     model = nn.Sequential(Adapted(BASES[kind]()), nn.Linear(256, 64, dtype=torch.bfloat16))
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad or all_parameters]
     return model, torch.optim.AdamW(trained, lr=3e-3)
 
 
@@ -155,6 +156,25 @@ def test_a_trained_parameter_of_another_kind_is_refused(weight, level):
         fp8stack.initialize(model, optimizer, level)
     assert type(model[0]) is nn.Linear
     fp8stack.initialize(model, optimizer, "O0")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", BASES)
+def test_an_optimizer_may_own_the_base_too(kind, level):
+    """As scripts that pass model.parameters() have it; and a monitor may look on."""
+    model, optimizer = build(kind, all_parameters=True)
+    before = numbers(model[0].base)
+    model, optimizer = fp8stack.initialize(model, optimizer, level)
+    watching = monitor.Monitor(model, optimizer)
+    train(model, optimizer, 2)
+    watching.advice()
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 1)
+    train(copy.deepcopy(model), optimizer, 1)
+    model, optimizer = fp8stack.restore(model, optimizer)
+    losses = train(model, optimizer)
+    assert losses[-1] < losses[0]
+    assert_same_bits(numbers(model[0].base), before)
 
 
 def test_memory_counts_the_bytes_that_are_there():

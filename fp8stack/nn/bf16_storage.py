@@ -77,10 +77,12 @@ class AveragedWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LERPS and isinstance(args[0], (list, tuple)):
-            args = (args[0], [end.to(x.dtype) for x, end in zip(*args[:2], strict=True)], *args[2:])
-        elif func in _LERPS:
-            args = (args[0], args[1].to(args[0].dtype), *args[2:])
+        if func in _LERPS and len(args) > 1:
+            x, end, *rest = args
+            if isinstance(x, Tensor):
+                args = (x, end.to(x.dtype), *rest)
+            else:
+                args = (x, [e.to(own.dtype) for own, e in zip(x, end, strict=True)], *rest)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             return result.as_subclass(AveragedWeight) if func in _ALIASES else result

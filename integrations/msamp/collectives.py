@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack import comm
 from fp8stack.errors import ConfigError
-from fp8stack.tensor import BlockScaledTensor, is_sharded
+from fp8stack.tensor import BlockScaledTensor, inner_tensors, is_sharded
 
 GROUPS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """The process groups that models were given to `LinearReplacer.replace` with."""
@@ -33,7 +33,8 @@ def share_weights(model: nn.Module, src_rank: int = 0, group: Any = None) -> Non
     """Give every rank of `group` the parameters of global rank `src_rank`."""
     if not is_alone(group):
         for parameter in model.parameters():
-            dist.broadcast(parameter.detach(), src_rank, group)
+            for tensor in inner_tensors(parameter.data):
+                dist.broadcast(tensor, src_rank, group)
 
 
 @torch.no_grad()
