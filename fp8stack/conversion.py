@@ -280,13 +280,14 @@ def refuse_other_optimizers(session: Session) -> None:
     mine = weakref.ref(session)
 
     def refuse(optimizer: Any, *_: Any) -> None:
-        owner: Any = getattr(mine(), "returned", None)
-        if owner in (None, optimizer):
-            return
+        session = mine()
+        if session is None or optimizer in (session.returned, session.source):
+            return  # the latter has a hook of its own
+        owner: Any = session.returned
         ours = isinstance(optimizer, BlockwiseOptimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            entry = owner.state.get(p)  # of another model's there is none
-            held = entry and p.grad is not None and entry.keys() & set(MASTER_KEYS)
+            state = owner.state.get(p)  # of another model's there is none
+            held = state and state.keys() & set(MASTER_KEYS)
             if held and not (ours and optimizer.master_format(p)):
                 name = names_of(owner.named_by()).get(p, "a weight")
                 raise ModelError(

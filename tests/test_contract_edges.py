@@ -191,6 +191,8 @@ def test_another_optimizer_over_weights_that_have_masters(make, dtype):
         ModelError, match=rf"{type(other).__name__} would step \w+\.weight in bfl.*restore"
     ):
         train(model, other, 1)
+    with pytest.raises(ModelError, match=r"would step \w+\.weight"):  # as Lightning steps
+        other.step(lambda: model(*batch(0)).backward())
     assert_same_bits([p for _, p in model.named_parameters()], list(weights.values()))
     train(model, AdamW(model.parameters(), lr=1e-5), 1)  # which makes masters of its own
     train(model, optimizer, 1)
