@@ -197,8 +197,9 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     on either optimizer goes on driving it.
 
     Raises:
-        ModelError: if the model is not initialized or was sharded already, `optimizer` belongs to another one, or a
-            converted module was sharded or parametrized since. Nothing is changed.
+        ModelError: if the model is not initialized or was sharded already, `optimizer` belongs to another one, a
+            converted module was sharded or parametrized since, or a weight got another dtype or shape. Nothing is
+            changed.
     """
     if model not in _MODELS:
         remedy = ""
@@ -213,6 +214,9 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if optimizer is not None and optimizer not in (session.returned, session.source):
         raise ModelError("pass the optimizer that initialize returned for this model, not another.")
     session.conversion.check(model)
+    if isinstance(session.returned, BlockwiseOptimizer):
+        for parameter, _ in session.stored:
+            session.returned.check_unchanged(parameter)
     unfuse(model)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]

@@ -33,7 +33,7 @@ from .optim.state_dict import adopt, reformat, to_torch
 from .optim.state_formats import MASTER_KEYS, is_large_matrix
 from .optim.step_in_backward import check_single_process
 from .report import Report
-from .tensor import check_dense, is_sharded, not_plain
+from .tensor import check_dense, is_sharded, not_plain, renew_hooks
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     kind: getattr(optim, kind.__name__) for kind in conflicts.TORCH_OPTIMIZERS
@@ -338,6 +338,10 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
         return
     names = {p: name for name, p in model.named_parameters()}
     session.gradients.attach(quantized, names)
+    if session.returned is not None:
+        hooked = session.gradients.hooks
+        renew = session.returned.register_step_pre_hook(lambda *_: renew_hooks(hooked))
+        session.undo.append(renew.remove)
     if isinstance(session.returned, BlockwiseOptimizer):
         handle, min_numel = session.gradients, session.recipe.min_numel
 

@@ -10,13 +10,16 @@ directly on codes and scales, exactly and on one byte an element: multiplication
 moving, cloning, the 2-norm and GradScaler's unscaling. Adding keeps a residual (see `kernels/reference/gradient.py`),
 so that the sum of many micro-batches does not lose small addends.
 
-Limits: views (`grad[0]`, `grad.view(-1)`) are read-only copies, except that `grad[...] = value` writes through. Second
-derivatives are ordinary tensors.
+A view (`grad[0]`, `grad.view(-1)`) reads what the gradient holds at that time, and what is written to it is written to
+the gradient. `grad.data = value` sets shape, dtype, device and contents, as in torch.
+
+Limits: the codes are a copy of what is assigned to `.data`, so later writes to `value` do not reach the gradient. What
+NumPy and DLPack get is a copy too (NumPy's cannot be written). Second derivatives are ordinary tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -31,7 +34,60 @@ from .kernels import ops
 aten = torch.ops.aten
 
 
-class BlockScaledTensor(torch.Tensor):
+class _Wrapper(torch.Tensor):
+    """A tensor without memory of its own: operations read `dequantize()` and write by `assign_`."""
+
+    # Everything is decided below the autograd level; no Python override per torch function is needed.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    assign_: Callable[[Tensor], Tensor]
+
+    @property
+    def data(self) -> Tensor:
+        """An alias; if assigned to, the tensor takes shape, dtype, device and contents of the value."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        check_dense(value, "a parameter")
+        new = BlockScaledTensor.quantize(value)
+        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        self.__class__, self.__dict__ = BlockScaledTensor, dict(vars(new))  # a view is one no more
+
+    # Torch does these with a tensor's own memory.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        array = self.dequantize().numpy(force=force)
+        array.setflags(write=False)  # it would not be written here
+        return array
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.dequantize().__dlpack__(**kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().__reduce_ex__(protocol)
+
+    def share_memory_(self) -> Any:
+        raise GradientError("processes cannot share FP8 gradients: first, optimizer.zero_grad()")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        direct = None if BlockScaledView in types else _DIRECT.get(func)
+        if direct is not None:
+            result = direct(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _through_values(func, args, kwargs)
+
+
+class BlockScaledTensor(_Wrapper):
     """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`.
 
     It has no `__tensor_flatten__`. Gradients are not inputs of a compiled forward, but Dynamo looks at them when it
@@ -41,9 +97,6 @@ class BlockScaledTensor(torch.Tensor):
     codes: Tensor  # float8_e4m3fn, the shape of the tensor
     scale: Tensor  # float32 [rows, ceil(cols / 128)]
     holder: list[tuple[Tensor, Tensor] | None]  # of the residual; aliases (detach, .data) share it
-
-    # Everything is decided below the autograd level; no Python override per torch function is needed.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -79,7 +132,7 @@ class BlockScaledTensor(torch.Tensor):
         """Return `x` (float32, bfloat16 or float16) in E4M3 blocks; the result reports the dtype of x."""
         if isinstance(x, cls):
             return x
-        return cls(*ops.quantize_blocks(x.detach(), E4M3), dtype=x.dtype)
+        return cls(*ops.quantize_blocks(plain(x).detach(), E4M3), dtype=x.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return an ordinary tensor of the same shape, by default of the dtype this one reports."""
@@ -138,53 +191,66 @@ class BlockScaledTensor(torch.Tensor):
         body = repr(self.dequantize())[len("tensor(") : -1]
         return f"BlockScaledTensor({body}, codes=float8_e4m3fn, block=128)"
 
-    def __setitem__(self, index: Any, value: Any) -> None:
-        full = self.dequantize()
-        full[index] = plain(value) if isinstance(value, Tensor) else value
-        self.assign_(full)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BlockScaledTensor:
-        return self.map_parts(torch.clone)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         # as bytes: what pickle itself, without torch.save, writes of a float8 tensor cannot be read (torch 2.13)
         residual = self.residual and (self.residual[0].view(torch.uint8), self.residual[1])
         return BlockScaledTensor, (self.codes.view(torch.uint8), self.scale, self.dtype, residual)
 
-    # Torch does these with a tensor's own memory, and a wrapper has none.
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.dequantize().numpy(force=force)
+class BlockScaledView(_Wrapper):
+    """A part of a block-scaled tensor, seen in any shape."""
 
-    def tolist(self) -> Any:
-        return self.dequantize().tolist()
+    whole: BlockScaledTensor
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.dequantize().__dlpack__(**kwargs)
+    def dequantize(self, whole: Tensor | None = None) -> Tensor:
+        """Return the values; with `whole`, the view of that."""
+        flat = (self.whole.dequantize() if whole is None else whole).view(-1).view(self.dtype)
+        return flat.as_strided(self.size(), self.stride(), self.storage_offset())
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        direct = _DIRECT.get(func)
-        if direct is not None:
-            result = direct(func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return _through_values(func, args, kwargs)
+    def assign_(self, value: Tensor) -> Tensor:
+        whole = self.whole.dequantize()
+        self.dequantize(whole).copy_(value)
+        self.whole.assign_(whole)
+        return self
 
 
 def plain(x: Tensor) -> Tensor:
-    """Return `x` itself, or its dequantized value if it is block-scaled."""
-    return x.dequantize() if isinstance(x, BlockScaledTensor) else x
+    """Return `x` itself, or its dequantized value if it is block-scaled or a view of such a tensor."""
+    return x.dequantize() if isinstance(x, _Wrapper) else x
+
+
+def _views(func: Any, x: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Return the view, or the views, that `func` makes of `x`."""
+    # an alias of the whole, which an assignment to `.data` leaves as it is
+    whole = x.whole if isinstance(x, BlockScaledView) else _detach(func, x)
+
+    def view(part: Tensor) -> BlockScaledView:
+        size = part.size(), part.stride(), part.storage_offset()
+        made = torch.Tensor._make_wrapper_subclass(
+            BlockScaledView, *size, dtype=part.dtype, device=whole.device
+        )
+        made.whole = whole
+        return made
+
+    memory = torch.empty(whole.numel(), dtype=whole.dtype, device="meta").view(x.dtype)
+    return tree_map(
+        view, func(memory.as_strided(x.size(), x.stride(), x.storage_offset()), *rest, **kwargs)
+    )
 
 
 def _through_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run any operator on dequantized values and quantize again what it wrote in place."""
-    written: list[tuple[BlockScaledTensor, Tensor]] = []
+    if func.is_view and isinstance(args[0], _Wrapper):
+        return _views(func, *args, **kwargs)
+    if torch.Tag.inplace_view in func.tags:
+        raise GradientError(
+            f"{func} changes the shape of an FP8 gradient; assign another one: p.grad = ..."
+        )
+    written: list[tuple[_Wrapper, Tensor]] = []
     values: dict[int, Tensor] = {}  # an argument that appears twice is dequantized once
 
     def value_of(x: Any) -> Any:
-        if not isinstance(x, BlockScaledTensor):
+        if not isinstance(x, _Wrapper):
             return x
         if id(x) not in values:
             values[id(x)] = x.dequantize()
@@ -195,7 +261,7 @@ def _through_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             items = given if isinstance(given, (list, tuple)) else [given]
-            written += [(x, values[id(x)]) for x in items if isinstance(x, BlockScaledTensor)]
+            written += [(x, values[id(x)]) for x in items if isinstance(x, _Wrapper)]
     result = func(*new_args, **new_kwargs)
     for target, value in written:
         target.assign_(value)
@@ -354,6 +420,12 @@ def inner_tensors(x: Any) -> list[Tensor]:
     if type(x) is Tensor or not hasattr(x, "__tensor_flatten__"):
         return [x]
     return [part for name in x.__tensor_flatten__()[0] for part in inner_tensors(getattr(x, name))]
+
+
+def renew_hooks(parameters: Iterable[Tensor]) -> None:
+    """Register the post-accumulate-grad hooks of parameters again: `torch.utils.swap_tensors` leaves them behind."""
+    for p in parameters:
+        p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -31,6 +31,78 @@ def test_a_weight_that_is_written_is_the_weight_that_is_stepped(value, preset):
     assert model(*batch(0)).isfinite()
 
 
+RELEASED = {"step_in_backward": True, "gradients": "keep"}
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O0", {}), ("O1", {}), ("O2", {}), ("O2", {"matmuls": True}), ("O2", RELEASED)],
+    ids=["O0", "O1", "O2", "matmuls", "released"],
+)
+def test_a_model_is_converted_and_loaded_by_swapping_its_parameters(level, options, monkeypatch):
+    """torch's announced default. A forward of leaves may be alive; hooks of the parameters stay behind."""
+    runs = []
+    for swaps in (False, True):
+        model, optimizer = build(level, **options)
+        train(model, optimizer, 1)
+        if swaps:
+            monkeypatch.setattr(
+                torch.__future__, "get_swap_module_params_on_conversion", lambda: True
+            )
+            output = model.up(torch.ones(4, 128))  # which keeps its graph
+            model.to("cpu").load_state_dict(copy.deepcopy(model.state_dict()))
+            assert output.requires_grad
+            monkeypatch.undo()
+        gradients = []
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            model(*batch(step)).backward()
+            gradients.append(type(model.up.weight.grad))
+            if swaps and step == 1 and level != "O0" and not options.get("step_in_backward"):
+                for p in model.parameters():  # hooks are made anew in the step
+                    if p.ndim > 1:
+                        p.grad = fp8stack.BlockScaledTensor.quantize(p.grad)
+            optimizer.step()
+        runs.append([*checkpoint.master_state_dict(model, optimizer).values()])
+        kind = {"O0": torch.Tensor}.get(level, fp8stack.BlockScaledTensor)
+        assert gradients[1:] == [type(None) if "step_in_backward" in options else kind] * 2
+    assert_same_bits(*runs)
+
+
+def test_a_weight_that_was_resized_or_cast_is_refused_by_name_of_what_to_do():
+    model, optimizer = build("O2")
+    weight, optimizer.param_groups[0]["lr"] = model.embed.weight, 0.1
+    kept = weight.data
+    for other, told in (
+        (torch.cat([kept, kept[:12]]), r"float.*of shape \(332, 128\) after its state.*restore"),
+        (kept[:300], r"became torch.bfloat16 of shape \(300, 128\)"),
+        (kept.float(), "became torch.float32 of .*Change it back"),
+        (kept.half(), r"became torch.float16"),
+        (kept.double(), r"is torch.float64; AdamW takes"),
+    ):
+        optimizer.zero_grad()
+        weight.data = other
+        weight.grad = torch.ones_like(other)
+        before = model.norm.weight.detach().clone()
+        model.norm.weight.grad = torch.ones_like(before)
+        for use in (optimizer.step, lambda: fp8stack.restore(model, optimizer)):
+            with pytest.raises(ModelError, match=told):
+                use()
+        if other.dtype is not torch.float64:  # which is exported as it is
+            with pytest.raises(ModelError, match=told):
+                checkpoint.master_state_dict(model, optimizer)
+        assert_same_bits(model.norm.weight, before)
+    optimizer.zero_grad()
+    weight.data = kept
+    train(model, optimizer, 1)
+    weight.data = torch.cat([weight.data, weight.data[:12]])
+    optimizer.state.pop(weight)
+    train(model, optimizer, 1)
+    fp8stack.restore(model, optimizer)
+    assert model.embed.weight.shape == (332, 128)
+    assert model.embed.weight.dtype is torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_loading_a_16_bit_model_replaces_what_its_masters_held(dtype):
     """Vectors and small matrices have float32 masters; one that is not the weight's any more must not win."""

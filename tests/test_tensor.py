@@ -12,7 +12,7 @@ from helpers import assert_same_bits
 from torch import nn
 
 from fp8stack import BlockScaledTensor
-from fp8stack.errors import ConfigError
+from fp8stack.errors import ConfigError, GradientError
 from fp8stack.formats import E4M3
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
 
@@ -88,6 +88,86 @@ def test_other_in_place_operations_are_computed_on_values_and_quantized_again(pa
     expected[0] = 0.0
     assert torch.equal(x.dequantize()[0], expected[0])
     assert isinstance(x.neg_(), BlockScaledTensor)
+
+
+WRITES = {  # through views and by functions, to shape [6, 200]
+    "[...] =": lambda g: g.__setitem__((slice(None), 3), 0.0),
+    "mask": lambda g: g.__setitem__(g > 0, 0.0),
+    "row": lambda g: g[0].mul_(2),
+    "element": lambda g: g.view(-1)[3].zero_(),
+    "flat": lambda g: g.flatten().mul_(2),
+    "t": lambda g: g.t()[5].zero_(),
+    "permute": lambda g: g.permute(1, 0).unsqueeze(0).select(2, 1).neg_(),
+    "iteration": lambda g: [row.mul_(2) for row in g],
+    "split": lambda g: g.split(4)[1].zero_(),
+    "chunk": lambda g: torch._foreach_mul_(g.chunk(3), 4.0),
+    "unflatten": lambda g: g.unflatten(0, (2, 3))[1, 2].copy_(torch.ones(200)),
+    "as_strided": lambda g: g.as_strided((6,), (201,)).fill_(0.5),
+    "diagonal": lambda g: g.fill_diagonal_(0.25),
+    "detach": lambda g: g.detach()[1:].zero_(),
+    ".data": lambda g: g.data.view(-1).mul_(2),
+    "out=": lambda g: torch.mul(torch.ones(200, device=g.device), 2, out=g[2]),
+    "foreach": lambda g: torch._foreach_copy_([g], [torch.ones(6, 200, device=g.device)]),
+    "own row": lambda g: g[0].copy_(g[1]),
+    ".data =": lambda g: setattr(g, "data", g.data * 2),
+    "augmented": lambda g: g.__setitem__(0, g[0].__imul__(2)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_is_written_to_a_gradient_is_what_it_holds(write, pair):
+    x, value = pair
+    view, twin, before = x.view(-1), value.view(-1), value.clone()
+    p = nn.Parameter(torch.zeros_like(value))
+    p.grad = x
+    write(p.grad)
+    write(value)
+    assert not torch.equal(value, before)
+    expected = BlockScaledTensor.quantize(value).dequantize()
+    torch.testing.assert_close(x.dequantize(), expected, rtol=1e-6, atol=0)
+    assert torch.equal(p.grad, x.dequantize())
+    for seen in (view, copy.deepcopy(view)):  # of what it was a view of, also after `.data =`
+        assert torch.allclose(seen, twin, rtol=2**-4)
+
+
+def test_data_takes_shape_dtype_and_residual_too(pair):
+    x, value = pair
+    x.addresses  # noqa: B018  # kept until the codes are others
+    old = x.detach()
+    for new in (value[:2, :9].bfloat16(), BlockScaledTensor.quantize(value).add_(value), x.t()):
+        expected = new.float()
+        x.data = new
+        assert (x.dtype, x.shape, x.device) == (new.dtype, new.shape, new.device)
+        assert torch.allclose(x.float(), expected, rtol=2**-3)
+        assert x.addresses == (x.codes.data_ptr(), x.scale.data_ptr())
+        assert x.residual is getattr(new, "residual", None)
+    assert torch.equal(old, value)
+    p = nn.Parameter(torch.zeros_like(value))
+    p.grad = old.view_as(old)
+    p.grad.data = p.grad.data * 2
+    assert isinstance(p.grad, BlockScaledTensor)
+    assert torch.equal(p.grad, 2 * value)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda g: g.t_(),
+        lambda g: g.resize_(3, 2),
+        lambda g: g.unsqueeze_(0),
+        lambda g: g.share_memory_(),
+        lambda g: g[0].share_memory_(),
+        lambda g: setattr(g, "data", torch.zeros(6, 200).to_sparse()),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(write, pair):
+    x, value = pair
+    with pytest.raises((GradientError, ConfigError)):
+        write(x)
+    assert torch.equal(x, value)
+    assert x.shape == value.shape
+    with pytest.raises(ValueError, match="read-only"):
+        x.cpu().numpy()[0] = 0
 
 
 def test_copies_both_ways_and_zeroes(pair):

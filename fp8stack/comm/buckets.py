@@ -47,6 +47,13 @@ class Region:
         else:
             seen = codes[: p.numel()].view(shape).view(E4M3.dtype)
             self.gradient = BlockScaledTensor(seen, self._scale, p.dtype)
+        self._parts = self.gradient.codes, self.gradient.scale
+
+    def holds(self, gradient: Tensor | None) -> bool:
+        """Return whether `gradient` is the one of this region, and its codes are still here."""
+        if self.gradient.codes is not self._parts[0]:  # the user assigned to its `.data`
+            self.gradient = BlockScaledTensor(*self._parts, self.parameter.dtype)
+        return gradient is self.gradient
 
     def write(self, gradient: Tensor) -> None:
         """Quantize a gradient into the bucket."""

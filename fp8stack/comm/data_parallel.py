@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, GradientError
 from fp8stack.levels import check_number
-from fp8stack.tensor import check_dense, inner_tensors, is_sharded, not_plain
+from fp8stack.tensor import check_dense, inner_tensors, is_sharded, not_plain, renew_hooks
 
 from .buckets import Region, make_buckets
 from .transport import Transport, failures_named, gather_objects, group_of, verify
@@ -112,6 +112,7 @@ class DataParallel(nn.Module):
         sync = grad and self.require_backward_grad_sync
         if grad:
             self._finish_failed()
+            renew_hooks(region.parameter for region in self._regions)
         if sync and self.broadcast_buffers:
             self._broadcast(list(self.module.buffers()))
         output = self.module(*args, **kwargs)
@@ -181,7 +182,7 @@ class DataParallel(nn.Module):
                 f"{region.name} got a gradient after its bucket was sent: it is used in more than one part of the "
                 "backward, as by reentrant checkpointing. Use checkpoint(..., use_reentrant=False)."
             )
-        if p.grad is not region.gradient:
+        if not region.holds(p.grad):
             assert p.grad is not None
             check_dense(p.grad, region.name)
             region.write(p.grad)
@@ -201,7 +202,7 @@ class DataParallel(nn.Module):
         verify(lambda: what, self.process_group)
         way = Transport(self.process_group, what, background=True)
         for region in bucket.regions:
-            if region not in self._fired and region.parameter.grad is not region.gradient:
+            if region not in self._fired and not region.holds(region.parameter.grad):
                 region.gradient.zero_()
         if self._stream is None:
             bucket.average(way)
@@ -225,7 +226,7 @@ class DataParallel(nn.Module):
         if not self._sync:
             return
         missing = [r for r in self._regions if r not in self._fired]
-        kept = {r for r in missing if r.parameter.grad is not r.gradient}
+        kept = {r for r in missing if not r.holds(r.parameter.grad)}
         while self._sent < len(self.buckets):
             self._send()
         unused = self._find_unused(kept)

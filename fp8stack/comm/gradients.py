@@ -21,24 +21,24 @@ class GradientHandle:
     """The hooks that quantize gradients; `remove()` takes them off and leaves ordinary gradients."""
 
     def __init__(self) -> None:
-        self._hooks: dict[nn.Parameter, RemovableHandle] = {}
+        self.hooks: dict[nn.Parameter, RemovableHandle] = {}
 
     def attach(self, parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
         """Quantize the gradients of `parameters` from now on, those that exist already included."""
         for parameter in parameters:
-            if parameter in self._hooks or not parameter.requires_grad:
+            if parameter in self.hooks or not parameter.requires_grad:
                 continue
             quantize = partial(quantize_gradient, name=names.get(parameter, "a parameter"))
             quantize(parameter)
-            self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(quantize)
+            self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(quantize)
 
     def remove(self) -> None:
         """Take the hooks off and dequantize the gradients that exist."""
-        for parameter, hook in self._hooks.items():
+        for parameter, hook in self.hooks.items():
             hook.remove()
             if isinstance(parameter.grad, BlockScaledTensor):
                 parameter.grad = plain(parameter.grad)
-        self._hooks.clear()
+        self.hooks.clear()
 
 
 def quantize_gradient(parameter: Tensor, name: str) -> None:

@@ -140,10 +140,12 @@ class _Fp8Matmul(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         if options.g_state >= 0 and not torch.compiler.is_compiling():
             ctx.g_state = STATES[options.g_state]  # backward may outlive the layer
-        # The weight is saved for its version counter too: backward after a step is an error, as without FP8.
+        # The weight is saved for its version counter too: backward after a step is an error, as without FP8. It is not
+        # where the input needs no gradient: torch swaps no parameter that a graph has saved.
+        ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         x_saved = x_codes_t, x_scale if x_scale_t is None else x_scale_t
         w_saved = w_codes_t, w_scale if w_scale_t is None else w_scale_t
-        ctx.save_for_backward(*x_saved, *w_saved, weight)
+        ctx.save_for_backward(*x_saved, *w_saved, weight if x.requires_grad else None)
         size = weight.shape[1] if options.turned else weight.shape[0]
         # On a GPU the product adds the bias, where it has one scale a tensor and no padding.
         fused = x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0 and w_scale.ndim == 0
@@ -198,7 +200,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         left, right = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
         if options.turned:
             left, right = right, left
-        dw = crop(product(*left, *right, weight.dtype), weight.shape)
+        dw = crop(product(*left, *right, ctx.weight_dtype), ctx.weight_shape)
     if need_b:
         db = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
     return dx, dw, db, *_NONE

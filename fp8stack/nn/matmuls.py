@@ -33,7 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
@@ -57,9 +56,9 @@ def apply_matmuls(
 ) -> BareMatmuls:
     """Let products by bare parameters run in FP8 wherever `model` makes them; return the record of them."""
     bare = BareMatmuls(recipe, skipped)
-    for name, parameter in model.named_parameters():
-        bare.names[parameter] = name
     for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            bare.places.setdefault(id(parameter), (module, key, f"{name}.{key}".lstrip(".")))
         if not is_of_library(module) and module not in bare.skipped:
             if "forward" in vars(module):  # which torch runs, and not the class's
                 bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
@@ -76,11 +75,12 @@ class BareMatmuls:
         usable = recipe.fp8_recipe in RECIPES
         self.recipe = recipe if usable else replace(recipe, fp8_recipe="current")
         self.skipped = list(skipped)
-        self.names: Any = WeakTensorKeyDictionary()  # of the parameters that the model had then
+        # Module, attribute and name of each parameter that the model had then, by its id. Weak references to
+        # parameters would keep torch from swapping what is in them, strong ones keep alive what was replaced.
+        self.places: dict[int, tuple[nn.Module, str, str]] = {}
         self.used: set[str] = set()  # names of parameters that were multiplied in FP8
         self.left: Counter[str] = Counter()  # products that were left to torch, by reason
         self.modes = (_Mode(self, train=False), _Mode(self, train=True))
-        self._named: Any = WeakTensorKeyDictionary()  # what was multiplied: its name, by parameter
         inputs = InputCodes()
         self._products = [Products(self.recipe, turned=t, inputs=inputs) for t in (False, True)]
 
@@ -90,16 +90,14 @@ class BareMatmuls:
 
     def products_of(self, parameter: Tensor, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""
-        if not torch.compiler.is_compiling() and parameter not in self._named:
-            # "unnamed": the model did not have it when it was converted
-            self._named[parameter] = self.names.get(parameter, "unnamed")
-            self.used.add(self._named[parameter])
+        if not torch.compiler.is_compiling():
+            module, key, name = self.places.get(id(parameter), (None, "", ""))
+            known = module and module._parameters.get(key) is parameter
+            self.used.add(name if known else "unnamed")  # the model did not have it then
         return self._products[int(turned)]
 
     def skips(self, parameter: Tensor) -> bool:
         """Return whether a module that is to be left alone owns `parameter`."""
-        if not torch.compiler.is_compiling() and parameter in self._named:
-            return False
         return any(parameter is own for m in self.skipped for own in m._parameters.values())
 
 

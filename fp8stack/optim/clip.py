@@ -19,7 +19,7 @@ from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.pointer_table import deal, upload_rows
 from fp8stack.kernels.reference.norm import sum_of_squares
 from fp8stack.levels import check_number
-from fp8stack.tensor import BlockScaledTensor, is_sharded
+from fp8stack.tensor import BlockScaledTensor, BlockScaledView, is_sharded
 
 from .step import gradient_parts
 
@@ -98,7 +98,8 @@ def clip_grad_norm_(
 def _is_measured_here(grad: Tensor) -> bool:
     if isinstance(grad, BlockScaledTensor):
         return True
-    return grad.dtype in FLOATS and grad.layout is torch.strided and not is_sharded(grad)
+    elsewhere = isinstance(grad, BlockScaledView) or is_sharded(grad)
+    return grad.dtype in FLOATS and grad.layout is torch.strided and not elsewhere
 
 
 def _norm(tables: Sequence[Table]) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, ModelError
-from fp8stack.formats import FLOATS
+from fp8stack.formats import FLOATS, UE3M1
 from fp8stack.levels import check_choice, check_number
 from fp8stack.tensor import is_sharded
 
@@ -145,6 +145,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def master_weight(self, parameter: nn.Parameter) -> Tensor:
         """Return a float32 copy of the weight that the optimizer accumulates in; sharded if the parameter is."""
+        self.check_unchanged(parameter)
         value = formats.decode_master(local(parameter), local_state(self.state.get(parameter, {})))
         weight: Tensor = distribute({"value": value}, parameter)["value"]
         return weight
@@ -160,17 +161,13 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return the state of `parameter`, created or moved to its device if need be.
 
         Raises:
-            ModelError: for a dtype that is not supported, or that changed since the master weight was made.
+            ModelError: for a dtype that is not supported, or a dtype or shape that changed since the state was made.
         """
         state: State = self.state[parameter]
+        self.check_unchanged(parameter)
         weight, states = local(parameter), self.moment_format(parameter)
         if "step" not in state:
             self.check_formats_of(parameter)
-            if parameter.dtype not in FLOATS:
-                raise ModelError(
-                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype}; "
-                    f"{type(self).__name__} takes float32, bfloat16 and float16 parameters."
-                )
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for name in self.moments_of(group):
             if name in state and state[name].dtype is not formats.dense_dtype(weight, states):
@@ -183,13 +180,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
         if not state.keys() & set(MASTER_KEYS):
             value = weight.detach().float()
             state.update(formats.encode_master(value, self.master_format(parameter))[1])
-        elif parameter.dtype is torch.float32 or (
-            "remainder" in state and parameter.dtype is not torch.bfloat16
-        ):
-            raise ModelError(
-                f"a parameter of shape {tuple(parameter.shape)} became {parameter.dtype} after its master was made; "
-                "change the dtype of a model before fp8stack.initialize, or fp8stack.restore it first."
-            )
         placed = self.place(state, parameter)
         moved = {k: v for k, v in placed.items() if v is not state[k]}
         if moved:  # new, or of before model.to(device), or what a user moved
@@ -212,6 +202,27 @@ class StatefulOptimizer(torch.optim.Optimizer):
         kinds = {"remainder": "split", "master_scale": "tensor", "master": "dense"}
         rounded = "dithered" if self.master_format(parameter) == "none" else ""
         return m, v, next((kind for key, kind in kinds.items() if key in held), rounded)
+
+    def check_unchanged(self, parameter: Tensor) -> None:
+        """Raise ModelError unless `parameter` has a dtype that is stepped, and dtype and shape that fit its state."""
+        state, shape = local_state(self.state.get(parameter, {})), local(parameter).shape
+        dtype = parameter.dtype
+        if dtype not in FLOATS:
+            raise ModelError(
+                f"a parameter of shape {tuple(shape)} is {dtype}; {type(self).__name__} takes float32, "
+                "bfloat16 and float16 parameters."
+            )
+        shaped = {"master", "remainder", *self.moments, *(f"{m}_code" for m in self.moments)}
+        shapes = tuple(shape), UE3M1.codes_shape(shape)
+        dtypes = {"remainder": (torch.bfloat16,), "master": (torch.bfloat16, torch.float16)}
+        for name in state.keys() & shaped:
+            fits = tuple(state[name].shape) in shapes and dtype in dtypes.get(name, FLOATS)
+            if not fits:
+                raise ModelError(
+                    f"a parameter became {dtype} of shape {tuple(shape)} after its state was made ({name} is "
+                    f"{state[name].dtype} of {tuple(state[name].shape)}). Change it back; or cast and resize before "
+                    "fp8stack.initialize or after fp8stack.restore; or drop its state: optimizer.state.pop(parameter)."
+                )
 
     # --- where states are
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp8stack.errors import GradientError
 from fp8stack.formats import FLOATS
 from fp8stack.kernels.reference.step import StepKind, StepTensors
-from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded
+from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
 
 from .sharded import local, local_state
 from .state_formats import State, is_second
@@ -84,7 +84,7 @@ def gradient_parts(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return (codes, scale) of an FP8 gradient, or (gradient, None)."""
     if isinstance(gradient, BlockScaledTensor):
         return gradient.codes, gradient.scale
-    return gradient, None
+    return plain(gradient), None
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:

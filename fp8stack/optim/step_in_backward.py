@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8stack.conflicts import SEVERAL_PROCESSES, check_option
 from fp8stack.errors import GradientError
+from fp8stack.tensor import renew_hooks
 
 
 class GradientRelease:
@@ -48,6 +49,7 @@ class GradientRelease:
     def finish(self) -> None:
         """The user calls `optimizer.step()`: the next backward may step every parameter again."""
         self._stepped.clear()
+        renew_hooks(self._hooks)
 
     def remove(self) -> None:
         """Take the hooks off: gradients stay, and `optimizer.step()` uses them."""

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from fp8stack.formats import scale_shape
 from fp8stack.kernels import ops
 from fp8stack.kernels.pointer_table import COLUMN, deal, upload, upload_rows
 from fp8stack.kernels.reference.step import StepTensors
-from fp8stack.tensor import BlockScaledTensor
+from fp8stack.tensor import BlockScaledTensor, BlockScaledView, plain
 
 from .sharded import Share, assign, local, share_of
 from .step import MATRICES, Entry, Piece, apply_hyper, apply_kind, check_gradient, two_passes
@@ -38,6 +38,7 @@ FAST = True
 """Let kernels use approximate reciprocals and roots; without, the bits are the reference's (see `kernels/step.py`)."""
 
 _ADDRESS = Tensor.data_ptr
+_FACE = attrgetter("dtype", "shape")
 _NOWHERE = 16
 _GRAD_COLUMNS = slice(COLUMN["grad"], COLUMN["blocks"] + 1)
 
@@ -169,7 +170,8 @@ class TritonStep:
             weights = list(map(_ADDRESS, parts))
             for i in b.copied:
                 weights[i] = b.weights[i]
-            if weights != b.weights:
+            # An address may be the same after an assignment to `.data`: of a slice, or of memory freed before.
+            if weights != b.weights or list(map(_FACE, parts)) != b.faces:
                 return False
             addresses = self._locate(b)
             if addresses is None:
@@ -223,8 +225,8 @@ class TritonStep:
             g = local(g)
             if isinstance(g, BlockScaledTensor) is not batch.fp8:
                 return None
-            if not g.is_contiguous():
-                g = g.contiguous()
+            if isinstance(g, BlockScaledView) or not g.is_contiguous():
+                g = plain(g).contiguous()
                 self._held.append(g)  # until the next step
             if isinstance(g, BlockScaledTensor):
                 result.append(g.addresses)
@@ -336,6 +338,7 @@ class TritonBatch:
         self.second_rows = self.rows.clone() if key.second else self.rows
         self.parameters = [e.parameter for e in self.entries]
         self.weights = [row["weight"] for row in rows]  # addresses
+        self.faces = list(map(_FACE, map(local, self.parameters)))
         self.blocks = [row["blocks"] for row in rows]
         # Those that are not laid out in rows are copied for the step.
         self.copied = [i for i, p in enumerate(self.parameters) if not local(p).is_contiguous()]

@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 from fuzzing import run
 
-CASES: dict[str, int] = {"hard_gradients": 500}  # of each fuzzer: some seconds on one core
+CASES: dict[str, int] = {"hard_gradients": 500, "writes": 24}  # of each: some seconds on one core
 
 
 @pytest.mark.parametrize(("name", "cases"), CASES.items())

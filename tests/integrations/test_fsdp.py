@@ -503,6 +503,26 @@ def test_an_fsdp2_without_hooks_of_its_collectives_reduces_as_it_can(mesh, monke
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_model_that_was_moved_trains_on(level, mesh):
+    """Moving swaps what is in the parameters, whatever torch.__future__ says."""
+    results = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        model = fully_shard(TinyLM(), mesh=mesh, mp_policy=POLICY)
+        model, optimizer = attach(
+            model, torch.optim.AdamW(model.parameters(), lr=LR), level, compute="native"
+        )
+        train_alone(model, optimizer, 2)
+        if moves:
+            model.cpu()
+            model.to(dtype=model.head.weight.dtype)
+            optimizer.zero_grad()
+        train_alone(model, optimizer, 2, start=2)
+        results.append([p.to_local() for p in model.parameters()])
+    assert_same_bits(*results)
+
+
 def test_blocks_are_the_elements_of_the_outermost_lists(mesh):
     def linear():
         return nn.Linear(8, 8)
