@@ -269,16 +269,15 @@ def _read_by_hand(model: nn.Module) -> dict[nn.Parameter, str]:
     What it reads is in its code, as is what it calls on itself. `getattr`, or a layer in a variable of another name,
     are not found: skip="layer" is then for the user to say.
     """
-    found: dict[nn.Parameter, str] = {}
-    owners: dict[type[nn.Module], set[Any]] = {}
+    found: dict[Any, str] = {}
+    owners = {kind: _owners_read(kind) for kind in {type(m) for m in model.modules()}}
     for module in model.modules():
         kind = type(module)
-        if kind not in owners:
-            owners[kind] = _owners_read(kind)
         for name, inner in module.named_modules() if owners[kind] else ():
-            weight = inner._parameters.get("weight")
-            if weight is not None and name.rpartition(".")[2] in owners[kind]:
-                found.setdefault(weight, f"{kind.__name__} reads it itself")
+            if name.rpartition(".")[2] in owners[kind]:
+                found.setdefault(
+                    inner._parameters.get("weight"), f"{kind.__name__} reads it itself"
+                )
     return found
 
 
