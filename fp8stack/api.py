@@ -88,6 +88,8 @@ def initialize(
         return model, optimizer
     recipe = recipe_for(opt_level, preset, **overrides)
     session = carry_out(model, optimizer, decide(model, optimizer, recipe, strict))
+    if session.returned is not None:
+        conversion.watch_parameters(model, session.returned, session)
     say(session.report)
     return model, session.returned
 
@@ -128,7 +130,7 @@ def decide(
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
     fallbacks += conflicts.idle_options(recipe, *places)
     recipe, replaced = choose_stepper(recipe, optimizer, device)
-    skipped, idle = skipped_modules(model, recipe)
+    skipped, idle = skipped_modules(model, recipe, sharded)
     fallbacks += [*replaced, *idle]
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     groups = [] if optimizer is None else optimizer.param_groups

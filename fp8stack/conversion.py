@@ -7,6 +7,7 @@ nothing, and functions that change check nothing: `api.py` calls all checks befo
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import conflicts, optim
 from .comm import GradientHandle
-from .errors import ModelError
+from .errors import Fp8StackWarning, ModelError
 from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
 from .nn.bf16_storage import CopiedWeight
@@ -58,7 +59,7 @@ def check_model(
 ) -> torch.device:
     """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
 
-    `initialized` says whether `restore` would know it, `sharded` whether its parameters may be DTensors, `planned`
+    `initialized` says whether `restore` would know it, `sharded` whether its parameters may be FSDP2's, `planned`
     whether they may be on the meta device.
     """
     if not isinstance(model, nn.Module):
@@ -73,6 +74,9 @@ def check_model(
         if not initialized:
             remedy = f"Restore the model that it was initialized in, if it is part of one. {COPIED}"
         raise ModelError(f"{done} is already converted by fp8stack. {remedy}")
+    # Tensor parallelism's parameters are left to torch, see `convert.skipped_modules`.
+    classes = {k.__name__ for module in model.modules() for k in type(module).__mro__}
+    sharded = sharded or "FSDPModule" not in classes
     devices: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         if problem := _problem_of(parameter, recipe, sharded, planned):
@@ -107,7 +111,7 @@ def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned:
     if parameter.is_meta and not planned:
         return "is on the meta device; materialize the model: model.to_empty(device=...)."
     if is_sharded(parameter.data) and not sharded:
-        return "is sharded (DTensor); use fp8stack.integrations.fsdp.attach."
+        return "is sharded by fully_shard (FSDP2); use fp8stack.integrations.fsdp.attach."
     if recipe.level != "O0" and parameter.requires_grad and (kind := not_plain(parameter)):
         remedy = (
             "model.float()"
@@ -349,6 +353,32 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
             handle.attach((p for p in parameters if is_large_matrix(p, min_numel)), {})
 
         session.returned.on_new_parameters = attach_new
+
+
+def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session: Session) -> None:
+    """Look at the first step of `stepping` whether the model still has the parameters that were initialized.
+
+    Raises there:
+        ModelError: if others came in the place of some that the optimizer steps, and it does not step these.
+    """
+    known, model_of = set(model.parameters()), weakref.ref(model)
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        named = dict(now.named_parameters()) if (now := model_of()) else {}
+        owned = {p for group in optimizer.param_groups for p in group["params"]}
+        new = [n for n, p in named.items() if p.requires_grad and p not in known and p not in owned]
+        told = f"{len(new)} trainable parameters came since fp8stack.initialize and are not in the optimizer: {new[:3]}"
+        if new and (known & owned) - set(named.values()):
+            raise ModelError(
+                f"{told}. It would step those that they replaced. Build it and call initialize after what replaces "
+                "parameters (parallelize_module); after fully_shard, call fp8stack.integrations.fsdp.attach."
+            )
+        handle.remove()
+        if new:
+            warnings.warn(f"{told}. Does another step them?", Fp8StackWarning, stacklevel=4)
+
+    handle = stepping.register_step_pre_hook(look)
+    session.undo.append(handle.remove)
 
 
 def undo(session: Session) -> None:

@@ -160,6 +160,7 @@ def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) 
     if not numel:
         return codes, codes_t, x.new_zeros((), dtype=torch.float32)
     own = STATES[of]
+    update = own.learns(update)
     state, parts = own.on(x.device, update), own.parts_on(x.device)
     seed = own.casts <= SEEDED
     scale = x.new_empty((), dtype=torch.float32)

@@ -87,6 +87,15 @@ def linear(in_features=32, out_features=32, bias=True, device="cpu", **overrides
     return native(nn.Sequential(nn.Linear(in_features, out_features, bias)), device, **overrides)[0]
 
 
+def begun(model, features=32):
+    """Return the model after a pass of zeros: histories of delayed scaling begin after a backward, and take no zero."""
+    device = next(model.parameters()).device
+    y = model(torch.zeros(16, features, device=device, requires_grad=True))
+    y.backward(torch.zeros_like(y))
+    model.zero_grad()
+    return model
+
+
 def results(model, x, gradient=None):
     """Return the output and the gradients of the input and of all parameters, which are zeroed before."""
     model.zero_grad()

@@ -553,3 +553,46 @@ def test_the_card_counts_the_matrices_that_multiply_in_fp8(kind, level):
             start(strict=True, matmuls=True)
     else:
         assert fp8stack.get_report(start(strict=True, matmuls=True)[0]).share == 1.0
+
+
+# --- parameters that came after initialize
+
+
+def twice(model):
+    """Parametrize a layer by two parameters of its own."""
+    nn.utils.parametrizations.weight_norm(model.up)
+
+
+def another_head(model):
+    model.head = nn.Linear(128, 320, bias=False)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("replace", [twice, another_head])
+def test_parameters_that_were_replaced_are_found_at_the_first_step(replace, level):
+    model, optimizer = build(level, skip=["up", "head"])
+    replace(model)
+    model(*batch(0)).backward()
+    for _ in range(2):
+        with pytest.raises(ModelError, match=r"came since .*after what replaces parameters"):
+            optimizer.step()
+    # the remedy
+    model, _ = build()
+    replace(model)
+    train(*fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), level), 2)
+
+
+def test_parameters_that_were_added_are_warned_of_once_and_removed_ones_are_not():
+    model, optimizer = build("O1")
+    model.adapter = nn.Linear(8, 8)  # as of LoRA
+    with pytest.warns(
+        Fp8StackWarning, match=r"2 trainable parameters came since .*'adapter.weight'"
+    ):
+        train(model, optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 1)
+        model, optimizer = build("O1")
+        model.spare, model.norm = model.norm, nn.Identity()
+        del model.spare
+        train(model, optimizer, 1)

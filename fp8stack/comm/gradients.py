@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, plain
+from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
 
 
 class GradientHandle:
@@ -24,9 +24,9 @@ class GradientHandle:
         self.hooks: dict[nn.Parameter, RemovableHandle] = {}
 
     def attach(self, parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str]) -> None:
-        """Quantize the gradients of `parameters` from now on, those that exist already included."""
+        """Quantize the gradients of `parameters` from now on, those that exist already included; but not of shards."""
         for parameter in parameters:
-            if parameter in self.hooks or not parameter.requires_grad:
+            if parameter in self.hooks or not parameter.requires_grad or is_sharded(parameter):
                 continue
             quantize = partial(quantize_gradient, name=names.get(parameter, "a parameter"))
             quantize(parameter)

@@ -102,7 +102,8 @@ class Products:
         if recipe.fp8_recipe == "delayed":
             history = recipe.amax_history_len, recipe.fp8_margin
             latest = recipe.amax_compute_algo == "most_recent"
-            self.x_state, self.g_state = (DelayedState(*history, latest) for _ in range(2))
+            self.g_state = DelayedState(*history, latest)
+            self.x_state = DelayedState(*history, latest, self.g_state)
             self.w_state = w_state or WeightScale()
             if device is not None:  # a CUDA graph that is captured later holds their addresses
                 for state in (self.x_state, self.g_state, self.w_state):
@@ -325,17 +326,43 @@ def weight_for_backward(
 # --- gradients
 
 
-def cast_gradient(grad: Tensor, options: Options, need_x: bool, need_w: bool) -> Operand:
-    """Cast the gradient of a layer's output, [..., cols]."""
+def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool) -> Operand:
+    """Cast the gradient of a layer's output, [..., cols], for the products of x and w.
+
+    `learn` says whether its history may take the amax.
+    """
     if options.inputs is not None:
         options.inputs.last = None
     fmt = FORMATS[options.formats].g
     if options.fp8_recipe == "current":
-        return cast_matrix(grad, fmt, None, need_x, need_w)
+        return cast_matrix(grad, fmt, None, x, w)
     if options.fp8_recipe == "blockwise":
         return Operand(*ops.cast_1x128(grad, fmt))
-    codes, turned, scale = ops.cast_delayed(grad, fmt, options.g_state, options.train, False)
+    codes, turned, scale = ops.cast_delayed(
+        grad, fmt, options.g_state, options.train and learn, False
+    )
     return Operand(codes, scale, turned, scale)
+
+
+def runs(ctx: Any, inputs: int) -> tuple[list[bool], bool]:
+    """Return for each of a node's first inputs, x and then weights, whether this backward is to make its gradient.
+
+    Others than `ctx.needs_input_grad` says where only a part of the graph runs: `autograd.grad`, and the two halves of
+    a zero-bubble schedule's backward. The second result says whether histories may learn from this pass: if it makes
+    a weight's gradient, as no pass does that is not training, or if all weights are frozen.
+    """
+    needs = list(ctx.needs_input_grad[:inputs])
+    if torch.compiler.is_compiling() or not needs[0] or not any(needs[1:]):
+        return needs, True
+    now = [n and _will_run(edge[0]) for n, edge in zip(needs, ctx.next_functions, strict=False)]
+    return now, any(now[1:])
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf whose gradient `autograd.grad` returns
+        return True
 
 
 def in_backward() -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 
 from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
-from fp8stack.tensor import not_plain, whole_shape
+from fp8stack.tensor import is_sharded, not_plain, whole_shape
 
 from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale
@@ -156,8 +156,14 @@ def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion
             conversion.change(module, StoredLinear)
 
 
-def skipped_modules(model: nn.Module, recipe: Recipe) -> tuple[dict[nn.Module, str], list[str]]:
-    """Return the modules that `recipe.skip` names, with everything in them and the reason; and patterns without any."""
+def skipped_modules(
+    model: nn.Module, recipe: Recipe, sharded: bool = False
+) -> tuple[dict[nn.Module, str], list[str]]:
+    """Return the modules to leave alone with the reasons, and what to warn of.
+
+    They are those that `recipe.skip` names, with everything in them, and those of tensor parallelism. `sharded` says
+    that sharded parameters are FSDP2's, which gathers them.
+    """
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     skipped: dict[nn.Module, str] = {}
     idle = []
@@ -171,6 +177,15 @@ def skipped_modules(model: nn.Module, recipe: Recipe) -> tuple[dict[nn.Module, s
         for name in matching:
             inner = model.get_submodule(name).modules()
             skipped.update(dict.fromkeys(inner, f'matches skip="{pattern}"'))
+    split = {
+        module: name for name, module in model.named_modules()
+        if not sharded and module not in skipped and any(map(is_sharded, module._parameters.values()))
+    }  # fmt: skip
+    if split:
+        idle.append(
+            f"{len(split)} sharded modules (DTensor) left to torch: {[*split.values()][:3]}"
+        )
+        skipped.update(dict.fromkeys(split, "its parameters are sharded (DTensor)"))
     return skipped, idle
 
 
@@ -298,7 +313,7 @@ def _owners_read(kind: type[nn.Module]) -> set[Any]:
 
 def _storage_of(parameter: nn.Parameter) -> int:
     """Return where the storage of `parameter` is; one on the meta device has no address."""
-    storage = parameter.untyped_storage()
+    storage = getattr(parameter.data, "_local_tensor", parameter).untyped_storage()
     return storage.data_ptr() or int(storage._cdata)
 
 

@@ -39,6 +39,7 @@ from .casts import (
     cast_gradient,
     cast_input,
     cast_weight,
+    runs,
     weight_for_backward,
 )
 
@@ -184,11 +185,11 @@ _TWICE = (
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
-    need_x, need_w, need_b = ctx.needs_input_grad[:3]
+    (need_x, need_w, need_b), learn = runs(ctx, 3)
     options: Options = ctx.options
     dx = dw = db = None
     if need_x or need_w:
-        g = cast_gradient(grad, options, need_x, need_w)
+        g = cast_gradient(grad, options, need_x, need_w, learn)
         if options.probe is not None:
             options.probe("g", grad, g.scale, FORMATS[options.formats].g)
     if need_x:
@@ -245,8 +246,8 @@ def check_input(x: Tensor, features: int, layer: str = "", fp8: bool = True) -> 
         kind = "nested" if x.is_nested else "sparse"
         kind = "sharded (DTensor)" if is_sharded(x) else kind
         raise ModelError(
-            f"{title(layer)} got {kind} input; FP8 takes plain tensors. Make it dense first, or (under tensor "
-            f"parallelism) leave the layer out with {_skip(layer)}."
+            f"{title(layer)} got {kind} input; FP8 takes plain tensors. Make it dense first, or leave the layer out "
+            f"with {_skip(layer)}. Under tensor parallelism, call fp8stack.initialize after parallelize_module."
         )
     if x.dtype not in FLOATS:
         raise ModelError(

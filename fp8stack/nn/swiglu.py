@@ -30,6 +30,7 @@ from .casts import (
     cast_input,
     cast_weight,
     in_backward,
+    runs,
     weight_for_backward,
 )
 from .linear import Fp8Linear, backward_once, check_input, crop, output_dtype, product
@@ -176,14 +177,14 @@ class _SwiGLU(torch.autograd.Function):
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, gate, up, h_scale, w_gate, w_up, w_down, *codes = ctx.saved_tensors
     options: tuple[Options, Options, Options] = ctx.options
-    need_x, need_gate, need_up, need_down = ctx.needs_input_grad[:4]
+    (need_x, need_gate, need_up, need_down), learn = runs(ctx, 4)
     dx = dw_gate = dw_up = dw_down = None
-    d = cast_gradient(grad, options[2], True, need_down)
+    d = cast_gradient(grad, options[2], True, need_down, learn)
     d_codes = weight_for_backward(w_down, codes[4], codes[5], options[2])
     dh = product(d.codes, d.scale, *d_codes, options[2].dtype)
     states = [each.g_state for each in options[:2] if each.g_state >= 0]
     dg, dg_t, dg_scale, du, du_t, du_scale, h_t = ops.swiglu_backward_cast(
-        dh, gate, up, h_scale, FORMATS[options[0].formats].g, states, options[0].train
+        dh, gate, up, h_scale, FORMATS[options[0].formats].g, states, learn and options[0].train
     )
     if need_down:
         dw_down = crop(product(d.codes_t, d.scale, h_t, h_scale, w_down.dtype), w_down.shape)

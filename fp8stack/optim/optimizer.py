@@ -26,7 +26,7 @@ from fp8stack.levels import check_choice, check_number
 
 from .parameter_state import StatefulOptimizer
 from .reference_step import ReferenceBatch, ReferenceStep
-from .sharded import reduce_largest, reduce_squares, shares_of
+from .sharded import place_gradients, reduce_largest, reduce_squares, shares_of
 from .state_dict import install, prepare, tag, to_torch
 from .state_formats import MASTER_KEYS
 from .step import Entry, check_gradient
@@ -214,6 +214,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
             self._forget_tables()
         on_triton = triton_runs_on(next(p for p in chosen if p.grad is not None).device)
         tables = self._tables.get(only, [])
+        if not tables or tables[0].shares != [None]:
+            place_gradients(chosen)
         if on_triton and tables and all(table.current(chosen) for table in tables):
             return tables
         entries = dict[tuple[torch.device, str], list[Entry]]()

@@ -131,6 +131,14 @@ def check_placements(parameter: Tensor, states: str, master: str | None) -> None
             )
 
 
+def place_gradients(parameters: Iterable[Tensor]) -> None:
+    """Place gradients as their parameters are: tensor parallelism leaves some whole, or as partial sums."""
+    for p in [p for p in parameters if type(p) is not torch.nn.Parameter]:
+        g: Any = p.grad
+        if is_sharded(p) and g is not None and is_sharded(g) and g.placements != p.placements:  # type: ignore[attr-defined]
+            p.grad = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+
+
 class Share(NamedTuple):
     """Which ranks hold parts of a parameter, and how many hold the same part."""
 

@@ -106,7 +106,7 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
         if placements[0] != placements[1]:
             raise GradientError(
                 f"a parameter of shape {shape} is placed {placements[0]} and its gradient {placements[1]}. "
-                "Reduce or redistribute the gradient to the parameter's placements before the step."
+                "Make both DTensors of one mesh: DTensor.from_local."
             )
     if gradient.dtype not in FLOATS:
         raise GradientError(

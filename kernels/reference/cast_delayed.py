@@ -22,12 +22,13 @@ from .quantize import scale_and_inverse
 def cast_delayed(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     fmt: MiniFloat,  # e4m3 or e5m2
-    of: int,  # the handle of a DelayedState; updated if `update`
+    of: int,  # the handle of a DelayedState; updated if `update` and it learns
     update: bool,  # write this amax to the history
     again: bool,  # use the last cast's scale
 ) -> Cast:  # codes [rows16, cols16], codes_t [cols16, rows16], scale float32 0-d
     """Quantize a matrix with the scale in its state."""
-    own_state, update = STATES[of], update and x.numel() > 0
+    own_state = STATES[of]
+    update = own_state.learns(update) and x.numel() > 0
     state = own_state.on(x.device, update)
     amax = largest_magnitude(x)
     own, _ = scale_and_inverse(amax * 2.0**own_state.margin, fmt)

@@ -33,8 +33,9 @@ _HANDLES = count()
 class DelayedState:
     """The history of one operand, on the device of its first cast."""
 
-    def __init__(self, history: int, margin: int = 0, most_recent: bool = False) -> None:
-        self.history, self.margin, self.most_recent = history, margin, most_recent
+    # `after`, of an input: the state of the gradient of the layer's output
+    def __init__(self, history: int, margin: int = 0, latest: bool = False, after: Any = None):
+        self.history, self.margin, self.most_recent, self.after = history, margin, latest, after
         self.tensor: Tensor | None = None
         self._parts: Tensor | None = None
         self.casts = 0
@@ -45,6 +46,13 @@ class DelayedState:
     def size(self) -> int:
         """Elements of the tensor described above."""
         return HEADER + self.history
+
+    def learns(self, update: bool) -> bool:
+        """Return whether a cast is to update this state, if `update` says that it would.
+
+        An input's history begins after the first gradient's: the values of a forward before may mean nothing.
+        """
+        return update and (self.after is None or self.after.casts > 0)
 
     def on(self, device: torch.device, update: bool = False) -> Tensor:
         """Return the tensor described above, zero at first; `update` says that a cast is about to update it."""
@@ -64,4 +72,4 @@ class DelayedState:
         return self._parts
 
     def __reduce__(self) -> Any:  # a copy learns its scales anew
-        return DelayedState, (self.history, self.margin, self.most_recent)
+        return DelayedState, (self.history, self.margin, self.most_recent, self.after)

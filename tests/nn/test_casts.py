@@ -13,6 +13,7 @@ from layers import (
     Checkpointed,
     SwiGLU,
     after,
+    begun,
     count_casts,
     linear,
     make,
@@ -493,7 +494,7 @@ def test_an_activation_may_be_saved_and_copied(device, tmp_path):
 
 
 def test_a_training_pass_after_an_evaluation_of_the_same_input_is_remembered():
-    layer = linear(fp8_recipe="delayed").eval()
+    layer = begun(linear(fp8_recipe="delayed")).eval()
     x = torch.randn(16, 32, requires_grad=True) * 1
     layer(x)
     layer.train()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from bounds import BOUNDS, KINDS, NARROW, bounds, errors
 from helpers import assert_same_bits
-from layers import RECIPE, linear, native, results
+from layers import RECIPE, begun, linear, native, results
 from torch import nn
 
 import fp8stack
@@ -49,7 +49,7 @@ def test_blocks_keep_what_outliers_push_out_of_range(device):
 @pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
 def test_what_is_not_finite_is_seen_in_outputs_and_gradients(recipe, bad, device):
     """In its own row at least; everywhere, where one scale serves the tensor."""
-    layer = linear(130, 40, device=device, fp8_recipe=recipe)
+    layer = begun(linear(130, 40, device=device, fp8_recipe=recipe), 130)
     x = torch.randn(20, 130, device=device)
     clean = results(layer, x)
     x[3, 5] = bad
@@ -79,7 +79,7 @@ def history(state):
 
 def test_a_training_pass_is_remembered_once(device):
     """And an evaluation not at all: test_all_kinds.py."""
-    layer = linear(device=device, fp8_recipe="delayed", amax_history_len=16)
+    layer = begun(linear(device=device, fp8_recipe="delayed", amax_history_len=16))
     of_x, of_g = layer.products.x_state, layer.products.g_state
     amaxes = []
     for factor in (1, 4, 2):
@@ -107,7 +107,7 @@ def test_margin_and_algorithm_set_the_scale(margin, algorithm, device):
 
 
 def test_values_beyond_the_scale_saturate_until_the_next_pass(device):
-    layer = linear(bias=False, device=device, fp8_recipe="delayed", fp8_margin=1)
+    layer = begun(linear(bias=False, device=device, fp8_recipe="delayed", fp8_margin=1))
     x = torch.randn(16, 32, device=device)
     exact = (x @ layer.weight.t()).detach()
     errors = [
@@ -121,7 +121,7 @@ def test_values_beyond_the_scale_saturate_until_the_next_pass(device):
 
 
 def test_a_history_forgets_after_its_length(device):
-    layer = linear(device=device, fp8_recipe="delayed", amax_history_len=2)
+    layer = begun(linear(device=device, fp8_recipe="delayed", amax_history_len=2))
     x = torch.randn(16, 32, device=device)
     for factor, seen in ((100, 100), (1, 100), (1, 1)):
         results(layer, factor * x)

@@ -7,6 +7,7 @@ import torch
 from helpers import assert_same_bits, train
 from layers import (
     COPIES,
+    begun,
     changed,
     fused,
     native,
@@ -232,7 +233,7 @@ def states_of(block):
 
 def test_delayed_scales_come_from_the_calls_before(device):
     """Each of the block's operands has a state, as in the unfused one, and evaluation leaves them as they are."""
-    block = fused(Block(), device, fp8_recipe="delayed", amax_history_len=2)
+    block = begun(fused(Block(), device, fp8_recipe="delayed", amax_history_len=2))
     x = torch.randn(16, 32, device=device)
     one = results(block, x)[0]
     states = states_of(block[0])

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import fp8stack
 from fp8stack.errors import CheckpointError, GradientError, ModelError
+from fp8stack.optim.step import check_gradient
 
 
 class Odd(nn.Module):
@@ -188,11 +189,19 @@ def test_matrices_may_be_sharded_along_columns(mesh):
     assert torch.equal(p.full_tensor(), plain)
 
 
-def test_a_gradient_placed_otherwise_is_refused(mesh):
+def test_a_gradient_placed_otherwise_is_stepped_as_the_parameter_is_placed(mesh):
+    """As tensor parallelism leaves them; one that is no DTensor is refused."""
     p = shard(mesh, (64, 128))
-    p.grad = p.grad.redistribute(mesh, [Replicate()])
-    with pytest.raises(GradientError, match=r"placed .*Shard.*its gradient .*Replicate"):
-        fp8stack.optim.AdamW([p]).step()
+    q = nn.Parameter(p.detach().clone())
+    p.grad, q.grad = p.grad.redistribute(mesh, [Replicate()]), p.grad
+    for one in (p, q):
+        fp8stack.optim.AdamW([one]).step()
+    assert p.grad.placements == p.placements
+    assert torch.equal(p.full_tensor(), q.full_tensor())
+    with pytest.raises(
+        GradientError, match=r"placed .*Shard.*its gradient None.*DTensor.from_local"
+    ):
+        check_gradient(q, torch.ones(64, 128))
 
 
 @pytest.mark.parametrize("library", ["fp8stack", "bitsandbytes"])
