@@ -55,11 +55,36 @@ def test_the_two_links_work():
         assert link.resolve() == ROOT / name
 
 
-@pytest.mark.parametrize("name", ["kernels", "integrations"])
-def test_the_folders_refuse_to_be_imported_by_themselves(name):
-    result = python(f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {name}")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import kernels.ops",
+        "from kernels import ops",
+        "from kernels import get_kernel",
+        "import kernels; kernels.ops",
+        "import integrations",
+    ],
+)
+def test_the_folders_refuse_to_be_imported_by_themselves(code):
+    result = python(f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}")
     assert result.returncode != 0
-    assert f"import fp8stack.{name} instead" in result.stderr
+    assert "import fp8stack." in result.stderr.splitlines()[-1]
+
+
+def test_transformers_takes_the_folder_for_no_package_of_its_own():
+    """It probes for a package `kernels` when it is imported, and again when a model is made: by find_spec, the version
+    in the metadata of what is installed, and then that in the module (5.0 cannot read one that is no number)."""
+    pytest.importorskip("transformers")
+    code = (
+        "import kernels, torch, transformers as t; from transformers.utils import is_kernels_available; "
+        "from packaging.version import parse; assert parse(kernels.__version__) < parse('0.0.1'); "
+        "assert not is_kernels_available(); sizes = dict(hidden_size=32, num_hidden_layers=1, vocab_size=64); "
+        "config = t.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, intermediate_size=64); "
+        "x = torch.arange(8)[None]; loss = t.LlamaForCausalLM(config)(input_ids=x, labels=x).loss; "
+        "loss.backward(); assert 3 < loss < 6; import inspect; inspect.getmodule(print), inspect.stack()"
+    )
+    result = python(f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}")
+    assert result.returncode == 0, result.stderr
 
 
 def test_importing_is_cheap_and_touches_no_gpu():
