@@ -37,9 +37,9 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
         ModelError: for a file or function that does not exist or raises, or that returns something else.
     """
     file, _, name = target.rpartition(":")
-    path = Path(file).resolve()
-    if not file or not name:
+    if not file or not name or "\0" in file:
         raise ModelError(f"{target!r} must be a file and a function: train.py:build_model.")
+    path = Path(file).resolve()
     if not path.is_file() or path.suffix != ".py":
         raise ModelError(f"there is no Python file {file!r}.")
     before, more = list(sys.path), ""

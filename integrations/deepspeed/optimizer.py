@@ -83,10 +83,15 @@ def build(
         options.pop(option, None)
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}  # betas
     try:
+        for value in options.values():  # torch takes integers that no float can hold
+            if isinstance(value, int):
+                float(value)
         return kind(parameters, **options)
-    except TypeError as error:
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # torch's of an option or a value
         raise ConfigError(
-            f'"optimizer": {{"params": {config["optimizer"].get("params")!r}}} in the DeepSpeed config does not fit '
+            f'"optimizer": {{"params": {config["optimizer"].get("params")!r:.200}}} in the DeepSpeed config does not fit '
             f"{name} at {level}: {error}."
         ) from error
 

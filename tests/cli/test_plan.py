@@ -232,6 +232,7 @@ def test_a_file_of_a_package_is_imported_as_its_module(
         ("models.py:lazy", "weight is a lazy parameter without a shape"),
         ("models.py:with_lbfgs --opt-level O1", "does not step on the meta device"),
         ("models.py", "must be a file and a function"),
+        ("mod\0els.py:build", "must be a file and a function"),
         ("none.py:build", "there is no Python file 'none.py'"),
         ("models.py:biuld", "no function 'biuld'. Did you mean \"build\"?"),
         ("models.py:need", "raised TypeError: need() missing 1 required"),

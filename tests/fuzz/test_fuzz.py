@@ -5,7 +5,11 @@ from importlib import import_module
 import pytest
 from fuzzing import run
 
-CASES: dict[str, int] = {"hard_gradients": 500, "writes": 24}  # of each: some seconds on one core
+CASES: dict[str, int] = {
+    "collectives": 200,
+    "hard_gradients": 500,
+    "writes": 24,
+}  # of each: some seconds on one core
 
 
 @pytest.mark.parametrize(("name", "cases"), CASES.items())
