@@ -91,8 +91,8 @@ def build(
         raise
     except (TypeError, ValueError, OverflowError) as error:  # torch's of an option or a value
         raise ConfigError(
-            f'"optimizer": {{"params": {config["optimizer"].get("params")!r:.200}}} in the DeepSpeed config does not fit '
-            f"{name} at {level}: {error}."
+            f'"optimizer": {{"params": {config["optimizer"].get("params")!r:.200}}} in the DeepSpeed config does not '
+            f"fit {name} at {level}: {error}."
         ) from error
 
 
