@@ -17,8 +17,8 @@ finite value. The exponent-zero codes are subnormals, so zero is exact. Codes ta
 E4M3 and E5M2 are the OCP 8-bit formats (Micikevicius et al., "FP8 Formats for Deep Learning", 2022, table 1).
 The others spend every code on finite values, because optimizer states need relative precision within a block of 128; a
 block that holds a NaN or an infinity has a NaN as its scale. Rounding is to nearest. Ties go to even for e4m3 and e5m2
-(as in hardware) and away from zero for the others, for which values within 2^-20 of a tie count as ties. ue3m1 rounds
-stochastically: its steps are a third of the value, so a moment would never move to its nearest neighbour.
+(as in hardware) and away from zero for the others, for which values within 2^-20 of a tie count as ties. A step dithers
+(`kernels/reference/fp8.py`): an average that changes by a thousandth would never move to its nearest neighbour.
 
 **Block scaling.** A tensor of shape [d0, ...] is read as rows = d0, cols = numel / d0 (a 1-d or 0-d tensor is one
 row). Codes have the tensor's shape; scales are float32 [rows, ceil(cols / 128)]; a block never crosses a row, so any
@@ -62,7 +62,6 @@ class MiniFloat:
     dtype: torch.dtype = torch.uint8  # what a tensor of its codes is stored as
     squared: bool = False  # True: the codes hold the square root of a non-negative value
     bits: int = 8  # 4: two codes a byte, the even column in the low half
-    stochastic: bool = False  # True: rounded up with a probability equal to the fraction cut off
 
     def __reduce__(self) -> str:
         """Copies and pickles are the constant below: formats are compared by identity."""
@@ -91,7 +90,7 @@ UE3M5 = MiniFloat("ue3m5", 5, -2, 31.5, signed=False, squared=True)
 E4M3_ROOT = MiniFloat(
     "e4m3_root", 3, -6, 448.0, signed=False, dtype=torch.float8_e4m3fn, squared=True
 )
-UE3M1 = MiniFloat("ue3m1", 1, -2, 24.0, signed=False, squared=True, bits=4, stochastic=True)
+UE3M1 = MiniFloat("ue3m1", 1, -2, 24.0, signed=False, squared=True, bits=4)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of tensors that are cast to these formats."""

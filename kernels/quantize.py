@@ -44,7 +44,7 @@ def _quantize_blocks_kernel(
     if STATE == "":
         code, scale = encode_blocks(x, MANTISSA, HARDWARE)
     else:
-        code, scale = encode_state(x, 0, STATE, False)
+        code, scale = encode_state(x, 0, STATE, False, False)
     tl.store(codes_ptr + offset, code.to(tl.uint8), mask=mask)
     tl.store(scale_ptr + block, scale, mask=inside)
 

@@ -85,13 +85,20 @@ def weighted_sum(a, x, b, y, FAST: tl.constexpr):
 
 
 @triton.jit
-def noise(index, seed):  # int64 or int32, int32 -> uint32
-    """Return 32 random bits for each index: Wellons' lowbias32."""
+def noise(index, seed):  # int64 or int32, 32 bits -> uint32
+    """Return a hash of each index, Wellons' lowbias32; see `reference/fp8.py` for what becomes of it."""
     # 2^32 / golden ratio, odd: neighbours in a tensor get seeds far from each other
     x = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32, bitcast=True)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_of_v(random, BITS: tl.constexpr):
+    """Return the 16 bits of noise for v as so many."""
+    field = (random >> 7) & 0xFFFF
+    return field >> (16 - BITS) if BITS < 16 else field << (BITS - 16)
 
 
 # --- codes
@@ -151,72 +158,91 @@ def decode_blocks(code, scale, FORMAT: tl.constexpr):  # uint8 [blocks, 128], fl
 
 
 @triton.jit
-def pack_signed(x):  # float32 in float16's range -> uint8
-    """Return the bytes of s1e3m4 for values scaled to float16's exponents; four conversions and eleven operations."""
-    # p holds numbers 0 and 2 as float16, cut off (rz), and q numbers 1 and 3. s1e3m4 keeps 4 of float16's 10 bits of
-    # mantissa: 0x0020, half of its last one, rounds; the carry may run into the exponent, as it should. Then the 7 bits
-    # of p go down by 6 and its sign by 8, into bytes 0 and 2; those of q go up by 2, its sign stays, for bytes 1 and 3.
+def pack_signed(x, random):  # float32 in float16's range, uint32 -> uint8
+    """Return the dithered bytes of s1e3m4 for values scaled to float16's exponents."""
+    # p holds numbers 0 and 2 as float16, and q numbers 1 and 3. s1e3m4 keeps 4 of float16's 10 bits of mantissa, and
+    # noise is added to the 6 others: bits 0 to 5 of a word, which prmt puts into the lower byte of a half. The carry
+    # may run into the exponent, as it should. Then the 7 bits of p go down by 6 and its sign by 8, into bytes 0 and 2;
+    # those of q go up by 2, its sign stays, for bytes 1 and 3.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p, q, a, b, c;
-        cvt.rz.f16x2.f32 p, $3, $1; cvt.rz.f16x2.f32 q, $4, $2;
-        add.u32 p, p, 0x00200020; add.u32 q, q, 0x00200020;
+        cvt.rn.f16x2.f32 p, $3, $1; cvt.rn.f16x2.f32 q, $4, $2;
+        prmt.b32 a, $5, $7, 0x4400; prmt.b32 b, $6, $8, 0x4400;
+        and.b32 a, a, 0x003F003F; and.b32 b, b, 0x003F003F;
+        add.u32 p, p, a; add.u32 q, q, b;
         shr.b32 a, p, 6; shr.b32 b, p, 8; shl.b32 c, q, 2;
         and.b32 a, a, 0x007F007F;
         lop3.b32 a, b, 0x00800080, a, 0xEA;
         lop3.b32 a, c, 0x7F007F00, a, 0xEA;
         lop3.b32 $0, q, 0x80008000, a, 0xEA;
         }""",
-        "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4,
+        "=r,f,f,f,f,r,r,r,r", [x, random], dtype=tl.uint8, is_pure=True, pack=4,
     )  # fmt: skip
 
 
+_ADD_NOISE = """
+max.s32 e, ${x}, 0x38800000; and.b32 e, e, 0x7F800000; lop3.b32 d, ${r}, 0x007FFF80, e, 0xEA;
+mov.b32 y{i}, ${x}; mov.b32 f, d; fma.rz.f32 y{i}, f, 0f3D000000, y{i};
+mov.b32 f, e; fma.rz.f32 y{i}, f, 0fBD000000, y{i};
+"""
+_PACK_UNSIGNED = tl.constexpr(
+    "{ .reg .b32 p, q, a, b, d, e; .reg .f32 y0, y1, y2, y3, f;"
+    + "".join(_ADD_NOISE.format(i=i, x=i + 1, r=i + 5) for i in range(4))
+    + """
+    cvt.rz.f16x2.f32 p, y2, y0; cvt.rz.f16x2.f32 q, y3, y1;
+    mov.b32 e, 0x1FE01FE0; min.f16x2 p, p, e; min.f16x2 q, q, e;
+    shr.b32 a, p, 5; shl.b32 b, q, 3;
+    and.b32 a, a, 0x00FF00FF;
+    lop3.b32 $0, b, 0xFF00FF00, a, 0xEA;
+    }"""
+)
+
+
 @triton.jit
-def pack_unsigned(x):  # float32 in float16's range, not negative -> uint8
-    """Return the bytes of ue3m5 for values scaled to float16's exponents."""
-    # as `pack_signed`, with 5 bits of mantissa (half of the last is 0x0010) and no sign: 8 bits down by 5, or up by 3
+def pack_unsigned(x, random):  # float32 in float16's range, not negative; uint32 -> uint8
+    """Return the dithered bytes of ue3m5 for values scaled to float16's exponents."""
+    # Noise is added to the float32, of which 18 bits will be cut off: e is the power of two below x, 2^-14 at least;
+    # x + e (1 + noise) / 32 - e / 32 is rounded toward zero throughout, so nothing but the noise carries over a code.
+    # What that makes larger than the largest code is put back (min). Then as in `pack_signed`, with 5 bits of mantissa
+    # and no sign: 8 bits down by 5, or up by 3.
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 p, q, a, b;
-        cvt.rz.f16x2.f32 p, $3, $1; cvt.rz.f16x2.f32 q, $4, $2;
-        add.u32 p, p, 0x00100010; add.u32 q, q, 0x00100010;
-        shr.b32 a, p, 5; shl.b32 b, q, 3;
-        and.b32 a, a, 0x00FF00FF;
-        lop3.b32 $0, b, 0xFF00FF00, a, 0xEA;
-        }""",
-        "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4,
+        _PACK_UNSIGNED, "=r,r,r,r,r,r,r,r,r", [x, random], dtype=tl.uint8, is_pure=True, pack=4,
     )  # fmt: skip
 
 
 @triton.jit
-def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, random, RANDOM: tl.constexpr):
-    """Return codes of values scaled to float16's exponents: truncate, add, shift. `SIGN`: the sign bit.
+def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, LAST: tl.constexpr, random, DITHER: tl.constexpr):
+    """Return int32 codes of values scaled to float16's exponents: add, cut off `CUT` of float16's bits.
 
-    Truncated to float16 to round to nearest, but with all of float32's bits to round stochastically: a second moment
-    that lost 2^-10 of a step each time would decay faster than beta2 says.
+    SIGN is the sign bit, LAST the largest code. DITHER is "" to round to nearest, "half" to add noise for m to the
+    nearest float16, "whole" to add the number `random`, below 2^(CUT + 13), to all bits of the float32.
     """
-    # Below 2^-14, float16's smallest normal number, the code counts steps of 2^-24 (RANDOM: of 2^-37). Above, it is
+    # Below 2^-14, float16's smallest normal number, the code counts steps of 2^-24 (whole: of 2^-37). Above, it is
     # made of the bits, less 112 in the exponent: the difference of the biases, 127 - 15.
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
-    if RANDOM:
+    if DITHER == "whole":
         whole = tl.where(size < 2.0**-14, (size * 137438953472.0).to(tl.int32), bits - (112 << 23))
-        code = (whole + (random >> (19 - CUT)).to(tl.int32)) >> (CUT + 13)
+        code = (whole + random.to(tl.int32)) >> (CUT + 13)
+    elif DITHER == "half":
+        half = size.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        code = (half + (random << 26 >> (32 - CUT)).to(tl.int32)) >> CUT
     else:
         half = tl.where(
             size < 2.0**-14, (size * 16777216.0).to(tl.int32), (bits >> 13) - (112 << 10)
         )
         code = (half + (1 << (CUT - 1))) >> CUT
-    code = tl.minimum(code, 15) if CUT == 9 else code  # a code of 4 bits
+    code = tl.minimum(code, LAST)
     code = tl.where(x == x, code, 0)
     if SIGN:
         negative = (x.to(tl.int32, bitcast=True) < 0) | (x != x)
         code |= tl.where(negative, SIGN, 0)
-    return code.to(tl.uint8)
+    return code
 
 
 @triton.jit
-def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
+def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr, DITHERED: tl.constexpr):
     """Quantize a tile [blocks, 128] of moments, or of roots of second moments; return uint8 codes and scales."""
     OCP: tl.constexpr = FORMAT == "e4m3" or FORMAT == "e4m3_root"
     SQUARED: tl.constexpr = FORMAT == "ue3m5" or FORMAT == "ue3m1" or FORMAT == "e4m3_root"
@@ -233,24 +259,34 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr):
     finite = amax < float("inf")
     inverse = tl.where((scale > 0) & finite, reciprocal(scale, FAST), 0.0)
     scale = tl.where(finite, scale, float("nan"))
-    UNIT: tl.constexpr = 1.0 if OCP else 2.0**-12 * _NUDGE
+    # between the format's exponents and float16's, where that is the way
+    UNIT: tl.constexpr = (
+        (2.0**-8 if OCP else 2.0**-12) if DITHERED else (1.0 if OCP else 2.0**-12 * _NUDGE)
+    )
     LEAST: tl.constexpr = (
-        E4M3_MIN if FORMAT == "e4m3_root" else 2.0**-19 if FORMAT == "ue3m5" else 2.0**-15
+        E4M3_MIN * UNIT if FORMAT == "e4m3_root" else 2.0**-19 if FORMAT == "ue3m5" else 2.0**-15
     )
     y = x * (inverse * UNIT)[:, None]
-    if OCP:
+    if OCP and not DITHERED:
         y = tl.where(inverse[:, None] > 0, y, 0.0)  # infinity × 0 is NaN
     if SQUARED:  # a positive second moment never becomes zero: lift it to the smallest code
         y = tl.maximum(y, tl.where(x > 0, LEAST, 0.0))
-    if OCP:
-        code = encode(y, 3, -6, E4M3_MAX).to(tl.uint8)
-    elif FORMAT == "s1e3m4":
-        code = pack_signed(y) if PTX else cut(y, 6, 0x80, 0, False)
-    elif FORMAT == "ue3m5":
-        code = pack_unsigned(y) if PTX else cut(y, 5, 0, 0, False)
+    if OCP and not DITHERED:
+        code = encode(y, 3, -6, E4M3_MAX)
+    elif PTX and DITHERED and FORMAT == "s1e3m4":
+        code = pack_signed(y, random)
+    elif PTX and DITHERED and FORMAT == "ue3m5":
+        code = pack_unsigned(y, random)
     else:
-        code = cut(y, 9, 0, random, True)
-    return code, scale
+        CUT: tl.constexpr = 7 if OCP else 6 if FORMAT == "s1e3m4" else 5 if FORMAT == "ue3m5" else 9
+        SIGN: tl.constexpr = 0 if SQUARED else 0x80
+        LAST: tl.constexpr = 0x7E if OCP else 127 if FORMAT == "s1e3m4" else 255 if CUT == 5 else 15
+        DITHER: tl.constexpr = "" if not DITHERED else "whole" if SQUARED else "half"
+        if FORMAT == "ue3m1":  # white noise
+            random = ((random ^ (random >> 15)) * 0x846CA68B) >> 9
+        random = noise_of_v(random, CUT + 13) if SQUARED else random
+        code = cut(y, CUT, SIGN, LAST, random, DITHER)
+    return code.to(tl.uint8), scale
 
 
 # --- 4-bit storage
@@ -300,26 +336,28 @@ def join(weight, remainder):  # bits of bfloat16 as int16, int8 or int16 -> floa
 
 
 @triton.jit
-def split(x, WIDE: tl.constexpr):  # float32 -> bits of bfloat16 as int16, int8 or (WIDE) int16
-    # To 24 bits: + 0x80, half of bit 8. Byte 1 of that is the remainder: prmt gathers those of all four. Then to 16
-    # bits: + 0x8000, and prmt gathers the upper halves, two bfloat16 to a register.
+def split(x, random, WIDE: tl.constexpr):
+    """Return the bits of bfloat16 as int16, and int8 or (WIDE) int16."""
+    # To 24 bits: + noise below bit 8, byte 3 of a word. Byte 1 of the sum is the remainder: prmt gathers those of four.
+    # Then to 16 bits: + 0x8000, and prmt gathers the upper halves, two bfloat16 to a register.
     if WIDE:
         bits = number_bits(x)
         return ((bits + 0x8000) >> 16).to(tl.int16), bits.to(tl.int16)
     elif PTX:  # a NaN that arithmetic makes is 0x7FFFFFFF, which rounding would carry over: min makes it 0x7FC00000
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c, d, e, f;
+            .reg .b32 a, b, c, d, e, f, g, h;
             min.s32 a, $3, 0x7FC00000; min.s32 b, $4, 0x7FC00000; min.s32 c, $5, 0x7FC00000; min.s32 d, $6, 0x7FC00000;
-            add.s32 a, a, 0x80; add.s32 b, b, 0x80; add.s32 c, c, 0x80; add.s32 d, d, 0x80;
+            shr.u32 e, $7, 24; shr.u32 f, $8, 24; shr.u32 g, $9, 24; shr.u32 h, $10, 24;
+            add.s32 a, a, e; add.s32 b, b, f; add.s32 c, c, g; add.s32 d, d, h;
             prmt.b32 e, a, b, 0x0051; prmt.b32 f, c, d, 0x0051; prmt.b32 $2, e, f, 0x5410;
             add.s32 a, a, 0x8000; add.s32 b, b, 0x8000; add.s32 c, c, 0x8000; add.s32 d, d, 0x8000;
             prmt.b32 $0, a, b, 0x7632; prmt.b32 $1, c, d, 0x7632;
             }""",
-            "=&r,=&r,=&r,r,r,r,r", [x], dtype=(tl.int16, tl.int8), is_pure=True, pack=4,
+            "=&r,=&r,=&r,r,r,r,r,r,r,r,r", [x, random], dtype=(tl.int16, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        rounded = number_bits(x) + 0x80
+        rounded = number_bits(x) + (random >> 24).to(tl.int32)
         return ((rounded + 0x8000) >> 16).to(tl.int16), (rounded >> 8).to(tl.int8)
 
 

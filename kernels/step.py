@@ -27,6 +27,7 @@ from fp8stack.formats import BLOCK, GRAD_LIMIT, rows_cols, scale_shape
 
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH
+from .reference.fp8 import NEIGHBOUR as _NEIGHBOUR
 from .reference.step import StepKind, StepTensors
 from .state_codecs import (
     E4M3_MAX,
@@ -50,6 +51,7 @@ from .tile_io import (
 BLOCKS = 8
 FLOAT16_MAX = tl.constexpr(65504.0)
 _GRAD_LIMIT = tl.constexpr(GRAD_LIMIT)
+NEIGHBOUR = tl.constexpr(_NEIGHBOUR)
 
 _WIDTH = tl.constexpr(WIDTH)
 _WEIGHT, _MASTER, _MASTER_SCALE, _GRAD, _GRAD_BLOCK_SCALE, _M, _M_SCALE, _V, _V_SCALE = (
@@ -67,8 +69,8 @@ def _step_kernel(
     ROWS: tl.constexpr, PASS: tl.constexpr, FAST: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     OTHER: tl.constexpr = None if ROWS == "flat" else 0  # a block of padding is never written
-    FOUR_BITS: tl.constexpr = V == "ue3m1"
-    ROOTED: tl.constexpr = V == "ue3m5" or FOUR_BITS or V == "e4m3_root"
+    ROOTED: tl.constexpr = V == "ue3m5" or V == "ue3m1" or V == "e4m3_root"
+    PLAIN: tl.constexpr = (M == "" or M == "dense") and (V == "" or V == "dense")
     program = tl.program_id(0)
     tensor = tl.load(owner_ptr + program)
     row = table_ptr + tensor.to(tl.int64) * _WIDTH
@@ -110,8 +112,13 @@ def _step_kernel(
         if ALGORITHM == "adam":
             g = tl.where(g > _GRAD_LIMIT, _GRAD_LIMIT, tl.where(g < -_GRAD_LIMIT, -_GRAD_LIMIT, g))
     random = offset
-    if MASTER == "dithered" or V == "dithered" or FOUR_BITS:
-        random = noise(offset, tl.load(hyper + 11).to(tl.int32, bitcast=True))
+    if not (PLAIN and (MASTER == "" or MASTER == "dense")):
+        # Sixteen neighbours have the same `offset - place`: a thread that holds them computes one hash.
+        place = tl.arange(0, 128)[None, :] & 15
+        phase = tl.load(hyper + 12).to(tl.uint32, bitcast=True)
+        random = (
+            noise(offset - place, tl.load(hyper + 11)) + phase + place.to(tl.uint32) * NEIGHBOUR
+        )
 
     new_m = g
     new_v = g

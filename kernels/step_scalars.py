@@ -17,16 +17,17 @@ from fp8stack.formats import GRAD_LIMIT
 
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH
-from .reference.step_scalars import LEAST_EPS
+from .reference.step_scalars import LEAST_EPS, TURNS
 
 SIZE = 128
 _WIDTH, _GRAD = tl.constexpr(WIDTH), tl.constexpr(COLUMN["grad"])
 _LEAST_EPS, _GRAD_LIMIT = tl.constexpr(LEAST_EPS), tl.constexpr(GRAD_LIMIT)
+_TURN_V, _TURN_M, _TURN_W = (tl.constexpr(turn) for turn in TURNS)
 
 
 @triton.jit
 def _scalars_kernel(
-    table_ptr, group_ptr, group_of_ptr, index_ptr, steps_ptr, verdict_ptr, skipped_ptr, hyper_ptr, count,
+    table_ptr, group_ptr, group_of_ptr, seed_ptr, steps_ptr, verdict_ptr, skipped_ptr, hyper_ptr, count,
     ALGORITHM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -60,8 +61,8 @@ def _scalars_kernel(
         dampening = tl.load(group + 7, mask=inside, other=0.0)
         gain = tl.where(times > 1, 1.0 - dampening, 1.0)
     clip = tl.minimum(max_norm / (norm * unscale + 1e-6), 1.0)
-    seed = times.to(tl.int64).to(tl.uint32) * 0xC2B2AE3D
-    seed += tl.load(index_ptr + i, mask=inside, other=0).to(tl.uint32) * 0x85EBCA77
+    count = times.to(tl.int64).to(tl.uint32)
+    phase = (count * _TURN_W >> 24 << 24) + (count * _TURN_V >> 16 << 7) + (count * _TURN_M >> 26)
 
     out = hyper_ptr + i * 16
     sign = tl.load(group + 6, mask=inside, other=1.0)
@@ -79,7 +80,9 @@ def _scalars_kernel(
     tl.store(out + 9, eps.to(tl.float32), mask=inside)
     coupled = tl.load(group + 5, mask=inside, other=0.0)
     tl.store(out + 10, coupled.to(tl.float32), mask=inside)
-    tl.store(out + 11, seed.to(tl.int32, bitcast=True).to(tl.float32, bitcast=True), mask=inside)
+    seed = tl.load(seed_ptr + i, mask=inside, other=0)
+    tl.store(out + 11, seed.to(tl.float32, bitcast=True), mask=inside)
+    tl.store(out + 12, phase.to(tl.float32, bitcast=True), mask=inside)
 
 
 _launch_scalars = Launcher(_scalars_kernel, num_warps=4, enable_fp_fusion=False)
@@ -90,7 +93,7 @@ def scalars(
     table: Tensor,  # int64 [parameters, 16]; a parameter without a gradient has address 0
     group: Tensor,  # float64 [groups, 8]
     group_of: Tensor,  # int32 [parameters]: the row of `group` for each parameter
-    index: Tensor,  # int32 [parameters]
+    seed: Tensor,  # int32 [parameters]
     steps: Tensor,  # float32 [parameters]; updated
     verdict: Tensor,  # float32 [5]
     skipped: Tensor,  # float32, 0-d; updated
@@ -100,5 +103,5 @@ def scalars(
     count = len(steps)
     _launch_scalars(
         (triton.cdiv(count, SIZE), 1, 1),
-        table, group, group_of, index, steps, verdict, skipped, hyper, count, algorithm, SIZE,
+        table, group, group_of, seed, steps, verdict, skipped, hyper, count, algorithm, SIZE,
     )  # fmt: skip

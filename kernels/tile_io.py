@@ -14,14 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fp8 import bits_of_magnitude, encode, round_to, store_rounded
+from .fp8 import bits_of_magnitude, round_to, store_rounded
 from .pointer_table import COLUMN
 from .state_codecs import (
-    E4M3_MAX,
+    cut,
     decode_blocks,
     dither,
     encode_state,
     join,
+    noise_of_v,
     pack_codes,
     signed_values,
     split,
@@ -87,18 +88,18 @@ def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER
 def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.constexpr):
     """Store a weight and its master."""
     if MASTER == "split":
-        high, low = split(w, master.dtype.element_ty == tl.int16)
+        high, low = split(w, random, master.dtype.element_ty == tl.int16)
         tl.store(weight + offset, high, mask=mask)
         tl.store(master + offset, low, mask=mask)
     elif MASTER == "dithered":
-        tl.store(weight + offset, dither(w, random & 0xFFFF), mask=mask)
+        tl.store(weight + offset, dither(w, random >> 16), mask=mask)
     else:
         if MASTER == "dense":
             tl.store(master + offset, w, mask=mask)
         elif MASTER == "tensor":
-            code = tl.where(new_scale == new_scale, w * tl.div_rn(1.0, new_scale), 0.0).to(
-                tl.float16
-            )
+            y = tl.where(new_scale == new_scale, w * tl.div_rn(1.0, new_scale), 0.0)
+            code = cut(y, 0, 0x8000, 0x7FFF, random >> 19, "whole")
+            code = code.to(tl.int16).to(tl.float16, bitcast=True)
             tl.store(master + offset, code, mask=mask)
             w = code.to(tl.float32) * new_scale
         store_rounded(weight + offset, w, mask)
@@ -137,16 +138,18 @@ def store_moment(
     if KIND == "dense":
         store_rounded(codes + offset, x, mask)
     elif KIND == "dithered":
-        tl.store(codes + offset, dither(x, random >> 16), mask=mask)
+        tl.store(codes + offset, dither(x, noise_of_v(random, 16)), mask=mask)
     elif KIND == "tensor":
         y = tl.where(new_scale == new_scale, x * tl.div_rn(1.0, new_scale), 0.0)
         if tl.uint8 == TYPE:
-            tl.store(codes + offset, encode(y, 3, -6, E4M3_MAX).to(tl.uint8), mask=mask)
+            code = cut(y * 2.0**-8, 7, 0x80, 0x7E, random, "half")
+            tl.store(codes + offset, code.to(tl.uint8), mask=mask)
         else:  # float16: a second moment, which never becomes zero
             y = tl.where(x > 0, tl.maximum(y, 2.0**-24), y)
-            tl.store(codes + offset, y.to(TYPE), mask=mask)
+            code = cut(y, 0, 0, 0x7FFF, noise_of_v(random, 13), "whole").to(tl.int16)
+            tl.store(codes + offset, code.to(TYPE, bitcast=True), mask=mask)
     else:
-        code, block_scale = encode_state(x, random, KIND, FAST)
+        code, block_scale = encode_state(x, random, KIND, FAST, True)
         tl.store(scale + block, block_scale, mask=inside)
         if KIND == "ue3m1":
             tl.store(codes + packed, pack_codes(code, BLOCKS), mask=packed_mask)

@@ -24,6 +24,7 @@ from fp8stack.kernels.reference.quantize import (
     scale_and_inverse,
 )
 from fp8stack.kernels.reference.step import HYPER, StepKind, StepTensors, load_master
+from fp8stack.kernels.reference.step_scalars import phase_of
 
 NAN, INF = math.nan, math.inf
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -205,9 +206,8 @@ def make_hyper(
     }  # fmt: skip
     hyper = torch.zeros(16)
     hyper[:11] = torch.tensor([row[name] for name in HYPER[:11]])
-    word = (step * 0x5BD1E995 if seed is None else seed) & 0xFFFFFFFF
-    signed = word - 2**32 if word >= 2**31 else word
-    hyper[11] = torch.tensor(signed, dtype=torch.int32).view(torch.float32)
+    words = torch.tensor([12345 if seed is None else seed, int(phase_of(torch.tensor(step)))])
+    hyper[11:13] = (words << 32 >> 32).to(torch.int32).view(torch.float32)
     return hyper
 
 

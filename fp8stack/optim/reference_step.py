@@ -73,9 +73,9 @@ class ReferenceStep:
         """Take the step that the verdict allows: `step_batch` for each batch. A step not taken is counted."""
         steps = torch.stack([e.state["step"] for e in self.entries])
         groups = self._groups[[e.group for e in self.entries]]
-        number = torch.tensor([e.number for e in self.entries], device=self.device).int()
-        present = torch.ones_like(number, dtype=torch.bool)
-        hyper = scalars(self.family, groups, present, steps, self.verdict, skipped, number)
+        seeds = torch.tensor([e.seed() for e in self.entries], device=self.device).int()
+        present = torch.ones_like(seeds, dtype=torch.bool)
+        hyper = scalars(self.family, groups, present, steps, self.verdict, skipped, seeds)
         rows = zip(self.entries, self._tensors, steps.split(1), hyper.split(1), strict=True)
         for entry, tensors, count, row in rows:
             # in a tensor of its own (DeepSpeed loads one for several), past the dict that would forget all tables

@@ -139,6 +139,17 @@ def place_gradients(parameters: Iterable[Tensor]) -> None:
             p.grad = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
 
 
+def first_element(parameter: Tensor) -> int:
+    """Return which element of the whole parameter begins the rows that this rank has."""
+    if not is_sharded(parameter):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    return int(offset[0]) * parameter.shape[1:].numel() if offset else 0
+
+
 class Share(NamedTuple):
     """Which ranks hold parts of a parameter, and how many hold the same part."""
 

@@ -5,23 +5,24 @@ formats below say what a state is made in.
 
 | `states`            | m                       | v                           | bytes  | what it costs           |
 |---------------------|-------------------------|-----------------------------|--------|-------------------------|
-| "8bit" (default)    | s1e3m4, block 128       | sqrt(v) as ue3m5, block 128 | 2.06   | 3 % of m, 1.6 % of root |
-| "fp8"               | e4m3, block 128         | sqrt(v) as e4m3, block 128  | 2.06   | 6 % and 6 %             |
-| "4bit"              | s1e3m4, block 128       | sqrt(v) as ue3m1, dithered  | 1.56   | 3 % and 33 %, unbiased  |
-| "fp8-lm"            | e4m3, one scale         | float16, one scale          | 3      | the FP8-LM paper's      |
-| "bf16"              | bfloat16                | bfloat16, dithered          | 4      | 0.4 % and 0.8 %         |
+| "8bit" (default)    | s1e3m4, block 128       | sqrt(v) as ue3m5, block 128 | 2.06   | 6 % of m, 3 % of root   |
+| "fp8"               | e4m3, block 128         | sqrt(v) as e4m3, block 128  | 2.06   | 12 % and 12 %           |
+| "4bit"              | s1e3m4, block 128       | sqrt(v) as ue3m1, block 128 | 1.56   | 6 % and 50 %            |
+| "fp8-lm"            | e4m3, one scale         | float16, one scale          | 3      | 12 % of m, 0.1 % of v   |
+| "bf16"              | bfloat16                | bfloat16                    | 4      | 0.4 % of m, 0.8 % of v  |
 | "fp32"              | float32                 | float32                     | 8      | nothing                 |
 | "keep"              | the parameter's dtype   | the parameter's dtype       | 4 or 8 | as torch                |
 
-What it costs is the largest relative error of one rounding (half a step for nearest, a step where dithered).
+What it costs is the largest relative error of one rounding. A step dithers all codes, and v in bfloat16, so errors
+cancel over steps (`kernels/reference/fp8.py`); m in bfloat16 is rounded to nearest.
 
 | `master`            | weight and master of a bfloat16 matrix       | bytes | relative error                  |
 |---------------------|----------------------------------------------|-------|---------------------------------|
-| "split24" (default) | bfloat16 and the next 8 bits                 | 3     | 2^-16                           |
+| "split24" (default) | bfloat16 and the next 8 bits, dithered       | 3     | 2^-15 a step, right on average  |
 | "split32"           | bfloat16 and the next 16 bits                | 4     | none: it is the float32         |
 | "fp32"              | bfloat16 and a float32 copy                  | 6     | none                            |
-| "fp16"              | bfloat16 and float16 with one scale (FP8-LM) | 4     | 2^-11                           |
-| "none"              | bfloat16, rounded stochastically             | 2     | 2^-7 a step, right on average   |
+| "fp16"              | bfloat16 and float16, one scale, dithered    | 4     | 2^-10 a step, right on average  |
+| "none"              | bfloat16, dithered                           | 2     | 2^-7 a step, right on average   |
 | "keep"              | the parameter alone, rounded to nearest      | 2     | 2^-8: updates below it are lost |
 
 A moment called `name` (torch's names: exp_avg, exp_avg_sq, momentum_buffer) is stored as one of

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from fp8stack.errors import GradientError
 from fp8stack.formats import FLOATS
 from fp8stack.kernels.reference.step import StepKind, StepTensors
+from fp8stack.kernels.reference.step_scalars import seed_of
 from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
 
-from .sharded import local, local_state
+from .sharded import first_element, local, local_state
 from .state_formats import State, is_second
 
 MATRICES = 2**26
@@ -30,12 +31,16 @@ MATRICES = 2**26
 class Entry(NamedTuple):
     """A parameter that has a gradient."""
 
-    number: int  # its place among all parameters, which makes the noise of its rounding its own
+    number: int  # its place among all parameters
     group: int  # the number of its group
     parameter: nn.Parameter
     state: State
     moments: tuple[str, ...]
     kind: StepKind
+
+    def seed(self) -> int:
+        """Return what makes its noise its own; in a part of a sharded parameter it is that of the whole."""
+        return seed_of(self.number, first_element(self.parameter))
 
     def tensors(self) -> StepTensors:
         """Return what the step reads and writes; the weight may not lie in rows."""

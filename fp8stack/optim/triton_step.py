@@ -134,7 +134,7 @@ class TritonStep:
         """Make the vectors that hold a number for each parameter; a state's `step` becomes a view of one."""
         n, device = len(self.entries), self.device
         self.group_of = upload(array("q", [e.group for e in self.entries]), device).int()
-        self.index = upload(array("q", [e.number for e in self.entries]), device).int()
+        self.seeds = upload(array("q", [e.seed() for e in self.entries]), device).int()
         states = [e.state for e in self.entries]
         self.steps = torch.stack([s["step"] for s in states])
         for state, view in zip(states, self.steps.unbind(), strict=True):
@@ -301,7 +301,7 @@ class TritonStep:
         for b in self.batches:
             b.lay_out_rows()
         ops.triton_module("step_scalars").scalars(
-            self.family, self.rows, self.groups, self.group_of, self.index, self.steps,
+            self.family, self.rows, self.groups, self.group_of, self.seeds, self.steps,
             self.verdict, skipped, self.hyper,
         )  # fmt: skip
         for b in self.batches:

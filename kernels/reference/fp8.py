@@ -9,8 +9,9 @@ cut to float16 (not rounded: two roundings would move ties), and an integer addi
 
     code = (float16_bits(x × 2^-(min_exponent + 14)) + 2^(9 - M)) >> (10 - M)
 
-Stochastic rounding adds random bits instead, and adds them to all bits of the float32. Cut to float16 first, a second
-moment that is encoded a thousand times while it decays would lose 2^-10 of a step each time.
+A dithered code adds noise (`noise`) instead of a half. That of a first moment, in a signed format, adds it to the
+nearest float16. That of the root of a second moment adds it to all bits of the float32: one step moves it by less than
+a float16 can tell.
 
 Overflow saturates at the largest finite value. NaN stays NaN in E4M3 and E5M2 (always code 0x7F). Infinity stays in
 E5M2 and becomes NaN in E4M3. The optimizer formats have neither: their blocks get a NaN scale instead (`quantize.py`).
@@ -21,27 +22,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8stack.formats import MiniFloat
+from fp8stack.formats import MiniFloat, rows_cols
 
+NEIGHBOUR = 0x7038001C  # 7/16 of the circle, in every field of a word of noise
+HASH = 0x9E3779B1  # 2^32 / golden ratio, odd: neighbours in a tensor get seeds far from each other
 _WORD = 0xFFFFFFFF
 
 
 def encode(
     x: Tensor,  # float32, any shape
     fmt: MiniFloat,
-    noise: Tensor | None = None,  # int64 like x, 32 random bits: round stochastically
+    random: Tensor | None = None,  # int64 like x, the words of `noise`: dithered
 ) -> Tensor:  # uint8, the same shape; 4-bit codes unpacked
     """Return the codes of `x` in `fmt`. For a squared format, pass the square root, which is not negative."""
     x = x.float()
-    if fmt.dtype is not torch.uint8:
+    if fmt.dtype is not torch.uint8 and random is None:
         return cast(x, fmt).view(torch.uint8)
     size = x.abs().clamp(max=fmt.max) * 2.0 ** -(fmt.min_exponent + 14)
-    if noise is None:
-        drop = 10 - fmt.mantissa_bits
+    drop = 10 - fmt.mantissa_bits
+    if random is None:
         codes = (truncate(size, 10) + (1 << (drop - 1))) >> drop
+    elif fmt.signed:
+        half = size.half().view(torch.int16).int()
+        codes = (half + ((random << 26 & _WORD) >> (32 - drop)).int()) >> drop
     else:
-        drop = 23 - fmt.mantissa_bits
-        codes = (truncate(size, 23) + (noise >> (32 - drop)).int()) >> drop
+        if (
+            fmt.bits == 4
+        ):  # a third apart: leaving a code after an even time is too early when it decays
+            random = ((random ^ (random >> 15)) * 0x846CA68B & _WORD) >> 9
+        codes = (truncate(size, 23) + noise_of_v(random, 13 + drop)) >> (13 + drop)
     sign = 1 << (fmt.bits - 1) if fmt.signed else 0
     codes = codes.clamp(max=(1 << fmt.bits) - 1 - sign)
     if fmt.signed:
@@ -61,17 +70,34 @@ def truncate(
 
 def noise(
     shape: torch.Size,
-    seed: Tensor,  # int32, 0-d
+    seed: Tensor,  # int32, 0-d: of the parameter
+    phase: Tensor,  # int32, 0-d: of the step
 ) -> Tensor:  # int64, values in [0, 2^32)
-    """Return 32 random bits an element: a hash of its index and the seed, the same on every device.
+    """Return a word of noise an element, the same on every device: hash(index, seed) + phase.
 
-    The mixer is Wellons' lowbias32 ("Prospecting for hash functions", 2018).
+    In each step the same phase is added to all, so what an element is rounded with goes around a circle in equal parts
+    (of irrational length, see `step_scalars.py`). Each value is as likely as with white noise, but rounding errors of
+    successive steps cancel, where those of white noise add up: an average of beta2 = 0.999 forgets nothing for a
+    thousand steps, and a master weight never does.
+
+    A word has fields, whose carries do no harm: bits 24 to 31 are for the weight, 7 to 22 for v, 0 to 5 for m. Sixteen
+    neighbours in a row share a hash and stand in sixteen places around the circle. The mixer is Wellons' lowbias32
+    ("Prospecting for hash functions", 2018).
     """
-    index = torch.arange(shape.numel(), device=seed.device).reshape(shape)
-    x = (index * 0x9E3779B1 + seed.long()) & _WORD
+    rows, cols = rows_cols(shape)
+    column = torch.arange(cols, device=seed.device)
+    index = torch.arange(rows, device=seed.device).unsqueeze(-1) * cols + column - column % 16
+    x = (index * HASH + seed.long()) & _WORD
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
+    x = (x ^ (x >> 16)) + phase + column % 16 * NEIGHBOUR
+    return (x & _WORD).reshape(shape)
+
+
+def noise_of_v(random: Tensor, bits: int) -> Tensor:  # int32
+    """Return the field for v of `noise`, 16 bits, as so many."""
+    field = (random >> 7).int() & 0xFFFF
+    return field >> (16 - bits) if bits < 16 else field << (bits - 16)
 
 
 def cast(

@@ -3,7 +3,7 @@
 **Split.** A float32 is 32 bits; bfloat16 is its upper 16. Rounded to 24 bits (16 of mantissa), or left whole, it splits
 by integer arithmetic into the bfloat16 weight that the model computes with and a remainder of one or two bytes:
 
-    24 bits   r = bits + 0x80;   hi = (r + 0x8000) >> 16;      remainder = (r >> 8) - (hi << 8)     in [-128, 127]
+    24 bits   r = bits + noise;  hi = (r + 0x8000) >> 16;      remainder = (r >> 8) - (hi << 8)     in [-128, 127]
               bits = (hi << 16) + (remainder << 8)             relative error at most 2^-16
     32 bits   hi = (bits + 0x8000) >> 16;                      remainder = bits - (hi << 16)        exact
 
@@ -25,11 +25,13 @@ _NAN = 0x7FC00000
 def split(
     master: Tensor,  # float32, any shape
     dtype: torch.dtype = torch.int8,  # or torch.int16: no bit is lost
+    random: Tensor
+    | None = None,  # int64 like master, the words of `fp8.noise`: dithered; without, to nearest
 ) -> tuple[Tensor, Tensor]:  # bfloat16 and `dtype`, the same shape
     """Split a float32 weight into its bfloat16 half and the remainder."""
     bits = _bits(master)
     if dtype is torch.int8:
-        rounded = bits + 0x80
+        rounded = bits + (0x80 if random is None else (random >> 24).int())
         high = (rounded + 0x8000) >> 16
         remainder = (rounded >> 8) - (high << 8)
     else:
@@ -51,7 +53,7 @@ def join(
 
 def dither(
     x: Tensor,  # float32, any shape
-    random: Tensor,  # integers like x, in [0, 2^16)
+    random: Tensor,  # int64 like x, in [0, 2^16)
 ) -> Tensor:  # bfloat16, the same shape
     """Round to one of the two nearest bfloat16 values, at random, so that the mean is `x`."""
     high = (_bits(x) + random.to(torch.int32)) >> 16

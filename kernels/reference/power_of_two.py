@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, TINY
 
-from .fp8 import cast_finite
+from .fp8 import cast_finite, encode, noise_of_v, truncate
 
 FLOAT16_MAX = 65504.0
 
@@ -38,6 +38,7 @@ def encode_tensor(
     x: Tensor,  # float32, any shape
     dtype: torch.dtype,  # torch.float8_e4m3fn or torch.float16
     lift: bool = False,  # a positive value never becomes zero in float16: it is a second moment
+    random: Tensor | None = None,  # int64 like x, the words of `noise`: dithered
 ) -> tuple[Tensor, Tensor]:  # codes: dtype, x's shape; scale: float32, 0-d
     """Quantize `x` with one power-of-two scale."""
     amax = x.abs().amax() if x.numel() else x.new_zeros(())
@@ -45,7 +46,14 @@ def encode_tensor(
     scaled = torch.where(scale.isnan(), 0.0, x / scale)  # everything decodes to NaN then
     if lift:
         scaled = torch.where(x > 0, scaled.clamp(min=2.0**-24), scaled)
-    return (cast_finite(scaled, E4M3) if dtype is E4M3.dtype else scaled.to(dtype)), scale
+    if random is None:
+        return (cast_finite(scaled, E4M3) if dtype is E4M3.dtype else scaled.to(dtype)), scale
+    if dtype is E4M3.dtype:
+        return encode(scaled, E4M3, random).view(dtype), scale
+    half = (
+        truncate(scaled.abs(), 23) + (noise_of_v(random, 13) if lift else (random >> 19).int())
+    ) >> 13
+    return torch.copysign(half.to(torch.int16).view(dtype), x), scale
 
 
 def decode_tensor(codes: Tensor, scale: Tensor) -> Tensor:

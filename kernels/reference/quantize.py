@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, LEAST_SCALE, NUDGE, TINY, MiniFloat, rows_cols, scale_shape
 
-from .fp8 import cast_finite, decode, encode, noise, sqrt_rn
+from .fp8 import cast_finite, decode, encode, sqrt_rn
 
 
 def as_blocks(x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def encode_scaled(x: Tensor, inverse: Tensor, fmt: MiniFloat) -> Tensor:
 def quantize_blocks(
     x: Tensor,  # float32, bfloat16 or float16, any shape
     fmt: MiniFloat,
-    seed: Tensor | None = None,  # int32, 0-d: round stochastically
+    random: Tensor | None = None,  # int64 like x, the words of `noise`: dithered
 ) -> tuple[Tensor, Tensor]:
     """Quantize `x` with one scale for each block of 128 elements of a row.
 
@@ -74,11 +74,12 @@ def quantize_blocks(
     if fmt.squared:
         blocks = sqrt_rn(blocks)
     scale, inverse = scale_and_inverse(blocks.abs().amax(-1), fmt)
-    if fmt.dtype is torch.uint8:
-        random = None if seed is None else as_blocks(noise(x.shape, seed))
+    if fmt.dtype is torch.uint8 or random is not None:
         # Kernels multiply once, by a factor that includes `encode`'s unit; for blocks above 2^114 it is subnormal.
         unit = 2.0 ** -(fmt.min_exponent + 14)
-        codes = encode(blocks * (inverse * (NUDGE * unit)).unsqueeze(-1) / unit, fmt, random)
+        factor = inverse * (unit if random is not None else NUDGE * unit)
+        words = None if random is None else as_blocks(random)
+        codes = encode(blocks * factor.unsqueeze(-1) / unit, fmt, words)
     else:
         codes = encode_scaled(blocks, inverse.unsqueeze(-1), fmt).view(torch.uint8)
     if fmt.squared:

@@ -27,16 +27,16 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, FORMATS, GRAD_LIMIT
 
-from .fp8 import decode, noise, sqrt_rn
+from .fp8 import decode, noise, noise_of_v, sqrt_rn
 from .master import dither, join, split
 from .power_of_two import decode_tensor, encode_tensor
 from .quantize import as_blocks, dequantize_blocks, from_blocks, quantize_blocks
 
-# Columns of `hyper`, float32, padded to 16. `apply` is 1, or 0 to leave weight and state as they are; `seed` holds the
-# bits of an int32.
+# Columns of `hyper`, float32, padded to 16. `apply` is 1, or 0 to leave weight and state as they are; `seed` and
+# `phase`, of the noise, hold the bits of int32.
 HYPER = (
     "grad_mul", "decay", "step_size", "inv_sqrt_bc2", "apply", "beta1", "gain", "beta2", "one_minus_beta2", "eps",
-    "weight_decay", "seed",
+    "weight_decay", "seed", "phase",
 )  # fmt: skip
 
 
@@ -46,8 +46,8 @@ class StepKind(NamedTuple):
     algorithm: str  # "adam", "sgd", "nesterov", "lion" or "muon"
     coupled: bool  # weight decay is added to the gradient
     m: str  # "" (none), "dense", the name of a block format, or "tensor": one power-of-two scale for all
-    v: str  # the same, or "dithered": dense, rounded stochastically
-    master: str  # "" (the weight itself), "dithered" (likewise, rounded stochastically), "split", "dense", or "tensor"
+    v: str  # the same, or "dithered": dense, dithered; codes are dithered always
+    master: str  # "" (the weight itself), "dithered" (likewise, dithered), "split", "dense", or "tensor"
 
 
 class StepTensors(NamedTuple):
@@ -67,7 +67,9 @@ class StepTensors(NamedTuple):
 
 def step(kind: StepKind, t: StepTensors, hyper: Tensor) -> None:
     """Update one tensor in place; nothing is written where `apply` is 0. `hyper`: float32 [16], see HYPER."""
-    apply, seed = hyper[4], hyper[11].view(torch.int32)
+    apply, random = hyper[4], torch.zeros((), dtype=torch.int64)
+    if {kind.m, kind.v, kind.master} - {"", "dense"}:
+        random = noise(t.weight.shape, *hyper[11:13].view(torch.int32))
     grad_mul, weight_decay = hyper[0], hyper[10]
     w = load_master(t.weight, t.master, t.master_scale)
     if t.grad_block_scale is None:
@@ -83,9 +85,9 @@ def step(kind: StepKind, t: StepTensors, hyper: Tensor) -> None:
     v = _load_moment(kind.v, t.v, t.v_scale, w.shape)
     u, m, v = update(kind.algorithm, g, m, v, hyper)
     w = u if kind.algorithm == "muon" else w * hyper[1] - hyper[2] * u
-    store_master(kind.master, t, w, apply, seed)
-    _store_moment(kind.m, t.m, t.m_scale, m, apply, seed)
-    _store_moment(kind.v, t.v, t.v_scale, v, apply, seed)
+    store_master(kind.master, t, w, apply, random)
+    _store_moment(kind.m, t.m, t.m_scale, m, apply, random)
+    _store_moment(kind.v, t.v, t.v_scale, v, apply, random)
 
 
 def update(
@@ -146,34 +148,33 @@ def _store_moment(
     scale: Tensor | None,
     value: Tensor | None,
     apply: Tensor,
-    seed: Tensor,
+    random: Tensor,
 ) -> None:
     if codes is None or value is None:
         return
     new_scale = None
     if kind == "dithered":
-        value = dither(value, noise(value.shape, seed) >> 16)
+        value = dither(value, noise_of_v(random, 16))
     elif kind == "tensor":
-        value, new_scale = encode_tensor(value, codes.dtype, codes.dtype is torch.float16)
+        value, new_scale = encode_tensor(value, codes.dtype, codes.dtype is torch.float16, random)
     elif kind != "dense":
-        fmt = FORMATS[kind]
-        value, new_scale = quantize_blocks(value, fmt, seed if fmt.stochastic else None)
+        value, new_scale = quantize_blocks(value, FORMATS[kind], random)
     write(codes, value, apply)
     write(scale, new_scale, apply)
 
 
-def store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, seed: Tensor) -> None:
+def store_master(kind: str, t: StepTensors, w: Tensor, apply: Tensor, random: Tensor) -> None:
     """Write the float32 weight `w` to the weight and its master."""
     master, new_scale = w, None
     if kind == "split":
         assert t.master is not None
-        w, master = split(w, t.master.dtype)
+        w, master = split(w, t.master.dtype, random)
     elif kind == "tensor":
         assert t.master is not None
-        master, new_scale = encode_tensor(w, t.master.dtype)
+        master, new_scale = encode_tensor(w, t.master.dtype, random=random)
         w = decode_tensor(master, new_scale)  # the weight is rounded from the stored master
     elif kind == "dithered":
-        w = dither(w, noise(w.shape, seed) & 0xFFFF)
+        w = dither(w, random >> 16)
     write(t.weight, w, apply)
     write(t.master, master, apply)
     write(t.master_scale, new_scale, apply)

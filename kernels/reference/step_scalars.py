@@ -20,9 +20,15 @@ from torch import Tensor
 
 from fp8stack.formats import GRAD_LIMIT
 
+from .fp8 import HASH
+
 # Adam's epsilon counts as at least this, so that a zero moment is divided by more than zero. Every root of a positive
 # float32 is larger.
 LEAST_EPS = 2.0**-126
+
+TURNS = (0x9E3779B9, 0xBB67AE85, 0x6A09E667)
+"""How far a step moves the noise of v, m and weights around a circle of 2^32: by the golden ratio, and the roots of 3
+and 2. No multiple of them comes near a whole circle soon, so gradients may repeat themselves every few steps."""
 
 
 def scalars(
@@ -32,7 +38,7 @@ def scalars(
     steps: Tensor,  # float32 [parameters]; updated
     verdict: Tensor,  # float32 [5], see above
     skipped: Tensor,  # float32, 0-d; updated
-    index: Tensor,  # int32 [parameters]: gives each parameter noise of its own
+    seed: Tensor,  # int32 [parameters]: gives each parameter noise of its own, see `seed_of`
 ) -> Tensor:  # float32 [parameters, 16]
     """Return the scalars of every parameter, and count the step or the skip."""
     unscale, max_norm, norm, largest, found_inf = verdict.double().unbind()
@@ -61,8 +67,19 @@ def scalars(
     ]
     for i, column in enumerate(columns):
         hyper[:, i] = column.float()
-    # Not the multipliers of `noise`: with those a step would repeat the last step's noise, moved by one element.
-    seed = (count.long() * 0xC2B2AE3D + index.long() * 0x85EBCA77) & 0xFFFFFFFF
-    seed = torch.where(seed >= 2**31, seed - 2**32, seed).to(torch.int32)
-    hyper[:, 11] = seed.view(torch.float32)
+    phase = phase_of(count.long())
+    for i, word in ((11, seed), (12, phase << 32 >> 32)):
+        hyper[:, i] = word.to(torch.int32).view(torch.float32)
     return hyper
+
+
+def seed_of(number: int, first: int) -> int:
+    """Return the seed, int32, of a parameter, of which the element number `first` of the whole is the first here."""
+    # Not the hash's multiplier for parameters too: their noise would be the same, moved by one element.
+    return (number * 0x85EBCA77 + first * HASH + 2**31) % 2**32 - 2**31
+
+
+def phase_of(step: Tensor) -> Tensor:  # int64
+    """Return what is added to all noise in a step: in each field the step times an irrational part of the circle."""
+    v, m, w = (step * turn & 0xFFFFFFFF for turn in TURNS)
+    return (w >> 24 << 24) + (v >> 16 << 7) + (m >> 26)

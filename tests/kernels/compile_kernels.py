@@ -339,7 +339,7 @@ def inspect(ptx):
     A product with zero that is added, which makes infinities NaN, changes no others: it is counted as itself.
     """
     patterns = {
-        "fused": r"\bfma\.(?!rn\.f32 [^,]+, [^,]+, 0f00000000,)",
+        "fused": r"\bfma\.(?!rz|rn\.f32 [^,]+, [^,]+, 0f00000000,)",  # rz: of a power of two, in `pack_unsigned`
         "spoiling": r"\bfma\.rn\.f32 [^,]+, [^,]+, 0f00000000,",
         "flushing": r"\.ftz\b",
         "approximate": r"\.(approx|full)\b",

@@ -17,8 +17,8 @@ from fp8stack.kernels.reference import fp8, master, power_of_two, quantize
 
 STATE_FORMATS = [f for f in FORMATS.values() if f is not E5M2]
 ALL = pytest.mark.parametrize("fmt", STATE_FORMATS, ids=[f.name for f in STATE_FORMATS])
-STOCHASTIC = [f for f in STATE_FORMATS if f.stochastic]
 LAUNCH = {"num_warps": 2, "enable_fp_fusion": False}  # as a step is launched
+DITHERED = pytest.mark.parametrize("dithered", [False, True], ids=["nearest", "dithered"])
 FAST = pytest.mark.parametrize(
     "fast", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["exact", "fast"]
 )
@@ -34,12 +34,18 @@ def _decode_kernel(codes_ptr, scale_ptr, out_ptr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _encode_kernel(
-    x_ptr, random_ptr, codes_ptr, scale_ptr, FORMAT: tl.constexpr, FAST: tl.constexpr
+    x_ptr,
+    random_ptr,
+    codes_ptr,
+    scale_ptr,
+    FORMAT: tl.constexpr,
+    FAST: tl.constexpr,
+    DITHERED: tl.constexpr,
 ):
     block = tl.program_id(0) * 8 + tl.arange(0, 8)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     random = tl.load(random_ptr + at).to(tl.uint32, bitcast=True)
-    code, scale = state_codecs.encode_state(tl.load(x_ptr + at), random, FORMAT, FAST)
+    code, scale = state_codecs.encode_state(tl.load(x_ptr + at), random, FORMAT, FAST, DITHERED)
     tl.store(codes_ptr + at, code)
     tl.store(scale_ptr + block, scale)
 
@@ -61,9 +67,10 @@ def _join_kernel(weight_ptr, low_ptr, out_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _split_kernel(x_ptr, high_ptr, low_ptr, WIDE: tl.constexpr, SIZE: tl.constexpr):
+def _split_kernel(x_ptr, random_ptr, high_ptr, low_ptr, WIDE: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    high, low = state_codecs.split(tl.load(x_ptr + at), WIDE)
+    random = tl.load(random_ptr + at).to(tl.uint32, bitcast=True)
+    high, low = state_codecs.split(tl.load(x_ptr + at), random, WIDE)
     tl.store(high_ptr + at, high)
     tl.store(low_ptr + at, low)
 
@@ -103,24 +110,37 @@ def test_every_code_decodes_with_any_scale_as_in_the_reference(fmt, kernel_devic
     assert_same_bits(out, fp8.decode(codes, fmt) * scale[:, None])
 
 
+def as_int32(words):
+    """Return the bits of `words`, int64 in [0, 2^32)."""
+    return (words << 32 >> 32).to(torch.int32)
+
+
 def encode_on_device(x, random, fmt, fast, device):
-    """Return codes and scales of `x` [blocks, 128], a multiple of 8 blocks."""
+    """Return codes and scales of `x` [blocks, 128], a multiple of 8 blocks; to nearest where `random` is None."""
     codes = torch.empty(x.shape, dtype=torch.uint8, device=device)
     scale = torch.empty(len(x), device=device)
-    words = torch.where(random >= 2**31, random - 2**32, random).to(torch.int32)
+    words = torch.zeros(x.shape, dtype=torch.int64) if random is None else random
     _encode_kernel[(len(x) // 8,)](
-        x.to(device), words.to(device), codes, scale, fmt.name, fast, **LAUNCH
+        x.to(device),
+        as_int32(words).to(device),
+        codes,
+        scale,
+        fmt.name,
+        fast,
+        random is not None,
+        **LAUNCH,
     )
     return codes.cpu(), scale.cpu()
 
 
 def encode_roots(x, random, fmt):
     """Return what the reference makes of roots `x`: codes one a byte, and scales."""
-    if fmt.dtype is torch.uint8:
+    if fmt.bits == 4:
         scale, inverse = quantize.scale_and_inverse(x.abs().amax(-1), fmt)
-        codes = fp8.encode(x * (inverse * NUDGE)[:, None], fmt, random if fmt.stochastic else None)
+        inverse = inverse * NUDGE if random is None else inverse
+        codes = fp8.encode(x * inverse[:, None], fmt, random)
     else:
-        codes, scale = quantize.quantize_blocks(x, replace(fmt, squared=False))
+        codes, scale = quantize.quantize_blocks(x, replace(fmt, squared=False), random)
         codes, scale = codes.view(torch.uint8), scale.flatten()
     if fmt.squared:
         codes = torch.where(x > 0, codes.clamp(min=1), codes)
@@ -138,15 +158,16 @@ def blocks_of(values, fmt):
 
 @ALL
 @FAST
+@DITHERED
 def test_grid_midpoints_and_neighbours_encode_as_in_the_reference(
-    fmt, fast, kernel_device, special_values
+    fmt, fast, dithered, kernel_device, special_values
 ):
     """A scale of 1 is exact, its reciprocal too, so approximate arithmetic gives the same codes here."""
     values = special_values(fmt)
     values = values[values.abs() <= fmt.max]
     x = blocks_of(torch.cat([values, values.flip(0)]), fmt)
     assert ((fmt.max * torch.tensor(1 / fmt.max)) == 1).all()
-    random = fp8.noise(x.shape, torch.tensor(9, dtype=torch.int32))
+    random = fp8.noise(x.shape, *torch.tensor([9, 3], dtype=torch.int32)) if dithered else None
     codes, scale = encode_on_device(x, random, fmt, fast, kernel_device)
     expected_codes, expected_scale = encode_roots(x, random, fmt)
     assert_same_bits(scale, expected_scale, "scale")
@@ -154,7 +175,10 @@ def test_grid_midpoints_and_neighbours_encode_as_in_the_reference(
 
 
 @ALL
-def test_values_of_every_exponent_encode_as_in_the_reference(fmt, kernel_device, random_bits):
+@DITHERED
+def test_values_of_every_exponent_encode_as_in_the_reference(
+    fmt, dithered, kernel_device, random_bits
+):
     """Up to 2^100 (see test_triton.py), sorted too; zeros and negative zeros, and blocks of either alone."""
     x = random_bits(64 * 128).clamp(-(2.0**100), 2.0**100).reshape(64, 128)
     x[16:32] = x[16:32].flatten().sort().values.reshape(16, 128)
@@ -163,7 +187,7 @@ def test_values_of_every_exponent_encode_as_in_the_reference(fmt, kernel_device,
     x[:, 4::9] = -0.0
     x[7], x[15] = 0, -0.0
     x = x.abs() if fmt.squared else x
-    random = fp8.noise(x.shape, torch.tensor(-5, dtype=torch.int32))
+    random = fp8.noise(x.shape, *torch.tensor([-5, 7], dtype=torch.int32)) if dithered else None
     codes, scale = encode_on_device(x, random, fmt, False, kernel_device)
     expected_codes, expected_scale = encode_roots(x, random, fmt)
     assert_same_bits(scale, expected_scale, "scale")
@@ -183,13 +207,13 @@ def test_block_that_is_not_finite_has_scale_nan(fmt, fast, bad, kernel_device):
     assert codes[~scale.isnan()].ne(0).float().mean() > 0.8
 
 
-@pytest.mark.parametrize("fmt", STOCHASTIC, ids=[f.name for f in STOCHASTIC])
-def test_stochastic_codes_are_the_references_for_every_noise(fmt, kernel_device):
+@ALL
+def test_dithered_codes_are_the_references_for_every_noise(fmt, kernel_device):
     """Values on a grid of 64 steps between the codes, with noise that covers its range."""
     values = grid(fmt).float()
     between = values[:-1, None] + (values[1:] - values[:-1])[:, None] * torch.arange(64) / 64
     x = blocks_of(between.flatten().repeat(8), fmt)
-    for word in (0, 1, 2**22 - 1, 2**22, 2**31 - 1, 2**31, 2**32 - 1):
+    for word in (0, 1, 63, 64, 2**7, 2**22, 2**23 - 1, 2**23, 2**32 - 1):
         random = torch.full(x.shape, word)
         codes, _ = encode_on_device(x, random, fmt, False, kernel_device)
         assert_same_bits(codes, encode_roots(x, random, fmt)[0])
@@ -233,8 +257,11 @@ def test_every_upper_half_splits_as_in_the_reference(low, wide, kernel_device):
     high = torch.empty(65536, dtype=torch.int16, device=kernel_device)
     rest = torch.empty(65536, dtype=dtype, device=kernel_device)
     on_device = x.view(torch.int32).to(kernel_device).view(torch.float32)
-    _split_kernel[(65536 // SIZE,)](on_device, high, rest, wide, SIZE, **LAUNCH)
-    expected = master.split(x, dtype)
+    random = fp8.noise(x.shape, *torch.tensor([low, 5], dtype=torch.int32))
+    _split_kernel[(65536 // SIZE,)](
+        on_device, as_int32(random).to(kernel_device), high, rest, wide, SIZE, **LAUNCH
+    )
+    expected = master.split(x, dtype, random)
     assert_same_bits(high.view(torch.bfloat16), expected[0], "weight")
     assert_same_bits(rest.cpu()[~x.isnan()], expected[1][~x.isnan()], "remainder")
     joined = master.join(high.cpu().view(torch.bfloat16), rest.cpu())
@@ -261,16 +288,18 @@ def test_every_weight_joins_any_remainder_as_in_the_reference(low, wide, kernel_
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 12345, -(2**31), 2**31 - 1])
 def test_noise_and_dither_are_the_references(seed, kernel_device, random_bits):
-    word = torch.tensor(seed, dtype=torch.int32)
+    word, phase = torch.tensor([[seed], [0x12345678]], dtype=torch.int32)
     x = torch.cat([random_bits(1536), torch.randn(510), torch.tensor([torch.nan, torch.inf])])
     index = torch.arange(2048)
     words = torch.empty(2048, dtype=torch.int64, device=kernel_device)
     out = torch.empty(2048, dtype=torch.int16, device=kernel_device)
     _dither_kernel[(2,)](
-        x.to(kernel_device), index.to(kernel_device), word.view(torch.float32).to(kernel_device),
-        words, out, **LAUNCH,
+        x.to(kernel_device), (index - index % 16).to(kernel_device),
+        word.view(torch.float32).to(kernel_device), words, out, **LAUNCH,
     )  # fmt: skip
-    expected = fp8.noise(x.shape, word)
+    first = fp8.noise(x.shape, word, phase * 0)
+    expected = (first - index % 16 * fp8.NEIGHBOUR) % 2**32
+    assert torch.equal(fp8.noise(x.shape, word, phase), (first + phase) % 2**32)
     assert torch.equal(words.cpu(), expected)
     assert_same_bits(out.view(torch.bfloat16), master.dither(x, expected & 0xFFFF))
 

@@ -20,7 +20,7 @@ def each(is_meant):
 
 
 OWN = each(lambda fmt: fmt.dtype is torch.uint8)
-STOCHASTIC = each(lambda fmt: fmt.stochastic)
+STATES = each(lambda fmt: fmt.name != "e5m2")
 
 
 def value_of(code, name):
@@ -135,8 +135,8 @@ def test_code_of_nan_is_zero_in_formats_that_have_none(fmt):
 # --- stochastic rounding
 
 
-def random_words(shape, seed):
-    return noise(torch.Size(shape), torch.tensor(seed, dtype=torch.int32))
+def random_words(shape, seed, phase=0):
+    return noise(torch.Size(shape), *torch.tensor([seed, phase], dtype=torch.int32))
 
 
 def position(x, fmt):
@@ -148,7 +148,7 @@ def position(x, fmt):
     return lower + (x.double().abs() - values[lower]) / (values[lower + 1] - values[lower])
 
 
-@OWN
+@STATES
 def test_noise_rounds_to_one_of_the_codes_on_either_side(fmt, special_values):
     x = torch.cat([torch.rand(4000) * fmt.max, special_values(fmt)])
     x = x.abs()[x.abs() <= fmt.max]
@@ -161,33 +161,40 @@ def test_noise_rounds_to_one_of_the_codes_on_either_side(fmt, special_values):
             assert torch.equal(negative.double(), code + sign_bit(fmt))
 
 
-@STOCHASTIC
+@STATES
 def test_a_value_goes_up_for_its_fraction_of_all_noise(fmt, special_values):
-    """With 2^14 equally spaced words for noise the share of codes that go up is the fraction to 2^-12.
+    """With 2^14 equally spaced values of noise the share of codes that go up is the fraction to 2^-11; 2^-6 for m.
 
     An error of 2^-9 is too much: a value that is decoded and encoded again lies a hair above or below its code, and
     would leave it once in 512 steps, as fast as a second moment with beta2 = 0.999 decays.
     """
     x = torch.cat([torch.rand(150) * fmt.max, special_values(fmt)])
     x = x.abs()[x.abs() <= fmt.max]
-    words = (torch.arange(2**14) << 18) + 2**17
+    words = torch.arange(64) if fmt.signed else (torch.arange(2**14) << 9) + 2**8
     codes = encode(x[:, None].expand(-1, len(words)), fmt, words.expand(len(x), -1))
-    assert (codes.double().mean(1) - position(x, fmt)).abs().max() < 2.0**-12
+    assert (codes.double().mean(1) - position(x, fmt)).abs().max() < (
+        0.016 if fmt.signed else 2.0**-11
+    )
 
 
-@pytest.mark.parametrize("bits", [(0, 32), (16, 16), (0, 16), (23, 9)], ids=str)
-def test_noise_is_uniform_and_independent_of_neighbours_and_seeds(bits):
-    """For all the bits that are used somewhere: 16 for bfloat16, the top ones for 4-bit codes."""
+@pytest.mark.parametrize("bits", [(7, 16), (0, 6), (24, 8), (16, 16)], ids=str)
+def test_noise_is_uniform_and_independent_of_seeds_and_other_sixteens(bits):
+    """For all the bits that are used somewhere: for v, m, masters of 24 bits and weights of 16."""
     shift, width = bits
     n, seeds = 50_000, [0, 1, 2, 3, 12345, -(2**31), 2**31 - 1]
-    draws = torch.stack([random_words((n,), s) for s in seeds])
-    uniform = ((draws >> shift) & (2**width - 1)).double() / 2**width - 0.5
+    words = torch.stack([random_words((16 * n,), s, 0x1ABCDEF0) for s in seeds]).view(
+        len(seeds), n, 16
+    )
+    around = ((words >> shift) % 2**width).sort(-1).values.diff() / 2**width
+    assert (around - 1 / 16).abs().max() < 2 / 64  # sixteen neighbours stand around the circle
+    draws = words[..., 5]
+    uniform = (((draws >> shift) & (2**width - 1)).double() + 0.5) / 2**width - 0.5
     assert (uniform.mean(1).abs() < 5 * 12**-0.5 / n**0.5).all()
     assert (uniform.square().mean(1) * 12 - 1).abs().max() < 0.03
     normal = uniform / uniform.norm(dim=1, keepdim=True)
     correlation = normal @ normal.T - torch.eye(len(seeds))
     assert correlation.abs().max() < 5 / n**0.5
-    for lag in (1, 2, 128):
+    for lag in (1, 2, 8):
         assert (normal[:, lag:] * normal[:, :-lag]).sum(1).abs().max() < 5 / n**0.5
 
 

@@ -35,14 +35,14 @@ class Scalars:
         self.active[:1] = True
         steps = torch.randint(1, 10_000, (count,)) * (torch.rand(count) < 0.8)
         self.steps = torch.zeros(count) if first_step else steps.float()
-        self.index = torch.randperm(count + 7)[:count].int()
+        self.seed = torch.randperm(count + 7)[:count].int()
         self.groups = torch.tensor(GROUPS, dtype=torch.float64)
 
     def reference(self, algorithm, verdict, skipped=0.0):
         """Return hyper, steps and the count of skips."""
         steps, count = self.steps.clone(), torch.tensor(skipped)
         hyper = reference.scalars(
-            algorithm, self.groups[self.group_of.long()], self.active, steps, verdict, count, self.index
+            algorithm, self.groups[self.group_of.long()], self.active, steps, verdict, count, self.seed
         )  # fmt: skip
         return hyper, steps, count
 
@@ -53,7 +53,7 @@ class Scalars:
         table[:, COLUMN["grad"]] *= self.active.to(device)
         hyper = torch.full((n + 1, 16), -7.0, device=device)
         triton_scalars.scalars(
-            algorithm, table, self.groups.to(device), self.group_of.to(device), self.index.to(device),
+            algorithm, table, self.groups.to(device), self.group_of.to(device), self.seed.to(device),
             steps, verdict.to(device), count, hyper[:n],
         )  # fmt: skip
         assert hyper[n].eq(-7).all(), "wrote beyond the last parameter"
@@ -161,7 +161,7 @@ def test_kernel_gives_the_references_scalars(algorithm, count, first_step, kerne
                 assert torch.allclose(
                     hyper[:, column], expected[:, column], rtol=2.0**-22, atol=0
                 ), name
-            elif name == "seed":
+            elif name in ("seed", "phase"):
                 seeds = hyper[:, column].contiguous().view(torch.int32)
                 assert torch.equal(seeds, expected[:, column].contiguous().view(torch.int32))
             else:
@@ -171,25 +171,47 @@ def test_kernel_gives_the_references_scalars(algorithm, count, first_step, kerne
 # --- noise of a step
 
 
-def seeds_of(count, steps):
-    """Return the seed of each of `count` parameters at each of `steps` steps."""
+def noise_of_steps(count, steps):
+    """Return (seed, phase), int32 [count] both, of `count` parameters at each of `steps` steps."""
     x = Scalars(count, first_step=True)
-    x.index, x.active = torch.arange(count, dtype=torch.int32), torch.ones(count, dtype=torch.bool)
-    seeds = []
+    x.seed = torch.tensor([reference.seed_of(i, 0) for i in range(count)], dtype=torch.int32)
+    x.active = torch.ones(count, dtype=torch.bool)
+    found = []
     for _ in range(steps):
         hyper, x.steps, _ = x.reference("adam", verdict_of())
-        seeds.append(hyper[:, HYPER.index("seed")].contiguous().view(torch.int32))
-    return torch.stack(seeds)
+        found.append([hyper[:, i].contiguous().view(torch.int32) for i in (11, 12)])
+    return found
 
 
-def test_every_parameter_has_its_own_seed_at_every_step():
-    assert len(seeds_of(50, 100).unique()) == 5000
+def test_every_parameter_has_its_own_seed_and_every_step_its_phase():
+    found = noise_of_steps(50, 100)
+    assert all(torch.equal(seed, found[0][0]) for seed, _ in found)
+    assert len(found[0][0].unique()) == 50
+    assert len(torch.stack([phase[0] for _, phase in found]).unique()) == 100
+
+
+@pytest.mark.parametrize(("shift", "width"), [(7, 16), (0, 6), (24, 8)], ids=["v", "m", "weight"])
+def test_what_an_element_is_rounded_with_goes_around_in_equal_parts(shift, width):
+    """In any run of steps each part of the circle has its share, to six steps; of white noise, to thirty."""
+    words = [noise(torch.Size([300]), seed[0], phase[0]) for seed, phase in noise_of_steps(1, 400)]
+    at = ((torch.stack(words) >> shift) % 2**width).double() / 2**width
+    for start, count in ((0, 400), (100, 50), (7, 233)):
+        for part in (0.1, 0.5, 0.75):
+            below = (at[start : start + count] < part).sum(0)
+            assert (below - part * count).abs().max() < 6, (
+                f"{count} steps from {start}, below {part}"
+            )
 
 
 def test_noise_of_a_step_is_not_that_of_another_moved_by_a_few_elements():
     """A hash of index × constant + seed repeats itself, moved, where seeds differ by multiples of the constant."""
-    seeds = seeds_of(3, 4).flatten()
-    words = torch.stack([noise(torch.Size([300]), seed) for seed in seeds])
+    words = torch.stack(
+        [
+            noise(torch.Size([300]), seed[i], phase[i])
+            for seed, phase in noise_of_steps(3, 4)
+            for i in range(3)
+        ]
+    )
     for i in range(len(words)):
         for j in range(len(words)):
             for lag in range(9):
