@@ -38,7 +38,7 @@ from .errors import (
     did_you_mean,
 )
 from .kernels.ops import kernel_backend
-from .levels import Recipe, recipe_for
+from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
@@ -53,6 +53,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that are initialized; copies of them are not."""
+INEXACT = (
+    "LBFGS makes its steps from differences between gradients, and FP8 products and gradients are too coarse for that. "
+    'Use another optimizer, or opt_level="O0" with compute="bf16"'
+)
 _KEPT = "_fp8stack_session"
 """Model attribute that holds the `Session`. A module-level dict would keep models alive, since hooks refer to them."""
 
@@ -84,7 +88,8 @@ def initialize(
         ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then.
         UnsupportedDeviceError: a fallback under `strict`, or a device that the level cannot run on at all.
     """
-    if not enabled:
+    check_choice("strict", strict, (False, True, None))
+    if not check_choice("enabled", enabled, (False, True, None)):
         return model, optimizer
     recipe = recipe_for(opt_level, preset, **overrides)
     session = carry_out(model, optimizer, decide(model, optimizer, recipe, strict))
@@ -122,13 +127,18 @@ def decide(
     planned_for: the device that a model on the meta device is planned for.
     """
     known, sharded = model in _MODELS, gathered_on is not None
-    home = conversion.check_model(model, recipe, known, sharded, planned_for is not None)
+    planned = planned_for is not None
+    home = conversion.check_model(model, recipe, known, sharded, planned, optimizer)
     device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
     places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
     fallbacks += conflicts.idle_options(recipe, *places)
+    if isinstance(optimizer, torch.optim.LBFGS) and (
+        compute != "bf16" or recipe.gradients == "fp8"
+    ):
+        fallbacks.append(INEXACT)
     recipe, replaced = choose_stepper(recipe, optimizer, device)
     skipped, idle = skipped_modules(model, recipe, sharded)
     fallbacks += [*replaced, *idle]
@@ -142,7 +152,8 @@ def decide(
     layers = choose_layers(model, stored, skipped, quantized, compute)
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
-        fallbacks.append(f"{told}: {missing[:3]}")
+        more = conversion.one_call_each(model, [optimizer])
+        fallbacks.append(f"{told}: {missing[:3]}.{more}".removesuffix("."))
     fallbacks += [*notes, layers.too_little] if compute != "bf16" and layers.too_little else notes
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")

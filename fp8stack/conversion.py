@@ -7,9 +7,10 @@ nothing, and functions that change check nothing: `api.py` calls all checks befo
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -56,6 +57,7 @@ def check_model(
     initialized: bool = True,
     sharded: bool = False,
     planned: bool = False,
+    optimizer: Any = None,
 ) -> torch.device:
     """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
 
@@ -73,7 +75,8 @@ def check_model(
         remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
         if not initialized:
             remedy = f"Restore the model that it was initialized in, if it is part of one. {COPIED}"
-        raise ModelError(f"{done} is already converted by fp8stack. {remedy}")
+        more = one_call_each(model, [optimizer])
+        raise ModelError(f"{done} is already converted by fp8stack. {remedy}{more}")
     # Tensor parallelism's parameters are left to torch, see `convert.skipped_modules`.
     classes = {k.__name__ for module in model.modules() for k in type(module).__mro__}
     sharded = sharded or "FSDPModule" not in classes
@@ -92,8 +95,9 @@ def check_model(
     for name, module in model.named_modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if embeds and module.sparse and recipe.gradients == "fp8":
-            told = f"{name} is {type(module).__name__}(sparse=True), and FP8 gradients are dense"
-            raise ModelError(f'{told}. Use sparse=False, or initialize with gradients="keep".')
+            kind = f"{name or 'the model'} is {type(module).__name__}(sparse=True)"
+            told = f"{kind}, and FP8 gradients are dense"
+            raise ModelError(f'{told}. Use sparse=False, or opt_level="O0".')
     return next(iter(devices))
 
 
@@ -127,7 +131,9 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
     """Raise if `optimizer` does not fit the model or the recipe; return the trainable parameters it does not own."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
-        raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {kind}.")
+        several = list(optimizer) if isinstance(optimizer, (list, tuple)) else []
+        told = f"optimizer must be a torch.optim.Optimizer, got {kind}."
+        raise ModelError(told + one_call_each(model, several))
     for index, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             raise ModelError(f"parameter group {index} of the optimizer is empty. Leave it out.")
@@ -144,6 +150,22 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
     if recipe.states != "keep" and isinstance(optimizer, BlockwiseOptimizer):
         _check_formats(optimizer, recipe)
     return missing
+
+
+def one_call_each(model: nn.Module, optimizers: Iterable[Any]) -> str:
+    """Return, where optimizers train parts of a model, the calls to make for these; else an empty string."""
+    calls = []
+    for optimizer in optimizers:
+        groups = getattr(optimizer, "param_groups", [])
+        owned = {p for group in groups for p in group["params"]}
+        paths = [name.split(".")[:-1] for name, p in model.named_parameters() if p in owned]
+        # of lists it compares the elements
+        if not (shared := os.path.commonprefix(paths)):  # noqa: RUF071
+            return ""
+        part = "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in shared)
+        calls.append(f"initialize(model{part}, its {type(optimizer).__name__})")
+    several = " If several optimizers train the model, call initialize once for each part instead: "
+    return f"{several}{', '.join(calls)}." if calls else ""
 
 
 def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:

@@ -191,11 +191,11 @@ def skipped_modules(
 
 def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
     """Return why this Linear cannot run FP8 GEMMs and what to do about it, or an empty string."""
+    weight = module._parameters.get("weight")
+    if weight is None:  # such a module may be of a class of its own
+        return "its weight is computed (weight_norm, ...); remove that before initialize"
     if type(module) is not nn.Linear:
         return f"is a {type(module).__name__}, a subclass of nn.Linear that may use its weight otherwise"
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return "its weight is computed (weight_norm, ...); remove that before initialize"
     if kind := not_plain(weight):
         return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
     if "forward" in vars(module):

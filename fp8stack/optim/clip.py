@@ -25,6 +25,7 @@ from .step import gradient_parts
 
 
 @torch.no_grad()
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -51,11 +52,13 @@ def clip_grad_norm_(
         The total norm, float32, 0-d, on the device of the first gradient.
 
     Raises:
-        ConfigError: for a negative or NaN `max_norm`.
+        ConfigError: for a negative or NaN `max_norm`, or a `norm_type` that is no number.
         RuntimeError: for `error_if_nonfinite`; nothing is changed.
     """
     number = float(max_norm) if isinstance(max_norm, Tensor) else max_norm
     max_norm = check_number("max_norm", number, most=math.inf)
+    power = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
+    norm_type = check_number("norm_type", power, -math.inf, math.inf)
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     parameters = [p for p in parameters if p.grad is not None and p.grad.numel()]
     grads = [p.grad for p in parameters if p.grad is not None]

@@ -122,6 +122,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # it launches kernels of its own: nothing to compile
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; nothing at all if any gradient is not finite.
 

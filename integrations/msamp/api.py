@@ -6,6 +6,9 @@
 | O2     | O2       | bfloat16 weight 2, its next 8 bits 1, FP8 gradient 1.03, 8-bit states 2.06 (2 + 1 + 3)  |
 | O3     | O2       | the same, with a warning; FP8 layers cast a weight in its forward (MS-AMP: 1 + 2 + 1 + 3)  |
 
+O1 of a model in 16 bits keeps float32 states and a 24-bit master beside bfloat16 weights, where MS-AMP kept float32
+states and scaled float16 weights: 16 bits alone would lose most updates.
+
 Parameters stay what they are: tied weights stay tied, frozen ones frozen, and `state_dict()` has tensors. Linear layers
 with `use_fp32_linear = True` are left alone altogether. As in MS-AMP, all ranks get the weights of rank 0, and a model
 on the CPU of a machine with a GPU is moved there.
@@ -90,6 +93,9 @@ def initialize(
     share_weights(model)
     options: dict[str, Any] = {"skip": fp32_linears(model)}
     level = "O1" if opt_level == "O1" else "O2"
+    trained = [p.dtype for p in model.parameters() if p.requires_grad]
+    if level == "O1" and {torch.float16, torch.bfloat16} & {*trained}:
+        options |= {"states": "fp32", "master": "split24", "optimizer_backend": "fp8stack"}
     if level == "O2":  # bitsandbytes' could not be given MS-AMP's methods
         options["optimizer_backend"] = "fp8stack"
     model, stepped = fp8stack.initialize(model, optimizer, level, **options)

@@ -20,12 +20,11 @@ from typing import Any
 
 from fp8stack.errors import ConfigError
 from fp8stack.integrations.deepspeed import Handle
-from fp8stack.optim import clip_grad_norm_
 
 from . import deepspeed
 from .api import FsdpReplacer, LinearReplacer, initialize, opt_levels
 from .collectives import FP8FullyShardedDataParallel
-from .optimizers import DSAdam, FSDPAdam, LBAdam, LBAdamW
+from .optimizers import DSAdam, FSDPAdam, LBAdam, LBAdamW, clip_grad_norm_
 
 VERSION = "0.4.0"
 """The version of MS-AMP whose names these are."""

@@ -12,6 +12,7 @@ keep float32 states. L2 decay is part of the gradient that the moments see, as i
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any, ClassVar
 
@@ -104,6 +105,14 @@ class FSDPAdam(LBAdam):
         super().__init__(*args, **options)
         if self.states == "fp8-lm":
             self.states = "8bit"
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Clip as `fp8stack.optim.clip_grad_norm_`; as in MS-AMP, a `max_norm` of 0 or less only measures."""
+    limit = max_norm if max_norm > 0 else math.inf
+    return optim.clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite)
 
 
 COUNTERPARTS: dict[type, type[LowBitOptimizer]] = {optim.AdamW: LBAdamW, optim.Adam: LBAdam}

@@ -430,6 +430,41 @@ def prepare_with_accelerate(rank):
     assert max(norms) < 10  # 65536 times more with accelerate's scale
 
 
+@pytest.mark.parametrize("limit", [0.0, -1.0])
+def test_a_norm_of_0_does_not_clip(msamp, limit):
+    model = msamp.nn.LinearReplacer.replace(build())
+    model(inputs(0)).square().sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    norm = msamp.clip_grad_norm_(model.parameters(), limit)
+    assert norm > 1
+    for p, own in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.grad + 0, own + 0)
+    msamp.nn.clip_grad_norm_(model.parameters(), 1.0)
+    assert msamp.clip_grad_norm_(model.parameters(), 1.0) < 1.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_o1_of_a_model_in_16_bits_keeps_float32_states_and_masters(msamp, dtype):
+    losses = {}
+    for kind in (torch.float32, dtype):
+        model = build().to(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        model, optimizer = msamp.initialize(model, optimizer, "O1")
+        losses[kind] = []
+        for step in range(60):
+            x = inputs(step).to(kind)
+            loss = (model(x) - x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[kind].append(loss.detach())
+    state = optimizer.state[model[0].weight]
+    assert state["exp_avg_sq"].dtype is F32
+    assert "remainder" in state
+    start, end = losses[torch.float32][0], losses[torch.float32][-1]
+    assert losses[dtype][-1] - end < 0.05 * (start - end)
+
+
 # --- DeepSpeed
 
 

@@ -334,3 +334,28 @@ def test_schedulers_drive_the_optimizers_as_they_drive_torchs(scheduler, name, t
         seen = [[row[:2] for row in values] for values in seen]
     assert seen[1:] == seen[:1] * 3
     assert len({row[0] for row in seen[0]}) > 1  # it does change
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon", "RMSprop", "NAdam"])
+def test_a_compiled_step_and_clip_do_what_they_do_eagerly(level, kind):
+    if not hasattr(torch.optim, kind) or (level == "O2" and kind in ("RMSprop", "NAdam")):
+        pytest.skip("is not in this torch, or not at O2")
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(64, 64, bias=False)
+        optimizer = getattr(torch.optim, kind)(layer.parameters(), lr=1e-2)
+        layer, optimizer = fp8stack.initialize(layer, optimizer, level, min_numel=64)
+
+        def step(optimizer=optimizer, layer=layer):
+            fp8stack.optim.clip_grad_norm_(layer.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(step, backend="eager") if compiled else step
+        for _ in range(2):
+            layer(torch.randn(16, 64)).square().mean().backward()
+            step()
+        weights.append(layer.weight)
+    torch.testing.assert_close(*weights, rtol=0, atol=0 if kind in ("SGD", "Muon") else 1e-6)
