@@ -305,7 +305,7 @@ def test_layers_are_chosen_with_reasons():
     assert report.converted == ["fits"]
     for name, reason in {
         "narrow": "out_features 130 is not a multiple of 16", "head": 'matches skip="head"',
-        "block.linear1": "reads the weights", "weird": "subclass",
+        "block.linear1": "reads the weights", "weird": "its weight is computed",
     }.items():  # fmt: skip
         assert reason in report.skipped[name]
     assert "make it 144" in report.skipped["narrow"]
