@@ -260,7 +260,6 @@ class BlockwiseOptimizer(StatefulOptimizer):
         except ConfigError:
             self.param_groups.pop()
             raise
-        self._group_formats.clear()
         if self.release is not None:
             self.release.attach(self.param_groups[-1]["params"])
         if self.on_new_parameters is not None:
@@ -292,17 +291,34 @@ class BlockwiseOptimizer(StatefulOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return state and groups as torch does, without hooks and listeners, which belong to this process."""
         self.wait_for_offloaded()
-        own = ("states", "master", "min_numel", "overrides", "max_grad_norm", "offload", "portable")
+        own = (
+            "states",
+            "master",
+            "min_numel",
+            "overrides",
+            "max_grad_norm",
+            "offload",
+            "portable",
+            "_group_formats",
+        )
         mine = {name: getattr(self, name) for name in own}
-        mine["state"] = {p: dict(entry) for p, entry in self.state.items()}
+        # pickle itself, without torch.save, writes float8 tensors that it cannot read (torch 2.13)
+        eight = torch.float8_e4m3fn
+        mine["state"] = {
+            p: {k: (v.view(torch.uint8), eight) if getattr(v, "dtype", 0) is eight else v for k, v in entry.items()}
+            for p, entry in self.state.items()
+        }  # fmt: skip
         mine["skipped_steps"] = float(self.skipped_steps)
         return super().__getstate__() | mine
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         gone = dict.fromkeys(("on_new_parameters", "release", "grad_norm", "named_by"))
-        super().__setstate__({"portable": False, **state, **gone})
-        self._group_formats, self._kernels, self._captured = {}, [], []
-        self.state = self.__dict__.pop("state")
+        super().__setstate__({"portable": False, "_group_formats": {}, **state, **gone})
+        self._kernels, self._captured = [], []
+        self.state = {
+            p: {k: v[0].view(v[1]) if isinstance(v, tuple) else v for k, v in entry.items()}
+            for p, entry in self.__dict__.pop("state").items()
+        }
         for p, entry in self.state.items():  # the copy of a model may have its weights in float32
             for key in MASTER_KEYS if p.dtype is torch.float32 else ():
                 entry.pop(key, None)

@@ -89,7 +89,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         states, master = group.get("states", self.states), group.get("master", self.master)
         formats.check_formats(states, master)
         flat = bool(group.get("flat", False))
-        self._group_formats.update(dict.fromkeys(parameters, (states, master, flat)))
+        for parameter in parameters:  # edits of the group come too late for those that are known
+            self._group_formats.setdefault(parameter, (states, master, flat))
 
     def _of_group(self, parameter: Tensor) -> tuple[str, str, bool]:
         """Return states and master as the parameter's group has them, and whether it is flat."""

@@ -7,6 +7,7 @@ from fuzzing import run
 
 CASES: dict[str, int] = {
     "collectives": 200,
+    "formats": 12,
     "hard_gradients": 500,
     "writes": 24,
 }  # of each: some seconds on one core
