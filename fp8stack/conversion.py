@@ -386,7 +386,9 @@ def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session:
     known, model_of = set(model.parameters()), weakref.ref(model)
 
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        named = dict(now.named_parameters()) if (now := model_of()) else {}
+        if not known or (now := model_of()) is None:
+            return
+        named = dict(now.named_parameters())
         owned = {p for group in optimizer.param_groups for p in group["params"]}
         new = [n for n, p in named.items() if p.requires_grad and p not in known and p not in owned]
         told = f"{len(new)} trainable parameters came since fp8stack.initialize and are not in the optimizer: {new[:3]}"
@@ -395,7 +397,7 @@ def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session:
                 f"{told}. It would step those that they replaced. Build it and call initialize after what replaces "
                 "parameters (parallelize_module); after fully_shard, call fp8stack.integrations.fsdp.attach."
             )
-        handle.remove()
+        known.clear()  # not the hook: torch is going through them
         if new:
             warnings.warn(f"{told}. Does another step them?", Fp8StackWarning, stacklevel=4)
 

@@ -135,7 +135,8 @@ def place_gradients(parameters: Iterable[Tensor]) -> None:
     """Place gradients as their parameters are: tensor parallelism leaves some whole, or as partial sums."""
     for p in [p for p in parameters if type(p) is not torch.nn.Parameter]:
         g: Any = p.grad
-        if is_sharded(p) and g is not None and is_sharded(g) and g.placements != p.placements:  # type: ignore[attr-defined]
+        whole = is_sharded(p) and not any(x.is_partial() for x in p.placements)  # type: ignore[attr-defined]
+        if whole and g is not None and is_sharded(g) and g.placements != p.placements:  # type: ignore[attr-defined]
             p.grad = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
 
 
