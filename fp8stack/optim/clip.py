@@ -55,7 +55,8 @@ def clip_grad_norm_(
         ConfigError: for a negative or NaN `max_norm`, or a `norm_type` that is no number.
         RuntimeError: for `error_if_nonfinite`; nothing is changed.
     """
-    number = float(max_norm) if isinstance(max_norm, Tensor) else max_norm
+    one = isinstance(max_norm, Tensor) and max_norm.numel() == 1
+    number = max_norm.item() if one else max_norm
     max_norm = check_number("max_norm", number, most=math.inf)
     power = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
     norm_type = check_number("norm_type", power, -math.inf, math.inf)

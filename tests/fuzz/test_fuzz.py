@@ -6,6 +6,7 @@ import pytest
 from fuzzing import run
 
 CASES: dict[str, int] = {
+    "options": 100,
     "collectives": 200,
     "formats": 12,
     "hard_gradients": 500,
