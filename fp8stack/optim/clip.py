@@ -56,7 +56,7 @@ def clip_grad_norm_(
         RuntimeError: for `error_if_nonfinite`; nothing is changed.
     """
     one = isinstance(max_norm, Tensor) and max_norm.numel() == 1
-    number = max_norm.item() if one else max_norm
+    number = float(max_norm) if one else max_norm
     max_norm = check_number("max_norm", number, most=math.inf)
     power = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type
     norm_type = check_number("norm_type", power, -math.inf, math.inf)
