@@ -141,8 +141,9 @@ def scale_and_inverse(magnitude_bits, MANTISSA: tl.constexpr):
     """
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     scale = tl.div_rn(magnitude_bits.to(tl.float32, bitcast=True), LARGEST)
-    # the inverse of a smaller one would be infinite
-    scale = tl.where(magnitude_bits > 0, tl.maximum(scale, 2.0**-127), 0.0)
+    # The inverse of one below 2^-127 would be infinite. Compared as bits: as a number, Triton 3.6 takes it for float64.
+    scale_bits = tl.maximum(scale.to(tl.int32, bitcast=True), 0x00400000)
+    scale = tl.where(magnitude_bits > 0, scale_bits.to(tl.float32, bitcast=True), 0.0)
     inverse = tl.where(scale > 0, tl.div_rn(1.0, scale), 0.0)
     finite = magnitude_bits < 0x7F800000  # the bits of infinity
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, 0.0)
