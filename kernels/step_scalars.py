@@ -54,9 +54,8 @@ def _scalars_kernel(
     inv_sqrt_bc2 = lr * 0 + 1.0
     gain = 1.0 - beta1
     if ALGORITHM == "adam":
-        t = times.to(tl.float64)
-        step_size = lr / (1.0 - tl.where(beta1 > 0, tl.exp(t * tl.log(beta1)), 0.0))
-        inv_sqrt_bc2 = 1.0 / tl.sqrt(1.0 - tl.where(beta2 > 0, tl.exp(t * tl.log(beta2)), 0.0))
+        step_size = lr / (1.0 - tl.where(beta1 > 0, tl.exp(times * tl.log(beta1)), 0.0))
+        inv_sqrt_bc2 = 1.0 / tl.sqrt(1.0 - tl.where(beta2 > 0, tl.exp(times * tl.log(beta2)), 0.0))
     elif ALGORITHM == "sgd":
         dampening = tl.load(group + 7, mask=inside, other=0.0)
         gain = tl.where(times > 1, 1.0 - dampening, 1.0)
@@ -94,9 +93,9 @@ def scalars(
     group: Tensor,  # float64 [groups, 8]
     group_of: Tensor,  # int32 [parameters]: the row of `group` for each parameter
     seed: Tensor,  # int32 [parameters]
-    steps: Tensor,  # float32 [parameters]; updated
+    steps: Tensor,  # float64 [parameters]; updated
     verdict: Tensor,  # float32 [5]
-    skipped: Tensor,  # float32, 0-d; updated
+    skipped: Tensor,  # float64, 0-d; updated
     hyper: Tensor,  # float32 [parameters, 16]; written
 ) -> None:
     """Write the scalars of every parameter to `hyper`, and count the step or the skip, as the reference does."""

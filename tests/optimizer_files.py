@@ -52,7 +52,8 @@ def step(parameters, optimizer, number):
 
 
 def digest(entry):
-    """Return a hash of each tensor of a parameter's state."""
+    """Return a hash of each tensor of a parameter's state; of the step count as that commit kept it, in float32."""
+    entry = {key: x.float() if key == "step" else x for key, x in entry.items()}
     return {
         key: hashlib.sha256(
             x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -314,6 +314,20 @@ def test_bad_checkpoints_are_named_and_change_nothing(saved, change, match):
     refused(saved, trained, match)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_steps_beyond_2_24_count(level):
+    """float32 would stay at 2^24."""
+    model, optimizer = build(level)
+    train(model, optimizer, 1)
+    packed = optimizer.state_dict()
+    for entry in packed["state"].values():
+        entry["step"] = 2**24 + 1
+    optimizer.load_state_dict(packed)
+    train(model, optimizer, 2)
+    steps = {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()}
+    assert steps == {2**24 + 3}
+
+
 def test_files_that_are_truncated_missing_or_hold_code(saved):
     data, into = saved.read_bytes(), build("O2")
     for keep in (0, 10, len(data) // 2, int(len(data) * 0.99)):

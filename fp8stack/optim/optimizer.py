@@ -193,7 +193,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
         first = parts[0]
         if len(parts) > 1 or first.shares != [None]:
             share_verdict(parts, clip is not None)
-        skipped = torch.as_tensor(self.skipped_steps, dtype=torch.float32, device=first.device)
+        skipped = torch.as_tensor(self.skipped_steps, dtype=torch.float64, device=first.device)
         self.skipped_steps = skipped
         for part in parts:  # only the first one counts a skipped step
             counted = skipped if part is first else torch.zeros_like(skipped, device=part.device)

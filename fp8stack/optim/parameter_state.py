@@ -169,7 +169,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         weight, states = local(parameter), self.moment_format(parameter)
         if "step" not in state:
             self.check_formats_of(parameter)
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float64, device=parameter.device)
         for name in self.moments_of(group):
             if name in state and state[name].dtype is not formats.dense_dtype(weight, states):
                 # somebody else put it there, such as DeepSpeed's universal checkpoints

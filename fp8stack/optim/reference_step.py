@@ -71,7 +71,7 @@ class ReferenceStep:
 
     def run(self, skipped: Tensor, step_batch: Callable[[ReferenceBatch], None]) -> None:
         """Take the step that the verdict allows: `step_batch` for each batch. A step not taken is counted."""
-        steps = torch.stack([e.state["step"] for e in self.entries])
+        steps = torch.stack([e.state["step"] for e in self.entries]).double()
         groups = self._groups[[e.group for e in self.entries]]
         seeds = torch.tensor([e.seed() for e in self.entries], device=self.device).int()
         present = torch.ones_like(seeds, dtype=torch.bool)
@@ -103,7 +103,7 @@ class ReferenceBatch:
         entry: Entry,
         tensors: StepTensors,
         hyper: Tensor,  # float32 [entries, 16], columns as `kernels.reference.step.HYPER`
-        counts: Tensor,  # float32 [entries]: the steps that each has taken, this one included
+        counts: Tensor,  # float64 [entries]: the steps that each has taken, this one included
     ) -> None:
         self.entries, self.all, self.hyper, self.counts = [entry], tensors, hyper, counts
         self.kind = entry.kind

@@ -82,7 +82,7 @@ def to_torch(
                     moments[name] = value.to(device or p.device, copy=True)
             state[key] = distribute(moments, p)
             if "exp_avg" in moments:  # torch's SGD and Muon do not count steps
-                state[key]["step"] = entry["step"].clone()
+                state[key]["step"] = entry["step"].float()  # as torch keeps it
         if masters:
             state.setdefault(key, {}).update(_masters(entry))
     return {"state": state, "param_groups": plain_numbers(packed["param_groups"])}
@@ -277,7 +277,7 @@ def _convert(
         )
     new: State = {}
     if "step" in entry or any(formats.has_moment(name, entry) for name in moments):
-        count = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float32, device=weight.device)
+        count = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float64, device=weight.device)
         new["step"] = count.reshape(())
         states = optimizer.moment_format(parameter)
         for name in moments:

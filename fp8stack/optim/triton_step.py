@@ -136,7 +136,7 @@ class TritonStep:
         self.group_of = upload(array("q", [e.group for e in self.entries]), device).int()
         self.seeds = upload(array("q", [e.seed() for e in self.entries]), device).int()
         states = [e.state for e in self.entries]
-        self.steps = torch.stack([s["step"] for s in states])
+        self.steps = torch.stack([s["step"] for s in states]).double()
         for state, view in zip(states, self.steps.unbind(), strict=True):
             dict.__setitem__(state, "step", view)  # past the dict that would forget all tables
         self.verdict = torch.zeros(5, dtype=torch.float32, device=device)

@@ -8,7 +8,8 @@
     step_size  = lr / (1 - beta1^step),  inv_sqrt_bc2 = 1 / sqrt(1 - beta2^step)     Adam; lr and 1 otherwise
     gain       = 1 - beta1 (Adam, Lion, Muon);  1 - dampening, but 1 at the first step (SGD)
 
-All are computed in float64 and then rounded to float32. Columns of `group`: lr, beta1, beta2, eps, decoupled_decay,
+All are computed in float64 and then rounded to float32. Counts are float64: in float32 adding 1 to 2^24 changes
+nothing. Columns of `group`: lr, beta1, beta2, eps, decoupled_decay,
 coupled_decay, sign, dampening. `verdict` describes the gradients: unscale, max_norm (infinity: do not clip), norm,
 largest, found_inf. The clip coefficient is that of torch.nn.utils.clip_grad_norm_.
 """
@@ -35,19 +36,19 @@ def scalars(
     algorithm: str,
     group: Tensor,  # float64 [parameters, 8], see above
     active: Tensor,  # bool [parameters]: has a gradient
-    steps: Tensor,  # float32 [parameters]; updated
+    steps: Tensor,  # float64 [parameters]; updated
     verdict: Tensor,  # float32 [5], see above
-    skipped: Tensor,  # float32, 0-d; updated
+    skipped: Tensor,  # float64, 0-d; updated
     seed: Tensor,  # int32 [parameters]: gives each parameter noise of its own, see `seed_of`
 ) -> Tensor:  # float32 [parameters, 16]
     """Return the scalars of every parameter, and count the step or the skip."""
     unscale, max_norm, norm, largest, found_inf = verdict.double().unbind()
     fine = (largest * unscale < GRAD_LIMIT) & (found_inf == 0)
-    skipped += (~fine).float()
+    skipped += (~fine).double()
     apply = fine & active
-    steps += apply.float()
+    steps += apply.double()
     lr, beta1, beta2, eps, decoupled, coupled, sign, dampening = group.unbind(1)
-    count = steps.double().clamp(min=1)
+    count = steps.clamp(min=1)
     clip = (max_norm / (norm * unscale + 1e-6)).clamp(max=1)
     hyper = torch.zeros(len(steps), 16, dtype=torch.float32, device=steps.device)
     one = torch.ones_like(lr)
