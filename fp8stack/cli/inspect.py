@@ -86,6 +86,8 @@ def read(path: Path) -> Contents:
 def _read_folder(path: Path) -> Any:
     with tempfile.TemporaryDirectory(prefix="fp8stack-") as folder:
         try:
+            if not any(path.glob("*.metadata")):  # torch would log a traceback
+                raise FileNotFoundError("it has no file .metadata")
             dcp_to_torch_save(path, f"{folder}/checkpoint.pt")
         except (Exception, CheckpointException) as error:  # whatever a damaged pickle raises
             raise CheckpointError(

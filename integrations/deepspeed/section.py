@@ -29,7 +29,10 @@ _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
         "a list of names of known incompatibilities",
     ),
-    "checkpoint_format": (("native", "portable").__contains__, '"native" or "portable"'),
+    "checkpoint_format": (
+        lambda value: isinstance(value, str) and value in ("native", "portable"),
+        '"native" or "portable"',
+    ),
 }
 """Keys of this section alone, with what their values must be. `recipe_for` checks all others."""
 
@@ -111,7 +114,7 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
                 f'"fp8stack" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, known)} '
                 f"Keys: {', '.join(known)}."
             )
-        if value == "auto" and key != "select":
+        if isinstance(value, str) and value == "auto" and key != "select":
             raise ConfigError(
                 f'"fp8stack": {{"{key}": "auto"}} in the DeepSpeed config: nobody fills in "auto" here. Give a value, '
                 "or leave the key out for the default."
