@@ -230,6 +230,50 @@ def optimizer_stress() -> list[str]:
     return lines(("", *CASES[:-1], "first zero"), rows)
 
 
+ACCURACY = {
+    'default: `"8bit"`, `"split24"`, FP8 gradients': "8bit/split24/fp8",
+    '`"8bit"`, `"split24"`': "8bit/split24",
+    '`"8bit"`, float32 weight': "8bit/float32",
+    '`"fp8"`, float32 weight': "fp8/float32",
+    '`"4bit"`, float32 weight': "4bit/float32",
+    '`"bf16"`, float32 weight': "bf16/float32",
+    '`"fp8-lm"`, float32 weight': "fp8-lm/float32",
+    '`"fp32"`, `"split24"`': "fp32/split24",
+    '`"fp32"`, `"split32"`': "fp32/split32",
+    '`"fp32"`, `"fp16"`': "fp32/fp16",
+    '`"fp32"`, `"none"`': "fp32/none",
+}
+
+
+def accuracy(variant: str, part: str) -> list[Record]:
+    """Return the last records of a part of optimizer_accuracy.py over one variant."""
+    found = [r for r in read("optimizer_accuracy", part=part) if r["variant"] == variant]
+    return [r for r in found if r["time"] == found[-1]["time"]]  # none of a part without it
+
+
+@table("optimizer-accuracy")
+def optimizer_accuracy() -> list[str]:
+    rows = []
+    for name, variant in ACCURACY.items():
+        patterns, text = accuracy(variant, "patterns"), accuracy(variant, "text")
+        updates = [r["update"] for r in patterns]
+        rates = {
+            r["params"]["lr"]: f"{100 * r['value']:.1f} %" for r in accuracy(variant, "replay")
+        }
+        rows.append(
+            (
+                name,
+                f"{min(updates):.2f} to {max(updates):.2f}",
+                f"{100 * max(r['value'] for r in patterns):.1f} %",
+                *(rates.get(lr, "") for lr in (1e-6, 1e-5, 1e-4)),
+                *(f"{r[group]:.2f}" for r in text for group in ("grew", "shrank")),
+                *("", "") * (not text),
+            )
+        )
+    heads = ("update", "displacement", "at 1e-6", "1e-5", "1e-4", "grew", "shrank")
+    return lines(("", *heads), rows)
+
+
 # --- products
 
 LAYERS = {
