@@ -57,8 +57,8 @@ def step(rank: int, device: str, folder: str) -> Answer:
     moments = fp8stack.checkpoint.torch_state_dict(both[0])["state"][0]
     right = both[1].state_dict()["state"][0]
     weight = fp8stack.checkpoint.master_state_dict(layers[0], both[0])["weight"]
-    # split24 (16 bits of mantissa) rounds to nearest, then with dither, as moments are: up to the next code. A first step
-    # is lr in each element, whatever the gradient.
+    # split24 (16 bits of mantissa) rounds to nearest, then with dither, as moments are: up to the next code. A first
+    # step is lr in each element, whatever the gradient.
     parts = {
         "weight": (weight, layers[1].weight.detach(), 2.0**-16 + 2.0**-15),
         "m": (moments["exp_avg"], right["exp_avg"], (1 + _E4M3) * (1 + 2.0**-4) - 1),
