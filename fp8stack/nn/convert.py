@@ -229,7 +229,7 @@ def _count_products(
             sizes[fate] += whole_shape(p).numel()
             if fate == "left":
                 outside.append(f"{name}.{own} ({type(module).__name__})".lstrip("."))
-    layers.share = sizes["fp8"] / sizes.total() if sizes else 1.0
+    layers.share = sizes["fp8"] / sizes.total() if sizes.total() else 1.0
     if sizes["left"] > sizes["fp8"]:
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
         layers.too_little = (

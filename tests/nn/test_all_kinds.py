@@ -122,7 +122,8 @@ def test_no_tokens_give_no_tokens_and_leave_no_trace(kind, recipe, x, device):
 def test_backward_through_a_weight_that_changed_since_is_torchs_error(
     kind, recipe, rows, x, device
 ):
-    model = make(kind, device, recipe)
+    """If the input needs a gradient: without one, torch's own Linear does not read the weight in backward either."""
+    model, x = make(kind, device, recipe), x.requires_grad_()
     weights = [p for name, p in model.named_parameters() if not name.endswith("bias")]
     for changed in (*weights, *[x] * (kind == "norm")):  # a norm saves its input
         y = model(x)
