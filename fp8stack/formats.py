@@ -40,10 +40,10 @@ NUDGE = 1 + 2.0**-20
 the last bits of a scale or a root are: FP8 gradients put one element in ten of the first step's states on a tie."""
 
 TINY = 2.0**-126
-"""Smallest normal float32. A block of a state whose scale would fall below it is a block of zeros."""
+"""Smallest normal float32. A block of an optimizer format whose scale would fall below it is a block of zeros."""
 
 LEAST_SCALE = 2.0**-127
-"""Scales of E4M3 and E5M2 are not smaller: the inverse of this one is still a float32."""
+"""Scales of E4M3 and E5M2, in states too, are not smaller: the inverse of this one is still a float32."""
 
 GRAD_LIMIT = 2.0**63
 """A gradient of this magnitude counts as non-finite. Adam's v, its square, would come so near to float32's largest that

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from fp8stack.formats import E4M3, NUDGE
 
-from .fp8 import bits_of_magnitude, decode, encode
+from .fp8 import bits_of_magnitude, decode, encode, scale_and_inverse
 
 PTX = tl.constexpr(isinstance(decode, triton.JITFunction) and torch.version.hip is None)
 E4M3_MAX = tl.constexpr(E4M3.max)
@@ -162,12 +162,14 @@ def pack_signed(x, random):  # float32 in float16's range, uint32 -> uint8
     """Return the dithered bytes of s1e3m4 for values scaled to float16's exponents."""
     # p holds numbers 0 and 2 as float16, and q numbers 1 and 3. s1e3m4 keeps 4 of float16's 10 bits of mantissa, and
     # noise is added to the 6 others: bits 0 to 5 of a word, which prmt puts into the lower byte of a half. The carry
-    # may run into the exponent, as it should. Then the 7 bits of p go down by 6 and its sign by 8, into bytes 0 and 2;
-    # those of q go up by 2, its sign stays, for bytes 1 and 3.
+    # may run into the exponent, as it should; min makes NaN the largest code, so that it cannot run into the sign. Then
+    # the 7 bits of p go down by 6 and its sign by 8, into bytes 0 and 2; those of q go up by 2, its sign stays, for
+    # bytes 1 and 3.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p, q, a, b, c;
         cvt.rn.f16x2.f32 p, $3, $1; cvt.rn.f16x2.f32 q, $4, $2;
+        mov.b32 c, 0x1FC01FC0; min.f16x2 p, p, c; min.f16x2 q, q, c;
         prmt.b32 a, $5, $7, 0x4400; prmt.b32 b, $6, $8, 0x4400;
         and.b32 a, a, 0x003F003F; and.b32 b, b, 0x003F003F;
         add.u32 p, p, a; add.u32 q, q, b;
@@ -215,8 +217,8 @@ def pack_unsigned(x, random):  # float32 in float16's range, not negative; uint3
 def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, LAST: tl.constexpr, random, DITHER: tl.constexpr):
     """Return int32 codes of values scaled to float16's exponents: add, cut off `CUT` of float16's bits.
 
-    SIGN is the sign bit, LAST the largest code. DITHER is "" to round to nearest, "half" to add noise for m to the
-    nearest float16, "whole" to add the number `random`, below 2^(CUT + 13), to all bits of the float32.
+    SIGN is the sign bit, LAST the largest code, NaN's too. DITHER is "" to round to nearest, "half" to add noise for m
+    to the nearest float16, "whole" to add the number `random`, below 2^(CUT + 13), to all bits of the float32.
     """
     # Below 2^-14, float16's smallest normal number, the code counts steps of 2^-24 (whole: of 2^-37). Above, it is
     # made of the bits, less 112 in the exponent: the difference of the biases, 127 - 15.
@@ -234,9 +236,8 @@ def cut(x, CUT: tl.constexpr, SIGN: tl.constexpr, LAST: tl.constexpr, random, DI
         )
         code = (half + (1 << (CUT - 1))) >> CUT
     code = tl.minimum(code, LAST)
-    code = tl.where(x == x, code, 0)
     if SIGN:
-        negative = (x.to(tl.int32, bitcast=True) < 0) | (x != x)
+        negative = (x.to(tl.int32, bitcast=True) < 0) & (x == x)
         code |= tl.where(negative, SIGN, 0)
     return code
 
@@ -251,14 +252,14 @@ def encode_state(x, random, FORMAT: tl.constexpr, FAST: tl.constexpr, DITHERED: 
     else:
         amax = tl.max(bits_of_magnitude(x), 1).to(tl.float32, bitcast=True)
     if OCP:
-        scale = tl.div_rn(amax, E4M3_MAX)
+        scale, inverse = scale_and_inverse(amax.to(tl.int32, bitcast=True), 3)
     else:
         LARGEST: tl.constexpr = 31.0 if FORMAT == "s1e3m4" else 31.5 if FORMAT == "ue3m5" else 24.0
         scale = amax * (1.0 / LARGEST)
-    scale = tl.where(scale >= TINY, scale, 0.0)
-    finite = amax < float("inf")
-    inverse = tl.where((scale > 0) & finite, reciprocal(scale, FAST), 0.0)
-    scale = tl.where(finite, scale, float("nan"))
+        scale = tl.where(scale >= TINY, scale, 0.0)
+        finite = amax < float("inf")
+        inverse = tl.where((scale > 0) & finite, reciprocal(scale, FAST), 0.0)
+        scale = tl.where(finite, scale, float("nan"))
     # between the format's exponents and float16's, where that is the way
     UNIT: tl.constexpr = (
         (2.0**-8 if OCP else 2.0**-12) if DITHERED else (1.0 if OCP else 2.0**-12 * _NUDGE)

@@ -14,7 +14,8 @@ nearest float16. That of the root of a second moment adds it to all bits of the 
 a float16 can tell.
 
 Overflow saturates at the largest finite value. NaN stays NaN in E4M3 and E5M2 (always code 0x7F). Infinity stays in
-E5M2 and becomes NaN in E4M3. The optimizer formats have neither: their blocks get a NaN scale instead (`quantize.py`).
+E5M2 and becomes NaN in E4M3. The optimizer formats have neither: their blocks get a NaN scale instead (`quantize.py`),
+and NaN the largest code, or 0 where it is a second moment.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def encode(
     x = x.float()
     if fmt.dtype is not torch.uint8 and random is None:
         return cast(x, fmt).view(torch.uint8)
+    x = x.nan_to_num(fmt.max if fmt.signed else 0.0)
     size = x.abs().clamp(max=fmt.max) * 2.0 ** -(fmt.min_exponent + 14)
     drop = 10 - fmt.mantissa_bits
     if random is None:
@@ -55,7 +57,7 @@ def encode(
     codes = codes.clamp(max=(1 << fmt.bits) - 1 - sign)
     if fmt.signed:
         codes = codes | torch.where(torch.signbit(x), sign, 0)
-    return torch.where(x.isnan(), sign, codes).to(torch.uint8)
+    return codes.to(torch.uint8)
 
 
 def truncate(

@@ -8,10 +8,11 @@ Per block (or tensor), with `max` the format's largest value, all in float32:
           = NaN                           if amax is not finite: the block decodes to NaN, its codes mean nothing
     code  = round(x × (1 / scale))        as `fp8.py` rounds
 
-(The optimizer formats compute scale = amax × (1 / max), one multiplication, and code = round(x × (NUDGE / scale)). A
-scale below 2^-126 is 0 there, and so is the block.) A `squared` format stores square roots: sqrt(x) is encoded, and
-decoding squares it. There a positive element never gets code 0, as a second moment of zero makes Adam divide by
-epsilon: it gets at least code 1 (for ue3m5, 1/4032 of the largest). An element that is exactly zero keeps code 0.
+(The optimizer's own formats compute scale = amax × (1 / max), one multiplication, and code = round(x × (NUDGE /
+scale)). A scale below 2^-126 is 0 there, and so is the block.) A `squared` format stores square roots: sqrt(x) is
+encoded, and decoding squares it. There a positive element never gets code 0, as a second moment of zero makes Adam
+divide by epsilon: it gets at least code 1 (for ue3m5, 1/4032 of the largest). An element that is exactly zero keeps
+code 0.
 
 Codes of 4 bits lie two in a byte, [rows, ceil(cols / 2)], the even column in the lower half.
 """

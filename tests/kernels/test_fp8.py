@@ -126,9 +126,9 @@ def test_nan_and_infinity_are_kept_where_the_format_has_them(fmt, device):
 
 
 @OWN
-def test_code_of_nan_is_zero_in_formats_that_have_none(fmt):
+def test_code_of_nan_is_the_largest_or_zero_of_a_second_moment(fmt):
     """A block that holds a NaN says so in its scale; its codes must still be codes."""
-    assert encode(torch.tensor([NAN, -NAN]), fmt).tolist() == [sign_bit(fmt)] * 2
+    assert encode(torch.tensor([NAN, -NAN]), fmt).tolist() == [0 if fmt.squared else 127] * 2
     assert decode(encode(torch.tensor([INF]), fmt), fmt) == fmt.max
 
 

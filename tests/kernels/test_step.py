@@ -284,7 +284,7 @@ def test_a_master_steps_as_its_float32_value_and_is_rounded_into_the_live_weight
     elif master == "fp32":
         assert_same_bits(x.master, weight)
     else:
-        random = noise(weight.shape, *hyper[11:13].view(torch.int32))
+        random = noise(weight.shape, *hyper[11:13].view(torch.int32).to(device))
         assert_same_bits((x.weight, x.master), split(weight, x.master.dtype, random))
         return
     assert_same_bits(x.weight, weight.to(dtype))

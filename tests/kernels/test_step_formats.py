@@ -189,12 +189,15 @@ def test_master_follows_a_learning_rate_of_a_millionth(master, off, steady, devi
         ("adam", "fp8", "keep", 0.07, 0.075, 0.085),
         ("adam", "4bit", "keep", 0.23, 0.035, 0.36),
         ("adam", "bf16", "keep", 0.0035, 0.005, 0.005),
-        ("adam", "fp8-lm", "keep", 0.04, 0.08, 0.0005),
-        ("adam", "fp8-lm", "fp16", 0.06, 0.08, 0.0005),
+        # Few large elements make up the norm of m, wherever they lie between powers of two: a step of E4M3 is 2^-3 of
+        # them at most. Dither errs by sqrt(1/6) of a step, the root of the mean of f (1 - f), and m adds errors up by
+        # 0.9^k: by sqrt(1/6 / (1 - 0.9^2)) / 8 = 0.117 of m, were they independent.
+        ("adam", "fp8-lm", "keep", 0.04, 0.117, 0.0005),
+        ("adam", "fp8-lm", "fp16", 0.06, 0.117, 0.0005),
         ("sgd", "8bit", "keep", 0.03, 0.04, None),
         ("nesterov", "8bit", "keep", 0.03, 0.04, None),
         ("sgd", "fp8", "keep", 0.06, 0.08, None),
-        ("sgd", "fp8-lm", "keep", 0.06, 0.08, None),
+        ("sgd", "fp8-lm", "keep", 0.06, 0.117, None),
         ("lion", "8bit", "keep", 0.2, 0.1, None),
     ],
 )  # fmt: skip

@@ -6,12 +6,24 @@ differs, by one, and float32 values by a few units in the last place.
 
 import pytest
 import torch
-from helpers import BF16, FP16, NAN, STEP_CASES, Step, StepCase, bits, launch_steps, make_hyper
+from helpers import (
+    BF16,
+    FP16,
+    NAN,
+    STEP_CASES,
+    Step,
+    StepCase,
+    assert_same_bits,
+    bits,
+    launch_steps,
+    make_hyper,
+)  # fmt: skip
 
 from fp8stack.formats import E4M3, FORMATS
 from fp8stack.kernels import step as triton_step
 from fp8stack.kernels.pointer_table import COLUMN, WIDTH, deal, upload_rows
 from fp8stack.kernels.reference.quantize import unpack
+from fp8stack.kernels.reference.step_scalars import seed_of
 
 
 def gpu(*values):
@@ -388,6 +400,7 @@ def test_large_tensors_step_as_in_the_reference(case, shape, fast):
 @pytest.mark.gpu
 @pytest.mark.parametrize("cols", [2**14, 2**14 + 1], ids=["even", "odd"])
 def test_elements_beyond_two_to_the_31_step_like_the_first_ones(cols, rows_beyond_int32):
+    """With the noise of their places, which a small tensor has through its seed."""
     small = Step(DEFAULT, (64, cols))
     repeats = rows_beyond_int32 // 64 + 1
 
@@ -398,12 +411,14 @@ def test_elements_beyond_two_to_the_31_step_like_the_first_ones(cols, rows_beyon
     step = small.copy("cuda")
     large = type(small.tensors)(*(None if t is None else repeat(t) for t in small.tensors))
     step.tensors = large
-    launch_steps([step], [make_hyper()])
-    first = rows_beyond_int32 // 64 * 64
-    for name, tensor in large._asdict().items():
-        if tensor is None:
-            continue
-        assert torch.equal(bits(tensor[first:]), bits(tensor[: rows_beyond_int32 - first])), name
-        old = getattr(small, name)
-        updated = not torch.equal(tensor[:64].cpu().view(torch.uint8), old.view(torch.uint8))
-        assert updated == (not name.startswith("grad")), name
+    launch_steps([step], [make_hyper(seed=0)])
+    for first in (0, rows_beyond_int32 // 64 * 64):
+        count = min(64, rows_beyond_int32 - first)
+        expected = small.copy("cuda")
+        launch_steps([expected], [make_hyper(seed=seed_of(0, first * cols))])
+        for name, tensor in large._asdict().items():
+            if tensor is None:
+                continue
+            new, old = getattr(expected, name)[:count], getattr(small, name)[:count]
+            assert_same_bits(tensor[first : first + count], new, f"{name} from row {first} on")
+            assert torch.equal(bits(new), bits(old)) == name.startswith("grad"), name
