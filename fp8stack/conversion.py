@@ -307,9 +307,9 @@ def refuse_other_optimizers(session: Session) -> None:
 
     def refuse(optimizer: Any, *_: Any) -> None:
         session = mine()
-        if session is None or optimizer in (session.returned, session.source):
+        owner: Any = session and session.returned  # none once DeepSpeed's engine steps
+        if owner is None or optimizer in (owner, session.source):
             return  # the latter has a hook of its own
-        owner: Any = session.returned
         ours = isinstance(optimizer, BlockwiseOptimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             state = owner.state.get(p)  # of another model's there is none
