@@ -53,7 +53,7 @@ def encode_tensor(
     half = (
         truncate(scaled.abs(), 23) + (noise_of_v(random, 13) if lift else (random >> 19).int())
     ) >> 13
-    return torch.copysign(half.to(torch.int16).view(dtype), x), scale
+    return torch.copysign(half.to(torch.int16).view(dtype), scaled), scale
 
 
 def decode_tensor(codes: Tensor, scale: Tensor) -> Tensor:
