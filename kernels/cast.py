@@ -195,8 +195,11 @@ class _Geometry(NamedTuple):
     parts: int  # whose magnitudes are looked for, or known
     parts_args: tuple[int, ...]
     programs: int
-    args: tuple[Any, ...]
+    sizes: tuple[int, int, int, int]  # rows and columns, without padding and with it
+    casting: tuple[int, bool]  # bits of the format's mantissa, and whether the GPU casts
+    even: bool  # no tile is cut
     slots: int  # for a magnitude of each tile and a scale; a power of two
+    args: tuple[Any, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -212,6 +215,7 @@ def _geometry(
     rows16, cols16 = aligned(rows), aligned(cols)
     tiles = max(-(-rows * cols // FLAT), 1)
     parts = known or min(PARTS, triton.next_power_of_2(tiles))
+    sizes, casting = (rows, cols, rows16, cols16), (mantissa, casts_in_hardware(device))
     even = rows % ROWS == 0 and cols % COLS == 0
     programs = -(-rows16 // ROWS) * -(-cols16 // COLS)
     return _Geometry(
@@ -220,12 +224,12 @@ def _geometry(
         parts,
         (rows * cols, -(-tiles // parts), parts, FLAT),
         programs,
-        (
-            rows, cols, rows16, cols16,
-            mantissa, casts_in_hardware(device), codes, transposed, even, ROWS, COLS,
-        ),
+        sizes,
+        casting,
+        even,
         triton.next_power_of_2(programs + 1),
-    )  # fmt: skip
+        (*sizes, *casting, codes, transposed, even, ROWS, COLS),
+    )
 
 
 def cast(
@@ -237,7 +241,7 @@ def cast(
     reuse: bool = True,  # small memory may be kept from call to call, which a compiled graph's pool refuses
 ) -> Cast:
     """Quantize a matrix with one scale."""
-    x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0 if amax is None else amax.numel())
+    x, g, out, out_t = prepare(x, fmt, codes, transposed, 0 if amax is None else amax.numel())
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     if amax is None:
@@ -260,7 +264,7 @@ def recast(
     reuse: bool = True,  # as in `cast`
 ) -> Cast:
     """Quantize a matrix with the scale of its last cast if that fits it, else with its own."""
-    x, g, out, out_t = _prepare(x, fmt, codes, transposed, 0)
+    x, g, out, out_t = prepare(x, fmt, codes, transposed, 0)
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     update = isinstance(of, int)
@@ -274,7 +278,7 @@ def recast(
     return out, out_t, scale
 
 
-def _prepare(
+def prepare(
     x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, known: int
 ) -> tuple[Tensor, _Geometry, Tensor, Tensor]:
     """Return x as kernels read it, what follows from the arguments, and memory for codes and their transpose."""

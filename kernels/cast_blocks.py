@@ -22,7 +22,7 @@ from .cast import encode_rows
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, scale_and_inverse
 from .launch import Launcher
 from .reference import cast_blocks as reference
-from .reference.cast_blocks import Codes, in_fours, padded
+from .reference.cast_blocks import Codes
 from .transpose_tiles import (
     load_float,
     magnitude,
@@ -89,39 +89,27 @@ _launch_128x128 = Launcher(_cast_128x128_kernel, num_warps=8, enable_fp_fusion=F
 
 def cast_1x128(x: Tensor, fmt: MiniFloat) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
-    rows, cols = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-    down, across = padded(rows), padded(cols)
-    scale = x.new_empty((across // 128, down), dtype=torch.float32)
-    scale_t = x.new_empty((down // 128, across), dtype=torch.float32)
-    return _cast(x, fmt, _launch_1x128, rows, scale, scale_t)
+    return _cast(_launch_1x128, x, fmt, False)
 
 
 def cast_128x128(x: Tensor, fmt: MiniFloat) -> Codes:
     """Quantize with a scale for each square of 128."""
-    rows, cols = x.shape
-    down, across = padded(rows) // 128, padded(cols) // 128
-    # zeros: what pads the blocks to a multiple of 4 is not written
-    scale = x.new_zeros((down, in_fours(across)), dtype=torch.float32)
-    scale_t = x.new_zeros((across, in_fours(down)), dtype=torch.float32)
-    return _cast(x, fmt, _launch_128x128, rows, scale, scale_t)
+    return _cast(_launch_128x128, x, fmt, True)
 
 
-def _cast(
-    x: Tensor, fmt: MiniFloat, launch: Launcher, rows: int, scale: Tensor, scale_t: Tensor
-) -> Codes:
+def _cast(launch: Launcher, x: Tensor, fmt: MiniFloat, squares: bool) -> Codes:
     x = x if x.is_contiguous() else x.detach().contiguous()
-    cols = x.shape[-1]
-    down, across = padded(rows), padded(cols)
-    codes = x.new_empty((down, across), dtype=fmt.dtype)
-    codes_t = x.new_empty((across, down), dtype=fmt.dtype)
-    if codes.numel():
+    rows, cols = x.numel() // max(x.shape[-1], 1), x.shape[-1]
+    results = reference.results(x, fmt, squares)
+    if results[0].numel():
+        down, across = results[0].shape
         even = rows == down and cols == across
         launch(
             (down // 128 * (across // 128), 1, 1),
-            x, codes, scale, codes_t, scale_t, rows, cols, down, across,
+            x, *results, rows, cols, down, across,
             fmt.mantissa_bits, casts_in_hardware(x.device), even,
         )  # fmt: skip
-    return codes, scale.t(), codes_t, scale_t.t()
+    return results
 
 
 def matmul_blocks(

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import COLS, FLAT, ROWS
-from .fp8 import bits_of_magnitude, casts_in_hardware, encode_ocp, reciprocal, scale_and_inverse
+from .cast import COLS, FLAT, ROWS, prepare
+from .fp8 import bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher
-from .reference.cast import Cast, aligned
+from .reference.cast import Cast
 from .reference.delayed_state import HEADER, NOTES, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
@@ -151,13 +151,8 @@ _launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
 
 def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:
     """Quantize a matrix with the scale in its state."""
-    x = x if x.is_contiguous() else x.detach().contiguous()
-    numel, cols = x.numel(), x.shape[-1]
-    rows = numel // max(cols, 1)
-    rows16, cols16 = aligned(rows), aligned(cols)
-    codes = x.new_empty((rows16, cols16), dtype=fmt.dtype)
-    codes_t = x.new_empty((cols16, rows16), dtype=fmt.dtype)
-    if not numel:
+    x, g, codes, codes_t = prepare(x, fmt, True, True, 0)
+    if not (numel := x.numel()):
         return codes, codes_t, x.new_zeros((), dtype=torch.float32)
     own = STATES[of]
     update = own.learns(update)
@@ -167,11 +162,10 @@ def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) 
     found = x.new_zeros(1, dtype=torch.int32) if seed else state
     if seed:
         _launch_seed((-(-numel // FLAT), 1, 1), x, state, found, numel, FLAT)
-    even = rows % ROWS == 0 and cols % COLS == 0
     _launch_cast(
-        (-(-rows16 // ROWS) * -(-cols16 // COLS), 1, 1),
-        x, state, found, parts, codes, codes_t, scale, rows, cols, rows16, cols16, 2.0**own.margin,
-        seed, again, update, fmt.mantissa_bits, casts_in_hardware(x.device), even, NOTES, ROWS, COLS,
+        (g.programs, 1, 1),
+        x, state, found, parts, codes, codes_t, scale, *g.sizes, 2.0**own.margin,
+        seed, again, update, *g.casting, g.even, NOTES, ROWS, COLS,
     )  # fmt: skip
     if update:
         take_amax(own, fmt, scale)

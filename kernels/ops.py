@@ -47,7 +47,6 @@ from .reference import gradient as gradients
 from .reference import monitor, quantize, swiglu, wire
 from .reference import rmsnorm as norms
 from .reference.cast import Cast
-from .reference.cast_blocks import Codes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -163,21 +162,6 @@ def _matrix(
     )
 
 
-def _blocks(x: Tensor, fmt: str, squares: bool = False) -> Codes:
-    rows = blocks.padded(x.numel() // max(x.shape[-1], 1))
-    cols, dtype = blocks.padded(x.shape[-1]), FORMATS[fmt].dtype
-    down, across = rows // 128, cols // 128
-    scale, scale_t = (across, rows), (down, cols)
-    if squares:
-        scale, scale_t = (down, blocks.in_fours(across)), (across, blocks.in_fours(down))
-    return (
-        x.new_empty((rows, cols), dtype=dtype),
-        x.new_empty(scale, dtype=torch.float32).t(),
-        x.new_empty((cols, rows), dtype=dtype),
-        x.new_empty(scale_t, dtype=torch.float32).t(),
-    )
-
-
 def _quantized(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
     codes = x.new_empty(FORMATS[fmt].codes_shape(x.shape), dtype=FORMATS[fmt].dtype)
     return codes, x.new_empty(scale_shape(x.shape), dtype=torch.float32)
@@ -268,12 +252,14 @@ def recast_with(
 
 
 cast_1x128 = _operator(
-    "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)", blocks.cast_1x128, _blocks
+    "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
+    blocks.cast_1x128,
+    lambda x, fmt: blocks.results(x, FORMATS[fmt]),
 )
 cast_128x128 = _operator(
     "cast_128x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",
     blocks.cast_128x128,
-    lambda x, fmt: _blocks(x, fmt, True),
+    lambda x, fmt: blocks.results(x, FORMATS[fmt], True),
 )
 matmul_blocks = _operator(
     "matmul_blocks(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, bool squares, ScalarType dtype) -> Tensor",

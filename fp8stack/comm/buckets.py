@@ -43,11 +43,10 @@ class Region:
         shape, p = self.parameter.shape, self.parameter
         if self.padded:
             own = torch.zeros(shape, dtype=E4M3.dtype, device=p.device)
-            self.gradient = BlockScaledTensor(own, torch.zeros_like(self._scale), p.dtype)
+            self._parts = own, torch.zeros_like(self._scale)
         else:
-            seen = codes[: p.numel()].view(shape).view(E4M3.dtype)
-            self.gradient = BlockScaledTensor(seen, self._scale, p.dtype)
-        self._parts = self.gradient.codes, self.gradient.scale
+            self._parts = codes[: p.numel()].view(shape).view(E4M3.dtype), self._scale
+        self.gradient = BlockScaledTensor(*self._parts, p.dtype)
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Return whether `gradient` is the one of this region, and its codes are still here."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -219,7 +218,7 @@ class Handle(dist.Work):
         devices = {t.device for t in self._tensors if t.is_cuda}
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[*devices])
         # A future of a GPU's tensors remembers the work that is then on the current stream.
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # None changes nothing
             future.set_result(self._tensors)
         return future
 

@@ -204,11 +204,9 @@ class DataParallel(nn.Module):
         for region in bucket.regions:
             if region not in self._fired and not region.holds(region.parameter.grad):
                 region.gradient.zero_()
-        if self._stream is None:
-            bucket.average(way)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):  # None changes nothing
             bucket.average(way)
 
     def _wait(self) -> None:

@@ -78,7 +78,7 @@ def all_reduce(
     """Add up `input` over all ranks, and divide; return the bytes that this rank sends, as do the functions below."""
     layout, hosts = flat(input, way.world), _HIERARCHIES.get(way.group, ())
     if not hosts and (link := link_of(way.group, input.device)):
-        link.all_reduce(input, output, layout, way, divisor)
+        link.add_up(input, output, layout, way, divisor)
         nbytes = 2 * (way.world - 1) * layout.per * (BLOCK + 4)
     else:
         chunks = pack(input, layout)
@@ -116,7 +116,7 @@ def reduce_scatter(output: Tensor, input: Tensor, divisor: int, way: Transport) 
     """Add up this rank's part of `input` over all ranks, and divide; the sum is not quantized again."""
     layout = Layout(way.world, input.numel() // way.world, way.world)
     if link := link_of(way.group, input.device):
-        link.reduce_scatter(input, output, layout, way, divisor)
+        link.add_up(input, output, layout, way, divisor, scatter=True)
         return (way.world - 1) * layout.per * (BLOCK + 4)
     sent = pack(input, layout)
     received = torch.empty_like(sent)

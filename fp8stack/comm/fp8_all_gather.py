@@ -93,9 +93,8 @@ class Fp8AllGather(Allocates):
         self, output: Tensor, input: Tensor, group: Any, what: Call, async_op: bool
     ) -> Callable[[], int]:
         """Send; return a function that waits for the messages and decodes them."""
-        message = self._encode(
-            input
-        )  # before anything is written, since the input may lie in the output
+        # before anything is written, since the input may lie in the output
+        message = self._encode(input)
         messages = message.new_empty((group.size(), len(message)))
         with failures_named(what, group):
             work = all_gather(messages.view(-1), message, group=group, async_op=async_op)

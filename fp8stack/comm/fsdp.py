@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
+from fp8stack.tensor import is_sharded
 
 from .collectives import all_reduce, reduce_scatter_tensor
 from .fp8_all_gather import Allocates, Fp8AllGather
@@ -231,16 +232,10 @@ def _average(shard: Tensor, group: Any) -> None:
         shard.record_stream(torch.cuda.current_stream(shard.device))
 
 
-def _sharded(model: nn.Module) -> list[Any]:
-    """Return the parameters that are DTensors."""
-    from torch.distributed.tensor import DTensor
-
-    return [p for p in model.parameters() if isinstance(p, DTensor)]
-
-
 def is_hybrid(model: nn.Module) -> bool:
     """Return whether shards have replicas. Of a mesh, FSDP2's dimensions come first, then tensor parallelism's."""
-    kinds = ([each.is_replicate() for each in p.placements] for p in _sharded(model))
+    sharded: Iterator[Any] = filter(is_sharded, model.parameters())
+    kinds = ([each.is_replicate() for each in p.placements] for p in sharded)
     return any(first and not all(others) for first, *others in kinds)
 
 
@@ -251,8 +246,8 @@ def _check_replicas(model: nn.Module, group: Any) -> None:
             'Of a DeviceMesh it is mesh.get_group("replicate").'
         )
     replicas = set(dist.get_process_group_ranks(group))
-    for p in _sharded(model):
-        shards = p.device_mesh.mesh.flatten().tolist()
+    for p in filter(is_sharded, model.parameters()):
+        shards = p.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
         if len(both := sorted(replicas.intersection(shards))) > 1:
             raise ConfigError(
                 f"replicate_group has the ranks {sorted(replicas)}, and {both} of them share the model's mesh of "

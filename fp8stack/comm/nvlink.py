@@ -129,34 +129,30 @@ class Link:
         self._names: deque[Any] = deque(maxlen=_REMEMBERED)  # of the last calls
         self._call = 0
 
-    def all_reduce(
-        self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int
+    def add_up(
+        self,
+        x: Tensor,
+        out: Tensor,
+        layout: Layout,
+        way: Transport,
+        divisor: int,
+        scatter: bool = False,
     ) -> None:
-        """Add up a tensor, or FP8 blocks, over all ranks, and divide; raise CommError if an earlier call failed.
+        """Add up a tensor, or FP8 blocks, over all ranks, and divide; with `scatter`, this rank's row of `x`.
 
-        `out` may be `x`; both are contiguous.
+        Both are contiguous; `out` may be `x`, without `scatter`.
+
+        Raises:
+            CommError: if an earlier call failed.
         """
-        tensors = [part for tensor in (x, out) for part in _values_and_scales(tensor)]
-        call, space = self._begin(way)
-        self._kernels.add_up(*tensors, layout, space, call, self._timeout, divisor)
-
-    def reduce_scatter(
-        self, x: Tensor, out: Tensor, layout: Layout, way: Transport, divisor: int
-    ) -> None:
-        """Add up this rank's row of `x` over all ranks, and divide; raise CommError if an earlier call failed."""
-        call, space = self._begin(way)
-        self._kernels.add_up(
-            x, None, out, None, layout, space, call, self._timeout, divisor, scatter=True
-        )
-
-    def _begin(self, way: Transport) -> tuple[int, Any]:
-        """Return the number and the workspace of a new call; raise CommError if an earlier call failed."""
         if any(self._missing):
             raise CommError(self._explain())
+        tensors = [part for tensor in (x, out) for part in _values_and_scales(tensor)]
         _follow(self.device)
         self._call += 1
         self._names.append(way.what)
-        return self._call, self._background if way.background else self._space
+        space = self._background if way.background else self._space
+        self._kernels.add_up(*tensors, layout, space, self._call, self._timeout, divisor, scatter)
 
     def _explain(self) -> str:
         # Who was missing from the first failed call: then its other ranks gave up, and are missing from later ones.

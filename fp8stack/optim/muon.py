@@ -19,19 +19,17 @@ on all ranks' parts.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.levels import FINITE, check_choice, check_number
 from fp8stack.tensor import is_sharded
 
 from .optimizer import BELOW_1, Batch, BlockwiseOptimizer, Options, ParamsT, check_range
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -165,10 +163,10 @@ def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
-def orthogonalize(
-    u: Tensor, group: dict[str, Any]
-) -> Tensor:  # bfloat16 [matrices, rows, cols], contiguous
+def orthogonalize(u: Tensor, group: dict[str, Any]) -> Tensor:
     """Return, for each matrix U S V' of `u`, about U V': Newton-Schulz iterations of degree five (Jordan et al.).
+
+    `u` and the result are bfloat16 [matrices, rows, cols]; the result is contiguous.
 
     The singular values end between about 0.7 and 1.2, and not at 1, which does not matter.
     """
@@ -176,9 +174,8 @@ def orthogonalize(
     tall = u.shape[-2] > u.shape[-1]
     x = u.mT if tall else u
     with torch.autocast(u.device.type, enabled=False):
-        x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(
-            min=float(group["eps"])
-        )
+        norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        x = x / norms.clamp(min=float(group["eps"]))
         for _ in range(group["ns_steps"]):
             gram = x @ x.mT
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -291,16 +291,7 @@ class BlockwiseOptimizer(StatefulOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return state and groups as torch does, without hooks and listeners, which belong to this process."""
         self.wait_for_offloaded()
-        own = (
-            "states",
-            "master",
-            "min_numel",
-            "overrides",
-            "max_grad_norm",
-            "offload",
-            "portable",
-            "_group_formats",
-        )
+        own = (*Options.__optional_keys__, "overrides", "portable", "_group_formats")
         mine = {name: getattr(self, name) for name in own}
         # pickle itself, without torch.save, writes float8 tensors that it cannot read (torch 2.13)
         eight = torch.float8_e4m3fn

@@ -19,7 +19,7 @@ from fp8stack.errors import GradientError
 from fp8stack.formats import FLOATS
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.kernels.reference.step_scalars import seed_of
-from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
+from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, plain
 
 from .sharded import first_element, local, local_state
 from .state_formats import State, is_second
@@ -106,13 +106,12 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
             f"the gradient of a parameter of shape {shape} on {parameter.device} has shape {tuple(gradient.shape)} on "
             f"{gradient.device}. Was the parameter moved or resized after backward()? Clear it: optimizer.zero_grad()."
         )
-    if is_sharded(parameter) or is_sharded(gradient):
-        placements = [getattr(x, "placements", None) for x in (parameter, gradient)]
-        if placements[0] != placements[1]:
-            raise GradientError(
-                f"a parameter of shape {shape} is placed {placements[0]} and its gradient {placements[1]}. "
-                "Make both DTensors of one mesh: DTensor.from_local."
-            )
+    placed, there = (getattr(x, "placements", None) for x in (parameter, gradient))
+    if placed != there:
+        raise GradientError(
+            f"a parameter of shape {shape} is placed {placed} and its gradient {there}. "
+            "Make both DTensors of one mesh: DTensor.from_local."
+        )
     if gradient.dtype not in FLOATS:
         raise GradientError(
             f"the gradient of a parameter of shape {shape} is {gradient.dtype}; fp8stack's optimizers take float32, "

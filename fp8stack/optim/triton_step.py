@@ -241,7 +241,7 @@ class TritonStep:
             for a, blocks in zip(addresses, b.blocks, strict=True):
                 grad, scale = a if b.fp8 else (a, 0)
                 columns.extend((grad, scale, blocks if grad else 0))
-        flat = torch.frombuffer(columns, dtype=torch.int64).view(-1, 3)
+        host = flat = torch.frombuffer(columns, dtype=torch.int64).view(-1, 3)
         if self.device.type == "cuda":
             if torch.cuda.is_current_stream_capturing() and self._spare is not None:
                 # The graph will read this memory at every replay: it is never written again.
@@ -251,8 +251,6 @@ class TritonStep:
                 host = flat.pin_memory()
                 if self._spare is None:  # nothing can be pinned while a graph is captured
                     self._spare = torch.empty(flat.shape, dtype=torch.int64, pin_memory=True)
-        else:
-            host = flat
         self.rows[:, _GRAD_COLUMNS].copy_(host, non_blocking=True)
 
     def set_groups(self, numbers: list[tuple[float, ...]], rates: list[tuple[int, Tensor]]) -> None:

@@ -93,11 +93,8 @@ def _cast_with(scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     result = encode_scaled(as_matrix(x), inverse, fmt)
     nothing = torch.empty((0, 0), dtype=fmt.dtype, device=x.device)
-    return (
-        result if codes else nothing,
-        transpose(result) if transposed else nothing.clone(),
-        scale,
-    )
+    turned = transpose(result) if transposed else nothing.clone()
+    return result if codes else nothing, turned, scale
 
 
 def transpose(codes: Tensor) -> Tensor:  # one byte an element, [rows, cols] -> [cols, rows]

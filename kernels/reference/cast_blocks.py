@@ -36,6 +36,18 @@ def in_fours(size: int) -> int:
     return -(-size // 4) * 4
 
 
+def results(x: Tensor, fmt: MiniFloat, squares: bool = False) -> Codes:
+    """Return memory for the results of a cast; scales of `squares` are zeros, as none is written for their padding."""
+    rows, cols = padded(x.numel() // max(x.shape[-1], 1)), padded(x.shape[-1])
+    down, across = rows // BLOCK, cols // BLOCK
+    shapes, new = ((across, rows), (down, cols)), x.new_empty
+    if squares:
+        shapes, new = ((down, in_fours(across)), (across, in_fours(down))), x.new_zeros
+    codes, codes_t = (x.new_empty(shape, dtype=fmt.dtype) for shape in ((rows, cols), (cols, rows)))
+    scale, scale_t = (new(shape, dtype=torch.float32).t() for shape in shapes)
+    return codes, scale, codes_t, scale_t
+
+
 def cast_1x128(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols], read as [rows, cols]
     fmt: MiniFloat,

@@ -55,9 +55,8 @@ def _update(state: Tensor, amax: Tensor, scale: Tensor, fmt: MiniFloat, of: Dela
     others = history.scatter(0, at.long(), 0.0)
     largest = amax if of.most_recent else torch.maximum(others.amax(), amax)
     new, _ = scale_and_inverse(largest * 2.0**of.margin, fmt)
-    live = (
-        (amax > 0) & amax.isfinite() & (new >= TINY)
-    )  # an amax too small for a scale counts as zero
+    # an amax too small for a scale counts as zero
+    live = (amax > 0) & amax.isfinite() & (new >= TINY)
     history.scatter_(0, at.long(), torch.where(live, amax, history[at.long()]).reshape(1))
     state[1].copy_(scale)
     state[0].copy_(torch.where(live, new, state[0]))

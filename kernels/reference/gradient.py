@@ -35,13 +35,10 @@ def accumulate_blocks(
     """Add `x` to a block-scaled E4M3 tensor with a residual, in place."""
     total = dequantize_blocks(codes, scale, E4M3)
     total = total + dequantize_blocks(residual_codes, residual_scale, E4M3) + x.float()
-    new_codes, new_scale = quantize_blocks(total, E4M3)
-    rest = total - dequantize_blocks(new_codes, new_scale, E4M3)
-    for old, new in zip(
-        (codes, scale, residual_codes, residual_scale),
-        (new_codes, new_scale, *quantize_blocks(rest, E4M3)),
-        strict=True,
-    ):
+    rounded = quantize_blocks(total, E4M3)
+    residual = quantize_blocks(total - dequantize_blocks(*rounded, E4M3), E4M3)
+    both = codes, scale, residual_codes, residual_scale
+    for old, new in zip(both, (*rounded, *residual), strict=True):
         old.copy_(new)
 
 

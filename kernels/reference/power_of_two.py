@@ -25,12 +25,11 @@ FLOAT16_MAX = 65504.0
 
 def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
     """Return the smallest power of two s with amax / s <= largest; 1 for a zero tensor, NaN for a non-finite one."""
-    # amax / largest = mantissa × 2^exponent, mantissa in [0.5, 1)
-    mantissa, exponent = torch.frexp(amax / largest)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    scale = torch.ldexp(torch.ones_like(amax), exponent).clamp(min=TINY)
-    scale = torch.where(mantissa > 0, scale, TINY)  # the quotient underflows
-    scale = torch.where(amax > 0, scale, 1.0)
+    # by a tensor: on CUDA, torch multiplies by the reciprocal of a Python number, which rounds differently
+    ratio = amax / torch.full_like(amax, largest)
+    # any bit of the mantissa carries into the exponent, which alone is kept
+    up = (ratio.view(torch.int32) + 0x7FFFFF) & 0x7F800000
+    scale = torch.where(amax > 0, up.view(torch.float32).clamp(min=TINY), 1.0)
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
