@@ -127,17 +127,15 @@ def decide(
     planned_for: the device that a model on the meta device is planned for.
     """
     known, sharded = model in _MODELS, gathered_on is not None
-    planned = planned_for is not None
-    home = conversion.check_model(model, recipe, known, sharded, planned, optimizer)
+    home = conversion.check_model(model, recipe, known, sharded, bool(planned_for), optimizer)
     device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
     places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
     fallbacks += conflicts.idle_options(recipe, *places)
-    if isinstance(optimizer, torch.optim.LBFGS) and (
-        compute != "bf16" or recipe.gradients == "fp8"
-    ):
+    exact = compute == "bf16" and recipe.gradients == "keep"
+    if isinstance(optimizer, torch.optim.LBFGS) and not exact:
         fallbacks.append(INEXACT)
     recipe, replaced = choose_stepper(recipe, optimizer, device)
     skipped, idle = skipped_modules(model, recipe, sharded)
@@ -301,37 +299,29 @@ def _formats_by_parameter(
 # --- what multiplies, and what steps
 
 
-class Compute(NamedTuple):
-    """What multiplies ("te", "native" or "bf16"), why, and what falls back."""
-
-    name: str
-    reason: str
-    fallbacks: list[str]
-
-
-def choose_compute(recipe: Recipe, device: torch.device) -> Compute:
-    """Choose what multiplies in Linear layers.
+def choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, str, list[str]]:
+    """Return what multiplies in Linear layers ("te", "native" or "bf16"), why, and what falls back.
 
     Raises:
         UnsupportedDeviceError: where what the recipe names does not run on `device`.
     """
     fallbacks, asked, why = _missing_kernels(recipe, device), recipe.compute, []
     if asked == "bf16":
-        return Compute("bf16", "asked for", fallbacks)
+        return "bf16", "asked for", fallbacks
     if asked != "te":
         gemm = capability.fp8_gemm(device)
         if not gemm and asked == "auto":
             told = f"{gemm.reason}; using bf16 GEMMs instead"
-            return Compute("bf16", gemm.reason, [*fallbacks, told])
+            return "bf16", gemm.reason, [*fallbacks, told]
         own = gemm and capability.native_recipe(recipe.fp8_recipe, device)
         if own:
-            return Compute("native", gemm.reason if asked == "auto" else "asked for", fallbacks)
+            return "native", gemm.reason if asked == "auto" else "asked for", fallbacks
         why.append(own.reason)
     if asked != "native":
         te = _te_for(recipe, device)
         why.append(te.reason)
         if te:
-            return Compute("te", "; ".join(why) if asked == "auto" else "asked for", fallbacks)
+            return "te", "; ".join(why) if asked == "auto" else "asked for", fallbacks
     remedies = ['compute="auto"'] if asked != "auto" else []
     remedies += ['fp8_recipe="current"'] if recipe.fp8_recipe != "current" else []
     told = f'compute="{asked}", fp8_recipe={recipe.fp8_recipe!r}: {"; ".join(why)}'

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -117,11 +116,8 @@ def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned:
     if is_sharded(parameter.data) and not sharded:
         return "is sharded by fully_shard (FSDP2); use fp8stack.integrations.fsdp.attach."
     if recipe.level != "O0" and parameter.requires_grad and (kind := not_plain(parameter)):
-        remedy = (
-            "model.float()"
-            if parameter.dtype is torch.float64
-            else "freeze it (requires_grad=False)"
-        )
+        is_wide = parameter.dtype is torch.float64
+        remedy = "model.float()" if is_wide else "freeze it (requires_grad=False)"
         taken = f"{recipe.level} trains float32, bfloat16 and float16 parameters"
         return f"is {kind}; {taken}. Change that first: {remedy}."
     return ""
@@ -280,9 +276,6 @@ def convert_optimizer(
 
 def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, session: Session) -> None:
     """Copy the user's hooks to the new optimizer, and make the old one raise if it is used by mistake."""
-    for action, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
-        hooks = f"_optimizer_{action}_{when}_hooks"
-        getattr(new, hooks).update(getattr(optimizer, hooks))
 
     def refuse(*_: Any) -> None:
         raise ModelError("fp8stack.initialize took it over: use the optimizer that it returned.")
@@ -291,9 +284,10 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
         # Schedulers look for this flag on the optimizer they were made from.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    session.undo.append(optimizer.register_step_pre_hook(refuse).remove)
-    session.undo.append(optimizer.register_state_dict_pre_hook(refuse).remove)
-    session.undo.append(optimizer.register_load_state_dict_pre_hook(refuse).remove)
+    for action in ("step", "state_dict", "load_state_dict"):
+        for hooks in (f"_optimizer_{action}_pre_hooks", f"_optimizer_{action}_post_hooks"):
+            getattr(new, hooks).update(getattr(optimizer, hooks))
+        session.undo.append(getattr(optimizer, f"register_{action}_pre_hook")(refuse).remove)
     session.undo.append(new.register_step_post_hook(mark_called).remove)
 
 

@@ -12,7 +12,6 @@ refuses names and values it does not know.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -157,15 +156,13 @@ def check_number(
     """
     plain = _plain(value)
     right = type(plain) is int if whole else isinstance(plain, (int, float))
-    try:
-        number = float(plain) if right else math.nan
-    except OverflowError:  # an integer of hundreds of digits
-        number = math.nan
-    if not least <= number <= most:
+    # An integer of hundreds of digits is no float.
+    right = right and (isinstance(plain, float) or abs(plain) <= FINITE)
+    if not (right and least <= plain <= most):
         rule = rule or (f">= {least}" if most >= FINITE else f"from {least} to {most:,}")
         kind = "an integer" if whole else "a finite number" if most <= FINITE else "a number"
         raise ConfigError(f"{name}={value!r} must be {kind} {rule}.")
-    return plain if whole else number
+    return plain if whole else float(plain)
 
 
 def _plain(value: Any) -> Any:

@@ -80,7 +80,8 @@ class _Wrapper(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         direct = None if BlockScaledView in types else _DIRECT.get(func)
-        if direct is not None:
+        # Else it is another operand that is block-scaled.
+        if direct is not None and isinstance(args[0], (BlockScaledTensor, list, tuple)):
             result = direct(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -113,8 +114,7 @@ class BlockScaledTensor(_Wrapper):
             needed = f"float8_e4m3fn codes (or their bytes) and scales of shape {scale_shape(codes.shape)}"
             got = f"got {codes.dtype} and {tuple(scale.shape)}"
             raise ConfigError(f"BlockScaledTensor needs {needed}; {got}.")
-        size = codes.shape
-        x = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=codes.device)
+        x = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
         x.codes, x.scale, x.holder = codes, scale, [residual]
         return x
 
@@ -179,13 +179,10 @@ class BlockScaledTensor(_Wrapper):
             self.residual[1].mul_(factor)
         return self
 
-    def map_parts(
-        self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
-    ) -> BlockScaledTensor:
+    def map_parts(self, function: Callable[[Tensor], Tensor]) -> BlockScaledTensor:
         """Return a new tensor with `function` applied to each part."""
         codes, scale, *rest = (function(t) for t in self.parts())
-        residual = (rest[0], rest[1]) if rest else None
-        return BlockScaledTensor(codes, scale, dtype or self.dtype, residual)
+        return BlockScaledTensor(codes, scale, self.dtype, (rest[0], rest[1]) if rest else None)
 
     def __repr__(self) -> str:  # type: ignore[override]
         body = repr(self.dequantize())[len("tensor(") : -1]
@@ -296,9 +293,7 @@ def _to_copy(func: Any, x: BlockScaledTensor, **kwargs: Any) -> Any:
 
 
 def _copy_(func: Any, x: Any, source: Tensor, non_blocking: bool = False) -> Any:
-    if isinstance(x, BlockScaledTensor):
-        return x.assign_(source.to(x.device, non_blocking=non_blocking))
-    return NotImplemented
+    return x.assign_(source.to(x.device, non_blocking=non_blocking))
 
 
 def _zero_(func: Any, x: BlockScaledTensor) -> BlockScaledTensor:
@@ -314,9 +309,7 @@ def _zero_list_(func: Any, tensors: list[Tensor]) -> None:
 
 
 def _mul_(func: Any, x: Any, factor: Any) -> Any:
-    if isinstance(x, BlockScaledTensor) and _is_scalar(factor):
-        return x.scale_(factor)
-    return NotImplemented
+    return x.scale_(factor) if _is_scalar(factor) else NotImplemented
 
 
 def _div_(func: Any, x: Any, divisor: Any) -> Any:
@@ -332,7 +325,7 @@ def _mul_list_(func: Any, tensors: list[Tensor], factors: Any) -> None:
 
 
 def _add_(func: Any, x: Any, other: Any, *, alpha: float = 1) -> Any:
-    if isinstance(x, BlockScaledTensor) and isinstance(other, Tensor):
+    if isinstance(other, Tensor):
         other = plain(other)
         return x.accumulate_((other if alpha == 1 else other * alpha).to(x.dtype).expand(x.shape))
     return NotImplemented
@@ -407,12 +400,9 @@ def not_plain(parameter: Tensor) -> str:
     data = getattr(data, "_local_tensor", data)  # of a DTensor
     if type(data).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return type(data).__name__
-    plain_layout = data.layout is torch.strided
-    return (
-        ""
-        if plain_layout and data.dtype in FLOATS
-        else str(data.dtype if plain_layout else data.layout)
-    )
+    if data.layout is not torch.strided:
+        return str(data.layout)
+    return "" if data.dtype in FLOATS else str(data.dtype)
 
 
 def inner_tensors(x: Any) -> list[Tensor]:

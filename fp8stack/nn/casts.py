@@ -338,9 +338,8 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
         return cast_matrix(grad, fmt, None, x, w)
     if options.fp8_recipe == "blockwise":
         return Operand(*ops.cast_1x128(grad, fmt))
-    codes, turned, scale = ops.cast_delayed(
-        grad, fmt, options.g_state, options.train and learn, False
-    )
+    learn = learn and options.train
+    codes, turned, scale = ops.cast_delayed(grad, fmt, options.g_state, learn, False)
     return Operand(codes, scale, turned, scale)
 
 

@@ -267,12 +267,10 @@ def _choose_storage(
     for name, parameter in model.named_parameters():
         if parameter not in quantized:
             continue
-        reason = ""
-        if parameter.dtype is not torch.bfloat16:  # else its storage stays as it is
-            reason = obstacles.get(parameter, "")
-            if not reason and storages[_storage_of(parameter)] > 1:
-                reason = "shares its storage with another parameter; tie them: a.weight = b.weight"
-        if reason:
+        reason = obstacles.get(parameter, "")
+        if not reason and storages[_storage_of(parameter)] > 1:
+            reason = "shares its storage with another parameter; tie them: a.weight = b.weight"
+        if reason and parameter.dtype is not torch.bfloat16:  # whose storage stays as it is
             layers.kept.append((name, reason))
         else:
             layers.stored.append((name, parameter))

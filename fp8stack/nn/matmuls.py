@@ -58,7 +58,8 @@ def apply_matmuls(
     bare = BareMatmuls(recipe, skipped)
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
-            bare.places.setdefault(id(parameter), (module, key, f"{name}.{key}".lstrip(".")))
+            if module in bare.skipped or id(parameter) not in bare.places:
+                bare.places[id(parameter)] = module, key, f"{name}.{key}".lstrip(".")
         if not is_of_library(module) and module not in bare.skipped:
             if "forward" in vars(module):  # which torch runs, and not the class's
                 bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
@@ -74,7 +75,7 @@ class BareMatmuls:
     def __init__(self, recipe: Recipe, skipped: Iterable[nn.Module] = ()) -> None:
         usable = recipe.fp8_recipe in RECIPES
         self.recipe = recipe if usable else replace(recipe, fp8_recipe="current")
-        self.skipped = list(skipped)
+        self.skipped = set(skipped)
         # Module, attribute and name of each parameter that the model had then, by its id. Weak references to
         # parameters would keep torch from swapping what is in them, strong ones keep alive what was replaced.
         self.places: dict[int, tuple[nn.Module, str, str]] = {}
@@ -91,13 +92,19 @@ class BareMatmuls:
     def products_of(self, parameter: Tensor, turned: bool) -> Products:
         """Return how to multiply by `parameter` or a view of it, and record that."""
         if not torch.compiler.is_compiling():
-            module, key, name = self.places.get(id(parameter), (None, "", ""))
-            known = module and module._parameters.get(key) is parameter
-            self.used.add(name if known else "unnamed")  # the model did not have it then
+            self.used.add(self._place_of(parameter)[1])
         return self._products[int(turned)]
+
+    def _place_of(self, parameter: Tensor) -> tuple[nn.Module | None, str]:
+        """Return the owner of `parameter` and its name; a skipped one, if there are several."""
+        module, key, name = self.places.get(id(parameter), (None, "", ""))
+        known = module is not None and module._parameters.get(key) is parameter
+        return (module, name) if known else (None, "unnamed")  # the model did not have it then
 
     def skips(self, parameter: Tensor) -> bool:
         """Return whether a module that is to be left alone owns `parameter`."""
+        if not torch.compiler.is_compiling() and (module := self._place_of(parameter)[0]):
+            return module in self.skipped  # one look-up, as each product asks
         return any(parameter is own for m in self.skipped for own in m._parameters.values())
 
 

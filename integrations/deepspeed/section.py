@@ -29,10 +29,7 @@ _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
         "a list of names of known incompatibilities",
     ),
-    "checkpoint_format": (
-        lambda value: isinstance(value, str) and value in ("native", "portable"),
-        '"native" or "portable"',
-    ),
+    "checkpoint_format": (lambda v: str(v) in ("native", "portable"), '"native" or "portable"'),
 }
 """Keys of this section alone, with what their values must be. `recipe_for` checks all others."""
 
@@ -129,12 +126,7 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
         )
     if not raw.get("enabled", True):
         return None
-    # JSON has lists where recipes have tuples
-    overrides = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in raw.items()
-        if key in OPTIONS
-    }
+    overrides = {key: value for key, value in raw.items() if key in OPTIONS}
     recipe = recipe_for("O2" if level is None else level, raw.get("preset"), **overrides)
     allow, kept = tuple(raw.get("allow", ())), raw.get("checkpoint_format", "native")
     return Section(recipe, frozenset(overrides), raw.get("strict", False), allow, kept)

@@ -118,13 +118,14 @@ def _replaced(run: TrainingRun) -> Iterator[tuple[str, str]]:
 # --- detectors of models and optimizers
 
 
-def _torchao(sharded: bool) -> Detector:
-    """Return a detector of torchao's low-bit optimizers, at ZeRO 1 to 3 or at stage 0 with 16 bits."""
+def made_by(
+    package: str, which: str, when: Callable[[TrainingRun], Any] = lambda run: True
+) -> Detector:
+    """Return a detector of a "model" or "optimizer" of a package, in runs that the row concerns."""
 
     def detect(run: TrainingRun) -> Iterator[tuple[str, str]]:
-        meets = (run.stage or 0) > 0 if sharded else run.stage == 0 and run.half
-        if meets and comes_from(run.optimizer, "torchao.optim"):
-            yield "optimizer", class_of(run.optimizer)
+        if comes_from(getattr(run, which), package) and when(run):
+            yield which, class_of(getattr(run, which))
 
     return detect
 
@@ -133,22 +134,6 @@ def _bitsandbytes_override(run: TrainingRun) -> Iterator[tuple[str, str]]:
     if comes_from(run.optimizer, "bitsandbytes") and (run.stage or 0) > 0:
         for module, parameter, options in run.optimizer.mng.module_weight_config_triple[:1]:
             yield "optimizer", f"{type(module).__name__}.{parameter} overridden: {options}"
-
-
-def _pipeline(reduces: bool) -> Detector:
-    """Return a detector of DeepSpeed's pipelines, whose gradients fp8stack is to reduce or not."""
-
-    def detect(run: TrainingRun) -> Iterator[tuple[str, str]]:
-        staged = comes_from(run.model, "deepspeed.runtime.pipe")
-        if staged and run.recipe is not None and run.fp8_gradients is reduces:
-            yield "model", class_of(run.model)
-
-    return detect
-
-
-def _wrapped(run: TrainingRun) -> Iterator[tuple[str, str]]:
-    if comes_from(run.model, "torch.nn.parallel.distributed"):
-        yield "model", class_of(run.model)
 
 
 ROWS = (
@@ -203,11 +188,11 @@ ROWS = (
     Row("pipeline", "error",
         "DeepSpeed's pipeline engine reduces gradients itself.",
         'Use ZeRO without pipeline stages, or opt_level="O0".',
-        (_pipeline(reduces=True),)),
+        (made_by("deepspeed.runtime.pipe", "model", _FP8_GRADIENTS),)),
     Row("pipeline-products", "warning",
         "Hangs of DeepSpeed's pipeline engine with FP8 layers have been reported.",
         "Use ZeRO without pipeline stages.",
-        (_pipeline(reduces=False),)),
+        (made_by("deepspeed.runtime.pipe", "model", lambda run: run.recipe and not run.fp8_gradients),)),
     Row("hybrid-engine", "error",
         "Its inference containers take layers of exactly the class nn.Linear; FP8 layers are not among them.",
         "Disable hybrid_engine, or train without fp8stack.",
@@ -226,7 +211,7 @@ ROWS = (
     Row("ddp-in-engine", "error",
         "DeepSpeed reduces gradients itself; communication hooks of DDP have no effect on its engine.",
         'Give it the bare model; "fp8stack": {"opt_level": "O1"} reduces in FP8 there.',
-        (_wrapped,)),
+        (made_by("torch.nn.parallel.distributed", "model"),)),
     Row("model-parallelism", "error",
         "DeepSpeed replaces or splits layers after they have become FP8 layers, which loses them or their scales.",
         "Use data parallelism (ZeRO) alone.",
@@ -236,11 +221,11 @@ ROWS = (
     Row("torchao-partition", "warning",
         "A rank's partition whose size is no multiple of 256 gets full-precision states, silently.",
         "Use an optimizer of fp8stack.optim, whose blocks may end anywhere.",
-        (_torchao(sharded=True),)),
+        (made_by("torchao.optim", "optimizer", lambda run: (run.stage or 0) > 0),)),
     Row("torchao-stage0-checkpoint", "error",
         "Checkpoints are written but not read: load_checkpoint raises over map_location and tensor subclasses.",
         "Use an optimizer of fp8stack.optim, whose states are plain tensors, or ZeRO 1 to 3.",
-        (_torchao(sharded=False),)),
+        (made_by("torchao.optim", "optimizer", lambda run: run.stage == 0 and run.half),)),
     Row("bitsandbytes-override", "warning",
         "ZeRO steps a flat partition in the place of the parameters, and the override (Trainer's 32 bits for "
         "embeddings) is lost.",

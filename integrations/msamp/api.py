@@ -167,6 +167,5 @@ def calling_accelerator() -> Any:
     """
     accelerate = sys.modules.get("accelerate")
     caller = sys._getframe(2).f_locals.get("self")
-    if accelerate is not None and isinstance(caller, accelerate.Accelerator):
-        return caller
-    return None
+    is_one = accelerate is not None and isinstance(caller, accelerate.Accelerator)
+    return caller if is_one else None

@@ -73,16 +73,13 @@ def translate(config: dict[str, Any]) -> str | None:
         ConfigError: for an unknown key or value.
     """
     section = config.pop("msamp", None) or {}
-    if not isinstance(section, dict) or section.keys() - {"enabled", "opt_level", "use_te"}:
+    known = {"enabled": False, "opt_level": "O1", "use_te": False}
+    asked = known | section if isinstance(section, dict) else {}
+    enabled, level = asked.get("enabled"), asked.get("opt_level")
+    if asked.keys() != known.keys() or not isinstance(enabled, bool) or level not in opt_levels:
         raise ConfigError(
             f'"msamp": {section!r} in the DeepSpeed config must be an object with the keys "enabled", "opt_level" and '
-            '"use_te", such as {"enabled": true, "opt_level": "O2"}.'
-        )
-    enabled, level = section.get("enabled", False), section.get("opt_level", "O1")
-    if not isinstance(enabled, bool) or level not in opt_levels:
-        raise ConfigError(
-            f'"msamp": {section!r} in the DeepSpeed config: "enabled" must be true or false, "opt_level" one of '
-            f"{', '.join(opt_levels)}."
+            f'"use_te": "enabled" must be true or false, "opt_level" one of {", ".join(opt_levels)}.'
         )
     if enabled and level == "O3":
         warnings.warn(f"msamp: {O3_IS_O2}", Fp8StackWarning, stacklevel=3)
