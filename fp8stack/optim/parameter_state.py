@@ -129,8 +129,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def check_formats_of(self, parameter: Tensor) -> None:
         """Raise ModelError where a sharded parameter cannot have the formats asked for."""
-        states, master = self.moment_format(parameter), self.master_format(parameter)
-        check_placements(parameter, states, master)
+        check_placements(parameter, self.moment_format(parameter), self.master_format(parameter))
 
     # --- making states
 

@@ -13,6 +13,7 @@ float8 DTensors: torch's checkpoints handle them, gloo's collectives (`full_tens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -162,10 +163,9 @@ def share_of(parameter: Tensor) -> Share | None:
     """Return the share of a DTensor, None for a tensor of this rank alone."""
     if not is_sharded(parameter):
         return None
-    mesh, copies = parameter.device_mesh, 1  # type: ignore[attr-defined]
-    for size, placement in zip(mesh.shape, parameter.placements, strict=True):  # type: ignore[attr-defined]
-        copies *= size if placement.is_replicate() else 1
-    return Share(mesh, copies)
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    held = zip(mesh.shape, placements, strict=True)
+    return Share(mesh, math.prod(size for size, placement in held if placement.is_replicate()))
 
 
 def shares_of(groups: Iterable[dict[str, Any]]) -> list[Share | None]:

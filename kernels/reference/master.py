@@ -25,8 +25,8 @@ _NAN = 0x7FC00000
 def split(
     master: Tensor,  # float32, any shape
     dtype: torch.dtype = torch.int8,  # or torch.int16: no bit is lost
-    random: Tensor
-    | None = None,  # int64 like master, the words of `fp8.noise`: dithered; without, to nearest
+    # int64 like master, the words of `fp8.noise`: dithered; without, to nearest
+    random: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # bfloat16 and `dtype`, the same shape
     """Split a float32 weight into its bfloat16 half and the remainder."""
     bits = _bits(master)

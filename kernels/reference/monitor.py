@@ -75,9 +75,8 @@ def count(
     out[2:6] += torch.stack([part.sum() for part in (under, over, ~finite, silent & lossy)])
     codes = cast_finite(torch.where(finite, scaled, 0.0), fmt).float()
     exact = magnitude.double()
-    terms = [
-        torch.where(told, value, 0.0).square() for value in (exact, exact - codes.double() * each)
-    ]
-    out[SUMS].view(torch.float64).add_(torch.stack([term.sum() for term in terms]))
+    error = exact - codes.double() * each
+    sums = [torch.where(told, value, 0.0).square().sum() for value in (exact, error)]
+    out[SUMS].view(torch.float64).add_(torch.stack(sums))
     out[FIELDS.index("blocks")] += len(silent)
     out[FIELDS.index("elements")] += x.numel()

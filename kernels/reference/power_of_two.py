@@ -49,9 +49,8 @@ def encode_tensor(
         return (cast_finite(scaled, E4M3) if dtype is E4M3.dtype else scaled.to(dtype)), scale
     if dtype is E4M3.dtype:
         return encode(scaled, E4M3, random).view(dtype), scale
-    half = (
-        truncate(scaled.abs(), 23) + (noise_of_v(random, 13) if lift else (random >> 19).int())
-    ) >> 13
+    noise = noise_of_v(random, 13) if lift else (random >> 19).int()
+    half = (truncate(scaled.abs(), 23) + noise) >> 13
     return torch.copysign(half.to(torch.int16).view(dtype), scaled), scale
 
 
