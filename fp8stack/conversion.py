@@ -300,8 +300,8 @@ def refuse_other_optimizers(session: Session) -> None:
     mine = weakref.ref(session)
 
     def refuse(optimizer: Any, *_: Any) -> None:
-        session = mine()
-        owner: Any = session and session.returned  # none once DeepSpeed's engine steps
+        session: Any = mine()
+        owner = session and session.returned  # none once DeepSpeed's engine steps
         if owner is None or optimizer in (owner, session.source):
             return  # the latter has a hook of its own
         ours = isinstance(optimizer, BlockwiseOptimizer)

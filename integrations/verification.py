@@ -144,10 +144,9 @@ def verify_initialized(
 def _wrong_states(optimizer: BlockwiseOptimizer, model: nn.Module) -> Iterator[str]:
     """Yield what is wrong with states: their format, their sharding, or that a sharded parameter has none."""
     names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
-    coded = {p for p, entry in optimizer.state.items() if any(k.endswith("_code") for k in entry)}
-    dense = {
-        p for p, entry in optimizer.state.items() if any(k in entry for k in optimizer.moments)
-    }
+    states = optimizer.state.items()
+    coded = {p for p, entry in states if any(k.endswith("_code") for k in entry)}
+    dense = {p for p, entry in states if not entry.keys().isdisjoint(optimizer.moments)}
 
     def needs_codes(p: Any) -> bool:
         return optimizer.quantizes(p) and optimizer.formats_of(p)[0] != "bf16"
@@ -160,7 +159,7 @@ def _wrong_states(optimizer: BlockwiseOptimizer, model: nn.Module) -> Iterator[s
                 yield f"a parameter of shape {tuple(p.shape)} in the optimizer is not the model's"
             elif p.requires_grad and has_moments and needs_codes(p) and p not in coded | dense:
                 yield f"{names[p]} has no {optimizer.formats_of(p)[0]} states"
-    for p, entry in optimizer.state.items():
+    for p, entry in states:
         name = names.get(p, f"a partition of {p.numel()} elements")
         if p in (dense if needs_codes(p) else coded):
             yield f"states of {name} are not in {optimizer.formats_of(p)[0]}"

@@ -100,15 +100,12 @@ def choose_layers(
         if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             kind = type(module).__name__
             reason = f"{kind} reads the weights of its layers itself in its fast path"
-            for inner in module.modules():
-                excluded.setdefault(inner, reason)
+            excluded = dict.fromkeys(module.modules(), reason) | excluded
     alignments = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}
     alignment = alignments.get(compute, alignment_of(recipe.fp8_recipe))
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        reason = excluded.get(module) or _unfit(module, recipe, alignment)
-        if reason:
+    linears = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear))
+    for name, module in linears:
+        if reason := excluded.get(module) or _unfit(module, recipe, alignment):
             layers.skipped.append((name, reason))
         else:
             layers.gemm.append((name, module))
@@ -286,11 +283,10 @@ def _read_by_hand(model: nn.Module) -> dict[nn.Parameter, str]:
     owners = {kind: _owners_read(kind) for kind in {type(m) for m in model.modules()}}
     for module in model.modules():
         kind = type(module)
+        told = f"{kind.__name__} reads it itself"
         for name, inner in module.named_modules() if owners[kind] else ():
             if name.rpartition(".")[2] in owners[kind]:
-                found.setdefault(
-                    inner._parameters.get("weight"), f"{kind.__name__} reads it itself"
-                )
+                found.setdefault(inner._parameters.get("weight"), told)
     return found
 
 

@@ -139,11 +139,8 @@ class Fp8Reduction:
             ranks = zero._gradient_averaging_world_size(parameters, world)
             if ranks != world:
                 own.mul_(world / ranks)
-        lengths = [
-            max(0, min(part, each.numel() - rank * part))
-            for each, part in zip(flat, parts, strict=True)
-        ]
-        return [each[:length] for each, length in zip(own.split(padded), lengths, strict=True)]
+        found = zip(own.split(padded), flat, parts, strict=True)
+        return [mine[: max(0, min(n, each.numel() - rank * n))] for mine, each, n in found]
 
     def _scatter_bucket(self, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
         """Do the same for gradients in one buffer; in stage 3, ranks that share a sequence count as one only here."""
