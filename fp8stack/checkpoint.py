@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import tempfile
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,12 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from .errors import CheckpointError, ModelError, reason_of
-from .nn.delayed_histories import restore_scaling, scaling_state
+from .nn.delayed_histories import check_scaling, restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.parameter_names import check_order, names_of, names_of_owned, parameters_of
-from .optim.state_dict import check_packed, install, plain_numbers, prepare, to_torch
+from .optim.saved_checks import are_names, check_for_torch
+from .optim.state_dict import install, plain_numbers, prepare, to_torch
 from .optim.state_formats import MASTER_KEYS
-from .tensor import is_sharded, not_plain
+from .tensor import fault_of, is_sharded, not_plain
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict}
 _PLAIN |= {Tensor, nn.Parameter}
@@ -196,6 +198,10 @@ def read_file(path: str | os.PathLike[str]) -> Any:
         CheckpointError: if the file is missing, truncated, no checkpoint, or holds other types.
     """
     try:
+        with zipfile.ZipFile(path) as parts:
+            size = sum(part.file_size for part in parts.infolist())
+        if size > os.path.getsize(path):
+            raise ValueError(f"its parts say that they are {size} bytes in all")
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from None
@@ -215,6 +221,7 @@ def is_saved(contents: Any) -> bool:
     return isinstance(contents, dict) and {"model", "optimizer", "extra"} <= contents.keys()
 
 
+@torch.no_grad()
 def load(
     path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
@@ -230,6 +237,11 @@ def load(
     if not is_saved(contents):
         remedy = "Load its parts with torch.load(weights_only=True) and load_state_dict"
         raise CheckpointError(f"{path} was not written by fp8stack.checkpoint.save. {remedy}.")
+    names, scaling = contents.get("names", []), contents.get("scaling", {})
+    if not are_names(names) or not isinstance(contents["extra"], dict):
+        told = f'"names" is {names!r:.60} and "extra" is {contents["extra"]!r:.60}'
+        raise CheckpointError(f"{path} is damaged: {told}. Use an earlier one.")
+    check_scaling(scaling)
     _check_keys(model.state_dict(), contents["model"])
     packed, prepared = contents["optimizer"], None
     masters: dict[nn.Parameter, Tensor] = {}
@@ -242,8 +254,8 @@ def load(
             bare = _saved_without_master(optimizer, packed)
             masters = _masters_in(contents["model"], model, optimizer, bare)
         else:
-            _check_for_torch(optimizer, packed)
-        check_order(optimizer, model, contents.get("names", ()))
+            check_for_torch(optimizer, packed)
+        check_order(optimizer, model, names)
     # The model first: a master that is converted starts from the weight.
     model.load_state_dict(contents["model"])
     if isinstance(optimizer, BlockwiseOptimizer) and prepared is not None:
@@ -251,20 +263,9 @@ def load(
         _set_masters(optimizer, masters)
     elif optimizer is not None:
         optimizer.load_state_dict(packed)
-    restore_scaling(model, contents.get("scaling", {}))
+    restore_scaling(model, scaling)
     extra: dict[str, Any] = contents["extra"]
     return extra
-
-
-def _check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
-    """Raise unless torch's own optimizer can make sense of `packed`."""
-    check_packed(optimizer, packed)
-    names = {str(name) for entry in packed["state"].values() for name in entry}
-    if any(name.endswith("_code") or name in MASTER_KEYS for name in names):
-        told = f"low-precision states or masters, which {type(optimizer).__name__} of torch cannot read"
-        raise CheckpointError(
-            f"the file holds {told}. Load it at its level, then fp8stack.restore."
-        )
 
 
 def _masters_in(
@@ -294,17 +295,34 @@ def _saved_without_master(optimizer: BlockwiseOptimizer, packed: dict[str, Any])
     return {p for p, key in pairs if not packed["state"].get(key, {}).keys() & set(MASTER_KEYS)}
 
 
-def _check_keys(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Raise unless `given` has exactly the keys and shapes of `own`."""
-    missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
+def _check_keys(own: dict[str, Tensor], given: Any) -> None:
+    """Raise unless `given` has exactly the keys and shapes of `own`, and numbers of its kind. No data is looked at."""
+    if not isinstance(given, dict):
+        raise CheckpointError(f"the weights are {given!r:.60}, and no state_dict of a model.")
+    missing, unknown = (
+        sorted(own.keys() - given.keys()),
+        sorted(given.keys() - own.keys(), key=repr),
+    )
     if missing or unknown:
         raise CheckpointError(
             f"the weights are of another model: {len(missing)} keys are missing {missing[:3]}, "
             f"{len(unknown)} are unknown {unknown[:3]}. Build the model that was saved."
         )
     for key, value in own.items():
-        if isinstance(value, Tensor) and given[key].shape != value.shape:
-            raise CheckpointError(
-                f"{key} has shape {tuple(given[key].shape)} in the checkpoint and {tuple(value.shape)} in the model. "
-                "Build the model that was saved."
-            )
+        if not isinstance(value, Tensor):  # a module's extra state, which may be anything
+            continue
+        other = given[key]
+        problem = "" if isinstance(other, Tensor) else f"is {other!r:.60}"
+        if not problem and not fault_of(value):  # a buffer may be an expanded one
+            problem = fault_of(other)
+        if not problem and _kind(other) != _kind(value):
+            problem = f"has dtype {other.dtype}, and {value.dtype} in the model"
+        if not problem and other.shape != value.shape:
+            problem = f"has shape {tuple(other.shape)} in the checkpoint and {tuple(value.shape)} in the model"
+        if problem:
+            raise CheckpointError(f"{key} {problem}. Build the model that was saved.")
+
+
+def _kind(value: Tensor) -> tuple[bool, bool, bool]:
+    """Return which of bool, real, complex and integer numbers a tensor holds."""
+    return value.dtype is torch.bool, value.is_floating_point(), value.is_complex()

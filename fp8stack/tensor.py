@@ -418,6 +418,27 @@ def renew_hooks(parameters: Iterable[Tensor]) -> None:
         p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
 
+def fault_of(value: Tensor) -> str:
+    """Return what keeps a tensor from a file from being dense numbers, each in its place; "" if nothing does.
+
+    Only its metadata is looked at: a tensor of stride 0 has any size in a few bytes, and copying it allocates that.
+    """
+    if is_sharded(value):
+        with torch.no_grad():
+            return fault_of(value.to_local())  # type: ignore[attr-defined]
+    if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+        return f"is no dense tensor ({value.layout}, {value.dtype})"
+    if value.is_meta:
+        return "has no data (it is on the meta device)"
+    reach = 0  # of the dimensions inside
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return f"has elements in the same place (shape {tuple(value.shape)}, strides {value.stride()})"
+        reach += (size - 1) * stride
+    parts = [part for part in vars(value).values() if isinstance(part, Tensor)]  # of a subclass
+    return next(filter(None, map(fault_of, parts)), "")
+
+
 def is_sharded(x: Tensor) -> bool:
     """Return whether `x` is a DTensor. (Importing DTensor to ask would triple the time of `import fp8stack`.)"""
     return type(x) is not Tensor and hasattr(x, "device_mesh")

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from fp8stack.checkpoint import replacing
 from fp8stack.errors import CheckpointError, ConfigError, reason_of
-from fp8stack.optim.state_formats import MASTER_KEYS, decode_master
+from fp8stack.optim.state_formats import decode_master, is_master, masters
+from fp8stack.tensor import fault_of
 
 from .inspect import Contents, place_of, read
 from .output import Commands, Console, add_command, missing, show, size
@@ -87,14 +88,15 @@ def find_masters(contents: Contents) -> dict[str, Tensor]:
     """
     found = {}
     for name, entry in contents.states.items():
-        weight, kept = contents.model.get(name), [entry[k] for k in MASTER_KEYS if k in entry]
+        weight, kept = contents.model.get(name), masters(entry)
         if not kept:
             continue
         # A remainder is what bfloat16 leaves of 24 or 32 bits.
         if (
             weight is None
             or ("remainder" in entry and weight.dtype is not torch.bfloat16)
-            or any(t.ndim and t.shape != weight.shape for t in kept)
+            or fault_of(weight)
+            or not is_master(kept, weight.shape)
         ):
             raise CheckpointError(
                 f"the optimizer holds bits of a weight {name!r}, and the model has none that they go with: it is of "

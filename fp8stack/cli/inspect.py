@@ -25,7 +25,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fp8stack import checkpoint
 from fp8stack.errors import CheckpointError, first_line
+from fp8stack.optim.saved_checks import are_names
 from fp8stack.optim.state_formats import MASTER_KEYS
+from fp8stack.tensor import fault_of
 
 from .output import Commands, Console, add_command, show, size, table
 
@@ -38,6 +40,7 @@ class Contents(NamedTuple):
     states: dict[str, dict[str, Any]]
     header: dict[str, Any]
     extra: dict[str, Any]
+    steps: int | None  # that the optimizer has taken
 
 
 def add_parser(commands: Commands) -> None:
@@ -66,21 +69,45 @@ def read(path: Path) -> Contents:
         held = checkpoint.read_file(path)
         kind = "fp8stack.checkpoint" if checkpoint.is_saved(held) else "torch.save"
     try:
-        rest = dict(held)
-        model, optimizer = rest.pop("model"), rest.pop("optimizer") or {"state": {}}
-        header = optimizer.get("fp8stack", {})
-        names = dict(enumerate(rest.pop("names", None) or header.get("names", ())))
-        states = {names.get(k, str(k)): dict(entry) for k, entry in optimizer["state"].items()}
+        rest = {**held}  # dict() would go through a tensor's elements
+        model, optimizer = rest.pop("model"), rest.pop("optimizer")
+        optimizer = {"state": {}} if optimizer is None else optimizer
+        header = {**optimizer.get("fp8stack", {})}
+        listed = rest.pop("names", None) or header.get("names", [])
+        names = dict(enumerate(listed if are_names(listed) else ()))
+        states = {names.get(k, str(k)): {**entry} for k, entry in optimizer["state"].items()}
         tensors = {name: t for name, t in model.items() if isinstance(t, Tensor)}
-        extra = dict(rest["extra"]) if checkpoint.is_saved(held) else rest
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        steps = [int(entry["step"]) for entry in states.values() if "step" in entry]
+        for name, entry in {"model": tensors, **states}.items():
+            for key, value in entry.items():
+                _check_part(f"{key!r} of {name}", key, value, entry is tensors)
+        extra = {**rest["extra"]} if checkpoint.is_saved(held) else rest
+    except (
+        ArithmeticError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         keys = f", its keys are {[*held]}" if isinstance(held, dict) else ""
+        why = first_line(error)
         raise CheckpointError(
-            f"{path} is no checkpoint of a model and its optimizer{keys:.100}. Save with fp8stack.checkpoint.save, or "
-            'as {"model": model.state_dict(), "optimizer": optimizer.state_dict()}. Weights alone are read by '
-            "torch.load(weights_only=True) or safetensors.safe_open."
+            f"{path} is no checkpoint of a model and its optimizer{keys:.100} ({why:.200}). Save with "
+            'fp8stack.checkpoint.save, or as {"model": model.state_dict(), "optimizer": optimizer.state_dict()}. '
+            "Weights alone are read by torch.load(weights_only=True) or safetensors.safe_open."
         ) from error
-    return Contents(kind, tensors, states, header, extra)
+    return Contents(kind, tensors, states, header, extra, max(steps, default=None))
+
+
+def _check_part(place: str, key: Any, value: Any, may_be_sparse: bool) -> None:
+    """Raise TypeError for a part of a state_dict that cannot be described or decoded; its data is not looked at."""
+    dense = isinstance(value, Tensor) and value.layout is torch.strided
+    fault = fault_of(value) if dense or (isinstance(value, Tensor) and not may_be_sparse) else ""
+    if not isinstance(key, str) or (key.endswith("_scale") and (not dense or value.ndim > 2)):
+        fault = f"is {type(key).__name__}: {type(value).__name__}"
+    if fault:
+        raise TypeError(f"{place} {fault}")
 
 
 def _read_folder(path: Path) -> Any:
@@ -124,10 +151,9 @@ def describe(contents: Contents) -> dict[str, Any]:
     level = "O1" if keeps else "O2" if contents.header else None
     if keys & set(MASTER_KEYS) or any(key.endswith("_code") for key in keys):
         level = "O2"
-    steps = [int(entry["step"]) for entry in contents.states.values() if "step" in entry]
     return {
         "kind": contents.kind,
-        "step": contents.extra.get("step", max(steps, default=None)),
+        "step": contents.extra.get("step", contents.steps),
         "level": level,
         "parts": [{"part": p, "format": f, **counts} for (p, f), counts in parts.items()],
         "extra": {k: v for k, v in contents.extra.items() if isinstance(v, int | float | str)},

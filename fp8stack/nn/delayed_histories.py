@@ -6,6 +6,7 @@ anew, and its first steps are rounded otherwise. Inputs and gradients are a rank
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, Fp8StackWarning
+from fp8stack.tensor import fault_of
 
 from .linear import Fp8Linear
 
@@ -36,6 +38,7 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+@torch.no_grad()
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Take over what `scaling_state` returned, in a model with the same layers.
 
@@ -43,6 +46,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         CheckpointError: if the layers that scale so are others, or their histories of another length. Nothing is
             changed.
     """
+    check_scaling(state)
     layers = _delayed(model)
     given = {key.rpartition(".")[0] for key in state}
     if layers.keys() != given:
@@ -69,6 +73,25 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             history.casts = count
         histories["w"].on(device)[0] = state.get(f"{name}.w", 0.0)
         histories["w"].stream = None
+
+
+def check_scaling(state: Any) -> None:
+    """Raise CheckpointError unless `state` is what `scaling_state` returns of some model."""
+    for name, value in state.items() if isinstance(state, dict) else [("it", state)]:
+        place, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+        casts, problem = kind == "casts", f"is {value!r:.60}"
+        if isinstance(value, Tensor) and not (problem := fault_of(value)):
+            dtype, ndim = (torch.int64, 1) if casts else (torch.float32, int(kind != "w"))
+            if value.dtype is not dtype or value.ndim != ndim or (casts and len(value) != 2):
+                problem = f"is a tensor of shape {tuple(value.shape)}, {value.dtype}"
+            elif value.numel() and not (value.min() >= 0 and value.max() < math.inf):
+                problem = "holds NaN, infinities or negative numbers"
+        known = isinstance(state, dict) and f"{place}.casts" in state
+        if problem or not known or kind not in ("x", "g", "w", "casts"):
+            raise CheckpointError(
+                f"the state of delayed scaling is damaged: {name!r:.60} {problem or 'is unknown'}. Use an earlier "
+                "checkpoint, or reset_scaling(model)."
+            )
 
 
 def reset_scaling(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from fp8stack.errors import CheckpointError
 from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.tensor import is_sharded
 
+from .saved_checks import check_tensors
 from .sharded import local
 from .state_formats import State, decode_moment, is_second
 
@@ -27,21 +28,24 @@ _WRAPPED = "__bnb_optimizer_quant_state__"
 _BLOCKS = (bitsandbytes_format.BLOCK, 2048)
 
 
-def translate(entry: State, moments: tuple[str, ...], key: Any, decode: bool = False) -> State:
+def translate(entry: State, moments: tuple[str, ...], parameter: Tensor, key: Any) -> State:
     """Return one parameter's saved state with torch's names; a state of neither library is returned as it is.
 
     Args:
         moments: the names of the optimizer's moments, in the order of bitsandbytes' `state1` and `state2`.
-        decode: decode codes with flat blocks, because no slice of rows can be cut from them.
+        parameter: whose state it is. Of a sharded one, codes with flat blocks are decoded, because no slice of rows
+            can be cut from them.
 
     Raises:
-        CheckpointError: for an incomplete state of bitsandbytes, or one of an optimizer with other moments.
+        CheckpointError: for a state whose tensors are not all there or larger than the parameter, an incomplete one of
+            bitsandbytes, or one of an optimizer with other moments.
     """
     entry = {**entry, **entry.get(_WRAPPED, {})}
     entry.pop(_WRAPPED, None)
+    check_tensors(entry, parameter)
     if "state1" in entry:
         entry = _from_bitsandbytes(entry, moments, key)
-    for name in moments if decode else ():
+    for name in moments if is_sharded(parameter) else ():
         codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
         if codes is not None and scale is not None and scale.ndim == 1:
             entry[name] = decode_moment(name, entry, codes.shape)

@@ -14,29 +14,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from copy import copy, deepcopy
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, ModelError
-from fp8stack.formats import UE3M1
-from fp8stack.tensor import is_sharded
 
+from . import saved_checks as checks
 from . import state_formats as formats
 from .imported_states import translate
 from .parameter_names import check_order, names_of_owned
 from .parameter_state import StatefulOptimizer
+from .saved_checks import FORMAT, check_group, check_packed, damaged, kind_of, place_of
 from .sharded import assign, collect, distribute, local, local_state
-from .state_formats import MASTER_KEYS, State, is_second
-
-FORMAT = 1
-"""Version of the state's layout and codecs. A change of either raises it."""
-
-MALFORMED = (AttributeError, KeyError, RuntimeError, TypeError)
-"""What a state raises that is not laid out as it should be."""
-
+from .state_formats import MASTER_KEYS, State
 
 # --- writing
 
@@ -47,7 +40,7 @@ def tag(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
     packed["param_groups"] = plain_numbers(packed["param_groups"])
     packed["fp8stack"] = {
         "format": FORMAT,
-        "optimizer": _kind(optimizer),
+        "optimizer": kind_of(optimizer),
         "states": optimizer.states,
         "master": optimizer.master,
         "entries": len(packed["state"]),
@@ -84,7 +77,7 @@ def to_torch(
             if "exp_avg" in moments:  # torch's SGD and Muon do not count steps
                 state[key]["step"] = entry["step"].float()  # as torch keeps it
         if masters:
-            state.setdefault(key, {}).update(_masters(entry))
+            state.setdefault(key, {}).update(formats.masters(entry))
     return {"state": state, "param_groups": plain_numbers(packed["param_groups"])}
 
 
@@ -109,13 +102,14 @@ Prepared = tuple[list[dict[str, Any]], dict[Tensor, State]]
 that are in another one."""
 
 
+@torch.no_grad()
 def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
     """Return what `packed` holds, checked and in the optimizer's formats; change nothing.
 
     Raises:
         CheckpointError: if it is of another format version, optimizer or model, or incomplete.
     """
-    packed = dict(packed)
+    packed = dict(packed) if isinstance(packed, dict) else packed
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         packed = hook(optimizer, packed) or packed
     check_packed(optimizer, packed)
@@ -124,23 +118,19 @@ def prepare(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> Prepared:
         check_order(optimizer, model, packed["fp8stack"].get("names", ()))
     states: dict[Tensor, State] = {}
     options: list[dict[str, Any]] = []
-    for group, saved_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        own = ("params", "states", "master", "flat")
-        options.append({k: deepcopy(v) for k, v in saved_group.items() if k not in own})
-        group = group | options[-1]  # what it will be: a saved momentum says that there are buffers
-        for parameter, key in zip(group["params"], saved_group["params"], strict=True):
+    for number, saved in enumerate(packed["param_groups"]):
+        own = optimizer.param_groups[number]
+        options.append(check_group(optimizer, number, saved, ("states", "master", "flat")))
+        group = own | options[-1]  # what it will be: a saved momentum says that there are buffers
+        for parameter, key in zip(own["params"], saved["params"], strict=True):
             if key not in packed["state"]:
                 # keep the master: it belongs to the weight, not to a step taken
-                if present := _masters(optimizer.state.get(parameter, {})):
+                if present := formats.masters(optimizer.state.get(parameter, {})):
                     states[parameter] = present
                 continue
-            try:
-                states[parameter] = _convert(optimizer, group, parameter, packed["state"][key], key)
-            except MALFORMED as error:
-                raise CheckpointError(
-                    f"state of parameter {key} (shape {tuple(parameter.shape)}) is malformed ({error}). "
-                    "The checkpoint is damaged, or of another model; use an earlier one."
-                ) from error
+            with damaged(place_of(key, parameter)):
+                entry = packed["state"][key]
+                states[parameter] = _convert(optimizer, group, parameter, entry, key)
     return options, states
 
 
@@ -175,8 +165,9 @@ def adopt(
         if not source.state.get(p) or (only is not None and p not in only):
             continue
         try:
-            states[p] = _convert(optimizer, group, p, source.state[p], "?")
-        except (CheckpointError, *MALFORMED) as error:
+            with damaged(place_of("?", p)):
+                states[p] = _convert(optimizer, group, p, source.state[p], "?")
+        except CheckpointError as error:
             raise ModelError(
                 f"the optimizer's state of a parameter of shape {tuple(p.shape)} cannot be taken over ({error}). "
                 "Was it changed by hand, or the parameter resized? Drop it: optimizer.state.pop(parameter)."
@@ -196,59 +187,6 @@ def reformat(optimizer: StatefulOptimizer, formats: dict[Tensor, tuple[str, str]
         raise
 
 
-# --- checks
-
-
-def check_packed(optimizer: torch.optim.Optimizer, packed: Any) -> None:
-    """Raise unless `packed` is a state_dict of this kind of optimizer, with as many parameters in as many groups."""
-    try:
-        theirs = [len(group["params"]) for group in packed["param_groups"]]
-        entries = len(packed["state"])
-    except (IndexError, KeyError, TypeError) as error:
-        found = list(packed) if isinstance(packed, dict) else type(packed).__name__
-        raise CheckpointError(
-            'an optimizer state_dict has the keys "state" and "param_groups", whose groups list "params"; this has '
-            f"{found!r:.100}. Pass what optimizer.state_dict() returned, or use an earlier checkpoint."
-        ) from error
-    # Without it: torch's optimizer, or a caller that keeps only torch's two keys (DCP); entries tell their format.
-    if packed.get("fp8stack") is not None:
-        _check_header(optimizer, packed["fp8stack"], entries)
-    mine = [len(group["params"]) for group in optimizer.param_groups]
-    if mine != theirs:
-        raise CheckpointError(
-            f"the checkpoint has parameter groups of {theirs} parameters, the optimizer of {mine}: "
-            "it is of another model or of other groups. Build both as they were when it was saved."
-        )
-
-
-def _kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class of fp8stack.optim or torch.optim that an optimizer's state belongs to: its own or its base."""
-    ours = ("fp8stack.optim.", "torch.optim.")
-    return next(c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith(ours))
-
-
-def _check_header(optimizer: torch.optim.Optimizer, header: Any, entries: int) -> None:
-    """Raise unless the entry that `tag` wrote fits this optimizer and the number of states."""
-    found = header.get("format") if isinstance(header, dict) else header
-    if found != FORMAT:
-        raise CheckpointError(
-            f"this optimizer state has format {found!r}; this version of fp8stack reads {FORMAT}. "
-            "Load it with the version that wrote it and export it with fp8stack.checkpoint.torch_state_dict."
-        )
-    if header.get("optimizer") != _kind(optimizer):
-        raise CheckpointError(
-            f"this state is of {header.get('optimizer')}, the optimizer is {_kind(optimizer)}. "
-            "Make the optimizer that the checkpoint was saved from."
-        )
-    names = header.get("names", [])
-    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if header.get("entries") != entries or not named:
-        raise CheckpointError(
-            f"the state says it has {header.get('entries')} entries and has {entries}, and its names are "
-            f"{names!r:.60}: it is damaged. Use an earlier checkpoint."
-        )
-
-
 # --- conversion
 
 
@@ -262,30 +200,18 @@ def _convert(
     """Return one parameter's saved state with moments in the optimizer's own format, on the parameter's device."""
     optimizer.check_formats_of(parameter)
     moments = optimizer.moments_of(group)
-    entry = translate(entry, moments, key, is_sharded(parameter))
-    weight = local(parameter.detach())  # all that follows is about this rank's part
-    entry = {
-        k: v.to(weight.device, copy=True).contiguous() if isinstance(v, Tensor) else deepcopy(v)
-        for k, v in collect(entry, parameter, key).items()
-    }
+    weight = local(parameter.detach())  # the conversion is about this rank's part
+    entry = translate(entry, moments, parameter, key)
     known = {f"{name}{part}" for name in optimizer.moments for part in ("", "_code", "_scale")}
-    found = {k for k, v in entry.items() if isinstance(v, Tensor)}
-    if unknown := found - known - {"step", *MASTER_KEYS}:
+    found = {k for k, v in entry.items() if isinstance(v, Tensor)} - {"step"}
+    if unknown := found - known - {*MASTER_KEYS}:
         raise CheckpointError(
             f"state of parameter {key} (shape {tuple(parameter.shape)}) holds {sorted(unknown)}, which "
             f"{type(optimizer).__name__} does not have: it is of another optimizer. Make the one it was saved from."
         )
-    new: State = {}
-    if "step" in entry or any(formats.has_moment(name, entry) for name in moments):
-        count = torch.as_tensor(entry.get("step", 1.0), dtype=torch.float64, device=weight.device)
-        new["step"] = count.reshape(())
-        states = optimizer.moment_format(parameter)
-        for name in moments:
-            new |= _convert_moment(name, entry, weight, states, key)
-    saved = _masters(entry)
-    if any(v.ndim and v.shape != weight.shape for v in saved.values()):
-        shapes = {k: tuple(v.shape) for k, v in saved.items()}
-        raise _of_another_model(key, weight, f"has a master of shape {shapes}")
+    stepped = "step" in entry or any(formats.has_moment(name, entry) for name in moments)
+    checks.check_layout(entry, moments if stepped else (), parameter, key)
+    saved = formats.masters(entry)
     keeps_none = optimizer.master_format(parameter) is None
     if saved and (keeps_none or ("remainder" in saved and weight.dtype is not torch.bfloat16)):
         raise CheckpointError(
@@ -293,29 +219,30 @@ def _convert(
             f"{parameter.dtype}. Initialize at the level it was saved from, or export the weights with "
             "fp8stack.checkpoint.master_state_dict."
         )
-    new.update(saved or _masters(optimizer.state.get(parameter, {})))
+    count = checks.count_of(entry.get("step", 1), parameter) if stepped else 0.0
+    held = {k: v for k, v in entry.items() if k in found}
+    held = {
+        k: v.detach().to(weight.device, copy=True).contiguous()
+        for k, v in collect(held, parameter, key).items()
+    }
+    checks.check_values(held)
+    new: State = {}
+    if stepped:
+        new["step"] = torch.tensor(count, dtype=torch.float64, device=weight.device)
+        states = optimizer.moment_format(parameter)
+        for name in moments:
+            new |= _convert_moment(name, held, weight, states)
+    new.update(formats.masters(held) or formats.masters(optimizer.state.get(parameter, {})))
     return optimizer.place(new, parameter)
 
 
-def _convert_moment(name: str, entry: State, weight: Tensor, states: str, key: Any) -> State:
+def _convert_moment(name: str, entry: State, weight: Tensor, states: str) -> State:
     """Return one moment of a saved state in the format `states`; unchanged if it is in that format already."""
-    codes = entry.get(f"{name}_code", weight)
-    four_bits = tuple(codes.shape) == UE3M1.codes_shape(weight.shape)
-    if codes.shape != weight.shape and not (four_bits and is_second(name)):
-        if four_bits:
-            raise CheckpointError(
-                f'state of parameter {key} (shape {tuple(weight.shape)}): {name} is kept as "4bit-experimental", '
-                "which this version of fp8stack does not have. Load it with the version that wrote it and export it "
-                "with fp8stack.checkpoint.torch_state_dict."
-            )
-        raise _of_another_model(key, weight, f"{name} is of shape {tuple(codes.shape)}")
     wanted = formats.zero_moment(name, weight.to("meta"), states)
-    if _alike(entry, wanted):
+    if formats.alike(entry, wanted):
         return {k: entry[k] for k in wanted}
     value = formats.decode_moment(name, entry, weight.shape)
-    if value is None or value.shape != weight.shape:
-        found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-        raise _of_another_model(key, weight, f"{name} is {found}")
+    assert value is not None
     return formats.encode_moment(name, value, weight, states)
 
 
@@ -323,10 +250,10 @@ def _encode_masters(optimizer: StatefulOptimizer, states: dict[Tensor, State]) -
     """Convert the masters in `states` to the optimizer's format, and set the weights that this changes."""
     weights = {}
     for p, state in states.items():
-        saved, kind = local_state(_masters(state)), optimizer.master_format(p)
+        saved, kind = local_state(formats.masters(state)), optimizer.master_format(p)
         old = local(p).detach()
         wanted = formats.zero_master(old.to("meta"), kind)
-        if not saved or (saved.keys() == wanted.keys() and _alike(saved, wanted)):
+        if not saved or (saved.keys() == wanted.keys() and formats.alike(saved, wanted)):
             continue
         weights[p], entries = formats.encode_master(formats.decode_master(old, saved), kind)
         for name in saved:
@@ -334,22 +261,3 @@ def _encode_masters(optimizer: StatefulOptimizer, states: dict[Tensor, State]) -
         state.update(optimizer.place(entries, p))
     for parameter, weight in weights.items():
         assign(parameter, weight)
-
-
-def _of_another_model(key: Any, weight: Tensor, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"state of parameter {key} (shape {tuple(weight.shape)}): {problem}. The checkpoint is of another model, or "
-        "truncated; use the one saved with this model."
-    )
-
-
-def _masters(state: State) -> State:
-    return {name: value for name, value in state.items() if name in MASTER_KEYS}
-
-
-def _alike(saved: State, wanted: State) -> bool:
-    """Return whether `saved` has the tensors of `wanted`, of the same shapes and dtypes."""
-    return all(
-        isinstance(x := saved.get(name), Tensor) and x.dtype is y.dtype and x.shape == y.shape
-        for name, y in wanted.items()
-    )

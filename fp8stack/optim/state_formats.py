@@ -136,6 +136,17 @@ def has_moment(name: str, state: State) -> bool:
     return state.get(name) is not None or {f"{name}_code", f"{name}_scale"} <= state.keys()
 
 
+def is_laid_out(name: str, state: State, shape: torch.Size) -> bool:
+    """Return whether the moment `name` of a parameter of `shape` is there in one of the formats, by its metadata."""
+    value = state.get(name)
+    if value is not None:
+        is_float = isinstance(value, Tensor) and value.dtype in (*formats.FLOATS, torch.float64)
+        return is_float and value.shape == shape and f"{name}_code" not in state
+    weight = torch.empty(shape, device="meta")
+    kinds = (*_BLOCK_FORMATS, "fp8-lm", BITSANDBYTES)
+    return any(alike(state, zero_moment(name, weight, kind)) for kind in kinds)
+
+
 def stored_kind(name: str, state: State, shape: torch.Size) -> str:
     """Return how a step calls the format that a moment of a parameter of `shape` is in, read off its tensors."""
     codes, scale = state.get(f"{name}_code"), state.get(f"{name}_scale")
@@ -168,7 +179,27 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
     return ops.dequantize_blocks(codes, scale, formats.FORMATS[kind], shape=shape)
 
 
+def alike(saved: State, wanted: State) -> bool:
+    """Return whether `saved` has the tensors of `wanted`, of the same shapes and dtypes."""
+    return all(
+        isinstance(x := saved.get(name), Tensor) and x.dtype is y.dtype and x.shape == y.shape
+        for name, y in wanted.items()
+    )
+
+
 # --- masters
+
+
+def masters(state: State) -> State:
+    """Return the part of a state that is the master of the weight."""
+    return {name: value for name, value in state.items() if name in MASTER_KEYS}
+
+
+def is_master(saved: State, shape: torch.Size) -> bool:
+    """Return whether these are the master of a parameter of `shape` in one of the formats, by their metadata."""
+    weight = torch.empty(shape, device="meta")
+    all_kinds = [zero_master(weight, kind) for kind in (*_SPLIT, "fp32", "fp16")]
+    return any(saved.keys() == one.keys() and alike(saved, one) for one in all_kinds)
 
 
 def zero_master(parameter: Tensor, kind: str | None) -> State:

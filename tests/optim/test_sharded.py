@@ -231,7 +231,7 @@ def test_a_part_saved_as_a_plain_tensor_is_refused(mesh):
     plain.grad = torch.randn_like(plain)
     half = fp8stack.optim.AdamW([plain])
     half.step()
-    with pytest.raises(CheckpointError, match=r"has 32 rows and the parameter.*64 over all ranks"):
+    with pytest.raises(CheckpointError, match=r"exp_avg is of shape \(32, 128\)"):
         fp8stack.optim.AdamW([p]).load_state_dict(half.state_dict())
 
 
