@@ -41,7 +41,7 @@ def choose_precision(config: Config, device: torch.device) -> str:
         ConfigError: where ranks do not choose alike, whose checkpoints would be in different folders.
     """
     own = config.precision
-    if config.opt_level != "off" and choose_compute(config.recipe(), device).name == "bf16":
+    if config.opt_level != "off" and choose_compute(config.recipe(), device)[0] == "bf16":
         own = f"{PRECISIONS[config.compute_dtype]} {config.opt_level}"
     found = sorted(set(gather(own)))
     if len(found) > 1:

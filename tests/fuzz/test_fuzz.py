@@ -6,7 +6,7 @@ import pytest
 from fuzzing import run
 
 CASES: dict[str, int] = {
-    "checkpoints": 250,
+    "checkpoints": 200,
     "options": 100,
     "collectives": 200,
     "formats": 12,
