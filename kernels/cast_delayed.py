@@ -135,9 +135,8 @@ def _update_kernel(
     if MOST_RECENT:
         largest = amax
     new, _inverse = scale_and_inverse((largest * growth).to(tl.int32, bitcast=True), MANTISSA)
-    if (
-        (most > 0) & (most < 0x7F800000) & (new >= 2.0**-126)
-    ):  # too small for a scale counts as zero
+    # an amax too small for a scale counts as zero
+    if (most > 0) & (most < 0x7F800000) & (new >= 2.0**-126):
         tl.store(state_ptr + _HEADER + position, amax)
         tl.store(state_ptr, new)
         tl.store(position_ptr, (position + 1) % history)

@@ -227,7 +227,7 @@ def _run(
     h, scale = results[0], scales[0]
     out = (*results, h_scale) if backward else (h, h, scale, h, h, scale, h, scale)
     states = [STATES[handle] for handle in of]
-    update = all(state.learns(update) for state in states)
+    update = update and all(state.learns(update) for state in states)
     tensors = [state.on(device, update) for state in states]
     notes = [state.parts_on(device) for state in states]
     seed, margin = any(s.casts <= SEEDED for s in states), states[0].margin if states else 0

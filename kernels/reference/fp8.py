@@ -48,9 +48,8 @@ def encode(
         half = size.half().view(torch.int16).int()
         codes = (half + ((random << 26 & _WORD) >> (32 - drop)).int()) >> drop
     else:
-        if (
-            fmt.bits == 4
-        ):  # a third apart: leaving a code after an even time is too early when it decays
+        # White noise: codes of 4 bits are far apart, and with even noise a v that decays would leave them too early.
+        if fmt.bits == 4:
             random = ((random ^ (random >> 15)) * 0x846CA68B & _WORD) >> 9
         codes = (truncate(size, 23) + noise_of_v(random, 13 + drop)) >> (13 + drop)
     sign = 1 << (fmt.bits - 1) if fmt.signed else 0

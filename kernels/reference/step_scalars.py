@@ -9,9 +9,9 @@
     gain       = 1 - beta1 (Adam, Lion, Muon);  1 - dampening, but 1 at the first step (SGD)
 
 All are computed in float64 and then rounded to float32. Counts are float64: in float32 adding 1 to 2^24 changes
-nothing. Columns of `group`: lr, beta1, beta2, eps, decoupled_decay,
-coupled_decay, sign, dampening. `verdict` describes the gradients: unscale, max_norm (infinity: do not clip), norm,
-largest, found_inf. The clip coefficient is that of torch.nn.utils.clip_grad_norm_.
+nothing. Columns of `group`: lr, beta1, beta2, eps, decoupled_decay, coupled_decay, sign, dampening. `verdict` describes
+the gradients: unscale, max_norm (infinity: do not clip), norm, largest, found_inf. The clip coefficient is that of
+torch.nn.utils.clip_grad_norm_.
 """
 
 from __future__ import annotations
