@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 from fuzzing import Broken, main, refused
+from optimizer_files import MASTERS, STATES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,8 +45,6 @@ from fp8stack.nn import load_scaling_state, scaling_state
 os.environ["FP8STACK_QUIET"] = "1"
 MOST_BYTES, MOST_GROWTH = 4 * 2**20, 64 * 2**10  # of an operator's result; of the process, in KiB
 FILE = Path(tempfile.mkdtemp()) / "damaged.pt"
-STATES = ("8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32", "keep")
-MASTERS = ("split24", "split32", "fp16", "fp32", "none", "keep")
 
 
 class Subject(NamedTuple):
@@ -56,14 +55,17 @@ class Subject(NamedTuple):
 
 
 class Allocations(TorchDispatchMode):
-    """Raise where an operator returns more memory than any tensor here has."""
+    """Raise where an operator returns more memory than any tensor here has, and keep that, should it be caught."""
+
+    broken: Broken | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, tuple | list) else [result]:
             plain = type(x) is Tensor and x.layout is torch.strided and not x.is_meta
             if plain and x.untyped_storage().nbytes() > MOST_BYTES:
-                raise Broken(f"{func} allocated {x.untyped_storage().nbytes()} bytes")
+                self.broken = Broken(f"{func} allocated {x.untyped_storage().nbytes()} bytes")
+                raise self.broken
         return result
 
 
@@ -388,8 +390,10 @@ def one(rng: random.Random) -> str:
         "cli": convert,
     }.get(way, lambda: checkpoint.load(FILE, of.model, of.optimizer))
     before, peak = look(of), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with Allocations():
+    with Allocations() as allocations:
         outcome = refused(load)
+    if allocations.broken:
+        raise allocations.broken
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
     if grown > MOST_GROWTH:
         raise Broken(f"the process grew by {grown} KiB")

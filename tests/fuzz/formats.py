@@ -11,13 +11,12 @@ import random
 import torch
 from fuzzing import Broken, main
 from helpers import through_file
+from optimizer_files import MASTERS, STATES
 from torch import nn
 
 from fp8stack.errors import CheckpointError
 from fp8stack.optim import AdamW, clip_grad_norm_
 
-STATES = ("8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32", "keep")
-MASTERS = ("split24", "split32", "fp16", "fp32", "none", "keep")
 LIMITS = {
     "4bit": 0.3,
     "fp8": 0.1,

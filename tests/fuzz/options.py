@@ -159,7 +159,6 @@ def make_optimizer(rng: random.Random) -> str:
         if name in optimizer.param_groups[0]:
             group = {**group, name: odd(rng, name)}
             optimizer.param_groups[0][name] = group[name]
-    before = looks(model, optimizer)[:1]
     return refused(lambda: train(model, optimizer, {**given, **group}))
 
 
