@@ -246,6 +246,13 @@ def refused(path, into, match):
         assert_same_bits(given.values(), expected.values())
 
 
+def rewrite(path, change):
+    """Change what a file holds."""
+    contents = torch.load(path, weights_only=True)
+    change(contents)
+    torch.save(contents, path)
+
+
 def shrink_codes(contents):
     state = contents["optimizer"]["state"][0]
     state["exp_avg_code"] = state["exp_avg_code"][:7]
@@ -301,6 +308,10 @@ def set_group(**values):
     return lambda c: c["optimizer"]["param_groups"][0].update(values)
 
 
+def drop_option(name):
+    return lambda c: c["optimizer"]["param_groups"][0].pop(name)
+
+
 BAD = [  # what is wrong with a file, and what the message says
     (lambda c: c["optimizer"]["fp8stack"].update(format=99), "has format 99; this version of fp8stack reads 1"),
     (lambda c: c["optimizer"]["fp8stack"].update(names=[None, "a"]), r"names are \[None, 'a'\]: it is damaged"),
@@ -335,17 +346,15 @@ BAD = [  # what is wrong with a file, and what the message says
     (lambda c: c.update(names=5), '"names" is 5'),
     (lambda c: c.update(extra=None), '"extra" is None'),
     (lambda c: c.update(scaling=torch.tensor(1.0)), "the state of delayed scaling is damaged"),
-    *((set_group(betas=x), "group 0 of the checkpoint.*betas|number") for x in (3, ("a", "b"), (0.9, math.nan))),
+    *((set_group(betas=x), "group 0 of the checkpoint.*(betas|number)") for x in (3, ("a", "b"), (0.9, math.nan))),
     *((set_group(lr=x), "group 0 of the checkpoint") for x in ("x", math.nan, -1.0, True, torch.ones(2), None)),
-    *((lambda c, k=k: c["optimizer"]["param_groups"][0].pop(k), f"has no .'{k}'") for k in ("lr", "betas", "eps")),
+    *((drop_option(name), f"has no .'{name}'") for name in ("lr", "betas", "eps")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "match"), BAD)
 def test_bad_checkpoints_are_named_and_change_nothing(saved, change, match):
-    contents = torch.load(saved, weights_only=True)
-    change(contents)
-    torch.save(contents, saved)
+    rewrite(saved, change)
     trained = build("O2")
     train(*trained, 1)
     refused(saved, trained, match)
@@ -376,9 +385,7 @@ def test_histories_that_are_damaged_are_named_and_change_nothing(key, change, tm
         return model, optimizer
 
     checkpoint.save(tmp_path / "run.pt", *run())
-    contents = torch.load(tmp_path / "run.pt", weights_only=True)
-    contents["scaling"][key] = change(contents["scaling"][key])
-    torch.save(contents, tmp_path / "run.pt")
+    rewrite(tmp_path / "run.pt", lambda c: c["scaling"].update({key: change(c["scaling"][key])}))
     refused(tmp_path / "run.pt", run(), "the state of delayed scaling is damaged")
 
 
@@ -387,11 +394,8 @@ def test_histories_that_are_damaged_are_named_and_change_nothing(key, change, tm
     [
         (set_group(betas=3), "group 0 of the checkpoint"),
         (set_group(lr=math.nan), "lr must be finite"),
-        (
-            lambda c: c["optimizer"]["param_groups"][0].pop("betas"),
-            "has no .'betas', 'dampening'|has no .'betas'",
-        ),
-        (lambda c: c["optimizer"]["param_groups"][0].pop("lr"), "has no .'lr'"),
+        (drop_option("betas"), "has no .'betas'"),
+        (drop_option("lr"), "has no .'lr'"),
         (lambda c: c["optimizer"]["state"][0].pop("exp_avg"), "exp_avg is None"),
         (set_state(step=-5), "step must be a whole number"),
         (set_state(exp_avg=torch.zeros(1).expand(2**31)), "exp_avg has elements in the same place"),
@@ -403,9 +407,7 @@ def test_bad_checkpoints_of_torch_s_optimizer_change_nothing(change, match, tmp_
     for model, optimizer in runs:
         train(model, optimizer, 2)
     checkpoint.save(tmp_path / "run.pt", *runs[0])
-    contents = torch.load(tmp_path / "run.pt", weights_only=True)
-    change(contents)
-    torch.save(contents, tmp_path / "run.pt")
+    rewrite(tmp_path / "run.pt", change)
     refused(tmp_path / "run.pt", runs[1], match)
 
 

@@ -105,6 +105,12 @@ def test_all_operators_are_sampled_here():
         assert list(sample_arguments(name, (5, 200), "cpu")), name
 
 
+def shapes_of(names, *shapes):
+    """Return the mark of a test of these operators at these shapes; those that take more than matrices, at () too."""
+    pairs = [(n, s) for n in names for s in ((), *shapes) if s or n not in MATRICES]
+    return pytest.mark.parametrize(("name", "shape"), pairs, ids=str)
+
+
 @pytest.fixture
 def compare_float8(monkeypatch):
     """Let opcheck see whether an argument changed: it asks `torch.allclose`, which does not know float8."""
@@ -118,15 +124,11 @@ def compare_float8(monkeypatch):
     monkeypatch.setattr(torch, "allclose", compare)
 
 
-@pytest.mark.parametrize(
-    "shape", [(), (5, 200), (2, 3, 64)], ids=str
-)  # opcheck cannot clone empty bytes
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "cast_1x128"])
+# opcheck cannot clone empty bytes, so no shape is empty
+@shapes_of([name for name in OPERATORS if name != "cast_1x128"], (5, 200), (2, 3, 64))
 @pytest.mark.usefixtures("compare_float8")
 def test_operator_keeps_torchs_rules(name, shape, device):
     """Schema (aliases and mutations as declared), fake tensors of the right shapes, and AOT autograd."""
-    if name in MATRICES and not shape:
-        pytest.skip("takes matrices")
     operator = getattr(torch.ops.fp8stack, name).default
     for arguments in sample_arguments(name, shape, device):
         results = torch.library.opcheck(
@@ -185,11 +187,8 @@ def test_every_operator_has_a_triton_twin_with_the_parameters_of_its_reference()
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in INEXACT])
-@pytest.mark.parametrize("shape", [(), (7,), (5, 200), (64, 256)], ids=str)
+@shapes_of([name for name in OPERATORS if name not in INEXACT], (7,), (5, 200), (64, 256))
 def test_operator_gives_the_same_bits_on_a_gpu_and_on_a_cpu(name, shape, backend, choose_kernels):
-    if name in MATRICES and not shape:
-        pytest.skip("takes matrices")
     choose_kernels(backend)
     operator = getattr(torch.ops.fp8stack, name)
     for arguments in sample_arguments(name, shape, "cpu"):

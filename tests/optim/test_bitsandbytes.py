@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from helpers import TinyLM, assert_same_bits, random_parameters, set_gradients, through_file, train
+from optimizer_files import MASTERS
 from torch import nn
 
 import fp8stack
@@ -89,9 +90,6 @@ def test_float32_parameters_take_bitsandbytes_own_steps(kind, options, part, dev
             assert_same_bits(code, expected[f"state{i}"])
             if f"absmax{i}" in expected:
                 assert_same_bits(found[f"{name}_scale"], expected[f"absmax{i}"])
-
-
-MASTERS = ["split24", "split32", "fp16", "fp32", "none", "keep"]
 
 
 def masters_of(module, kind, device, dtype=torch.bfloat16, **options):

@@ -336,11 +336,16 @@ def test_schedulers_drive_the_optimizers_as_they_drive_torchs(scheduler, name, t
     assert len({row[0] for row in seen[0]}) > 1  # it does change
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Muon", "RMSprop", "NAdam"])
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [
+        (level, kind)
+        for kind in ("AdamW", "SGD", "Muon", "RMSprop", "NAdam")
+        for level in ("O0", "O1", "O2")[: 2 if kind in ("RMSprop", "NAdam") else 3]
+        if hasattr(torch.optim, kind)  # torch before 2.9 has no Muon
+    ],
+)
 def test_a_compiled_step_and_clip_do_what_they_do_eagerly(level, kind):
-    if not hasattr(torch.optim, kind) or (level == "O2" and kind in ("RMSprop", "NAdam")):
-        pytest.skip("is not in this torch, or not at O2")
     weights = []
     for compiled in (False, True):
         torch.manual_seed(0)
