@@ -17,12 +17,14 @@ weight of 1; typical weights are 0.02). amsgrad and differentiable are not offer
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from typing_extensions import Unpack
 
 from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range, sign_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Adam(BlockwiseOptimizer):

@@ -19,17 +19,19 @@ on all ranks' parts.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.levels import FINITE, check_choice, check_number
 from fp8stack.tensor import is_sharded
 
 from .optimizer import BELOW_1, Batch, BlockwiseOptimizer, Options, ParamsT, check_range
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
