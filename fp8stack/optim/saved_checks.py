@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8stack.conflicts import UNCONVERTED
 from fp8stack.errors import CheckpointError, ModelError, first_line
-from fp8stack.formats import E4M3, FLOATS, UE3M1
+from fp8stack.formats import E4M3, UE3M1
 from fp8stack.tensor import fault_of
 
 from . import state_formats as formats
@@ -164,8 +164,8 @@ def _check_options(optimizer: Any, own: dict[str, Any], group: dict[str, Any]) -
     """Raise unless `group` has options that the optimizer, whose group is `own`, can step with."""
     for name, value in group.items():
         mine = own.get(name)
-        if isinstance(value, Tensor) and (value.requires_grad or fault_of(value)):
-            raise ValueError(f"{name} {fault_of(value) or 'requires a gradient'}")
+        if isinstance(value, Tensor) and (fault := _fault_of(value)):
+            raise ValueError(f"{name} {fault}")
         if name in own and isinstance(value, dict) and not isinstance(mine, dict):
             raise ValueError(f"{name} is {value!r:.60}")
         if None not in (mine, value) and isinstance(mine, bool) != isinstance(value, bool):
@@ -175,8 +175,7 @@ def _check_options(optimizer: Any, own: dict[str, Any], group: dict[str, Any]) -
             if not all(math.isfinite(x) for x in values if x is not None):
                 raise ValueError(f"{name} must be finite, got {value!r:.60}")
     if not isinstance(optimizer, StatefulOptimizer):
-        _trial(optimizer, group, own["params"][0])
-        return
+        return  # `check_for_torch` takes a step with it
     unlike = [name for name in UNCONVERTED if group.get(name)]
     if unlike or optimizer.family_of(group) != optimizer.family_of(own):
         raise ValueError(f"{unlike or 'algorithm'} says that it is of another optimizer")
@@ -207,10 +206,13 @@ def check_tensors(entry: State, parameter: Tensor) -> None:
     """Raise unless the tensors of a saved state are dense, and none is larger than the parameter or a table of 256."""
     most = max(parameter.numel(), 256)
     for name, value in entry.items() if not parameter.is_meta else ():
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise ValueError(f"{name} requires a gradient")
-        if isinstance(value, Tensor) and ((fault := fault_of(value)) or value.numel() > most):
+        if isinstance(value, Tensor) and ((fault := _fault_of(value)) or value.numel() > most):
             raise ValueError(f"{name} {fault or seen(value)}")
+
+
+def _fault_of(value: Tensor) -> str:
+    """Return what keeps a tensor from being part of a saved state; "" if nothing does. Its data is not looked at."""
+    return "requires a gradient" if value.requires_grad else fault_of(value)
 
 
 def check_layout(entry: State, moments: Collection[str], parameter: Tensor, key: Any) -> None:
@@ -254,8 +256,8 @@ def check_values(entry: State) -> None:
         if value.dtype is E4M3.dtype:
             sound = int((value.view(torch.uint8) & 127).max()) < 127
         elif value.is_floating_point():
-            low, high = value.aminmax()
-            sound = least <= float(low) and float(high) < most
+            low, high = torch.stack(value.aminmax()).tolist()  # one wait for the device
+            sound = least <= low and high < most
         if not sound:
             raise ValueError(f"{name} holds NaN, infinities, or values that no step leaves")
 
@@ -281,14 +283,15 @@ def check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
         )
     made_anew = ("momentum_buffer",) if isinstance(optimizer, torch.optim.SGD) else ()
     for number, saved in enumerate(packed["param_groups"]):
-        own, trials = optimizer.param_groups[number], dict[int, State]()
+        parameters = optimizer.param_groups[number]["params"]
         group = check_group(optimizer, number, saved)
-        for parameter, key in zip(own["params"], saved["params"], strict=True):
+        with damaged(f"parameter group {number} of the checkpoint"):
+            first_of = {p.ndim: p for p in reversed(parameters)}
+            trials = {ndim: _trial(optimizer, group, p) for ndim, p in first_of.items()}
+        for parameter, key in zip(parameters, saved["params"], strict=True):
             if entry := packed["state"].get(key):
                 with damaged(place_of(key, parameter)):
                     check_tensors(entry, parameter)
-                    if parameter.ndim not in trials:
-                        trials[parameter.ndim] = _trial(optimizer, group, parameter)
                     _check_like(trials[parameter.ndim], entry, parameter, made_anew)
                     check_values(entry)
 
@@ -301,12 +304,7 @@ def _check_like(trial: State, entry: State, parameter: Tensor, made_anew: Collec
             count_of(given, parameter)
         elif isinstance(value, Tensor) and (given is not None or name not in made_anew):
             shape = [n if n == 1 else parameter.shape[d] for d, n in enumerate(value.shape)]
-            floats = (*FLOATS, torch.float64)
-            if (
-                not isinstance(given, Tensor)
-                or given.dtype not in floats
-                or list(given.shape) != shape
-            ):
+            if not formats.is_dense(given, torch.Size(shape)):
                 raise ValueError(f"{name} {seen(given)}")
 
 

@@ -140,11 +140,16 @@ def is_laid_out(name: str, state: State, shape: torch.Size) -> bool:
     """Return whether the moment `name` of a parameter of `shape` is there in one of the formats, by its metadata."""
     value = state.get(name)
     if value is not None:
-        is_float = isinstance(value, Tensor) and value.dtype in (*formats.FLOATS, torch.float64)
-        return is_float and value.shape == shape and f"{name}_code" not in state
+        return is_dense(value, shape) and f"{name}_code" not in state
     weight = torch.empty(shape, device="meta")
     kinds = (*_BLOCK_FORMATS, "fp8-lm", BITSANDBYTES)
     return any(alike(state, zero_moment(name, weight, kind)) for kind in kinds)
+
+
+def is_dense(value: Any, shape: torch.Size) -> bool:
+    """Return whether `value` is a tensor of plain floating-point numbers of this shape."""
+    dtypes = (*formats.FLOATS, torch.float64)
+    return isinstance(value, Tensor) and value.dtype in dtypes and value.shape == shape
 
 
 def stored_kind(name: str, state: State, shape: torch.Size) -> str:

@@ -155,7 +155,7 @@ class TritonStep:
     def current(self, everything: Sequence[Tensor]) -> bool:
         """Return whether the tables fit the optimizer's parameters and their gradients, noting where these are now.
 
-        This runs over every parameter at every step, so it does little for each: two addresses and two comparisons.
+        This runs over every parameter at every step, so it does little for each: two addresses, dtype and shape.
         """
         if len(everything) != len(self.everything) or not all(
             map(is_, everything, self.everything)
