@@ -671,3 +671,16 @@ def test_plain_types_of_torch_and_python_are_saved(tmp_path):
     extra = {"a": {1, 2}, "b": torch.bfloat16, "c": torch.Size([1]), "d": nested}
     checkpoint.save(tmp_path / "run.pt", model, optimizer, **extra)
     assert checkpoint.load(tmp_path / "run.pt", model, optimizer) == extra
+
+
+def test_torch_s_optimizer_loads_what_it_saved_with_a_group_without_parameters(tmp_path):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.add_param_group({"params": []})
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    path, saved = tmp_path / "checkpoint.pt", optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    fp8stack.checkpoint.save(path, model, optimizer)
+    optimizer.step()
+    fp8stack.checkpoint.load(path, model, optimizer)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], saved)
