@@ -41,8 +41,9 @@ def choose_precision(config: Config, device: torch.device) -> str:
         ConfigError: where ranks do not choose alike, whose checkpoints would be in different folders.
     """
     own = config.precision
-    if config.opt_level != "off" and choose_compute(config.recipe(), device)[0] == "bf16":
-        own = f"{PRECISIONS[config.compute_dtype]} {config.opt_level}"
+    if config.opt_level != "off":
+        compute, *_ = choose_compute(config.recipe(), device)
+        own = f"{PRECISIONS[config.compute_dtype]} {config.opt_level}" if compute == "bf16" else own
     found = sorted(set(gather(own)))
     if len(found) > 1:
         raise ConfigError(

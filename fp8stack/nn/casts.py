@@ -29,6 +29,7 @@ cast behind it a pass over the values.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -343,18 +344,19 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
     return Operand(codes, scale, turned, scale)
 
 
-def runs(ctx: Any, inputs: int) -> tuple[list[bool], bool]:
+def runs(ctx: Any, inputs: int) -> tuple[Sequence[bool], bool]:
     """Return for each of a node's first inputs, x and then weights, whether this backward is to make its gradient.
 
     Others than `ctx.needs_input_grad` says where only a part of the graph runs: `autograd.grad`, and the two halves of
     a zero-bubble schedule's backward. The second result says whether histories may learn from this pass: if it makes
     a weight's gradient, as no pass does that is not training, or if all weights are frozen.
     """
-    needs = list(ctx.needs_input_grad[:inputs])
-    if torch.compiler.is_compiling() or not needs[0] or not any(needs[1:]):
+    needs = ctx.needs_input_grad[:inputs]
+    if not needs[0] or True not in needs[1:] or torch.compiler.is_compiling():
         return needs, True
-    now = [n and _will_run(edge[0]) for n, edge in zip(needs, ctx.next_functions, strict=False)]
-    return now, any(now[1:])
+    edges = ctx.next_functions  # read once: torch makes the tuple anew
+    now = [need and _will_run(edges[i][0]) for i, need in enumerate(needs)]
+    return now, True in now[1:]
 
 
 def _will_run(node: Any) -> bool:
