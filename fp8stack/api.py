@@ -53,7 +53,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that are initialized; copies of them are not."""
-INEXACT = (
+_INEXACT = (
     "LBFGS makes its steps from differences between gradients, and FP8 products and gradients are too coarse for that. "
     'Use another optimizer, or opt_level="O0" with compute="bf16"'
 )
@@ -136,7 +136,7 @@ def decide(
     fallbacks += conflicts.idle_options(recipe, *places)
     exact = compute == "bf16" and recipe.gradients == "keep"
     if isinstance(optimizer, torch.optim.LBFGS) and not exact:
-        fallbacks.append(INEXACT)
+        fallbacks.append(_INEXACT)
     recipe, replaced = choose_stepper(recipe, optimizer, device)
     skipped, idle = skipped_modules(model, recipe, sharded)
     fallbacks += [*replaced, *idle]
@@ -152,7 +152,9 @@ def decide(
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         more = conversion.one_call_each(model, [optimizer])
         fallbacks.append(f"{told}: {missing[:3]}.{more}".removesuffix("."))
-    fallbacks += [*notes, layers.too_little] if compute != "bf16" and layers.too_little else notes
+    fallbacks += notes
+    if layers.too_little and compute != "bf16":
+        fallbacks.append(layers.too_little)
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
     report = report_of(recipe, layers, compute, reason, device, fallbacks)
