@@ -79,7 +79,7 @@ class Variant:
 
 STATES = ("8bit", "fp8", "4bit", "bf16", "fp8-lm", "fp32")
 VARIANTS = [
-    Variant("8bit", "split24", fp8=True),
+    Variant("8bit", "auto", fp8=True),
     Variant("8bit", "split24"),
     *(Variant(states) for states in STATES),
     *(Variant("fp32", master) for master in ("split24", "split32", "fp16", "none")),

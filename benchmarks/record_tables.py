@@ -231,7 +231,7 @@ def optimizer_stress() -> list[str]:
 
 
 ACCURACY = {
-    'default: `"8bit"`, `"split24"`, FP8 gradients': "8bit/split24/fp8",
+    'default: `"8bit"`, `"auto"`, FP8 gradients': "8bit/auto/fp8",
     '`"8bit"`, `"split24"`': "8bit/split24",
     '`"8bit"`, float32 weight': "8bit/float32",
     '`"fp8"`, float32 weight': "fp8/float32",

@@ -45,7 +45,7 @@ from .nn.mixin import unfuse
 from .nn.select import Chooser
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
-from .optim.state_formats import is_large_matrix, zero_master, zero_moment
+from .optim.state_formats import is_large_matrix, master_for, zero_master, zero_moment
 from .report import Report, report_of, say
 from .tensor import whole_shape
 
@@ -158,6 +158,8 @@ def decide(
     if strict and fallbacks:
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
     report = report_of(recipe, layers, compute, reason, device, fallbacks)
+    if recipe.master == "auto":
+        report.master = " or ".join(sorted({master_for("auto", group) for group in groups}))
     return Decisions(recipe, compute, skipped, quantized, formats, layers, report)
 
 

@@ -31,7 +31,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "select": ("all", "auto"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
-        "master": ("keep", "split24", "split32", "fp16", "fp32", "none"),
+        "master": ("keep", "auto", "split24", "split32", "fp16", "fp32", "none"),
         "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
         "offload": ("none", "cpu"),
         "matmuls": (False, True),
@@ -68,7 +68,9 @@ class Recipe:
     matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
-    master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding).
+    master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding), or
+        "auto": "split24", but "split32" in parameter groups with a learning rate below 1e-5, whose updates are too
+        small for 24 bits. The rate is the group's at `initialize`, or the "initial_lr" of a scheduler made before.
     skip: fnmatch patterns of module names to leave entirely as they are, e.g. ("*head",).
     min_numel: matrices with fewer elements, and all vectors, keep full-precision gradients and states.
     states_for: formats of single parameters: a dict from fnmatch patterns of parameter or module names to states, or to
@@ -196,7 +198,7 @@ LEVELS: Mapping[str, Recipe] = MappingProxyType(
     {
         "O0": Recipe("O0"),
         "O1": Recipe("O1", gradients="fp8"),
-        "O2": Recipe("O2", gradients="fp8", states="8bit", master="split24"),
+        "O2": Recipe("O2", gradients="fp8", states="8bit", master="auto"),
     }
 )
 

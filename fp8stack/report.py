@@ -73,7 +73,8 @@ class Report:
             + _listing("; left out: ", self.skipped),
         ]
         if self.stored or self.kept:
-            lines.append(f"{len(self.stored)} matrices stored as bf16 {_MASTERS[self.master]}")
+            masters = " or ".join(_MASTERS[kind] for kind in self.master.split(" or "))
+            lines.append(f"{len(self.stored)} matrices stored as bf16 {masters}")
             lines[-1] += _listing("; kept in their dtype: ", self.kept)
         if self.bytes_per_parameter:  # without an optimizer there is nothing to count
             size = f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices"

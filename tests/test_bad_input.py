@@ -92,7 +92,7 @@ OPTIONS = [  # level, options, culprit, remedy
     ("O2", {"preset": "fp8lm"}, 'preset must be one of None, "fp8-lm"', 'Did you mean "fp8-lm"'),
     ("O2", {"preset": ["fp8-lm"]}, "preset must be one of", ""),
     ("O1", {"preset": "fp8-lm"}, "preset='fp8-lm'", 'only opt_level="O2" converts'),
-    ("O2", {"states": "keep"}, "master='split24' .*no place to be kept", 'states="fp32"'),
+    ("O2", {"states": "keep"}, "master='auto' .*no place to be kept", 'states="fp32"'),
     ("O1", {"states_for": {"head": "fp32"}}, f"states_for.'head'. {KEPT}", "O2"),
     ("O1", {"offload": "cpu"}, f"offload='cpu' {KEPT}", "O2"),
     ("O1", {"optimizer_backend": "fp8stack"}, f"optimizer_backend='fp8stack' {KEPT}", "O2"),
@@ -176,7 +176,7 @@ def test_an_enum_of_strings_is_the_string_it_stands_for():
 )
 def test_a_level_without_states_leaves_our_optimizers_their_own_masters(model, kind, options):
     optimizer = kind(model.parameters(), lr=1e-3)
-    assert optimizer.master == "split24"
+    assert optimizer.master == "auto"
     _, returned = fp8stack.initialize(model, optimizer, **{"opt_level": "O1", **options})
     assert returned is optimizer
     before = model.head.weight.detach().clone()

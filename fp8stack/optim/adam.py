@@ -11,8 +11,9 @@
 
 Other formats are in `state_formats.py`. Caveats: sqrt(v) is kept to 1/64 of itself and never below 1/4032 of the
 largest in its block of 128, so an element whose gradients are thousands of times smaller than its neighbours' moves
-less than Adam would move it, never more. The 24-bit master loses updates below 2^-16 of the weight (lr 1e-5 on a
-weight of 1; typical weights are 0.02). amsgrad and differentiable are not offered.
+less than Adam would move it, never more. A step rounds the 24-bit master by 2^-16 of the weight at most, up or down as
+often as is right on average; at learning rates below 1e-5 the master has 32 bits. amsgrad and differentiable are not
+offered.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Adam(BlockwiseOptimizer):
             many parameters end to end (ZeRO's partitions) and are kept as matrices are.
         states: "8bit" (default), "fp8", "4bit", "fp8-lm", "bf16", "fp32", or "keep" (the
             parameter's dtype); see `fp8stack/optim/state_formats.py`.
-        master: "split24" (default), "split32", "fp16", "fp32", "none" (stochastic rounding), or "keep": no master.
+        master: "auto" (default: "split24", but "split32" in groups with a learning rate below 1e-5), "split24",
+            "split32", "fp16", "fp32", "none" (stochastic rounding), or "keep": no master.
         min_numel: matrices with fewer elements, and all vectors, keep float32 states.
         max_grad_norm: clip the norm of all gradients to this, fused into the step; `grad_norm` holds the norm then.
         offload: "cpu" keeps the state of parameters on a GPU in pinned host memory, which the step reads and writes

@@ -40,7 +40,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         states: str = "8bit",
-        master: str = "split24",
+        master: str = "auto",
         min_numel: int = 4096,
         offload: str = "none",
     ) -> None:
@@ -90,18 +90,22 @@ class StatefulOptimizer(torch.optim.Optimizer):
         formats.check_formats(states, master)
         flat = bool(group.get("flat", False))
         for parameter in parameters:  # edits of the group come too late for those that are known
-            self._group_formats.setdefault(parameter, (states, master, flat))
+            own = states, formats.master_for(master, group), flat
+            self._group_formats.setdefault(parameter, own)
 
     def _of_group(self, parameter: Tensor) -> tuple[str, str, bool]:
         """Return states and master as the parameter's group has them, and whether it is flat."""
         if parameter not in self._group_formats:  # ZeRO puts parameters into groups when it likes
             for group in self.param_groups:
                 self.note_formats(group, group["params"])
-        return self._group_formats.get(parameter, (self.states, self.master, False))
+        of_none = self.states, formats.master_for(self.master, {}), False
+        return self._group_formats.get(parameter, of_none)
 
     def formats_of(self, parameter: Tensor) -> tuple[str, str]:
         """Return (states, master) as asked for this parameter: its own, its group's or the optimizer's."""
-        return self.overrides.get(parameter) or self._of_group(parameter)[:2]
+        of_group = self._of_group(parameter)[:2]
+        states, master = self.overrides.get(parameter, of_group)
+        return states, of_group[1] if master == "auto" else master
 
     def _is_large(self, parameter: Tensor) -> bool:
         """Return whether this is a matrix worth quantizing, or several of them end to end."""

@@ -18,7 +18,8 @@ cancel over steps (`kernels/reference/fp8.py`); m in bfloat16 is rounded to near
 
 | `master`            | weight and master of a bfloat16 matrix       | bytes | relative error                  |
 |---------------------|----------------------------------------------|-------|---------------------------------|
-| "split24" (default) | bfloat16 and the next 8 bits, dithered       | 3     | 2^-15 a step, right on average  |
+| "auto" (default)    | "split32" in groups with a rate below 1e-5, "split24" in others                        |
+| "split24"           | bfloat16 and the next 8 bits, dithered       | 3     | 2^-15 a step, right on average  |
 | "split32"           | bfloat16 and the next 16 bits                | 4     | none: it is the float32         |
 | "fp32"              | bfloat16 and a float32 copy                  | 6     | none                            |
 | "fp16"              | bfloat16 and float16, one scale, dithered    | 4     | 2^-10 a step, right on average  |
@@ -40,6 +41,7 @@ a step rounds what it writes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,6 +65,8 @@ _TENSOR_FORMATS = (formats.E4M3.dtype, torch.float16)  # of "fp8-lm"
 BITSANDBYTES = "bitsandbytes"
 """What "8bit" becomes in `bitsandbytes.py`; no choice of a user's."""
 MASTER_KEYS = ("remainder", "master", "master_scale")
+SMALL_RATE = 1e-5
+"""Below this learning rate, "auto" masters have 32 bits."""
 _SPLIT = {"split24": torch.int8, "split32": torch.int16}
 
 
@@ -70,6 +74,18 @@ def check_formats(states: str, master: str) -> None:
     """Raise ConfigError unless both are known."""
     check_choice("states", states)
     check_choice("master", master)
+
+
+def master_for(master: str, group: Mapping[str, Any]) -> str:
+    """Return the format that `master` stands for in a parameter group.
+
+    "auto" goes by the learning rate: that which a scheduler starts from, or else the group's. 200 steps of real
+    gradients end 3.5 % beside float32's with 24 bits at 1e-5, and 10 % beside them at 1e-6; 0.3 % with 32 bits.
+    """
+    if master != "auto":
+        return master
+    rate = float(group.get("initial_lr", group.get("lr", 0)))
+    return "split32" if 0 < rate < SMALL_RATE else "split24"
 
 
 def is_large_matrix(parameter: Tensor, min_numel: int) -> bool:

@@ -233,8 +233,8 @@ def _attach(engine: Any, recipe: Recipe, session: Session, left_out: list[str]) 
     session.source = session.returned = None
     if recipe.states != "keep":
         report.states += f" in ZeRO-{stage} partitions" if stage else ""
-        beside = recipe.master == "split24"
-        report.master = "8 bits beside ZeRO's bfloat16" if beside else "DeepSpeed's"
+        theirs = recipe.master in ("keep", "fp32")
+        report.master = "DeepSpeed's" if theirs else f"{report.master} of ZeRO's bfloat16"
     say(report)
     verify(engine)
 

@@ -95,7 +95,7 @@ def initialize(
     level = "O1" if opt_level == "O1" else "O2"
     trained = [p.dtype for p in model.parameters() if p.requires_grad]
     if level == "O1" and {torch.float16, torch.bfloat16} & {*trained}:
-        options |= {"states": "fp32", "master": "split24", "optimizer_backend": "fp8stack"}
+        options |= {"states": "fp32", "master": "auto", "optimizer_backend": "fp8stack"}
     if level == "O2":  # bitsandbytes' could not be given MS-AMP's methods
         options["optimizer_backend"] = "fp8stack"
     model, stepped = fp8stack.initialize(model, optimizer, level, **options)
