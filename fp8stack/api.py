@@ -159,7 +159,8 @@ def decide(
         raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
     report = report_of(recipe, layers, compute, reason, device, fallbacks)
     if recipe.master == "auto":
-        report.master = " or ".join(sorted({master_for("auto", group) for group in groups}))
+        asked = getattr(optimizer, "master", "auto")  # one of ours was made with it
+        report.master = " or ".join(sorted({master_for(asked, group) for group in groups}))
     return Decisions(recipe, compute, skipped, quantized, formats, layers, report)
 
 

@@ -171,7 +171,8 @@ def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:
         made_with["optimizer_backend"] = optimizer.backend
     for option, own in made_with.items():
         wanted = getattr(recipe, option)
-        if wanted not in (own, "auto"):
+        near = ("split24", "split32") if wanted == "auto" else ()
+        if own not in (wanted, *near):
             raise ModelError(
                 f"the optimizer was made with {option}={own!r}, the recipe says {option}={wanted!r}. "
                 f"Pass initialize(..., {option}={own!r}), or make the optimizer as the recipe says."

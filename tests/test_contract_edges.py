@@ -144,9 +144,13 @@ def test_an_fp8stack_optimizer_is_taken_as_it_is_or_not_at_all():
     assert_same_bits(checkpoint.master_state_dict(model, optimizer).values(), masters.values())
     train(model, optimizer, 3, start=3)
     other = TinyLM()
-    for option in ({"master": "keep"}, {"min_numel": 1}, {"states": "fp32"}):
+    for option in ({"master": "keep"}, {"master": "fp32"}, {"min_numel": 1}, {"states": "fp32"}):
         with pytest.raises(ModelError, match=f"made with {next(iter(option))}="):
             fp8stack.initialize(other, AdamW(other.parameters(), **option), "O2")
+    own = AdamW(other.parameters(), lr=1e-6, master="split24")
+    fp8stack.initialize(other, own, "O2")  # whose default would be 32 bits
+    assert own.state[other.up.weight]["remainder"].dtype is torch.int8
+    assert fp8stack.get_report(other).master == "split24"
 
 
 def test_skipped_layers_are_left_entirely_alone():
