@@ -99,6 +99,9 @@ def test_losses_are_within_their_bounds_of_the_baseline_s():
         assert abs(statistics.mean(records.paired(large[variant], large["baseline"]))) < 0.005
     for formats, bound in {"8bit/split24": 0.003, "4bit/split24": 0.01}.items():
         assert abs(mean_difference("optimizer_parity", formats)) < bound
+    before = records.by_seed("optimizer_parity")["8bit/split24"]
+    dithered = records.by_seed("optimizer_parity_h100")["8bit/split24"]
+    assert all(dithered[seed] <= before[seed] for seed in range(3))
     for variant in records.PRODUCTS.values():
         assert abs(mean_difference("product_parity", variant)) < 0.005
     for variant in records.WIRE.values():
