@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -292,19 +292,36 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
     session.undo.append(new.register_step_post_hook(mark_called).remove)
 
 
+_KEEPERS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+"""The sessions whose optimizers hold masters, by their ids."""
+
+
 def refuse_other_optimizers(session: Session) -> None:
     """Let steps of other optimizers raise for weights whose masters the returned one holds.
 
-    A weight in bfloat16 loses such updates, as its other bits are not added to. torch calls a hook of all optimizers
-    before each step. It goes with the session: with `restore`, or with the model.
+    A weight in bfloat16 loses such updates, as its other bits are not added to. That ends with `restore`, or with the
+    model.
     """
-    mine = weakref.ref(session)
+    _watch_all_optimizers()
+    _KEEPERS[id(session)] = session
+    session.undo.append(partial(_KEEPERS.pop, id(session), None))
 
-    def refuse(optimizer: Any, *_: Any) -> None:
-        session: Any = mine()
-        owner = session and session.returned  # none once DeepSpeed's engine steps
+
+@cache
+def _watch_all_optimizers() -> None:
+    """Register what torch calls before each step of any optimizer, once.
+
+    It stays: torch goes through its hooks while they run, and a model that is freed in the meantime, as the garbage
+    collector likes, must not take one away.
+    """
+    register_optimizer_step_pre_hook(_refuse_without_masters)
+
+
+def _refuse_without_masters(optimizer: Any, *_: Any) -> None:
+    for session in list(_KEEPERS.values()):
+        owner: Any = session.returned  # none once DeepSpeed's engine steps
         if owner is None or optimizer in (owner, session.source):
-            return  # the latter has a hook of its own
+            continue  # the latter has a hook of its own
         ours = isinstance(optimizer, BlockwiseOptimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             state = owner.state.get(p)  # of another model's there is none
@@ -316,10 +333,6 @@ def refuse_other_optimizers(session: Session) -> None:
                     f"bits are in the {type(owner).__name__} that fp8stack returned. Step that one; or first call "
                     "fp8stack.restore(model, optimizer), and then initialize with the new optimizer."
                 )
-
-    handle = register_optimizer_step_pre_hook(refuse)
-    session.undo.append(handle.remove)
-    weakref.finalize(session, handle.remove)
 
 
 def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:

@@ -38,15 +38,8 @@ LARGEST, LARGEST_SQUARE = 2.0**96, 2.0**127
 _NUMBERS = {"lr", "weight_decay", "eps", "ns_steps", "ns_coefficients"}
 _AVERAGES = {"betas", "momentum", "dampening"}
 _SQUARES = {
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "square_avg",
-    "sum",
-    "variance",
-    "row_var",
-    "col_var",
-    "acc_delta",
-}
+    "exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "variance", "row_var", "col_var", "acc_delta",
+}  # fmt: skip
 
 
 @contextmanager
