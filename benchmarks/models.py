@@ -202,11 +202,11 @@ def resize(config: Config, vocab: int | None) -> Config:
 # --- TransformerEngine's modules; `te` is transformer_engine.pytorch
 
 
-def swap_te(model: nn.Module, te: Any) -> None:
-    """Turn every Linear but the head into a te.Linear with the same parameters."""
+def swap_te(model: nn.Module, te: Any, plain: tuple[str, ...] = PLAIN) -> None:
+    """Turn every Linear but those named `plain` into a te.Linear with the same parameters."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Linear and name not in PLAIN:
+            if type(child) is nn.Linear and name not in plain:
                 setattr(parent, name, _te_linear(child, te))
 
 

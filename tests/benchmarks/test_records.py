@@ -22,6 +22,7 @@ import optimizer_accuracy
 import optimizer_step
 import optimizer_stress
 import pytest
+import real_models
 import resume
 import stability
 import torch
@@ -61,6 +62,7 @@ def _frozen():
 def _cheap(monkeypatch):
     monkeypatch.setattr(convergence, "ProcessPoolExecutor", AtOnce)
     monkeypatch.setattr(end_to_end, "get_context", lambda _: context_of_ranks())
+    monkeypatch.setattr(real_models, "get_context", lambda _: context_of_ranks())
     monkeypatch.setattr(resume, "subprocess", SimpleNamespace(run=run_here, PIPE=0, STDOUT=0))
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.multiprocessing, "spawn", start_ranks)
@@ -116,6 +118,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
         ["--size", "64", "--steps", "40"],
         [f"fp8stack {states}" for states in ("8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32")],
     ),
+    real_models: (["--steps", "1"], ["bf16", "O2"]),
     resume: (["--steps", "4"], ["default", "--deterministic"]),
     stability: (
         ["--steps", "4", "--grid", "formats"],
@@ -142,6 +145,7 @@ WITHIN = {  # numbers of every record, the least and the most that they may be
     optimizer_accuracy: [("value", 0, 0.1)],
     optimizer_step: [("extra.bytes.total", 6, 16.1)],
     optimizer_stress: [("extra.finite", True, True), ("extra.explodes", False, False)],
+    real_models: [("fp8_share", 0, 1), ("host_parts.clip", 0, 1e4)],
     resume: [("value", 2, 2), ("of", 2, 2), ("last_loss_off", 0, 0)],
     stability: [("underflow", 0, 0.3), ("value", -0.02, 0.02)],
     train_step: [("extra.loss_off", -0.01, 0.01), ("extra.grad_off", -0.05, 0.05)],
@@ -151,6 +155,7 @@ ALIKE = {  # a number, and how far off the first variant's it may be
     ddp_step: ("loss", 0.05),
     end_to_end: ("loss", 0.02),
     frameworks: ("loss", 0.02),
+    real_models: ("loss", 0.02),
     wire_parity: ("value", 0.005),
 }
 
@@ -197,6 +202,25 @@ def test_records_are_valid_and_their_numbers_plausible(benchmark, tmp_path, caps
         (expected,) = (r[field] for r in chosen if r["variant"] == variants[0])
         assert [r[field] for r in chosen] == pytest.approx([expected] * len(chosen), rel=off)
     assert not re.search(r'"failed": [\[{]"', capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", real_models.MODELS)
+def test_transformers_models_train(name, monkeypatch):
+    """In the sizes of tests; a model that a version of transformers no longer builds so would fail an hour's run."""
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(real_models.MODELS, name, real_models.MODELS[name].shrunk())
+    options = SimpleNamespace(device="cpu", steps=1)
+    losses = {v: real_models.measure(real_models.Variant(v, v), name, options) for v in ("", "O2")}
+    assert losses["O2"]["loss"] == pytest.approx(losses[""]["loss"], rel=0.05)
+    assert losses[""]["fp8_share"] == 0
+    # GPT-2 has no nn.Linear but its head, which is the embedding
+    assert name == "gpt2" or losses["O2"]["fp8_share"] > 0.2
+
+
+def test_a_variant_that_takes_too_long_is_stopped_and_named():
+    options = SimpleNamespace(device="cpu", steps=1, limit=0.01)
+    found = real_models.apart(real_models.Variant("bf16"), "tiny", options)
+    assert found == {"note": "not ready after 0.01 s"}
 
 
 @pytest.mark.parametrize("fault", ["3 bytes differ between ranks", "rank 1 is gone"])

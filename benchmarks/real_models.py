@@ -1,0 +1,404 @@
+"""How long is a step of the models that people have, and what does it hold? transformers' own classes, as they are.
+
+    python benchmarks/real_models.py                                          # all models, all variants: an hour
+    python benchmarks/real_models.py --model llama-1b,vit-l --only bf16 O2
+    python benchmarks/real_models.py --device cpu --model tiny --steps 2
+
+Models have random weights, float32, and sdpa attention. A step is forward, backward, `torch.nn.utils.clip_grad_norm_`
+and the optimizer. "bf16" is autocast over float32 weights with torch's fused AdamW, "pure bf16" bfloat16 weights with
+the same. Levels are `initialize(model, optimizer, level)` and nothing else. "torchao" and "te" are the Linear layers of
+torchao (tensorwise scales) and TransformerEngine (current scaling), under bf16's autocast and optimizer. "compiled" is
+`model.compile()`, "by block" `compile()` of each element of the outermost ModuleLists.
+
+`ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
+feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts.
+`GiB` is the peak of a step. `FP8` is the share of the elements of matrices, embeddings apart, that multiply in FP8.
+`compile s` is how much longer than a step the first two compiled ones took. bf16 is measured again at the end, to show
+how far the GPU drifted. Each variant has a process of its own, which is stopped after `--limit` seconds.
+
+Limits: one batch, over and over, and random weights, so mixtures of experts are as balanced as chance makes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, add_choices, append_records, import_peer, read_choices
+from memory import HYPER
+from models import swap_te
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from timing import Numbers, attempt, stopping_in_order, time_steps
+from torch import Tensor, nn
+
+import fp8stack
+from fp8stack import capability
+from fp8stack.levels import LEVELS
+
+RESULTS = ROOT / "benchmarks" / "results" / "real_models.jsonl"
+BASE = "bf16"
+WARM_UP = 5  # steps: kernels are compiled, states made, the allocator finds its blocks
+PARTS = ("forward", "backward", "clip", "step")
+
+
+@dataclass(frozen=True)
+class Real:
+    """A model of transformers', by the names of its class and its config's, and a batch of it."""
+
+    model: str
+    config: str
+    sizes: dict[str, Any] = field(hash=False)
+    small: dict[str, Any] = field(hash=False)  # sizes for tests on a CPU
+    batch: int
+    length: int = 0  # tokens of a sequence
+    kind: str = "text"  # "text", "images", "pairs" of texts, or "audio"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens, patches or frames a step has: the rows of most products."""
+        if self.kind == "images":
+            side = self.sizes["image_size"] // self.sizes["patch_size"]
+            return self.batch * (side**2 + 1)
+        return self.batch * self.length
+
+    def shrunk(self) -> Real:
+        """Return the same model with few and small layers."""
+        return replace(self, sizes=self.sizes | self.small, batch=2, length=16 * bool(self.length))
+
+    def build(self) -> nn.Module:
+        """Return the model, with random weights."""
+        transformers = importlib.import_module("transformers")
+        config = getattr(transformers, self.config)(**self.sizes, attn_implementation="sdpa")
+        built: nn.Module = getattr(transformers, self.model)(config)
+        return built
+
+    def draw(self, model: Any, device: str) -> dict[str, Tensor]:
+        """Return a batch, by the names of the arguments of the model's forward."""
+        config, n = model.config, self.batch
+        if self.kind == "images":
+            shape = (n, 3, config.image_size, config.image_size)
+            labels = torch.randint(config.num_labels, (n,), device=device)
+            return {"pixel_values": torch.randn(shape, device=device), "labels": labels}
+        ids = torch.randint(config.vocab_size, (n, self.length), device=device)
+        if self.kind == "audio":
+            frames = 2 * config.max_source_positions
+            sound = torch.randn((n, config.num_mel_bins, frames), device=device)
+            return {"input_features": sound, "labels": ids}
+        labels = ids[:, : self.length // 4].contiguous() if self.kind == "pairs" else ids
+        return {"input_ids": ids, "labels": labels}
+
+
+LLAMA = ("LlamaForCausalLM", "LlamaConfig")
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "head_dim": 16,
+}  # fmt: skip
+NO_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+MODELS = {
+    "llama-1b": Real(  # Llama-3.2-1B, whose head is the embedding
+        *LLAMA, {
+            "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "tie_word_embeddings": True,
+        }, SMALL, batch=4, length=2048,
+    ),
+    "llama-8b-4": Real(  # four layers of Llama-3-8B's width
+        *LLAMA, {
+            "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 4, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000,
+        }, SMALL, batch=4, length=2048,
+    ),
+    "gpt2": Real(
+        "GPT2LMHeadModel", "GPT2Config", {}, {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, **NO_TOKENS},
+        batch=16, length=1024,
+    ),
+    "vit-l": Real(
+        "ViTForImageClassification", "ViTConfig", {
+            "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+            "image_size": 224, "patch_size": 16, "num_labels": 1000,
+        }, {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+            "image_size": 32, "num_labels": 16},
+        batch=64, kind="images",
+    ),
+    "qwen3-moe": Real(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {
+            "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 768, "num_hidden_layers": 8,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32,
+            "num_experts_per_tok": 4, "vocab_size": 32_000,
+        }, SMALL | {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+        batch=8, length=1024,
+    ),
+    "t5-base": Real(
+        "T5ForConditionalGeneration", "T5Config",
+        {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0},
+        {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 96},
+        batch=16, length=512, kind="pairs",
+    ),
+    "whisper-small": Real(
+        "WhisperForConditionalGeneration", "WhisperConfig", {
+            "d_model": 768, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 12,
+            "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
+        }, {
+            "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 96,
+            "max_source_positions": 32, "decoder_start_token_id": 1, **NO_TOKENS,
+        },
+        batch=16, length=128, kind="audio",
+    ),
+}  # fmt: skip
+MODELS["tiny"] = MODELS["llama-1b"].shrunk()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One configuration; its library is named, not imported, so that a peer may be missing."""
+
+    name: str
+    level: str = ""  # of fp8stack
+    library: str = ""  # "torchao" or "te"
+    pure: bool = False  # bfloat16 weights
+    compiled: str = ""  # "whole" or "blocks"
+
+
+def list_variants() -> list[Variant]:
+    eager = [
+        Variant(BASE),
+        Variant("pure bf16", pure=True),
+        *(Variant(level, level) for level in LEVELS),
+    ]
+    eager += [Variant(library, library=library) for library in ("torchao", "te")]
+    whole = [replace(v, name=f"{v.name} compiled", compiled="whole") for v in eager]
+    blocks = [replace(v, name=f"{v.name} by block", compiled="blocks") for v in eager]
+    return [*eager, *whole, *blocks]
+
+
+VARIANTS = list_variants()
+
+
+# --- what is measured
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the elements of the outermost ModuleLists."""
+    for child in module.children():
+        yield from child if isinstance(child, nn.ModuleList) else blocks_of(child)
+
+
+def convert(
+    model: nn.Module, variant: Variant, device: str
+) -> tuple[Any, Any, Callable[[], Any], float]:
+    """Return model and optimizer as a variant has them, the context of a forward, and the share in FP8."""
+    scope: Any = contextlib.nullcontext
+    if variant.pure:
+        model = model.bfloat16()
+    else:
+        scope = partial(torch.autocast, device, torch.bfloat16)
+    if variant.library == "torchao":
+        float8 = import_peer("torchao.float8")
+        config = replace(
+            float8.Float8LinearConfig.from_recipe_name("tensorwise"), emulate=device == "cpu"
+        )
+        float8.convert_to_float8_training(model, config=config)
+    elif variant.library == "te":
+        library = capability.load_te()
+        swap_te(model, library.te, ())
+        outer, recipe = scope, library.recipe.Float8CurrentScaling()
+        scope = partial(both, outer, partial(library.te.autocast, enabled=True, recipe=recipe))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=device == "cuda" or None, **HYPER)
+    if variant.level:
+        model, optimizer = fp8stack.initialize(model, optimizer, variant.level)
+        return model, optimizer, scope, fp8stack.get_report(model).share
+    return model, optimizer, scope, share_in_fp8(model) if variant.library else 0.0
+
+
+@contextlib.contextmanager
+def both(outer: Callable[[], Any], inner: Callable[[], Any]) -> Iterator[None]:
+    with outer(), inner():
+        yield
+
+
+def share_in_fp8(model: nn.Module) -> float:
+    """Return which share of the elements of matrices, embeddings apart, belongs to a peer's layers."""
+    inside = total = 0
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            if p.ndim > 1 and not isinstance(module, nn.Embedding):
+                total += p.numel()
+                inside += p.numel() * type(module).__module__.startswith(
+                    ("torchao.", "transformer_engine.")
+                )
+    return inside / max(total, 1)
+
+
+def measure(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
+    cuda, real = options.device == "cuda", MODELS[name]
+    torch.manual_seed(0)
+    built = real.build().to(options.device)
+    batch = real.draw(built, options.device)
+    if variant.pure:
+        batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+    model, optimizer, scope, share = convert(built, variant, options.device)
+    marks: list[list[float]] = []  # of a step: the host's clock before and after each part
+
+    def step() -> Tensor:
+        mark = [time.perf_counter()]
+        with scope():
+            loss: Tensor = model(**batch).loss
+        mark.append(time.perf_counter())
+        loss.backward()
+        mark.append(time.perf_counter())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        mark.append(time.perf_counter())
+        optimizer.step()
+        optimizer.zero_grad()
+        mark.append(time.perf_counter())
+        marks.append(mark)
+        return loss.detach()
+
+    def timed(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            loss = step()
+        loss.item()  # waits for the device
+        return time.perf_counter() - start
+
+    timed(2)  # layers learn in eager mode what they share
+    first = 0.0
+    if variant.compiled:
+        backend = "inductor" if cuda else "eager"  # needs no C++ compiler on a CPU
+        for module in blocks_of(model) if variant.compiled == "blocks" else (model,):
+            module.compile(backend=backend)
+        first = timed(2)
+    timed(WARM_UP)
+    peak = None
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        timed(1)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    marks.clear()
+    step_ms, host_ms, count = time_steps(step, options.steps, cuda)
+    alone = marks[:count]  # those that began with an idle device
+    hosts = {
+        p: statistics.median(1e3 * (m[i + 1] - m[i]) for m in alone) for i, p in enumerate(PARTS)
+    }
+    return {
+        "step_ms": step_ms,
+        "host_ms": host_ms,
+        "host_parts": hosts,
+        "steps": count,
+        "peak_gib": peak,
+        "fp8_share": share,
+        "compile_s": max(first - 2e-3 * step_ms, 0.0) if variant.compiled else None,
+        "loss": step().item(),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+
+
+# --- one process each
+
+
+def _write(variant: Variant, name: str, options: argparse.Namespace, path: str) -> None:
+    """Run in a process of its own: write the numbers, or a note on why there are none."""
+    Path(path).write_text(json.dumps(attempt(lambda: measure(variant, name, options))))
+
+
+def apart(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
+    """Return what `measure` does in a process of its own, or a note; it has `options.limit` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "numbers.json")
+        process = get_context("spawn").Process(
+            target=_write, args=(variant, name, options, str(path))
+        )
+        process.start()
+        try:
+            process.join(options.limit)
+        finally:
+            late = process.is_alive()
+            process.kill()
+            process.join()
+        if late:
+            return {"note": f"not ready after {options.limit:g} s"}
+        if not path.exists():
+            return {"note": f"the process ended with status {process.exitcode}"}
+        numbers: Numbers = json.loads(path.read_text())
+        return numbers
+
+
+def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) -> None:
+    real, base, compiled = MODELS[name], results.get(BASE, {}), results.get(f"{BASE} compiled", {})
+    table = Table("variant", title=f"{name}: a whole step", box=box.SIMPLE)
+    heads = ("ms", "× bf16", "× compiled", "host", *PARTS, "GiB", "FP8 %", "compile s", "loss")
+    for column in heads:
+        table.add_column(column, justify="right", no_wrap=True)
+    records = []
+    for variant, n in results.items():
+        if "note" in n:
+            continue
+        n["speedup"] = base.get("step_ms") and base["step_ms"] / n["step_ms"]
+        n["speedup_compiled"] = compiled.get("step_ms") and compiled["step_ms"] / n["step_ms"]
+        cells = [
+            n["step_ms"],
+            n["speedup"],
+            n["speedup_compiled"],
+            n["host_ms"],
+            *n["host_parts"].values(),
+        ]
+        cells += [n["peak_gib"], 100 * n["fp8_share"], n["compile_s"], n["loss"]]
+        table.add_row(variant, *("-" if c is None else f"{c:,.2f}" for c in cells))
+        params = {"model": name, "batch": real.batch, "tokens": real.tokens}
+        rest = {k: v for k, v in n.items() if k != "step_ms"}
+        records.append({
+            "name": "real_models", "variant": variant, "params": params, "metric": "step",
+            "value": n["step_ms"], "unit": "ms", **rest,
+        })  # fmt: skip
+    if records:
+        append_records(options.output, records)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_choices(parser, MODELS, RESULTS)
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds that a variant may take"
+    )
+    every = [name for name in MODELS if name != "tiny"]
+    return read_choices(parser, arguments, MODELS, VARIANTS, lambda _: every)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    notes: dict[str, str] = {}
+    with stopping_in_order():
+        for name in options.model:
+            results: dict[str, Numbers] = {}
+            again = [replace(v, name=f"{BASE} again") for v in options.variants if v.name == BASE]
+            for variant in (*options.variants, *again):
+                found = attempt(partial(apart, variant, name, options))
+                results[variant.name] = found
+                if "note" in found:
+                    notes[f"{name}, {variant.name}"] = found["note"]
+                told = found.get("note") or f"{found['step_ms']:.1f} ms"
+                print(f"{name}, {variant.name}: {told}", file=sys.stderr, flush=True)
+            report(results, name, options)
+    print(json.dumps({"notes": notes}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
