@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import conflicts, optim
 from .comm import GradientHandle
@@ -226,7 +227,7 @@ class _Master:
             copied.__class__ = CopiedWeight
 
     def __reduce__(self) -> Any:
-        return type(None), ()
+        return _unpickle, (self.parameter,)
 
 
 def convert_optimizer(
@@ -292,6 +293,16 @@ def _hand_over(optimizer: torch.optim.Optimizer, new: BlockwiseOptimizer, sessio
     session.undo.append(new.register_step_post_hook(mark_called).remove)
 
 
+_BARE = WeakTensorKeyDictionary()
+"""Weights of unpickled models: bfloat16, with nobody who has the other bits."""
+
+
+def _unpickle(parameter: nn.Parameter) -> None:
+    """Make what an unpickled layer holds in place of a `_Master`, which is nothing; remember its weight."""
+    _BARE[parameter] = True
+    _watch_all_optimizers()
+
+
 _KEEPERS: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
 """The sessions whose optimizers hold masters, by their ids."""
 
@@ -317,7 +328,28 @@ def _watch_all_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_without_masters)
 
 
+def _warn_of_bare_weights(optimizer: Any) -> None:
+    owned = [p for group in optimizer.param_groups for p in group["params"] if p in _BARE]
+    ours = isinstance(optimizer, BlockwiseOptimizer)
+    alone = [
+        p for p in owned if p.dtype is torch.bfloat16 and not (ours and optimizer.master_format(p))
+    ]
+    for p in owned:  # told once
+        del _BARE[p]
+    if alone:
+        warnings.warn(
+            f"{type(optimizer).__name__} steps {len(alone)} weights in bfloat16 alone, which loses most of small "
+            "updates: this model was pickled at O2, and the optimizer that had their other bits was not. Load "
+            "fp8stack.checkpoint.master_state_dict into a fresh model; or call model.float(); or take an optimizer of "
+            "fp8stack.optim.",
+            Fp8StackWarning,
+            stacklevel=4,
+        )
+
+
 def _refuse_without_masters(optimizer: Any, *_: Any) -> None:
+    if _BARE:
+        _warn_of_bare_weights(optimizer)
     for session in list(_KEEPERS.values()):
         owner: Any = session.returned  # none once DeepSpeed's engine steps
         if owner is None or optimizer in (owner, session.source):

@@ -94,7 +94,7 @@ def check_packed(optimizer: torch.optim.Optimizer, packed: Any) -> None:
         )
     # Without it: torch's optimizer, or a caller that keeps only torch's two keys (DCP); entries tell their format.
     if packed.get("fp8stack") is not None:
-        _check_header(optimizer, packed["fp8stack"], len(states))
+        _check_header(optimizer, packed["fp8stack"], states)
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -103,8 +103,8 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
     return next(c.__name__ for c in type(optimizer).__mro__ if c.__module__.startswith(ours))
 
 
-def _check_header(optimizer: torch.optim.Optimizer, header: Any, entries: int) -> None:
-    """Raise unless the entry that `tag` wrote fits this optimizer and the number of states."""
+def _check_header(optimizer: torch.optim.Optimizer, header: Any, states: dict[Any, State]) -> None:
+    """Raise unless the entry that `tag` wrote fits this optimizer, and the numbers of states and masters."""
     held = header if isinstance(header, dict) else {"format": header, "optimizer": None}
     found, kind, count = held.get("format"), held.get("optimizer"), held.get("entries")
     if type(found) is not int or found != FORMAT:
@@ -117,10 +117,13 @@ def _check_header(optimizer: torch.optim.Optimizer, header: Any, entries: int) -
             f"this state is of {kind!s:.60}, the optimizer is {kind_of(optimizer)}. "
             "Make the optimizer that the checkpoint was saved from."
         )
-    if type(count) is not int or count != entries or not are_names(held.get("names", [])):
+    masters = sum(bool(formats.masters(entry)) for entry in states.values())
+    said = count, held.get("masters", masters)  # older files count entries alone
+    counted = [type(n) for n in said] == [int, int] and said == (len(states), masters)
+    if not counted or not are_names(held.get("names", [])):
         raise CheckpointError(
-            f"the state says it has {count!s:.60} entries and has {entries}, and its names are "
-            f"{held.get('names')!r:.60}: it is damaged. Use an earlier checkpoint."
+            f"the state says it has {said[0]!s:.60} entries and {said[1]!s:.60} masters, and has {len(states)} and "
+            f"{masters}; its names are {held.get('names')!r:.60}: it is damaged. Use an earlier checkpoint."
         )
 
 

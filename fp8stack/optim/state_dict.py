@@ -44,6 +44,7 @@ def tag(optimizer: StatefulOptimizer, packed: dict[str, Any]) -> dict[str, Any]:
         "states": optimizer.states,
         "master": optimizer.master,
         "entries": len(packed["state"]),
+        "masters": sum(bool(formats.masters(entry)) for entry in packed["state"].values()),
     }
     model = None if optimizer.named_by is None else optimizer.named_by()
     if model is not None:
@@ -210,6 +211,10 @@ def _convert(
             f"{type(optimizer).__name__} does not have: it is of another optimizer. Make the one it was saved from."
         )
     stepped = "step" in entry or any(formats.has_moment(name, entry) for name in moments)
+    if stepped and "step" not in entry and any(map(formats.is_second, moments)):
+        raise ValueError(
+            "step is missing"
+        )  # torch's SGD and Muon, and Lions of others, do not count
     checks.check_layout(entry, moments if stepped else (), parameter, key)
     saved = formats.masters(entry)
     keeps_none = optimizer.master_format(parameter) is None
