@@ -1,7 +1,7 @@
 """How long do forward and backward take, and what do they hold? bf16, TransformerEngine, torchao, fp8stack in one run.
 
     python benchmarks/train_step.py --model llama --only 'bf16*' 'native*' 'te *'    # by default, everything
-    python benchmarks/train_step.py --model gpt2 --vocab 50257 --only 'bf16*' 'native current*'
+    python benchmarks/train_step.py --model gpt2 --vocab 50257 --only 'bf16*' 'native auto*'
     python benchmarks/train_step.py --plot docs/assets/train_step.svg                # draws the latest run only
 
 Two models: `llama`, four blocks of Llama-3-8B's size over 8192 tokens, and `gpt2`, GPT-2 124M over 32,768. Weights are
@@ -90,6 +90,7 @@ def list_variants() -> list[Variant]:
         Variant("native fused, delayed", ours, "delayed", fused=True, options=compute),
         Variant("native current, fast sums", ours, "current", options=fast),
         Variant("native fused, delayed, fast sums", ours, "delayed", fused=True, options=fast),
+        Variant("native auto", ours, "current", options={**compute, "select": "auto"}),
     ]
     rest = [Variant("native O1", ours, "current", level="O1", options=compute)]
     on_te = [Variant(f"fp8stack te {r}", ours, r, options={"compute": "te"}) for r in RECIPES]

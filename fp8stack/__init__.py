@@ -13,20 +13,6 @@ from .tensor import BlockScaledTensor
 from .version import __version__
 
 __all__ = [
-    "BlockScaledTensor",
-    "Recipe",
-    "__version__",
-    "capability",
-    "checkpoint",
-    "comm",
-    "errors",
-    "formats",
-    "get_report",
-    "initialize",
-    "levels",
-    "memory",
-    "monitor",
-    "nn",
-    "optim",
-    "restore",
-]
+    "BlockScaledTensor", "Recipe", "__version__", "capability", "checkpoint", "comm", "errors", "formats",
+    "get_report", "initialize", "levels", "memory", "monitor", "nn", "optim", "restore",
+]  # fmt: skip

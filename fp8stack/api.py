@@ -42,6 +42,7 @@ from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
+from .nn.select import Chooser
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import is_large_matrix, master_for, zero_master, zero_moment
@@ -186,7 +187,12 @@ def carry_out(
         conversion.refuse_other_optimizers(session)
     if store is not None:
         store(session)
-    apply_gemms(layers, session.conversion, compute, recipe)
+    chooser = None
+    if recipe.select == "auto" and compute == "native":
+        chooser = Chooser(recipe, layers.gemm, say)
+        session.report.selected = chooser.selected  # filled as shapes are seen
+        session.undo.append(chooser.watch(model).remove)
+    apply_gemms(layers, session.conversion, compute, recipe, chooser)
     if recipe.matmuls and compute != "bf16":
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
         bare = apply_matmuls(model, recipe, alone, session.conversion)

@@ -28,6 +28,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "fp8_recipe": ("current", "delayed", "blockwise", "mxfp8", "nvfp4"),
         "amax_compute_algo": ("max", "most_recent"),
         "pad": ("auto", "skip"),
+        "select": ("all", "auto"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
         "master": ("keep", "auto", "split24", "split32", "fp16", "fp32", "none"),
@@ -63,6 +64,7 @@ class Recipe:
         sums fast.
     pad: what to do with sizes that are not a multiple of 16 ("blockwise": of 128). "auto": pad inside the layer.
         "skip": leave such layers out.
+    select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
     matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
@@ -91,6 +93,7 @@ class Recipe:
     amax_compute_algo: str = "max"
     fp8_fast_accum: bool | None = None
     pad: str = "auto"
+    select: str = "all"
     matmuls: bool = False
     gradients: str = "keep"
     states: str = "keep"

@@ -55,6 +55,7 @@ class Report:
     # other products of theirs, by reason, and modules that were left out
     left_alone: Counter[str] = field(default_factory=Counter)
     fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
+    selected: dict[str, str] = field(default_factory=dict)  # select="auto": layer, choice and times
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -78,6 +79,8 @@ class Report:
         if self.bytes_per_parameter:  # without an optimizer there is nothing to count
             size = f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices"
             lines.append(f"{size} (float32 AdamW: 16)")
+        for choice, names in _by_value(self.selected).items():
+            lines.append(f"{len(names)} × {choice}: {names[0]}")
         if self.left_alone:
             left = [f"{n} × {reason}" for reason, n in self.left_alone.most_common(4)]
             lines.append("products by bare parameters left to torch: " + "; ".join(left))

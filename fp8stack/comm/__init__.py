@@ -20,22 +20,11 @@ if is_available():
     from .transport import Statistics
 
 __all__ = [
-    "DataParallel",
-    "Fp8AllGather",
-    "Fp8CommState",
-    "Fp8ReduceScatter",
-    "GradientHandle",
-    "Statistics",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "fp8_compress_hook",
-    "reduce_scatter_tensor",
-    "register_fp8_all_gather",
-    "register_fp8_hook",
-    "register_fp8_reduce_scatter",
-    "set_hierarchy",
+    "DataParallel", "Fp8AllGather", "Fp8CommState", "Fp8ReduceScatter", "GradientHandle", "Statistics",
+    "all_gather_into_tensor", "all_reduce", "fp8_compress_hook", "reduce_scatter_tensor",
+    "register_fp8_all_gather", "register_fp8_hook", "register_fp8_reduce_scatter", "set_hierarchy",
     "set_transport",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -8,15 +8,6 @@ from .swiglu import fuse
 from .te import TeLinear
 
 __all__ = [
-    "GEMM_LAYERS",
-    "Bf16Linear",
-    "Fp8Linear",
-    "StoredEmbedding",
-    "StoredLinear",
-    "TeLinear",
-    "fuse",
-    "load_scaling_state",
-    "reset_scaling",
-    "restore_scaling",
-    "scaling_state",
-]
+    "GEMM_LAYERS", "Bf16Linear", "Fp8Linear", "StoredEmbedding", "StoredLinear", "TeLinear", "fuse",
+    "load_scaling_state", "reset_scaling", "restore_scaling", "scaling_state",
+]  # fmt: skip

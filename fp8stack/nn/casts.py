@@ -76,6 +76,7 @@ class Options(NamedTuple):
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
 
+    chooser: Any = None  # of select="auto": select.py
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale

@@ -30,6 +30,7 @@ from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale
 from .linear import Bf16Linear, Fp8Linear, alignment_of
 from .mixin import class_below, hidden_class
+from .select import Chooser
 from .te import ALIGNMENTS, Engine, TeLinear
 
 GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
@@ -116,7 +117,13 @@ def choose_layers(
     return layers
 
 
-def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, recipe: Recipe) -> None:
+def apply_gemms(
+    layers: LayerChoices,
+    conversion: Conversion,
+    compute: str,
+    recipe: Recipe,
+    chooser: Chooser | None = None,
+) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
@@ -129,7 +136,7 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
         else:
             shared = scales.get(weight)
             products = Products(recipe, name, weight.device, inputs=inputs, w_state=shared)
-            scales[weight] = products.w_state
+            products.chooser, scales[weight] = chooser, products.w_state
             conversion.change(module, Fp8Linear, products=products)
 
 

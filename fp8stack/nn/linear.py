@@ -31,6 +31,7 @@ from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.delayed_state import STATES
 from fp8stack.tensor import is_sharded
 
+from .bf16_storage import stored_linear
 from .casts import (
     FORMATS,
     Options,
@@ -60,7 +61,13 @@ class Fp8Linear(nn.Linear):
             return self._multiply(input)
 
     def _multiply(self, input: Tensor) -> Tensor:
-        return fp8_matmul(input, self.weight, self.bias, self.products, self.training)
+        products, weight, bias = self.products, self.weight, self.bias  # nn.Module looks up each
+        chooser = products.chooser
+        if chooser is not None and not chooser(input, weight, bias, products.layer):
+            # In a graph matmuls=True would make FP8 of it.
+            with torch._C.DisableTorchFunction():
+                return stored_linear(input, weight, bias)
+        return fp8_matmul(input, weight, bias, products, self.training)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.products}"

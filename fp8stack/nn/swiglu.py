@@ -87,6 +87,7 @@ def _is_plain(layer: Fp8Linear, first: Any) -> bool:
         and products.fp8_recipe == first.products.fp8_recipe
         and products.fp8_recipe in ("current", "delayed")
         and products.formats.x is E4M3
+        and products.chooser is None  # which may leave a layer in bf16
         # a sampled step runs them one by one
         and (torch.compiler.is_compiling() or products.probe is None)
     )

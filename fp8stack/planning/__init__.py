@@ -15,19 +15,6 @@ from .peak_memory import Estimate, Setup, estimate, largest_batch
 from .resident_memory import BASELINES, Precision, at_level, resident, use_after_step
 
 __all__ = [
-    "BASELINES",
-    "FAMILIES",
-    "LLAMA",
-    "Estimate",
-    "Precision",
-    "Setup",
-    "Shape",
-    "activations",
-    "at_level",
-    "estimate",
-    "largest_batch",
-    "read_config",
-    "resident",
-    "shape_of_config",
-    "use_after_step",
-]
+    "BASELINES", "FAMILIES", "LLAMA", "Estimate", "Precision", "Setup", "Shape", "activations", "at_level",
+    "estimate", "largest_batch", "read_config", "resident", "shape_of_config", "use_after_step",
+]  # fmt: skip

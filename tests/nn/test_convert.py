@@ -28,7 +28,9 @@ class Root(nn.Module):
         return self.layer(x) @ self.w
 
 
-@pytest.mark.parametrize("options", [{"fp8_recipe": "delayed"}, {"matmuls": True}])
+@pytest.mark.parametrize(
+    "options", [{"fp8_recipe": "delayed"}, {"select": "auto"}, {"matmuls": True}]
+)
 def test_options_without_an_effect_are_named(options):
     ((name, value),) = options.items()
     model = nn.Sequential(nn.Linear(32, 32))

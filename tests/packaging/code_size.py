@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 14_720
-TESTS_CAP = 23_450
+LIBRARY_CAP = 14_900
+TESTS_CAP = 23_790
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
