@@ -414,6 +414,20 @@ def test_bad_checkpoints_of_torch_s_optimizer_change_nothing(change, match, tmp_
     refused(tmp_path / "run.pt", runs[1], match)
 
 
+@pytest.mark.parametrize("change", [lambda states: states.pop(0), lambda states: states[0].clear()])
+def test_adagrad_s_states_are_all_there(change, tmp_path):
+    """It makes them when it is made, and neither loads nor steps without one."""
+    model = nn.Linear(8, 4)
+    model, optimizer = fp8stack.initialize(model, torch.optim.Adagrad(model.parameters()), "O0")
+    checkpoint.save(tmp_path / "run.pt", model, optimizer)
+    rewrite(tmp_path / "run.pt", lambda c: change(c["optimizer"]["state"]))
+    refused(
+        tmp_path / "run.pt",
+        (model, optimizer),
+        "step must be a whole number from 0 on, and is None",
+    )
+
+
 def test_a_file_that_unpacks_to_more_than_its_size_is_refused(tmp_path):
     torch.save({"a": torch.zeros(2**24)}, tmp_path / "plain.pt")
     small = zipfile.ZipFile(tmp_path / "small.pt", "w", zipfile.ZIP_DEFLATED)

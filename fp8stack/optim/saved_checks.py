@@ -285,7 +285,8 @@ def check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
             first_of = {p.ndim: p for p in reversed(parameters)}
             trials = {ndim: _trial(optimizer, group, p) for ndim, p in first_of.items()}
         for parameter, key in zip(parameters, saved["params"], strict=True):
-            if entry := packed["state"].get(key):
+            entry = packed["state"].get(key) or {}
+            if entry or isinstance(optimizer, torch.optim.Adagrad):  # which always has states
                 with damaged(place_of(key, parameter)):
                     check_tensors(entry, parameter)
                     _check_like(trials[parameter.ndim], entry, parameter, made_anew)

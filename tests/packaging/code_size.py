@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY_CAP = 14_900
-TESTS_CAP = 23_790
+TESTS_CAP = 23_800
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
