@@ -110,13 +110,13 @@ def moderate(value: Any) -> bool:
     return not isinstance(value, (int, float)) or abs(value) < 1e3
 
 
-def train(model: nn.Module, optimizer: Any, given: dict[str, Any]) -> None:
+def train(model: nn.Module, optimizer: Any, *given: dict[str, Any]) -> None:
     for _ in range(2):
         model(X).square().mean().backward()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-    if moderate(given) and not all(p.isfinite().all() for p in model.parameters()):
+    if all(map(moderate, given)) and not all(p.isfinite().all() for p in model.parameters()):
         raise Broken(f"weights are not finite after {given}")
 
 
@@ -154,12 +154,12 @@ def make_optimizer(rng: random.Random) -> str:
             raise Broken(f"changed, though refused: {group}")
         train(model, optimizer, given)
         return "refused"
+    written: dict[str, Any] = {}
     if rng.random() < 0.5:  # as schedulers write to groups
         name = rng.choice(("lr", "weight_decay", "betas"))
         if name in optimizer.param_groups[0]:
-            group = {**group, name: odd(rng, name)}
-            optimizer.param_groups[0][name] = group[name]
-    return refused(lambda: train(model, optimizer, {**given, **group}))
+            written[name] = optimizer.param_groups[0][name] = odd(rng, name)
+    return refused(lambda: train(model, optimizer, given, group, written))
 
 
 def clip(rng: random.Random) -> str:
