@@ -211,10 +211,9 @@ def _convert(
             f"{type(optimizer).__name__} does not have: it is of another optimizer. Make the one it was saved from."
         )
     stepped = "step" in entry or any(formats.has_moment(name, entry) for name in moments)
+    # torch's SGD and Muon, and Lions of others, do not count
     if stepped and "step" not in entry and any(map(formats.is_second, moments)):
-        raise ValueError(
-            "step is missing"
-        )  # torch's SGD and Muon, and Lions of others, do not count
+        raise ValueError("step is missing")
     checks.check_layout(entry, moments if stepped else (), parameter, key)
     saved = formats.masters(entry)
     keeps_none = optimizer.master_format(parameter) is None
