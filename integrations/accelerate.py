@@ -197,21 +197,24 @@ def sectioned(
             f'options {sorted(options)} were passed, and the DeepSpeed config has a section "fp8stack": '
             f"{config['fp8stack']!r}. Give them in one place."
         )
-    fresh = "fp8stack" not in config
-    asked = {"opt_level": opt_level or "O2", **options} if fresh else config["fp8stack"]
+    asked = config.get("fp8stack", options)
     section = find_section({"fp8stack": asked}, opt_level)
+    # The engine is not told of `opt_level`, so the section has to name it.
+    own: dict[str, Any] = {"fp8stack": {"opt_level": opt_level or "O2", **asked}}
     recipe = None if section is None else section.recipe
     ours = isinstance(optimizer, BlockwiseOptimizer)
     if recipe is not None and (ours or recipe.states != "keep"):
         # otherwise Accelerate takes its own optimizer under offload, before DeepSpeed is asked
-        config.setdefault("zero_force_ds_cpu_optimizer", False)
+        own["zero_force_ds_cpu_optimizer"] = config.get("zero_force_ds_cpu_optimizer", False)
     # the DeepSpeed adapter checks all other rows when the engine is made
     found = check(TrainingRun(config, optimizer=optimizer, recipe=recipe))
     raise_or_warn(f for f in found if f.row.name == "offload-replaces-optimizer")
-    config["fp8stack"] = asked
+    before = {key: config[key] for key in own if key in config}
+    config.update(own)
     try:
         with deepspeed.install():
             yield
     finally:
-        if fresh:
-            del config["fp8stack"]
+        for key in own:
+            del config[key]
+        config.update(before)

@@ -267,9 +267,13 @@ def use_deepspeed(deepspeed):
     assert (found.level, found.wrapper) == ("O2", "DeepSpeed ZeRO-3")
     losses = train(accelerator, *own)
     assert learns(losses)
-    assert "fp8stack" not in accelerator.state.deepspeed_plugin.deepspeed_config
+    assert not {"fp8stack", "zero_force_ds_cpu_optimizer"} & {
+        *accelerator.state.deepspeed_plugin.deepspeed_config
+    }
     section = {"fp8stack": {"opt_level": "O2"}}
     assert_same_bits(train(*make(config=section, strict=False, preset=None)), losses)
+    accelerator, model, *_ = make("O1", {"fp8stack": {"skip": ["*head"]}})
+    assert attach(accelerator, model).level == "O1", "the argument's, as the section names none"
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     for level, kind in (("O2", torch.optim.AdamW), ("O1", optim.AdamW)):
         optimizer = make(level, offload, kind)[2]
