@@ -247,7 +247,8 @@ def share_in_fp8(model: nn.Module) -> float:
 def measure(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
     cuda, real = options.device == "cuda", MODELS[name]
     torch.manual_seed(0)
-    built = real.build().to(options.device)
+    with torch.device(options.device):
+        built = real.build()
     batch = real.draw(built, options.device)
     if variant.pure:
         batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}

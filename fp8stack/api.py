@@ -42,7 +42,6 @@ from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
-from .nn.select import Chooser
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import is_large_matrix, master_for, zero_master, zero_moment
@@ -147,7 +146,8 @@ def decide(
     quantized = {p for p in large & owned if p.requires_grad}
     formats = _formats_by_parameter(model, recipe, left_alone)
     stored = replace(recipe, master="keep") if gathered_on else recipe
-    layers = choose_layers(model, stored, skipped, quantized, compute)
+    by_size = recipe.select == "auto" and compute == "native" and device.type == "cuda"
+    layers = choose_layers(model, stored, skipped, quantized, compute, by_size)
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         more = conversion.one_call_each(model, [optimizer])
@@ -187,12 +187,7 @@ def carry_out(
         conversion.refuse_other_optimizers(session)
     if store is not None:
         store(session)
-    chooser = None
-    if recipe.select == "auto" and compute == "native":
-        chooser = Chooser(recipe, layers.gemm, say)
-        session.report.selected = chooser.selected  # filled as shapes are seen
-        session.undo.append(chooser.watch(model).remove)
-    apply_gemms(layers, session.conversion, compute, recipe, chooser)
+    apply_gemms(layers, session.conversion, compute, recipe)
     if recipe.matmuls and compute != "bf16":
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
         bare = apply_matmuls(model, recipe, alone, session.conversion)

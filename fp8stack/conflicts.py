@@ -133,7 +133,6 @@ RULES = (
 
     # --- what multiplies
     Rule("fp8_format", ("e5m2",), _TE, 'TransformerEngine has "hybrid" and "e4m3" only', _USE_NATIVE),
-    Rule("select", ("auto",), _TE, "it times native layers", _USE_NATIVE),
     Rule("fp8_fast_accum", (False,), _TE, 'TransformerEngine always sums forward products of "delayed" fast',
          f'{_USE_NATIVE} or fp8_recipe="current" for precise sums', beside=setting("fp8_recipe", "delayed")),
     *(Rule(option, (), _BF16_ASKED, "it is an option of FP8 products", "", Fp8StackWarning)

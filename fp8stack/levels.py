@@ -28,7 +28,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "fp8_recipe": ("current", "delayed", "blockwise", "mxfp8", "nvfp4"),
         "amax_compute_algo": ("max", "most_recent"),
         "pad": ("auto", "skip"),
-        "select": ("all", "auto"),
+        "select": ("auto", "all"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
         "master": ("keep", "auto", "split24", "split32", "fp16", "fp32", "none"),
@@ -64,7 +64,8 @@ class Recipe:
         sums fast.
     pad: what to do with sizes that are not a multiple of 16 ("blockwise": of 128). "auto": pad inside the layer.
         "skip": leave such layers out.
-    select: "auto" times every GEMM shape in bf16 and FP8 at its first use, and keeps FP8 where it is faster.
+    select: on a GPU, "auto" multiplies in FP8 only where that is faster, by the sizes of a layer and its rows of input
+        (`fp8stack/nn/select.py`); "all" always does.
     matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
@@ -93,7 +94,7 @@ class Recipe:
     amax_compute_algo: str = "max"
     fp8_fast_accum: bool | None = None
     pad: str = "auto"
-    select: str = "all"
+    select: str = "auto"
     matmuls: bool = False
     gradients: str = "keep"
     states: str = "keep"

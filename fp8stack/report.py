@@ -17,6 +17,7 @@ import torch
 
 from .levels import Recipe
 from .nn.convert import LayerChoices
+from .nn.select import describe
 from .version import __version__
 
 logger = logging.getLogger("fp8stack")
@@ -55,7 +56,9 @@ class Report:
     # other products of theirs, by reason, and modules that were left out
     left_alone: Counter[str] = field(default_factory=Counter)
     fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
-    selected: dict[str, str] = field(default_factory=dict)  # select="auto": layer, choice and times
+    selected: dict[str, str] = field(
+        default_factory=dict
+    )  # of layers in FP8 for many rows only: from how many
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -129,6 +132,7 @@ def report_of(
         skipped=dict(layers.skipped),
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
+        selected={name: describe(least) for name, least in layers.least_rows.items()},
         fallbacks=fallbacks,
     )
 

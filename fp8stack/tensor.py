@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map
 
 from .errors import ConfigError, Fp8StackError, GradientError
@@ -132,7 +133,10 @@ class BlockScaledTensor(_Wrapper):
         """Return `x` (float32, bfloat16 or float16) in E4M3 blocks; the result reports the dtype of x."""
         if isinstance(x, cls):
             return x
-        return cls(*ops.quantize_blocks(plain(x).detach(), E4M3), dtype=x.dtype)
+        value = plain(x)
+        if value.requires_grad:
+            value = value.detach()
+        return cls(*ops.quantize_blocks(value, E4M3), dtype=x.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return an ordinary tensor of the same shape, by default of the dtype this one reports."""
@@ -305,7 +309,12 @@ def _zero_(func: Any, x: BlockScaledTensor) -> BlockScaledTensor:
 
 def _zero_list_(func: Any, tensors: list[Tensor]) -> None:
     for x in tensors:
-        x.zero_()
+        if isinstance(x, BlockScaledTensor):
+            x.residual = None
+    scales, others = _split(tensors)
+    codes = [x.codes.view(torch.uint8) for x in tensors if isinstance(x, BlockScaledTensor)]
+    for part in (codes, scales, others):
+        func(part)
 
 
 def _mul_(func: Any, x: Any, factor: Any) -> Any:
@@ -320,8 +329,8 @@ def _div_(func: Any, x: Any, divisor: Any) -> Any:
 
 
 def _mul_list_(func: Any, tensors: list[Tensor], factors: Any) -> None:
-    for i, x in enumerate(tensors):
-        x.mul_(factors[i] if isinstance(factors, (list, tuple)) else factors)
+    for x, f in zip(tensors, factors, strict=True):
+        x.mul_(f)
 
 
 def _add_(func: Any, x: Any, other: Any, *, alpha: float = 1) -> Any:
@@ -337,19 +346,43 @@ def _norm(
     if ord != 2 or dim or keepdim:
         return NotImplemented
     # float32 even for a bfloat16 face: a norm rounded to 8 bits would clip by up to 0.4 % too much or too little.
-    return ops.norm_blocks(x.codes, x.scale).to(dtype or torch.float32)
+    return ops.norms([(x.codes, x.scale)])[0].to(dtype or torch.float32)
 
 
-def _unscale_list_(func: Any, tensors: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """GradScaler: multiply every gradient by `inv_scale` and set `found_inf` to 1 if any is not finite."""
-    others = [x for x in tensors if not isinstance(x, BlockScaledTensor)]
-    if others:
-        func(others, found_inf, inv_scale)
+def _norm_list(func: Any, tensors: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    if ord != 2:
+        return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
+    others = _split(tensors)[1]
+    of_others = iter(func(others, ord, dtype) if others else ())
+    of_ours = iter(
+        ops.norms([(x.codes, x.scale) for x in tensors if isinstance(x, BlockScaledTensor)])
+    )
+    found = [next(of_ours if isinstance(x, BlockScaledTensor) else of_others) for x in tensors]
+    return found if dtype is None else [norm.to(dtype) for norm in found]
+
+
+def _clamp_list_(func: Any, tensors: list[Tensor], bound: Any) -> None:
+    clamp = aten.clamp_min_ if func is aten._foreach_clamp_min_.Scalar else aten.clamp_max_
+    for x in tensors:  # one by one: the values of all would be as large as the model
+        clamp(x, bound)
+
+
+def _split(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the scales of the block-scaled tensors among `tensors`, of their residuals too, and the other tensors."""
+    scales: list[Tensor] = []
+    others: list[Tensor] = []
     for x in tensors:
         if isinstance(x, BlockScaledTensor):
-            bad = (~x.scale.isfinite()).any()
-            found_inf.copy_(torch.where(bad, 1.0, found_inf))
-            x.scale_(inv_scale)
+            scales += x.parts()[1::2]
+        else:
+            others.append(x)
+    return scales, others
+
+
+def _each(func: Any, tensors: list[Tensor], *arguments: Any) -> None:
+    """Multiply `tensors`: block-scaled ones by their scales. Apart, as torch takes lists of one dtype at once."""
+    for part in filter(None, _split(tensors)):
+        func(part, *arguments)
 
 
 _DIRECT: dict[Any, Callable[..., Any]] = {
@@ -363,13 +396,19 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
     aten.mul_.Scalar: _mul_,
     aten.div_.Tensor: _div_,
     aten.div_.Scalar: _div_,
-    aten._foreach_mul_.Scalar: _mul_list_,
-    aten._foreach_mul_.Tensor: _mul_list_,
+    aten._foreach_mul_.Scalar: _each,
+    aten._foreach_mul_.Tensor: _each,
     aten._foreach_mul_.ScalarList: _mul_list_,
+    aten._foreach_norm.Scalar: _norm_list,
+    aten._foreach_clamp_min_.Scalar: _clamp_list_,
+    aten._foreach_clamp_max_.Scalar: _clamp_list_,
     aten.add_.Tensor: _add_,
     aten.linalg_vector_norm.default: _norm,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_list_,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _each,
 }
+
+# torch passes only lists of the types that are named there to its operators for lists.
+_foreach_utils._foreach_supported_types.append(BlockScaledTensor)  # type: ignore[arg-type]
 
 
 DENSE_LAYER = "Use a dense layer (nn.Embedding(sparse=False))"

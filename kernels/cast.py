@@ -287,4 +287,15 @@ def prepare(
     cols = x.shape[-1]
     rows, mantissa = x.numel() // max(cols, 1), fmt.mantissa_bits
     g = _geometry(rows, cols, mantissa, codes, transposed, known, x.device)
-    return x, g, x.new_empty(g.shape, dtype=fmt.dtype), x.new_empty(g.shape_t, dtype=fmt.dtype)
+    out, out_t = (
+        x.new_empty(shape, dtype=fmt.dtype) if shape[0] else _nothing(fmt.dtype, x.device)
+        for shape in (g.shape, g.shape_t)
+    )
+    return x, g, out, out_t
+
+
+@lru_cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what stands for a layout that was not asked for: one tensor for all casts."""
+    with torch.inference_mode(False):  # autograd saves it
+        return torch.empty((0, 0), dtype=dtype, device=device)

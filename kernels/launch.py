@@ -4,7 +4,7 @@ Why: Triton looks at every argument of every launch to choose a compiled variant
 which is as long as many a kernel runs.
 
 How: a `Launcher` derives a key from the arguments of a launch. The first launch of a key goes through Triton. Later
-ones run the variant that Triton chose then, and hand pointers over as numbers. A key holds all that the choice can
+ones run the variant that Triton chose then, by Triton's own function in C, and hand pointers over as numbers. A key holds all that the choice can
 depend on:
 
     the device                       a compiled kernel is loaded on one
@@ -22,6 +22,7 @@ in the interpreter, every launch goes through Triton.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from functools import lru_cache
 from typing import Any
@@ -75,15 +76,15 @@ class Launcher:
         addresses = [x.data_ptr() for x in args[: self._tensors]]
         known = self.variant(device, args, addresses, values)
         if known:
-            run, function, metadata, _ = known
+            launch, fixed, _ = known
             stream = torch._C._cuda_getCurrentRawStream(device)
-            run(*grid, stream, function, metadata, None, None, None, *addresses, *values)
+            launch(*grid, stream, *fixed, *addresses, *values)
             return
         compiled = self.kernel[grid](*args, **self.options)
         if _SKIPS_BINDING and hasattr(compiled, "packed_metadata"):  # not the interpreter
             # In one piece, since two threads may come here at once. The last is held only: without it, Triton unloads
             # the function.
-            known[:] = compiled.run, compiled.function, compiled.packed_metadata, compiled
+            known[:] = *_without_wrapper(compiled), compiled
 
     def variant(
         self, device: int, args: tuple[Any, ...], addresses: list[int], values: tuple[Any, ...]
@@ -96,6 +97,25 @@ class Launcher:
                 wide[i] = wide[i] // _INT32 if type(wide[i]) is int else type(wide[i])
             values = (*wide,)
         return self._known(device, *dtypes, *[a % 16 for a in addresses], *values)
+
+
+def _without_wrapper(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return what launches a variant, and its arguments between the stream and those of the kernel.
+
+    Triton's own way is an object in Python around a function in C. It is called once, with a function in the place of
+    that one which notes what it is given, whatever that is in this version of Triton. A kernel that needs scratch
+    memory, which the object allocates at each launch, keeps it.
+    """
+    run, own = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    given: list[Any] = []
+    scratch = [getattr(run, f"{kind}_scratch_size", 0) for kind in ("global", "profile")]
+    if hasattr(run, "launch") and not any(scratch):
+        noted = copy.copy(run)
+        noted.launch = lambda *args: given.extend(args)
+        noted(1, 1, 1, 0, *own)
+    if given[:5] != [1, 1, 1, 0, own[0]]:
+        return run, own
+    return run.launch, tuple(given[4:])
 
 
 def raw_stream(x: Tensor) -> int:

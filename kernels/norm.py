@@ -13,6 +13,7 @@ Limits: contiguous gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,9 +22,9 @@ from torch import Tensor
 
 from .fp8 import bits_of_magnitude, store_rounded
 from .launch import Launcher
-from .pointer_table import COLUMN, WIDTH
+from .pointer_table import COLUMN, WIDTH, deal, upload_rows
 from .state_codecs import E4M3_MAX, signed_values
-from .step import TYPES
+from .step import TYPES, row_layout, table_row
 from .tile_io import places, pointer
 
 SPAN = 1024  # blocks of 128 that a program reads
@@ -101,6 +102,19 @@ def _root_kernel(partial_ptr, out_ptr, count, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _roots_kernel(table_ptr, partial_ptr, out_ptr, SIZE: tl.constexpr):
+    """The norm of one gradient: a program for each row of the table adds the partial sums of that row."""
+    row = table_ptr + tl.program_id(0).to(tl.int64) * _WIDTH
+    count = tl.cdiv(tl.load(row + _BLOCKS), _SPAN).to(tl.int32)
+    first = partial_ptr + tl.load(row + _FIRST)
+    total = tl.zeros([SIZE], tl.float64)
+    for i in range(0, count, SIZE):
+        at = i + tl.arange(0, SIZE)
+        total += tl.load(first + at, mask=at < count, other=0.0)
+    tl.store(out_ptr + tl.program_id(0), tl.sqrt(tl.sum(total, 0)).to(tl.float32))
+
+
+@triton.jit
 def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
     factor = tl.load(factor_ptr)
     if factor != 1.0:
@@ -122,7 +136,52 @@ def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE:
 _launch_largest = Launcher(_largest_kernel, **_ROUNDING)
 _launch_squares = Launcher(_squares_kernel, **_ROUNDING)
 _launch_root = Launcher(_root_kernel, **_ROUNDING)
+_launch_roots = Launcher(_roots_kernel, **_ROUNDING)
 _launch_multiply = Launcher(_multiply_kernel, **_ROUNDING)
+
+
+class Table(NamedTuple):
+    """The gradients of one dtype and layout, as a launch takes them."""
+
+    dtype: torch.dtype  # float8_e4m3fn: blocks
+    layout: str  # `step.row_layout`
+    rows: Tensor  # int64 [tensors, 16], see pointer_table.py
+    owner: Tensor  # int32 [programs], see `pointer_table.deal`
+    of: Sequence[int]  # which of the gradients they are
+
+
+_TABLES: dict[Any, list[Table]] = {}
+_KEPT = 8  # tables of the last calls: gradients often come back to the same addresses
+
+
+def tables(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Table]:
+    """Return the tables of gradients on one device, contiguous: (values, None), or (codes, scale) of FP8 ones."""
+    device = gradients[0][0].device
+    key = (
+        device,
+        *(
+            (g.data_ptr(), s.data_ptr() if s is not None else g.dtype, g.shape)
+            for g, s in gradients
+        ),
+    )
+    if key in _TABLES:
+        return _TABLES[key]
+    launches: dict[tuple[torch.dtype, str], list[int]] = {}
+    for i, (values, _) in enumerate(gradients):
+        layout = row_layout(values.shape, (values,))
+        launches.setdefault((values.dtype, layout), []).append(i)
+    result = []
+    for (dtype, layout), of in launches.items():
+        rows = [
+            table_row(values.shape, grad=values, grad_block_scale=scale)
+            for values, scale in (gradients[i] for i in of)
+        ]
+        owner = deal(rows, SPAN, "first_span", device)
+        result.append(Table(dtype, layout, upload_rows(rows, device), owner, of))
+    if len(_TABLES) == _KEPT:
+        del _TABLES[next(iter(_TABLES))]
+    _TABLES[key] = result
+    return result
 
 
 def largest(
@@ -137,18 +196,43 @@ def largest(
 
 
 def total(
-    launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]],  # see below
+    launches: Sequence[tuple[Any, ...]],  # the first four fields of a Table, and what may follow
     partial: Tensor,  # float64 [programs of all launches]; overwritten with each program's sum of squares
     out: Tensor,  # float32, 0-d
 ) -> None:
-    """Write the norm of all gradients of several launches, each (dtype, `step.Launch.rows`, rows, owner)."""
+    """Write the norm of all gradients of several launches."""
+    _squares(launches, partial)
+    _launch_root((1, 1, 1), partial, out, len(partial), 1024)
+
+
+def _squares(launches: Sequence[tuple[Any, ...]], partial: Tensor) -> None:
     at = 0
-    for dtype, layout, rows, owner in launches:
+    for dtype, layout, rows, owner, *_ in launches:
         if len(owner):
             grid, part = (len(owner), 1, 1), partial[at : at + len(owner)]
             _launch_squares(grid, rows, owner, part, TYPES[dtype], layout, TILE)
             at += len(owner)
-    _launch_root((1, 1, 1), partial, out, len(partial), 1024)
+
+
+def empty_sums(found: Sequence[Table]) -> tuple[Tensor, Tensor]:
+    """Return memory for the partial sums of tables, float64 [programs], and for a norm, float32, 0-d."""
+    rows, programs = found[0].rows, sum(len(t.owner) for t in found)
+    partial = rows.new_empty(programs, dtype=torch.float64)
+    return partial, rows.new_empty((), dtype=torch.float32)
+
+
+def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:  # float32, 0-d
+    """Return the norm of each gradient."""
+    found = tables(gradients)
+    partial, _ = empty_sums(found)
+    _squares(found, partial)
+    out = partial.new_empty(len(gradients), dtype=torch.float32)
+    at = row = 0
+    for _, _, rows, owner, of in found:
+        _launch_roots((len(of), 1, 1), rows, partial[at:], out[row:], 64)
+        at, row = at + len(owner), row + len(of)
+    order = [i for t in found for i in t.of]
+    return [norm for _, norm in sorted(zip(order, out.unbind(), strict=True), key=lambda x: x[0])]
 
 
 def multiply(rows: Tensor, owner: Tensor, dtype: torch.dtype, factor: Tensor) -> None:

@@ -44,8 +44,8 @@ from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
 from .reference import gradient as gradients
-from .reference import monitor, quantize, swiglu, wire
-from .reference import rmsnorm as norms
+from .reference import monitor, norm, quantize, swiglu, wire
+from .reference import rmsnorm as rms
 from .reference.cast import Cast
 
 P = ParamSpec("P")
@@ -202,12 +202,23 @@ accumulate_blocks = _operator(
     lambda *_: None,
     triton=False,
 )
-norm_blocks = _operator(
-    "norm_blocks(Tensor codes, Tensor scale) -> Tensor",
-    gradients.norm_blocks,
-    lambda codes, scale: scale.new_empty(()),
-    triton=False,
-)
+
+
+def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    """Return the 2-norm of each gradient, float32, 0-d; `gradients` are (values, None), or (codes, scale) of FP8 ones.
+
+    On a GPU all are read in a few launches, which is eager work: a CUDA graph would keep the addresses of a table.
+    """
+    values = [g for g, _ in gradients]
+    if (
+        len({v.device for v in values}) == 1
+        and triton_runs_on(values[0].device)
+        and all(type(v) in _PLAIN and v.is_contiguous() for v in values)
+        and not torch.cuda.is_current_stream_capturing()
+    ):
+        found: list[Tensor] = triton_module("norm").norms(gradients)
+        return found
+    return [norm.sum_of_squares(*g).sqrt().float() for g in gradients]
 
 
 def wire_kernels(gpu: bool) -> Any:
@@ -288,6 +299,6 @@ swiglu_backward_cast = _operator(
     swiglu.swiglu_backward_cast,
     _swiglu_backward,
 )
-rmsnorm = _on_each_device(norms.rmsnorm)
-rmsnorm_backward = _on_each_device(norms.rmsnorm_backward)
+rmsnorm = _on_each_device(rms.rmsnorm)
+rmsnorm_backward = _on_each_device(rms.rmsnorm_backward)
 count = _on_each_device(monitor.count)

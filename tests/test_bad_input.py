@@ -88,7 +88,6 @@ OPTIONS = [  # level, options, culprit, remedy
     ("O2", {**BLOCKWISE, "fp8_format": "e5m2"}, "fp8_format='e5m2' .*E4M3 throughout", "current"),
     ("O2", {**BLOCKWISE, "fp8_fast_accum": True}, "fp8_fast_accum=True .*='blockwise'", "current"),
     ("O0", {"compute": "te", "fp8_format": "e5m2"}, "fp8_format='e5m2' .*compute='te'", "native"),
-    ("O2", {"compute": "te", "select": "auto"}, "select='auto' .*compute='te'", "native"),
     ("O2", {"preset": "fp8lm"}, 'preset must be one of None, "fp8-lm"', 'Did you mean "fp8-lm"'),
     ("O2", {"preset": ["fp8-lm"]}, "preset must be one of", ""),
     ("O1", {"preset": "fp8-lm"}, "preset='fp8-lm'", 'only opt_level="O2" converts'),
@@ -119,7 +118,6 @@ def test_what_is_no_choice(model, optimizer, name):
     [
         ("native", "mxfp8", "have no MXFP8 .*, on Blackwell", 'compute="auto", or fp8_recipe="current"'),
         ("auto", "nvfp4", "native layers have no MXFP8 .*; TransformerEngine is missing", 'fp8_recipe="current"'),
-        ("auto", "mxfp8", "select='auto' does not go with .*: it times native layers", 'fp8_recipe="current"'),
         ("te", "current", "TransformerEngine is missing", 'compute="auto"'),
         ("te", "mxfp8", "TransformerEngine is missing", 'compute="auto", or fp8_recipe="current"'),
     ],
@@ -129,8 +127,7 @@ def test_the_remedy_fits_what_was_asked_for(monkeypatch, compute, recipe, reason
     yes, no = capability.Answer(True, "here"), "TransformerEngine is missing"
     monkeypatch.setattr(capability, "fp8_gemm", lambda device: yes)
     monkeypatch.setattr(capability, "transformer_engine", lambda d: capability.Answer(False, no))
-    select = "auto" if "select" in reason else "all"
-    asked = recipe_for("O0", compute=compute, fp8_recipe=recipe, select=select)
+    asked = recipe_for("O0", compute=compute, fp8_recipe=recipe)
     message = f"compute=\"{compute}\", fp8_recipe='{recipe}': .*{reason}. Use {remedies}\\.$"
     with pytest.raises(UnsupportedDeviceError, match=message):
         choose_compute(asked, torch.device("cpu"))

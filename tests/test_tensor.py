@@ -15,6 +15,7 @@ from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, GradientError
 from fp8stack.formats import E4M3
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
+from fp8stack.tensor import plain
 
 
 @pytest.fixture
@@ -179,8 +180,10 @@ def test_copies_both_ways_and_zeroes(pair):
     assert (x.dequantize() == 0).all()
     x.copy_(value)
     assert torch.equal(x, value)
+    x.add_(value)
     torch._foreach_zero_([x, plain])
     assert (x.dequantize() == 0).all()
+    assert x.residual is None
     assert (plain == 0).all()
 
 
@@ -210,6 +213,38 @@ def test_norms(pair):
             torch.linalg.vector_norm(x, order).item()
             == torch.linalg.vector_norm(value, order).item()
         )
+
+
+def test_lists_of_gradients_are_multiplied_and_measured_together(device):
+    """FP8 ones of two dtypes, one with a residual, and ordinary ones: what torch's clipping and GradScaler call."""
+    dtypes = torch.float32, torch.bfloat16
+    values = [torch.randn(n, 200, device=device).to(d) for n in (1, 6) for d in dtypes]
+    values[2] = values[2] * 1e25  # its squares are not in float32
+
+    def make():
+        made = [BlockScaledTensor.quantize(v) for v in values] + [v.clone() for v in values[:2]]
+        return [made[0], made[1].add_(values[1]), *made[2:]]
+
+    for order in (2.0, 1.0, torch.inf):
+        for norm, x in zip(torch._foreach_norm(make(), order), make(), strict=True):
+            value = x.dequantize(norm.dtype) if isinstance(x, BlockScaledTensor) else x
+            exact = torch.linalg.vector_norm(value.double(), order)
+            few_bits = norm.dtype is torch.bfloat16
+            torch.testing.assert_close(
+                norm.double(), exact, rtol=5e-3 if few_bits else 1e-6, atol=0
+            )
+    for factor in (0.25, torch.tensor(0.25, device=device), [0.25] * 6):
+        ours = make()
+        torch._foreach_mul_(ours, factor)
+        for x, old in zip(ours, make(), strict=True):
+            assert torch.equal(plain(x), plain(old) * 0.25)
+        assert torch.equal(ours[1].residual[1], make()[1].residual[1] * 0.25)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch._foreach_mul_(ours, torch.tensor(0.5, device=device))
+    names = [event.name for event in profiler.events()]
+    assert (
+        names.count("aten::_foreach_mul_") == 3
+    )  # of all; then of scales, and of the ordinary ones
 
 
 def test_clip_grad_norm_clips_as_for_ordinary_gradients(device):

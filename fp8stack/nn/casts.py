@@ -40,6 +40,8 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.delayed_state import DelayedState
 from fp8stack.levels import Recipe
 
+from .select import LeastRows
+
 
 class Formats(NamedTuple):
     """The formats of a layer's products. Weights are E4M3 always; no GPU multiplies E5M2 by E5M2."""
@@ -76,7 +78,7 @@ class Options(NamedTuple):
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
 
-    chooser: Any = None  # of select="auto": select.py
+    least_rows: LeastRows | None = None  # of select="auto"; None: always FP8
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale

@@ -30,7 +30,7 @@ from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale
 from .linear import Bf16Linear, Fp8Linear, alignment_of
 from .mixin import class_below, hidden_class
-from .select import Chooser
+from .select import TOO_SMALL, LeastRows, describe, least_rows_of
 from .te import ALIGNMENTS, Engine, TeLinear
 
 GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
@@ -43,6 +43,9 @@ class LayerChoices:
     """What happens to the layers of a model."""
 
     gemm: list[tuple[str, nn.Linear]] = field(default_factory=list)  # to FP8 (or bf16) GEMMs
+    least_rows: dict[str, LeastRows] = field(
+        default_factory=dict
+    )  # of those that are not always in FP8
     # Linear layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
@@ -90,8 +93,11 @@ def choose_layers(
     skipped: dict[nn.Module, str],
     quantized: set[nn.Parameter],
     compute: str = "native",
+    by_size: bool = False,
 ) -> LayerChoices:
     """Return what `recipe` does to the layers of `model`, whose GEMMs `compute` will do.
+
+    `by_size` leaves layers out for which FP8 does not pay.
 
     `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted.
     """
@@ -109,6 +115,13 @@ def choose_layers(
             layers.skipped.append((name, reason))
         else:
             layers.gemm.append((name, module))
+    for name, least in least_rows_of(layers.gemm, model).items() if by_size else ():
+        if describe(least) == TOO_SMALL:
+            layers.skipped.append((name, TOO_SMALL))
+        elif describe(least):
+            layers.least_rows[name] = least
+    left_out = {name for name, _ in layers.skipped}
+    layers.gemm = [(name, module) for name, module in layers.gemm if name not in left_out]
     if recipe.master != "keep":
         # the mode of matmuls=True multiplies by weights of another dtype than the activations
         read = {} if recipe.matmuls else _read_by_hand(model)
@@ -122,7 +135,6 @@ def apply_gemms(
     conversion: Conversion,
     compute: str,
     recipe: Recipe,
-    chooser: Chooser | None = None,
 ) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
@@ -136,7 +148,7 @@ def apply_gemms(
         else:
             shared = scales.get(weight)
             products = Products(recipe, name, weight.device, inputs=inputs, w_state=shared)
-            products.chooser, scales[weight] = chooser, products.w_state
+            products.least_rows, scales[weight] = layers.least_rows.get(name), products.w_state
             conversion.change(module, Fp8Linear, products=products)
 
 
@@ -213,6 +225,7 @@ def _count_products(
 ) -> None:
     """Fill in which share of the matrices multiplies in FP8. Embeddings are looked up, so they are not counted."""
     inside = {module.weight for _, module in layers.gemm}
+    small = {name for name, reason in layers.skipped if reason == TOO_SMALL}
     embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     seen = {p for module in embeddings for p in module.parameters(recurse=False)}
     sizes, outside = Counter[str](), []
@@ -222,7 +235,8 @@ def _count_products(
             if p is None or p in seen or len(whole_shape(p)) < 2 or not_plain(p):
                 continue
             seen.add(p)
-            fate = "fp8" if bare or p in inside else "asked" if module in skipped else "left"
+            asked = module in skipped or name in small
+            fate = "fp8" if bare or p in inside else "asked" if asked else "left"
             sizes[fate] += whole_shape(p).numel()
             if fate == "left":
                 outside.append(f"{name}.{own} ({type(module).__name__})".lstrip("."))

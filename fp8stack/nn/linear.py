@@ -42,6 +42,7 @@ from .casts import (
     runs,
     weight_for_backward,
 )
+from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
 
@@ -62,8 +63,8 @@ class Fp8Linear(nn.Linear):
 
     def _multiply(self, input: Tensor) -> Tensor:
         products, weight, bias = self.products, self.weight, self.bias  # nn.Module looks up each
-        chooser = products.chooser
-        if chooser is not None and not chooser(input, weight, bias, products.layer):
+        least = products.least_rows
+        if least is not None and not pays(input, least):
             # In a graph matmuls=True would make FP8 of it.
             with torch._C.DisableTorchFunction():
                 return stored_linear(input, weight, bias)

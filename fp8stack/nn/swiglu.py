@@ -36,6 +36,7 @@ from .casts import (
 from .linear import Fp8Linear, backward_once, check_input, crop, output_dtype, product
 from .mixin import Fused, fuse_modules, run_with
 from .rmsnorm import fuse_norms
+from .select import pays
 
 NAMES = (
     ("gate_proj", "up_proj", "down_proj"),  # Hugging Face's Llama and its kin
@@ -59,7 +60,13 @@ class FusedSwiGLU(Fused):
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return down(silu(gate(x)) × up(x)) of the one argument x: [..., features] -> [..., features]."""
         layers = _layers_of(self)
-        if layers is None or named or len(given) != 1:  # None: an inner layer was changed since
+        # None: an inner layer was changed since.
+        if (
+            layers is None
+            or named
+            or len(given) != 1
+            or not all(_in_fp8(given[0], x) for x in layers)
+        ):
             result: Tensor = self.plain_forward(*given, **named)
             return result
         return _swiglu(given[0], *layers)
@@ -72,6 +79,10 @@ def _layers_of(module: nn.Module) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear] | No
         if all(type(layer) is Fp8Linear and _is_plain(layer, layers[0]) for layer in layers):
             return tuple(layers)  # type: ignore[return-value]
     return None
+
+
+def _in_fp8(x: Tensor, layer: Fp8Linear) -> bool:
+    return layer.products.least_rows is None or pays(x, layer.products.least_rows)
 
 
 def _is_plain(layer: Fp8Linear, first: Any) -> bool:
@@ -87,7 +98,6 @@ def _is_plain(layer: Fp8Linear, first: Any) -> bool:
         and products.fp8_recipe == first.products.fp8_recipe
         and products.fp8_recipe in ("current", "delayed")
         and products.formats.x is E4M3
-        and products.chooser is None  # which may leave a layer in bf16
         # a sampled step runs them one by one
         and (torch.compiler.is_compiling() or products.probe is None)
     )

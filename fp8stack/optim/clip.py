@@ -7,7 +7,7 @@ An FP8 gradient is read once, one byte an element, and multiplied through its sc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from fp8stack.formats import FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.ops import triton_runs_on
-from fp8stack.kernels.pointer_table import deal, upload_rows
 from fp8stack.kernels.reference.norm import sum_of_squares
 from fp8stack.levels import check_number
 from fp8stack.tensor import BlockScaledTensor, BlockScaledView, is_sharded
@@ -35,10 +34,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients of `parameters` in place so that their total norm is at most `max_norm`; return the norm.
 
-    Does what `torch.nn.utils.clip_grad_norm_` does. Torch's function works on FP8 gradients too, but takes a pass for
-    each tensor, and more memory. It takes over for another norm than the 2-norm, and where a gradient is sharded
-    (DTensor), sparse or of a dtype not named below. Gradients that the kernels cannot take, on a CPU or not contiguous,
-    are measured and multiplied one by one.
+    Does what `torch.nn.utils.clip_grad_norm_` does, in fewer launches. Torch's function takes over for another norm
+    than the 2-norm, and where a gradient is sharded (DTensor), sparse or of a dtype not named below. Gradients that the
+    kernels cannot take, on a CPU or not contiguous, are measured and multiplied one by one.
 
     Args:
         parameters: with gradients of any format: FP8 blocks, float32, bfloat16, float16.
@@ -75,8 +73,15 @@ def clip_grad_norm_(
             fused.setdefault(g.device, []).append(g)
         else:
             others.append(g)
-    tables = {where: _tables(group) for where, group in fused.items()}
-    norms = [_norm(group) for group in tables.values()]
+    kernels: Any = ops.triton_module("norm") if fused else None
+    tables = {
+        where: kernels.tables([gradient_parts(g) for g in group]) for where, group in fused.items()
+    }
+    norms = []
+    for group in tables.values():
+        partial, norm = kernels.empty_sums(group)
+        kernels.total(group, partial, norm)
+        norms.append(norm)
     total = norms[0] if norms else torch.zeros((), device=grads[0].device)
     if others or len(norms) > 1:
         squares = [norm.double().square() for norm in norms]
@@ -90,7 +95,9 @@ def clip_grad_norm_(
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for where, group in fused.items():
-        _multiply(group, tables[where], factor.to(where))
+        residuals = [g.residual for g in group if isinstance(g, BlockScaledTensor) and g.residual]
+        for t in (*tables[where], *(kernels.tables(residuals) if residuals else ())):
+            kernels.multiply(t.rows, t.owner, t.dtype, factor.to(where))
     for g in others:
         if isinstance(g, BlockScaledTensor):
             g.mul_(factor.to(g.device))
@@ -104,50 +111,3 @@ def _is_measured_here(grad: Tensor) -> bool:
         return True
     elsewhere = isinstance(grad, BlockScaledView) or is_sharded(grad)
     return grad.dtype in FLOATS and grad.layout is torch.strided and not elsewhere
-
-
-def _norm(tables: Sequence[Table]) -> Tensor:
-    """Return the norm of the gradients in `tables`, float32, 0-d, on their device."""
-    owners = [owner for *_, owner in tables]
-    partial = torch.empty(sum(map(len, owners)), dtype=torch.float64, device=owners[0].device)
-    out = torch.empty((), dtype=torch.float32, device=partial.device)
-    ops.triton_module("norm").total(tables, partial, out)
-    return out
-
-
-def _multiply(grads: Sequence[Tensor], tables: Sequence[Table], factor: Tensor) -> None:
-    """Multiply gradients, whose tables these are, and their residuals by a number on their device."""
-    blocks = [g for g in grads if isinstance(g, BlockScaledTensor)]
-    residuals = [BlockScaledTensor(*g.residual) for g in blocks if g.residual is not None]
-    for dtype, _, rows, owner in [*tables, *(_tables(residuals) if residuals else [])]:
-        ops.triton_module("norm").multiply(rows, owner, dtype, factor)
-
-
-Table = tuple[torch.dtype, str, Tensor, Tensor]
-_TABLES: dict[Any, list[Table]] = {}
-_KEPT = 8  # tables of the last calls: gradients often come back to the same addresses
-
-
-def _tables(grads: Sequence[Tensor]) -> list[Table]:
-    """Return (dtype, layout, rows, owner) of the launches that read `grads`, all contiguous and on one device."""
-    device = grads[0].device
-    addresses = [
-        g.addresses if isinstance(g, BlockScaledTensor) else (g.data_ptr(), g.dtype) for g in grads
-    ]
-    key = device, tuple(addresses), tuple(g.shape for g in grads)
-    if key in _TABLES:
-        return _TABLES[key]
-    norm, step = ops.triton_module("norm"), ops.triton_module("step")
-    launches: dict[tuple[torch.dtype, str], list[dict[str, int]]] = {}
-    for values, scale in map(gradient_parts, grads):
-        row = step.table_row(values.shape, grad=values, grad_block_scale=scale)
-        layout = step.row_layout(values.shape, (values,))
-        launches.setdefault((values.dtype, layout), []).append(row)
-    result = []
-    for (dtype, layout), rows in launches.items():
-        owner = deal(rows, norm.SPAN, "first_span", device)
-        result.append((dtype, layout, upload_rows(rows, device), owner))
-    if len(_TABLES) == _KEPT:
-        del _TABLES[next(iter(_TABLES))]
-    _TABLES[key] = result
-    return result

@@ -1,6 +1,6 @@
-"""Arithmetic on block-scaled FP8 gradients: adding a micro-batch, and the norm.
+"""Adding a micro-batch to a block-scaled FP8 gradient.
 
-**Adding.** E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than the addend, rounding to nearest
+E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than the addend, rounding to nearest
 drops the addend entirely, and a gradient accumulated over many micro-batches stops growing. So a sum keeps a second
 block-scaled tensor, the *residual*, which holds the rounding error of the first:
 
@@ -10,19 +10,15 @@ block-scaled tensor, the *residual*, which holds the rounding error of the first
 
 Together they carry about 8 bits of mantissa, like bfloat16, in 2.06 bytes a parameter; a gradient that is not
 accumulated has no residual and takes 1.03. Readers use the first tensor alone: it is the rounded total.
-
-**Norm.** The blocks are scaled by the largest scale before squaring, so neither overflow nor underflow of float32
-squares falsifies the norm of a very large or very small gradient.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fp8stack.formats import E4M3
 
-from .quantize import as_blocks, dequantize_blocks, quantize_blocks
+from .quantize import dequantize_blocks, quantize_blocks
 
 
 def accumulate_blocks(
@@ -40,18 +36,3 @@ def accumulate_blocks(
     both = codes, scale, residual_codes, residual_scale
     for old, new in zip(both, (*rounded, *residual), strict=True):
         old.copy_(new)
-
-
-def norm_blocks(
-    codes: Tensor,  # e4m3, any shape
-    scale: Tensor,  # float32 [rows, ceil(cols / 128)]
-) -> Tensor:  # float32, 0-d
-    """Return the 2-norm of a block-scaled E4M3 tensor; NaN if any block is NaN."""
-    if not codes.numel():
-        return scale.new_zeros(())
-    scale = scale.abs()  # a gradient multiplied by a negative number has negative scales
-    largest = scale.amax()
-    squares = as_blocks(codes.float()).square().sum(-1)
-    relative = torch.where(largest > 0, scale / largest, 0.0)
-    norm = (squares * relative.square()).sum().sqrt() * largest
-    return torch.where(largest.isnan(), largest, norm)

@@ -242,6 +242,7 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
     "_scales_kernel": [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
     "_scalars_kernel": [(name, {}, {"ALGORITHM": name}) for name in ("adam", "sgd", "lion", "muon")],
     "_root_kernel": [("", {}, {"SIZE": 1024})],
+    "_roots_kernel": [("", {}, {"SIZE": 64})],
     "_count_kernel": count_cases(),
     "_update_kernel": [
         ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})

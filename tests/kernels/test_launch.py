@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from fp8stack.kernels.launch import _SKIPS_BINDING, Launcher
+from fp8stack.kernels.launch import _SKIPS_BINDING, Launcher, _without_wrapper
 
 GRID = 4, 1, 1
 
@@ -71,6 +71,31 @@ def test_a_known_launch_hands_over_numbers_on_the_current_stream(kernel):
     launch(GRID, x, 12)
     assert kernel.bound == [(GRID, (x, 12), {"num_warps": 4})]
     assert kernel.runs == [(*GRID, 7, "function", "metadata", None, None, None, 4096, 12)]
+
+
+class Wrapper:
+    """Triton's object around its function in C."""
+
+    profile_scratch_size, cooperative = 0, False
+
+    def __init__(self, launch, global_scratch_size=0):
+        self.launch, self.global_scratch_size = launch, global_scratch_size
+
+    def __call__(self, x, y, z, stream, function, *rest):
+        self.launch(x, y, z, stream, function, self.cooperative, *rest)
+
+
+@pytest.mark.parametrize("scratch", [0, 128])
+def test_triton_s_function_in_c_is_called_without_the_object_around_it(
+    kernel, scratch, monkeypatch
+):
+    launcher, calls = Launcher(kernel), []
+    launcher(GRID, Pointer(), 12)
+    kernel.last.run = Wrapper(lambda *args: calls.append(args), scratch)
+    launch, fixed = _without_wrapper(kernel.last)
+    launch(*GRID, 7, *fixed, 4096, 12)
+    assert calls == [(*GRID, 7, "function", False, "metadata", None, None, None, 4096, 12)]
+    assert (launch is kernel.last.run) is bool(scratch)
 
 
 def test_a_variant_stays_loaded_as_long_as_it_is_known(kernel):
