@@ -124,7 +124,7 @@ def measure(variant: Variant, model: nn.Module, batch: corpus.Batch, exact: Resu
     options = variant.options
     if options is not None:
         # strict: what falls back to bf16 must not be recorded as FP8
-        model, _ = fp8stack.initialize(model, None, "O0", strict=True, **options)
+        model, _ = fp8stack.initialize(model, None, "O0", strict=True, select="all", **options)
         if options.get("fp8_recipe") == "delayed":
             for _ in range(SEEDED + 1):
                 differentiate(model, batch)

@@ -49,7 +49,9 @@ def measure(
     torch.manual_seed(0)
     model: Any = (models.Llama if shape.kind == "llama" else models.GPT2)(shape).to(options.device)
     optimizer: Any = torch.optim.AdamW(model.parameters(), **HYPER)
-    model, optimizer = fp8stack.initialize(model, optimizer, variant.level, **variant.options)
+    model, optimizer = fp8stack.initialize(
+        model, optimizer, variant.level, select="all", **variant.options
+    )
     ids = torch.randint(shape.vocab, (shape.batch, shape.sequence + 1), device=options.device)
 
     def step() -> None:

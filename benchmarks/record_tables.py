@@ -421,3 +421,49 @@ def frameworks() -> list[str]:
             cells.append(f"{took}, {r['peak_gib']:.1f} GiB ({part:.2f} ×)")
         rows.append((name, *cells))
     return lines(("", "bf16", "O2, TransformerEngine", "O2, native"), rows)
+
+
+SHAPES = {
+    (768, 768): 1, (768, 3072): 1, (1024, 1024): 3, (1024, 4096): 1, (2048, 2048): 3, (2048, 8192): 1,
+    (4096, 4096): 1, (4096, 14_336): 1, (768, 50_257): 1,
+}  # fmt: skip
+
+
+@table("layer-shapes")
+def layer_shapes() -> list[str]:
+    """Tabulate × bf16 of layers with bfloat16 inputs, by rows."""
+    heads = 1024, 2048, 4096, 8192, 16_384, 32_768
+    rows = []
+    for (k, n), share in SHAPES.items():
+        found = read("layer_shapes", k=k, n=n, share=share, x="bfloat16", bias=False)
+        values = {r["params"]["rows"]: r["value"] for r in found}
+        readers = f", {share} layers of one input" if share > 1 else ""
+        rows.append((f"{k} → {n}{readers}", *(f"{values[m]:.2f}" for m in heads)))
+    return lines(("× bf16, by rows of input", *(f"{m:,}" for m in heads)), rows)
+
+
+MODELS = {
+    "llama-1b": "Llama-3.2-1B", "llama-8b-4": "4 layers of Llama-3-8B", "gpt2": "GPT-2 124M", "vit-l": "ViT-L/16",
+    "qwen3-moe": "Qwen3-MoE, 8 layers", "t5-base": "T5-base", "whisper-small": "Whisper-small",
+}  # fmt: skip
+
+
+@table("real-models")
+def real_models() -> list[str]:
+    """Tabulate whole steps of transformers' models in eager mode."""
+    rows = []
+    for model, words in MODELS.items():
+        found = by_variant(read("real_models", model=model))
+        base, o2 = found["bf16"], found["O2"]
+        cells = [f"{base['value']:.1f} ({base['host_ms']:.0f})"]
+        cells += [f"{found[v]['speedup']:.2f}" for v in ("O0", "O1")]
+        cells += [f"{o2['value']:.1f} ({o2['host_ms']:.0f})", f"**{o2['speedup']:.2f}**"]
+        cells += [f"{found['O2, fused']['speedup']:.2f}"]
+        cells += [
+            f"{base['peak_gib']:.1f}",
+            f"{o2['peak_gib']:.1f}",
+            f"{100 * o2['fp8_share']:.0f} %",
+        ]
+        rows.append((f"{words}, {base['params']['tokens']:,} tokens", *cells))
+    heads = ("bf16, ms (host)", "O0, ×", "O1, ×", "O2, ms (host)", "O2, ×", "O2 fused, ×")
+    return lines(("", *heads, "bf16, GiB", "O2, GiB", "may be FP8"), rows)

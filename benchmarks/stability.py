@@ -106,7 +106,7 @@ def train(shape: models.Config, options: dict[str, Any] | None, run: argparse.Na
             torch.nn.init.normal_(p, std=0.02)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95))
     if options is not None:
-        options = {"compute": run.compute, **options}
+        options = {"compute": run.compute, "select": "all", **options}
         model, optimizer = fp8stack.initialize(model, optimizer, "O2", **options)
     text = corpus.load(None, shape.sequence)
     windows = torch.Generator().manual_seed(0)

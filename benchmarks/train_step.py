@@ -82,7 +82,7 @@ class Variant:
 def list_variants() -> list[Variant]:
     te, ao, ours = "transformer_engine", "torchao", "fp8stack"
     baselines = [Variant(EAGER), Variant(COMPILED, compiled=True)]
-    compute = {"compute": "native"}
+    compute = {"compute": "native", "select": "all"}
     fast = {**compute, "fp8_fast_accum": True}
     native = [Variant(f"native {r}", ours, r, options=compute) for r in RECIPES]
     native += [

@@ -288,7 +288,7 @@ def prepare(
     rows, mantissa = x.numel() // max(cols, 1), fmt.mantissa_bits
     g = _geometry(rows, cols, mantissa, codes, transposed, known, x.device)
     out, out_t = (
-        x.new_empty(shape, dtype=fmt.dtype) if shape[0] else _nothing(fmt.dtype, x.device)
+        x.new_empty(shape, dtype=fmt.dtype) if any(shape) else _nothing(fmt.dtype, x.device)
         for shape in (g.shape, g.shape_t)
     )
     return x, g, out, out_t

@@ -4,8 +4,8 @@ Why: Triton looks at every argument of every launch to choose a compiled variant
 which is as long as many a kernel runs.
 
 How: a `Launcher` derives a key from the arguments of a launch. The first launch of a key goes through Triton. Later
-ones run the variant that Triton chose then, by Triton's own function in C, and hand pointers over as numbers. A key holds all that the choice can
-depend on:
+ones run the variant that Triton chose then, by Triton's own function in C, and hand pointers over as numbers. A key
+holds all that the choice can depend on:
 
     the device                       a compiled kernel is loaded on one
     a tensor's dtype and address     modulo 16: Triton assumes aligned pointers where it finds them
