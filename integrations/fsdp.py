@@ -128,9 +128,14 @@ def fully_shard_fp8(
     kind = accelerator.type if mesh is None else mesh.device_type
     _decide(model, optimizer, recipe, strict, kind)
     policy = _policy(model, mp_policy or MixedPrecisionPolicy(), recipe)
-    chosen: list[nn.Module] = list(_blocks_of(model) if blocks is None else blocks)
-    for block in chosen:
-        if block is model or block not in set(model.modules()):
+    depth = {m: name.count(".") for name, m in model.named_modules()}
+    given = dict.fromkeys(_blocks_of(model) if blocks is None else blocks)
+    for block in given:
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
+            raise ModelError(
+                f"blocks has a {type(block).__name__}, which has no forward to gather weights for. Pass its elements."
+            )
+        if block is model or block not in depth:
             raise ModelError(
                 f"blocks has a {type(block).__name__} that is no module inside the {type(model).__name__}. "
                 "Pass its own, such as model.layers."
@@ -140,10 +145,11 @@ def fully_shard_fp8(
     in_fp8 = recipe.gradients == "fp8" and hasattr(FSDPModule, "set_custom_reduce_scatter")
     if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names and in_fp8:
         replicas, mesh = mesh.get_group(0), mesh[mesh.mesh_dim_names[1]]
-    given = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
-    options: Any = {k: v for k, v in given.items() if v is not None}
+    asked = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
+    options: Any = {k: v for k, v in asked.items() if v is not None}
     places = {p: (m, n) for m in model.modules() for n, p in m._parameters.items() if p is not None}
-    parts: list[nn.Module] = [*chosen, model]
+    # FSDP2 wants inner modules before those around them.
+    parts: list[nn.Module] = [*sorted(given, key=lambda block: -depth[block]), model]
     for module in parts:
         fully_shard(module, mp_policy=policy, **options)
     if optimizer is not None:
@@ -284,6 +290,11 @@ def _attach_sharded(
     if reason:
         notes.append(f"weights stay as they are and are their own masters: {reason}")
     parts: list[Any] = [p for p in model.parameters() if is_sharded(p)]
+    if not parts:
+        raise ModelError(
+            "the modules that fully_shard was called on have no parameters. Call it on those that have, or "
+            "fp8stack.integrations.fsdp.fully_shard_fp8 on the whole model."
+        )
     with _bare_classes(units.values()) as put_back:
         kind = parts[0].device_mesh.device_type
         decisions = _decide(model, optimizer, recipe, strict, kind, notes)

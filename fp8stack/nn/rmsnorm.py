@@ -6,10 +6,10 @@ of it for the cast (`casts.py`), which then reads its input once instead of twic
 bit; the norm itself is computed in float32 and rounded once, where modules that round twice give another last bit.
 
 `fuse_norms` takes a module by what it computes: its own forward, run on a random weight, has to give the numbers of the
-formula, for inputs so small that eps counts too, and results of its input's dtype. So a norm that multiplies by 1 + w,
-subtracts the mean, goes over other dimensions than the last or reads more than its input is left as it is. Under
-torch.compile or autocast, for inputs of another dtype than the weight, and for tensors that are not torch's own, a
-fused norm runs its own class's forward. Second derivatives are torch's.
+formula, for inputs so small that eps counts too and under autocast, and results of its input's dtype. So a norm that
+multiplies by 1 + w, subtracts the mean, goes over other dimensions than the last or reads more than its input is left
+as it is. Under torch.compile, under autocast for inputs in 16 bits, for inputs of another dtype than the weight, and
+for tensors that are not torch's own, a fused norm runs its own class's forward. Second derivatives are torch's.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and x.device == weight.device
         and (x.is_cuda or x.is_cpu)
         and x.shape[-1:] == weight.shape  # [cols]
-        and not torch.is_autocast_enabled(x.device.type)
+        # Autocast leaves float32 as it is in what norms are made of.
+        and (x.dtype is torch.float32 or not torch.is_autocast_enabled(x.device.type))
         and not torch._C._are_functorch_transforms_active()
     )
 
@@ -111,7 +112,7 @@ def _is_rmsnorm(module: nn.Module) -> bool:
     weight: Any = owned.get("weight")
     return (
         eps is not None
-        and ("RMSNorm" in cls.__name__ or isinstance(module, nn.RMSNorm))
+        and ("Norm" in cls.__name__ or isinstance(module, nn.RMSNorm))  # T5's is a T5LayerNorm
         and len(inspect.signature(cls.forward).parameters) == 2  # it takes no more than x
         and owned.keys() == {"weight"}
         and not (module._buffers or module._modules)
@@ -137,9 +138,12 @@ def _computes_the_formula(module: nn.Module, cols: int, eps: float) -> bool:
     w = torch.randn(cols, generator=draw, device="cpu", dtype=torch.float32)
     # of four dimensions: a norm over others than the last shows
     x = torch.randn(2, 3, 5, cols, generator=draw, device="cpu", dtype=torch.float32)
-    for size in (1.0, eps**0.5) if eps > 0 else (1.0,):  # of the second, eps is no small part
-        found = run(size * x, w)
-        if found is None or not torch.allclose(found, formula(size * x, w, eps)[0], 1e-5, 0.0):
-            return False
+    for autocast in (False, True):
+        for size in (1.0, eps**0.5) if eps > 0 else (1.0,):  # of the second, eps is no small part
+            with torch.autocast("cpu", torch.bfloat16, autocast):
+                found = run(size * x, w)
+            expected = formula(size * x, w, eps)[0]
+            if found is None or not torch.allclose(found, expected, 1e-5, 0.0):
+                return False
     # The module may be cast to any of these later on.
     return all(run(x.to(dtype), w.to(dtype)) is not None for dtype in FLOATS)

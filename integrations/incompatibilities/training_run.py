@@ -44,7 +44,13 @@ class TrainingRun:
     @property
     def stage(self) -> int | None:
         """ZeRO's stage; None without DeepSpeed, or where it is not known yet."""
-        stage = self.at("zero_optimization.stage") if self.at("zero_optimization") else 0
+        zero = self.at("zero_optimization")
+        stage = (
+            self.at("zero_optimization.stage") if isinstance(zero, Mapping) and zero else zero or 0
+        )
+        stage = (
+            int(stage) if isinstance(stage, bool) else stage
+        )  # DeepSpeed's older form: True is stage 1
         return stage if self.config and isinstance(stage, int) else None
 
     @property

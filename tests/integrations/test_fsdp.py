@@ -532,3 +532,26 @@ def test_blocks_are_the_elements_of_the_outermost_lists(mesh):
     fully_shard_fp8(outer, None, "O0", mesh=mesh)
     sharded = [name for name, m in outer.named_modules() if isinstance(m, FSDPModule)]
     assert sharded == ["", "0.layers.0", "0.layers.1.0"]
+
+
+def test_blocks_are_sharded_from_the_inside_and_each_once(mesh):
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))), nn.Linear(8, 8)
+    )
+    lists = nn.Sequential(nn.ModuleList([nn.Linear(8, 8)]))
+    with pytest.raises(
+        ModelError, match=r"blocks has a ModuleList, which has no forward.*Pass its elements"
+    ):
+        fully_shard_fp8(lists, None, "O0", mesh=mesh, blocks=[lists[0]])
+    assert not any(isinstance(m, FSDPModule) for m in lists.modules())
+    fully_shard_fp8(model, None, "O0", mesh=mesh, blocks=[model[0], model[0][1], model[0]])
+    sharded = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
+    assert sharded == ["", "0", "0.1"]
+    model(torch.randn(2, 8)).sum().backward()
+
+
+def test_a_model_without_sharded_parameters_is_refused(mesh):
+    model = nn.Sequential(nn.GELU(), nn.Linear(8, 8))
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(ModelError, match="fully_shard was called on have no parameters"):
+        attach(model, None, "O0")

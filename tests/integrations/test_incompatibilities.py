@@ -184,6 +184,23 @@ def use_libraries(rank, folder):
 # --- silence
 
 
+@pytest.mark.parametrize(
+    ("zero", "stage"),
+    [
+        (True, 1),
+        (False, 0),
+        (None, 0),
+        ({}, 0),
+        ({"stage": 2}, 2),
+        ({"stage": "auto"}, None),
+        ({"x": 1}, None),
+    ],
+)
+def test_the_stage_is_read_in_both_of_deepspeed_s_forms(zero, stage):
+    assert TrainingRun({"zero_optimization": zero, "a": 1}).stage == stage
+    assert TrainingRun({}).stage is None
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("recipe", LEVELS, ids=lambda recipe: recipe.level)
 def test_a_clean_run_stays_silent(stage, recipe):

@@ -172,7 +172,11 @@ class GatedRMSNorm(LlamaRMSNorm):
 
 
 class T5LayerNorm(LlamaRMSNorm):
-    """An RMSNorm by what it computes, none by its name."""
+    """An RMSNorm by what it computes, not by its name."""
+
+
+class Rescaling(LlamaRMSNorm):
+    """One whose name says nothing of a norm: its forward is not tried."""
 
 
 class OwnTensor(torch.Tensor):
@@ -193,7 +197,7 @@ REFUSED = {
     "a bias": lambda: changed(LlamaRMSNorm(32), lambda n: n.register_parameter("bias", nn.Parameter(torch.zeros(32)))),
     "a buffer": lambda: changed(LlamaRMSNorm(32), lambda n: n.register_buffer("seen", torch.zeros(()))),
     "a module inside": lambda: changed(LlamaRMSNorm(32), lambda n: n.add_module("inner", nn.Identity())),
-    "another name": lambda: T5LayerNorm(32),
+    "another name": lambda: Rescaling(32),
     "eps of the dtype": lambda: nn.RMSNorm(32),
     "no weight": lambda: nn.RMSNorm(32, 1e-5, elementwise_affine=False),
     "two dimensions": lambda: nn.RMSNorm((4, 8), 1e-5),
@@ -217,6 +221,7 @@ def test_other_modules_are_left_as_they_are(case):
 def test_the_longest_rows_and_whatever_computes_the_same_are_taken():
     assert fuse_norms(LlamaRMSNorm(MOST_COLS)) == [""]
     assert fuse_norms(OtherRMSNorm(lambda norm, own, x: own(x))) == [""]
+    assert fuse_norms(T5LayerNorm(32)) == [""]
 
 
 def test_looking_at_a_module_changes_neither_it_nor_random_numbers(device):
@@ -271,8 +276,9 @@ def test_what_the_kernels_do_not_do_the_own_forward_does(norm, device, monkeypat
         elsewhere(x)
     own.weight = nn.Parameter(norm.weight.detach().as_subclass(OwnTensor))
     assert isinstance(own(x), OwnTensor)
+    half, plain_half = copy.deepcopy(norm).bfloat16(), copy.deepcopy(plain).bfloat16()
     with torch.autocast(device, torch.bfloat16):
-        assert_same_bits(norm(x), plain(x))
+        assert_same_bits(half(x.bfloat16()), plain_half(x.bfloat16()))
     per_row = torch.func.vmap(torch.func.grad(lambda row: norm(row).sum()))(x)
     assert_same_bits(per_row, torch.func.vmap(torch.func.grad(lambda row: plain(row).sum()))(x))
     with pytest.raises(RuntimeError, match="must match the size"):
@@ -284,6 +290,23 @@ def test_what_the_kernels_do_not_do_the_own_forward_does(norm, device, monkeypat
     norm.variance_epsilon = plain.variance_epsilon = 1.0  # which is read at every call
     assert torch.allclose(norm(x), plain(x), rtol=1e-5, atol=0)
     assert seen == [1]
+
+
+@NORM
+def test_autocast_leaves_norms_of_float32_to_the_kernels(make, device, monkeypatch):
+    """As the float32 residual stream and norms of a model are, whose Linear layers autocast casts."""
+    norm = fused(make(32), device)
+    plain = copy.deepcopy(norm)
+    unfuse(plain)
+    seen, rmsnorm = [], ops.rmsnorm
+    monkeypatch.setattr(ops, "rmsnorm", lambda *args: seen.append(1) or rmsnorm(*args))
+    x, gradient = torch.randn(2, 5, 32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        found = results(norm, x, gradient)
+        assert seen == [1]
+        for value, expected in zip(found, results(plain, x, gradient), strict=True):
+            assert value.dtype is torch.float32
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_gradient_of_a_frozen_weight_is_not_asked_for(norm, device, monkeypatch):
