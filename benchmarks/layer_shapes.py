@@ -6,8 +6,8 @@
 A layer has bfloat16 weights, as at O2, and runs under bf16's autocast. Both ways are captured in a CUDA graph, so the
 host's time does not count. `share` layers read one input, as the projections of attention do; FP8 casts it once.
 
-`gain` is how many µs FP8 saves a layer. `nn/select.py` has a formula for it. Limits: random numbers, and
-an otherwise idle L2 cache, which holds small operands from one replay to the next.
+`gain` is how many µs FP8 saves a layer; `nn/select.py` has a formula for it. Limits: random numbers, and an L2 cache
+that nothing else uses, which holds small operands from one replay to the next.
 """
 
 from __future__ import annotations
@@ -37,16 +37,8 @@ SIZES = (  # in_features, out_features, layers that share an input
     (8192, 2048, 1), (4096, 1024, 3), (4096, 4096, 1), (4096, 14_336, 1), (14_336, 4096, 1), (768, 50_257, 1),
     (2048, 128_256, 1),
 )  # fmt: skip
-ODD = (
-    77,
-    197,
-    1500,
-    1501,
-    4728,
-    8200,
-    8201,
-    12_609,
-)  # tokens of a text, patches of an image, frames, with padding
+# Tokens of a text, patches of an image, frames of audio; and batches of such.
+ODD = 77, 197, 1500, 1501, 4728, 8200, 8201, 12_609
 
 
 def time_graph(step: Callable[[], Any], replays: int = 15) -> float:

@@ -133,10 +133,7 @@ class BlockScaledTensor(_Wrapper):
         """Return `x` (float32, bfloat16 or float16) in E4M3 blocks; the result reports the dtype of x."""
         if isinstance(x, cls):
             return x
-        value = plain(x)
-        if value.requires_grad:
-            value = value.detach()
-        return cls(*ops.quantize_blocks(value, E4M3), dtype=x.dtype)
+        return cls(*ops.quantize_blocks(plain(x).detach(), E4M3), dtype=x.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return an ordinary tensor of the same shape, by default of the dtype this one reports."""
@@ -308,12 +305,11 @@ def _zero_(func: Any, x: BlockScaledTensor) -> BlockScaledTensor:
 
 
 def _zero_list_(func: Any, tensors: list[Tensor]) -> None:
-    for x in tensors:
-        if isinstance(x, BlockScaledTensor):
-            x.residual = None
-    scales, others = _split(tensors)
-    codes = [x.codes.view(torch.uint8) for x in tensors if isinstance(x, BlockScaledTensor)]
-    for part in (codes, scales, others):
+    ours = [x for x in tensors if isinstance(x, BlockScaledTensor)]
+    for x in ours:
+        x.residual = None
+    codes = [x.codes.view(torch.uint8) for x in ours]
+    for part in filter(None, (codes, *_split(tensors))):
         func(part)
 
 
@@ -380,7 +376,7 @@ def _split(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _each(func: Any, tensors: list[Tensor], *arguments: Any) -> None:
-    """Multiply `tensors`: block-scaled ones by their scales. Apart, as torch takes lists of one dtype at once."""
+    """Multiply block-scaled tensors, by their scales, and the others; apart, as torch takes one dtype at once."""
     for part in filter(None, _split(tensors)):
         func(part, *arguments)
 

@@ -93,12 +93,17 @@ def _squares_kernel(
 
 
 @triton.jit
-def _root_kernel(partial_ptr, out_ptr, count, SIZE: tl.constexpr):
+def _root_of_sum(partial_ptr, count, SIZE: tl.constexpr):
     total = tl.zeros([SIZE], tl.float64)
     for i in range(0, count, SIZE):
         at = i + tl.arange(0, SIZE)
         total += tl.load(partial_ptr + at, mask=at < count, other=0.0)
-    tl.store(out_ptr, tl.sqrt(tl.sum(total, 0)).to(tl.float32))
+    return tl.sqrt(tl.sum(total, 0)).to(tl.float32)
+
+
+@triton.jit
+def _root_kernel(partial_ptr, out_ptr, count, SIZE: tl.constexpr):
+    tl.store(out_ptr, _root_of_sum(partial_ptr, count, SIZE))
 
 
 @triton.jit
@@ -106,12 +111,8 @@ def _roots_kernel(table_ptr, partial_ptr, out_ptr, SIZE: tl.constexpr):
     """The norm of one gradient: a program for each row of the table adds the partial sums of that row."""
     row = table_ptr + tl.program_id(0).to(tl.int64) * _WIDTH
     count = tl.cdiv(tl.load(row + _BLOCKS), _SPAN).to(tl.int32)
-    first = partial_ptr + tl.load(row + _FIRST)
-    total = tl.zeros([SIZE], tl.float64)
-    for i in range(0, count, SIZE):
-        at = i + tl.arange(0, SIZE)
-        total += tl.load(first + at, mask=at < count, other=0.0)
-    tl.store(out_ptr + tl.program_id(0), tl.sqrt(tl.sum(total, 0)).to(tl.float32))
+    norm = _root_of_sum(partial_ptr + tl.load(row + _FIRST), count, SIZE)
+    tl.store(out_ptr + tl.program_id(0), norm)
 
 
 @triton.jit
@@ -214,25 +215,23 @@ def _squares(launches: Sequence[tuple[Any, ...]], partial: Tensor) -> None:
             at += len(owner)
 
 
-def empty_sums(found: Sequence[Table]) -> tuple[Tensor, Tensor]:
-    """Return memory for the partial sums of tables, float64 [programs], and for a norm, float32, 0-d."""
-    rows, programs = found[0].rows, sum(len(t.owner) for t in found)
-    partial = rows.new_empty(programs, dtype=torch.float64)
-    return partial, rows.new_empty((), dtype=torch.float32)
+def empty_partial(found: Sequence[Table]) -> Tensor:
+    """Return memory for the partial sums of the launches of tables, float64 [programs]."""
+    return found[0].rows.new_empty(sum(len(t.owner) for t in found), dtype=torch.float64)
 
 
 def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:  # float32, 0-d
     """Return the norm of each gradient."""
     found = tables(gradients)
-    partial, _ = empty_sums(found)
+    partial = empty_partial(found)
     _squares(found, partial)
     out = partial.new_empty(len(gradients), dtype=torch.float32)
     at = row = 0
     for _, _, rows, owner, of in found:
         _launch_roots((len(of), 1, 1), rows, partial[at:], out[row:], 64)
         at, row = at + len(owner), row + len(of)
-    order = [i for t in found for i in t.of]
-    return [norm for _, norm in sorted(zip(order, out.unbind(), strict=True), key=lambda x: x[0])]
+    norm_of = dict(zip((i for t in found for i in t.of), out.unbind(), strict=True))
+    return [norm_of[i] for i in range(len(gradients))]
 
 
 def multiply(rows: Tensor, owner: Tensor, dtype: torch.dtype, factor: Tensor) -> None:

@@ -72,17 +72,16 @@ def quantize_blocks(x: Tensor, fmt: MiniFloat) -> tuple[Tensor, Tensor]:
     """Quantize `x` with one scale for each block of 128 elements of a row."""
     if fmt.bits == 4:  # for checkpoints only
         return reference.quantize_blocks(x, fmt)
-    codes = x.new_empty(x.shape, dtype=torch.uint8)
+    codes = x.new_empty(x.shape, dtype=fmt.dtype)
     scale = x.new_empty(scale_shape(x.shape), dtype=torch.float32)
     quantize_blocks_into(x, fmt, codes, scale)
-    return codes.view(fmt.dtype), scale
+    return codes, scale
 
 
 def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor) -> None:
     """Quantize `x`, in 8 bits, into existing contiguous memory."""
     if scale.numel():
-        x = x.contiguous()
-        codes = codes if codes.dtype is torch.uint8 else codes.view(torch.uint8)
+        x, codes = x.contiguous(), codes.view(torch.uint8)
         cols = rows_cols(x.shape)[1]
         codec = "" if fmt in (E4M3, E5M2) else fmt.name
         _launch_quantize(
@@ -113,4 +112,4 @@ def dequantize_blocks(
 
 
 def _grid(scale: Tensor) -> tuple[int, int, int]:
-    return -(-scale.numel() // BLOCKS), 1, 1
+    return triton.cdiv(scale.numel(), BLOCKS), 1, 1

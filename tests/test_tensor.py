@@ -242,9 +242,32 @@ def test_lists_of_gradients_are_multiplied_and_measured_together(device):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch._foreach_mul_(ours, torch.tensor(0.5, device=device))
     names = [event.name for event in profiler.events()]
-    assert (
-        names.count("aten::_foreach_mul_") == 3
-    )  # of all; then of scales, and of the ordinary ones
+    # Of all; then of scales, and of the ordinary ones.
+    assert names.count("aten::_foreach_mul_") == 3
+
+
+@pytest.mark.parametrize("kinds", ["fp8", "plain", "both"])
+def test_lists_of_one_kind_and_of_both(kinds, device):
+    """What zero_grad(set_to_none=False), GradScaler and clipping pass on."""
+    value = torch.randn(6, 200, device=device)
+    made = {"fp8": [BlockScaledTensor.quantize(value)], "plain": [value.clone()]}
+    xs = made.get(kinds) or [*made["fp8"], *made["plain"]]
+    old = [plain(x).clone() for x in xs]
+    assert len(torch._foreach_norm(xs)) == len(xs)
+    torch._foreach_mul_(xs, 0.5)
+    for x, value in zip(xs, old, strict=True):
+        assert torch.equal(plain(x), value / 2)
+    found, scale = torch.zeros(1, device=device), torch.full((1,), 0.5, device=device)
+    torch._amp_foreach_non_finite_check_and_unscale_(xs, found, scale)
+    for x, value in zip(xs, old, strict=True):
+        assert torch.equal(plain(x), value / 4)
+    assert found == 0
+    torch._foreach_clamp_max_(xs, 0.1)
+    torch._foreach_clamp_min_(xs, -0.1)
+    # While values on the other side are still large, an FP8 bound is rounded by their scale: by a sixteenth at most.
+    assert all(0.1 <= plain(x).abs().max() <= 0.1 * (1 + 2**-4) for x in xs)
+    torch._foreach_zero_(xs)
+    assert all((plain(x) == 0).all() for x in xs)
 
 
 def test_clip_grad_norm_clips_as_for_ordinary_gradients(device):

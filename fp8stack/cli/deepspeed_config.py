@@ -17,8 +17,8 @@ import torch
 from fp8stack.errors import ConfigError, reason_of
 from fp8stack.integrations.deepspeed.optimizer import OURS, type_of
 from fp8stack.integrations.deepspeed.optimizer import build as build_optimizer
-from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of, zero_of
-from fp8stack.integrations.incompatibilities import TrainingRun, check, with_allowed
+from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of
+from fp8stack.integrations.incompatibilities import TrainingRun, check, with_allowed, zero_of
 
 from . import machine
 from .load_function import build

@@ -30,7 +30,7 @@ from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale
 from .linear import Bf16Linear, Fp8Linear, alignment_of
 from .mixin import class_below, hidden_class
-from .select import TOO_SMALL, LeastRows, describe, least_rows_of
+from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import ALIGNMENTS, Engine, TeLinear
 
 GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
@@ -43,9 +43,8 @@ class LayerChoices:
     """What happens to the layers of a model."""
 
     gemm: list[tuple[str, nn.Linear]] = field(default_factory=list)  # to FP8 (or bf16) GEMMs
-    least_rows: dict[str, LeastRows] = field(
-        default_factory=dict
-    )  # of those that are not always in FP8
+    # Of those that are in FP8 for some numbers of rows only, from how many on.
+    least_rows: dict[str, LeastRows] = field(default_factory=dict)
     # Linear layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
@@ -97,9 +96,8 @@ def choose_layers(
 ) -> LayerChoices:
     """Return what `recipe` does to the layers of `model`, whose GEMMs `compute` will do.
 
-    `by_size` leaves layers out for which FP8 does not pay.
-
-    `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted.
+    `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted. `by_size`
+    leaves out layers for which FP8 does not pay.
     """
     layers, excluded = LayerChoices(), dict(skipped)
     for module in model.modules():
@@ -110,18 +108,16 @@ def choose_layers(
     alignments = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}
     alignment = alignments.get(compute, alignment_of(recipe.fp8_recipe))
     linears = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear))
+    least = least_rows_of(model) if by_size else {}
     for name, module in linears:
-        if reason := excluded.get(module) or _unfit(module, recipe, alignment):
+        rows = least.get(name, ALWAYS)
+        reason = excluded.get(module) or _unfit(module, recipe, alignment)
+        if reason := reason or (TOO_SMALL if rows == NEVER else ""):
             layers.skipped.append((name, reason))
-        else:
-            layers.gemm.append((name, module))
-    for name, least in least_rows_of(layers.gemm, model).items() if by_size else ():
-        if describe(least) == TOO_SMALL:
-            layers.skipped.append((name, TOO_SMALL))
-        elif describe(least):
-            layers.least_rows[name] = least
-    left_out = {name for name, _ in layers.skipped}
-    layers.gemm = [(name, module) for name, module in layers.gemm if name not in left_out]
+            continue
+        layers.gemm.append((name, module))
+        if rows != ALWAYS:
+            layers.least_rows[name] = rows
     if recipe.master != "keep":
         # the mode of matmuls=True multiplies by weights of another dtype than the activations
         read = {} if recipe.matmuls else _read_by_hand(model)

@@ -63,8 +63,7 @@ class Fp8Linear(nn.Linear):
 
     def _multiply(self, input: Tensor) -> Tensor:
         products, weight, bias = self.products, self.weight, self.bias  # nn.Module looks up each
-        least = products.least_rows
-        if least is not None and not pays(input, least):
+        if not pays(input, products.least_rows):
             # In a graph matmuls=True would make FP8 of it.
             with torch._C.DisableTorchFunction():
                 return stored_linear(input, weight, bias)

@@ -4,8 +4,9 @@ Why: an FP8 product takes less time than one in bfloat16, but its operands have 
 × in_features × out_features, a cast with two of the three. So FP8 pays for large layers and many rows of input, which
 are its tokens, and costs time elsewhere.
 
-How: what FP8 saves in one forward and backward, in µs, is a sum of five terms. They are fitted to 246 shapes on an H100
-(`benchmarks/layer_shapes.py`; the sum has the wrong sign for one shape in 20, which takes about as long both ways):
+How: what FP8 saves in one forward and backward, in µs, is a sum of five terms. They are fitted to what
+`benchmarks/layer_shapes.py` measured on an H100: of 247 shapes, the sum has the wrong sign for 12. One of those is an
+outlier, the others take as long both ways, within a tenth.
 
     + 3.7e-9 × rows × in × out      the products
     - 2.8e-6 × rows × (in + out)    casts of the input and of the gradient. Layers with as many in_features in one
@@ -15,9 +16,10 @@ How: what FP8 saves in one forward and backward, in µs, is a sum of five terms.
     - 6                             launches
 
 Solved for the rows, that is the number of rows from which on a layer multiplies in FP8. It is computed once, when the
-model is initialized, so nothing is timed. In eager mode FP8 has to save `HOST` more: that is what its launches cost the
-host. Under torch.compile it need not. Sizes that are no multiple of 8 slow bfloat16 down several times, and FP8 pads
-them, so such layers are always FP8. So are products of float32 without autocast.
+model is initialized, so nothing is timed. In eager mode FP8 has to save `HOST` more, because its launches keep the host
+busy for longer; that margin is chosen, not measured. Under torch.compile there is none. Sizes that are no multiple of 8
+slow bfloat16 down several times, and FP8 pads them, so such layers are always FP8. So are products of float32 without
+autocast.
 
 Limits: one fit for all GPUs and recipes; Ada and Blackwell have other ratios. `select="all"` leaves nothing out.
 """
@@ -45,11 +47,14 @@ class LeastRows(NamedTuple):
     wide_compiled: float
 
 
+ALWAYS, NEVER = LeastRows(*[0] * 4), LeastRows(*[math.inf] * 4)
+
+
 def least_rows(in_features: int, out_features: int, sharing: int = 1) -> LeastRows:
     """Return from which number of rows on FP8 is faster, for a layer whose input `sharing` layers read."""
     size = in_features * out_features
     if in_features % 8 or out_features % 8:
-        return LeastRows(0, 0, 0, 0)
+        return ALWAYS
 
     def rows(wide: bool, compiled: bool) -> float:
         a_row = PRODUCTS * size - CASTS * (in_features / sharing + out_features)
@@ -60,21 +65,19 @@ def least_rows(in_features: int, out_features: int, sharing: int = 1) -> LeastRo
     return LeastRows(rows(False, False), rows(True, False), rows(False, True), rows(True, True))
 
 
-def least_rows_of(layers: list[tuple[str, nn.Linear]], model: nn.Module) -> dict[str, LeastRows]:
-    """Return the least rows of each layer of `model`."""
-    inputs = Counter(
-        (name.rpartition(".")[0], module.in_features)
-        for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    )  # fmt: skip
+def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
+    """Return the least rows of each Linear layer of `model`."""
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    readers = Counter((name.rpartition(".")[0], m.in_features) for name, m in linears)
     return {
-        name: least_rows(m.in_features, m.out_features, inputs[name.rpartition(".")[0], m.in_features])
-        for name, m in layers
+        name: least_rows(m.in_features, m.out_features, readers[name.rpartition(".")[0], m.in_features])
+        for name, m in linears
     }  # fmt: skip
 
 
-def pays(x: Tensor, least: LeastRows) -> bool:
-    """Return whether a layer with these least rows multiplies the input `x` [..., in_features] in FP8."""
-    if x.is_nested or not x.ndim:  # the layer will say what is wrong with it
+def pays(x: Tensor, least: LeastRows | None) -> bool:
+    """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8."""
+    if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
     wide = x.dtype is torch.float32
     if wide and not torch.is_autocast_enabled(x.device.type):
@@ -84,14 +87,9 @@ def pays(x: Tensor, least: LeastRows) -> bool:
 
 
 def describe(least: LeastRows) -> str:
-    """Return what a card says of a layer; an empty string if it is in FP8 always."""
+    """Return what a card says of a layer that is in FP8 for some numbers of rows."""
     if least.narrow < math.inf:
-        told = f"fp8 from {least.narrow:,.0f} rows of input on ({least.wide:,.0f} in float32)"
-        return told if least.narrow else ""
+        return f"fp8 from {least.narrow:,.0f} rows of input on ({least.wide:,.0f} in float32)"
     if least.wide < math.inf:
         return f"bf16; fp8 from {least.wide:,.0f} rows of float32 input on"
-    return (
-        f"bf16; fp8 where compiled, from {min(least):,.0f} rows on"
-        if min(least) < math.inf
-        else TOO_SMALL
-    )
+    return f"bf16; fp8 where compiled, from {min(least):,.0f} rows on"

@@ -61,12 +61,7 @@ class FusedSwiGLU(Fused):
         """Return down(silu(gate(x)) × up(x)) of the one argument x: [..., features] -> [..., features]."""
         layers = _layers_of(self)
         # None: an inner layer was changed since.
-        if (
-            layers is None
-            or named
-            or len(given) != 1
-            or not all(_in_fp8(given[0], x) for x in layers)
-        ):
+        if layers is None or named or len(given) != 1 or not _all_pay(given[0], layers):
             result: Tensor = self.plain_forward(*given, **named)
             return result
         return _swiglu(given[0], *layers)
@@ -81,8 +76,8 @@ def _layers_of(module: nn.Module) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear] | No
     return None
 
 
-def _in_fp8(x: Tensor, layer: Fp8Linear) -> bool:
-    return layer.products.least_rows is None or pays(x, layer.products.least_rows)
+def _all_pay(x: Tensor, layers: tuple[Fp8Linear, ...]) -> bool:
+    return all(pays(x, layer.products.least_rows) for layer in layers)
 
 
 def _is_plain(layer: Fp8Linear, first: Any) -> bool:

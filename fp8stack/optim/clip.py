@@ -79,7 +79,8 @@ def clip_grad_norm_(
     }
     norms = []
     for group in tables.values():
-        partial, norm = kernels.empty_sums(group)
+        partial = kernels.empty_partial(group)
+        norm = partial.new_empty((), dtype=torch.float32)
         kernels.total(group, partial, norm)
         norms.append(norm)
     total = norms[0] if norms else torch.zeros((), device=grads[0].device)

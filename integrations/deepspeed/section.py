@@ -18,7 +18,7 @@ from typing import Any
 
 from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refuse_conflicts
 from fp8stack.errors import ConfigError, did_you_mean
-from fp8stack.integrations.incompatibilities import TrainingRun
+from fp8stack.integrations.incompatibilities import TrainingRun, zero_of
 from fp8stack.levels import OPTIONS, Recipe, recipe_for
 
 _TRUE_OR_FALSE = (lambda value: isinstance(value, bool), "true or false")
@@ -169,12 +169,6 @@ def stage_of(config: Mapping[str, Any]) -> int:
     """Return ZeRO's stage."""
     stage: int = zero_of(config).get("stage", 0)
     return stage
-
-
-def zero_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the section of ZeRO; in DeepSpeed's older form it is True for stage 1, and False for none."""
-    zero: Any = config.get("zero_optimization")
-    return {"stage": int(zero)} if isinstance(zero, bool) else zero or {}
 
 
 def _keeps_bf16(config: dict[str, Any], stage: int, lacking: list[str]) -> bool:

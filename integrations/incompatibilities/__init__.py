@@ -12,6 +12,6 @@ docs/incompatibilities.md, which is written by hand, also lists faults between o
 
 from .check import Finding, check, raise_or_warn, with_allowed
 from .rows import ROWS
-from .training_run import TrainingRun
+from .training_run import TrainingRun, zero_of
 
-__all__ = ["ROWS", "Finding", "TrainingRun", "check", "raise_or_warn", "with_allowed"]
+__all__ = ["ROWS", "Finding", "TrainingRun", "check", "raise_or_warn", "with_allowed", "zero_of"]

@@ -18,6 +18,12 @@ from fp8stack.optim import BlockwiseOptimizer
 _FULL_STATES = {"keep", "fp32", "bf16"}
 
 
+def zero_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section of ZeRO; in DeepSpeed's older form it is True for stage 1, and False for none."""
+    zero: Any = config.get("zero_optimization")
+    return {"stage": int(zero)} if isinstance(zero, bool) else zero or {}
+
+
 @dataclass(frozen=True)
 class TrainingRun:
     """What is known of a run before it starts. All fields may be left out.
@@ -44,13 +50,8 @@ class TrainingRun:
     @property
     def stage(self) -> int | None:
         """ZeRO's stage; None without DeepSpeed, or where it is not known yet."""
-        zero = self.at("zero_optimization")
-        stage = (
-            self.at("zero_optimization.stage") if isinstance(zero, Mapping) and zero else zero or 0
-        )
-        stage = (
-            int(stage) if isinstance(stage, bool) else stage
-        )  # DeepSpeed's older form: True is stage 1
+        zero = zero_of(self.config)
+        stage = zero.get("stage") if zero else 0
         return stage if self.config and isinstance(stage, int) else None
 
     @property

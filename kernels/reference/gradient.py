@@ -1,8 +1,8 @@
 """Adding a micro-batch to a block-scaled FP8 gradient.
 
-E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than the addend, rounding to nearest
-drops the addend entirely, and a gradient accumulated over many micro-batches stops growing. So a sum keeps a second
-block-scaled tensor, the *residual*, which holds the rounding error of the first:
+E4M3 has 3 bits of mantissa: once a sum is sixteen times larger than the addend, rounding to nearest drops the addend
+entirely, and a gradient accumulated over many micro-batches stops growing. So a sum keeps a second block-scaled tensor,
+the *residual*, which holds the rounding error of the first:
 
     total    = code × scale + residual code × residual scale + x
     code     = quantize(total)

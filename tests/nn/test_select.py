@@ -13,10 +13,9 @@ import fp8stack
 from fp8stack.levels import recipe_for
 from fp8stack.nn import convert, select
 from fp8stack.nn.linear import Fp8Linear
-from fp8stack.nn.select import TOO_SMALL, LeastRows, describe, least_rows, pays
+from fp8stack.nn.select import ALWAYS, NEVER, TOO_SMALL, LeastRows, describe, least_rows, pays
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "layer_shapes.jsonl"
-NEVER = LeastRows(math.inf, math.inf, math.inf, math.inf)
 
 
 def test_the_rule_is_right_about_what_was_measured():
@@ -46,15 +45,13 @@ def test_more_rows_larger_layers_and_wider_inputs_are_for_fp8():
         assert all(a > b for a, b in zip(least_rows(*smaller), least_rows(*larger), strict=True))
     assert least_rows(2048, 2048, 3).narrow < least_rows(2048, 2048, 1).narrow
     for sizes in ((768, 50_257), (50_257, 768)):  # bfloat16 is slow there
-        assert least_rows(*sizes) == (0, 0, 0, 0)
+        assert least_rows(*sizes) == ALWAYS == (0, 0, 0, 0)
     narrow, wide, narrow_compiled, wide_compiled = least_rows(2048, 8192)
     assert narrow > wide > wide_compiled
     assert narrow > narrow_compiled > wide_compiled
 
 
 def test_what_a_card_says():
-    assert describe(LeastRows(0, 0, 0, 0)) == ""
-    assert describe(NEVER) == TOO_SMALL
     assert (
         describe(LeastRows(5000, 1200, 9, 8))
         == "fp8 from 5,000 rows of input on (1,200 in float32)"
@@ -71,11 +68,9 @@ def by_size(monkeypatch):
     """Let the rule decide on a CPU too, where `initialize` takes FP8 always, and give layers few least rows."""
     chosen = convert.choose_layers
     monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:5], True))
-    by_inputs = {32: LeastRows(8, 4, 6, 2), 64: LeastRows(0, 0, 0, 0), 16: NEVER}
-    rule = {"least_rows": lambda k, n, sharing: by_inputs[k]}
+    by_inputs = {32: LeastRows(8, 4, 6, 2), 64: ALWAYS, 16: NEVER}
     monkeypatch.setattr(convert, "least_rows_of", select.least_rows_of)
-    for name, function in rule.items():
-        monkeypatch.setattr(select, name, function)
+    monkeypatch.setattr(select, "least_rows", lambda k, n, sharing: by_inputs[k])
 
 
 def make(level="O0", **options):
