@@ -5,7 +5,7 @@
     python benchmarks/end_to_end.py --device cpu --model tiny --steps 2
 
 "bf16" is what most people train with: float32 weights under bf16 autocast, torch's fused AdamW. Levels are
-`fp8stack.initialize` in the same script, every Linear layer in FP8, the head too. "fused" is `fp8stack.nn.fuse` on top,
+`fp8stack.initialize` in the same script, every Linear layer in FP8, the head too. "fused" is with `fuse=True`,
 "compiled" torch.compile of the whole model after an eager step, in which layers learn what they share. "te AdamW" has
 TransformerEngine's Linear layers over the same weights and optimizer.
 
@@ -94,9 +94,8 @@ def measure(variant: Variant, shape: models.Config, options: argparse.Namespace)
         scope = use_te(model, scope)
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=cuda or None, **HYPER)
     if variant.level:
-        model, optimizer = fp8stack.initialize(model, optimizer, variant.level, **variant.options)
-    if variant.fused:
-        fp8stack.nn.fuse(model)
+        given = {"fuse": variant.fused, **variant.options}
+        model, optimizer = fp8stack.initialize(model, optimizer, variant.level, **given)
     ids = torch.randint(shape.vocab, (shape.batch, shape.sequence + 1), device=options.device)
 
     def backward() -> torch.Tensor:

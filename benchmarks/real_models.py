@@ -6,8 +6,8 @@
 
 Models have random weights, float32, and sdpa attention. A step is forward, backward, `torch.nn.utils.clip_grad_norm_`
 and the optimizer. "bf16" is autocast over float32 weights with torch's fused AdamW, "pure bf16" bfloat16 weights with
-the same. Levels are `initialize(model, optimizer, level)` and nothing else; "all in FP8" is select="all", "fused"
-`fp8stack.nn.fuse(model)`. "torchao" and "te" are the Linear layers of torchao (tensorwise scales) and TransformerEngine
+the same. Levels are `initialize(model, optimizer, level)` and nothing else; "all in FP8" is select="all", "not
+fused" fuse=False. "torchao" and "te" are the Linear layers of torchao (tensorwise scales) and TransformerEngine
 (current scaling), under bf16's autocast and optimizer. "compiled" is `model.compile()`, "by block" `compile()` of each
 element of the outermost ModuleLists.
 
@@ -174,7 +174,6 @@ class Variant:
     pure: bool = False  # bfloat16 weights
     compiled: str = ""  # "whole" or "blocks"
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # of initialize
-    fused: bool = False
 
 
 def list_variants() -> list[Variant]:
@@ -185,7 +184,7 @@ def list_variants() -> list[Variant]:
     ]
     eager += [
         Variant("O2, all in FP8", "O2", options={"select": "all"}),
-        Variant("O2, fused", "O2", fused=True),
+        Variant("O2, not fused", "O2", options={"fuse": False}),
     ]
     eager += [Variant(library, library=library) for library in ("torchao", "te")]
     whole = [replace(v, name=f"{v.name} compiled", compiled="whole") for v in eager]
@@ -228,8 +227,6 @@ def convert(
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=device == "cuda" or None, **HYPER)
     if variant.level:
         model, optimizer = fp8stack.initialize(model, optimizer, variant.level, **variant.options)
-        if variant.fused:
-            fp8stack.nn.fuse(model)
         return model, optimizer, scope, fp8stack.get_report(model).share
     return model, optimizer, scope, share_in_fp8(model) if variant.library else 0.0
 

@@ -128,19 +128,14 @@ def convert(model: nn.Module, variant: Variant, device: str) -> tuple[nn.Module,
 
 
 def use_fp8stack(model: nn.Module, variant: Variant) -> None:
-    fuse = getattr(fp8stack.nn, "fuse", None)
-    if variant.fused and fuse is None:
-        raise ConfigError("fp8stack.nn has no fuse")
     # O1 wants an optimizer to hand its gradients to; this one never steps.
     optimizer = torch.optim.SGD(model.parameters()) if variant.level != "O0" else None
     names = [name for name, _ in model.named_children()]
-    options = {"fp8_recipe": variant.recipe, **variant.options}
+    options = {"fp8_recipe": variant.recipe, "fuse": variant.fused, **variant.options}
     skip = [name for name in models.PLAIN if name in names]
     fp8stack.initialize(model, optimizer, variant.level, skip=skip, **options)
     if options["compute"] == "te" and "transformer_engine.pytorch" not in sys.modules:
         raise ConfigError('compute="te" was not followed: TransformerEngine is not even loaded')
-    if variant.fused:
-        fuse(model)
 
 
 def use_torchao(model: nn.Module, variant: Variant, device: str) -> None:

@@ -42,6 +42,7 @@ from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
+from .nn.swiglu import fuse
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import is_large_matrix, master_for, zero_master, zero_moment
@@ -146,8 +147,10 @@ def decide(
     quantized = {p for p in large & owned if p.requires_grad}
     formats = _formats_by_parameter(model, recipe, left_alone)
     stored = replace(recipe, master="keep") if gathered_on else recipe
-    by_size = recipe.select == "auto" and compute == "native" and device.type == "cuda"
+    on_gpu = compute == "native" and device.type == "cuda"
+    by_size = on_gpu and recipe.select == "auto"
     layers = choose_layers(model, stored, skipped, quantized, compute, by_size)
+    layers.fuse = on_gpu and recipe.fuse and gathered_on is None
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         more = conversion.one_call_each(model, [optimizer])
@@ -196,6 +199,8 @@ def carry_out(
         conversion.store_weights(model, layers, session)
         conversion.quantize_gradients(model, decisions.quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(decisions.quantized, session)
+    if layers.fuse:
+        session.report.fused = fuse(model)
     model.__dict__[_KEPT] = session
     _MODELS.add(model)
     return session

@@ -34,6 +34,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "master": ("keep", "auto", "split24", "split32", "fp16", "fp32", "none"),
         "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
         "offload": ("none", "cpu"),
+        "fuse": (True, False),
         "matmuls": (False, True),
         "step_in_backward": (False, True),
         "fp8_fast_accum": (None, False, True),
@@ -66,6 +67,8 @@ class Recipe:
         "skip": leave such layers out.
     select: on a GPU, "auto" multiplies in FP8 only where that is faster, by the sizes of a layer and its rows of input
         (`fp8stack/nn/select.py`); "all" always does.
+    fuse: on a GPU, native layers only: True joins RMSNorms and SwiGLU blocks with the casts around them
+        (`fp8stack/nn/swiglu.py`).
     matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
@@ -95,6 +98,7 @@ class Recipe:
     fp8_fast_accum: bool | None = None
     pad: str = "auto"
     select: str = "auto"
+    fuse: bool = True
     matmuls: bool = False
     gradients: str = "keep"
     states: str = "keep"

@@ -59,6 +59,7 @@ class Report:
     selected: dict[str, str] = field(
         default_factory=dict
     )  # of layers in FP8 for many rows only: from how many
+    fused: list[str] = field(default_factory=list)  # RMSNorms and SwiGLU blocks
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -84,6 +85,10 @@ class Report:
             lines.append(f"{size} (float32 AdamW: 16)")
         for choice, names in _by_value(self.selected).items():
             lines.append(f"{len(names)} × {choice}: {names[0]}")
+        if self.fused:
+            lines.append(
+                f"{len(self.fused)} RMSNorms and SwiGLU blocks joined with the casts around them"
+            )
         if self.left_alone:
             left = [f"{n} × {reason}" for reason, n in self.left_alone.most_common(4)]
             lines.append("products by bare parameters left to torch: " + "; ".join(left))

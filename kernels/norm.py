@@ -1,4 +1,4 @@
-"""Norm, largest magnitude and scaling of many gradients of any format, each in one launch; twin of `reference/norm.py`.
+"""Norm and largest magnitude of many gradients of any format, each in one launch; the twin of `reference/norm.py`.
 
 Why: a launch for each gradient would take longer than the work.
 
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .fp8 import bits_of_magnitude, store_rounded
+from .fp8 import bits_of_magnitude
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH, deal, upload_rows
 from .state_codecs import E4M3_MAX, signed_values
@@ -115,30 +115,10 @@ def _roots_kernel(table_ptr, partial_ptr, out_ptr, SIZE: tl.constexpr):
     tl.store(out_ptr + tl.program_id(0), norm)
 
 
-@triton.jit
-def _multiply_kernel(table_ptr, owner_ptr, factor_ptr, TYPE: tl.constexpr, TILE: tl.constexpr):
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        row, first, span, numel = span_of(table_ptr, owner_ptr)
-        if tl.uint8 == TYPE:
-            scale = pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
-            block = first + tl.arange(0, _SPAN)
-            exists = block < tl.load(row + _BLOCKS).to(tl.int32)
-            x = tl.load(scale + block, mask=exists, other=0.0)
-            tl.store(scale + block, x * factor, mask=exists)
-        else:
-            grad = pointer(row, _GRAD, TYPE, "any")
-            for i in range(0, span, TILE):
-                at = (first + i).to(tl.int64) * 128 + tl.arange(0, TILE * 128)
-                x = tl.load(grad + at, mask=at < numel, other=0.0).to(tl.float32)
-                store_rounded(grad + at, x * factor, at < numel)
-
-
 _launch_largest = Launcher(_largest_kernel, **_ROUNDING)
 _launch_squares = Launcher(_squares_kernel, **_ROUNDING)
 _launch_root = Launcher(_root_kernel, **_ROUNDING)
 _launch_roots = Launcher(_roots_kernel, **_ROUNDING)
-_launch_multiply = Launcher(_multiply_kernel, **_ROUNDING)
 
 
 class Table(NamedTuple):
@@ -232,9 +212,3 @@ def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:  #
         at, row = at + len(owner), row + len(of)
     norm_of = dict(zip((i for t in found for i in t.of), out.unbind(), strict=True))
     return [norm_of[i] for i in range(len(gradients))]
-
-
-def multiply(rows: Tensor, owner: Tensor, dtype: torch.dtype, factor: Tensor) -> None:
-    """Multiply gradients in place by a float32 device scalar: FP8 ones through their scales."""
-    if len(owner):
-        _launch_multiply((len(owner), 1, 1), rows, owner, factor, TYPES[dtype], TILE)

@@ -210,15 +210,29 @@ def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
     On a GPU all are read in a few launches, which is eager work: a CUDA graph would keep the addresses of a table.
     """
     values = [g for g, _ in gradients]
-    if (
-        len({v.device for v in values}) == 1
-        and triton_runs_on(values[0].device)
-        and all(type(v) in _PLAIN and v.is_contiguous() for v in values)
-        and not torch.cuda.is_current_stream_capturing()
-    ):
+    if _in_one_table(values) and all(v.is_contiguous() for v in values):
         found: list[Tensor] = triton_module("norm").norms(gradients)
         return found
     return [norm.sum_of_squares(*g).sqrt().float() for g in gradients]
+
+
+def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tensor, Tensor]]:
+    """Return what `quantize_blocks` does for each of `tensors`, E4M3 or E5M2: on a GPU in few launches, as `norms`."""
+    if len(tensors) > 1 and _in_one_table(tensors):
+        return cast_(
+            "list[tuple[Tensor, Tensor]]", triton_module("quantize").quantize_list(tensors, fmt)
+        )
+    return [quantize_blocks(x, fmt) for x in tensors]
+
+
+def _in_one_table(tensors: Sequence[Tensor]) -> bool:
+    """Return whether one launch may read all of `tensors` by their addresses."""
+    return (
+        len({x.device for x in tensors}) == 1
+        and triton_runs_on(tensors[0].device)
+        and all(type(x) in _PLAIN for x in tensors)
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 def wire_kernels(gpu: bool) -> Any:

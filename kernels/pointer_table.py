@@ -21,7 +21,7 @@ from torch import Tensor
 
 COLUMNS = (
     "weight", "master", "master_scale", "m", "m_scale", "v", "v_scale", "grad", "grad_block_scale", "blocks",
-    "blocks_per_row", "cols", "first", "first_span",
+    "blocks_per_row", "cols", "first", "first_span", "codes",
 )  # fmt: skip
 WIDTH = 16
 COLUMN = {name: index for index, name in enumerate(COLUMNS)}

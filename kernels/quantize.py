@@ -5,7 +5,8 @@ checkpoints.
 
 How: a program owns 16 blocks, finds the largest magnitude of each, and writes codes and scale, bit for bit as the
 reference. A block never crosses a row, so the tail of a row is masked; rows that are a multiple of 128 take a path
-without masks.
+without masks. `quantize_list` takes many tensors in one launch, from a pointer table: a column of programs for each of
+them, every program with as many of its blocks as it takes.
 
 Limits: codes of 4 bits, which only checkpoints quantize here, are left to the reference.
 """
@@ -23,10 +24,18 @@ from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shap
 
 from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks, store_rounded
 from .launch import Launcher
+from .pointer_table import COLUMN, WIDTH, upload_rows
 from .reference import quantize as reference
 from .state_codecs import encode_state, root
+from .step import TYPES, row_layout, table_row
+from .tile_io import places, pointer
 
 BLOCKS = 16
+PROGRAMS = 1024  # at most, for each tensor of a list: what keeps a GPU busy with one tensor alone
+_WIDTH = tl.constexpr(WIDTH)
+_GRAD, _CODES, _SCALE, _BLOCKS = (
+    tl.constexpr(COLUMN[name]) for name in ("grad", "codes", "grad_block_scale", "blocks")
+)
 # Every multiplication and addition rounds on its own: contracting them would give other bits than the reference.
 _ROUNDING = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -50,6 +59,22 @@ def _quantize_blocks_kernel(
 
 
 @triton.jit
+def _quantize_list_kernel(
+    table_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr,
+    MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = table_ptr + tl.program_id(1).to(tl.int64) * _WIDTH
+    grad, codes = pointer(row, _GRAD, TYPE, ROWS), pointer(row, _CODES, tl.uint8, ROWS)
+    scales, count = pointer(row, _SCALE, tl.float32, "any"), tl.load(row + _BLOCKS).to(tl.int32)
+    for first in range(tl.program_id(0) * BLOCKS, count, tl.num_programs(0) * BLOCKS):
+        block, inside, offset, mask, _bytes, _byte_mask = places(row, first, ROWS, BLOCKS)
+        x = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
+        code, scale = encode_blocks(x, MANTISSA, HARDWARE)
+        tl.store(codes + offset, code.to(tl.uint8), mask=mask)
+        tl.store(scales + block, scale, mask=inside)
+
+
+@triton.jit
 def _dequantize_blocks_kernel(
     codes_ptr, scale_ptr, out_ptr, n_blocks, blocks_per_row, cols,
     MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
@@ -65,6 +90,7 @@ def _dequantize_blocks_kernel(
 
 
 _launch_quantize = Launcher(_quantize_blocks_kernel, **_ROUNDING)
+_launch_list = Launcher(_quantize_list_kernel, **_ROUNDING)
 _launch_dequantize = Launcher(_dequantize_blocks_kernel, **_ROUNDING)
 
 
@@ -88,6 +114,28 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
             _grid(scale), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
             fmt.mantissa_bits, fmt.squared, codec, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
+
+
+def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tensor, Tensor]]:
+    """Quantize each of `tensors`, on one device, to E4M3 or E5M2; return their codes and scales."""
+    tensors = [x.contiguous() for x in tensors]  # which have to live until the launch
+    launches: dict[tuple[torch.dtype, str], list[dict[str, int]]] = {}
+    result = []
+    for x in tensors:
+        codes = x.new_empty(x.shape, dtype=fmt.dtype)
+        scale = x.new_empty(scale_shape(x.shape), dtype=torch.float32)
+        result.append((codes, scale))
+        row = table_row(x.shape, grad=x, codes=codes, grad_block_scale=scale)
+        launches.setdefault((x.dtype, row_layout(x.shape, (x,))), []).append(row)
+    for (dtype, layout), rows in launches.items():
+        programs = min(-(-max(row["blocks"] for row in rows) // BLOCKS), PROGRAMS)
+        if programs:
+            device = tensors[0].device
+            _launch_list(
+                (programs, len(rows), 1), upload_rows(rows, device),
+                TYPES[dtype], layout, fmt.mantissa_bits, casts_in_hardware(device), BLOCKS,
+            )  # fmt: skip
+    return result
 
 
 def dequantize_blocks(

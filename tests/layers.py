@@ -73,12 +73,15 @@ def scale_parameters(factor, *models):
 
 
 def native(model, device="cpu", **overrides):
-    """Return the model at O0 with native layers, or skip the test where this GPU has no such recipe."""
+    """Return the model at O0 with native layers, or skip the test where this GPU has no such recipe.
+
+    Tests of fused modules fuse them themselves, on a CPU too.
+    """
     if device == "cuda":
         answer = native_recipe(overrides.get("fp8_recipe", "current"), device)
         if not answer:
             pytest.skip(answer.reason)
-    options = {"opt_level": "O0", "compute": "native", **overrides}
+    options = {"opt_level": "O0", "compute": "native", "fuse": False, **overrides}
     return fp8stack.initialize(model.to(device), **options)[0]
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack import BlockScaledTensor, memory
+from fp8stack.comm import gradients
 from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 
@@ -174,20 +175,25 @@ def test_restore_undoes_it(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_are_fp8_as_soon_as_they_are_ready(level):
-    """When the last gradient arrives every other one is FP8 already: no second full-precision gradient lives."""
+@pytest.mark.parametrize("waiting", [0, 150_000])
+def test_few_gradients_wait_to_become_fp8(level, waiting, monkeypatch):
+    """Besides the gradient that arrives, no more bytes than may wait are in full precision; in the end none are."""
+    monkeypatch.setattr(gradients, "WAITING", waiting)
     model, _ = build(level)
-    alive = []
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    most = []
 
-    def record(_):
-        gradients = [q.grad for q in model.parameters() if q.grad is not None and q.ndim >= 2]
-        alive.append({type(gradient) for gradient in gradients})
+    def record(p):
+        plain = [q.grad.nbytes for q in matrices if type(q.grad) is torch.Tensor and q is not p]
+        most.append(sum(plain))
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(record)
     model(*batch(0)).backward()
-    assert len(alive) == 7
-    assert set().union(*alive) == {BlockScaledTensor}
+    assert len(most) == 7
+    assert max(most) <= waiting
+    assert max(most) > 0 or not waiting
+    assert {type(p.grad) for p in matrices} == {BlockScaledTensor}
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -58,7 +58,7 @@ def main():
         loss = F.nll_loss(output.float(), target)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        fp8stack.optim.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()

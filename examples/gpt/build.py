@@ -62,7 +62,8 @@ class Level:
             return model, optimizer
         if sharded:
             return attach(model, optimizer, self.name, strict=self.strict, **self.options)
-        made = fp8stack.initialize(model, optimizer, self.name, strict=self.strict, **self.options)
+        options = {"strict": self.strict, "fuse": False, **self.options}
+        made = fp8stack.initialize(model, optimizer, self.name, **options)
         if self.fuse and not fp8stack.nn.fuse(model):
             parts = fp8stack.get_report(model).compute, model.config.activation, model.config.norm
             warn(

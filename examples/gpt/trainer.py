@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-import fp8stack
 from fp8stack import comm
 from fp8stack.errors import ConfigError
 from fp8stack.nn import reset_scaling, restore_scaling, scaling_state
@@ -198,7 +198,9 @@ class Trainer:
         total = self._accumulate()
         self.scaler.unscale_(self.optimizer)
         limit = self.config.max_grad_norm or math.inf
-        norm = fp8stack.optim.clip_grad_norm_(self.model.parameters(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        if isinstance(norm, DTensor):  # of FSDP2
+            norm = norm.full_tensor()
         told = torch.stack((total, torch.full_like(total, self.signals.received)))
         if self.world > 1:
             dist.all_reduce(told)

@@ -1,10 +1,9 @@
 """O2: optimizers whose states are 8-bit blocks and whose weights have 24-bit masters; usable on their own."""
 
 from .adam import Adam, AdamW
-from .clip import clip_grad_norm_
 from .lion import Lion
 from .muon import Muon
 from .optimizer import BlockwiseOptimizer
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "BlockwiseOptimizer", "Lion", "Muon", "clip_grad_norm_"]
+__all__ = ["SGD", "Adam", "AdamW", "BlockwiseOptimizer", "Lion", "Muon"]

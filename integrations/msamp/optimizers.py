@@ -110,9 +110,9 @@ class FSDPAdam(LBAdam):
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Clip as `fp8stack.optim.clip_grad_norm_`; as in MS-AMP, a `max_norm` of 0 or less only measures."""
+    """Clip as torch does; as in MS-AMP, a `max_norm` of 0 or less only measures."""
     limit = max_norm if max_norm > 0 else math.inf
-    return optim.clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite)
+    return nn.utils.clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite)
 
 
 COUNTERPARTS: dict[type, type[LowBitOptimizer]] = {optim.AdamW: LBAdamW, optim.Adam: LBAdam}

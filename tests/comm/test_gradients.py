@@ -1,8 +1,13 @@
 """The hooks that make gradients FP8: attaching, existing gradients, removal."""
 
+import gc
+import weakref
+
+import pytest
 import torch
 from helpers import assert_same_bits
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8stack import BlockScaledTensor
 from fp8stack.comm import GradientHandle
@@ -39,3 +44,71 @@ def test_gradients_that_exist_are_taken_along_and_frozen_parameters_left():
     assert isinstance(layer.weight.grad, BlockScaledTensor)
     assert len(layer.weight._post_accumulate_grad_hooks) == 1
     assert not layer.bias._post_accumulate_grad_hooks
+
+
+def build_pair(device="cpu"):
+    model = nn.Sequential(nn.Linear(256, 128, bias=False), nn.Linear(128, 256, bias=False)).to(
+        device
+    )
+    handle = GradientHandle()
+    handle.attach(model.parameters(), {})
+    return model, handle
+
+
+def test_gradients_of_a_backward_that_failed_are_cast_by_no_later_one():
+    """They stay as they are, later ones are cast all the same, and nothing keeps the parameters alive."""
+    model, _ = build_pair()
+    x = torch.randn(4, 256, requires_grad=True)
+
+    def fail(_):
+        raise ValueError("as asked")
+
+    hook = x.register_hook(fail)  # the last gradient of the backward
+    for _ in range(2):
+        with pytest.raises(ValueError, match="as asked"):
+            model(x).sum().backward()
+        assert type(model[1].weight.grad) is torch.Tensor
+    hook.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    assert {type(p.grad) for p in model.parameters()} == {BlockScaledTensor}
+    weak = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weak() is None
+
+
+def test_hooks_of_users_and_a_backward_inside_a_backward():
+    """A hook may free a gradient before its turn; reentrant checkpointing runs backwards inside backwards."""
+    model, _ = build_pair()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    x = torch.randn(4, 256, requires_grad=True)
+    hidden = checkpoint(model[0], x, use_reentrant=True)
+    hidden = checkpoint(model[1], hidden, use_reentrant=True)
+    model[1](hidden[:, :128]).sum().backward()
+    assert model[0].weight.grad is None
+    assert isinstance(model[1].weight.grad, BlockScaledTensor)
+
+
+@pytest.mark.gpu
+def test_gradients_of_two_streams_are_those_of_one():
+    """Each layer's forward, and so its backward, runs on a stream of its own."""
+    found = []
+    for streams in ([torch.cuda.current_stream()] * 2, [torch.cuda.Stream(), torch.cuda.Stream()]):
+        torch.manual_seed(0)
+        model, _ = build_pair("cuda")
+        x = torch.randn(8192, 256, device="cuda")
+        for _ in range(3):
+            model.zero_grad()
+            y = x
+            for layer, stream in zip(model, streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    y = layer(y)
+                torch.cuda.current_stream().wait_stream(stream)
+            y.square().sum().backward()
+        found.append(
+            [part.view(torch.uint8) for p in model.parameters() for part in p.grad.parts()]
+        )
+    for one, two in zip(*found, strict=True):
+        assert_same_bits(one, two)

@@ -15,7 +15,7 @@ from optimizer_files import MASTERS, STATES
 from torch import nn
 
 from fp8stack.errors import CheckpointError
-from fp8stack.optim import AdamW, clip_grad_norm_
+from fp8stack.optim import AdamW
 
 LIMITS = {
     "4bit": 0.3,
@@ -130,7 +130,7 @@ def one(rng: random.Random) -> str:
             elif event == "zero":
                 eventful.zero_grad(set_to_none=rng.random() < 0.5)
             elif event == "clip":
-                clip_grad_norm_(parameters_of(eventful), 1e9)
+                nn.utils.clip_grad_norm_(parameters_of(eventful), 1e9)
             elif event == "lr":
                 for optimizer in (plain, eventful, exact):
                     optimizer.param_groups[0]["lr"] *= 0.9

@@ -144,6 +144,12 @@ def gradient_cases():
         yield label, {"out_ptr": "i32"}, {"TYPE": GRADIENTS[gradient], "ROWS": rows}
 
 
+def list_cases():
+    for label, pointers, constants in gradient_cases():
+        if "fp8" not in label:
+            yield label, pointers, constants | {"MANTISSA": 3}
+
+
 def quantize_cases():
     for name, dtype, even in (
         ("e4m3", "bf16", True), ("e4m3", "fp16", False), ("e5m2", "bf16", True), ("s1e3m4", "fp32", False),
@@ -244,6 +250,7 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
     "_root_kernel": [("", {}, {"SIZE": 1024})],
     "_roots_kernel": [("", {}, {"SIZE": 64})],
     "_count_kernel": count_cases(),
+    "_quantize_list_kernel": list_cases(),
     "_update_kernel": [
         ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})
         for latest in (False, True)
@@ -255,7 +262,7 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
     ],
 }  # fmt: skip
 for cases, kernels in {
-    gradient_cases: "largest squares multiply", quantize_cases: "quantize_blocks dequantize_blocks",
+    gradient_cases: "largest squares", quantize_cases: "quantize_blocks dequantize_blocks",
     matrix_cases: "cast_tiles recast_tiles refit cast_1x128 cast_128x128 cast_delayed",
     parts_cases: "parts seed swiglu_parts", wire_cases: "pack reduce unpack", rmsnorm_cases: "rmsnorm rmsnorm_backward",
 }.items():  # fmt: skip

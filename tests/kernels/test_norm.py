@@ -62,11 +62,6 @@ class Table:
         launches = [(self.dtype, self.layout, self.rows, self.owner)]
         return total(launches, partial)
 
-    def multiply(self, factor):
-        factor = torch.tensor(factor, device=self.device)
-        triton_norm.multiply(self.rows, self.owner, self.dtype, factor)
-        return self.grads
-
 
 def total(launches, partial):
     out = torch.tensor(-1.0, device=partial.device)
@@ -199,54 +194,6 @@ def test_largest_finds_what_is_not_finite_anywhere(dtype, bad, kernel_device):
         assert not largest.isfinite()
 
 
-# --- multiplication
-
-
-@DTYPES
-@pytest.mark.parametrize("shapes", [FLAT, ODD, SPANS], ids=["flat", "odd", "spans"])
-@pytest.mark.parametrize("factor", [0.3, -2.0, 0.0, 1e-20])
-def test_gradients_are_multiplied_in_place(dtype, shapes, factor, kernel_device):
-    grads = gradients(shapes, dtype)
-    for (g, s), (old, old_scale) in zip(
-        Table(grads, kernel_device).multiply(factor), grads, strict=True
-    ):
-        if dtype is FP8:
-            assert_same_bits(g, old)
-            assert_same_bits(s, old_scale * torch.tensor(factor))
-        else:
-            assert_same_bits(g, (old.float() * torch.tensor(factor)).to(dtype))
-
-
-@DTYPES
-def test_multiplying_by_one_writes_nothing_and_by_nan_everything(dtype, kernel_device):
-    grads = gradients([(3, 200)], dtype)
-    ((g, s),) = Table(grads, kernel_device).multiply(1.0)
-    assert_same_bits(g, grads[0][0])
-    assert s is None or torch.equal(s.cpu(), grads[0][1])
-    ((g, s),) = Table(grads, kernel_device).multiply(NAN)
-    assert (g.float() if s is None else s).isnan().all()
-
-
-@DTYPES
-def test_nothing_is_written_beyond_a_gradient(dtype, kernel_device):
-    """The gradient is the middle of a larger tensor; so is its scale."""
-    table = Table(gradients([(3, 130)], dtype), kernel_device)
-    (parts,) = table.grads
-    middles, larger = [None, None], []
-    for i, t in enumerate(parts):
-        if t is not None:
-            raw = torch.uint8 if t.element_size() == 1 else t.dtype
-            larger.append(torch.ones(t.numel() + 256, dtype=raw, device=kernel_device))
-            middles[i] = larger[-1][128 : 128 + t.numel()].view(t.dtype).view(t.shape).copy_(t)
-    row = triton_step.table_row((3, 130), grad=middles[0], grad_block_scale=middles[1])
-    table.rows = upload_rows([row | {"first_span": 0}], table.owner.device)
-    table.multiply(0.0)
-    for x in larger:
-        assert x[:128].eq(1).all()
-        assert x[-128:].eq(1).all()
-    assert (middles[0] if middles[1] is None else middles[1]).eq(0).all()
-
-
 # --- sizes for a GPU only
 
 
@@ -273,5 +220,3 @@ def test_elements_beyond_two_to_the_31_count(rows_beyond_int32):
     table.rows = upload_rows(rows, grad.device)
     assert table.norm() == 5
     assert table.largest() == 4
-    table.multiply(2.0)
-    assert grad[-1, -1] == 6

@@ -124,6 +124,29 @@ def test_views_quantize_as_in_the_reference(fmt, kernel_device):
         assert_same_bits(scale, expected[1])
 
 
+@OCP
+def test_many_tensors_quantize_at_once_as_one_by_one(fmt, kernel_device, rough, monkeypatch):
+    """Of all dtypes and layouts, some a view, one with more blocks than its programs take in one go."""
+    if kernel_device == "cpu":
+        monkeypatch.setattr(triton_quantize, "PROGRAMS", 2)
+    large = (70_000, 200) if kernel_device == "cuda" else (60, 200)
+    shapes = [large, *SHAPES]
+    tensors = [rough(s, d) for s in shapes for d in (torch.float32, torch.bfloat16, torch.float16)]
+    flat = torch.randn(1001)
+    tensors += [torch.randn(128, 40).t(), flat[1:].view(100, 10), flat[1:513].view(4, 128)]
+    here = [t.to(kernel_device) for t in tensors]
+    here[-2:] = [
+        flat.to(kernel_device)[1:].view(100, 10),
+        flat.to(kernel_device)[1:513].view(4, 128),
+    ]
+    made = triton_quantize.quantize_list(here, fmt)
+    assert len(made) == len(tensors)
+    for parts, x in zip(made, tensors, strict=True):
+        for part, expected in zip(parts, reference_quantize.quantize_blocks(x, fmt), strict=True):
+            assert part.shape == expected.shape
+            assert_same_bits(part, expected)
+
+
 @ALL
 @INPUTS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

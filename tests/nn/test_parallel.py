@@ -243,7 +243,7 @@ def tensor_parallel(rank):
         model, _ = make_lm(sequence)
         own = fp8stack.optim.AdamW(model.parameters(), lr=3e-3, min_numel=1)
         if sequence:  # of all parameters in one mesh
-            train_lm(model, own, fp8stack.optim.clip_grad_norm_)
+            train_lm(model, own, nn.utils.clip_grad_norm_)
         own = fp8stack.optim.AdamW(model.parameters(), lr=3e-3, max_grad_norm=0.5)
         train_lm(model, own)
         for level, options in LEVELS[2:4] if sequence else LEVELS:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_same_bits
+from layers import SwiGLU
 from torch import nn
 
 import fp8stack
@@ -160,6 +161,22 @@ def test_a_fused_block_is_run_layer_by_layer_where_one_of_them_is_not_in_fp8(by_
     assert fp8stack.nn.fuse(model) == ["0"]
     assert_same_bits(model(inputs[0]), before[0])
     assert model(inputs[1]).shape == before[1].shape
+
+
+@pytest.mark.gpu
+def test_a_gpu_fuses_by_default():
+    def start(**options):
+        model = nn.Sequential(
+            SwiGLU(256, 512), nn.RMSNorm(256, eps=1e-6), nn.Linear(256, 256)
+        ).cuda()
+        return fp8stack.initialize(model, None, "O0", compute="native", **options)[0]
+
+    model = start()
+    assert fp8stack.get_report(model).fused == ["0", "1"]
+    assert "2 RMSNorms and SwiGLU blocks joined" in str(fp8stack.get_report(model))
+    assert type(start(fuse=False)[0]) is SwiGLU
+    fp8stack.restore(model)
+    assert [*map(type, model)] == [SwiGLU, nn.RMSNorm, nn.Linear]
 
 
 def test_all_leaves_nothing_out():

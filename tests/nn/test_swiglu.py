@@ -333,7 +333,7 @@ def test_a_fused_model_trains_as_an_unfused_one(level, recipe, device, monkeypat
         torch.manual_seed(0)
         model = TinyLlama().to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        options = {"compute": "native", "fp8_recipe": recipe}
+        options = {"compute": "native", "fp8_recipe": recipe, "fuse": False}
         model, optimizer = fp8stack.initialize(model, optimizer, level, **options)
         if whether:
             names = ["blocks.0", "blocks.1", "norms.0", "norms.1", "norms.2"]

@@ -13,9 +13,7 @@ from torch import nn
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError
-from fp8stack.kernels import norm as triton_norm
-from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon, clip_grad_norm_, triton_step
-from fp8stack.optim.step import gradient_parts
+from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon, triton_step
 from fp8stack.tensor import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
@@ -30,8 +28,7 @@ def through_kernels(monkeypatch):
     monkeypatch.setattr(triton_step, "FAST", False)
 
     def choose(on):
-        for module in ("optimizer", "clip"):
-            monkeypatch.setattr(f"fp8stack.optim.{module}.triton_runs_on", lambda device: on)
+        monkeypatch.setattr("fp8stack.optim.optimizer.triton_runs_on", lambda device: on)
 
     return choose
 
@@ -135,7 +132,7 @@ def test_the_default_dtype_changes_no_bit(states, kernels, clip, kernel_device, 
             set_gradients(parameters, step, fp8=True)
             torch.set_default_dtype(default)
             try:
-                clip_grad_norm_(parameters, 2.0)
+                nn.utils.clip_grad_norm_(parameters, 2.0)
                 optimizer.step()
             finally:
                 torch.set_default_dtype(torch.float32)
@@ -274,82 +271,6 @@ def test_a_scaler_and_a_clip_are_applied_in_the_step(kernel_device, through_kern
         assert float(optimizer.skipped_steps) == 1
         norm = sum(float(p.grad.double().norm()) ** 2 for p in parameters) ** 0.5
         assert float(optimizer.grad_norm) == pytest.approx(norm / 8, rel=1e-5)
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e9])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_clipping_is_torchs(max_norm, norm_type, kernel_device, through_kernels):
-    through_kernels(True)
-    ours, theirs = (random_parameters(SHAPES, kernel_device) for _ in range(2))
-    for parameters in (ours, theirs):
-        set_gradients(parameters, 0, fp8=True)
-        parameters[0].grad.add_(parameters[0].detach())  # has a residual now
-    codes, scale = (t.clone() for t in ours[0].grad.residual)
-    for q in theirs:
-        q.grad = q.grad.dequantize() if isinstance(q.grad, BlockScaledTensor) else q.grad
-    total = clip_grad_norm_(ours, max_norm, norm_type)
-    filled = [q for q in theirs if q.numel()]  # torch finds no largest element of nothing
-    expected = torch.nn.utils.clip_grad_norm_(filled, max_norm, norm_type, foreach=False)
-    torch.testing.assert_close(total, expected.float(), rtol=1e-5, atol=0)
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p.grad + 0, q.grad, rtol=1e-5, atol=1e-7)
-    residual, factor = ours[0].grad.residual, (max_norm / (total + 1e-6)).clamp(max=1)
-    assert_same_bits(residual[0], codes)
-    torch.testing.assert_close(residual[1], scale * factor, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("kernels", [True, False])
-def test_a_gradient_that_is_not_contiguous_leaves_the_others_to_the_kernels(
-    kernels, kernel_device, through_kernels, monkeypatch
-):
-    through_kernels(kernels)
-    matrices = random_parameters([(4, 128), (300, 128)], kernel_device)
-    conv = nn.Parameter(torch.zeros(4, 18, 3, 3, device=kernel_device))
-    parameters, taken = [conv, *matrices], []
-    tables = triton_norm.tables
-    monkeypatch.setattr(triton_norm, "tables", lambda grads: taken.extend(grads) or tables(grads))
-    for error_if_nonfinite in (False, True):
-        taken.clear()
-        set_gradients(matrices, 0, fp8=True)
-        matrices[1].grad = torch.randn_like(matrices[1])
-        conv.grad = torch.randn_like(conv).to(memory_format=torch.channels_last)
-        for p in (conv, matrices[1]):
-            p.data, p.grad = p.data.bfloat16(), p.grad.bfloat16()
-        old = [(p.grad + 0).float() for p in parameters]
-        norm = torch.stack([g.double().norm() for g in old]).norm().float()
-        total = clip_grad_norm_(parameters, 0.5, error_if_nonfinite=error_if_nonfinite)
-        torch.testing.assert_close(total, norm, rtol=1e-5, atol=0)
-        assert total.dtype is torch.float32
-        for p, g in zip(parameters, old, strict=True):
-            torch.testing.assert_close((p.grad + 0).float(), g * 0.5 / norm, rtol=4e-3, atol=1e-7)
-        assert [g.data_ptr() for g, _ in taken] == [
-            gradient_parts(p.grad)[0].data_ptr() for p in matrices if kernels
-        ]
-
-
-def test_clipping_says_what_is_wrong(kernel_device):
-    p = nn.Parameter(torch.zeros(64, 128, device=kernel_device))
-    assert clip_grad_norm_([p], 1.0) == 0
-    p.grad = torch.full_like(p, math.nan)
-    with pytest.raises(ConfigError, match="max_norm=nan must be a number >= 0"):
-        clip_grad_norm_([p], math.nan)
-    with pytest.raises(RuntimeError, match="non-finite, so it cannot be clipped"):
-        clip_grad_norm_([p], 0.0, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize(
-    "grad",
-    [
-        torch.randn(3, 4, dtype=torch.float64) * 1e200,
-        torch.randn(3, 4, dtype=torch.complex64),
-    ],
-)
-def test_other_dtypes_are_clipped_by_torch(grad):
-    ours, theirs = (nn.Parameter(torch.zeros(3, 4, dtype=grad.dtype)) for _ in range(2))
-    ours.grad, theirs.grad = grad.clone(), grad.clone()
-    expected = torch.nn.utils.clip_grad_norm_([theirs], 1.0, foreach=False)
-    torch.testing.assert_close(clip_grad_norm_([ours], 1.0).double(), expected.double())
-    assert torch.equal(ours.grad, theirs.grad)
 
 
 def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_kernels):
