@@ -111,7 +111,7 @@ class BlockScaledTensor(_Wrapper):
         if codes.dtype is torch.uint8:  # unpickled
             codes = codes.view(E4M3.dtype)
             residual = residual and (residual[0].view(E4M3.dtype), residual[1])
-        if codes.dtype is not E4M3.dtype or tuple(scale.shape) != scale_shape(codes.shape):
+        if codes.dtype is not E4M3.dtype or scale.shape != scale_shape(codes.shape):
             needed = f"float8_e4m3fn codes (or their bytes) and scales of shape {scale_shape(codes.shape)}"
             got = f"got {codes.dtype} and {tuple(scale.shape)}"
             raise ConfigError(f"BlockScaledTensor needs {needed}; {got}.")

@@ -16,6 +16,7 @@ agrees.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -233,18 +234,23 @@ def launch_of(kind: StepKind, t: StepTensors) -> Launch:
 
 def row_layout(shape: torch.Size, tensors: Iterable[Tensor | None]) -> str:
     """Return how the rows of tensors of `shape` lie: what a kernel may take for granted about addresses."""
-    _, cols = rows_cols(shape)
     if any(x is not None and x.data_ptr() % 16 for x in tensors):
         return "any"
+    cols = _extent(shape)["cols"]
     return "flat" if cols % BLOCK == 0 else "sixteen" if cols % 16 == 0 else "any"
+
+
+@lru_cache(maxsize=4096)
+def _extent(shape: torch.Size) -> dict[str, int]:
+    """Return the columns of a table's row that a shape decides; kept, as tables of gradients are made at every step."""
+    rows, per_row = scale_shape(shape)
+    return {"blocks": rows * per_row, "blocks_per_row": per_row, "cols": rows_cols(shape)[1]}
 
 
 def table_row(shape: torch.Size, **tensors: Tensor | None) -> dict[str, int]:
     """Return the row of a pointer table for tensors of one parameter of `shape`."""
-    _, cols = rows_cols(shape)
-    rows, per_row = scale_shape(shape)
     addresses = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
-    return addresses | {"blocks": rows * per_row, "blocks_per_row": per_row, "cols": cols}
+    return addresses | _extent(shape)
 
 
 def step_table(

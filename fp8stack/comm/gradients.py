@@ -111,16 +111,19 @@ class _Batch:
 
 def _cast(parameters: Iterable[Tensor], stream: int) -> None:
     """Quantize gradients that were made on one stream of one device."""
-    found: dict[Tensor, Tensor] = {}  # a parameter may come twice, and its gradient be gone
+    found, gradients = [], []
     for parameter in parameters:
         gradient = parameter.grad
+        # A hook that came later may have freed or replaced it.
         if gradient is not None and not isinstance(gradient, BlockScaledTensor):
-            found[parameter] = gradient.detach().to(parameter.dtype)
+            if gradient.requires_grad or gradient.dtype is not parameter.dtype:
+                gradient = gradient.detach().to(parameter.dtype)
             if _stream(gradient) != stream:  # its memory must last until the launch has read it
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
+            found.append(parameter)
+            gradients.append(gradient)
     if found:
-        made = ops.quantize_list([*found.values()], E4M3)
-        for parameter, parts in zip(found, made, strict=True):
+        for parameter, parts in zip(found, ops.quantize_list(gradients, E4M3), strict=True):
             parameter.grad = BlockScaledTensor(*parts, dtype=parameter.dtype)
 
 

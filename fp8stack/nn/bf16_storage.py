@@ -23,7 +23,7 @@ class StoredLinear(nn.Linear):
 
 def stored_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in the dtype of x or autocast's, whatever the weight is stored in."""
-    if not torch.is_autocast_enabled(x.device.type):  # which casts both itself
+    if not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):  # which casts both
         weight = weight.to(x.dtype)
         bias = bias if bias is None else bias.to(x.dtype)
     return nn.functional.linear(x, weight, bias)

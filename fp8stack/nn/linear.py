@@ -54,20 +54,16 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        if torch.compiler.is_compiling():
-            return self._multiply(input)
+        products = self.products
+        in_fp8 = pays(input, products.least_rows)
+        if in_fp8 and torch.compiler.is_compiling():
+            return fp8_matmul(input, self.weight, self.bias, products, self.training)
         # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
-        # parametrization be made in FP8.
+        # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
-            return self._multiply(input)
-
-    def _multiply(self, input: Tensor) -> Tensor:
-        products, weight, bias = self.products, self.weight, self.bias  # nn.Module looks up each
-        if not pays(input, products.least_rows):
-            # In a graph matmuls=True would make FP8 of it.
-            with torch._C.DisableTorchFunction():
-                return stored_linear(input, weight, bias)
-        return fp8_matmul(input, weight, bias, products, self.training)
+            if in_fp8:
+                return fp8_matmul(input, self.weight, self.bias, products, self.training)
+            return stored_linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.products}"
