@@ -348,11 +348,10 @@ def _norm(
 def _norm_list(func: Any, tensors: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
     if ord != 2:
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
-    others = _split(tensors)[1]
+    ours = [(x.codes, x.scale) for x in tensors if isinstance(x, BlockScaledTensor)]
+    others = [x for x in tensors if not isinstance(x, BlockScaledTensor)]
+    of_ours = iter(ops.norms(ours))
     of_others = iter(func(others, ord, dtype) if others else ())
-    of_ours = iter(
-        ops.norms([(x.codes, x.scale) for x in tensors if isinstance(x, BlockScaledTensor)])
-    )
     found = [next(of_ours if isinstance(x, BlockScaledTensor) else of_others) for x in tensors]
     return found if dtype is None else [norm.to(dtype) for norm in found]
 
@@ -369,7 +368,9 @@ def _split(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     others: list[Tensor] = []
     for x in tensors:
         if isinstance(x, BlockScaledTensor):
-            scales += x.parts()[1::2]
+            scales.append(x.scale)
+            if x.residual is not None:
+                scales.append(x.residual[1])
         else:
             others.append(x)
     return scales, others

@@ -13,7 +13,7 @@ Limits: contiguous gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import accumulate
 
 import torch
 import triton
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from .fp8 import bits_of_magnitude
 from .launch import Launcher
-from .pointer_table import COLUMN, WIDTH, deal, upload_rows
+from .pointer_table import COLUMN, WIDTH, owners, upload_columns
 from .state_codecs import E4M3_MAX, signed_values
-from .step import TYPES, row_layout, table_row
+from .step import TYPES, groups_of
 from .tile_io import places, pointer
 
 SPAN = 1024  # blocks of 128 that a program reads
@@ -121,50 +121,6 @@ _launch_root = Launcher(_root_kernel, **_ROUNDING)
 _launch_roots = Launcher(_roots_kernel, **_ROUNDING)
 
 
-class Table(NamedTuple):
-    """The gradients of one dtype and layout, as a launch takes them."""
-
-    dtype: torch.dtype  # float8_e4m3fn: blocks
-    layout: str  # `step.row_layout`
-    rows: Tensor  # int64 [tensors, 16], see pointer_table.py
-    owner: Tensor  # int32 [programs], see `pointer_table.deal`
-    of: Sequence[int]  # which of the gradients they are
-
-
-_TABLES: dict[Any, list[Table]] = {}
-_KEPT = 8  # tables of the last calls: gradients often come back to the same addresses
-
-
-def tables(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Table]:
-    """Return the tables of gradients on one device, contiguous: (values, None), or (codes, scale) of FP8 ones."""
-    device = gradients[0][0].device
-    key = (
-        device,
-        *(
-            (g.data_ptr(), s.data_ptr() if s is not None else g.dtype, g.shape)
-            for g, s in gradients
-        ),
-    )
-    if key in _TABLES:
-        return _TABLES[key]
-    launches: dict[tuple[torch.dtype, str], list[int]] = {}
-    for i, (values, _) in enumerate(gradients):
-        layout = row_layout(values.shape, (values,))
-        launches.setdefault((values.dtype, layout), []).append(i)
-    result = []
-    for (dtype, layout), of in launches.items():
-        rows = [
-            table_row(values.shape, grad=values, grad_block_scale=scale)
-            for values, scale in (gradients[i] for i in of)
-        ]
-        owner = deal(rows, SPAN, "first_span", device)
-        result.append(Table(dtype, layout, upload_rows(rows, device), owner, of))
-    if len(_TABLES) == _KEPT:
-        del _TABLES[next(iter(_TABLES))]
-    _TABLES[key] = result
-    return result
-
-
 def largest(
     rows: Tensor,  # int64 [tensors, 16], see pointer_table.py
     owner: Tensor,  # int32 [programs], see `pointer_table.deal`
@@ -177,7 +133,7 @@ def largest(
 
 
 def total(
-    launches: Sequence[tuple[Any, ...]],  # the first four fields of a Table, and what may follow
+    launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]],  # dtype, layout, table, owners
     partial: Tensor,  # float64 [programs of all launches]; overwritten with each program's sum of squares
     out: Tensor,  # float32, 0-d
 ) -> None:
@@ -186,29 +142,33 @@ def total(
     _launch_root((1, 1, 1), partial, out, len(partial), 1024)
 
 
-def _squares(launches: Sequence[tuple[Any, ...]], partial: Tensor) -> None:
+def _squares(launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]], partial: Tensor) -> None:
     at = 0
-    for dtype, layout, rows, owner, *_ in launches:
+    for dtype, layout, rows, owner in launches:
         if len(owner):
             grid, part = (len(owner), 1, 1), partial[at : at + len(owner)]
             _launch_squares(grid, rows, owner, part, TYPES[dtype], layout, TILE)
             at += len(owner)
 
 
-def empty_partial(found: Sequence[Table]) -> Tensor:
-    """Return memory for the partial sums of the launches of tables, float64 [programs]."""
-    return found[0].rows.new_empty(sum(len(t.owner) for t in found), dtype=torch.float64)
-
-
 def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:  # float32, 0-d
-    """Return the norm of each gradient."""
-    found = tables(gradients)
-    partial = empty_partial(found)
-    _squares(found, partial)
+    """Return the norm of each gradient on one device, contiguous: (values, None), or (codes, scale) of FP8 ones."""
+    device, launches, order = gradients[0][0].device, [], []
+    scales = [0 if scale is None else scale.data_ptr() for _, scale in gradients]
+    for dtype, layout, of, columns in groups_of([values for values, _ in gradients]):
+        spans = [-(-blocks // SPAN) for blocks in columns["blocks"]]
+        columns["first_span"] = [*accumulate(spans, initial=0)][:-1]
+        columns["grad_block_scale"] = [scales[i] for i in of]
+        launches.append((dtype, layout, upload_columns(columns, device), owners(spans, device)))
+        order += of
+    partial = torch.empty(
+        sum(len(owner) for *_, owner in launches), dtype=torch.float64, device=device
+    )
+    _squares(launches, partial)
     out = partial.new_empty(len(gradients), dtype=torch.float32)
     at = row = 0
-    for _, _, rows, owner, of in found:
-        _launch_roots((len(of), 1, 1), rows, partial[at:], out[row:], 64)
-        at, row = at + len(owner), row + len(of)
-    norm_of = dict(zip((i for t in found for i in t.of), out.unbind(), strict=True))
+    for _, _, rows, owner in launches:
+        _launch_roots((len(rows), 1, 1), rows, partial[at:], out[row:], 64)
+        at, row = at + len(owner), row + len(rows)
+    norm_of = dict(zip(order, out.unbind(), strict=True))
     return [norm_of[i] for i in range(len(gradients))]

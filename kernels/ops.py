@@ -228,7 +228,7 @@ def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tenso
 def _in_one_table(tensors: Sequence[Tensor]) -> bool:
     """Return whether one launch may read all of `tensors` by their addresses."""
     return (
-        len({x.device for x in tensors}) == 1
+        len({x.get_device() for x in tensors}) == 1  # a torch.device takes ten times as long
         and triton_runs_on(tensors[0].device)
         and all(type(x) in _PLAIN for x in tensors)
         and not torch.cuda.is_current_stream_capturing()

@@ -36,6 +36,15 @@ def upload_rows(rows: Sequence[Mapping[str, int]], device: torch.device) -> Tens
     return upload(flat, device).view(len(rows), WIDTH)
 
 
+def upload_columns(columns: Mapping[str, Sequence[int]], device: torch.device) -> Tensor:
+    """Return the same table from its columns, in less time: for tables that are made at every step."""
+    count = len(columns["blocks"])
+    flat = array("q", bytes(8 * WIDTH * count))
+    for name, values in columns.items():
+        flat[COLUMN[name] :: WIDTH] = array("q", values)
+    return upload(flat, device).view(count, WIDTH)
+
+
 def deal(
     rows: Sequence[dict[str, int]],
     blocks: int,  # of a row that a program works on
@@ -46,7 +55,12 @@ def deal(
     counts = [-(-row["blocks"] // blocks) for row in rows]
     for row, first in zip(rows, accumulate(counts, initial=0), strict=False):
         row[column] = first
-    numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
+    return owners(counts, device)
+
+
+def owners(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return the row of each program of a launch, int32, where row i has `counts[i]` programs."""
+    numbers = torch.arange(len(counts), dtype=torch.int32, device=device)
     repeats = upload(array("q", counts), device)
     return torch.repeat_interleave(numbers, repeats, output_size=sum(counts))
 

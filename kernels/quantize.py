@@ -24,10 +24,10 @@ from fp8stack.formats import BLOCK, E4M3, E5M2, MiniFloat, rows_cols, scale_shap
 
 from .fp8 import block_offsets, casts_in_hardware, decode, encode_blocks, store_rounded
 from .launch import Launcher
-from .pointer_table import COLUMN, WIDTH, upload_rows
+from .pointer_table import COLUMN, WIDTH, upload_columns
 from .reference import quantize as reference
 from .state_codecs import encode_state, root
-from .step import TYPES, row_layout, table_row
+from .step import TYPES, groups_of
 from .tile_io import places, pointer
 
 BLOCKS = 16
@@ -119,23 +119,19 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
 def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tensor, Tensor]]:
     """Quantize each of `tensors`, on one device, to E4M3 or E5M2; return their codes and scales."""
     tensors = [x.contiguous() for x in tensors]  # which have to live until the launch
-    launches: dict[tuple[torch.dtype, str], list[dict[str, int]]] = {}
-    result = []
-    for x in tensors:
-        codes = torch.empty_like(x, dtype=fmt.dtype)  # half the time of new_empty
-        scale = x.new_empty(*scale_shape(x.shape), dtype=torch.float32)
-        result.append((codes, scale))
-        row = table_row(x.shape, grad=x, codes=codes, grad_block_scale=scale)
-        launches.setdefault((x.dtype, row_layout(x.shape, (x,))), []).append(row)
-    for (dtype, layout), rows in launches.items():
-        programs = min(-(-max(row["blocks"] for row in rows) // BLOCKS), PROGRAMS)
+    device = tensors[0].device
+    codes = [torch.empty_like(x, dtype=fmt.dtype) for x in tensors]  # half the time of new_empty
+    scales = [x.new_empty(*scale_shape(x.shape), dtype=torch.float32) for x in tensors]
+    for dtype, layout, of, columns in groups_of(tensors):
+        columns["codes"] = [codes[i].data_ptr() for i in of]
+        columns["grad_block_scale"] = [scales[i].data_ptr() for i in of]
+        programs = min(-(-max(columns["blocks"]) // BLOCKS), PROGRAMS)
         if programs:
-            device = tensors[0].device
             _launch_list(
-                (programs, len(rows), 1), upload_rows(rows, device),
+                (programs, len(of), 1), upload_columns(columns, device),
                 TYPES[dtype], layout, fmt.mantissa_bits, casts_in_hardware(device), BLOCKS,
             )  # fmt: skip
-    return result
+    return list(zip(codes, scales, strict=True))
 
 
 def dequantize_blocks(

@@ -15,7 +15,7 @@ agrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -236,21 +236,52 @@ def row_layout(shape: torch.Size, tensors: Iterable[Tensor | None]) -> str:
     """Return how the rows of tensors of `shape` lie: what a kernel may take for granted about addresses."""
     if any(x is not None and x.data_ptr() % 16 for x in tensors):
         return "any"
-    cols = _extent(shape)["cols"]
+    return _layout_of(_extent(shape)[2])
+
+
+def _layout_of(cols: int) -> str:
     return "flat" if cols % BLOCK == 0 else "sixteen" if cols % 16 == 0 else "any"
 
 
 @lru_cache(maxsize=4096)
-def _extent(shape: torch.Size) -> dict[str, int]:
-    """Return the columns of a table's row that a shape decides; kept, as tables of gradients are made at every step."""
+def _extent(shape: torch.Size) -> tuple[int, int, int]:
+    """Return what a shape decides of a table's row, `_EXTENT`. Kept, as tables of gradients are made at every step."""
     rows, per_row = scale_shape(shape)
-    return {"blocks": rows * per_row, "blocks_per_row": per_row, "cols": rows_cols(shape)[1]}
+    return rows * per_row, per_row, rows_cols(shape)[1]
+
+
+_EXTENT = ("blocks", "blocks_per_row", "cols")
 
 
 def table_row(shape: torch.Size, **tensors: Tensor | None) -> dict[str, int]:
     """Return the row of a pointer table for tensors of one parameter of `shape`."""
     addresses = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
-    return addresses | _extent(shape)
+    return addresses | dict(zip(_EXTENT, _extent(shape), strict=True))
+
+
+class Group(NamedTuple):
+    """Tensors of a list that share a launch."""
+
+    dtype: torch.dtype
+    layout: str  # see `row_layout`
+    of: list[int]  # their places in the list
+    columns: dict[str, Sequence[int]]  # of a pointer table, "grad" for their addresses
+
+
+def groups_of(tensors: Sequence[Tensor]) -> list[Group]:
+    """Group contiguous tensors by dtype and layout."""
+    found: dict[tuple[torch.dtype, str], list[int]] = {}
+    extents = [_extent(x.shape) for x in tensors]
+    addresses = [x.data_ptr() for x in tensors]
+    for i, (x, extent, address) in enumerate(zip(tensors, extents, addresses, strict=True)):
+        layout = "any" if address % 16 else _layout_of(extent[2])
+        found.setdefault((x.dtype, layout), []).append(i)
+    groups = []
+    for (dtype, layout), of in found.items():
+        columns: dict[str, Sequence[int]] = {"grad": [addresses[i] for i in of]}
+        columns |= zip(_EXTENT, zip(*(extents[i] for i in of), strict=True), strict=True)
+        groups.append(Group(dtype, layout, of, columns))
+    return groups
 
 
 def step_table(

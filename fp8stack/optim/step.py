@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import GradientError
@@ -98,6 +99,15 @@ def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
     Raises:
         GradientError: if it is sparse or complex, or of another shape, device or dtype than a step takes.
     """
+    if (
+        type(gradient) in (Tensor, BlockScaledTensor)
+        and type(parameter) in (Tensor, nn.Parameter)
+        and gradient.layout is torch.strided
+        and gradient.shape == parameter.shape
+        and gradient.device == parameter.device
+        and gradient.dtype in FLOATS
+    ):
+        return  # as nearly all, and a step has hundreds
     shape = tuple(parameter.shape)
     remedy = f"{DENSE_LAYER}, or torch's own optimizer for this parameter"
     check_dense(gradient, f"a parameter of shape {shape}", remedy)
