@@ -10,6 +10,7 @@
 2. Linear layers change their class, so that they multiply in FP8 (O0).
 3. Weights of Linear and Embedding layers become bfloat16; the optimizer keeps their remaining bits (O2).
 4. Large matrices get a hook that turns each new gradient into FP8 blocks (O1).
+5. RMSNorms and SwiGLU blocks are joined with the casts around them (on a GPU).
 
 Parameters keep their identity throughout, so ties, groups, schedulers, hooks and copies go on working. torch itself is
 not patched anywhere. Planning, FSDP2 and DeepSpeed call `decide` and `carry_out` with arguments of their own.
@@ -199,10 +200,10 @@ def carry_out(
         conversion.store_weights(model, layers, session)
         conversion.quantize_gradients(model, decisions.quantized, session)
         session.report.bytes_per_parameter = _planned_bytes(decisions.quantized, session)
-    if layers.fuse:
-        session.report.fused = fuse(model)
     model.__dict__[_KEPT] = session
     _MODELS.add(model)
+    if layers.fuse:
+        session.report.fused = fuse(model, decisions.skipped)
     return session
 
 

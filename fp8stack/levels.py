@@ -67,10 +67,10 @@ class Recipe:
         "skip": leave such layers out.
     select: on a GPU, "auto" multiplies in FP8 only where that is faster, by the sizes of a layer and its rows of input
         (`fp8stack/nn/select.py`); "all" always does.
-    fuse: on a GPU, native layers only: True joins RMSNorms and SwiGLU blocks with the casts around them
-        (`fp8stack/nn/swiglu.py`).
+    fuse: True joins RMSNorms and SwiGLU blocks with the casts around them (`fp8stack/nn/swiglu.py`): on a GPU, with
+        native layers, and not for weights that FSDP2 or DeepSpeed hold.
     matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
-    gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks as it arrives.
+    gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
     master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding), or
         "auto": "split24", but "split32" in parameter groups with a learning rate below 1e-5, whose updates are too

@@ -26,8 +26,8 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, nargs="+", metavar="PATTERN")
         elif field.name == "states_for":
             group.add_argument(flag, nargs="+", metavar="PATTERN=STATES[,MASTER]")
-        elif field.name == "fp8_fast_accum":
-            group.add_argument(flag, action=argparse.BooleanOptionalAction)
+        elif field.name == "fp8_fast_accum" or field.default is True:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
         elif isinstance(field.default, bool):
             group.add_argument(flag, action="store_true", default=None)
         elif isinstance(field.default, int):

@@ -1,10 +1,10 @@
 """O1 on one device: gradients become block-scaled FP8 tensors during backward.
 
 A post-accumulate-grad hook on each parameter notes that its gradient is there. Once 64 MiB of gradients are noted, and
-again when backward is over, one launch casts them all to E4M3 blocks, which then are `p.grad`. So `WAITING` bytes, or
-one gradient that is larger, are all that exists in full precision at any time (a compiled backward returns all of its
-gradients at once). A launch for each gradient would cost the host more than the rest of a layer's backward. Until its
-turn `p.grad` is what autograd wrote, and hooks of the user that come after ours see that.
+again when backward is over, one launch casts them all to E4M3 blocks, which then are `p.grad`. So less than `WAITING`
+bytes, and the gradient that arrives, are all that exists in full precision at any time (a compiled backward returns all
+of its gradients at once). A launch for each gradient would cost the host more than the rest of a layer's backward.
+Until its turn `p.grad` is what autograd wrote, and hooks of the user that come after ours see that.
 
 Autograd itself adds a second micro-batch, through the tensor's own `add_`, which keeps a residual so that small addends
 are not lost (`kernels/reference/gradient.py`).
@@ -14,9 +14,9 @@ Limits: where a backward fails, gradients that were noted stay as autograd wrote
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -52,18 +52,20 @@ class GradientHandle:
             if isinstance(parameter.grad, BlockScaledTensor):
                 parameter.grad = plain(parameter.grad)
         self.hooks.clear()
+        for batch in self._waiting.batches.values():  # where a hook calls this
+            batch.noted.clear()
 
 
 class _Waiting:
     """What the hooks note: the gradients of a backward that are not FP8 yet."""
 
     def __init__(self) -> None:
-        # Autograd holds the batch of a backward until that is over or has failed. Held here, it would keep parameters
-        # alive: Python's garbage collector does not see what hooks refer to.
-        self._batch: Callable[[], _Batch | None] = lambda: None
+        # By torch's number of the backward. Autograd holds a batch until its backward is over or has failed. Held here,
+        # it would keep parameters alive: Python's garbage collector does not see what hooks refer to.
+        self.batches: WeakValueDictionary[int, _Batch] = WeakValueDictionary()
 
     def note(self, name: str, parameter: Tensor) -> None:
-        """Quantize the gradient of `parameter`, if it has one that is not yet: now if no backward runs, else soon.
+        """Quantize the gradient of `parameter`, if it has one that is not yet: soon, or now if that cannot wait.
 
         Raises:
             GradientError: for a sparse or complex gradient.
@@ -72,58 +74,58 @@ class _Waiting:
         if gradient is None or isinstance(gradient, BlockScaledTensor):
             return
         check_dense(gradient, name, f'{DENSE_LAYER}, or initialize with gradients="keep"')
-        backward = torch._C._current_graph_task_id()
-        if backward == -1:
-            _cast([parameter], _stream(gradient))
+        backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        # A part of a larger memory, such as a bucket of DDP's, may be written by others before backward is over.
+        if backward == -1 or gradient.untyped_storage().nbytes() > gradient.nbytes:
+            _cast([(parameter, gradient)])
             return
-        batch = self._batch()
-        if batch is None or batch.backward != backward:
-            batch = _Batch(backward)
+        batch = self.batches.get(backward)
+        if batch is None:
+            batch = self.batches[backward] = _Batch()
             torch.autograd.Variable._execution_engine.queue_callback(batch.cast_all)
-            self._batch = weakref.ref(batch)
         batch.add(parameter, gradient)
 
 
 class _Batch:
-    """Parameters whose gradients wait for one cast, by the device and the stream that those were made on."""
+    """Parameters with gradients that wait for one cast, by the device and the stream that those were made on."""
 
-    def __init__(self, backward: int) -> None:
-        self.backward = backward  # torch's number of it
-        self._parameters: dict[tuple[int, int], list[Tensor]] = {}
+    def __init__(self) -> None:
+        self.noted: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
         self._bytes: dict[tuple[int, int], int] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         key = gradient.get_device(), _stream(gradient)
-        self._parameters.setdefault(key, []).append(parameter)
+        self.noted.setdefault(key, []).append((parameter, gradient))
         self._bytes[key] = self._bytes.get(key, 0) + gradient.nbytes
         if self._bytes[key] >= WAITING:
             self._cast(key)
 
     def cast_all(self) -> None:
         """Cast the rest, on the streams of the call of backward, which by now wait for those of the gradients."""
-        for key in [*self._parameters]:
+        for key in [*self.noted]:
             self._cast(key)
 
     def _cast(self, key: tuple[int, int]) -> None:
         del self._bytes[key]
-        _cast(self._parameters.pop(key), key[1])
+        _cast(self.noted.pop(key), key[1])
 
 
-def _cast(parameters: Iterable[Tensor], stream: int) -> None:
-    """Quantize gradients that were made on one stream of one device."""
-    found, gradients = [], []
-    for parameter in parameters:
-        gradient = parameter.grad
-        # A hook that came later may have freed or replaced it.
-        if gradient is not None and not isinstance(gradient, BlockScaledTensor):
-            if gradient.requires_grad or gradient.dtype is not parameter.dtype:
-                gradient = gradient.detach().to(parameter.dtype)
-            if _stream(gradient) != stream:  # its memory must last until the launch has read it
-                gradient.record_stream(torch.cuda.current_stream(gradient.device))
-            found.append(parameter)
-            gradients.append(gradient)
-    if found:
-        for parameter, parts in zip(found, ops.quantize_list(gradients, E4M3), strict=True):
+def _cast(noted: Iterable[tuple[Tensor, Tensor]], stream: int | None = None) -> None:
+    """Quantize gradients that were made on one stream of one device, by default the current one."""
+    parameters, gradients = [], []
+    for parameter, gradient in noted:
+        if parameter.grad is not gradient:  # a later hook freed or replaced it, as DDP does
+            continue
+        if gradient.requires_grad or gradient.dtype is not parameter.dtype:
+            gradient = gradient.detach().to(parameter.dtype)
+        if (
+            stream is not None and _stream(gradient) != stream
+        ):  # its memory must last until the launch has read it
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
+        parameters.append(parameter)
+        gradients.append(gradient)
+    if parameters:
+        for parameter, parts in zip(parameters, ops.quantize_list(gradients, E4M3), strict=True):
             parameter.grad = BlockScaledTensor(*parts, dtype=parameter.dtype)
 
 

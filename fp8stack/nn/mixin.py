@@ -7,13 +7,16 @@ two parents instead. It is freed with the class below it.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ModelError
+
+TESTED = "_fp8stack_tested"
+"""The attribute with the submodules that a fused block had when it was found to compute the formula."""
 
 
 class Mixin(nn.Module):
@@ -83,16 +86,26 @@ def hidden_class(name: str, module: nn.Module, hidden: str) -> ModelError:
 
 
 def fuse_modules(
-    model: nn.Module, mixin: type[Fused], fits: Callable[[nn.Module], bool]
+    model: nn.Module,
+    mixin: type[Fused],
+    fits: Callable[[nn.Module], bool],
+    skipped: Container[nn.Module] = (),
 ) -> list[str]:
     """Mix `mixin` into the classes of the modules that fit; return the names of those that did not have it yet."""
     fused = []
     for name, module in model.named_modules():
         # If the instance itself has a forward, something has wrapped the module.
-        if not isinstance(module, mixin) and "forward" not in vars(module) and fits(module):
+        left_alone = isinstance(module, mixin) or "forward" in vars(module) or module in skipped
+        if not left_alone and fits(module):
             module.__class__ = mixed_class(mixin, type(module))
             fused.append(name)
     return fused
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Has somebody registered a hook on the module, or put a forward on the instance?"""
+    forward = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 @torch.no_grad()
@@ -124,3 +137,4 @@ def unfuse(model: nn.Module) -> None:
             raise hidden_class(name, module, "the fused one")
     for module in fused.values():
         module.__class__ = class_below(module)
+        vars(module).pop(TESTED, None)

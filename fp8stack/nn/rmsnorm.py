@@ -15,6 +15,7 @@ for tensors that are not torch's own, a fused norm runs its own class's forward.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from .mixin import Fused, fuse_modules, run_with
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def fuse_norms(model: nn.Module) -> list[str]:
+def fuse_norms(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
     """Fuse the RMSNorms of a model; return their names. `unfuse` undoes it."""
-    return fuse_modules(model, FusedRMSNorm, _is_rmsnorm)
+    return fuse_modules(model, FusedRMSNorm, _is_rmsnorm, skipped)
 
 
 class FusedRMSNorm(Fused):

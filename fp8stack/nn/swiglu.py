@@ -7,13 +7,15 @@ step moves half the bytes for them. Of the activation nothing is kept: backward,
 the transposed codes that the product for the weight's gradient wants; torch keeps it and silu(gate). `fuse` finds such
 blocks among a model's modules by the names of their layers and takes one only if its forward, run on random weights as
 in training, gives the very numbers of the formula, and only if it owns nothing but three weights; so a block with
-dropout, a bias, a parameter of its own, a hook on an inner layer or another activation is left as it is. What it does
-depending on attributes that change later is lost. RMSNorms are fused too: see `rmsnorm.py`.
+dropout, a bias, a parameter of its own, a hook on an inner layer or another activation is left as it is. Inner modules
+that are replaced later, or get a hook, are called; other attributes that change later are not looked at. RMSNorms are
+fused too: see `rmsnorm.py`. On a GPU `initialize` calls `fuse`.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from .casts import (
     weight_for_backward,
 )
 from .linear import Fp8Linear, backward_once, check_input, crop, output_dtype, product
-from .mixin import Fused, fuse_modules, run_with
+from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
 from .rmsnorm import fuse_norms
 from .select import pays
 
@@ -44,14 +46,17 @@ NAMES = (
 )
 
 
-def fuse(model: nn.Module) -> list[str]:
-    """Fuse the SwiGLU blocks and the RMSNorms of a model with native FP8 layers; return their names.
+def fuse(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
+    """Fuse the SwiGLU blocks and the RMSNorms of a model with native FP8 layers, but for those that are skipped.
 
-    `fp8stack.restore` undoes it.
+    Returns their names. `fp8stack.restore` undoes it.
     """
     if not any(isinstance(module, Fp8Linear) for module in model.modules()):
         return []
-    return [*fuse_modules(model, FusedSwiGLU, _is_swiglu), *fuse_norms(model)]
+    blocks = fuse_modules(model, FusedSwiGLU, _is_swiglu, skipped)
+    for module in map(model.get_submodule, blocks):
+        vars(module)[TESTED] = dict(module.named_children())
+    return [*blocks, *fuse_norms(model, skipped)]
 
 
 class FusedSwiGLU(Fused):
@@ -59,7 +64,11 @@ class FusedSwiGLU(Fused):
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return down(silu(gate(x)) × up(x)) of the one argument x: [..., features] -> [..., features]."""
-        layers = _layers_of(self)
+        # An activation that was replaced since, or has a hook, is called.
+        inner = self._modules
+        tested: dict[str, nn.Module] = vars(self)[TESTED]
+        same = all(inner.get(name) is m and not has_hooks(m) for name, m in tested.items())
+        layers = _layers_of(self) if same else None
         # None: an inner layer was changed since.
         if layers is None or named or len(given) != 1 or not _all_pay(given[0], layers):
             result: Tensor = self.plain_forward(*given, **named)
@@ -82,12 +91,9 @@ def _all_pay(x: Tensor, layers: tuple[Fp8Linear, ...]) -> bool:
 
 def _is_plain(layer: Fp8Linear, first: Any) -> bool:
     """Is there nothing to the layer but the product of a weight, made as the first one's is?"""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
-    hooks = hooks or layer._backward_hooks or layer._backward_pre_hooks
     products = layer.products
     return (
         layer.bias is None
-        and not hooks
         and layer.training is first.training
         and products.name == first.products.name
         and products.fp8_recipe == first.products.fp8_recipe
@@ -106,7 +112,8 @@ def _is_swiglu(module: nn.Module) -> bool:
     layers = _layers_of(module) or ()
     weights = {id(layer.weight) for layer in layers}
     owned = {id(p) for p in module.parameters()}
-    if not layers or owned != weights or next(module.buffers(), None) is not None:
+    alone = owned == weights and next(module.buffers(), None) is None
+    if not layers or not alone or any(map(has_hooks, [*module.modules()][1:])):
         return False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
@@ -116,7 +123,11 @@ def _is_swiglu(module: nn.Module) -> bool:
         gate, up, down = small
         expected = down(nn.functional.silu(gate(x)) * up(x))
         places: dict[int, Any] = {id(a): b for a, b in zip(layers, small, strict=True)}
-        found = run_with(module, x, _modules=copy.deepcopy(module._modules, places))
+        try:
+            copied = copy.deepcopy(module._modules, places)
+        except Exception:  # it holds what cannot be copied
+            return False
+        found = run_with(module, x, _modules=copied)
     return isinstance(found, Tensor) and torch.equal(found, expected)
 
 

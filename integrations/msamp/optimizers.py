@@ -21,6 +21,7 @@ from torch import nn
 
 from fp8stack import optim
 from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.tensor import is_sharded
 
 from .collectives import all_reduce_grads
 
@@ -112,7 +113,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip as torch does; as in MS-AMP, a `max_norm` of 0 or less only measures."""
     limit = max_norm if max_norm > 0 else math.inf
-    return nn.utils.clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite)
+    norm: Any = nn.utils.clip_grad_norm_(parameters, limit, norm_type, error_if_nonfinite)
+    whole: torch.Tensor = norm.full_tensor() if is_sharded(norm) else norm
+    return whole.float()
 
 
 COUNTERPARTS: dict[type, type[LowBitOptimizer]] = {optim.AdamW: LBAdamW, optim.Adam: LBAdam}

@@ -18,8 +18,11 @@ MODES = {
     "views": {"gradient_as_bucket_view": True},
     "small buckets": {"bucket_cap_mb": 0.05},
     "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True},
+    "static": {"static_graph": True, "gradient_as_bucket_view": True},
 }
+
+
+TRAININGS = ((None, "plain"), ("O1", "plain"), ("O2", "plain"), ("O1", "views"), ("O2", "static"))
 
 
 def check_all(rank):
@@ -31,8 +34,8 @@ def check_all(rank):
     if world == 2:
         check_small_buckets_go_as_they_are(rank, device)
         check_one_bad_rank_stops_all(rank, device)
-        for level in (None, "O1", "O2"):
-            check_training(rank, device, level)
+        for level, mode in TRAININGS:
+            check_training(rank, device, level, mode)
 
 
 @pytest.mark.slow
@@ -114,10 +117,10 @@ def check_one_bad_rank_stops_all(rank, device):
         assert_same_bits(p.detach(), same)
 
 
-def check_training(rank, device, level):
+def check_training(rank, device, level, mode):
     losses = {}
     for hooked in (False, True):
-        model, optimizer = make(device, "plain", level)
+        model, optimizer = make(device, mode, level)
         if hooked:
             comm.register_fp8_hook(model)
         losses[hooked] = train_part(model, optimizer, rank, 2, device)

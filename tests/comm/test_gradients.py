@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack import BlockScaledTensor
-from fp8stack.comm import GradientHandle
+from fp8stack.comm import GradientHandle, gradients
 from fp8stack.formats import E4M3
 from fp8stack.kernels.reference.quantize import quantize_blocks
 
@@ -88,6 +88,41 @@ def test_hooks_of_users_and_a_backward_inside_a_backward():
     model[1](hidden[:, :128]).sum().backward()
     assert model[0].weight.grad is None
     assert isinstance(model[1].weight.grad, BlockScaledTensor)
+
+
+def test_few_gradients_wait_with_backwards_inside_a_backward(monkeypatch):
+    """Every second layer has a backward of its own, after which the outer one goes on counting."""
+    layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
+    size = layers[0].weight.nbytes
+    monkeypatch.setattr(gradients, "WAITING", 3 * size)
+    GradientHandle().attach(layers.parameters(), {})
+    most = []
+
+    def record(_):
+        most.append(sum(type(p.grad) is torch.Tensor for p in layers.parameters()))
+
+    for p in layers.parameters():
+        p.register_post_accumulate_grad_hook(record)
+    x = torch.randn(4, 128, requires_grad=True)
+    for i, layer in enumerate(layers):
+        x = checkpoint(layer, x, use_reentrant=True) if i % 2 else layer(x)
+    x.sum().backward()
+    assert max(most) == 3  # two of the outer one, one of an inner one
+    assert {type(p.grad) for p in layers.parameters()} == {BlockScaledTensor}
+
+
+def test_compiled_autograd_makes_them_fp8(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
+    model, _ = build_pair()
+
+    @torch.compile(backend="eager")
+    def step(x):
+        model(x).sum().backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        step(torch.randn(4, 256))
+        assert {type(p.grad) for p in model.parameters()} == {BlockScaledTensor}
 
 
 @pytest.mark.gpu

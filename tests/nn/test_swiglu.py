@@ -1,12 +1,14 @@
 """Fused SwiGLU blocks: which are taken, what they compute, and the way back."""
 
 import copy
+import threading
 
 import pytest
 import torch
 from helpers import assert_same_bits, train
 from layers import (
     COPIES,
+    SwiGLU,
     begun,
     changed,
     fused,
@@ -20,8 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import fp8stack
+from fp8stack import api
 from fp8stack.errors import ModelError
 from fp8stack.kernels import ops
+from fp8stack.levels import recipe_for
 from fp8stack.nn import Fp8Linear
 from fp8stack.nn.mixin import unfuse
 from fp8stack.nn.rmsnorm import FusedRMSNorm
@@ -346,3 +350,59 @@ def test_a_fused_model_trains_as_an_unfused_one(level, recipe, device, monkeypat
     assert len(calls) == 12 * 3
     assert losses[True] == pytest.approx(losses[False], rel=0.02)
     assert losses[True][-1] < 0.8 * losses[True][0]
+
+
+def started(block, **options):
+    """Return a model that `initialize` fuses as on a GPU, and what it fused."""
+    model = nn.Sequential(block, nn.RMSNorm(32, eps=1e-6))
+    decisions = api.decide(model, None, recipe_for("O0", compute="native", **options))
+    decisions.layers.fuse = True
+    return model, api.carry_out(model, None, decisions).report.fused
+
+
+def test_initialize_fuses_what_is_not_skipped_and_can_be_tested():
+    assert started(SwiGLU())[1] == ["0", "1"]
+    assert started(SwiGLU(), skip=["1"])[1] == ["0"]
+    assert started(SwiGLU(), skip=["0"])[1] == []  # nothing is in FP8 then
+    block = Acting()
+    block.act_fn.lock = threading.Lock()  # no copy of it can be made
+    model, fused = started(block)
+    assert fused == ["1"]
+    fp8stack.restore(model)
+
+
+@pytest.mark.parametrize(
+    "change", ["hook before", "hook", "replaced", "forward", "pre-hook of a layer"]
+)
+def test_hooks_and_changes_inside_a_block_count(change):
+    called = []
+    block = Acting()
+    if change == "hook before":
+        block.act_fn.register_forward_hook(lambda *_: called.append(1))
+    model, fused = started(block)
+    assert ("0" in fused) == (change != "hook before")
+    if change == "hook":
+        block.act_fn.register_forward_hook(lambda *_: called.append(1))
+    elif change == "replaced":
+        block.act_fn = nn.Identity()
+        block.act_fn.forward = lambda x: called.append(1) or x
+    elif change == "forward":
+        plain = block.gate_proj.forward
+        block.gate_proj.forward = lambda x: called.append(1) or plain(x)
+    elif change == "pre-hook of a layer":
+        block.down_proj.register_forward_pre_hook(lambda *_: called.append(1))
+    called.clear()
+    model(torch.randn(4, 32))
+    assert called == [1]
+
+
+class Acting(nn.Module):
+    """A block whose activation is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(32, 48, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(48, 32, bias=False), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
