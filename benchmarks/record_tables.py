@@ -302,11 +302,6 @@ LAYERS = {
     "torchao, tensorwise, compiled": "torchao tensorwise compile",
     "torchao, rowwise, compiled": "torchao rowwise compile",
 }
-LAYERS_IN_SHORT = (
-    "bf16", "fp8stack native", "fp8stack native, fused, delayed", "TransformerEngine, current",
-    "TransformerEngine, fused modules, delayed", "torchao, tensorwise", "bf16, compiled",
-    "fp8stack native, fused, delayed, compiled", "torchao, tensorwise, compiled",
-)  # fmt: skip
 
 
 def layers() -> dict[str, Record]:
@@ -314,9 +309,9 @@ def layers() -> dict[str, Record]:
     return by_variant(read("train_step", model="llama"))
 
 
-def train_step(names: Iterable[str] = LAYERS) -> list[str]:
+def train_step() -> list[str]:
     found, rows = layers(), []
-    for name in names:
+    for name in LAYERS:
         r = found[LAYERS[name]]
         extra = r["extra"]
         numbers = (f"{extra['of_eager']:.2f}", f"{extra['cpu_ms']:.1f}", f"{extra['peak_gib']:.1f}")
@@ -326,7 +321,6 @@ def train_step(names: Iterable[str] = LAYERS) -> list[str]:
 
 
 TABLES["train-step"] = train_step
-TABLES["train-step-short"] = lambda: train_step(LAYERS_IN_SHORT)
 
 
 # --- several GPUs

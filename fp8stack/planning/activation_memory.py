@@ -33,8 +33,8 @@ c V, and two statistics. The logits' gradient is written over them; an FP8 head 
 loss then no longer hides what a feed-forward block's backward holds beside all blocks: gradients of its inside and of
 the residual stream.
 
-Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); no blocks that
-`fp8stack.nn.fuse` fused, which keep one or two tensors of the feed-forward's size less.
+Limits: no dropout; norms as one kernel each (RMSNorm keeps more where torch has none, as on CPUs); no fused
+blocks, the default on a GPU, which keep one or two tensors of the feed-forward's size less.
 """
 
 from __future__ import annotations
