@@ -116,12 +116,11 @@ def _cast(noted: Iterable[tuple[Tensor, Tensor]], stream: int | None = None) -> 
     for parameter, gradient in noted:
         if parameter.grad is not gradient:  # a later hook freed or replaced it, as DDP does
             continue
+        if stream is not None and _stream(gradient) != stream:
+            # Its memory must not be given away before the launch has read it.
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
         if gradient.requires_grad or gradient.dtype is not parameter.dtype:
             gradient = gradient.detach().to(parameter.dtype)
-        if (
-            stream is not None and _stream(gradient) != stream
-        ):  # its memory must last until the launch has read it
-            gradient.record_stream(torch.cuda.current_stream(gradient.device))
         parameters.append(parameter)
         gradients.append(gradient)
     if parameters:
