@@ -6,10 +6,10 @@
 
 Models have random weights, float32, and sdpa attention. A step is forward, backward, `torch.nn.utils.clip_grad_norm_`
 and the optimizer. "bf16" is autocast over float32 weights with torch's fused AdamW, "pure bf16" bfloat16 weights with
-the same. Levels are `initialize(model, optimizer, level)` and nothing else; "all in FP8" is select="all", "not
-fused" fuse=False. "torchao" and "te" are the Linear layers of torchao (tensorwise scales) and TransformerEngine
-(current scaling), under bf16's autocast and optimizer. "compiled" is `model.compile()`, "by block" `compile()` of each
-element of the outermost ModuleLists.
+the same. Levels are `initialize(model, optimizer, level)` and nothing else; "all in FP8" is select="all", "not fused"
+fuse=False. "torchao" and "te" are the Linear layers of torchao (tensorwise scales) and TransformerEngine (current
+scaling), under bf16's autocast and optimizer. "compiled" is `model.compile()`, "by block" `compile()` of each element
+of the outermost ModuleLists.
 
 `ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
 feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts.

@@ -109,6 +109,7 @@ class Decisions(NamedTuple):
     quantized: set[nn.Parameter]
     formats: dict[nn.Parameter, tuple[str, str]]
     layers: LayerChoices
+    fuse: bool  # RMSNorms and SwiGLU blocks with the casts around them
     report: Report
 
 
@@ -151,7 +152,6 @@ def decide(
     on_gpu = compute == "native" and device.type == "cuda"
     by_size = on_gpu and recipe.select == "auto"
     layers = choose_layers(model, stored, skipped, quantized, compute, by_size)
-    layers.fuse = on_gpu and recipe.fuse and gathered_on is None
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         more = conversion.one_call_each(model, [optimizer])
@@ -165,7 +165,8 @@ def decide(
     if recipe.master == "auto":
         asked = getattr(optimizer, "master", "auto")  # one of ours was made with it
         report.master = " or ".join(sorted({master_for(asked, group) for group in groups}))
-    return Decisions(recipe, compute, skipped, quantized, formats, layers, report)
+    fused = on_gpu and recipe.fuse and gathered_on is None
+    return Decisions(recipe, compute, skipped, quantized, formats, layers, fused, report)
 
 
 def carry_out(
@@ -202,7 +203,7 @@ def carry_out(
         session.report.bytes_per_parameter = _planned_bytes(decisions.quantized, session)
     model.__dict__[_KEPT] = session
     _MODELS.add(model)
-    if layers.fuse:
+    if decisions.fuse:
         session.report.fused = fuse(model, decisions.skipped)
     return session
 

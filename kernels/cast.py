@@ -34,7 +34,8 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, reciprocal, scale_and_inverse
-from .launch import Launcher, raw_stream
+from .launch import Launcher
+from .ops import raw_stream
 from .reference.cast import LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES
 from .transpose_tiles import load_float, magnitude, place_tile, store_both

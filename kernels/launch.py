@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 _MOST = 4096  # keys that a Launcher remembers: batches of ever new lengths must not fill the memory
 
@@ -116,9 +115,3 @@ def _without_wrapper(compiled: Any) -> tuple[Any, tuple[Any, ...]]:
     if given[:5] != [1, 1, 1, 0, own[0]]:
         return run, own
     return run.launch, tuple(given[4:])
-
-
-def raw_stream(x: Tensor) -> int:
-    """Return the handle of the current stream of the GPU that `x` is on; 0 for a tensor on the CPU."""
-    device = x.get_device()
-    return int(torch._C._cuda_getCurrentRawStream(device)) if device >= 0 else 0

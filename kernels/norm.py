@@ -13,7 +13,6 @@ Limits: contiguous gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 import triton
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from .fp8 import bits_of_magnitude
 from .launch import Launcher
-from .pointer_table import COLUMN, WIDTH, owners, upload_columns
+from .pointer_table import COLUMN, WIDTH, programs_of, upload_columns
 from .state_codecs import E4M3_MAX, signed_values
 from .step import TYPES, groups_of
 from .tile_io import places, pointer
@@ -156,10 +155,9 @@ def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:  #
     device, launches, order = gradients[0][0].device, [], []
     scales = [0 if scale is None else scale.data_ptr() for _, scale in gradients]
     for dtype, layout, of, columns in groups_of([values for values, _ in gradients]):
-        spans = [-(-blocks // SPAN) for blocks in columns["blocks"]]
-        columns["first_span"] = [*accumulate(spans, initial=0)][:-1]
+        columns["first_span"], owner = programs_of(columns["blocks"], SPAN, device)
         columns["grad_block_scale"] = [scales[i] for i in of]
-        launches.append((dtype, layout, upload_columns(columns, device), owners(spans, device)))
+        launches.append((dtype, layout, upload_columns(columns, device), owner))
         order += of
     partial = torch.empty(
         sum(len(owner) for *_, owner in launches), dtype=torch.float64, device=device

@@ -88,6 +88,12 @@ def triton_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and kernel_backend()[0] == "triton"
 
 
+def raw_stream(x: Tensor) -> int:
+    """Return the handle of the current stream of the GPU that `x` is on; 0 for a tensor on the CPU."""
+    device = x.get_device()
+    return int(torch._C._cuda_getCurrentRawStream(device)) if device >= 0 else 0
+
+
 @cache
 def triton_module(name: str) -> Any:
     """Return the module `name` of this package, which imports Triton: for launches that have no function here."""

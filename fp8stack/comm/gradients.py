@@ -3,8 +3,8 @@
 A post-accumulate-grad hook on each parameter notes that its gradient is there. Once 64 MiB of gradients are noted, and
 again when backward is over, one launch casts them all to E4M3 blocks, which then are `p.grad`. So less than `WAITING`
 bytes, and the gradient that arrives, are all that exists in full precision at any time (a compiled backward returns all
-of its gradients at once). A launch for each gradient would cost the host more than the rest of a layer's backward.
-Until its turn `p.grad` is what autograd wrote, and hooks of the user that come after ours see that.
+of its gradients at once). A launch for each gradient would keep the host busy for longer than the GPU. Until its turn
+`p.grad` is what autograd wrote, and hooks of the user that come after ours see that.
 
 Autograd itself adds a second micro-batch, through the tensor's own `add_`, which keeps a residual so that small addends
 are not lost (`kernels/reference/gradient.py`).
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
+from fp8stack.kernels.ops import raw_stream
 from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
 
 WAITING = 64 * 2**20
@@ -94,7 +95,7 @@ class _Batch:
         self._bytes: dict[tuple[int, int], int] = {}
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        key = gradient.get_device(), _stream(gradient)
+        key = gradient.get_device(), raw_stream(gradient)
         self.noted.setdefault(key, []).append((parameter, gradient))
         self._bytes[key] = self._bytes.get(key, 0) + gradient.nbytes
         if self._bytes[key] >= WAITING:
@@ -116,7 +117,7 @@ def _cast(noted: Iterable[tuple[Tensor, Tensor]], stream: int | None = None) -> 
     for parameter, gradient in noted:
         if parameter.grad is not gradient:  # a later hook freed or replaced it, as DDP does
             continue
-        if stream is not None and _stream(gradient) != stream:
+        if stream is not None and raw_stream(gradient) != stream:
             # Its memory must not be given away before the launch has read it.
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
         if gradient.requires_grad or gradient.dtype is not parameter.dtype:
@@ -126,8 +127,3 @@ def _cast(noted: Iterable[tuple[Tensor, Tensor]], stream: int | None = None) -> 
     if parameters:
         for parameter, parts in zip(parameters, ops.quantize_list(gradients, E4M3), strict=True):
             parameter.grad = BlockScaledTensor(*parts, dtype=parameter.dtype)
-
-
-def _stream(x: Tensor) -> int:
-    """Return the handle of the current stream of the GPU that `x` is on; 0 on a CPU."""
-    return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0

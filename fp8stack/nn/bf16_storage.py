@@ -21,9 +21,14 @@ class StoredLinear(nn.Linear):
         return stored_linear(input, self.weight, self.bias)
 
 
+def autocast_is_on(x: Tensor) -> bool:
+    """Return whether autocast is on for the device of `x`, whose name takes longer to find than the rest."""
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
+
+
 def stored_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in the dtype of x or autocast's, whatever the weight is stored in."""
-    if not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):  # which casts both
+    if not autocast_is_on(x):  # which casts both itself
         weight = weight.to(x.dtype)
         bias = bias if bias is None else bias.to(x.dtype)
     return nn.functional.linear(x, weight, bias)

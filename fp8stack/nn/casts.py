@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
+from fp8stack.kernels.ops import raw_stream
 from fp8stack.kernels.reference.delayed_state import DelayedState
 from fp8stack.levels import Recipe
 
@@ -224,7 +225,7 @@ def _moment(x: Tensor) -> tuple[int, int, int, bool]:
     """Return a key for facts about `x`: once it changes, they must not be used any more."""
     # The id, since a copy has the tensor's attributes, and the products of `matmuls.py` serve many weights. Another
     # stream has not waited for the facts. A CUDA graph is replayed with other contents, for which they do not hold.
-    return id(x), x._version, _stream(x), _capturing(x)
+    return id(x), x._version, raw_stream(x), _capturing(x)
 
 
 def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
@@ -268,7 +269,7 @@ class WeightScale(DelayedState):
         """Return whether the cast of `weight` that comes now may take the last scale and store a new one."""
         if torch.compiler.is_compiling() or not train:
             return train  # in evaluation a weight gets its own scale
-        before, self.stream = self.stream, _stream(weight)
+        before, self.stream = self.stream, raw_stream(weight)
         # Another stream has not waited for the scale, and a CUDA graph must not start from one that was made before it.
         known = before is None or before == self.stream
         return known and not _capturing(weight) and not torch.is_inference_mode_enabled()
@@ -371,10 +372,6 @@ def _will_run(node: Any) -> bool:
 def in_backward() -> bool:
     """Is a backward running? Then a forward is a recomputation."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _stream(x: Tensor) -> int:
-    return int(torch._C._cuda_getCurrentRawStream(x.get_device())) if x.is_cuda else 0
 
 
 def _capturing(x: Tensor) -> bool:

@@ -51,7 +51,6 @@ class LayerChoices:
     stored: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     # Matrices that keep their dtype: name and reason.
     kept: list[tuple[str, str]] = field(default_factory=list)
-    fuse: bool = False  # RMSNorms and SwiGLU blocks, with the casts around them
     share: float = 1.0  # of the elements of matrices, those that multiply in such GEMMs
     too_little: str = ""  # told where more than half does not, and nobody asked for that
 

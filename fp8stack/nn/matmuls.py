@@ -37,6 +37,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 
+from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
 from .convert import Conversion, is_of_library
 from .linear import alignment_of, fp8_matmul
@@ -170,7 +171,7 @@ class _Mode(TorchFunctionMode):
         dtypes = {x.dtype, weight.dtype, parameter.dtype}
         # O2 stores the weight of an Embedding in bfloat16, and the model goes on in its own dtype.
         alike = weight.dtype in (x.dtype, torch.bfloat16)
-        alike = alike or torch.is_autocast_enabled(x.device.type)
+        alike = alike or autocast_is_on(x)
         if not dtypes.issubset(FLOATS) or weight.dtype is not parameter.dtype or not alike:
             return "dtypes"
         if x.device != weight.device or not (x.is_cuda or x.is_cpu):

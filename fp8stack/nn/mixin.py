@@ -6,6 +6,7 @@ two parents instead. It is freed with the class below it.
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Container
 from typing import Any
@@ -109,19 +110,22 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def run_with(module: nn.Module, x: Tensor, **attributes: Any) -> Any:
+def run_with(
+    module: nn.Module, x: Tensor, places: dict[int, Any] | None = None, **attributes: Any
+) -> Any:
     """Run the module's own forward on `x`, in training, with these attributes in place of its own; None if it fails.
 
-    If the module has submodules, pass copies of them as `_modules`: the run sets them to training.
+    It runs with copies of its submodules, or by their id with those in `places`: the run sets them to training.
     """
     # the class's own __new__ would not do: FSDP's makes a module of the class below
     twin = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__, **attributes)
-    nn.Module.train(twin)
     try:
+        modules = copy.deepcopy(module._modules, places)
+        twin.__dict__.update(module.__dict__, _modules=modules, **attributes)
+        nn.Module.train(twin)
         with torch.random.fork_rng(devices=[]):  # dropout takes random numbers
             return type(module).forward(twin, x)
-    except Exception:  # it wants other arguments, another device or shape
+    except Exception:  # it cannot be copied, or wants other arguments, another device or shape
         return None
 
 

@@ -26,6 +26,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 
+from .bf16_storage import autocast_is_on
 from .casts import note_parts
 from .mixin import Fused, fuse_modules, run_with
 
@@ -73,7 +74,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and (x.is_cuda or x.is_cpu)
         and x.shape[-1:] == weight.shape  # [cols]
         # Autocast leaves float32 as it is in what norms are made of.
-        and (x.dtype is torch.float32 or not torch.is_autocast_enabled(x.device.type))
+        and (x.dtype is torch.float32 or not autocast_is_on(x))
         and not torch._C._are_functorch_transforms_active()
     )
 

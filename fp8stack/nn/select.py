@@ -17,10 +17,9 @@ outlier, the others take as long both ways, within a tenth.
 
 Solved for the rows, that is the number of rows from which on a layer multiplies in FP8. It is computed once, when the
 model is initialized, so nothing is timed. In eager mode FP8 has to save `HOST` more, because its launches keep the host
-busy for longer, by 360 µs a layer in real models; where the GPU is behind, that costs nothing. The margin is chosen:
-with 50 µs, ViT-L and T5 waited for the host. Under torch.compile there is none. Sizes that are no multiple of 8 slow
-bfloat16 down several times, and FP8 pads them, so such layers are always FP8. So are products of float32 without
-autocast.
+busy for longer, which costs time unless the GPU is behind. That margin is chosen, not measured. Under torch.compile
+there is none. Sizes that are no multiple of 8 slow bfloat16 down several times, and FP8 pads them, so such layers are
+always FP8. So are products of float32 without autocast.
 
 Limits: one fit for all GPUs and recipes; Ada and Blackwell have other ratios. `select="all"` leaves nothing out.
 """
@@ -33,6 +32,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .bf16_storage import autocast_is_on
 
 PRODUCTS, CASTS, WIDE, WEIGHT, LAUNCHES = 3.7e-9, 2.8e-6, 3.9e-6, 2.1e-6, 6.0  # µs, see above
 HOST = 100.0  # µs
@@ -81,7 +82,7 @@ def pays(x: Tensor, least: LeastRows | None) -> bool:
     if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
     wide = x.dtype is torch.float32
-    if wide and not torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type):
+    if wide and not autocast_is_on(x):
         return True
     compiled = torch.compiler.is_compiling()
     return x.numel() // max(x.shape[-1], 1) >= least[wide + 2 * compiled]

@@ -111,8 +111,8 @@ def test_few_gradients_wait_with_backwards_inside_a_backward(monkeypatch):
     assert {type(p.grad) for p in layers.parameters()} == {BlockScaledTensor}
 
 
-def test_compiled_autograd_makes_them_fp8(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_compiled_autograd_makes_them_fp8():
     model, _ = build_pair()
 
     @torch.compile(backend="eager")

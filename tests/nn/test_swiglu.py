@@ -347,8 +347,7 @@ def started(block, **options):
     """Return a model that `initialize` fuses as on a GPU, and what it fused."""
     model = nn.Sequential(block, nn.RMSNorm(32, eps=1e-6))
     decisions = api.decide(model, None, recipe_for("O0", compute="native", **options))
-    decisions.layers.fuse = True
-    return model, api.carry_out(model, None, decisions).report.fused
+    return model, api.carry_out(model, None, decisions._replace(fuse=True)).report.fused
 
 
 def test_initialize_fuses_what_is_not_skipped_and_can_be_tested():
