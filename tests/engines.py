@@ -89,8 +89,8 @@ def build(**options):
     return Bigrams(**options)
 
 
-def make_adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+def make_adamw(model, lr=3e-3):
+    return torch.optim.AdamW(model.parameters(), lr=lr)
 
 
 def configure(stage=0, dtype="fp32", level=None, zero=None, section=None, **more):
@@ -105,19 +105,19 @@ def configure(stage=0, dtype="fp32", level=None, zero=None, section=None, **more
     return config
 
 
-def start(config, model=None, **more):
+def start(config, model=None, lr=3e-3, **more):
     """Return an engine of the config's level."""
     model = build() if model is None else model
     if "optimizer" not in config and "optimizer" not in more:
-        more["optimizer"] = make_adamw(model)
+        more["optimizer"] = make_adamw(model, lr)
     return fp8_deepspeed.initialize(model=model, config=config, **more)[0]
 
 
-def start_plain(deepspeed, config):
+def start_plain(deepspeed, config, lr=3e-3):
     """Return an engine that DeepSpeed makes as it always does."""
     model = build()
     config = {**config, "zero_allow_untested_optimizer": True}
-    return deepspeed.initialize(model=model, optimizer=make_adamw(model), config=config)[0]
+    return deepspeed.initialize(model=model, optimizer=make_adamw(model, lr), config=config)[0]
 
 
 def inner_of(engine):

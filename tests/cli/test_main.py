@@ -1,6 +1,7 @@
 """The program `fp8stack` around its commands."""
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -56,10 +57,11 @@ def test_a_wrong_command_is_one_line(given, message, capsys):
 
 def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_a_line(tmp_path):
     code = "import torch\ndef make():\n"
-    code += "    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(999)))\n"
-    (tmp_path / "many.py").write_text(code)  # of which the command says more than a pipe holds
+    code += "    return torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(99)))\n"
+    (tmp_path / "many.py").write_text(code)  # of which the command says more than the pipe holds
     command = [sys.executable, "-m", "fp8stack", "plan", f"{tmp_path}/many.py:make", "--json"]
     reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True) as left:
         os.close(writing)
         assert os.read(reading, 1) == b"{"

@@ -163,7 +163,7 @@ def test_norms_of_many_gradients_of_all_dtypes_are_in_their_order(size, kernel_d
         assert norm.shape == ()
         expected = exact_values([grad]).norm().item()
         assert norm.item() == pytest.approx(expected, rel=1e-6)
-        assert_same_bits(triton_norm.norms([here[0]])[0], norms[0])
+    assert_same_bits(triton_norm.norms([here[0]])[0], norms[0])
 
 
 # --- largest magnitude
