@@ -26,7 +26,7 @@ from fp8stack.integrations.fsdp import attach, fully_shard_fp8, verify
 from fp8stack.levels import OPTIONS
 from fp8stack.monitor import Monitor
 
-LR = 5e-4
+LR = 1.5e-3
 HERE = SimpleNamespace()  # this process's rank, world, device, and the mesh of all ranks
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -89,7 +89,7 @@ def inputs(step):
     return [t.to(HERE.device) for t in batch(HERE.world * step + HERE.rank)]
 
 
-def train(model, optimizer, steps=range(25)):
+def train(model, optimizer, steps=range(10)):
     """Return this rank's losses."""
     losses = []
     for step in steps:
