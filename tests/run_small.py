@@ -1,4 +1,4 @@
-"""Run a script as a process of its own does, with a short sequence, and compiling nothing that DeepSpeed needs not."""
+"""Run a script as a process of its own does, with a small model, and compiling nothing that DeepSpeed needs not."""
 
 import functools
 import os
@@ -7,7 +7,8 @@ import sys
 
 import gpt
 
-gpt.ModelConfig = functools.partial(gpt.ModelConfig, seq_len=64)
+small = {"seq_len": 64, "dim": 128, "heads": 4, "kv_heads": 2, "ffn": 256}
+gpt.ModelConfig = functools.partial(gpt.ModelConfig, **small)
 sys.argv = sys.argv[1:]
 if "05_deepspeed" in sys.argv[0]:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or its Muon, which no script takes, is compiled

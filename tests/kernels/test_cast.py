@@ -4,6 +4,7 @@ In Triton's interpreter on a CPU, compiled on a GPU. Delayed scaling is in `test
 """
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -190,15 +191,24 @@ def test_a_product_of_blocks_is_that_of_their_values(squares, dtype, device):
 # --- Triton against the reference
 
 
-@ALL
+OF_VALUES = {
+    "e4m3-fp32-large": (E4M3, torch.float32, 1e30), "e5m2-fp32-small": (E5M2, torch.float32, 1e-30),
+    "e5m2-bf16": (E5M2, torch.bfloat16, 1), "e4m3-fp16": (E4M3, torch.float16, 6e4),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("fmt", "dtype", "limit"),
-    [(E4M3, torch.float32, 1e30), (E5M2, torch.float32, 1e-30), (E5M2, torch.bfloat16, 1), (E4M3, torch.float16, 6e4)],
-    ids=["e4m3-fp32-large", "e5m2-fp32-small", "e5m2-bf16", "e4m3-fp16"],
+    ("kernel", "values", "shape"),
+    [  # every two of them together
+        (kernel, values, shape)
+        for (i, kernel), (j, values), (n, shape) in product(*map(enumerate, (KERNELS, OF_VALUES, SHAPES)))
+        if (i + j + n) % 3 == 0
+    ],
+    ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matrices_cast_as_in_the_reference(kernel, fmt, dtype, limit, shape, kernel_device, rough):
+def test_matrices_cast_as_in_the_reference(kernel, values, shape, kernel_device, rough):
     """Ordinary values; values of all exponents up to a limit; and those with NaN and infinity among them."""
+    fmt, dtype, limit = OF_VALUES[values]
     x = rough(fitting(kernel, shape), dtype, limit)
     assert_casts_as_reference(kernel, x, fmt, kernel_device)
     x = x.nan_to_num(limit, -limit / 3, limit / 7)
@@ -238,8 +248,11 @@ def test_zeros_become_zeros_and_what_is_too_small_has_the_smallest_scale(kernel,
 
 
 @ALL
-@pytest.mark.parametrize("bad", [NAN, INF, -INF], ids=str)
-@pytest.mark.parametrize("position", [(0, 0), (69, 129), (128, 256)], ids=str)
+@pytest.mark.parametrize(
+    ("bad", "position"),
+    [(NAN, (0, 0)), (INF, (69, 129)), (NAN, (128, 256)), (-INF, (128, 256))],
+    ids=str,
+)
 def test_one_value_that_is_not_finite_makes_its_scale_nan(kernel, bad, position, kernel_device):
     x = torch.randn(129, 257)
     x[position] = bad
@@ -272,14 +285,14 @@ def test_casts_do_not_share_their_results(kernel_device):
     a single one, and recasts by casts."""
     shapes = [(70, 240), *[(1, 1), (16, 128), (20, 20)] * 3]
     inputs = [torch.randn(shapes[i % 10]) * 2.0 ** (i % 7) for i in range(66)]
-    for kernel in ("recast, kept", "recast, shrunk"):
-        results = []
-        for x in inputs:
-            here = x.to(kernel_device)
-            results.append((triton_cast.cast(here, E4M3), KERNELS[kernel][0](here, E4M3)))
-        for x, (cast, recast) in zip(inputs, results, strict=True):
-            assert_same_bits(cast, reference_cast.cast(x, E4M3))
-            assert_same_bits(recast, KERNELS[kernel][1](x, E4M3))
+    kernels = [KERNELS["recast, kept"], KERNELS["recast, shrunk"]] * 33
+    results = []
+    for x, kernel in zip(inputs, kernels, strict=True):
+        here = x.to(kernel_device)
+        results.append((triton_cast.cast(here, E4M3), kernel[0](here, E4M3)))
+    for x, kernel, (cast, recast) in zip(inputs, kernels, results, strict=True):
+        assert_same_bits(cast, reference_cast.cast(x, E4M3))
+        assert_same_bits(recast, kernel[1](x, E4M3))
 
 
 # --- sizes for a GPU only

@@ -49,7 +49,7 @@ def gradients_over_six_decades(kind, count):
 def largest_update(states, kind, beta2, device, floor=True):
     x = Step(StepCase(states=states), (1, 128), device).zero_states()
     largest = 0.0
-    for step, grad in enumerate(gradients_over_six_decades(kind, 200), 1):
+    for step, grad in enumerate(gradients_over_six_decades(kind, 110), 1):
         x.set(grad=grad)
         before = x.weight.clone()
         x.step(make_hyper(step=step, lr=1.0, betas=(0.9, beta2), eps=1e-12))

@@ -79,7 +79,7 @@ def test_sums_keep_28_db_and_stripes_31_for_every_number_of_ranks(alike):
     """The limits of docs/comm.md. Equal gradients grow with the number of ranks: without scales of their own, sums
     would be cut off at once. The last block is short, and stripes of many ranks reach beyond the end."""
     size = 2**14 + 77
-    for world in range(2, 65):
+    for world in (*range(2, 10), 15, 16, 17, 31, 33, 48, 63, 64):
         tensors = [torch.randn(size)] * world if alike else list(torch.randn(world, size))
         exact, layout = torch.stack(tensors).double().sum(0), Layout(1, size, world)
         result, stripes = exchange(tensors, layout, False)

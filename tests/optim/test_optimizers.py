@@ -4,6 +4,7 @@ import inspect
 import math
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -304,9 +305,14 @@ SCHEDULERS = {
 SCHEDULED = {"AdamW": {}, "Adam": {"betas": (0.8, 0.99)}, "SGD": {"momentum": 0.8}, "Muon": {}}
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-@pytest.mark.parametrize("name", [n for n in SCHEDULED if hasattr(torch.optim, n)])
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize(
+    ("scheduler", "name", "tensor_lr"),
+    [  # every two of them together
+        (scheduler, name, bool((i + j) % 2))
+        for (i, scheduler), (j, name) in product(enumerate(SCHEDULERS), enumerate(SCHEDULED))
+        if hasattr(torch.optim, name)
+    ],
+)
 def test_schedulers_drive_the_optimizers_as_they_drive_torchs(scheduler, name, tensor_lr):
     """Made alone, or by `initialize` before and after the scheduler: groups go through the same values."""
     kind = getattr(torch.optim, name)

@@ -5,6 +5,7 @@ here, whose rounding `tests/kernels` compares; the scalars of a step may still d
 """
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -233,9 +234,13 @@ def test_weights_in_another_memory_order_take_the_same_steps(
         assert_same_bits(results[1][key], value, key)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**63])
-@pytest.mark.parametrize("place", [0, 3], ids=["fp8", "vector"])
-@pytest.mark.parametrize(("kind", "max_grad_norm"), [(AdamW, None), (AdamW, 1.0), (SGD, None)])
+@pytest.mark.parametrize(
+    ("bad", "place", "kind", "max_grad_norm"),
+    [
+        *product((math.nan, math.inf, -math.inf, 2.0**63), (0, 3), (AdamW,), (1.0,)),
+        (math.nan, 0, AdamW, None), (2.0**63, 3, AdamW, None), (math.inf, 0, SGD, None), (2.0**63, 3, SGD, None),
+    ],
+)  # fmt: skip
 def test_a_bad_gradient_skips_the_whole_step_and_is_counted(
     bad, place, kind, max_grad_norm, kernel_device, through_kernels
 ):
