@@ -221,7 +221,7 @@ def check_training(rank, world, device, level):
         if rank and kind is DataParallel and level != "O2":  # all get the first rank's weights
             for p in model.parameters():
                 nn.init.zeros_(p)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         if level is not None:
             model, optimizer = fp8stack.initialize(model, optimizer, level, compute="bf16")
         losses.append(train_part(kind(model), optimizer, rank, world, device))

@@ -64,7 +64,7 @@ def test_other_models_are_refused():
 def make(device, mode, level=None, dtype=torch.float32):
     torch.manual_seed(0)
     model = (TinyLMWithUnused() if mode == "unused" else TinyLM()).to(device, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     if level is not None:
         model, optimizer = fp8stack.initialize(model, optimizer, level, compute="bf16")
     ids = [device.index] if device.type == "cuda" else None

@@ -160,7 +160,7 @@ def check_training(rank, device, mesh):
                 comm.register_fp8_all_gather(model, matrices=not converts)
                 comm.register_fp8_reduce_scatter(model)
             model._set_unshard_async_op(not converts)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
             losses[gathers] = train_part(model, optimizer, rank, 2, device) / 2
         for sums in losses.values():
             dist.all_reduce(sums)
@@ -182,7 +182,7 @@ def check_replicas(rank):
         if fp8:
             comm.register_fp8_reduce_scatter(model, mesh.get_group("replicate"))
             comm.register_fp8_all_gather(model, matrices=True)
-        optimizer = fp8stack.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
         losses[fp8] = train_part(model, optimizer, rank, world, device)
         dist.all_reduce(losses[fp8])
         for p in model.parameters():
