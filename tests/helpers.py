@@ -4,6 +4,7 @@ import io
 import math
 import socket
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -34,6 +35,14 @@ NAN, INF = math.nan, math.inf
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INPUTS = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 OCP = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+
+
+def every_two(modulus: int, **values: Any) -> pytest.MarkDecorator:
+    """Parametrize a test by one in `modulus` of all combinations, in which every two values still come together,
+    provided that each argument has `modulus` values or more."""
+    cells = product(*map(enumerate, values.values()))
+    chosen = [[v for _, v in cell] for cell in cells if sum(i for i, _ in cell) % modulus == 0]
+    return pytest.mark.parametrize(tuple(values), chosen, ids=str)
 
 
 def need_gpus(count: int) -> None:

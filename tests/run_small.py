@@ -7,8 +7,7 @@ import sys
 
 import gpt
 
-small = {"seq_len": 64, "dim": 128, "heads": 4, "kv_heads": 2, "ffn": 256}
-gpt.ModelConfig = functools.partial(gpt.ModelConfig, **small)
+gpt.ModelConfig = functools.partial(gpt.ModelConfig, seq_len=64, dim=128, heads=4, kv_heads=2)
 sys.argv = sys.argv[1:]
 if "05_deepspeed" in sys.argv[0]:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # or its Muon, which no script takes, is compiled

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, every_two
 from ranks import assert_equal_everywhere, run_ranks
 from torch import nn
 
@@ -110,11 +110,10 @@ def numbers(base):
     ]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"skip": ["0.base"]}, {"compute": "bf16"}, {"matmuls": True}], ids=str
-)
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", BASES)
+OPTIONS = [{}, {"skip": ["0.base"]}, {"compute": "bf16"}, {"matmuls": True}]
+
+
+@every_two(2, kind=BASES, level=LEVELS, options=OPTIONS)
 def test_lora_over_a_quantized_base(kind, level, options):
     baseline = baseline_losses(kind)
     model, optimizer = build(kind)

@@ -4,12 +4,11 @@ In Triton's interpreter on a CPU, compiled on a GPU. Delayed scaling is in `test
 """
 
 import math
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from helpers import INF, INPUTS, NAN, OCP, assert_same_bits, nearest, quantize_tensor
+from helpers import INF, INPUTS, NAN, OCP, assert_same_bits, every_two, nearest, quantize_tensor
 
 from fp8stack.capability import native_recipe
 from fp8stack.formats import E4M3, E5M2, LEAST_SCALE
@@ -197,15 +196,7 @@ OF_VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kernel", "values", "shape"),
-    [  # every two of them together
-        (kernel, values, shape)
-        for (i, kernel), (j, values), (n, shape) in product(*map(enumerate, (KERNELS, OF_VALUES, SHAPES)))
-        if (i + j + n) % 3 == 0
-    ],
-    ids=str,
-)  # fmt: skip
+@every_two(3, kernel=KERNELS, values=OF_VALUES, shape=SHAPES)
 def test_matrices_cast_as_in_the_reference(kernel, values, shape, kernel_device, rough):
     """Ordinary values; values of all exponents up to a limit; and those with NaN and infinity among them."""
     fmt, dtype, limit = OF_VALUES[values]
@@ -247,12 +238,7 @@ def test_zeros_become_zeros_and_what_is_too_small_has_the_smallest_scale(kernel,
         assert all(t.amax() == code for t in codes)
 
 
-@ALL
-@pytest.mark.parametrize(
-    ("bad", "position"),
-    [(NAN, (0, 0)), (INF, (69, 129)), (NAN, (128, 256)), (-INF, (128, 256))],
-    ids=str,
-)
+@every_two(3, kernel=KERNELS, bad=[NAN, INF, -INF], position=[(0, 0), (69, 129), (128, 256)])
 def test_one_value_that_is_not_finite_makes_its_scale_nan(kernel, bad, position, kernel_device):
     x = torch.randn(129, 257)
     x[position] = bad

@@ -3,11 +3,10 @@
 import copy
 import math
 import pickle
-from itertools import product
 
 import pytest
 import torch
-from helpers import DTYPES, INF, NAN, OCP, assert_same_bits
+from helpers import DTYPES, INF, NAN, OCP, assert_same_bits, every_two
 
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import cast_delayed as triton
@@ -119,15 +118,7 @@ def test_a_history_goes_on_as_in_the_reference(fmt, margin, most_recent, kernel_
 SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 130), (2, 3, 40), (0, 4), (70,)]
 
 
-@pytest.mark.parametrize(
-    ("fmt", "dtype", "shape"),
-    [  # every two of them together
-        (fmt, dtype, shape)
-        for (i, fmt), (j, dtype), (n, shape) in product(*map(enumerate, ((E4M3, E5M2), DTYPES.values(), SHAPES)))
-        if (i + j + n) % 2 == 0
-    ],
-    ids=str,
-)  # fmt: skip
+@every_two(2, fmt=(E4M3, E5M2), dtype=DTYPES.values(), shape=SHAPES)
 def test_matrices_cast_as_in_the_reference(fmt, dtype, shape, kernel_device, rough):
     """Values of all exponents saturate, vanish, and are not finite."""
     ours, theirs = DelayedState(5), DelayedState(5)

@@ -47,9 +47,8 @@ def exchange(parts, layout, divisor):
 def cases(world):
     """Yield (size, dtype, divisor) of calls one after the other, of up to nine rounds."""
     last = 128 * 33 * world + 5
-    most = (
-        70_000 if torch.cuda.is_available() else 25_000
-    )  # the interpreter's ranks wait for each other
+    # ranks wait for each other in the interpreter
+    most = 70_000 if torch.cuda.is_available() else 25_000
     for size, dtype in ((1, 0), (130, 1), (4096 * world, 2), (last, 0), (most, 1)):
         yield size, DTYPES[dtype], float(world) if size % 2 else 1.0
 

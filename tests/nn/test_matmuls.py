@@ -128,6 +128,12 @@ CASES = {
 }  # fmt: skip
 
 
+# the same calls with other shapes, names or formulas, which a graph takes no other way
+COMPILED_AS_OTHERS = {"vector@w", "w@vector", "w@batch", "padded", "w.T", "w.mT", "linear w.t()", "linear keywords",
+    "w.unsqueeze", "einsum spaces", "einsum dots only", "einsum heads out", "einsum heads in", "Tensor.bmm", "bmm w.mT",
+    "stack of batches", "einsum stack turned", "einsum stack inside", "slices w[i].t()", "torch.mm"}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_products_and_gradients_are_those_of_the_rounded_operands(name, device):
     """FP8 rounding is the only error, and gradients arrive where autograd sends them."""
@@ -149,7 +155,7 @@ def test_products_and_gradients_are_those_of_the_rounded_operands(name, device):
     assert_close(y, exact.detach(), "y")
     assert_close(dx, x8.grad, "dx")
     assert_close(dw, w8.grad, "dw")
-    if device == "cpu":
+    if device == "cpu" and name not in COMPILED_AS_OTHERS:
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert_same_bits(results(compiled, x, gradient), [y, dx, dw])

@@ -4,12 +4,11 @@ import inspect
 import math
 from contextlib import nullcontext
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, every_two
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -303,16 +302,10 @@ SCHEDULERS = {
     "swa": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, 3),
 }
 SCHEDULED = {"AdamW": {}, "Adam": {"betas": (0.8, 0.99)}, "SGD": {"momentum": 0.8}, "Muon": {}}
+KINDS = [name for name in SCHEDULED if hasattr(torch.optim, name)]
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "name", "tensor_lr"),
-    [  # every two of them together
-        (scheduler, name, bool((i + j) % 2))
-        for (i, scheduler), (j, name) in product(enumerate(SCHEDULERS), enumerate(SCHEDULED))
-        if hasattr(torch.optim, name)
-    ],
-)
+@every_two(2, scheduler=SCHEDULERS, name=KINDS, tensor_lr=[False, True])
 def test_schedulers_drive_the_optimizers_as_they_drive_torchs(scheduler, name, tensor_lr):
     """Made alone, or by `initialize` before and after the scheduler: groups go through the same values."""
     kind = getattr(torch.optim, name)
