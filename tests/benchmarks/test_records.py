@@ -115,7 +115,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     ),
     optimizer_step: (["--steps", "2"], ["fp8stack", "torch fused fp32", "torch fused bf16"]),
     optimizer_stress: (
-        ["--size", "64", "--steps", "40"],
+        ["--size", "64", "--steps", "20"],
         [f"fp8stack {states}" for states in ("8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32")],
     ),
     real_models: (["--steps", "1"], ["bf16", "O2"]),
