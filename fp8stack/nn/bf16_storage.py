@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 
 class StoredLinear(nn.Linear):
@@ -44,33 +43,12 @@ class StoredEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of the weight at `input`: [...] -> [..., embedding_dim]."""
-        if self.weight.is_cuda:  # whose kernel sums in float32 whatever the dtype
-            rows = nn.functional.embedding(
-                input, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
-            )
-        else:
-            rows = _Lookup.apply(input, self.weight, self.padding_idx, self.scale_grad_by_freq)
+        # A GPU's kernel sums gradients in float32 whatever the weight's dtype, the CPU's in that dtype.
+        weight = self.weight if self.weight.is_cuda else self.weight.float()
+        rows = nn.functional.embedding(
+            input, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq
+        )
         return rows.to(self.output_dtype)
-
-
-class _Lookup(torch.autograd.Function):
-    """Rows of a weight in float32. The CPU's kernel would sum their gradients in the weight's dtype."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, index: Tensor, weight: Tensor, padding_idx: int | None, by_frequency: bool
-    ) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.settings = len(weight), -1 if padding_idx is None else padding_idx, by_frequency
-        ctx.dtype = weight.dtype
-        return nn.functional.embedding(index, weight).float()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
-        (index,) = ctx.saved_tensors
-        summed = torch.ops.aten.embedding_dense_backward(grad, index, *ctx.settings)
-        return None, summed.to(ctx.dtype), None, None
 
 
 class AveragedWeight(Tensor):
