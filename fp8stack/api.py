@@ -129,7 +129,7 @@ def decide(
     planned_for: the device that a model on the meta device is planned for.
     """
     known, sharded = model in _MODELS, gathered_on is not None
-    home = conversion.check_model(model, recipe, known, sharded, bool(planned_for), optimizer)
+    home = conversion.check_model(model, recipe, known, sharded, bool(planned_for))
     device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
@@ -154,8 +154,7 @@ def decide(
     layers = choose_layers(model, stored, skipped, quantized, compute, by_size)
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
-        more = conversion.one_call_each(model, [optimizer])
-        fallbacks.append(f"{told}: {missing[:3]}.{more}".removesuffix("."))
+        fallbacks.append(f"{told}: {missing[:3]}.{conversion.SEVERAL}".removesuffix("."))
     fallbacks += notes
     if layers.too_little and compute != "bf16":
         fallbacks.append(layers.too_little)

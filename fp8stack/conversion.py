@@ -7,10 +7,9 @@ nothing, and functions that change check nothing: `api.py` calls all checks befo
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -45,6 +44,9 @@ COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
 MADE_WITH = ("states", "master", "min_numel", "offload")
 """The options of fp8stack's optimizers that are fields of a recipe."""
 
+SEVERAL = (
+    " If several optimizers train the model, call initialize(model.part, its_optimizer) for each."
+)
 COPIED = (
     "A copy of an initialized model (deepcopy, pickle) cannot be restored: load its "
     "fp8stack.checkpoint.master_state_dict into a fresh model."
@@ -57,7 +59,6 @@ def check_model(
     initialized: bool = True,
     sharded: bool = False,
     planned: bool = False,
-    optimizer: Any = None,
 ) -> torch.device:
     """Raise ModelError if `recipe` cannot be applied to `model`; return the device it is on.
 
@@ -75,8 +76,7 @@ def check_model(
         remedy = "Call fp8stack.restore(model, optimizer) first to change the level."
         if not initialized:
             remedy = f"Restore the model that it was initialized in, if it is part of one. {COPIED}"
-        more = one_call_each(model, [optimizer])
-        raise ModelError(f"{done} is already converted by fp8stack. {remedy}{more}")
+        raise ModelError(f"{done} is already converted by fp8stack. {remedy}{SEVERAL}")
     # Tensor parallelism's parameters are left to torch, see `convert.skipped_modules`.
     classes = {k.__name__ for module in model.modules() for k in type(module).__mro__}
     sharded = sharded or "FSDPModule" not in classes
@@ -128,9 +128,7 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
     """Raise if `optimizer` does not fit the model or the recipe; return the trainable parameters it does not own."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
-        several = list(optimizer) if isinstance(optimizer, (list, tuple)) else []
-        told = f"optimizer must be a torch.optim.Optimizer, got {kind}."
-        raise ModelError(told + one_call_each(model, several))
+        raise ModelError(f"optimizer must be a torch.optim.Optimizer, got {kind}.{SEVERAL}")
     for index, group in enumerate(optimizer.param_groups):
         if not group["params"]:
             raise ModelError(f"parameter group {index} of the optimizer is empty. Leave it out.")
@@ -147,22 +145,6 @@ def check_optimizer(model: nn.Module, optimizer: Any, recipe: Recipe) -> list[st
     if recipe.states != "keep" and isinstance(optimizer, BlockwiseOptimizer):
         _check_formats(optimizer, recipe)
     return missing
-
-
-def one_call_each(model: nn.Module, optimizers: Iterable[Any]) -> str:
-    """Return, where optimizers train parts of a model, the calls to make for these; else an empty string."""
-    calls = []
-    for optimizer in optimizers:
-        groups = getattr(optimizer, "param_groups", [])
-        owned = {p for group in groups for p in group["params"]}
-        paths = [name.split(".")[:-1] for name, p in model.named_parameters() if p in owned]
-        # of lists it compares the elements
-        if not (shared := os.path.commonprefix(paths)):  # noqa: RUF071
-            return ""
-        part = "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in shared)
-        calls.append(f"initialize(model{part}, its {type(optimizer).__name__})")
-    several = " If several optimizers train the model, call initialize once for each part instead: "
-    return f"{several}{', '.join(calls)}." if calls else ""
 
 
 def _check_formats(optimizer: BlockwiseOptimizer, recipe: Recipe) -> None:
