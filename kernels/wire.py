@@ -121,25 +121,19 @@ _launch_reduce = Launcher(_reduce_kernel, **_ROUNDING)
 _launch_unpack = Launcher(_unpack_kernel, **_ROUNDING)
 
 
-def pack(x: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
-    """Quantize a tensor into chunks, one scale a block."""
-    return _pack(x, x, layout, False, out)
-
-
-def pack_codes(codes: Tensor, scale: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
-    """Lay out in chunks what is in FP8 already."""
-    return _pack(codes.view(torch.uint8), scale, layout, True, out)
-
-
-def _pack(x: Tensor, scale: Tensor, layout: Layout, codes: bool, out: Tensor | None) -> Tensor:
+def pack(
+    x: Tensor, layout: Layout, out: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """Quantize a tensor into chunks, one scale a block; with `scale`, lay out the codes that `x` holds."""
     if out is None:
         out = x.new_empty((layout.world, layout.pitch), dtype=torch.uint8)
     blocks = layout.world * layout.per
     if blocks:
         _launch_pack(
             _grid(blocks),
-            x, scale, out, layout.blocks, blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
-            codes, casts_in_hardware(x.device), layout.cols % BLOCK == 0, BLOCKS,
+            x, x if scale is None else scale, out,
+            layout.blocks, blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
+            scale is not None, casts_in_hardware(x.device), layout.cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
     return out
 
@@ -179,23 +173,15 @@ def _reduce(
     )  # fmt: skip
 
 
-def unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
-    """Decode a tensor."""
-    _unpack(chunks, out, out, layout, False)
-
-
-def unpack_codes(chunks: Tensor, codes: Tensor, scale: Tensor, layout: Layout) -> None:
-    """Take a tensor out of chunks in FP8."""
-    _unpack(chunks, codes.view(torch.uint8), scale, layout, True)
-
-
-def _unpack(chunks: Tensor, out: Tensor, scale: Tensor, layout: Layout, codes: bool) -> None:
+def unpack(chunks: Tensor, out: Tensor, layout: Layout, scale: Tensor | None = None) -> None:
+    """Decode a tensor; with `scale`, take it out of chunks in FP8."""
     if not layout.blocks:
         return
     _launch_unpack(
         _grid(layout.blocks),
-        chunks, out, scale, layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
-        codes, casts_in_hardware(out.device), layout.cols % BLOCK == 0, BLOCKS,
+        chunks, out, out if scale is None else scale,
+        layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
+        scale is not None, casts_in_hardware(out.device), layout.cols % BLOCK == 0, BLOCKS,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 from fp8stack.tensor import BlockScaledTensor
 
-from .nvlink import link_of
+from .nvlink import link_of, values_and_scales
 from .transport import Transport
 
 # For each group with a hierarchy: the group within this rank's host, and the one across hosts.
@@ -146,17 +146,11 @@ def flat(x: Tensor, world: int) -> Layout:
 
 def pack(x: Tensor, layout: Layout, out: Tensor | None = None) -> Tensor:
     """Return the chunks of a tensor. An FP8 tensor is sent as it is, neither decoded nor rounded."""
-    kernels = ops.wire_kernels(x.is_cuda)
-    if isinstance(x, BlockScaledTensor):
-        return kernels.pack_codes(x.codes.contiguous(), x.scale.contiguous(), layout, out)  # type: ignore[no-any-return]
-    return kernels.pack(x, layout, out)  # type: ignore[no-any-return]
+    values, scale = (t if t is None else t.contiguous() for t in values_and_scales(x))
+    return ops.wire_kernels(x.is_cuda).pack(values, layout, out, scale)  # type: ignore[no-any-return]
 
 
 def unpack(chunks: Tensor, out: Tensor, layout: Layout) -> None:
     """Write the tensor in the chunks to `out`."""
-    kernels = ops.wire_kernels(out.is_cuda)
-    if isinstance(out, BlockScaledTensor):
-        kernels.unpack_codes(chunks, out.codes, out.scale, layout)
-        out.residual = None
-    else:
-        kernels.unpack(chunks, out, layout)
+    values, scale = values_and_scales(out)
+    ops.wire_kernels(out.is_cuda).unpack(chunks, values, layout, scale)

@@ -147,7 +147,7 @@ class Link:
         """
         if any(self._missing):
             raise CommError(self._explain())
-        tensors = [part for tensor in (x, out) for part in _values_and_scales(tensor)]
+        tensors = [part for tensor in (x, out) for part in values_and_scales(tensor)]
         _follow(self.device)
         self._call += 1
         self._names.append(way.what)
@@ -168,7 +168,7 @@ class Link:
         )
 
 
-def _values_and_scales(x: Tensor) -> tuple[Tensor, Tensor | None]:
+def values_and_scales(x: Tensor) -> tuple[Tensor, Tensor | None]:
     if isinstance(x, BlockScaledTensor):
         return x.codes.view(torch.uint8), x.scale
     return x, None

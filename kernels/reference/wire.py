@@ -57,23 +57,16 @@ class Layout(NamedTuple):
 
 
 def pack(
-    x: Tensor,  # float32, bfloat16 or float16, contiguous, of rows × cols elements
+    x: Tensor,  # float32, bfloat16 or float16, or uint8 codes of E4M3; contiguous, of rows × cols elements
     layout: Layout,
     out: Tensor | None = None,  # if given, written and returned
+    scale: Tensor | None = None,  # of codes: float32 [rows, blocks of a row]
 ) -> Tensor:  # uint8 [world, pitch]
-    """Quantize a tensor into chunks, one scale a block."""
-    return pack_codes(*quantize_blocks(x.reshape(layout.rows, layout.cols), E4M3), layout, out)
-
-
-def pack_codes(
-    codes: Tensor,  # float8_e4m3fn, contiguous, of rows × cols elements
-    scale: Tensor,  # float32 [rows, blocks of a row]
-    layout: Layout,
-    out: Tensor | None = None,  # if given, written and returned
-) -> Tensor:  # uint8 [world, pitch]
-    """Lay out a tensor that is in FP8 already in chunks."""
-    blocks = as_blocks(codes.view(torch.uint8).reshape(layout.rows, layout.cols))
-    chunks = _chunks(blocks.view(-1, BLOCK), scale.reshape(-1), layout)
+    """Quantize a tensor into chunks, one scale a block, or lay out one that is in FP8 already."""
+    x = x.reshape(layout.rows, layout.cols)
+    if scale is None:
+        x, scale = quantize_blocks(x, E4M3)
+    chunks = _chunks(as_blocks(x.view(torch.uint8)).view(-1, BLOCK), scale.reshape(-1), layout)
     return chunks if out is None else out.copy_(chunks)
 
 
@@ -104,25 +97,16 @@ def reduce_unpack(
 
 def unpack(
     chunks: Tensor,  # uint8 [world, pitch]
-    out: Tensor,  # float32, bfloat16 or float16, contiguous, of rows × cols elements, written
+    out: Tensor,  # as `x` of `pack`, written
     layout: Layout,
+    scale: Tensor | None = None,  # of codes, written
 ) -> None:
-    """Decode a tensor from chunks."""
-    codes, scale = _parts(chunks, layout.per)
-    values = codes.float() * scale.unsqueeze(-1)
+    """Decode a tensor from chunks, or copy its codes and scales out of them."""
+    codes, scales = _parts(chunks, layout.per)
+    values = codes.float() * scales.unsqueeze(-1) if scale is None else codes.view(torch.uint8)
     out.view(-1).copy_(_in_rows(values.view(-1, BLOCK), layout))
-
-
-def unpack_codes(
-    chunks: Tensor,  # uint8 [world, pitch]
-    codes: Tensor,  # float8_e4m3fn, contiguous, of rows × cols elements, written
-    scale: Tensor,  # float32 [rows, blocks of a row], written
-    layout: Layout,
-) -> None:
-    """Copy a tensor out of chunks without decoding it."""
-    sent, scales = _parts(chunks, layout.per)
-    codes.view(torch.uint8).view(-1).copy_(_in_rows(sent.view(torch.uint8).view(-1, BLOCK), layout))
-    scale.view(-1).copy_(scales.reshape(-1)[: layout.blocks])
+    if scale is not None:
+        scale.view(-1).copy_(scales.reshape(-1)[: layout.blocks])
 
 
 def _in_rows(blocks: Tensor, layout: Layout) -> Tensor:  # [rows × cols]

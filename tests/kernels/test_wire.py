@@ -45,13 +45,13 @@ def test_a_tensor_arrives_as_its_own_blocks(layout, dtype):
     assert (chunks.dtype, chunks.shape) == (torch.uint8, (layout.world, layout.pitch))
     assert layout.pitch % 16 == 0
     assert layout.world * layout.per * BLOCK >= x.numel()
-    assert_same_bits(chunks, reference.pack_codes(codes, scale, layout))
+    assert_same_bits(chunks, reference.pack(codes.view(torch.uint8), layout, scale=scale))
     for out_dtype in DTYPES.values():
         out = torch.empty_like(x, dtype=out_dtype)
         reference.unpack(chunks, out, layout)
         assert_same_bits(out, dequantize_blocks(codes, scale, E4M3, out_dtype))
     same_codes, same_scale = torch.empty_like(codes), torch.empty_like(scale)
-    reference.unpack_codes(chunks, same_codes, same_scale, layout)
+    reference.unpack(chunks, same_codes.view(torch.uint8), layout, same_scale)
     assert_same_bits(same_codes.view(torch.uint8), codes.view(torch.uint8))
     assert_same_bits(same_scale, scale)
 
@@ -163,17 +163,17 @@ def test_kernels_give_the_references_bits(layout, dtype, kernel_device):
     here = [t.to(kernel_device) for t in (x, codes, scale)]
     chunks = triton.pack(here[0], layout)
     assert_same_chunks(chunks, reference.pack(x, layout), layout)
-    assert_same_chunks(
-        triton.pack_codes(*here[1:], layout), reference.pack_codes(codes, scale, layout), layout
-    )
+    own, expected = here[1].view(torch.uint8), codes.view(torch.uint8)
+    sent = triton.pack(own, layout, scale=here[2])
+    assert_same_chunks(sent, reference.pack(expected, layout, scale=scale), layout)
     triton.unpack(chunks, here[0], layout)
     reference.unpack(chunks.cpu(), x, layout)
     assert_same_bits(here[0], x)
     for tensor in (*here[1:], codes, scale):
         tensor.zero_()
-    triton.unpack_codes(chunks, *here[1:], layout)
-    reference.unpack_codes(chunks.cpu(), codes, scale, layout)
-    assert_same_bits(here[1].view(torch.uint8), codes.view(torch.uint8))
+    triton.unpack(chunks, own, layout, here[2])
+    reference.unpack(chunks.cpu(), expected, layout, scale)
+    assert_same_bits(own, expected)
     assert_same_bits(here[2], scale)
 
 
