@@ -111,11 +111,6 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
                 f'"fp8stack" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, known)} '
                 f"Keys: {', '.join(known)}."
             )
-        if isinstance(value, str) and value == "auto" and key != "select":
-            raise ConfigError(
-                f'"fp8stack": {{"{key}": "auto"}} in the DeepSpeed config: nobody fills in "auto" here. Give a value, '
-                "or leave the key out for the default."
-            )
         if key in _OWN and not _OWN[key][0](value):
             raise ConfigError(f'"fp8stack": {{"{key}": {value!r}}} must be {_OWN[key][1]}.')
     level = raw.get("opt_level", opt_level)

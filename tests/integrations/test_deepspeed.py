@@ -465,7 +465,7 @@ ZERO = {"zero_optimization": {"stage": 2}}
 SECTIONS = (  # a section, words of the error, and what else the configuration has
     ({"opt_levle": "O2"}, "no key 'opt_levle'. Did you mean \"opt_level\"", {}),
     ({"opt_level": "O7"}, "opt_level must be one of .*'O7'", {}),
-    ({"compute": "auto"}, '"compute": "auto".*nobody fills in', {}),
+    ({"fp8_format": "auto"}, "fp8_format must be one of .*'auto'", {}),
     ("O2", "must be an object", {}),
     ({"enabled": "yes"}, "must be true or false", {}),
     ({"allow": "all"}, "allow.*must be a list", {}),
