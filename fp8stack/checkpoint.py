@@ -12,32 +12,29 @@ The optimizer may be None. At O2 it holds bits of the weights, so pass it there.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import sys
 import tempfile
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import PickleError
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from .errors import CheckpointError, ModelError, reason_of
+from .errors import CheckpointError, ModelError, first_line, reason_of
 from .nn.delayed_histories import check_scaling, restore_scaling, scaling_state
 from .optim import BlockwiseOptimizer
 from .optim.parameter_names import check_order, names_of, names_of_owned, parameters_of
 from .optim.saved_checks import are_names, check_for_torch
 from .optim.state_dict import install, plain_numbers, prepare, to_torch
 from .optim.state_formats import MASTER_KEYS
-from .tensor import fault_of, is_sharded, not_plain
-
-_PLAIN = {type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict}
-_PLAIN |= {Tensor, nn.Parameter}
+from .tensor import fault_of, not_plain
 
 
 def master_state_dict(
@@ -122,46 +119,18 @@ def save(
         "scaling": scaling_state(model),  # of fp8_recipe="delayed"; this rank's
         "extra": extra,
     }
-    try:
-        contents = {kind: plain_numbers(value) for kind, value in contents.items()}
-        for kind, value in contents.items():
-            for place, part in _parts_of(value, kind):
-                _check_loadable(part, place)
-    except RecursionError:
-        told = "what is to be saved holds itself, or lists and dicts in each other, hundreds deep"
-        raise CheckpointError(f"{told}. Save it flat.") from None
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        torch.save(contents, file)
-
-
-def _parts_of(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield every key and value that `value` holds, and `value` itself, with the place of each."""
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _parts_of(key, f"{place}: the key {key!r}")
-            yield from _parts_of(part, f"{place}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from _parts_of(part, f"{place}[{index}]")
-    yield place, value
-
-
-def _check_loadable(part: Any, place: str) -> None:
-    """Raise CheckpointError unless `weights_only=True` would read `part`, whose own parts it reads."""
-    has_more = isinstance(part, Tensor) and part.__dict__  # attributes, which are written too
-    is_plain = type(part) in _PLAIN and not has_more
-    if is_plain or (isinstance(part, Tensor) and is_sharded(part)):
-        return
-    try:
-        torch.save(part, copy := io.BytesIO())
-        copy.seek(0)
-        torch.load(copy, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{place} is {type(part).__module__}.{type(part).__qualname__}, which checkpoints do not "
-            "hold: they are read with weights_only=True. Save numbers, strings, tensors, and lists and dicts of them "
-            "(str(path), vars(arguments), torch.from_numpy(array), dict(...), list(...))."
-        ) from error
+    remedy = "Save numbers, strings, tensors, and lists and dicts of them (str(path), vars(arguments), list(...))"
+    with replacing(path) as temporary:
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(plain_numbers(contents), file)
+            unread = get_unsafe_globals_in_checkpoint(temporary)
+        except (PickleError, AttributeError, TypeError, RecursionError) as error:
+            told = f"what is to be saved cannot be pickled ({first_line(error)})"
+            raise CheckpointError(f"{told}. {remedy}.") from error
+        if unread:
+            told = "checkpoints, which are read with weights_only=True, hold no"
+            raise CheckpointError(f"{told} {', '.join(sorted(unread))}. {remedy}.")
 
 
 @contextmanager

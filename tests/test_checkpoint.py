@@ -656,16 +656,17 @@ def marked(note):
 
 HOLDS_ITSELF: list = []
 HOLDS_ITSELF.append(HOLDS_ITSELF)
-UNREADABLE = [  # what is saved beside the model, and what the error names
-    ({"out": Path("a")}, r"extra\['out'\] is pathlib"),
-    ({"run": {"a": [1, Namespace(a=1)]}}, r"extra\['run'\]\['a'\]\[1\] is argparse"),
-    ({"seen": {Path("a"): 1}}, r"extra\['seen'\]: the key .* is pathlib"),
-    ({"marked": marked(Path("a"))}, r"extra\['marked'\] is torch.Tensor"),
-    ({"seen": {(Path("a"), 1): 2}}, r"extra\['seen'\]: the key .*\[0\] is pathlib"),
-    ({"itself": HOLDS_ITSELF}, "holds itself.*Save it flat"),
-    ({"rates": np.ones(3)}, r"extra\['rates'\] is numpy.ndarray"),
-    ({"function": lambda: None}, r"extra\['function'\] is builtins.function"),
-    ({"run": {Namespace: 1}}, r"extra\['run'\]: the key .* is builtins.type"),
+UNREADABLE = [  # what is saved beside the model, and what the error says of it
+    ({"out": Path("a")}, r"hold no pathlib\..*PosixPath\. Save numbers"),
+    ({"run": {"a": [1, Namespace(a=1)]}}, r"hold no argparse\.Namespace\."),
+    ({"seen": {Path("a"): 1}}, r"hold no pathlib\."),
+    ({"marked": marked(Path("a"))}, r"hold no pathlib\."),
+    ({"seen": {(Path("a"), 1): 2}}, r"hold no pathlib\."),
+    ({"itself": HOLDS_ITSELF}, r"cannot be pickled \(.*recursion"),
+    ({"rates": np.ones(3)}, r"hold no numpy.*, numpy\.dtype, numpy\.ndarray\."),
+    ({"function": lambda: None}, r"cannot be pickled \(.*lambda.*\)\. Save numbers"),
+    ({"run": {Namespace: 1}}, r"hold no argparse\.Namespace\."),
+    ({"number": 2**2100}, "cannot be pickled"),
 ]
 
 
@@ -676,7 +677,7 @@ def test_what_could_not_be_read_again_is_named_and_the_old_file_stays(tmp_path):
         with pytest.raises(CheckpointError, match=named):
             checkpoint.save(tmp_path / "run.pt", model, optimizer, step=2, **extra)
     optimizer.param_groups[0]["of"] = Path("a")
-    with pytest.raises(CheckpointError, match=r"optimizer\['param_groups'\]\[0\]\['of'\]"):
+    with pytest.raises(CheckpointError, match=r"hold no pathlib\."):
         checkpoint.save(tmp_path / "run.pt", model, optimizer)
     assert checkpoint.load(tmp_path / "run.pt", model, optimizer) == {"step": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
