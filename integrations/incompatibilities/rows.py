@@ -7,24 +7,14 @@ the optimizer. A new row also goes into docs/incompatibilities.md, with what the
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from operator import attrgetter
 from typing import Any, Literal
 
 from fp8stack.optim import BlockwiseOptimizer
 
 from .training_run import TrainingRun, class_of, comes_from
-
-REMOVED = (
-    "amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting", "nebula",
-    "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients",
-    "zero_optimization.mics_hierarchical_params_gather", "zero_optimization.mics_shard_size",
-    "zero_optimization.zeropp_loco_param",
-)  # fmt: skip
-"""Keys that DeepSpeed refuses since 0.19.8."""
 
 Detector = Callable[[TrainingRun], Iterator[tuple[str, str]]]
 """It yields what it found: a configuration key, or "model" or "optimizer", and its value."""
@@ -48,12 +38,6 @@ class Row:
 # --- detectors of DeepSpeed's configuration
 
 _FLOAT32 = ("fp32", "float32", "float", "torch.float32")
-_DTYPE_KEYS = (
-    "communication_data_type",
-    "data_types.grad_accum_dtype",
-    "seq_parallel_communication_data_type",
-    "torch_autocast.dtype",
-)
 _OWN_OPTIMIZERS = ("muon", "onebitadam", "onebitlamb", "zerooneadam")
 
 
@@ -79,10 +63,6 @@ def _above_1(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def _named_fp8(value: Any) -> bool:
-    return re.search("fp8|float8|e4m3|e5m2", str(value).lower()) is not None
-
-
 _AT_A_LEVEL = attrgetter("recipe")
 _FP8_GRADIENTS = attrgetter("fp8_gradients")
 _QUANTIZED = attrgetter("quantized_states")
@@ -91,15 +71,6 @@ _QUANTIZED = attrgetter("quantized_states")
 def _steps_itself(run: TrainingRun) -> bool:
     """Whether fp8stack has gradients or states of its own, which another optimizer would not know."""
     return run.recipe is not None and (run.fp8_gradients or run.quantized_states)
-
-
-def _refuses_removed(run: TrainingRun) -> bool:
-    """Whether the installed DeepSpeed is 0.19.8 or newer, or will be."""
-    try:
-        version = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return True
-    return tuple(map(int, re.findall(r"\d+", version)[:3])) >= (0, 19, 8)
 
 
 def _replaced(run: TrainingRun) -> Iterator[tuple[str, str]]:
@@ -167,10 +138,6 @@ ROWS = (
         "Leave data_types.grad_accum_dtype out, or use ZeRO-2.",
         (key("data_types.grad_accum_dtype", _FLOAT32.__contains__,
              lambda run: run.stage == 1 and run.half.startswith("bf") and run.offload == "none"),)),
-    Row("fp8-dtype-names", "error",
-        "DeepSpeed knows fp16, bf16 and fp32 there and raises ValueError.",
-        'Leave the key out; FP8 gradients are "fp8stack": {"opt_level": "O1"}.',
-        tuple(key(name, _named_fp8) for name in _DTYPE_KEYS)),
     Row("zeropp-gradients", "error",
         "Two quantizers want the same gradients, and which of them gets them depends on the number of hosts.",
         'Drop zero_quantized_gradients, or use opt_level="O0".',
@@ -208,10 +175,6 @@ ROWS = (
         (key("zero_optimization.zenflow", _is_set, _steps_itself),
          key("zero_optimization.offload_optimizer.super_offload", when=_steps_itself),
          key("optimizer.type", lambda value: str(value).lower() in _OWN_OPTIMIZERS, _steps_itself))),
-    Row("ddp-in-engine", "error",
-        "DeepSpeed reduces gradients itself; communication hooks of DDP have no effect on its engine.",
-        'Give it the bare model; "fp8stack": {"opt_level": "O1"} reduces in FP8 there.',
-        (made_by("torch.nn.parallel.distributed", "model"),)),
     Row("model-parallelism", "error",
         "DeepSpeed replaces or splits layers after they have become FP8 layers, which loses them or their scales.",
         "Use data parallelism (ZeRO) alone.",
@@ -231,8 +194,4 @@ ROWS = (
         "embeddings) is lost.",
         'Use fp8stack\'s O2 with "states_for": {"*embed*": "fp32"}: its adapter makes groups of them before ZeRO does.',
         (_bitsandbytes_override,)),
-    Row("removed-sections", "error",
-        "DeepSpeed 0.19.8 raises DeepSpeedConfigError at this key.",
-        "Delete the key. For amp, use bf16; for compression and quantization of training, the fp8stack section.",
-        tuple(key(name, _is_set, _refuses_removed) for name in REMOVED)),
 )  # fmt: skip

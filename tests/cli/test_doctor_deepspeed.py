@@ -51,12 +51,12 @@ def test_a_clean_configuration(files, capsys):
 
 
 def test_findings_are_lines_with_remedies(files, capsys):
-    fp16 = {"amp": {"enabled": True}, "fp16": {"enabled": True}}
+    fp16 = {"hybrid_engine": {"enabled": True}, "fp16": {"enabled": True}}
     status, text = diagnose(capsys, CLEAN | fp16)
     assert status == 1
     text = " ".join(text.split())
     for line in (
-        'error: removed-sections (amp: {"enabled": true}). DeepSpeed 0.19.8 raises',
+        "error: hybrid-engine (hybrid_engine.enabled: true). Its inference containers",
         "warning: fp16-loss-scaling (fp16.enabled: true).",
     ):
         assert line in text
