@@ -236,21 +236,16 @@ def load_te() -> TransformerEngine:
         raise UnsupportedDeviceError(answer.reason)
     try:
         te = _import_te()
-    except Exception as error:  # AssertionError, OSError, FileNotFoundError: whatever broke last
-        why = f"TransformerEngine cannot be imported ({first_line(error)})"
-        raise UnsupportedDeviceError(f"{why}: {cudnn_remedy() or _install_te()}") from error
-    if remedy := cudnn_remedy():
-        raise UnsupportedDeviceError(f"TransformerEngine was loaded, but {remedy}")
-    try:
         recipe = import_module("transformer_engine.common.recipe")
         state = import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
         tex = import_module("transformer_engine_torch")
         _ = te.autocast, te.quantized_model_init, recipe.Float8CurrentScaling
         _ = state.is_first_fp8_module, tex.fused_amax_and_scale_update_after_reduction
-    except (ImportError, AttributeError) as error:
-        old = metadata.version("transformer_engine")
-        why = f"TransformerEngine {old} is too old ({first_line(error)})"
-        raise UnsupportedDeviceError(f"{why}: {_install_te()}") from error
+    except Exception as error:  # AssertionError, OSError, AttributeError: broken, or too old
+        why = f"{answer.reason} and cannot be used ({first_line(error)})"
+        raise UnsupportedDeviceError(f"{why}: {cudnn_remedy() or _install_te()}") from error
+    if remedy := cudnn_remedy():
+        raise UnsupportedDeviceError(f"TransformerEngine was loaded, but {remedy}")
     return TransformerEngine(te, recipe, state, tex)
 
 

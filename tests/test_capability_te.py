@@ -64,9 +64,9 @@ BROKEN_IMPORT = "raise OSError('libcudnn_cnn.so.9: undefined symbol: x\\nmore')"
 INSTALLATIONS = {  # code, what is asked, what the answer says, what it does not say
     "an import that fails": (
         {"torch_init": BROKEN_IMPORT}, LOAD,
-        r"cannot be imported \(libcudnn_cnn.so.9: undefined symbol: x\).*pip install", "more",
+        r"cannot be used \(libcudnn_cnn.so.9: undefined symbol: x\).*pip install", "more",
     ),
-    "too old": ({"torch_init": "class Linear: pass", "common": True}, LOAD, "2.20.2 is too old.*pip install -U", "=="),
+    "too old": ({"torch_init": "class Linear: pass", "common": True}, LOAD, "2.20.2 is.* cannot be used.*pip install -U", "=="),
     "no CUDA": ({}, "print(capability.transformer_engine('cpu'))", "on cuda devices, not on cpu", "pip"),
     "nothing is imported to look": ({"init": "raise SystemExit('imported')"}, LOOK, "2.20.2 is installed", "imported"),
 }  # fmt: skip

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fp8stack.conflicts import UNCONVERTED
 from fp8stack.errors import CheckpointError, ModelError, first_line
-from fp8stack.formats import E4M3, UE3M1
+from fp8stack.formats import E4M3
 from fp8stack.tensor import fault_of
 
 from . import state_formats as formats
@@ -211,26 +211,15 @@ def _fault_of(value: Tensor) -> str:
     return "requires a gradient" if value.requires_grad else fault_of(value)
 
 
-def check_layout(entry: State, moments: Collection[str], parameter: Tensor, key: Any) -> None:
+def check_layout(entry: State, moments: Collection[str], parameter: Tensor) -> None:
     """Raise unless moments and master are laid out as one of the formats says. Their data is not looked at."""
     shape, saved = parameter.shape, formats.masters(entry)
     for name in moments:
         codes = entry.get(f"{name}_code")
-        held = tuple(codes.shape) if isinstance(codes, Tensor) else None
-        if held == UE3M1.codes_shape(shape) and held != shape and not formats.is_second(name):
-            raise CheckpointError(
-                f'{place_of(key, parameter)}: {name} is kept as "4bit-experimental", which this version of fp8stack '
-                "does not have. Load it with the version that wrote it and export it with "
-                "fp8stack.checkpoint.torch_state_dict."
-            )
         if not formats.is_laid_out(name, entry, shape):
             there, scale = formats.has_moment(name, entry), entry.get(f"{name}_scale")
-            told = (
-                f"{seen(entry.get(name, codes))}, its scale {seen(scale)}"
-                if there
-                else "is missing"
-            )
-            raise ValueError(f"{name} {told}")
+            held = f"{seen(entry.get(name, codes))}, its scale {seen(scale)}"
+            raise ValueError(f"{name} {held if there else 'is missing'}")
     if saved and not formats.is_master(saved, shape):
         raise ValueError(", ".join(f"{name} {seen(value)}" for name, value in saved.items()))
 
@@ -238,12 +227,8 @@ def check_layout(entry: State, moments: Collection[str], parameter: Tensor, key:
 def check_values(entry: State) -> None:
     """Raise unless a step can have left the values of a state's tensors: finite, and roots and scales not negative."""
     for name, value in entry.items():
-        if (
-            not isinstance(value, Tensor)
-            or value.is_meta
-            or not value.numel()
-            or name in MASTER_KEYS
-        ):
+        held = isinstance(value, Tensor) and not value.is_meta and value.numel()
+        if not held or name in MASTER_KEYS:
             continue  # a master is a weight, whose values are the model's
         second = name.removesuffix("_code") in _SQUARES
         most = LARGEST_SQUARE if second else LARGEST

@@ -214,7 +214,7 @@ def _convert(
     # torch's SGD and Muon, and Lions of others, do not count
     if stepped and "step" not in entry and any(map(formats.is_second, moments)):
         raise ValueError("step is missing")
-    checks.check_layout(entry, moments if stepped else (), parameter, key)
+    checks.check_layout(entry, moments if stepped else (), parameter)
     saved = formats.masters(entry)
     keeps_none = optimizer.master_format(parameter) is None
     if saved and (keeps_none or ("remainder" in saved and weight.dtype is not torch.bfloat16)):
