@@ -66,7 +66,7 @@ INSTALLATIONS = {  # code, what is asked, what the answer says, what it does not
         {"torch_init": BROKEN_IMPORT}, LOAD,
         r"cannot be used \(libcudnn_cnn.so.9: undefined symbol: x\).*pip install", "more",
     ),
-    "too old": ({"torch_init": "class Linear: pass", "common": True}, LOAD, "2.20.2 is.* cannot be used.*pip install -U", "=="),
+    "too old": ({"torch_init": "class Linear: pass", "common": True}, LOAD, "2.20.2 .*cannot be used.*-U", "=="),
     "no CUDA": ({}, "print(capability.transformer_engine('cpu'))", "on cuda devices, not on cpu", "pip"),
     "nothing is imported to look": ({"init": "raise SystemExit('imported')"}, LOOK, "2.20.2 is installed", "imported"),
 }  # fmt: skip

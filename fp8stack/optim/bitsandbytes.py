@@ -43,6 +43,7 @@ from fp8stack.tensor import is_sharded
 
 from . import adam, lion, sgd
 from .optimizer import Batch, BlockwiseOptimizer, ParamsT
+from .saved_checks import kind_of
 from .state_formats import BITSANDBYTES, State
 from .step import Entry, Piece
 
@@ -65,7 +66,6 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         ConfigError: for an option that bitsandbytes' optimizer does not have.
     """
 
-    counterpart: str
     paged = False
 
     def __init__(self, params: ParamsT, *args: Any, paged: bool = False, **options: Any) -> None:
@@ -89,7 +89,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         from bitsandbytes import optim
 
         momentum = {"momentum": 0.9} if self.algorithm == "sgd" else {}
-        kind = getattr(optim, "Paged" * self.paged + self.counterpart)
+        kind = getattr(optim, f"{'Paged' * self.paged}{kind_of(self)}8bit")
         return kind([nn.Parameter(torch.empty(0))], lr=1.0, **momentum)
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -218,25 +218,17 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
 class AdamW(BitsandbytesOptimizer, adam.AdamW):
     """`fp8stack.optim.AdamW` on bitsandbytes' AdamW8bit, or PagedAdamW8bit."""
 
-    counterpart = "AdamW8bit"
-
 
 class Adam(BitsandbytesOptimizer, adam.Adam):
     """`fp8stack.optim.Adam` on bitsandbytes' Adam8bit, or PagedAdam8bit; its weight decay is torch's, L2."""
-
-    counterpart = "Adam8bit"
 
 
 class Lion(BitsandbytesOptimizer, lion.Lion):
     """`fp8stack.optim.Lion` on bitsandbytes' Lion8bit, or PagedLion8bit."""
 
-    counterpart = "Lion8bit"
-
 
 class SGD(BitsandbytesOptimizer, sgd.SGD):
     """`fp8stack.optim.SGD` with momentum on bitsandbytes' SGD8bit."""
-
-    counterpart = "SGD8bit"
 
 
 COUNTERPARTS: dict[type[BlockwiseOptimizer], type[BitsandbytesOptimizer]] = {
