@@ -34,18 +34,13 @@ class Verification:
     level: str
     wrapper: str  # "no wrapper", "DistributedDataParallel", "FSDP2" or "DeepSpeed ZeRO-2"
     layers: int  # Linear layers that multiply in FP8 (in bf16 where FP8 is missing)
-    # what reduces gradients in FP8: modules, or methods of DeepSpeed
+    # what reduces gradients in FP8: modules, or methods of DeepSpeed; empty where they are not sent in FP8
     reduction: tuple[str, ...] = ()
     optimizer: str = ""
     state_bytes: int = 0  # of optimizer states on this rank; 0 before the first step
     parameters: int = 0  # elements that this rank steps, ZeRO's padding included
     stage: int = 0  # of ZeRO
     reduced: int = 0  # how often DeepSpeed has reduced gradients in FP8, on this rank
-
-    @property
-    def fp8_reduction(self) -> bool:
-        """Whether gradients are sent between processes in FP8."""
-        return bool(self.reduction)
 
     def __str__(self) -> str:
         states = f"{self.state_bytes / self.parameters:.2f} B" if self.state_bytes else "no"
