@@ -173,14 +173,13 @@ def carry_out(
     optimizer: torch.optim.Optimizer | None,
     decisions: Decisions,
     store: Callable[[Session], None] | None = None,
-    stacklevel: int = 3,
 ) -> Session:
     """Make the changes that were decided. An adapter's `store` is called before layers change their classes."""
     recipe, compute, layers = decisions.recipe, decisions.compute, decisions.layers
     # Warnings come before the first change, because a caller may have turned them into errors.
     for fallback in decisions.report.fallbacks:
         text = f"fp8stack {recipe.level}: {fallback}"
-        warnings.warn(text, Fp8StackWarning, stacklevel=stacklevel)
+        warnings.warn(text, Fp8StackWarning, stacklevel=3)
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # the first change, because it may still find something wrong
         session.returned = conversion.convert_optimizer(

@@ -1,7 +1,6 @@
-"""A level of fp8stack on a model that torch's `fully_shard` (FSDP2) has sharded, or is to shard.
+"""A level of fp8stack on a model that torch's `fully_shard` (FSDP2) has sharded.
 
-    model, optimizer = fp8stack.integrations.fsdp.attach(model, optimizer, "O2")           # after fully_shard
-    model, optimizer = fp8stack.integrations.fsdp.fully_shard_fp8(model, optimizer, "O2")  # instead of it
+    model, optimizer = fp8stack.integrations.fsdp.attach(model, optimizer, "O2")  # after fully_shard
 
 O0 changes the classes of Linear layers, as on one device; FSDP2's own classes stay over them. O1 reduces gradients with
 E4M3 blocks on the wire; what a rank keeps, its part of the sum, is in the parameter's dtype. O2 makes states DTensors
@@ -19,7 +18,7 @@ Limits: `restore` cannot undo it. FSDP2 only: the flat vectors of FSDP1 have no 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,12 +27,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from fp8stack.api import Decisions, carry_out, decide, session_of
+from fp8stack.api import carry_out, decide, session_of
 from fp8stack.capability import indexed
 from fp8stack.comm.fsdp import (
+    check_replicas,
     compute_dtype_of,
     is_hybrid,
     reduces_in_fp8,
@@ -42,15 +41,15 @@ from fp8stack.comm.fsdp import (
 )
 from fp8stack.conflicts import FSDP2, refuse_conflicts
 from fp8stack.conversion import Session
-from fp8stack.errors import ModelError
+from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import Recipe, recipe_for
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.optim.sharded import check_placements, collect, distribute
+from fp8stack.optim.sharded import check_placements
 from fp8stack.report import say
 from fp8stack.tensor import is_sharded
 
-__all__ = ["attach", "fully_shard_fp8", "verify"]
+__all__ = ["attach", "verify"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,6 +61,7 @@ def attach(
     *,
     strict: bool = False,
     preset: str | None = None,
+    replicate_group: Any = None,
     **overrides: Any,
 ) -> tuple[Model, Any]:
     """Bring a model that `fully_shard` has sharded to a level; return it and the optimizer to step.
@@ -74,6 +74,7 @@ def attach(
             another one that shares `param_groups`; a scheduler built before drives it too.
         opt_level, preset: as in `fp8stack.initialize`.
         strict: raise where a part of the level would fall back, instead of warning with the reason.
+        replicate_group: for FP8 over the replicas of HSDP too, as in `fp8stack.comm.register_fp8_reduce_scatter`.
         overrides: single fields of `fp8stack.Recipe`.
 
     Raises:
@@ -81,210 +82,34 @@ def attach(
         ModelError: a model or optimizer that the level cannot be applied to. Nothing has been changed then.
         UnsupportedDeviceError: a fallback under `strict`, or a device that the level cannot run on at all.
     """
-    recipe = _checked_recipe(model, optimizer, opt_level, preset, overrides)
-    other = " fully_shard_fp8 does both in one call; on one device there is fp8stack.initialize."
-    for unit in units_of(model, "attach", (), other).values():
-        unit.reshard()  # so that the model's parameters are the sharded ones
-    if isinstance(optimizer, torch.optim.Optimizer):  # `decide` says so if not
-        _check_owned(model, optimizer)
-    return _attach_sharded(model, optimizer, recipe, strict, None)
-
-
-def fully_shard_fp8(
-    model: Model,
-    optimizer: torch.optim.Optimizer | None = None,
-    opt_level: str = "O2",
-    *,
-    mesh: DeviceMesh | None = None,
-    blocks: Iterable[nn.Module] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool | int | None = None,
-    strict: bool = False,
-    preset: str | None = None,
-    **overrides: Any,
-) -> tuple[Model, Any]:
-    """Shard a whole model by `fully_shard` and bring it to a level; return it and the optimizer to step.
-
-    Args:
-        model: whole, on one device, the same on all ranks of a row of replicas.
-        optimizer: built from the model's parameters; its groups and states go over to the sharded ones.
-        mesh, reshard_after_forward: as in `fully_shard`. Of a 2-D mesh (HSDP) gradients are averaged over replicas in
-            FP8 too, from O1 on.
-        blocks: the modules to shard on their own; all elements of the model's outermost ModuleLists if None. The rest
-            is sharded together.
-        mp_policy: as in `fully_shard`. Without a param_dtype the model computes in the dtype that it has.
-        opt_level, strict, preset, overrides: see `attach`.
-
-    Raises:
-        ConfigError, ModelError, UnsupportedDeviceError: as `attach`. Nothing is sharded then.
-    """
-    recipe = _checked_recipe(model, optimizer, opt_level, preset, overrides)
-    sharded = {n.rpartition(".")[0] for n, p in model.named_parameters() if is_sharded(p)}
-    sharded |= {n for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-    if sharded:
-        name = min(sharded) or "the model"
-        raise ModelError(f"{name} is sharded already: call fp8stack.integrations.fsdp.attach.")
-    accelerator = torch.accelerator.current_accelerator() or torch.device("cpu")
-    kind = accelerator.type if mesh is None else mesh.device_type
-    _decide(model, optimizer, recipe, strict, kind)
-    policy = _policy(model, mp_policy or MixedPrecisionPolicy(), recipe)
-    depth = {m: name.count(".") for name, m in model.named_modules()}
-    given = dict.fromkeys(_blocks_of(model) if blocks is None else blocks)
-    for block in given:
-        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
-            raise ModelError(
-                f"blocks has a {type(block).__name__}, which has no forward to gather weights for. Pass its elements."
-            )
-        if block is model or block not in depth:
-            raise ModelError(
-                f"blocks has a {type(block).__name__} that is no module inside the {type(model).__name__}. "
-                "Pass its own, such as model.layers."
-            )
-
-    replicas = None
-    in_fp8 = recipe.gradients == "fp8" and hasattr(FSDPModule, "set_custom_reduce_scatter")
-    if mesh is not None and mesh.ndim == 2 and mesh.mesh_dim_names and in_fp8:
-        replicas, mesh = mesh.get_group(0), mesh[mesh.mesh_dim_names[1]]
-    asked = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
-    options: Any = {k: v for k, v in asked.items() if v is not None}
-    places = {p: (m, n) for m in model.modules() for n, p in m._parameters.items() if p is not None}
-    # FSDP2 wants inner modules before those around them.
-    parts: list[nn.Module] = [*sorted(given, key=lambda block: -depth[block]), model]
-    for module in parts:
-        fully_shard(module, mp_policy=policy, **options)
-    if optimizer is not None:
-        _point(optimizer, {p: getattr(*place) for p, place in places.items()})
-    return _attach_sharded(model, optimizer, recipe, strict, replicas)
-
-
-def verify(
-    model: nn.Module, stepped: torch.optim.Optimizer | Iterable[Any] | None = None
-) -> Verification:
-    """Check on the live objects that what was asked for is what runs; return what runs.
-
-    Args:
-        model: what `attach` or `fully_shard_fp8` returned.
-        stepped: the optimizer that is stepped, or all of them. None: it is not checked that the one returned is among
-            them.
-
-    Raises:
-        ModelError: with all that is wrong: layers that are FP8 no more, gradients that are not reduced in FP8, states
-            that are not quantized or not sharded like their parameters, an optimizer of other parameters.
-    """
-    units = units_of(model, "verify")
-    for unit in units.values():
-        unit.reshard()  # so that the model's parameters are the sharded ones
-    reducers = {name or "the root": reduces_in_fp8(unit) for name, unit in units.items()}
-    in_fp8 = session_of(model).recipe.gradients == "fp8"
-    if isinstance(stepped, torch.optim.Optimizer):
-        stepped = [stepped]
-    return verify_initialized(model, stepped, "FSDP2", reducers if in_fp8 else {})
-
-
-# --- checks and decisions
-
-
-def _checked_recipe(
-    model: Any, optimizer: Any, opt_level: str, preset: str | None, overrides: dict[str, Any]
-) -> Recipe:
-    """Return the recipe; raise for options, wrappers and optimizers that do not go with FSDP2."""
     recipe = recipe_for(opt_level, preset, **overrides)
+    notes: list[str] = []
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     refuse_conflicts(recipe, FSDP2, optimizer=given, model=model)
-    return recipe if recipe.states == "keep" else replace(recipe, optimizer_backend="fp8stack")
-
-
-def _check_owned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ModelError if the optimizer was built before the model was sharded."""
-    own, owned = set(model.parameters()), [p for g in optimizer.param_groups for p in g["params"]]
-    strangers = [p for p in owned if p not in own and not is_sharded(p)]
-    if strangers and any(is_sharded(p) for p in own - set(owned)):
-        raise ModelError(
-            f"{len(strangers)} of the {len(owned)} parameters of {type(optimizer).__name__} are not the model's any "
-            f"more: fully_shard replaced them. Build it after fully_shard, {type(optimizer).__name__}"
-            "(model.parameters(), ...), or let fully_shard_fp8 shard both."
-        )
-
-
-def _decide(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    recipe: Recipe,
-    strict: bool,
-    kind: str,
-    notes: Sequence[str] = (),
-) -> Decisions:
-    """Decide as `initialize` does for devices of a kind; raise also for what sharded parameters cannot have."""
-    own = replace(recipe, gradients="keep")  # those of sharded parameters are FP8 on the wire only
-    device = indexed(torch.device(kind))  # this rank's
-    decisions = decide(model, optimizer, own, strict, device, notes)
-    for p in decisions.quantized if recipe.states != "keep" else ():
-        states, master = decisions.formats.get(p, (recipe.states, recipe.master))
-        check_placements(p, states, master)
-    return decisions
-
-
-def _policy(model: nn.Module, policy: MixedPrecisionPolicy, recipe: Recipe) -> MixedPrecisionPolicy:
-    """Return the policy with the dtype that the model has now, where its weights are to become bfloat16."""
-    if recipe.master == "keep" or policy.param_dtype is not None:
-        return policy
-    dtypes = {p.dtype: n for n, p in model.named_parameters() if p.is_floating_point()}
-    if len(dtypes) > 1:
-        found = ", ".join(f"{name} is {dtype}" for dtype, name in dtypes.items())
-        raise ModelError(
-            f"the model has parameters of several dtypes ({found}), so what it computes in has to be said: "
-            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
-        )
-    return replace(policy, param_dtype=next(iter(dtypes)), cast_forward_inputs=False)
-
-
-def _blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the elements of the outermost ModuleLists that have parameters."""
-    for child in module.children():
-        nested = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        if nested or not isinstance(module, nn.ModuleList):
-            yield from _blocks_of(child)
-        elif next(child.parameters(), None) is not None:
-            yield child
-
-
-# --- changes
-
-
-def _point(optimizer: torch.optim.Optimizer, sharded: dict[torch.Tensor, nn.Parameter]) -> None:
-    """Let the groups and states of an optimizer be those of the sharded parameters."""
-    for group in optimizer.param_groups:
-        group["params"] = [sharded.get(p, p) for p in group["params"]]
-    for old in list(optimizer.state):
-        new: Any = sharded.get(old, old)
-        if new is not old:
-            part = collect(optimizer.state.pop(old), new, "?")
-            optimizer.state[new] = distribute(part, new)
-    if isinstance(optimizer, BlockwiseOptimizer):
-        own = {sharded.get(p, p): formats for p, formats in optimizer.overrides.items()}
-        optimizer.overrides = own
-
-
-def _attach_sharded(
-    model: Model,
-    optimizer: torch.optim.Optimizer | None,
-    recipe: Recipe,
-    strict: bool,
-    replicas: Any,
-) -> tuple[Model, Any]:
-    """Do what `attach` does to a model whose parameters are the sharded ones; average over `replicas`, if any."""
-    units, notes = units_of(model, "attach"), []
+    if recipe.states != "keep":
+        recipe = replace(recipe, optimizer_backend="fp8stack")
+    units = units_of(model, "attach", (), " On one device there is fp8stack.initialize.")
+    for unit in units.values():
+        unit.reshard()  # so that the model's parameters are the sharded ones
     in_fp8 = recipe.gradients == "fp8"
     if in_fp8 and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         recipe, in_fp8 = replace(recipe, gradients="keep"), False
         notes.append(
             f"FSDP2 of torch {torch.__version__} has no set_custom_reduce_scatter; gradients are reduced without FP8"
         )
-    if strict and in_fp8 and is_hybrid(model):
+    if replicate_group is not None:
+        if not in_fp8:  # FSDP2 knows nothing of these replicas
+            raise ConfigError(
+                "replicate_group is averaged over by the FP8 reduce-scatter, which O0 and torch before 2.9 do not "
+                "have. Shard over the 2-D mesh instead."
+            )
+        check_replicas(model, replicate_group)
+    elif strict and in_fp8 and is_hybrid(model):
         notes.append(
-            "gradients are averaged over the replicas of a 2-D mesh without FP8; use fully_shard_fp8"
+            "gradients are averaged over the replicas of a 2-D mesh without FP8; "
+            'shard over mesh["shard"] and pass replicate_group'
         )
     low, reason = _to_store(model, optimizer, recipe, units)
     if reason:
@@ -292,17 +117,20 @@ def _attach_sharded(
     parts: list[Any] = [p for p in model.parameters() if is_sharded(p)]
     if not parts:
         raise ModelError(
-            "the modules that fully_shard was called on have no parameters. Call it on those that have, or "
-            "fp8stack.integrations.fsdp.fully_shard_fp8 on the whole model."
+            "the modules that fully_shard was called on have no parameters. Call it on those that have, or on all of "
+            "the model."
         )
     with _bare_classes(units.values()) as put_back:
         kind = parts[0].device_mesh.device_type
-        decisions = _decide(model, optimizer, recipe, strict, kind, notes)
+        own = replace(recipe, gradients="keep")  # those of shards are FP8 on the wire only
+        decisions = decide(model, optimizer, own, strict, indexed(torch.device(kind)), notes)
+    for p in decisions.quantized if recipe.states != "keep" else ():
+        check_placements(p, *decisions.formats.get(p, (recipe.states, recipe.master)))
     store = partial(_store_weights, model, low)
-    session = carry_out(model, optimizer, decisions, store, stacklevel=4)
+    session = carry_out(model, optimizer, decisions, store)
     put_back()
     if in_fp8:
-        register_fp8_reduce_scatter(model, replicas)
+        register_fp8_reduce_scatter(model, replicate_group)
     session.recipe, report = replace(decisions.recipe, gradients=recipe.gradients), session.report
     session.lasting = (
         "this model was sharded by FSDP2 before it was initialized, which cannot be undone. Load the whole float32 "
@@ -318,6 +146,30 @@ def _attach_sharded(
         report.stored = names
     say(report)
     return model, session.returned
+
+
+def verify(
+    model: nn.Module, stepped: torch.optim.Optimizer | Iterable[Any] | None = None
+) -> Verification:
+    """Check on the live objects that what was asked for is what runs; return what runs.
+
+    Args:
+        model: what `attach` returned.
+        stepped: the optimizer that is stepped, or all of them. None: it is not checked that the one returned is among
+            them.
+
+    Raises:
+        ModelError: with all that is wrong: layers that are FP8 no more, gradients that are not reduced in FP8, states
+            that are not quantized or not sharded like their parameters, an optimizer of other parameters.
+    """
+    units = units_of(model, "verify")
+    for unit in units.values():
+        unit.reshard()  # so that the model's parameters are the sharded ones
+    reducers = {name or "the root": reduces_in_fp8(unit) for name, unit in units.items()}
+    in_fp8 = session_of(model).recipe.gradients == "fp8"
+    if isinstance(stepped, torch.optim.Optimizer):
+        stepped = [stepped]
+    return verify_initialized(model, stepped, "FSDP2", reducers if in_fp8 else {})
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -
     other = " For DistributedDataParallel there is register_fp8_hook."
     units = units_of(model, "register_fp8_reduce_scatter", needs, other)
     if replicate_group is not None:
-        _check_replicas(model, replicate_group)
+        check_replicas(model, replicate_group)
     elif is_hybrid(model):
         warnings.warn(
             f"{type(model).__name__} is sharded over a 2-D mesh: its gradients are reduced over shards in FP8, and "
@@ -239,7 +239,8 @@ def is_hybrid(model: nn.Module) -> bool:
     return any(first and not all(others) for first, *others in kinds)
 
 
-def _check_replicas(model: nn.Module, group: Any) -> None:
+def check_replicas(model: nn.Module, group: Any) -> None:
+    """Raise ConfigError unless gradients of the sharded model can be averaged over `group`."""
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"replicate_group must be a process group that rank {dist.get_rank()} is in, got {type(group).__name__}. "

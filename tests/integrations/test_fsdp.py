@@ -13,7 +13,13 @@ from helpers import TinyLM, assert_same_bits, batch, need_gpus
 from helpers import train as train_alone
 from ranks import assert_equal_everywhere, expect_same, gather, run_ranks, whole
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8stack
 from fp8stack.conflicts import FSDP2, RULES
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError, UnsupportedDeviceError
-from fp8stack.integrations.fsdp import attach, fully_shard_fp8, verify
+from fp8stack.integrations.fsdp import attach, verify
 from fp8stack.levels import OPTIONS
 from fp8stack.monitor import Monitor
 
@@ -69,10 +75,6 @@ def shard(model, policy=POLICY, **options):
     for module in [*model.blocks, model.head, model]:
         fully_shard(module, **{"mesh": HERE.mesh, "mp_policy": policy, **options})
     return model
-
-
-def shard_fp8(model, optimizer, **options):
-    return fully_shard_fp8(model, optimizer, "O2", **{"mesh": HERE.mesh, **options})
 
 
 def adamw(model):
@@ -122,11 +124,11 @@ def train_at_every_level(rank, device):
         assert ("reduce_scatter_tensor" in sent) == (level != "O0" and HERE.world > 1)
         assert ("all_gather_weights" in sent) == (gathered and HERE.world > 1)
     keep_the_contract(model, optimizer)
-    model = make(recomputes=True)
+    model = shard(make(recomputes=True))
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.999)
-    model, optimizer = shard_fp8(model, optimizer, compute="native")
-    losses["one call"] = train(model, optimizer)
+    model, optimizer = attach(model, optimizer, "O2", compute="native")
+    losses["recomputed"] = train(model, optimizer)
     verify(model, optimizer)
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(LR * 0.999)
@@ -196,8 +198,14 @@ def hand_states_over():
     model(*[t.to(HERE.device) for t in batch(0)]).backward()
     optimizer.step()
     weight, moment = model.embed.weight.detach().clone(), optimizer.state[model.embed.weight]
-    moment, group = moment["exp_avg"].clone(), optimizer.param_groups[0]
-    model, new = shard_fp8(model, optimizer, compute="native", blocks=[model.blocks[1]])
+    moment, held = moment["exp_avg"].clone(), get_optimizer_state_dict(model, optimizer)
+    for module in (model.blocks[1], model):
+        fully_shard(module, mesh=HERE.mesh, mp_policy=POLICY)
+    optimizer = adamw(model)
+    whole_states = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(model, optimizer, held, options=whole_states)
+    group = optimizer.param_groups[0]
+    model, new = attach(model, optimizer, compute="native")
     assert new.param_groups[0] is group
     assert model.head.weight is model.embed.weight
     p = model.embed.weight
@@ -207,10 +215,10 @@ def hand_states_over():
     exported = fp8stack.checkpoint.torch_state_dict(new)["state"]
     found = exported[group["params"].index(p)]["exp_avg"].full_tensor()
     assert torch.allclose(found, moment, rtol=0.04, atol=float(moment.abs().max()) / 500)
-    model = make()
+    model = shard(make())
     own = fp8stack.optim.AdamW(model.parameters(), max_grad_norm=1.0)
     own.override(model.head.weight, states="fp32")
-    assert shard_fp8(model, own, compute="bf16")[1] is own
+    assert attach(model, own, compute="bf16")[1] is own
     assert "exp_avg" in own.state[model.head.weight]
     verify(model, own)
 
@@ -319,8 +327,8 @@ def see_differences():
 
 def replicated(*shape):
     mesh = init_device_mesh(HERE.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    model = make()
-    return shard_fp8(model, adamw(model), mesh=mesh, mp_policy=POLICY, compute="native")
+    model, replicas = shard(make(), mesh=mesh["shard"]), mesh.get_group("replicate")
+    return attach(model, adamw(model), compute="native", replicate_group=replicas)
 
 
 def train_replicas():
@@ -341,6 +349,11 @@ def train_replicas():
     hybrid = shard(make(), mesh=mesh)
     with refused(UnsupportedDeviceError, "over the replicas of a 2-D mesh", hybrid):
         attach(hybrid, adamw(hybrid), strict=True)
+    replicas = mesh.get_group("replicate")
+    with refused(ConfigError, "share the model's mesh", hybrid):
+        attach(hybrid, adamw(hybrid), replicate_group=replicas)
+    with refused(ConfigError, "which O0 .* Shard over the 2-D mesh instead", hybrid):
+        attach(hybrid, adamw(hybrid), "O0", replicate_group=replicas)
     with pytest.warns(Fp8StackWarning, match="over replicas in full precision"):
         attach(hybrid, adamw(hybrid))
 
@@ -391,40 +404,35 @@ RULES_OF_FSDP2 = [
 
 
 def refuse():
-    whole_model, model, late, mixed = make(), shard(make()), make(), make()
+    whole_model, model, late = make(), shard(make()), make()
     optimizer, early = adamw(model), adamw(late)
     assert len(RULES_OF_FSDP2) == 7
     for rule, value in RULES_OF_FSDP2:
-        for call, given in ((attach, model), (shard_fp8, whole_model)):
-            with refused(rule.error, f"{rule.option}={value!r} does not go with FSDP2", given):
-                call(given, adamw(given), **{rule.option: value})
+        with refused(rule.error, f"{rule.option}={value!r} does not go with FSDP2", model):
+            attach(model, adamw(model), **{rule.option: value})
     shard(late)
-    mixed.head.half()
     with torch.device("meta"):
-        meta = Blocks()
-    rms = torch.optim.RMSprop(whole_model.parameters())
+        meta = shard(Blocks())
+    rms = torch.optim.RMSprop(model.parameters())
     muon = fp8stack.optim.Muon(model.parameters())
     one = torch.distributed.fsdp.FullyShardedDataParallel(make(), device_id=HERE.device)
     wrapped = DistributedDataParallel(make())
-    for call, given, makes, words, options in (
-        (attach, model, adamw, r"Did you mean \"skip\"", {"skipp": ["head"]}),
-        (attach, model, adamw, "states_for.*master='fp16' does not go with FSDP2.*one scale",
+    for given, makes, words, options in (
+        (model, adamw, r"Did you mean \"skip\"", {"skipp": ["head"]}),
+        (model, adamw, "states_for.*master='fp16' does not go with FSDP2.*one scale",
          {"states_for": {"head": {"master": "fp16"}}}),
-        (attach, model, lambda _: None, "O2 converts gradients for an optimizer", {}),
-        (attach, late, lambda _: early, r"14 of the 14 .*fully_shard replaced them.*Build it after", {}),
-        (shard_fp8, whole_model, lambda _: rms, "RMSprop does not go with states='8bit'.*torch.optim.Adam", {}),
-        (attach, model, lambda _: muon, "Muon does not go with FSDP2.*all of a matrix", {}),
-        (shard_fp8, model, adamw, "is sharded already.*attach", {}),
-        (shard_fp8, mixed, adamw, r"several dtypes \(.*float16.*param_dtype", {}),
-        (shard_fp8, meta, adamw, "on the meta device; materialize", {}),
-        (shard_fp8, whole_model, adamw, "blocks has a Linear that is no module inside", {"blocks": [nn.Linear(2, 2)]}),
-        (attach, whole_model, adamw, "attach found no module sharded.*fully_shard_fp8", {}),
-        (attach, wrapped, adamw, "DistributedDataParallel.* FSDP2: it keeps the parameters", {}),
-        (attach, one, adamw, r"FullyShardedDataParallel, does.*fully_shard \(FSDP2\)", {}),
-        (attach, torch.compile(model), adamw, r"OptimizedModule.*model.compile\(\)", {}),
+        (model, lambda _: None, "O2 converts gradients for an optimizer", {}),
+        (late, lambda _: early, "owns none of the model's 14 trainable.*after anything that replaces", {}),
+        (model, lambda _: rms, "RMSprop does not go with states='8bit'.*torch.optim.Adam", {}),
+        (model, lambda _: muon, "Muon does not go with FSDP2.*all of a matrix", {}),
+        (meta, adamw, "on the meta device; materialize", {}),
+        (whole_model, adamw, "attach found no module sharded.*fp8stack.initialize", {}),
+        (wrapped, adamw, "DistributedDataParallel.* FSDP2: it keeps the parameters", {}),
+        (one, adamw, r"FullyShardedDataParallel, does.*fully_shard \(FSDP2\)", {}),
+        (torch.compile(model), adamw, r"OptimizedModule.*model.compile\(\)", {}),
     ):  # fmt: skip
         with refused((ConfigError, ModelError), words, given):
-            call(given, makes(given), **options)
+            attach(given, makes(given), **options)
     with pytest.raises(ModelError, match="got int"):
         attach(3, optimizer)
     model, optimizer = attach(model, optimizer)
@@ -521,33 +529,6 @@ def test_a_model_that_was_moved_trains_on(level, mesh):
         train_alone(model, optimizer, 2, start=2)
         results.append([p.to_local() for p in model.parameters()])
     assert_same_bits(*results)
-
-
-def test_blocks_are_the_elements_of_the_outermost_lists(mesh):
-    def linear():
-        return nn.Linear(8, 8)
-
-    nested = [nn.Sequential(nn.ModuleList([linear()])), nn.ModuleList([linear()]), nn.GELU()]
-    outer = nn.Sequential(nn.ModuleDict({"stem": linear(), "layers": nn.ModuleList(nested)}))
-    fully_shard_fp8(outer, None, "O0", mesh=mesh)
-    sharded = [name for name, m in outer.named_modules() if isinstance(m, FSDPModule)]
-    assert sharded == ["", "0.layers.0", "0.layers.1.0"]
-
-
-def test_blocks_are_sharded_from_the_inside_and_each_once(mesh):
-    model = nn.Sequential(
-        nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))), nn.Linear(8, 8)
-    )
-    lists = nn.Sequential(nn.ModuleList([nn.Linear(8, 8)]))
-    with pytest.raises(
-        ModelError, match=r"blocks has a ModuleList, which has no forward.*Pass its elements"
-    ):
-        fully_shard_fp8(lists, None, "O0", mesh=mesh, blocks=[lists[0]])
-    assert not any(isinstance(m, FSDPModule) for m in lists.modules())
-    fully_shard_fp8(model, None, "O0", mesh=mesh, blocks=[model[0], model[0][1], model[0]])
-    sharded = [name for name, m in model.named_modules() if isinstance(m, FSDPModule)]
-    assert sharded == ["", "0", "0.1"]
-    model(torch.randn(2, 8)).sum().backward()
 
 
 def test_a_model_without_sharded_parameters_is_refused(mesh):
