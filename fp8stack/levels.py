@@ -27,7 +27,6 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "fp8_format": ("hybrid", "e4m3", "e5m2"),
         "fp8_recipe": ("current", "delayed", "blockwise", "mxfp8", "nvfp4"),
         "amax_compute_algo": ("max", "most_recent"),
-        "pad": ("auto", "skip"),
         "select": ("auto", "all"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
@@ -63,8 +62,6 @@ class Recipe:
     fp8_fast_accum: True sums forward products with fewer bits (about 14 on Hopper's tensor cores), which is faster.
         Products of gradients are never summed so. None: False, except with TransformerEngine's "delayed", which always
         sums fast.
-    pad: what to do with sizes that are not a multiple of 16 ("blockwise": of 128). "auto": pad inside the layer.
-        "skip": leave such layers out.
     select: on a GPU, "auto" multiplies in FP8 only where that is faster, by the sizes of a layer and its rows of input
         (`fp8stack/nn/select.py`); "all" always does.
     fuse: True joins RMSNorms and SwiGLU blocks with the casts around them (`fp8stack/nn/swiglu.py`): on a GPU, with
@@ -96,7 +93,6 @@ class Recipe:
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     fp8_fast_accum: bool | None = None
-    pad: str = "auto"
     select: str = "auto"
     fuse: bool = True
     matmuls: bool = False

@@ -28,10 +28,10 @@ from fp8stack.tensor import is_sharded, not_plain, whole_shape
 
 from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale
-from .linear import Bf16Linear, Fp8Linear, alignment_of
+from .linear import Bf16Linear, Fp8Linear
 from .mixin import class_below, hidden_class
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
-from .te import ALIGNMENTS, Engine, TeLinear
+from .te import Engine, TeLinear
 
 GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
 """What `apply_gemms` makes of Linear layers."""
@@ -91,10 +91,9 @@ def choose_layers(
     recipe: Recipe,
     skipped: dict[nn.Module, str],
     quantized: set[nn.Parameter],
-    compute: str = "native",
     by_size: bool = False,
 ) -> LayerChoices:
-    """Return what `recipe` does to the layers of `model`, whose GEMMs `compute` will do.
+    """Return what `recipe` does to the layers of `model`, by class and size.
 
     `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted. `by_size`
     leaves out layers for which FP8 does not pay.
@@ -105,13 +104,11 @@ def choose_layers(
             kind = type(module).__name__
             reason = f"{kind} reads the weights of its layers itself in its fast path"
             excluded = dict.fromkeys(module.modules(), reason) | excluded
-    alignments = {"te": ALIGNMENTS[recipe.fp8_recipe], "bf16": 1}
-    alignment = alignments.get(compute, alignment_of(recipe.fp8_recipe))
     linears = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear))
     least = least_rows_of(model) if by_size else {}
     for name, module in linears:
         rows = least.get(name, ALWAYS)
-        reason = excluded.get(module) or _unfit(module, recipe, alignment)
+        reason = excluded.get(module) or _unfit(module)
         if reason := reason or (TOO_SMALL if rows == NEVER else ""):
             layers.skipped.append((name, reason))
             continue
@@ -194,7 +191,7 @@ def skipped_modules(
     return skipped, idle
 
 
-def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
+def _unfit(module: nn.Linear) -> str:
     """Return why this Linear cannot run FP8 GEMMs and what to do about it, or an empty string."""
     weight = module._parameters.get("weight")
     if weight is None:  # such a module may be of a class of its own
@@ -208,11 +205,6 @@ def _unfit(module: nn.Linear, recipe: Recipe, alignment: int) -> str:
     for label, size in zip(("out_features", "in_features"), whole_shape(weight), strict=True):
         if size == 0:
             return f"it has 0 {label}: there is nothing to multiply"
-        if size % alignment and recipe.pad == "skip":
-            return (
-                f"{label} {size} is not a multiple of {alignment}, as FP8 GEMMs need; "
-                f'make it {-(-size // alignment) * alignment}, or use pad="auto"'
-            )
     return ""
 
 

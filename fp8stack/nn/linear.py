@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import ModelError
-from fp8stack.formats import BLOCK, E4M3, FLOATS
+from fp8stack.formats import E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.delayed_state import STATES
@@ -263,11 +263,6 @@ def title(layer: str) -> str:
 
 def _skip(layer: str) -> str:
     return f'skip=["{layer}"]' if layer else "skip=[...]"
-
-
-def alignment_of(fp8_recipe: str) -> int:
-    """Return what every size of a native layer's products is a multiple of, or padded to."""
-    return BLOCK if fp8_recipe == "blockwise" else ALIGNMENT
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

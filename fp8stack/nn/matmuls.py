@@ -40,7 +40,7 @@ from fp8stack.levels import Recipe
 from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
 from .convert import Conversion, is_of_library
-from .linear import alignment_of, fp8_matmul
+from .linear import fp8_matmul
 from .mixin import Mixin, mixed_class
 
 RECIPES = ("current", "blockwise")  # others become "current"
@@ -189,9 +189,6 @@ class _Mode(TorchFunctionMode):
             return "empty"
         if rows * cols < recipe.min_numel:
             return "smaller than min_numel"
-        step = alignment_of(recipe.fp8_recipe)
-        if recipe.pad == "skip" and (rows % step or cols % step):
-            return f"sizes that are no multiples of {step}"
         return "skip" if bare.skips(parameter) else ""
 
 

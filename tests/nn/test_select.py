@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.levels import recipe_for
-from fp8stack.nn import convert, select
+from fp8stack.nn import StoredLinear, convert, select
 from fp8stack.nn.linear import Fp8Linear
 from fp8stack.nn.select import ALWAYS, NEVER, TOO_SMALL, LeastRows, describe, least_rows, pays
 
@@ -68,7 +68,7 @@ def test_what_a_card_says():
 def by_size(monkeypatch):
     """Let the rule decide on a CPU too, where `initialize` takes FP8 always, and give layers few least rows."""
     chosen = convert.choose_layers
-    monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:5], True))
+    monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:4], True))
     by_inputs = {32: LeastRows(8, 4, 6, 2), 64: ALWAYS, 16: NEVER}
     monkeypatch.setattr(convert, "least_rows_of", select.least_rows_of)
     monkeypatch.setattr(select, "least_rows", lambda k, n, sharing: by_inputs[k])
@@ -88,6 +88,9 @@ def test_layers_that_are_too_small_are_left_out_and_others_have_least_rows(by_si
     assert report.share == (32 * 64 + 64 * 16) / (32 * 64 + 64 * 16 + 16 * 16)
     assert "1 × fp8 from 8 rows of input on" in str(report)
     assert [type(layer) for layer in model] == [Fp8Linear, Fp8Linear, nn.Linear]
+    fp8stack.restore(model)
+    fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), "O2", min_numel=1)
+    assert type(model[2]) is StoredLinear
 
 
 @pytest.mark.parametrize(
