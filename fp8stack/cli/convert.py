@@ -25,7 +25,7 @@ from fp8stack.optim.state_formats import decode_master, is_master, masters
 from fp8stack.tensor import fault_of
 
 from .inspect import Contents, place_of, read
-from .output import Commands, Console, add_command, missing, show, size
+from .output import Commands, Lines, add_command, show, size
 
 
 def add_parser(commands: Commands) -> None:
@@ -48,7 +48,10 @@ def run(options: argparse.Namespace) -> int:
     if options.to == "safetensors" and not safe:
         raise ConfigError(f"--to safetensors --out {out}: its name must end in .safetensors.")
     if safe and find_spec("safetensors") is None:  # now, before minutes of reading
-        raise missing("writing weights as safetensors", "safetensors", "safetensors")
+        raise ConfigError(
+            "writing weights as safetensors needs safetensors, which is not installed. "
+            'Install it with: pip install "fp8stack[safetensors]".'
+        )
     contents = read(source)
     masters = find_masters(contents)
     dtype = torch.bfloat16 if options.to == "bf16" else torch.float32
@@ -71,12 +74,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def draw(console: Console, data: dict[str, Any]) -> None:
+def draw(data: dict[str, Any]) -> Lines:
     """Say what was written."""
-    console.print(
+    yield (
         f"{data['out']}: {data['tensors']} tensors in {data['dtype']}, {size(data['bytes'])}; "
-        f"{data['masters']} of them from masters",
-        soft_wrap=True,
+        f"{data['masters']} of them from masters"
     )
 
 

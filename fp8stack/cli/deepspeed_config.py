@@ -22,7 +22,7 @@ from fp8stack.integrations.incompatibilities import TrainingRun, check, with_all
 
 from . import machine
 from .load_function import build
-from .output import Console
+from .output import Lines
 
 SECTIONS = (
     "amp", "bf16", "bfloat16", "data_types", "fp16", "msamp", "optimizer", "scheduler", "zero_optimization",
@@ -105,13 +105,13 @@ def _parse(text: str) -> Any:
         raise
 
 
-def draw(console: Console, data: dict[str, Any]) -> None:
+def draw(data: dict[str, Any]) -> Lines:
     """Show each finding with what happens and what to do."""
     level = data["level"] or "fp8stack not enabled"
-    console.print(f"DeepSpeed configuration {data['config']} · {level}")
-    console.print(", ".join(f"{name} {version}" for name, version in data["versions"].items()))
+    yield f"DeepSpeed configuration {data['config']} · {level}"
+    yield ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     for f in data["findings"]:
         found = f"{f['severity']}: {f['name']} ({f['where']}: {f['value']})."
-        console.print(f"{found} {f['symptom']} {f['remedy']}")
+        yield f"{found} {f['symptom']} {f['remedy']}"
     if not data["findings"]:
-        console.print("Nothing known stands against it.")
+        yield "Nothing known stands against it."

@@ -17,7 +17,7 @@ from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import kernel_backend
 
 from . import deepspeed_config, machine, selftest
-from .output import Commands, Console, add_command, show, size, table
+from .output import Commands, Lines, add_command, show, size, table
 
 NO_GPU = (
     "There is no GPU that torch can use: everything runs on the CPU, where FP8 is emulated. It will not be faster "
@@ -70,7 +70,7 @@ def capabilities(device: torch.device) -> dict[str, dict[str, Any]]:
     return {name: {"ok": a.ok, "reason": a.reason} for name, a in answers.items()}
 
 
-def draw(console: Console, data: dict[str, Any]) -> None:
+def draw(data: dict[str, Any]) -> Lines:
     """Show versions, capabilities, tests and problems."""
     environment = dict(data["environment"])
     libraries, gpus = environment.pop("libraries"), environment.pop("gpus")
@@ -79,18 +79,18 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         memory = size(g["memory_bytes"])
         rows.append((f"GPU {i}", f"{g['name']}, compute capability {g['capability']}, {memory}"))
     rows.append(("libraries", ", ".join(f"{n} {v}" for n, v in libraries.items()) or "none"))
-    console.print(table(("environment", ""), rows))
+    yield table(("environment", ""), rows)
     for device, answers in data["capabilities"].items():
         able = ((name, "yes" if a["ok"] else "no", a["reason"]) for name, a in answers.items())
-        console.print(table((device, "", "reason"), able))
+        yield table((device, "", "reason"), able)
     tests = (
         (name, t["status"], f"{t['seconds']:.1f}", t["reason"])
         for name, t in data["self_test"].items()
     )
     if data["self_test"]:
-        console.print(table(("self-test", "", "s", "found"), tests, right="s"))
+        yield table(("self-test", "", "s", "found"), tests, right="s")
     for found in data["trouble"]:
-        console.print(f"{found['severity']}: {found['what']}. {found['remedy']}")
+        yield f"{found['severity']}: {found['what']}. {found['remedy']}"
     if not gpus:
-        console.print(NO_GPU)
-    console.print("All is well." if data["ok"] else "Something is wrong: see above.")
+        yield NO_GPU
+    yield "All is well." if data["ok"] else "Something is wrong: see above."

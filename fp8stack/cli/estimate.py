@@ -22,7 +22,7 @@ from fp8stack.errors import ConfigError
 from fp8stack.levels import LEVELS, OPTIONS
 from fp8stack.planning import BASELINES, LLAMA, Precision, Setup, Shape
 
-from .output import Commands, Console, add_command, show, size, table
+from .output import Commands, Lines, add_command, show, size, table
 from .recipe import add_recipe, recipe_of
 
 GPUS = {
@@ -123,19 +123,19 @@ def _column(shape: Shape, precision: Precision, setup: Setup, memory: int | None
     return column
 
 
-def draw(console: Console, data: dict[str, Any]) -> None:
+def draw(data: dict[str, Any]) -> Lines:
     """Show a line for each kind of bytes and a column for each precision."""
     setup, columns = data["setup"], data["precisions"]
     text = (
         "{parameters:,} parameters: {layers} layers of {hidden:,}, {heads} heads ({kv_heads} of keys and values), "
         "feed-forward {ffn:,}, vocabulary {vocab:,}"
     )
-    console.print(text.format(parameters=data["parameters"], **data["shape"]))
+    yield text.format(parameters=data["parameters"], **data["shape"])
     sharding = "" if setup["sharding"] == "none" else f" ({setup['sharding']})"
     more = [f"{setup['ranks']} GPUs{sharding}"] if setup["ranks"] > 1 else []
     more += [name for name in _SWITCHES if setup[name]]
     given = ", ".join([f"{setup['batch']} × {setup['seq']} tokens", *more])
-    console.print(f"Each GPU: {given}.")
+    yield f"Each GPU: {given}."
     unit, power = ("GiB", 30) if max(c["peak"] for c in columns) >= 2**30 else ("MiB", 20)
 
     def amounts(values: list[int]) -> list[str]:
@@ -152,14 +152,14 @@ def draw(console: Console, data: dict[str, Any]) -> None:
         rows["largest micro-batch"] = [str(c["largest_batch"]) for c in columns]
     names = [c["name"] for c in columns]
     lines = [(label, *cells) for label, cells in rows.items()]
-    console.print(table((unit, *names), lines, right=" ".join(names)))
+    yield table((unit, *names), lines, right=" ".join(names))
     for column in columns:
-        console.print(f"{column['name']}: {column['brief']}")
-    console.print("Kinds are each at their largest; the peak is what is held at once.")
+        yield f"{column['name']}: {column['brief']}"
+    yield "Kinds are each at their largest; the peak is what is held at once."
     if data["memory"]:
-        console.print(f"What fits is for {size(data['memory'])}.")
+        yield f"What fits is for {size(data['memory'])}."
     for note in data["notes"]:
-        console.print(f"note: {note}")
+        yield f"note: {note}"
 
 
 # --- levels and GPUs

@@ -29,7 +29,7 @@ from fp8stack.optim.saved_checks import are_names
 from fp8stack.optim.state_formats import MASTER_KEYS
 from fp8stack.tensor import fault_of
 
-from .output import Commands, Console, add_command, show, size, table
+from .output import Commands, Lines, add_command, show, size, table
 
 
 class Contents(NamedTuple):
@@ -153,20 +153,20 @@ def describe(contents: Contents) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, data: dict[str, Any]) -> None:
+def draw(data: dict[str, Any]) -> Lines:
     """Show a summary and the formats."""
     step = "no step" if data["step"] is None else f"step {data['step']}"
     level = data["level"] or "no level that shows (O0, or without fp8stack)"
     title = f"{data['path']}: {data['kind']}, {size(data['file_bytes'])}, {step}, {level}"
-    console.print(title, soft_wrap=True)
+    yield title
     if data["extra"]:
-        console.print(", ".join(f"{k}={v!r}" for k, v in data["extra"].items()))
+        yield ", ".join(f"{k}={v!r}" for k, v in data["extra"].items())
     rows = (
         (p["part"], p["format"], p["tensors"], f"{p['elements']:,}", size(p["bytes"]))
         for p in data["parts"]
     )
     header = ("part", "format", "tensors", "elements", "size")
-    console.print(table(header, rows, right="tensors elements size"))
+    yield table(header, rows, right="tensors elements size")
 
 
 def _format(value: Tensor, scale: Tensor | None, weight: Tensor | None) -> str:

@@ -1,7 +1,7 @@
 """What all commands share: how a command is added, and how its result is shown.
 
 A result is a dict of plain data, and that is what --json prints, with null for numbers that are not finite. Tables are
-drawn from the same dict with rich, which is imported only then: --json works without it.
+drawn from the same dict.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO, TypeAlias
 
-from fp8stack.errors import ConfigError
-
-Console: TypeAlias = Any
-"""rich's console and table, which are imported only when something is drawn."""
+Lines: TypeAlias = Iterable[str]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 WIDTH = 120
 """Columns of what is not written to a terminal."""
@@ -32,12 +31,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {line}\n")
 
 
-def missing(what: str, library: str, extra: str, otherwise: str = "") -> ConfigError:
-    """Return the error of a command that needs a library that is not installed."""
-    remedy = f'Install it with: pip install "fp8stack[{extra}]"{otherwise}.'
-    return ConfigError(f"{what} needs {library}, which is not installed. {remedy}")
-
-
 def add_command(commands: Commands, name: str, brief: str) -> Parser:
     """Return the parser of a new command, which has --json."""
     text = brief[0].upper() + brief[1:] + "."
@@ -47,30 +40,19 @@ def add_command(commands: Commands, name: str, brief: str) -> Parser:
 
 
 def show(
-    options: argparse.Namespace,
-    data: dict[str, Any],
-    draw: Callable[[Console, dict[str, Any]], None],
+    options: argparse.Namespace, data: dict[str, Any], draw: Callable[[dict[str, Any]], Lines]
 ) -> None:
-    """Print `data` as one JSON object if --json was given, else let `draw` show it on a console.
+    """Print `data` as one JSON object if --json was given, else the lines that `draw` makes of it.
 
     Raises:
-        ConfigError: where there is something to draw, and rich is not installed.
         OSError: where stdout cannot be written.
     """
     if options.json:
         finite = json.loads(json.dumps(data), parse_constant=lambda _: None)
-        _write(json.dumps(finite, indent=2) + "\n")
-        return
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise missing("a table", "rich", "cli", ", or use --json") from None
-    out = _stdout or sys.stdout
-    width = None if out and out.isatty() else WIDTH
-    console = Console(width=width, highlight=False, markup=False, emoji=False)
-    with console.capture() as drawn:
-        draw(console, data)
-    _write(drawn.get())
+        text = json.dumps(finite, indent=2)
+    else:
+        text = "\n".join(draw(data))
+    _write(text + "\n")
 
 
 def keep_stdout() -> None:
@@ -95,19 +77,20 @@ def _write(text: str) -> None:
             raise
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[object]], right: str = "") -> Any:
-    """Return rich's table; `right` names its right-aligned columns, separated by spaces."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in header:
-        number = name in right.split()
-        justify = "right" if number else "left"
-        made.add_column(name, justify=justify, no_wrap=number, overflow="fold")
-    for row in rows:
-        made.add_row(*map(str, row))
-    return made
+def table(header: Sequence[str], rows: Iterable[Iterable[object]], right: str = "") -> str:
+    """Return a table, its last column wrapped; `right` names its right-aligned columns, separated by spaces."""
+    cells = [list(map(str, row)) for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = sum(widths[:-1]) + 3 * len(widths) - 3
+    widths[-1] = min(widths[-1], max(shutil.get_terminal_size((WIDTH, 24)).columns - left, 40))
+    lines = []
+    for *first, last in cells:
+        for part in textwrap.wrap(last, widths[-1]) or [""]:
+            row = zip(header, [*first, part], widths, strict=True)
+            aligned = (c.rjust(n) if name in right.split() else c.ljust(n) for name, c, n in row)
+            lines.append("   ".join(aligned).rstrip())
+            first = [""] * len(first)
+    return "\n".join([lines[0], "─" * (left + widths[-1]), *lines[1:], ""])
 
 
 def size(nbytes: float) -> str:

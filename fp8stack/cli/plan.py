@@ -31,7 +31,7 @@ from fp8stack.report import Report
 
 from . import machine
 from .load_function import build
-from .output import Commands, Console, add_command, show, size, table
+from .output import Commands, Lines, add_command, show, size, table
 from .recipe import add_recipe, recipe_of
 
 
@@ -88,27 +88,27 @@ def plan(
     }
 
 
-def draw(console: Console, data: dict[str, Any]) -> None:
+def draw(data: dict[str, Any]) -> Lines:
     """Show the report, matrices (those of one shape and fate together), and bytes by kind."""
     report, both = Report(**data["report"]), data["bytes"]
-    console.print(
+    yield (
         f"{data['parameters']:,} parameters, {data['trainable']:,} of them trained by {data['optimizer']}"
     )
-    console.print(str(report))
+    yield str(report)
     groups: Counter[tuple[str, ...]] = Counter()
     for m in data["matrices"]:
         alike = {"name": re.sub(r"\d+", "*", m["name"]), "shape": "×".join(map(str, m["shape"]))}
         groups[tuple({**m, **alike}.values())] += 1
     rows = ((name, count, *rest) for (name, *rest), count in groups.items())
     header = ("matrix", "n", "of", "shape", "GEMM", "weight", "gradient", "states")
-    console.print(table(header, rows, right="n"))
+    yield table(header, rows, right="n")
     held = {part: [b[part] for b in both.values()] for part in PARTS}
     lines = [(part, *map(size, numbers)) for part, numbers in held.items() if any(numbers)]
     sums = [sum(b.values()) for b in both.values()]
     lines.append(("total", *map(size, sums)))
     lines.append(("bytes/parameter", *(f"{n / max(data['parameters'], 1):.2f}" for n in sums)))
-    console.print(table(("", "before", report.level), lines, right=f"before {report.level}"))
-    console.print("Activations come on top; nothing was allocated.")
+    yield table(("", "before", report.level), lines, right=f"before {report.level}")
+    yield "Activations come on top; nothing was allocated."
 
 
 def _matrices(

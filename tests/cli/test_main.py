@@ -90,14 +90,3 @@ def test_help_names_every_command_and_the_version(capsys):
         assert raised.value.code == 0
         text = capsys.readouterr().out
         assert all(name in text for name in names)
-
-
-def test_without_rich_the_remedy_is_named_and_json_works(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)  # as if it were not installed
-    with pytest.raises(SystemExit) as raised:
-        main(["doctor", "--no-self-test"])
-    assert raised.value.code == 2
-    error = capsys.readouterr().err
-    assert 'pip install "fp8stack[cli]", or use --json' in error
-    assert main(["doctor", "--no-self-test", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["ok"]
