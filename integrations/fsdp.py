@@ -83,7 +83,6 @@ def attach(
         UnsupportedDeviceError: a fallback under `strict`, or a device that the level cannot run on at all.
     """
     recipe = recipe_for(opt_level, preset, **overrides)
-    notes: list[str] = []
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -93,24 +92,8 @@ def attach(
     units = units_of(model, "attach", (), " On one device there is fp8stack.initialize.")
     for unit in units.values():
         unit.reshard()  # so that the model's parameters are the sharded ones
+    recipe, notes = _reduction(model, recipe, replicate_group, strict)
     in_fp8 = recipe.gradients == "fp8"
-    if in_fp8 and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        recipe, in_fp8 = replace(recipe, gradients="keep"), False
-        notes.append(
-            f"FSDP2 of torch {torch.__version__} has no set_custom_reduce_scatter; gradients are reduced without FP8"
-        )
-    if replicate_group is not None:
-        if not in_fp8:  # FSDP2 knows nothing of these replicas
-            raise ConfigError(
-                "replicate_group is averaged over by the FP8 reduce-scatter, which O0 and torch before 2.9 do not "
-                "have. Shard over the 2-D mesh instead."
-            )
-        check_replicas(model, replicate_group)
-    elif strict and in_fp8 and is_hybrid(model):
-        notes.append(
-            "gradients are averaged over the replicas of a 2-D mesh without FP8; "
-            'shard over mesh["shard"] and pass replicate_group'
-        )
     low, reason = _to_store(model, optimizer, recipe, units)
     if reason:
         notes.append(f"weights stay as they are and are their own masters: {reason}")
@@ -170,6 +153,35 @@ def verify(
     if isinstance(stepped, torch.optim.Optimizer):
         stepped = [stepped]
     return verify_initialized(model, stepped, "FSDP2", reducers if in_fp8 else {})
+
+
+# --- checks and changes
+
+
+def _reduction(
+    model: nn.Module, recipe: Recipe, replicate_group: Any, strict: bool
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe with the gradients that this FSDP2 can reduce, and what falls back."""
+    notes: list[str] = []
+    if recipe.gradients == "fp8" and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        recipe = replace(recipe, gradients="keep")
+        notes.append(
+            f"FSDP2 of torch {torch.__version__} has no set_custom_reduce_scatter; gradients are reduced without FP8"
+        )
+    in_fp8 = recipe.gradients == "fp8"
+    if replicate_group is not None:
+        if not in_fp8:  # FSDP2 knows nothing of these replicas
+            raise ConfigError(
+                "replicate_group is averaged over by the FP8 reduce-scatter, which O0 and torch before 2.9 do not "
+                "have. Shard over the 2-D mesh instead."
+            )
+        check_replicas(model, replicate_group)
+    elif strict and in_fp8 and is_hybrid(model):
+        notes.append(
+            "gradients are averaged over the replicas of a 2-D mesh without FP8; "
+            'shard over mesh["shard"] and pass replicate_group'
+        )
+    return recipe, notes
 
 
 @contextmanager
