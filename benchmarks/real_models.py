@@ -7,15 +7,19 @@
 Models have random weights, float32, and sdpa attention. A step is forward, backward, `torch.nn.utils.clip_grad_norm_`
 and the optimizer. "bf16" is autocast over float32 weights with torch's fused AdamW, "pure bf16" bfloat16 weights with
 the same. Levels are `initialize(model, optimizer, level)` and nothing else; "all in FP8" is select="all", "not fused"
-fuse=False. "torchao" and "te" are the Linear layers of torchao (tensorwise scales) and TransformerEngine (current
-scaling), under bf16's autocast and optimizer. "compiled" is `model.compile()`, "by block" `compile()` of each element
-of the outermost ModuleLists.
+fuse=False; "graphed" adds `fp8stack.nn.graph(model)`. "torchao" and "te" are the Linear layers of torchao (tensorwise
+scales) and TransformerEngine (current scaling), under bf16's autocast and optimizer. "compiled" is `model.compile()`,
+"by block" `compile()` of each element of the outermost ModuleLists.
+
+Each variant has a process of its own, which is stopped after `--limit` seconds. In it bf16 takes turns with the
+variant, since the speed of a host changes from process to process and with time by more than variants differ: `× bf16`
+is the median of the ratios of neighbouring turns.
 
 `ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
-feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts.
-`GiB` is the peak of a step. `FP8` is the share of the elements of matrices, embeddings apart, that multiply in FP8.
-`compile s` is how much longer than a step the first two compiled ones took. bf16 is measured again at the end, to show
-how far the GPU drifted. Each variant has a process of its own, which is stopped after `--limit` seconds.
+feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts;
+`bf16 host` is bf16's in the same process. `GiB` is the peak of a step, and of the capture of graphs. `FP8` is the share
+of the elements of matrices, embeddings apart, that multiply in FP8. `compile s` is how much longer than a step the
+first two compiled ones took.
 
 Limits: one batch, over and over, and random weights, so mixtures of experts are as balanced as chance makes them.
 """
@@ -53,7 +57,10 @@ from fp8stack.levels import LEVELS
 
 RESULTS = ROOT / "benchmarks" / "results" / "real_models.jsonl"
 BASE = "bf16"
-WARM_UP = 5  # steps: kernels are compiled, states made, the allocator finds its blocks
+WARM_UP = (
+    5  # steps: kernels are compiled, states made, graphs captured, the allocator finds its blocks
+)
+TURNS = 4
 PARTS = ("forward", "backward", "clip", "step")
 
 
@@ -173,6 +180,7 @@ class Variant:
     library: str = ""  # "torchao" or "te"
     pure: bool = False  # bfloat16 weights
     compiled: str = ""  # "whole" or "blocks"
+    graphed: bool = False
     options: dict[str, Any] = field(default_factory=dict, hash=False)  # of initialize
 
 
@@ -185,10 +193,13 @@ def list_variants() -> list[Variant]:
     eager += [
         Variant("O2, all in FP8", "O2", options={"select": "all"}),
         Variant("O2, not fused", "O2", options={"fuse": False}),
+        Variant("bf16 graphed", graphed=True),
+        Variant("O2 graphed", "O2", graphed=True),
     ]
     eager += [Variant(library, library=library) for library in ("torchao", "te")]
-    whole = [replace(v, name=f"{v.name} compiled", compiled="whole") for v in eager]
-    blocks = [replace(v, name=f"{v.name} by block", compiled="blocks") for v in eager]
+    one_by_one = [v for v in eager if not v.graphed]
+    whole = [replace(v, name=f"{v.name} compiled", compiled="whole") for v in one_by_one]
+    blocks = [replace(v, name=f"{v.name} by block", compiled="blocks") for v in one_by_one]
     return [*eager, *whole, *blocks]
 
 
@@ -250,68 +261,107 @@ def share_in_fp8(model: nn.Module) -> float:
     return inside / max(total, 1)
 
 
-def measure(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
-    cuda, real = options.device == "cuda", MODELS[name]
-    torch.manual_seed(0)
-    with torch.device(options.device):
-        built = real.build()
-    batch = real.draw(built, options.device)
-    if variant.pure:
-        batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
-    model, optimizer, scope, share = convert(built, variant, options.device)
-    marks: list[list[float]] = []  # of a step: the host's clock before and after each part
+class Contender:
+    """A variant of a model, which takes steps, and what they took."""
 
-    def step() -> Tensor:
+    def __init__(self, variant: Variant, name: str, options: argparse.Namespace) -> None:
+        self.cuda, real = options.device == "cuda", MODELS[name]
+        others = torch.cuda.memory_allocated() if self.cuda else 0
+        torch.manual_seed(0)
+        with torch.device(options.device):
+            built = real.build()
+        self.batch = real.draw(built, options.device)
+        if variant.pure:
+            self.batch = {
+                k: v.bfloat16() if v.is_floating_point() else v for k, v in self.batch.items()
+            }
+        self.model, self.optimizer, self.scope, self.share = convert(built, variant, options.device)
+        self.marks: list[list[float]] = []  # of a step: the host's clock before and after each part
+        self.turns: list[float] = []  # ms of a step in each
+        self.alone: list[list[float]] = []  # the marks of steps that began with an idle device
+        if variant.graphed and self.cuda:
+            self.model.config.use_cache = False  # blocks that fill a cache are not captured
+            fp8stack.nn.graph(self.model)
+        self._run(2)  # layers learn in eager mode what they share
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        first = 0.0
+        if variant.compiled:
+            backend = "inductor" if self.cuda else "eager"  # needs no C++ compiler on a CPU
+            blocks = blocks_of(self.model) if variant.compiled == "blocks" else (self.model,)
+            for module in blocks:
+                module.compile(backend=backend)
+            first = self._run(2)
+            if self.cuda:
+                torch.cuda.reset_peak_memory_stats()  # of steps, not of the compiler's trials
+        self._run(WARM_UP)
+        self.peak = (torch.cuda.max_memory_allocated() - others) / 2**30 if self.cuda else None
+        self.compile_s = max(first - self._run(2), 0.0) if variant.compiled else None
+
+    def step(self) -> Tensor:
+        """Take a step; note the host's clock, and return the loss."""
         mark = [time.perf_counter()]
-        with scope():
-            loss: Tensor = model(**batch).loss
+        with self.scope():
+            loss: Tensor = self.model(**self.batch).loss
         mark.append(time.perf_counter())
         loss.backward()
         mark.append(time.perf_counter())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         mark.append(time.perf_counter())
-        optimizer.step()
-        optimizer.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         mark.append(time.perf_counter())
-        marks.append(mark)
+        self.marks.append(mark)
         return loss.detach()
 
-    def timed(count: int) -> float:
+    def _run(self, count: int) -> float:
+        """Return the seconds of some steps, the first of which may wait for nothing."""
         start = time.perf_counter()
         for _ in range(count):
-            loss = step()
+            loss = self.step()
         loss.item()  # waits for the device
         return time.perf_counter() - start
 
-    timed(2)  # layers learn in eager mode what they share
-    first = 0.0
-    if variant.compiled:
-        backend = "inductor" if cuda else "eager"  # needs no C++ compiler on a CPU
-        for module in blocks_of(model) if variant.compiled == "blocks" else (model,):
-            module.compile(backend=backend)
-        first = timed(2)
-    timed(WARM_UP)
-    peak = None
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-        timed(1)
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    marks.clear()
-    step_ms, host_ms, count = time_steps(step, options.steps, cuda)
-    alone = marks[:count]  # those that began with an idle device
-    hosts = {
-        p: statistics.median(1e3 * (m[i + 1] - m[i]) for m in alone) for i, p in enumerate(PARTS)
-    }
+    def take_turn(self, count: int) -> None:
+        """Time steps: so many that wait for the device, and as many that do not."""
+        self._run(2)
+        self.marks.clear()
+        step_ms, _, count = time_steps(self.step, count, self.cuda)
+        self.turns.append(step_ms)
+        self.alone += self.marks[:count]
+
+    def host(self) -> tuple[float, dict[str, float]]:
+        """Return the median ms of a step on the host, and of its parts."""
+        parts = {
+            part: statistics.median(1e3 * (m[i + 1] - m[i]) for m in self.alone)
+            for i, part in enumerate(PARTS)
+        }
+        return statistics.median(1e3 * (m[-1] - m[0]) for m in self.alone), parts
+
+
+def measure(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
+    """Return what a variant takes, and bf16 in turns with it."""
+    base = Contender(Variant(BASE), name, options)
+    own = base if variant.name == BASE else Contender(variant, name, options)
+    for _ in range(TURNS):
+        for contender in dict.fromkeys((base, own)):
+            contender.take_turn(-(-options.steps // TURNS))
+    host_ms, parts = own.host()
+    ratios = [a / b for a, b in zip(base.turns, own.turns, strict=True)]
     return {
-        "step_ms": step_ms,
+        "step_ms": statistics.median(own.turns),
+        "speedup": statistics.median(ratios),
+        "speedups": [min(ratios), max(ratios)],
+        "base_ms": statistics.median(base.turns),
+        "base_host_ms": base.host()[0],
         "host_ms": host_ms,
-        "host_parts": hosts,
-        "steps": count,
-        "peak_gib": peak,
-        "fp8_share": share,
-        "compile_s": max(first - 2e-3 * step_ms, 0.0) if variant.compiled else None,
-        "loss": step().item(),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "host_parts": parts,
+        "steps": len(own.alone),
+        "peak_gib": own.peak,
+        "fp8_share": own.share,
+        "compile_s": own.compile_s,
+        "loss": own.step().item(),
+        "parameters": sum(p.numel() for p in own.model.parameters()),
     }
 
 
@@ -346,21 +396,32 @@ def apart(variant: Variant, name: str, options: argparse.Namespace) -> Numbers:
 
 
 def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) -> None:
-    real, base, compiled = MODELS[name], results.get(BASE, {}), results.get(f"{BASE} compiled", {})
+    real, compiled = MODELS[name], results.get(f"{BASE} compiled", {}).get("speedup")
     table = Table("variant", title=f"{name}: a whole step", box=box.SIMPLE)
-    heads = ("ms", "× bf16", "× compiled", "host", *PARTS, "GiB", "FP8 %", "compile s", "loss")
+    heads = (
+        "ms",
+        "× bf16",
+        "× compiled",
+        "bf16 host",
+        "host",
+        *PARTS,
+        "GiB",
+        "FP8 %",
+        "compile s",
+        "loss",
+    )
     for column in heads:
         table.add_column(column, justify="right", no_wrap=True)
     records = []
     for variant, n in results.items():
         if "note" in n:
             continue
-        n["speedup"] = base.get("step_ms") and base["step_ms"] / n["step_ms"]
-        n["speedup_compiled"] = compiled.get("step_ms") and compiled["step_ms"] / n["step_ms"]
+        n["speedup_compiled"] = compiled and n["speedup"] / compiled
         cells = [
             n["step_ms"],
             n["speedup"],
             n["speedup_compiled"],
+            n["base_host_ms"],
             n["host_ms"],
             *n["host_parts"].values(),
         ]
@@ -394,8 +455,7 @@ def main(arguments: list[str] | None = None) -> int:
     with stopping_in_order():
         for name in options.model:
             results: dict[str, Numbers] = {}
-            again = [replace(v, name=f"{BASE} again") for v in options.variants if v.name == BASE]
-            for variant in (*options.variants, *again):
+            for variant in options.variants:
                 found = attempt(partial(apart, variant, name, options))
                 results[variant.name] = found
                 if "note" in found:

@@ -115,9 +115,8 @@ class BlockGraphs:
         self._least_rows: dict[Products, LeastRows | None] = {}  # as they were
         self._first: nn.Module | None = None  # the block that begins a forward
         self._forwards = 0
-        self._went_back = (
-            False  # has the backward of the forward that was noted come to the first block?
-        )
+        # Autocast in the backward of the forward that was noted, once that has come to a block.
+        self._backward_autocast: tuple[bool, torch.dtype] | None = None
         self._calls: dict[nn.Module, _Call] = {}  # in the order of a forward
         self._replays: list[
             Callable[[], _Replay | None]
@@ -180,10 +179,11 @@ class BlockGraphs:
     def _begin_forward(self, block: nn.Module, leaves: list[Any], spec: Any) -> None:
         first = next(iter(self._calls.values()), None)
         # The first launch of a kernel loads it, which no capture allows: so backward must have run as well.
-        if first is not None and self._went_back and not first.misfit(leaves, spec):
-            self._capture()
+        autocast = self._backward_autocast
+        if first is not None and autocast is not None and not first.misfit(leaves, spec):
+            self._capture(autocast)
             return
-        self._first, self._went_back = block, False
+        self._first, self._backward_autocast = block, None
         self._forwards += 1
         self._calls.clear()
 
@@ -201,21 +201,21 @@ class BlockGraphs:
             return output
         call = _Call(self._names[block], block, leaves, spec, [*self._calls.values()])
         for x in call.note_output(output):
-            if not self._calls and isinstance(x, Tensor) and x.requires_grad:
+            if x.requires_grad:
                 x.register_hook(self._note_backward)
         self._calls[block] = call
         return output
 
     def _note_backward(self, _: Tensor) -> None:
-        self._went_back = True
+        self._backward_autocast = _autocast()
 
-    def _capture(self) -> None:
+    def _capture(self, backward_autocast: tuple[bool, torch.dtype]) -> None:
         calls = [*self._calls.values()]
         recorder = Recorder()
         for call in calls:
             call.capture_forward(recorder)
         for call in reversed(calls):
-            call.capture_backward(recorder)
+            call.capture_backward(recorder, backward_autocast)
         self._replays = [lambda: None] * len(calls)
 
 
@@ -329,14 +329,9 @@ class _Call:
     def run(self) -> list[Tensor]:
         """Run the block on the captured memory; return the tensors among its outputs."""
         args, kwargs = tree_unflatten(_filled(self._template, self._inputs), self._spec)
-        enabled, dtype = self._state[0]
         # Autograd would wait for the stream that a parameter was first used on, which a capture must not.
         self._leaves = {id(p): nn.Parameter(p.detach()) for p in self._parameters}
-        # Autocast's cache would give this graph casts that only another one makes anew.
-        with (
-            _exchanged(self._modules, self._leaves),
-            torch.autocast(DEVICE, dtype, enabled, cache_enabled=False),
-        ):
+        with _exchanged(self._modules, self._leaves), _autocast_as(self._state[0]):
             return _tensors(tree_flatten(self.block.plain_forward(*args, **kwargs))[0])
 
     def _check_leaves(self) -> None:
@@ -354,8 +349,9 @@ class _Call:
                         f'would get no gradient. Leave it out: graph(model, skip=["{self.name}"]).'
                     )
 
-    def capture_backward(self, recorder: Recorder) -> None:
+    def capture_backward(self, recorder: Recorder, autocast: tuple[bool, torch.dtype]) -> None:
         """Capture the backward; forwards of all calls and backwards of later ones are captured before."""
+        self._backward_autocast = autocast
         self._output_grads = [self._grad_memory(i, x) for i, x in enumerate(self._outputs)]
         self._input_grads: list[Tensor | None] = [None] * len(self._inputs)
         if any(g is not None for g in self._output_grads):
@@ -379,7 +375,8 @@ class _Call:
         outputs = [x for x in self._outputs if x.requires_grad]
         wanted = [x for x in (*self._inputs, *self._leaves.values()) if x.requires_grad]
         given = [g for g in self._output_grads if g is not None]
-        return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        with _autocast_as(self._backward_autocast):
+            return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
 
     # --- replays
 
@@ -494,9 +491,18 @@ def _signature(x: Any) -> tuple[Any, ...]:
     return type(x), x
 
 
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE)
+
+
+def _autocast_as(state: tuple[bool, torch.dtype]) -> torch.autocast:
+    """Return the context in which autocast is as it was, without a cache: another graph would not fill it."""
+    return torch.autocast(DEVICE, state[1], state[0], cache_enabled=False)
+
+
 def _state(block: nn.Module, modules: list[nn.Module]) -> list[Any]:
     """Return what decides, besides the arguments, which kernels a block launches and on which memory."""
-    state: list[Any] = [(torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE))]
+    state: list[Any] = [_autocast()]
     for module in modules:
         own = (*module._parameters.values(), *module._buffers.values())
         state.append((

@@ -209,12 +209,16 @@ def test_transformers_models_train(name, monkeypatch):
     """In the sizes of tests; a model that a version of transformers no longer builds so would fail an hour's run."""
     pytest.importorskip("transformers")
     monkeypatch.setitem(real_models.MODELS, name, real_models.MODELS[name].shrunk())
+    monkeypatch.setattr(real_models, "TURNS", 1)
     options = SimpleNamespace(device="cpu", steps=1)
-    losses = {v: real_models.measure(real_models.Variant(v, v), name, options) for v in ("", "O2")}
-    assert losses["O2"]["loss"] == pytest.approx(losses[""]["loss"], rel=0.05)
-    assert losses[""]["fp8_share"] == 0
+    base, o2 = (
+        real_models.measure(real_models.Variant(*v), name, options) for v in (["bf16"], ["O2"] * 2)
+    )
+    assert o2["loss"] == pytest.approx(base["loss"], rel=0.05)
+    assert (base["fp8_share"], base["speedup"]) == (0, 1)
+    assert o2["speedup"] == pytest.approx(o2["base_ms"] / o2["step_ms"])
     # GPT-2 has no nn.Linear but its head, which is the embedding
-    assert name == "gpt2" or losses["O2"]["fp8_share"] > 0.2
+    assert name == "gpt2" or o2["fp8_share"] > 0.2
 
 
 def test_a_variant_that_takes_too_long_is_stopped_and_named():

@@ -504,8 +504,8 @@ def test_models_of_transformers(name, level, replays):
         runs.append((losses, grads))
     (eager_losses, eager), (losses, grads) = runs
     assert len(replays) == 3 * (4 if name == "t5" else 2)
-    # Each decoder block reads the encoder's output twice. Eager mode adds those gradients one by one, graphs by block.
-    inexact = [n for n in grads if name == "t5" and not n.startswith(("decoder.block", "lm_head"))]
+    # Differs between runs of eager mode, too: the gradient of this embedding is summed in any order.
+    inexact = [n for n in grads if "relative_attention_bias" in n]
     assert not [n for n in grads.keys() - inexact if not torch.equal(grads[n], eager[n])]
     for n in inexact:
         assert (grads[n] - eager[n]).norm() < 1e-2 * eager[n].norm()
