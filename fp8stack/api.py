@@ -233,7 +233,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if isinstance(session.returned, BlockwiseOptimizer):
         for parameter, _ in session.stored:
             session.returned.check_unchanged(parameter)
-    unfuse(model.named_modules())
+    unfuse(model)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]
     conversion.undo(session)

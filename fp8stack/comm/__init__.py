@@ -12,7 +12,7 @@ from .gradients import GradientHandle
 if is_available():
     from .collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
     from .data_parallel import DataParallel
-    from .ddp import Fp8CommState, fp8_compress_hook, register_fp8_hook
+    from .ddp import fp8_compress_hook, register_fp8_hook
     from .exchange import set_hierarchy
     from .fp8_all_gather import Fp8AllGather
     from .fsdp import Fp8ReduceScatter, register_fp8_all_gather, register_fp8_reduce_scatter
@@ -20,7 +20,7 @@ if is_available():
     from .transport import Statistics
 
 __all__ = [
-    "DataParallel", "Fp8AllGather", "Fp8CommState", "Fp8ReduceScatter", "GradientHandle", "Statistics",
+    "DataParallel", "Fp8AllGather", "Fp8ReduceScatter", "GradientHandle", "Statistics",
     "all_gather_into_tensor", "all_reduce", "fp8_compress_hook", "reduce_scatter_tensor",
     "register_fp8_all_gather", "register_fp8_hook", "register_fp8_reduce_scatter", "set_hierarchy",
     "set_transport",

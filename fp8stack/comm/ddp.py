@@ -10,62 +10,32 @@ of buckets, which is the same on every rank; no collective is launched from a ca
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the classes themselves.
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fp8stack.errors import ConfigError
-from fp8stack.levels import check_number
 
 from .collectives import all_reduce
 
 
-@dataclass
-class Fp8CommState:
-    """The options of the hook.
-
-    Attributes:
-        process_group: the group of the model's replicas; None: all ranks.
-        min_bytes: buckets of fewer bytes are averaged by torch, in their own dtype.
-    """
-
-    process_group: Any = None
-    min_bytes: int = 0
-
-
 def fp8_compress_hook(
-    state: Fp8CommState | dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients with E4M3 blocks on the wire: `ddp.register_comm_hook(state, fp8_compress_hook)`.
+    """Average a bucket of gradients with E4M3 blocks on the wire: `ddp.register_comm_hook(group, fp8_compress_hook)`.
 
     Args:
-        state: an `Fp8CommState`, the process group itself as torch's hooks take it, or None for all ranks.
+        group: the group of the model's replicas, as torch's hooks take it; None: all ranks.
         bucket: DDP's.
     """
-    if not isinstance(state, Fp8CommState):
-        state = Fp8CommState(state)
-    gradients = bucket.buffer()
-    if gradients.nbytes >= state.min_bytes:
-        work = all_reduce(gradients, dist.ReduceOp.AVG, state.process_group, async_op=True)
-        assert work is not None  # DDP's ranks are members
-        future = work.get_future()
-    else:
-        gradients.div_(dist.get_world_size(state.process_group))
-        group = dist.group.WORLD if state.process_group is None else state.process_group
-        future = dist.all_reduce(gradients, group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+    work = all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group, async_op=True)
+    assert work is not None  # DDP's ranks are members
+    return work.get_future().then(lambda done: done.value()[0])
 
 
-def register_fp8_hook(model: nn.parallel.DistributedDataParallel, min_bytes: int = 0) -> None:
-    """Make a DistributedDataParallel model average its gradients with E4M3 blocks on the wire.
-
-    Args:
-        model: the wrapped model, before its first backward.
-        min_bytes: buckets of fewer bytes are averaged by torch, in their own dtype.
+def register_fp8_hook(model: nn.parallel.DistributedDataParallel) -> None:
+    """Make a DistributedDataParallel model, before its first backward, average gradients with E4M3 blocks on the wire.
 
     Raises:
         ConfigError: if `model` is something else.
@@ -74,5 +44,4 @@ def register_fp8_hook(model: nn.parallel.DistributedDataParallel, min_bytes: int
         raise ConfigError(
             f"register_fp8_hook takes a model wrapped in DistributedDataParallel, got {type(model).__name__}."
         )
-    min_bytes = check_number("min_bytes", min_bytes, whole=True)
-    model.register_comm_hook(Fp8CommState(model.process_group, min_bytes), fp8_compress_hook)
+    model.register_comm_hook(model.process_group, fp8_compress_hook)

@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -38,14 +39,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError, first_line
+from fp8stack.errors import Fp8StackWarning, ModelError, first_line
 from fp8stack.tensor import is_sharded
 
 from .casts import Products, in_backward
-from .mixin import Fused, fuse_modules, has_hooks, unfuse
-from .select import LeastRows
+from .mixin import Fused, fuse_modules, has_hooks
 
 DEVICE = "cuda"  # tests of the rules run on a CPU
+Replays = list[Callable[[], Any]]
+"""The last replay of each call, which is its node in autograd's graph, or None once that is gone."""
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -59,29 +61,28 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
         skip: patterns of names of blocks that are left out.
 
     Returns:
-        The graphs: `reasons` holds why a block runs as it is, by its name; `remove()` undoes the call, as
-        `fp8stack.restore(model)` does.
+        The graphs: `reasons` holds why a block runs as it is, by its name. `fp8stack.restore(model)` undoes the call.
 
     Raises:
-        ModelError: if the model has no such blocks, or they are graphed already.
-        UnsupportedDeviceError: if they are not on one CUDA device.
+        ModelError: if the model has no such blocks, they are not on one GPU, or are graphed already.
     """
     blocks, patterns = dict(_blocks(model)), list(skip)
     devices = {str(p.device) for block in blocks.values() for p in block.parameters()}
-    if not devices or any(isinstance(block, Graphed) for block in blocks.values()):
-        found = "are graphed already" if devices else "do not exist or have no parameters"
-        name = type(model).__name__
+    if len(devices) != 1 or not next(iter(devices)).startswith(DEVICE):
+        found = ", ".join(sorted(devices)) or "no blocks with parameters"
         raise ModelError(
-            f"graph captures the elements of nn.ModuleLists, and those of {name} {found}."
+            f"graph captures elements of nn.ModuleLists on one GPU, and found {found}."
         )
-    if len(devices) > 1 or not next(iter(devices)).startswith(DEVICE):
-        raise UnsupportedDeviceError(
-            f"CUDA graphs need all blocks on one CUDA device, and these are on {', '.join(sorted(devices))}."
-        )
-    names = {block: name for name, block in blocks.items()}
-    skipped = {b for b, name in names.items() if any(fnmatchcase(name, p) for p in patterns)}
-    fuse_modules(model, Graphed, names.__contains__, skipped)
-    return BlockGraphs({b: name for b, name in names.items() if isinstance(b, Graphed)})
+    if any(isinstance(block, Graphed) for block in blocks.values()):
+        raise ModelError("the blocks of this model are graphed already.")
+    skipped = {b for name, b in blocks.items() if any(fnmatchcase(name, p) for p in patterns)}
+    fuse_modules(model, Graphed, set(blocks.values()).__contains__, skipped)
+    graphs = BlockGraphs()
+    for name, block in blocks.items():
+        if isinstance(block, Graphed):
+            block.block_graphs, block.graph_name = graphs, name
+            _launch_together(block, True)
+    return graphs
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -98,55 +99,31 @@ class Graphed(Fused):
 
     mixin_prefix = "Graphed"
     block_graphs: BlockGraphs
+    graph_name: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block's own forward returns."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
-            return self.plain_forward(*args, **kwargs)
-        return self.block_graphs.run(self, args, kwargs)
+        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward()
+        if eager and not torch.cuda.is_current_stream_capturing():
+            return self.block_graphs.run(self, args, kwargs)
+        return self.plain_forward(*args, **kwargs)
 
 
 class BlockGraphs:
     """The graphs of a model's blocks. A copy of the model begins without any."""
 
-    def __init__(self, blocks: dict[nn.Module, str]) -> None:
+    def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
-        self._names = blocks
-        self._least_rows: dict[Products, LeastRows | None] = {}  # as they were
         self._first: nn.Module | None = None  # the block that begins a forward
         self._forwards = 0
         # Autocast in the backward of the forward that was noted, once that has come to a block.
         self._backward_autocast: tuple[bool, torch.dtype] | None = None
         self._calls: dict[nn.Module, _Call] = {}  # in the order of a forward
-        self._replays: list[
-            Callable[[], _Replay | None]
-        ] = []  # the last of each call; empty until the capture
+        self._replays: Replays = []  # from the capture on
         self._told: set[str] = set()
-        for block in self._names:
-            block.block_graphs = self  # type: ignore[assignment]
-            for products in _products_of(block):
-                rows = self._least_rows[products] = products.least_rows
-                if rows is not None:
-                    compiled = rows.narrow_compiled, rows.wide_compiled
-                    products.least_rows = LeastRows(*compiled, *compiled)
 
-    def __getstate__(self) -> Any:
-        return self._names, self._least_rows
-
-    def __setstate__(self, state: Any) -> None:
-        self.__init__({})  # type: ignore[misc]
-        self._names, self._least_rows = state
-
-    def remove(self) -> None:
-        """Free the graphs, and give the blocks their classes back.
-
-        Raises:
-            ModelError: if another class was made over a block's since. Nothing is changed.
-        """
-        unfuse((name, block) for block, name in self._names.items())
-        for products, rows in self._least_rows.items():
-            products.least_rows = rows
-        self._calls = {}
+    def __reduce__(self) -> Any:
+        return BlockGraphs, ()
 
     def run(self, block: Graphed, args: Any, kwargs: Any) -> Any:
         """Return what the block's own forward returns; replay it if that is right."""
@@ -157,15 +134,14 @@ class BlockGraphs:
         if self._replays:
             if call is not None and self._may_replay(call, leaves, spec):
                 return call.replay(leaves, self._replays)
-        elif self._forwards > 1 and call is None and self._names.get(block) not in self.reasons:
+        elif self._forwards > 1 and call is None and block.graph_name not in self.reasons:
             return self._note(block, args, kwargs, leaves, spec)
         return block.plain_forward(*args, **kwargs)
 
     def _may_replay(self, call: _Call, leaves: list[Any], spec: Any) -> bool:
         """Return whether memory may be overwritten, and all is as it was captured."""
         for last in self._replays[call.index :]:
-            replay = last()
-            if replay is not None and replay.needed:
+            if (replay := last()) is not None and replay.needed:
                 return False
         misfit = call.misfit(leaves, spec)
         if misfit and misfit not in self._told:
@@ -193,17 +169,15 @@ class BlockGraphs:
         with _noting_waits() as waits:
             output = block.plain_forward(*args, **kwargs)
         if why := why or (f"it waits for the GPU ({waits[0]})" if waits else ""):
-            name = self._names[block]
-            self.reasons[name] = why
-            for products in _products_of(block):
-                products.least_rows = self._least_rows[products]
-            warnings.warn(f"{name} gets no CUDA graph: {why}", Fp8StackWarning, stacklevel=4)
+            self.reasons[block.graph_name] = why
+            _launch_together(block, False)
+            told = f"{block.graph_name} gets no CUDA graph: {why}"
+            warnings.warn(told, Fp8StackWarning, stacklevel=4)
             return output
-        call = _Call(self._names[block], block, leaves, spec, [*self._calls.values()])
-        for x in call.note_output(output):
+        self._calls[block] = _Call(block, leaves, spec, output, [*self._calls.values()])
+        for x in _tensors(tree_flatten(output)[0]):
             if x.requires_grad:
                 x.register_hook(self._note_backward)
-        self._calls[block] = call
         return output
 
     def _note_backward(self, _: Tensor) -> None:
@@ -223,26 +197,22 @@ class Recorder:
     """Captures on one stream and in one pool of memory."""
 
     def __init__(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what eager steps left is what graphs need
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
 
     def record(self, name: str, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays `function`, and the result, whose memory a replay writes."""
         cuda_graph = torch.cuda.CUDAGraph()
+        mode = (
+            "thread_local"  # other threads, such as a DataLoader's, may allocate memory meanwhile
+        )
+        capture = torch.cuda.graph(cuda_graph, self._pool, self._stream, capture_error_mode=mode)
         try:
-            with torch.cuda.stream(self._stream):
-                # Other threads, such as a DataLoader's, may allocate memory meanwhile.
-                cuda_graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    result = function()
-                finally:
-                    cuda_graph.capture_end()
+            with capture:
+                result = function()
         except Exception as error:
-            told = f"no CUDA graph can be captured of {name}: {first_line(error).removesuffix('.')}"
-            remedy = f'Start anew with graph(model, skip=["{name}"])'
             raise ModelError(
-                f"{told}. {remedy}; torch may not be able to go on in this process."
+                f"no CUDA graph can be captured of {name}: {first_line(error).removesuffix('.')}. torch may be unable "
+                f'to go on in this process. In another, leave the block out: graph(model, skip=["{name}"]).'
             ) from error
         return cuda_graph.replay, result
 
@@ -250,31 +220,24 @@ class Recorder:
     def release(x: Tensor) -> Tensor:
         """Return a tensor over the memory of `x` that leaves it to later captures: read it before their replays."""
         memory = x.untyped_storage()
-        data: Any = torch.as_tensor(_Bytes(memory.data_ptr(), memory.nbytes()), device=x.device)
-        released: Tensor = data.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
-        return released
-
-
-class _Bytes:
-    """Memory of a CUDA device, for torch.as_tensor."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (count,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
+        data, shape = (memory.data_ptr(), False), (memory.nbytes(),)
+        interface = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
+        raw: Any = SimpleNamespace(__cuda_array_interface__=interface)  # for torch.as_tensor
+        flat = torch.as_tensor(raw, device=x.device).view(x.dtype)
+        return flat.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 class _Call:
     """The call of a block in a forward: what was seen of it, then its graphs and their memory."""
 
     def __init__(
-        self, name: str, block: Graphed, leaves: list[Any], spec: Any, earlier: list[_Call]
+        self, block: Graphed, leaves: list[Any], spec: Any, output: Any, earlier: list[_Call]
     ) -> None:
-        self.name, self.index, self.block = name, len(earlier), block
-        self._spec, self._template = spec, _template(leaves)
+        self.name, self.block, self.index = block.graph_name, block, len(earlier)
         self._modules = [*block.modules()]
         self._parameters = [p for p in block.parameters() if p.requires_grad]
-        self._signature, self._state = [*map(_signature, leaves)], _state(block, self._modules)
+        self._spec, self._signature = spec, [*map(_signature, leaves)]
+        self._state = _state(block, self._modules)
         # Of each tensor: the earlier call that returned it, and as which of its outputs.
         self._sources = [
             next((found for call in reversed(earlier) if (found := call._find(x))), None)
@@ -284,13 +247,9 @@ class _Call:
         for i, source in enumerate(self._sources):
             if source is not None:
                 source[0]._readers.setdefault(source[1], []).append((self, i))
-
-    def note_output(self, output: Any) -> list[Tensor]:
-        """Note what the block returned; return the tensors in it."""
-        leaves, self._output_spec = tree_flatten(output)
-        self._output_template, tensors = _template(leaves), _tensors(leaves)
-        self._seen = [*map(ref, tensors)]
-        return tensors
+        outputs, self._output_spec = tree_flatten(output)
+        self._output_signature = [*map(_signature, outputs)]
+        self._seen = [*map(ref, _tensors(outputs))]
 
     def _find(self, x: Tensor) -> tuple[_Call, int] | None:
         return next(((self, i) for i, seen in enumerate(self._seen) if seen() is x), None)
@@ -312,13 +271,11 @@ class _Call:
 
     def capture_forward(self, recorder: Recorder) -> None:
         """Capture the forward, on new memory for the arguments, or on what an earlier call writes."""
-        given = [signature for signature in self._signature if signature[0] is Tensor]
-        self._inputs = []
-        for source, (_, shape, stride, dtype, device, needs) in zip(
-            self._sources, given, strict=True
-        ):
+        self._inputs: list[Tensor] = []
+        tensors = (signature[1:] for signature in self._signature if signature[0] is Tensor)
+        for source, (shape, stride, *kind, needs) in zip(self._sources, tensors, strict=True):
             if source is None:
-                x = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                x = torch.empty_strided(shape, stride, dtype=kind[0], device=kind[1])
             else:
                 x = source[0]._outputs[source[1]].detach()
             self._inputs.append(x.requires_grad_(needs))
@@ -328,7 +285,7 @@ class _Call:
 
     def run(self) -> list[Tensor]:
         """Run the block on the captured memory; return the tensors among its outputs."""
-        args, kwargs = tree_unflatten(_filled(self._template, self._inputs), self._spec)
+        args, kwargs = tree_unflatten(_filled(self._signature, self._inputs), self._spec)
         # Autograd would wait for the stream that a parameter was first used on, which a capture must not.
         self._leaves = {id(p): nn.Parameter(p.detach()) for p in self._parameters}
         with _exchanged(self._modules, self._leaves), _autocast_as(self._state[0]):
@@ -352,9 +309,9 @@ class _Call:
     def capture_backward(self, recorder: Recorder, autocast: tuple[bool, torch.dtype]) -> None:
         """Capture the backward; forwards of all calls and backwards of later ones are captured before."""
         self._backward_autocast = autocast
-        self._output_grads = [self._grad_memory(i, x) for i, x in enumerate(self._outputs)]
+        self.output_grads = [self._grad_memory(i, x) for i, x in enumerate(self._outputs)]
         self._input_grads: list[Tensor | None] = [None] * len(self._inputs)
-        if any(g is not None for g in self._output_grads):
+        if any(g is not None for g in self.output_grads):
             self._backward, grads = recorder.record(self.name, self.differentiate)
             found = iter(grads)
             self._input_grads = [next(found) if x.requires_grad else None for x in self._inputs]
@@ -374,18 +331,16 @@ class _Call:
         """Return the gradients of the arguments and parameters that need one, on the captured memory."""
         outputs = [x for x in self._outputs if x.requires_grad]
         wanted = [x for x in (*self._inputs, *self._leaves.values()) if x.requires_grad]
-        given = [g for g in self._output_grads if g is not None]
+        given = [g for g in self.output_grads if g is not None]
         with _autocast_as(self._backward_autocast):
             return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
 
     # --- replays
 
-    def replay(self, leaves: list[Any], replays: list[Callable[[], _Replay | None]]) -> Any:
+    def replay(self, leaves: list[Any], replays: Replays) -> Any:
         """Return what the block returns for these arguments."""
-        replay = _Replay(self, replays)
-        replays[self.index] = ref(replay)
-        outputs = _Graph.apply(replay, *_tensors(leaves), *self._parameters)
-        return tree_unflatten(_filled(self._output_template, outputs), self._output_spec)
+        outputs = _Graph.apply(self, replays, *_tensors(leaves), *self._parameters)
+        return tree_unflatten(_filled(self._output_signature, outputs), self._output_spec)
 
     def replay_forward(self, given: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the outputs for the arguments that `given` begins with."""
@@ -393,70 +348,51 @@ class _Call:
             _copy(memory, x)
         self._forward()
         # Only graphs read outputs where they are, since the next forward overwrites them.
-        found = enumerate(self._outputs)
-        return [x.detach() if i in self._readers else x.clone() for i, x in found]
-
-    def without_gradient(self, outputs: list[Tensor]) -> list[Tensor]:
-        """Return those of the outputs that need no gradient."""
-        return [x for x, g in zip(outputs, self._output_grads, strict=True) if g is None]
+        outputs = enumerate(self._outputs)
+        return [x.detach() if i in self._readers else x.clone() for i, x in outputs]
 
     def replay_backward(self, given: tuple[Tensor, ...]) -> list[Tensor | None]:
         """Return the gradients of the arguments and parameters for those of the outputs."""
-        for memory, grad in zip(self._output_grads, given, strict=True):
+        for memory, grad in zip(self.output_grads, given, strict=True):
             if memory is not None:
                 _copy(memory, grad)
         self._backward()
         grads = [*self._input_grads, *self._parameter_grads]
         # The graph that reads a gradient of an argument reads it where it is.
         stay = {i for i, source in enumerate(self._sources) if source is not None}
-        moved = [g for i, g in enumerate(grads) if g is not None and i not in stay]
-        copies = [*map(torch.empty_like, moved)]
+        moved = {i: g for i, g in enumerate(grads) if g is not None and i not in stay}
+        copies = {i: torch.empty_like(g) for i, g in moved.items()}
         if moved:
-            torch._foreach_copy_(copies, moved)
-        left = iter(copies)
-        return [
-            g if g is None else g.detach() if i in stay else next(left) for i, g in enumerate(grads)
-        ]
-
-
-class _Replay:
-    """The replay of a forward; it lives as long as its node in autograd's graph."""
-
-    needed = True  # its backward may still come, and reads what the forward has kept
-
-    def __init__(self, call: _Call, replays: list[Callable[[], _Replay | None]]) -> None:
-        self.call, self._replays = call, replays
-
-    def end(self) -> None:
-        """Let the backward begin, which may overwrite what later calls have kept for theirs."""
-        if not self.needed:
-            name = self.call.name
-            raise ModelError(
-                f"the backward of {name} comes a second time, or after that of an earlier block, which has overwritten "
-                f'what it reads. Leave such blocks out: graph(model, skip=["{name}", ...]).'
-            )
-        for last in self._replays[self.call.index :]:
-            replay = last()
-            if replay is not None:
-                replay.needed = False
-        self.needed = False
+            torch._foreach_copy_([*copies.values()], [*moved.values()])
+        return [copies.get(i, g if g is None else g.detach()) for i, g in enumerate(grads)]
 
 
 class _Graph(torch.autograd.Function):
     """A block as one node of autograd. It saves nothing: what backward reads is in the graphs' memory."""
 
     @staticmethod
-    def forward(ctx: Any, replay: _Replay, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.replay = replay
-        outputs = replay.call.replay_forward(given)
-        ctx.mark_non_differentiable(*replay.call.without_gradient(outputs))
+    def forward(ctx: Any, call: _Call, replays: Replays, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.replays, replays[call.index] = call, replays, ref(ctx)
+        ctx.needed = True  # backward may still come, and reads what this has kept
+        outputs = call.replay_forward(given)
+        fixed = [x for x, g in zip(outputs, call.output_grads, strict=True) if g is None]
+        ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.replay.end()
-        return None, *ctx.replay.call.replay_backward(grads)
+        name = ctx.call.name
+        if not ctx.needed:
+            raise ModelError(
+                f"the backward of {name} comes a second time, or after that of an earlier block, which has overwritten "
+                f'what it reads. Leave such blocks out: graph(model, skip=["{name}", ...]).'
+            )
+        ctx.needed = False
+        for last in ctx.replays[ctx.call.index :]:
+            if (later := last()) is not None:  # what it has kept is overwritten now
+                later.needed = False
+        return None, None, *ctx.call.replay_backward(grads)
 
 
 # --- what a call is
@@ -474,21 +410,16 @@ def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
-def _template(leaves: Iterable[Any]) -> list[Any]:
-    """Return the leaves with the class in the place of each tensor."""
-    return [Tensor if isinstance(x, Tensor) else x for x in leaves]
-
-
-def _filled(template: list[Any], tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the leaves of a template with these tensors."""
-    left = iter(tensors)
-    return [next(left) if x is Tensor else x for x in template]
-
-
 def _signature(x: Any) -> tuple[Any, ...]:
     if isinstance(x, Tensor):
         return Tensor, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
     return type(x), x
+
+
+def _filled(signature: list[tuple[Any, ...]], tensors: Iterable[Tensor]) -> list[Any]:
+    """Return leaves as they were, with these tensors in the place of those that were among them."""
+    left = iter(tensors)
+    return [next(left) if kind is Tensor else rest[0] for kind, *rest in signature]
 
 
 def _autocast() -> tuple[bool, torch.dtype]:
@@ -514,9 +445,12 @@ def _state(block: nn.Module, modules: list[nn.Module]) -> list[Any]:
     return state
 
 
-def _products_of(block: nn.Module) -> list[Products]:
-    found = (vars(module).get("products") for module in block.modules())
-    return [products for products in found if isinstance(products, Products)]
+def _launch_together(block: nn.Module, graphed: bool) -> None:
+    """Tell FP8 layers whether their launches cost the host time, by which they choose FP8 or bfloat16."""
+    for module in block.modules():
+        products = vars(module).get("products")
+        if isinstance(products, Products):
+            products.graphed = graphed
 
 
 def _never(block: nn.Module, leaves: list[Any]) -> str:

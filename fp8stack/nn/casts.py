@@ -80,6 +80,7 @@ class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
 
     least_rows: LeastRows | None = None  # of select="auto"; None: always FP8
+    graphed = False  # launched in a CUDA graph of its block: block_graphs.py
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale

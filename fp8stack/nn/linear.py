@@ -55,12 +55,12 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
         products = self.products
-        if torch.compiler.is_compiling() and pays(input, products.least_rows):
+        if torch.compiler.is_compiling() and pays(input, products.least_rows, products.graphed):
             return fp8_matmul(input, self.weight, self.bias, products, self.training)
         # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
-            if pays(input, products.least_rows):
+            if pays(input, products.least_rows, products.graphed):
                 return fp8_matmul(input, self.weight, self.bias, products, self.training)
             return stored_linear(input, self.weight, self.bias)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -129,18 +129,18 @@ def run_with(
         return None
 
 
-def unfuse(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Give those of the named modules that were fused, or got a CUDA graph, their own classes back.
+def unfuse(model: nn.Module) -> None:
+    """Give all modules that were fused, or got a CUDA graph, their own classes back.
 
     Raises:
         ModelError: if another class was made over a fused one. Nothing is changed.
     """
-    fused: dict[str, nn.Module] = {n: m for n, m in modules if isinstance(m, Fused)}
+    fused: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, Fused)}
     for name, module in fused.items():
         if class_below(module) is type(module):
             raise hidden_class(name, module, "the fused one")
     for module in fused.values():
         while class_below(module) is not type(module):  # one may lie over another
             module.__class__ = class_below(module)
-        for attribute in (TESTED, "block_graphs"):
+        for attribute in (TESTED, "block_graphs", "graph_name"):
             vars(module).pop(attribute, None)

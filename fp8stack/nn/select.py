@@ -18,8 +18,8 @@ outlier, the others take as long both ways, within a tenth.
 Solved for the rows, that is the number of rows from which on a layer multiplies in FP8. It is computed once, when the
 model is initialized, so nothing is timed. In eager mode FP8 has to save `HOST` more, because its launches keep the host
 busy for longer, which costs time unless the GPU is behind. That margin is chosen, not measured. Under torch.compile
-there is none. Sizes that are no multiple of 8 slow bfloat16 down several times, and FP8 pads them, so such layers are
-always FP8. So are products of float32 without autocast.
+and in CUDA graphs there is none. Sizes that are no multiple of 8 slow bfloat16 down several times, and FP8 pads them,
+so such layers are always FP8. So are products of float32 without autocast.
 
 Limits: one fit for all GPUs and recipes; Ada and Blackwell have other ratios. `select="all"` leaves nothing out.
 """
@@ -77,14 +77,17 @@ def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
     }  # fmt: skip
 
 
-def pays(x: Tensor, least: LeastRows | None) -> bool:
-    """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8."""
+def pays(x: Tensor, least: LeastRows | None, graphed: bool = False) -> bool:
+    """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8.
+
+    `graphed`: its launches cost the host no time, as under torch.compile.
+    """
     if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
     wide = x.dtype is torch.float32
     if wide and not autocast_is_on(x):
         return True
-    compiled = torch.compiler.is_compiling()
+    compiled = graphed or torch.compiler.is_compiling()
     return x.numel() // max(x.shape[-1], 1) >= least[wide + 2 * compiled]
 
 

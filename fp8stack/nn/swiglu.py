@@ -85,7 +85,7 @@ def _layers_of(module: nn.Module) -> tuple[Fp8Linear, Fp8Linear, Fp8Linear] | No
 
 
 def _all_pay(x: Tensor, layers: tuple[Fp8Linear, ...]) -> bool:
-    return all(pays(x, layer.products.least_rows) for layer in layers)
+    return all(pays(x, p.least_rows, p.graphed) for p in (layer.products for layer in layers))
 
 
 def _is_plain(layer: Fp8Linear, first: Any) -> bool:

@@ -108,9 +108,9 @@ def import_deepspeed() -> Any:
 def _original() -> Callable[..., Any]:
     """Return DeepSpeed's own `initialize`; raise ConfigError if there is none, or one that is too old."""
     deepspeed = import_deepspeed()
-    if tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) < (0, 18):
+    if tuple(int(part) for part in deepspeed.__version__.split(".")[:3]) < (0, 18, 3):
         raise ConfigError(
-            f"DeepSpeed {deepspeed.__version__} is older than 0.18, the oldest that fp8stack works with. Update it."
+            f"DeepSpeed {deepspeed.__version__} is older than 0.18.3, the oldest that fp8stack works with. Update it."
         )
     current: Any = deepspeed.initialize
     return getattr(current, "fp8stack_original", current)  # type: ignore[no-any-return]
@@ -136,15 +136,14 @@ def _run(
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     refuse(broken_rules(wrappers_in(model), [DEEPSPEED]))
     given = arguments.get("optimizer")
-    lacking: list[str] = []  # in this DeepSpeed
     if section is not None:
-        section, lacking = fit_to_zero(with_formats_of(given, section), config)
+        section = fit_to_zero(with_formats_of(given, section), config)
         run = TrainingRun(config, model, given, section.recipe)
         raise_or_warn(check(run), section.allow)
     recipe = None if section is None else section.recipe
     optimizer = _optimizer_of(arguments, config, recipe)
     check_optimizer(optimizer, config, recipe)
-    session = None if section is None else _convert(model, optimizer, section, lacking)
+    session = None if section is None else _convert(model, optimizer, section)
     if session is not None and session.returned is not None:
         optimizer = session.returned
     left_out: list[str] = []
@@ -194,7 +193,7 @@ def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Rec
     return None
 
 
-def _convert(model: Any, optimizer: Any, section: Section, lacking: list[str]) -> Session:
+def _convert(model: Any, optimizer: Any, section: Section) -> Session:
     """Convert layers and optimizer; gradients and weights themselves are ZeRO's."""
     from deepspeed.accelerator import get_accelerator
 
@@ -206,7 +205,7 @@ def _convert(model: Any, optimizer: Any, section: Section, lacking: list[str]) -
     elif isinstance(optimizer, BlockwiseOptimizer):
         # float32 partitions are their own masters, whatever it says
         ours = replace(ours, master=optimizer.master)
-    decisions = decide(model, optimizer, ours, section.strict, device, lacking)
+    decisions = decide(model, optimizer, ours, section.strict, device)
     return carry_out(model, optimizer, decisions)
 
 

@@ -12,7 +12,6 @@ import base64
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
     return Section(recipe, frozenset(overrides), raw.get("strict", False), allow, kept)
 
 
-def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Section, list[str]]:
+def fit_to_zero(section: Section, config: dict[str, Any]) -> Section:
     """Return the section as ZeRO can have it and what this DeepSpeed lacks; put into `config` what it is to be told.
 
     ZeRO hands the optimizer flat partitions, so formats with one scale a tensor cannot be used. The master is what
@@ -138,14 +137,13 @@ def fit_to_zero(section: Section, config: dict[str, Any]) -> tuple[Section, list
     """
     recipe, stage = section.recipe, stage_of(config)
     check_recipe(recipe, stage)
-    lacking: list[str] = []
-    if recipe.master not in ("keep", "fp32") and not _keeps_bf16(config, stage, lacking):
+    if recipe.master not in ("keep", "fp32") and not _keeps_bf16(config, stage):
         if "master" in section.given:
             check_option("master", recipe.master, ZERO_FLOAT32)
         recipe = replace(recipe, master="keep")
     if recipe.states != "keep":
         recipe = replace(recipe, optimizer_backend="fp8stack")
-    return replace(section, recipe=recipe), lacking
+    return replace(section, recipe=recipe)
 
 
 def check_recipe(recipe: Recipe, stage: int) -> None:
@@ -166,19 +164,11 @@ def stage_of(config: Mapping[str, Any]) -> int:
     return stage
 
 
-def _keeps_bf16(config: dict[str, Any], stage: int, lacking: list[str]) -> bool:
+def _keeps_bf16(config: dict[str, Any], stage: int) -> bool:
     """Let ZeRO keep bfloat16 partitions, if it can; return whether it does. Where DeepSpeed cannot, say so."""
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
-
     run, bf16 = TrainingRun(config), config.get("bf16") or {}
     accumulates = run.at("data_types.grad_accum_dtype") in (None, "bf16")
     if not (stage and bf16.get("enabled") and accumulates) or run.offload != "none":
-        return False
-    if "bf16_optimizer_states" not in DeepSpeedBF16Config.model_fields:
-        lacking.append(
-            f"masters stay float32: DeepSpeed {metadata.version('deepspeed')} has no bf16_master_weights_and_grads, "
-            "which 0.18.3 and later have"
-        )
         return False
     for flag in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         bf16.setdefault(flag, True)

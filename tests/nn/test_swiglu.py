@@ -71,7 +71,7 @@ def test_blocks_are_found_by_the_names_of_their_layers(names, device):
     assert type(model[1]).__name__ == "FusedBlock"
     assert list(model.state_dict()) == keys
     assert all(type(m) is Fp8Linear for m in model[1].children())
-    unfuse(model.named_modules())
+    unfuse(model)
     assert type(model[1]) is Block
 
 
@@ -296,7 +296,7 @@ def test_a_sharded_block_can_be_fused(mesh):
     assert fuse(model) == ["0"]
     for one, same in zip(results(model, x), expected, strict=True):
         assert_same_bits(one.full_tensor() if isinstance(one, DTensor) else one, same)
-    unfuse(model.named_modules())
+    unfuse(model)
     assert type(model[0]) is sharded
 
 
