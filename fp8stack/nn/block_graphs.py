@@ -14,10 +14,10 @@ overwrite what the backward of the same block, or of a later one, has yet to rea
 come, the block runs as it is. A backward overwrites what later blocks have kept, so theirs may not come after it; that
 raises. Gradients of parameters are copied out of the pool at once.
 
-A block runs as it is, too, without gradients, with other arguments than the captured ones (shapes, dtypes, numbers),
-where activations are recomputed or moved (`torch.utils.checkpoint`), while a monitor samples, and after a change of its
-modules, hooks, training flags, autocast, or its parameters' addresses. A block that waits for the GPU, takes a cache,
-or is sharded is never captured. A warning names the reason.
+A block runs as it is, too, without gradients, inside other captures and under torch.compile, with other arguments than
+the captured ones (shapes, dtypes, numbers), where activations are recomputed or moved (`torch.utils.checkpoint`), while
+a monitor samples, and after a change of its modules, hooks, training flags, autocast, or its parameters' addresses. A
+block that waits for the GPU, takes a cache, or is sharded is never captured. A warning names the reason.
 
 Limits: one set of shapes. An output that another block reads is overwritten by the next forward: clone what you keep of
 `output_hidden_states`. Attributes that are neither tensors nor modules stay as they were when captured.
@@ -103,8 +103,8 @@ class Graphed(Fused):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block's own forward returns."""
-        eager = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward()
-        if eager and not torch.cuda.is_current_stream_capturing():
+        own = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward()
+        if own and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return self.block_graphs.run(self, args, kwargs)
         return self.plain_forward(*args, **kwargs)
 

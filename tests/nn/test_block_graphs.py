@@ -10,13 +10,14 @@ import warnings
 
 import pytest
 import torch
+from layers import captured
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
-from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
-from fp8stack.nn import block_graphs, graph
-from fp8stack.nn.block_graphs import Graphed, _Call
+from fp8stack.errors import Fp8StackWarning, ModelError
+from fp8stack.nn import block_graphs, graph, linear
+from fp8stack.nn.block_graphs import _Call
 from fp8stack.nn.select import LeastRows
 
 FEATURES = 64
@@ -375,6 +376,17 @@ def test_a_block_that_waits_for_the_gpu_is_never_captured(replays):
     assert replays == [0, 1] * 2
 
 
+@pytest.mark.gpu
+def test_a_capture_of_the_whole_forward_holds_the_blocks_kernels(replays):
+    """Replays in a capture would be errors."""
+    model, _ = trained_alike("cuda", {"steps": 3, "autocast": False})
+    replays.clear()
+    x = batch(1, "cuda")
+    _, loss = captured(lambda: model(x))
+    assert replays == [0, 1, 2] * 3  # before the capture
+    assert loss.requires_grad
+
+
 def test_a_parameter_of_another_module_raises(device):
     """It would get no gradient from a graph."""
     model, optimizer = build(device)
@@ -401,10 +413,10 @@ def test_blocks_that_are_skipped(device, replays):
     assert replays == [0]
 
 
-def test_remove_restore_and_copies(device, replays):
+def test_restore_and_copies(device, replays):
     """A copy, and a model that was pickled, begin without graphs, and capture their own."""
     model, optimizer = build(device, level="O0")
-    graphs = graph(model)
+    graph(model)
     train(model, optimizer, 3, device)
     model.hidden = []
     twin = copy.deepcopy(model)
@@ -416,40 +428,40 @@ def test_remove_restore_and_copies(device, replays):
         replays.clear()
         train(each, torch.optim.SGD(each.parameters()), 3, device)
         assert replays == [0, 1, 2]
-        assert each.blocks[0].block_graphs is not graphs
-    graphs.remove()
-    assert not any(isinstance(m, Graphed) for m in model.modules())
-    graph(model)
+        assert each.blocks[0].block_graphs is not model.blocks[0].block_graphs
     fp8stack.restore(model)
     assert {type(b) for b in model.blocks} == {Block}
-    assert "block_graphs" not in vars(model.blocks[0])
+    assert not {"block_graphs", "graph_name"} & vars(model.blocks[0]).keys()
 
 
 def test_layers_pay_from_as_few_rows_on_as_compiled_ones(device):
     """As long as the block is graphed."""
-    model, _ = build(device, level="O0", compute="native", select="all")
-    products = model.blocks[0].up.products
-    products.least_rows = before = LeastRows(400, 300, 200, 100)
-    graphs = graph(model)
-    assert products.least_rows == LeastRows(200, 100, 200, 100)
-    graphs.remove()
-    assert products.least_rows == before
+    model, optimizer = build(device, level="O0", compute="native", select="all")
+    for block in model.blocks:
+        block.up.products.least_rows = LeastRows(99, 99, 1, 1)
+    model.blocks[1].up.register_forward_hook(lambda *_: None)
+    graph(model)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        own = linear.fp8_matmul
+        patch.setattr(linear, "fp8_matmul", lambda *a: (seen.append(a[3].layer), own(*a))[1])
+        train(model, optimizer, 3, device)
+    names = [f"blocks.{i}.{layer}" for i in range(3) for layer in ("up", "down")]
+    assert [name for name in seen if "blocks" in name][-5:] == [
+        n for n in names if n != "blocks.1.up"
+    ]
 
 
 def test_models_without_blocks_to_capture_raise(device):
-    with pytest.raises(ModelError, match="those of Linear do not exist or have no parameters"):
+    told = "graph captures elements of nn.ModuleLists on one GPU, and found"
+    with pytest.raises(ModelError, match=f"{told} no blocks with parameters"):
         graph(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match=f"{told} meta"):
+        graph(build("meta")[0])
     model, _ = build(device)
     graph(model)
-    with pytest.raises(ModelError, match="those of Model are graphed already"):
+    with pytest.raises(ModelError, match="already"):
         graph(model)
-
-
-def test_a_model_on_a_cpu_raises():
-    with pytest.raises(
-        UnsupportedDeviceError, match="need all blocks on one CUDA device, and these are on cpu"
-    ):
-        graph(build("cpu")[0])
 
 
 @pytest.mark.gpu
@@ -504,8 +516,10 @@ def test_models_of_transformers(name, level, replays):
         runs.append((losses, grads))
     (eager_losses, eager), (losses, grads) = runs
     assert len(replays) == 3 * (4 if name == "t5" else 2)
-    # Differs between runs of eager mode, too: the gradient of this embedding is summed in any order.
-    inexact = [n for n in grads if "relative_attention_bias" in n]
+    # Eager mode gives relative_attention_bias another gradient in each run. The encoder's output is read twice by each
+    # block of the decoder, and graphs add up its gradients by block.
+    inexact = [n for n in grads if name == "t5" and not n.startswith(("decoder.block", "lm_head"))]
+    inexact += [n for n in grads if n.startswith("decoder") and "relative_attention_bias" in n]
     assert not [n for n in grads.keys() - inexact if not torch.equal(grads[n], eager[n])]
     for n in inexact:
         assert (grads[n] - eager[n]).norm() < 1e-2 * eager[n].norm()

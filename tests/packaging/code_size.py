@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 14_620
-TESTS_CAP = 23_730
+LIBRARY_CAP = 14_950
+TESTS_CAP = 24_110
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
