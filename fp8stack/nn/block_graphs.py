@@ -117,7 +117,7 @@ class BlockGraphs:
         self._first: nn.Module | None = None  # the block that begins a forward
         self._forwards = 0
         # Autocast in the backward of the forward that was noted, once that has come to a block.
-        self._backward_autocast: tuple[bool, torch.dtype] | None = None
+        self._backward_autocast: tuple[bool, torch.dtype | None] | None = None
         self._calls: dict[nn.Module, _Call] = {}  # in the order of a forward
         self._replays: Replays = []  # from the capture on
         self._told: set[str] = set()
@@ -183,7 +183,7 @@ class BlockGraphs:
     def _note_backward(self, _: Tensor) -> None:
         self._backward_autocast = _autocast()
 
-    def _capture(self, backward_autocast: tuple[bool, torch.dtype]) -> None:
+    def _capture(self, backward_autocast: tuple[bool, torch.dtype | None]) -> None:
         calls = [*self._calls.values()]
         recorder = Recorder()
         for call in calls:
@@ -306,7 +306,9 @@ class _Call:
                         f'would get no gradient. Leave it out: graph(model, skip=["{self.name}"]).'
                     )
 
-    def capture_backward(self, recorder: Recorder, autocast: tuple[bool, torch.dtype]) -> None:
+    def capture_backward(
+        self, recorder: Recorder, autocast: tuple[bool, torch.dtype | None]
+    ) -> None:
         """Capture the backward; forwards of all calls and backwards of later ones are captured before."""
         self._backward_autocast = autocast
         self.output_grads = [self._grad_memory(i, x) for i, x in enumerate(self._outputs)]
@@ -422,11 +424,12 @@ def _filled(signature: list[tuple[Any, ...]], tensors: Iterable[Tensor]) -> list
     return [next(left) if kind is Tensor else rest[0] for kind, *rest in signature]
 
 
-def _autocast() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(DEVICE), torch.get_autocast_dtype(DEVICE)
+def _autocast() -> tuple[bool, torch.dtype | None]:
+    enabled = torch.is_autocast_enabled(DEVICE)
+    return enabled, torch.get_autocast_dtype(DEVICE) if enabled else None
 
 
-def _autocast_as(state: tuple[bool, torch.dtype]) -> torch.autocast:
+def _autocast_as(state: tuple[bool, torch.dtype | None]) -> torch.autocast:
     """Return the context in which autocast is as it was, without a cache: another graph would not fill it."""
     return torch.autocast(DEVICE, state[1], state[0], cache_enabled=False)
 
