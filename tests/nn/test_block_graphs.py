@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8stack
 from fp8stack.errors import Fp8StackWarning, ModelError
-from fp8stack.nn import block_graphs, graph, linear
-from fp8stack.nn.block_graphs import _Call
+from fp8stack.nn import block_call, block_graphs, graph, linear
 from fp8stack.nn.select import LeastRows
 
 FEATURES = 64
@@ -60,8 +59,8 @@ class Twin:
 @pytest.fixture
 def device(device, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(block_graphs, "DEVICE", "cpu")
-        monkeypatch.setattr(block_graphs, "Recorder", Twin)
+        monkeypatch.setattr(block_call, "DEVICE", "cpu")
+        monkeypatch.setattr(block_call, "Recorder", Twin)
         monkeypatch.setattr(
             block_graphs, "_noting_waits", lambda: warnings.catch_warnings(record=True)
         )
@@ -71,9 +70,11 @@ def device(device, monkeypatch):
 @pytest.fixture
 def replays(monkeypatch):
     """The indices of the calls that were replayed."""
-    seen, own = [], _Call.replay
+    seen, own = [], block_call.Call.replay
     monkeypatch.setattr(
-        _Call, "replay", lambda self, *args: (seen.append(self.index), own(self, *args))[1]
+        block_call.Call,
+        "replay",
+        lambda self, *args: (seen.append(self.index), own(self, *args))[1],
     )
     return seen
 

@@ -1,0 +1,315 @@
+"""The call of a block as two CUDA graphs: how it is told from other calls, captured, and replayed.
+
+Why: `block_graphs.py` says, which decides when a call is captured and when it may be replayed.
+
+How: a `Call` notes the arguments of a block, what it returned, and its state. Its forward is captured on memory that
+holds the arguments from then on; an argument that an earlier call returned is where that call's graph writes it. Its
+backward is captured likewise: the gradient of an argument is written where the earlier call's backward reads it.
+
+Limits: memory is that of the captures; only the order of captures makes it right to replay them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fp8stack.errors import ModelError, first_line
+
+from .mixin import has_hooks
+
+DEVICE = "cuda"  # tests of the rules run on a CPU
+Replays = list[Callable[[], Any]]
+"""The last replay of each call, which is its node in autograd's graph, or None once that is gone."""
+
+
+class Recorder:
+    """Captures on one stream and in one pool of memory."""
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def record(self, name: str, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Return what replays `function`, and the result, whose memory a replay writes."""
+        cuda_graph = torch.cuda.CUDAGraph()
+        mode = (
+            "thread_local"  # other threads, such as a DataLoader's, may allocate memory meanwhile
+        )
+        capture = torch.cuda.graph(cuda_graph, self._pool, self._stream, capture_error_mode=mode)
+        try:
+            with capture:
+                result = function()
+        except Exception as error:
+            raise ModelError(
+                f"no CUDA graph can be captured of {name}: {first_line(error).removesuffix('.')}. torch may be unable "
+                f'to go on in this process. In another, leave the block out: graph(model, skip=["{name}"]).'
+            ) from error
+        return cuda_graph.replay, result
+
+    @staticmethod
+    def release(x: Tensor) -> Tensor:
+        """Return a tensor over the memory of `x` that leaves it to later captures: read it before their replays."""
+        memory = x.untyped_storage()
+        data, shape = (memory.data_ptr(), False), (memory.nbytes(),)
+        interface = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
+        raw: Any = SimpleNamespace(__cuda_array_interface__=interface)  # for torch.as_tensor
+        flat = torch.as_tensor(raw, device=x.device).view(x.dtype)
+        return flat.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+class Call:
+    """The call of a block in a forward: what was seen of it, then its graphs and their memory."""
+
+    def __init__(
+        self, block: Any, leaves: list[Any], spec: Any, output: Any, earlier: list[Call]
+    ) -> None:
+        self.name, self.block, self.index = block.graph_name, block, len(earlier)
+        self._modules = [*block.modules()]
+        self._parameters = [p for p in block.parameters() if p.requires_grad]
+        self._spec, self._signature = spec, [*map(_signature, leaves)]
+        self._state = _state(block, self._modules)
+        # Of each tensor: the earlier call that returned it, and as which of its outputs.
+        self._sources = [
+            next((found for call in reversed(earlier) if (found := call._find(x))), None)
+            for x in tensors_of(leaves)
+        ]
+        self._readers: dict[int, list[tuple[Call, int]]] = {}  # of an output: call, which tensor
+        for i, source in enumerate(self._sources):
+            if source is not None:
+                source[0]._readers.setdefault(source[1], []).append((self, i))
+        outputs, self._output_spec = tree_flatten(output)
+        self._output_signature = [*map(_signature, outputs)]
+        self._seen = [*map(ref, tensors_of(outputs))]
+
+    def _find(self, x: Tensor) -> tuple[Call, int] | None:
+        return next(((self, i) for i, seen in enumerate(self._seen) if seen() is x), None)
+
+    def misfit(self, leaves: list[Any], spec: Any) -> str:
+        """Return how a call of the block differs from the one that was noted, if it does."""
+        if spec != self._spec or [*map(_signature, leaves)] != self._signature:
+            return "its arguments have other shapes, dtypes or values than those captured"
+        if _state(self.block, self._modules) != self._state:
+            return "its modules, hooks, training flags, autocast or addresses of parameters changed"
+        return RECOMPUTED if saved_tensors_have_hooks() else ""
+
+    def is_fed(self, leaves: list[Any]) -> bool:
+        """Return whether arguments that were outputs of other graphs are so now."""
+        fed = zip(tensors_of(leaves), self._inputs, self._sources, strict=True)
+        return all(s is None or x.data_ptr() == memory.data_ptr() for x, memory, s in fed)
+
+    # --- captures
+
+    def capture_forward(self, recorder: Recorder) -> None:
+        """Capture the forward, on new memory for the arguments, or on what an earlier call writes."""
+        self._inputs: list[Tensor] = []
+        tensors = (signature[1:] for signature in self._signature if signature[0] is Tensor)
+        for source, (shape, stride, *kind, needs) in zip(self._sources, tensors, strict=True):
+            if source is None:
+                x = torch.empty_strided(shape, stride, dtype=kind[0], device=kind[1])
+            else:
+                x = source[0]._outputs[source[1]].detach()
+            self._inputs.append(x.requires_grad_(needs))
+        self._forward, outputs = recorder.record(self.name, self.run)
+        self._outputs: list[Tensor] = outputs
+        self._check_leaves()
+
+    def run(self) -> list[Tensor]:
+        """Run the block on the captured memory; return the tensors among its outputs."""
+        args, kwargs = tree_unflatten(_filled(self._signature, self._inputs), self._spec)
+        # Autograd would wait for the stream that a parameter was first used on, which a capture must not.
+        self._leaves = {id(p): nn.Parameter(p.detach()) for p in self._parameters}
+        with _exchanged(self._modules, self._leaves), _autocast_as(self._state[0]):
+            return tensors_of(tree_flatten(self.block.plain_forward(*args, **kwargs))[0])
+
+    def _check_leaves(self) -> None:
+        """Raise if a gradient would flow to what is neither an argument nor a parameter of the block."""
+        known = {id(x) for x in (*self._inputs, *self._leaves.values())}
+        nodes: list[Any] = [x.grad_fn for x in self._outputs]
+        seen = {None}
+        while nodes:
+            if (node := nodes.pop()) not in seen:
+                seen.add(node)
+                nodes += [following for following, _ in node.next_functions]
+                if hasattr(node, "variable") and id(node.variable) not in known:
+                    raise ModelError(
+                        f"no CUDA graph of {self.name} can be right: it reads a parameter of another module, which "
+                        f'would get no gradient. Leave it out: graph(model, skip=["{self.name}"]).'
+                    )
+
+    def capture_backward(
+        self, recorder: Recorder, autocast: tuple[bool, torch.dtype | None]
+    ) -> None:
+        """Capture the backward; forwards of all calls and backwards of later ones are captured before."""
+        self._backward_autocast = autocast
+        self.output_grads = [self._grad_memory(i, x) for i, x in enumerate(self._outputs)]
+        self._input_grads: list[Tensor | None] = [None] * len(self._inputs)
+        if any(g is not None for g in self.output_grads):
+            self._backward, grads = recorder.record(self.name, self.differentiate)
+            found = iter(grads)
+            self._input_grads = [next(found) if x.requires_grad else None for x in self._inputs]
+            # They are copied before the next replay, so all blocks may use the same memory for them.
+            self._parameter_grads = [g if g is None else recorder.release(g) for g in found]
+        self._outputs, self._leaves = [x.detach() for x in self._outputs], {}
+
+    def _grad_memory(self, i: int, x: Tensor) -> Tensor | None:
+        """Return memory for the gradient of an output: where the one call that reads the output writes it."""
+        if not x.requires_grad:
+            return None
+        readers = self._readers.get(i, ())
+        grad = readers[0][0]._input_grads[readers[0][1]] if len(readers) == 1 else None
+        return torch.empty_like(x) if grad is None or grad.stride() != x.stride() else grad
+
+    def differentiate(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the arguments and parameters that need one, on the captured memory."""
+        outputs = [x for x in self._outputs if x.requires_grad]
+        wanted = [x for x in (*self._inputs, *self._leaves.values()) if x.requires_grad]
+        given = [g for g in self.output_grads if g is not None]
+        with _autocast_as(self._backward_autocast):
+            return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+
+    # --- replays
+
+    def replay(self, leaves: list[Any], replays: Replays) -> Any:
+        """Return what the block returns for these arguments."""
+        outputs = _Graph.apply(self, replays, *tensors_of(leaves), *self._parameters)
+        return tree_unflatten(_filled(self._output_signature, outputs), self._output_spec)
+
+    def replay_forward(self, given: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return the outputs for the arguments that `given` begins with."""
+        for memory, x in zip(self._inputs, given, strict=False):
+            _copy(memory, x)
+        self._forward()
+        # Only graphs read outputs where they are, since the next forward overwrites them.
+        outputs = enumerate(self._outputs)
+        return [x.detach() if i in self._readers else x.clone() for i, x in outputs]
+
+    def replay_backward(self, given: tuple[Tensor, ...]) -> list[Tensor | None]:
+        """Return the gradients of the arguments and parameters for those of the outputs."""
+        for memory, grad in zip(self.output_grads, given, strict=True):
+            if memory is not None:
+                _copy(memory, grad)
+        self._backward()
+        grads = [*self._input_grads, *self._parameter_grads]
+        # The graph that reads a gradient of an argument reads it where it is.
+        stay = {i for i, source in enumerate(self._sources) if source is not None}
+        moved = {i: g for i, g in enumerate(grads) if g is not None and i not in stay}
+        copies = {i: torch.empty_like(g) for i, g in moved.items()}
+        if moved:
+            torch._foreach_copy_([*copies.values()], [*moved.values()])
+        return [copies.get(i, g if g is None else g.detach()) for i, g in enumerate(grads)]
+
+
+class _Graph(torch.autograd.Function):
+    """A block as one node of autograd. It saves nothing: what backward reads is in the graphs' memory."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, replays: Replays, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.replays, replays[call.index] = call, replays, ref(ctx)
+        ctx.needed = True  # backward may still come, and reads what this has kept
+        outputs = call.replay_forward(given)
+        fixed = [x for x, g in zip(outputs, call.output_grads, strict=True) if g is None]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        name = ctx.call.name
+        if not ctx.needed:
+            raise ModelError(
+                f"the backward of {name} comes a second time, or after that of an earlier block, which has overwritten "
+                f'what it reads. Leave such blocks out: graph(model, skip=["{name}", ...]).'
+            )
+        ctx.needed = False
+        for last in ctx.replays[ctx.call.index :]:
+            if (later := last()) is not None:  # what it has kept is overwritten now
+                later.needed = False
+        return None, None, *ctx.call.replay_backward(grads)
+
+
+# --- what a call is
+
+
+RECOMPUTED = "its activations are recomputed or moved (saved_tensors_hooks)"
+
+
+def is_argument(value: Any) -> bool:
+    """Is `value` no plain collection? A cache of keys and values is one to torch, and blocks change it."""
+    return type(value) not in (tuple, list, dict)
+
+
+def tensors_of(leaves: Iterable[Any]) -> list[Tensor]:
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _signature(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, Tensor):
+        return Tensor, x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return type(x), x
+
+
+def _filled(signature: list[tuple[Any, ...]], tensors: Iterable[Tensor]) -> list[Any]:
+    """Return leaves as they were, with these tensors in the place of those that were among them."""
+    left = iter(tensors)
+    return [next(left) if kind is Tensor else rest[0] for kind, *rest in signature]
+
+
+def autocast_state() -> tuple[bool, torch.dtype | None]:
+    enabled = torch.is_autocast_enabled(DEVICE)
+    return enabled, torch.get_autocast_dtype(DEVICE) if enabled else None
+
+
+def _autocast_as(state: tuple[bool, torch.dtype | None]) -> torch.autocast:
+    """Return the context in which autocast is as it was, without a cache: another graph would not fill it."""
+    return torch.autocast(DEVICE, state[1], state[0], cache_enabled=False)
+
+
+def _state(block: nn.Module, modules: list[nn.Module]) -> list[Any]:
+    """Return what decides, besides the arguments, which kernels a block launches and on which memory."""
+    state: list[Any] = [autocast_state()]
+    for module in modules:
+        own = (*module._parameters.values(), *module._buffers.values())
+        state.append((
+            type(module), module.training, [*map(id, module._modules.values())],
+            [(id(x), x.data_ptr(), x.requires_grad) for x in own if x is not None],
+            module is not block and has_hooks(module),
+            getattr(vars(module).get("products"), "probe", None),
+        ))  # fmt: skip
+    return state
+
+
+@contextlib.contextmanager
+def _exchanged(modules: list[nn.Module], by: dict[int, nn.Parameter]) -> Iterator[None]:
+    """Let modules have other parameters for a while: `by` the ids of theirs."""
+    own = [(module._parameters, dict(module._parameters)) for module in modules]
+    try:
+        for parameters, before in own:
+            parameters.update((name, by.get(id(p), p)) for name, p in before.items())
+        yield
+    finally:
+        for parameters, before in own:
+            parameters.update(before)
+
+
+def saved_tensors_have_hooks() -> bool:
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError:  # they cannot be disabled while some are in force
+        return True
+
+
+def _copy(memory: Tensor, x: Tensor) -> None:
+    """Copy `x` to `memory`, of the same shape, unless it is there already."""
+    if memory.data_ptr() != x.data_ptr():
+        # What an expanded tensor has once is written once.
+        once = tuple(slice(1) if step == 0 else slice(None) for step in memory.stride())
+        memory[once].copy_(x[once])
