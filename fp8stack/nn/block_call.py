@@ -34,8 +34,8 @@ Replays = list[Callable[[], Any]]
 class Recorder:
     """Captures on one stream and in one pool of memory."""
 
-    def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def record(self, name: str, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays `function`, and the result, whose memory a replay writes."""

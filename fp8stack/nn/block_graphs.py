@@ -20,7 +20,7 @@ a monitor samples, and after a change of its modules, hooks, training flags, aut
 block that waits for the GPU, takes a cache, or is sharded is never captured. A warning names the reason.
 
 Limits: one set of shapes. An output that another block reads is overwritten by the next forward: clone what you keep of
-`output_hidden_states`. Attributes that are neither tensors nor modules stay as they were when captured.
+`output_hidden_states`. What Python decides in a block, by attributes or at random, is as it was in the capture.
 """
 
 from __future__ import annotations
@@ -160,9 +160,11 @@ class BlockGraphs:
 
     def _note(self, block: Graphed, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         """Run the block as it is, and note what there is to capture."""
-        why = _never(block, leaves)
+        why, kept = _never(block, leaves), _kept_by(block)
         with _noting_waits() as waits:
             output = block.plain_forward(*args, **kwargs)
+        if not why and [*map(id, kept)] != [*map(id, _kept_by(block))]:
+            why = "it keeps a tensor in an attribute, which a graph would not do"
         if why := why or (f"it waits for the GPU ({waits[0]})" if waits else ""):
             self.reasons[block.graph_name] = why
             _launch_together(block, False)
@@ -180,7 +182,7 @@ class BlockGraphs:
 
     def _capture(self, backward_autocast: tuple[bool, torch.dtype | None]) -> None:
         calls = [*self._calls.values()]
-        recorder = block_call.Recorder()
+        recorder = block_call.Recorder(next(calls[0].block.parameters()).device)
         for call in calls:
             call.capture_forward(recorder)
         for call in reversed(calls):
@@ -194,6 +196,12 @@ def _launch_together(block: nn.Module, graphed: bool) -> None:
         products = vars(module).get("products")
         if isinstance(products, Products):
             products.graphed = graphed
+
+
+def _kept_by(block: nn.Module) -> list[Tensor]:
+    """Return the tensors that the block's modules have as attributes, neither parameters nor buffers."""
+    attributes = (value for module in block.modules() for value in vars(module).values())
+    return block_call.tensors_of(attributes)
 
 
 def _never(block: nn.Module, leaves: list[Any]) -> str:

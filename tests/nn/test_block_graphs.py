@@ -27,7 +27,7 @@ class Twin:
 
     calls = ()
 
-    def __init__(self):
+    def __init__(self, device):
         self.calls = []
 
     def record(self, name, function):
@@ -323,6 +323,14 @@ class Cache(list):
     """Like a cache of keys and values."""
 
 
+class Keeping(Block):
+    """Has a tensor for others to find, as routers of experts have."""
+
+    def forward(self, x, rest=None, *, factors, scale=1.0):
+        self.kept = x.mean()
+        return super().forward(x, rest, factors=factors)
+
+
 class Caching(Block):
     """Takes what it has no use for."""
 
@@ -332,7 +340,11 @@ class Caching(Block):
 
 @pytest.mark.parametrize(
     ("cause", "reason"),
-    [("cache", r"an argument is a Cache, .* pass use_cache=False"), ("hook", "up has a hook")],
+    [
+        ("cache", r"an argument is a Cache, .* pass use_cache=False"),
+        ("hook", "up has a hook"),
+        ("attribute", "it keeps a tensor in an attribute"),
+    ],
 )
 def test_a_block_that_is_never_captured(cause, reason, device, replays):
     """The others are; what it returns is copied to the next one's memory."""
@@ -340,6 +352,8 @@ def test_a_block_that_is_never_captured(cause, reason, device, replays):
     def change(model):
         if cause == "hook":
             model.blocks[1].up.register_forward_hook(lambda *_: None)
+        elif cause == "attribute":
+            model.blocks[1].__class__ = Keeping
         else:
             model.blocks[1].__class__ = Caching
             model.blocks[1].register_forward_pre_hook(
