@@ -17,9 +17,9 @@ is the median of the ratios of neighbouring turns.
 
 `ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
 feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts;
-`bf16 host` is bf16's in the same process. `GiB` is the peak of a step, and of the capture of graphs. `FP8` is the share
-of the elements of matrices, embeddings apart, that multiply in FP8. `compile s` is how much longer than a step the
-first two compiled ones took.
+`bf16 host` is bf16's in the same process. `GiB` is the peak of a step, which torch does not count for graphs. `FP8` is
+the share of the elements of matrices, embeddings apart, that multiply in FP8. `compile s` is how much longer than a
+step the first two compiled ones took.
 
 Limits: one batch, over and over, and random weights, so mixtures of experts are as balanced as chance makes them.
 """
@@ -295,7 +295,9 @@ class Contender:
             if self.cuda:
                 torch.cuda.reset_peak_memory_stats()  # of steps, not of the compiler's trials
         self._run(WARM_UP)
-        self.peak = (torch.cuda.max_memory_allocated() - others) / 2**30 if self.cuda else None
+        # A graph's memory counts as allocated while it is captured only.
+        counted = self.cuda and not variant.graphed
+        self.peak = (torch.cuda.max_memory_allocated() - others) / 2**30 if counted else None
         self.compile_s = max(first - self._run(2), 0.0) if variant.compiled else None
 
     def step(self) -> Tensor:
