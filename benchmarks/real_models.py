@@ -345,8 +345,8 @@ def measure(variant: Variant, name: str, options: argparse.Namespace) -> Numbers
     """Return what a variant takes, and bf16 in turns with it."""
     base = Contender(Variant(BASE), name, options)
     own = base if variant.name == BASE else Contender(variant, name, options)
-    for _ in range(TURNS):
-        for contender in dict.fromkeys((base, own)):
+    for turn in range(TURNS):
+        for contender in dict.fromkeys((own, base) if turn % 2 else (base, own)):
             contender.take_turn(-(-options.steps // TURNS))
     host_ms, parts = own.host()
     ratios = [a / b for a, b in zip(base.turns, own.turns, strict=True)]

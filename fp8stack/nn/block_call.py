@@ -4,7 +4,8 @@ Why: `block_graphs.py` says, which decides when a call is captured and when it m
 
 How: a `Call` notes the arguments of a block, what it returned, and its state. Its forward is captured on memory that
 holds the arguments from then on; an argument that an earlier call returned is where that call's graph writes it. Its
-backward is captured likewise: the gradient of an argument is written where the earlier call's backward reads it.
+backward is captured on memory for the gradients of those outputs for which the noted backward had one. A replay copies
+what comes from elsewhere there first, and gradients out at the end.
 
 Limits: memory is that of the captures; only the order of captures makes it right to replay them.
 """
@@ -19,7 +20,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fp8stack.errors import ModelError, first_line
@@ -73,6 +73,8 @@ class Call:
     ) -> None:
         self.name, self.block, self.index = block.graph_name, block, len(earlier)
         self._modules = [*block.modules()]
+        # Held, so that no other tensor gets their ids and memory.
+        self._held = [x for module in self._modules for x in tensors_of(vars(module).values())]
         self._parameters = [p for p in block.parameters() if p.requires_grad]
         self._spec, self._signature = spec, [*map(_signature, leaves)]
         self._state = _state(block, self._modules)
@@ -81,10 +83,11 @@ class Call:
             next((found for call in reversed(earlier) if (found := call._find(x))), None)
             for x in tensors_of(leaves)
         ]
-        self._readers: dict[int, list[tuple[Call, int]]] = {}  # of an output: call, which tensor
-        for i, source in enumerate(self._sources):
+        self._read: set[int] = set()  # outputs that later calls read where they are
+        self.used: set[int] = set()  # outputs for which the noted backward had a gradient
+        for source in self._sources:
             if source is not None:
-                source[0]._readers.setdefault(source[1], []).append((self, i))
+                source[0]._read.add(source[1])
         outputs, self._output_spec = tree_flatten(output)
         self._output_signature = [*map(_signature, outputs)]
         self._seen = [*map(ref, tensors_of(outputs))]
@@ -92,12 +95,16 @@ class Call:
     def _find(self, x: Tensor) -> tuple[Call, int] | None:
         return next(((self, i) for i, seen in enumerate(self._seen) if seen() is x), None)
 
+    def is_as_noted(self) -> bool:
+        """Return whether the block is as it was, but for its arguments."""
+        return _state(self.block, self._modules) == self._state
+
     def misfit(self, leaves: list[Any], spec: Any) -> str:
         """Return how a call of the block differs from the one that was noted, if it does."""
         if spec != self._spec or [*map(_signature, leaves)] != self._signature:
             return "its arguments have other shapes, dtypes or values than those captured"
-        if _state(self.block, self._modules) != self._state:
-            return "its modules, hooks, training flags, autocast or addresses of parameters changed"
+        if not self.is_as_noted():
+            return "its modules, hooks, training flags, autocast, stream or addresses of parameters changed"
         return RECOMPUTED if saved_tensors_have_hooks() else ""
 
     def is_fed(self, leaves: list[Any]) -> bool:
@@ -148,31 +155,32 @@ class Call:
         self, recorder: Recorder, autocast: tuple[bool, torch.dtype | None]
     ) -> None:
         """Capture the backward; forwards of all calls and backwards of later ones are captured before."""
-        self._backward_autocast = autocast
-        self.output_grads = [self._grad_memory(i, x) for i, x in enumerate(self._outputs)]
-        self._input_grads: list[Tensor | None] = [None] * len(self._inputs)
+        self.backward_autocast = autocast
+        # A gradient for which the noted backward had none stays None: zeros would make gradients where there are none.
+        self.output_grads = [
+            torch.empty_like(x) if x.requires_grad and i in self.used else None
+            for i, x in enumerate(self._outputs)
+        ]
+        self.fixed = [not x.requires_grad for x in self._outputs]
         if any(g is not None for g in self.output_grads):
             self._backward, grads = recorder.record(self.name, self.differentiate)
             found = iter(grads)
-            self._input_grads = [next(found) if x.requires_grad else None for x in self._inputs]
-            # They are copied before the next replay, so all blocks may use the same memory for them.
-            self._parameter_grads = [g if g is None else recorder.release(g) for g in found]
+            # They are copied before the next replay, so all calls may use the same memory for them.
+            self._grads = [
+                recorder.release(g) if x.requires_grad and (g := next(found)) is not None else None
+                for x in (*self._inputs, *self._parameters)
+            ]
+        else:  # without a backward, nothing tells when an output is needed no more
+            self._read.clear()
         self._outputs, self._leaves = [x.detach() for x in self._outputs], {}
-
-    def _grad_memory(self, i: int, x: Tensor) -> Tensor | None:
-        """Return memory for the gradient of an output: where the one call that reads the output writes it."""
-        if not x.requires_grad:
-            return None
-        readers = self._readers.get(i, ())
-        grad = readers[0][0]._input_grads[readers[0][1]] if len(readers) == 1 else None
-        return torch.empty_like(x) if grad is None or grad.stride() != x.stride() else grad
 
     def differentiate(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of the arguments and parameters that need one, on the captured memory."""
-        outputs = [x for x in self._outputs if x.requires_grad]
+        pairs = zip(self._outputs, self.output_grads, strict=True)
+        outputs = [x for x, g in pairs if g is not None]
         wanted = [x for x in (*self._inputs, *self._leaves.values()) if x.requires_grad]
         given = [g for g in self.output_grads if g is not None]
-        with _autocast_as(self._backward_autocast):
+        with _autocast_as(self.backward_autocast):
             return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
 
     # --- replays
@@ -186,25 +194,29 @@ class Call:
         """Return the outputs for the arguments that `given` begins with."""
         for memory, x in zip(self._inputs, given, strict=False):
             _copy(memory, x)
+        for x in self._outputs:  # what was saved of the last ones is no longer what it was
+            torch.autograd.graph.increment_version(x)
         self._forward()
         # Only graphs read outputs where they are, since the next forward overwrites them.
         outputs = enumerate(self._outputs)
-        return [x.detach() if i in self._readers else x.clone() for i, x in outputs]
+        return [x.detach() if i in self._read else x.clone() for i, x in outputs]
 
-    def replay_backward(self, given: tuple[Tensor, ...]) -> list[Tensor | None]:
+    def replay_backward(self, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Return the gradients of the arguments and parameters for those of the outputs."""
         for memory, grad in zip(self.output_grads, given, strict=True):
-            if memory is not None:
+            if (memory is None) != (grad is None) or self.backward_autocast != autocast_state():
+                raise ModelError(
+                    f"the backward of {self.name} comes from other outputs than the captured one, or under another "
+                    f'autocast. Leave the block out: graph(model, skip=["{self.name}"]).'
+                )
+            if memory is not None and grad is not None:
                 _copy(memory, grad)
         self._backward()
-        grads = [*self._input_grads, *self._parameter_grads]
-        # The graph that reads a gradient of an argument reads it where it is.
-        stay = {i for i, source in enumerate(self._sources) if source is not None}
-        moved = {i: g for i, g in enumerate(grads) if g is not None and i not in stay}
-        copies = {i: torch.empty_like(g) for i, g in moved.items()}
-        if moved:
-            torch._foreach_copy_([*copies.values()], [*moved.values()])
-        return [copies.get(i, g if g is None else g.detach()) for i, g in enumerate(grads)]
+        found = [g for g in self._grads if g is not None]
+        copies = [*map(torch.empty_like, found)]
+        torch._foreach_copy_(copies, found)
+        left = iter(copies)
+        return [g if g is None else next(left) for g in self._grads]
 
 
 class _Graph(torch.autograd.Function):
@@ -214,15 +226,21 @@ class _Graph(torch.autograd.Function):
     def forward(ctx: Any, call: Call, replays: Replays, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.replays, replays[call.index] = call, replays, ref(ctx)
         ctx.needed = True  # backward may still come, and reads what this has kept
+        ctx.set_materialize_grads(False)
         outputs = call.replay_forward(given)
-        fixed = [x for x, g in zip(outputs, call.output_grads, strict=True) if g is None]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(
+            *(x for x, fixed in zip(outputs, call.fixed, strict=True) if fixed)
+        )
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         name = ctx.call.name
+        if torch.is_grad_enabled():
+            raise ModelError(
+                f"{name} runs as a CUDA graph, which has no second derivatives (create_graph=True). Leave it out: "
+                f'graph(model, skip=["{name}"]).'
+            )
         if not ctx.needed:
             raise ModelError(
                 f"the backward of {name} comes a second time, or after that of an earlier block, which has overwritten "
@@ -274,9 +292,11 @@ def _autocast_as(state: tuple[bool, torch.dtype | None]) -> torch.autocast:
 
 def _state(block: nn.Module, modules: list[nn.Module]) -> list[Any]:
     """Return what decides, besides the arguments, which kernels a block launches and on which memory."""
-    state: list[Any] = [autocast_state()]
+    stream = torch.cuda.current_stream().cuda_stream if DEVICE == "cuda" else 0
+    state: list[Any] = [autocast_state(), stream]
     for module in modules:
-        own = (*module._parameters.values(), *module._buffers.values())
+        kept = tensors_of(vars(module).values())
+        own = (*module._parameters.values(), *module._buffers.values(), *kept)
         state.append((
             type(module), module.training, [*map(id, module._modules.values())],
             [(id(x), x.data_ptr(), x.requires_grad) for x in own if x is not None],

@@ -12,15 +12,17 @@ earlier block is in that memory already.
 All captures share one pool of memory, in which each uses what those before it have freed. So a replay of a forward may
 overwrite what the backward of the same block, or of a later one, has yet to read. While such a backward is still to
 come, the block runs as it is. A backward overwrites what later blocks have kept, so theirs may not come after it; that
-raises. Gradients of parameters are copied out of the pool at once.
+raises. Gradients are copied out of the pool at once.
 
 A block runs as it is, too, without gradients, inside other captures and under torch.compile, with other arguments than
 the captured ones (shapes, dtypes, numbers), where activations are recomputed or moved (`torch.utils.checkpoint`), while
-a monitor samples, and after a change of its modules, hooks, training flags, autocast, or its parameters' addresses. A
-block that waits for the GPU, takes a cache, or is sharded is never captured. A warning names the reason.
+a monitor samples, and after a change of its modules, hooks, training flags, autocast, stream, or its parameters'
+addresses. A block that waits for the GPU in forward, takes a cache, sets attributes, writes to its arguments, scales
+with histories, or is sharded is never captured. A warning names the reason.
 
 Limits: one set of shapes. An output that another block reads is overwritten by the next forward: clone what you keep of
-`output_hidden_states`. What Python decides in a block, by attributes or at random, is as it was in the capture.
+`output_hidden_states`. What Python decides in a block at random, lists that it appends to, and torch's global flags are
+as they were in the capture. The graphs are freed by the garbage collector, as the blocks refer to them and back.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import contextlib
 import warnings
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +52,9 @@ _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
     """Let the blocks of `model`, the elements of its outermost ModuleLists, run as CUDA graphs from the third step on.
 
-    Call it after `initialize`. Results are those of eager mode, to the last bit. Layers in blocks multiply in FP8 from
-    as few rows on as under torch.compile, since launches cost the host no time.
+    Call it after `initialize`. Results are those of the same layers in eager mode, to the last bit, but where gradients
+    of one tensor are added up in another order (docs/compute.md). Layers in blocks multiply in FP8 from as few rows on
+    as under torch.compile, since launches cost the host no time.
 
     Args:
         skip: patterns of names of blocks that are left out.
@@ -70,6 +74,9 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
         )
     if any(isinstance(block, Graphed) for block in blocks.values()):
         raise ModelError("the blocks of this model are graphed already.")
+    unknown = [p for p in patterns if not any(fnmatchcase(name, p) for name in blocks)]
+    if unknown:
+        raise ModelError(f"skip={unknown} matches none of the blocks {[*blocks][:3]}, ...")
     skipped = {b for name, b in blocks.items() if any(fnmatchcase(name, p) for p in patterns)}
     fuse_modules(model, Graphed, set(blocks.values()).__contains__, skipped)
     graphs = BlockGraphs()
@@ -151,7 +158,8 @@ class BlockGraphs:
         first = next(iter(self._calls.values()), None)
         # The first launch of a kernel loads it, which no capture allows: so backward must have run as well.
         autocast = self._backward_autocast
-        if first is not None and autocast is not None and not first.misfit(leaves, spec):
+        as_noted = all(call.is_as_noted() for call in self._calls.values())
+        if first and autocast and as_noted and not first.misfit(leaves, spec):
             self._capture(autocast)
             return
         self._first, self._backward_autocast = block, None
@@ -160,24 +168,28 @@ class BlockGraphs:
 
     def _note(self, block: Graphed, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         """Run the block as it is, and note what there is to capture."""
-        why, kept = _never(block, leaves), _kept_by(block)
+        why, before = _never(block, leaves), _changeable(block, leaves)
         with _noting_waits() as waits:
             output = block.plain_forward(*args, **kwargs)
-        if not why and [*map(id, kept)] != [*map(id, _kept_by(block))]:
-            why = "it keeps a tensor in an attribute, which a graph would not do"
-        if why := why or (f"it waits for the GPU ({waits[0]})" if waits else ""):
+        found = tree_flatten(output)[0]
+        if before != _changeable(block, leaves):
+            why = why or "it sets attributes or writes to an argument, which a graph would not do"
+        why = why or (f"it waits for the GPU ({waits[0]})" if waits else _unknown(found, "output"))
+        if why:
             self.reasons[block.graph_name] = why
             _launch_together(block, False)
             told = f"{block.graph_name} gets no CUDA graph: {why}"
             warnings.warn(told, Fp8StackWarning, stacklevel=4)
             return output
-        self._calls[block] = block_call.Call(block, leaves, spec, output, [*self._calls.values()])
-        for x in block_call.tensors_of(tree_flatten(output)[0]):
+        call = block_call.Call(block, leaves, spec, output, [*self._calls.values()])
+        self._calls[block] = call
+        for i, x in enumerate(block_call.tensors_of(found)):
             if x.requires_grad:
-                x.register_hook(self._note_backward)
+                x.register_hook(partial(self._note_backward, call, i))
         return output
 
-    def _note_backward(self, _: Tensor) -> None:
+    def _note_backward(self, call: block_call.Call, i: int, _: Tensor) -> None:
+        call.used.add(i)
         self._backward_autocast = block_call.autocast_state()
 
     def _capture(self, backward_autocast: tuple[bool, torch.dtype | None]) -> None:
@@ -198,26 +210,36 @@ def _launch_together(block: nn.Module, graphed: bool) -> None:
             products.graphed = graphed
 
 
-def _kept_by(block: nn.Module) -> list[Tensor]:
-    """Return the tensors that the block's modules have as attributes, neither parameters nor buffers."""
-    attributes = (value for module in block.modules() for value in vars(module).values())
-    return block_call.tensors_of(attributes)
+def _changeable(block: nn.Module, leaves: list[Any]) -> list[Any]:
+    """Return what a block may have changed beside its buffers: attributes, and versions of its arguments."""
+    attributes = [id(value) for module in block.modules() for value in vars(module).values()]
+    return [attributes, [x._version for x in block_call.tensors_of(leaves)]]
+
+
+def _unknown(leaves: list[Any], what: str) -> str:
+    """Return why these arguments or outputs are not those of a graph; an empty string if they may be."""
+    for x in leaves:
+        if type(x) in (Tensor, nn.Parameter):
+            if x.device.type != block_call.DEVICE:
+                return f"an {what} is on {x.device}"
+        elif type(x) not in _CONSTANTS:
+            remedy = "; pass use_cache=False" if "Cache" in type(x).__name__ else ""
+            return f"an {what} is a {type(x).__name__}, which may change{remedy}"
+    return ""
 
 
 def _never(block: nn.Module, leaves: list[Any]) -> str:
     """Return why no call like this one can be captured; an empty string if it can."""
-    for x in leaves:
-        if type(x) in (Tensor, nn.Parameter):
-            if x.device.type != block_call.DEVICE:
-                return f"an argument is on {x.device}"
-        elif type(x) not in _CONSTANTS:
-            remedy = "; pass use_cache=False" if "Cache" in type(x).__name__ else ""
-            return f"an argument is a {type(x).__name__}, which may change{remedy}"
+    if why := _unknown(leaves, "argument"):
+        return why
     if any(map(is_sharded, block.parameters())):
         return "its parameters are sharded, and gathered at other addresses each time"
     hooked = [name for name, module in block.named_modules() if name and has_hooks(module)]
     if hooked:
         return f"{hooked[0]} has a hook, or a forward of its own, which a graph would not call"
+    for name, module in block.named_modules():
+        if getattr(vars(module).get("products"), "fp8_recipe", "") == "delayed":
+            return f"delayed scaling of {name} keeps other scales and counts in a graph"
     return block_call.RECOMPUTED if block_call.saved_tensors_have_hooks() else ""
 
 
