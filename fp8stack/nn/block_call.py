@@ -204,13 +204,14 @@ class Call:
     def replay_backward(self, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Return the gradients of the arguments and parameters for those of the outputs."""
         for memory, grad in zip(self.output_grads, given, strict=True):
-            if (memory is None) != (grad is None) or self.backward_autocast != autocast_state():
+            unknown = memory is None and grad is not None
+            if unknown or self.backward_autocast != autocast_state():
                 raise ModelError(
-                    f"the backward of {self.name} comes from other outputs than the captured one, or under another "
+                    f"the backward of {self.name} comes from an output that had no gradient before, or under another "
                     f'autocast. Leave the block out: graph(model, skip=["{self.name}"]).'
                 )
-            if memory is not None and grad is not None:
-                _copy(memory, grad)
+            if memory is not None:
+                memory.zero_() if grad is None else _copy(memory, grad)
         self._backward()
         found = [g for g in self._grads if g is not None]
         copies = [*map(torch.empty_like, found)]

@@ -217,10 +217,7 @@ def test_backward_where_memory_was_overwritten_raises(device):
     with pytest.raises(ModelError, match=r"backward of blocks.2 comes a second time.*skip="):
         loss.backward()
     loss = loss_of(model, device)
-    with pytest.raises(
-        ModelError, match=r"backward of blocks.0 comes from other outputs than the captured"
-    ):
-        model.hidden[0].mean().backward(retain_graph=True)
+    model.hidden[0].mean().backward(retain_graph=True)  # of the first block alone
     with pytest.raises(ModelError, match=r"backward of blocks.2 .* overwritten"):
         loss.backward()
     x = batch(1, device).requires_grad_()
