@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fp8stack.errors import ModelError, first_line
+from fp8stack.kernels.ops import raw_stream
 
 from .mixin import has_hooks
 
@@ -34,15 +35,14 @@ Replays = list[Callable[[], Any]]
 class Recorder:
     """Captures on one stream and in one pool of memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def record(self, name: str, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays `function`, and the result, whose memory a replay writes."""
         cuda_graph = torch.cuda.CUDAGraph()
-        mode = (
-            "thread_local"  # other threads, such as a DataLoader's, may allocate memory meanwhile
-        )
+        # Other threads, such as a DataLoader's, may allocate memory meanwhile.
+        mode = "thread_local"
         capture = torch.cuda.graph(cuda_graph, self._pool, self._stream, capture_error_mode=mode)
         try:
             with capture:
@@ -203,13 +203,14 @@ class Call:
 
     def replay_backward(self, given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Return the gradients of the arguments and parameters for those of the outputs."""
-        for memory, grad in zip(self.output_grads, given, strict=True):
-            unknown = memory is None and grad is not None
-            if unknown or self.backward_autocast != autocast_state():
-                raise ModelError(
-                    f"the backward of {self.name} comes from an output that had no gradient before, or under another "
-                    f'autocast. Leave the block out: graph(model, skip=["{self.name}"]).'
-                )
+        pairs = [*zip(self.output_grads, given, strict=True)]
+        unknown = any(memory is None and grad is not None for memory, grad in pairs)
+        if unknown or self.backward_autocast != autocast_state():
+            raise ModelError(
+                f"the backward of {self.name} comes from an output that had no gradient before, or under another "
+                f'autocast. Leave the block out: graph(model, skip=["{self.name}"]).'
+            )
+        for memory, grad in pairs:
             if memory is not None:
                 memory.zero_() if grad is None else _copy(memory, grad)
         self._backward()
@@ -293,7 +294,7 @@ def _autocast_as(state: tuple[bool, torch.dtype | None]) -> torch.autocast:
 
 def _state(block: nn.Module, modules: list[nn.Module]) -> list[Any]:
     """Return what decides, besides the arguments, which kernels a block launches and on which memory."""
-    stream = torch.cuda.current_stream().cuda_stream if DEVICE == "cuda" else 0
+    stream = next(map(raw_stream, block.parameters()), 0)
     state: list[Any] = [autocast_state(), stream]
     for module in modules:
         kept = tensors_of(vars(module).values())

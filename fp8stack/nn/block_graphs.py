@@ -194,7 +194,8 @@ class BlockGraphs:
 
     def _capture(self, backward_autocast: tuple[bool, torch.dtype | None]) -> None:
         calls = [*self._calls.values()]
-        recorder = block_call.Recorder(next(calls[0].block.parameters()).device)
+        devices = (p.device for call in calls for p in call.block.parameters())
+        recorder = block_call.Recorder(next(devices, None))
         for call in calls:
             call.capture_forward(recorder)
         for call in reversed(calls):
