@@ -70,6 +70,9 @@ def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
     """Return `values` as a tensor on `device`; the host does not wait for the transfer."""
     dtype = torch.int64 if values.typecode == "q" else torch.float64
     host = torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype)
-    return (
-        host.clone() if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
-    )
+    if device.type != "cuda":
+        return host.clone()
+    # CUDA copies up to 64 KiB out of any memory before it returns. Pinned memory takes longer to get: until transfers
+    # are over, each needs more of it, and that stops the host for as long as a hundred launches.
+    small = host.nbytes <= 64 * 2**10
+    return (host if small else host.pin_memory()).to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 """O1 on one device: gradients become block-scaled FP8 tensors during backward.
 
-A post-accumulate-grad hook on each parameter notes that its gradient is there. Once 64 MiB of gradients are noted, and
+A post-accumulate-grad hook on each parameter notes that its gradient is there. Once 256 MiB of gradients are noted, and
 again when backward is over, one launch casts them all to E4M3 blocks, which then are `p.grad`. So less than `WAITING`
 bytes, and the gradient that arrives, are all that exists in full precision at any time (a compiled backward returns all
 of its gradients at once). A launch for each gradient would keep the host busy for longer than the GPU. Until its turn
@@ -27,7 +27,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.ops import raw_stream
 from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
 
-WAITING = 64 * 2**20
+WAITING = 256 * 2**20
 
 
 class GradientHandle:
