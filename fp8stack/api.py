@@ -10,7 +10,7 @@
 2. Linear layers change their class, so that they multiply in FP8 (O0).
 3. Weights of Linear and Embedding layers become bfloat16; the optimizer keeps their remaining bits (O2).
 4. Large matrices get a hook that turns each new gradient into FP8 blocks (O1).
-5. RMSNorms and SwiGLU blocks are joined with the casts around them (on a GPU).
+5. RMSNorms and MLPs are joined with the casts around them (on a GPU).
 
 Parameters keep their identity throughout, so ties, groups, schedulers, hooks and copies go on working. torch itself is
 not patched anywhere. Planning, FSDP2 and DeepSpeed call `decide` and `carry_out` with arguments of their own.
@@ -43,11 +43,11 @@ from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
-from .nn.swiglu import fuse
+from .nn.mlp import fuse
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import is_large_matrix, master_for, zero_master, zero_moment
-from .report import Report, report_of, say
+from .report import Report, report_of, say, selected_layers
 from .tensor import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -109,7 +109,7 @@ class Decisions(NamedTuple):
     quantized: set[nn.Parameter]
     formats: dict[nn.Parameter, tuple[str, str]]
     layers: LayerChoices
-    fuse: bool  # RMSNorms and SwiGLU blocks with the casts around them
+    fuse: bool  # RMSNorms and MLPs with the casts around them
     report: Report
 
 
@@ -203,6 +203,7 @@ def carry_out(
     _MODELS.add(model)
     if decisions.fuse:
         session.report.fused = fuse(model, decisions.skipped)
+        session.report.selected = selected_layers(model)  # a fused MLP has one rule for its layers
     return session
 
 

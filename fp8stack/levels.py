@@ -64,7 +64,7 @@ class Recipe:
         sums fast.
     select: on a GPU, "auto" multiplies in FP8 only where that is faster, by the sizes of a layer and its rows of input
         (`fp8stack/nn/select.py`); "all" always does.
-    fuse: True joins RMSNorms and SwiGLU blocks with the casts around them (`fp8stack/nn/swiglu.py`): on a GPU, with
+    fuse: True joins RMSNorms and MLPs with the casts around them (`fp8stack/nn/mlp.py`): on a GPU, with
         native layers, and not for weights that FSDP2 or DeepSpeed hold.
     matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.

@@ -14,9 +14,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from .levels import Recipe
 from .nn.convert import LayerChoices
+from .nn.linear import Fp8Linear
 from .nn.select import describe
 from .version import __version__
 
@@ -59,7 +61,7 @@ class Report:
     selected: dict[str, str] = field(
         default_factory=dict
     )  # of layers in FP8 for many rows only: from how many
-    fused: list[str] = field(default_factory=list)  # RMSNorms and SwiGLU blocks
+    fused: list[str] = field(default_factory=list)  # RMSNorms and MLPs
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
@@ -86,9 +88,7 @@ class Report:
         for choice, names in _by_value(self.selected).items():
             lines.append(f"{len(names)} × {choice}: {names[0]}")
         if self.fused:
-            lines.append(
-                f"{len(self.fused)} RMSNorms and SwiGLU blocks joined with the casts around them"
-            )
+            lines.append(f"{len(self.fused)} RMSNorms and MLPs joined with the casts around them")
         if self.left_alone:
             left = [f"{n} × {reason}" for reason, n in self.left_alone.most_common(4)]
             lines.append("products by bare parameters left to torch: " + "; ".join(left))
@@ -140,6 +140,13 @@ def report_of(
         selected={name: describe(least) for name, least in layers.least_rows.items()},
         fallbacks=fallbacks,
     )
+
+
+def selected_layers(model: nn.Module) -> dict[str, str]:
+    """Return by the names of a model's layers from how many rows of input on they multiply in FP8, if not always."""
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, Fp8Linear))
+    rows = {name: layer.products.least_rows for name, layer in layers}
+    return {name: describe(least) for name, least in rows.items() if least is not None}
 
 
 def say(text: object) -> None:

@@ -40,11 +40,11 @@ from torch.nn import Parameter
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.formats import FORMATS, MiniFloat, scale_shape
 
+from .reference import activation, monitor, norm, quantize, wire
 from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
 from .reference import gradient as gradients
-from .reference import monitor, norm, quantize, swiglu, wire
 from .reference import rmsnorm as rms
 from .reference.cast import Cast
 
@@ -137,7 +137,8 @@ def _operator(
     def kernel(*args: Any) -> Any:
         run = implementation(reference, args[0].is_cuda)
         # a format travels by name, as a schema has no type for it
-        return run(*[FORMATS[a] if isinstance(a, str) else a for a in args], **(captured or {}))
+        args = tuple(FORMATS.get(a, a) if isinstance(a, str) else a for a in args)
+        return run(*args, **(captured or {}))
 
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CPU")
@@ -184,9 +185,21 @@ def _dequantized(
     return codes.new_empty(shape, dtype=dtype)
 
 
-def _swiglu_backward(dh: Tensor, gate: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    fmt = rest[2]
-    return *_matrix(gate, fmt), *_matrix(gate, fmt), _matrix(gate, "e4m3", False)[1]
+def _activation_backward(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    h_scale: Tensor,
+    activation: str,
+    fmt: str,
+    *rest: Any,
+) -> list[Tensor]:
+    inputs = 1 if up is None else 2
+    casts = [t for _ in range(inputs) for t in _matrix(gate, fmt)] + [
+        _matrix(gate, "e4m3", False)[1]
+    ]
+    sums = inputs if rest[2:] == (True,) else 0
+    return casts + [gate.new_empty(gate.shape[1:], dtype=torch.float32) for _ in range(sums)]
 
 
 # --- blocks of 128
@@ -307,17 +320,17 @@ cast_delayed = _operator(
 # --- operations that end in a cast
 
 
-swiglu_cast = _operator(
-    "swiglu_cast(Tensor gate, Tensor up, str fmt, int[] of=[], bool update=False, bool again=False) "
-    "-> (Tensor, Tensor)",
-    swiglu.swiglu_cast,
-    lambda gate, up, fmt, *_: _matrix(gate, fmt, True, False)[::2],
+activation_cast = _operator(
+    "activation_cast(Tensor gate, Tensor? up, str activation, str fmt, int[] of=[], bool update=False, "
+    "bool again=False) -> (Tensor, Tensor)",
+    activation.activation_cast,
+    lambda gate, up, activation, fmt, *_: _matrix(gate, fmt, True, False)[::2],
 )
-swiglu_backward_cast = _operator(
-    "swiglu_backward_cast(Tensor dh, Tensor gate, Tensor up, Tensor h_scale, str fmt, int[] of=[], "
-    "bool update=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    swiglu.swiglu_backward_cast,
-    _swiglu_backward,
+activation_backward_cast = _operator(
+    "activation_backward_cast(Tensor dh, Tensor gate, Tensor? up, Tensor h_scale, str activation, str fmt, "
+    "int[] of=[], bool update=False, bool sums=False) -> Tensor[]",
+    activation.activation_backward_cast,
+    _activation_backward,
 )
 rmsnorm = _on_each_device(rms.rmsnorm)
 rmsnorm_backward = _on_each_device(rms.rmsnorm_backward)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8stack
 from fp8stack.capability import native_recipe
 from fp8stack.kernels import ops
-from fp8stack.nn.swiglu import fuse
+from fp8stack.nn.mlp import fuse
 
 RECIPES = ("current", "delayed", "blockwise")
 CASTS = (
@@ -23,7 +23,7 @@ CASTS = (
     "cast_1x128",
     "cast_128x128",
     "cast_delayed",
-    "swiglu_cast",
+    "activation_cast",
 )
 
 

@@ -5,7 +5,7 @@ from .block_graphs import graph
 from .convert import GEMM_LAYERS
 from .delayed_histories import load_scaling_state, reset_scaling, restore_scaling, scaling_state
 from .linear import Bf16Linear, Fp8Linear
-from .swiglu import fuse
+from .mlp import fuse
 from .te import TeLinear
 
 __all__ = [

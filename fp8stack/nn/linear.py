@@ -143,13 +143,12 @@ class _Fp8Matmul(torch.autograd.Function):
         w_saved = w_codes_t, w_scale if w_scale_t is None else w_scale_t
         ctx.save_for_backward(*x_saved, *w_saved, weight if x.requires_grad else None)
         size = weight.shape[1] if options.turned else weight.shape[0]
-        # On a GPU the product adds the bias, where it has one scale a tensor and no padding.
-        fused = x.is_cuda and dtype in _FUSED_BIAS and size % ALIGNMENT == 0 and w_scale.ndim == 0
-        added = bias if fused else None
+        # The product can add the bias where it has one scale a tensor and no padding.
+        added = bias if size % ALIGNMENT == 0 and w_scale.ndim == 0 else None
         squares = options.fp8_recipe == "blockwise"
         y = product(x_codes, x_scale, w_codes, w_scale, dtype, options.fast, added, squares)
         y = crop(y, (*x.shape[:-1], size))
-        return y if bias is None or fused else y + bias.to(dtype)
+        return y if bias is None or bias is added else y + bias.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -198,7 +197,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             left, right = right, left
         dw = crop(product(*left, *right, ctx.weight_dtype), ctx.weight_shape)
     if need_b:
-        db = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        db = bias_gradient(grad, ctx.bias_dtype)
     return dx, dw, db, *_NONE
 
 
@@ -213,16 +212,23 @@ def product(
     b_scale: Tensor,  # float32, 0-d, or [n, k / 128], or of squares
     dtype: torch.dtype,
     fast: bool = False,  # sum with fewer bits, where the GPU has a way to
-    bias: Tensor | None = None,  # [n]
+    bias: Tensor | None = None,  # [n]; not with scales of blocks
     squares: bool = False,  # b has a scale for each 128×128
 ) -> Tensor:  # [m, n] in dtype
     """Return (a × a_scale) @ (b × b_scale).T + bias."""
     if not a.is_cuda and torch.is_autocast_enabled("cpu"):  # which rounds what a CPU adds up
         with torch.autocast("cpu", enabled=False):
             return product(a, a_scale, b, b_scale, dtype, fast, bias, squares)
-    if a_scale.ndim == 0:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, bias, None, dtype, fast)
-    return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
+    if a_scale.ndim > 0:
+        return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
+    fused = bias if a.is_cuda and dtype in _FUSED_BIAS else None
+    y = torch._scaled_mm(a, b.t(), a_scale, b_scale, fused, None, dtype, fast)
+    return y if bias is fused or bias is None else y + bias.to(dtype)
+
+
+def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of `grad` [..., cols] over its rows, added up in float32."""
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32).to(dtype)
 
 
 def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:

@@ -15,11 +15,16 @@ outlier, the others take as long both ways, within a tenth.
     - 2.1e-6 × in × out             casts of the weight
     - 6                             launches
 
+A fused MLP is one sum for all its layers: it casts its input and the gradient of its output only. Without an up its
+kernels take longer than torch's for the activation and the sums of biases, since they look for the largest value before
+they cast: 2.6e-6 µs × rows × hidden, measured over [12608, 4096] with GELU. With an up they take no longer.
+
 Solved for the rows, that is the number of rows from which on a layer multiplies in FP8. It is computed once, when the
 model is initialized, so nothing is timed. In eager mode FP8 has to save `HOST` more, because its launches keep the host
-busy for longer, which costs time unless the GPU is behind. That margin is chosen, not measured. Under torch.compile
-and in CUDA graphs there is none. Sizes that are no multiple of 8 slow bfloat16 down several times, and FP8 pads them,
-so such layers are always FP8. So are products of float32 without autocast.
+busy for longer, which costs time unless the GPU is behind; a fused MLP, which makes three times as many as a layer,
+`HOST_OF_MLP`. Those margins are chosen, not measured. Under torch.compile and in CUDA graphs there are none. Sizes that
+are no multiple of 8 slow bfloat16 down several times, and FP8 pads them, so such layers are always FP8. So are products
+of float32 without autocast.
 
 Limits: one fit for all GPUs and recipes; Ada and Blackwell have other ratios. `select="all"` leaves nothing out.
 """
@@ -28,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +42,8 @@ from torch import Tensor, nn
 from .bf16_storage import autocast_is_on
 
 PRODUCTS, CASTS, WIDE, WEIGHT, LAUNCHES = 3.7e-9, 2.8e-6, 3.9e-6, 2.1e-6, 6.0  # µs, see above
-HOST = 100.0  # µs
+ACTIVATION = 2.6e-6  # of a fused MLP without an up
+HOST, HOST_OF_MLP = 100.0, 500.0  # µs
 TOO_SMALL = 'bfloat16 is faster at this size, however many rows; select="all" takes it'
 
 
@@ -57,14 +64,35 @@ def least_rows(in_features: int, out_features: int, sharing: int = 1) -> LeastRo
     size = in_features * out_features
     if in_features % 8 or out_features % 8:
         return ALWAYS
+    a_row = PRODUCTS * size - CASTS * (in_features / sharing + out_features)
+    return _solve(a_row, WIDE * in_features, WEIGHT * size + LAUNCHES, HOST)
 
-    def rows(wide: bool, compiled: bool) -> float:
-        a_row = PRODUCTS * size - CASTS * (in_features / sharing + out_features)
-        a_row += WIDE * in_features * wide
-        once = WEIGHT * size + LAUNCHES + HOST * (not compiled)
-        return math.ceil(once / a_row) if a_row > 0 else math.inf
 
-    return LeastRows(rows(False, False), rows(True, False), rows(False, True), rows(True, True))
+def least_rows_of_mlp(shapes: Sequence[Sequence[int]]) -> LeastRows:
+    """Return from which number of rows on FP8 is faster for a fused MLP.
+
+    `shapes` are those of the weights of gate, up and down, or of up and down.
+    """
+    size = sum(out_features * in_features for out_features, in_features in shapes)
+    out_features, hidden = shapes[-1]
+    in_features = shapes[0][1]
+    a_row = PRODUCTS * size - CASTS * (in_features + out_features)
+    if len(shapes) == 2:
+        a_row -= ACTIVATION * hidden
+    once = WEIGHT * size + LAUNCHES * len(shapes)
+    return _solve(a_row, WIDE * in_features, once, HOST_OF_MLP)
+
+
+def _solve(a_row: float, wide: float, once: float, host: float) -> LeastRows:
+    """Return from how many rows on what FP8 saves of each, in µs, is more than what it costs once."""
+
+    def rows(saved: float, cost: float) -> float:
+        return math.ceil(cost / saved) if saved > 0 else math.inf
+
+    eager = once + host
+    return LeastRows(
+        rows(a_row, eager), rows(a_row + wide, eager), rows(a_row, once), rows(a_row + wide, once)
+    )
 
 
 def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:

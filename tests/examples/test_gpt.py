@@ -9,7 +9,7 @@ import torch
 from gpt import GPT, SIZES, ModelConfig
 
 import fp8stack
-from fp8stack.nn.swiglu import fuse
+from fp8stack.nn.mlp import fuse
 
 ROOT = Path(__file__).parents[2]
 SMALL = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, seq_len=24)

@@ -140,7 +140,7 @@ def test_levels_and_fused_layers_change_within_a_run(folder):
         assert changed[:2] == runs[old][:2]
         assert_near(changed, runs[old], (old, new))
     trainer = Trainer(configure(folder, fuse=True, run_name="is-fused"))
-    assert type(trainer.model.blocks[0].feed_forward).__name__ == "FusedSwiGLU"
+    assert type(trainer.model.blocks[0].feed_forward).__name__ == "FusedMLP"
     with pytest.warns(Fp8StackWarning, match="nothing to fuse.*native, gelu, layernorm"):
         Trainer(configure(folder, fuse=True, norm="layernorm", activation="gelu", qk_norm=False))
 

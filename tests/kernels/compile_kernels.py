@@ -162,6 +162,7 @@ def quantize_cases():
         }  # fmt: skip
 
 
+SWIGLU = {"ACTIVATION": "silu", "GATED": True, "SUMS": False}
 INPUTS = ("x_ptr", "d_ptr", "g_ptr", "u_ptr", "y_ptr", "dy_ptr", "dx_ptr", "weight_ptr", "out_ptr")
 CODES = ("codes_ptr", "codes_t_ptr", "a_ptr", "a_t_ptr", "b_ptr", "b_t_ptr")
 
@@ -182,12 +183,12 @@ def matrix_cases():
         }  # fmt: skip
 
 
-def swiglu_cases():
+def activation_cases():
     for label, pointers, constants in matrix_cases():
         for delayed in (False, True):
             states = dict.fromkeys(("a_state_ptr", "b_state_ptr"), "fp32" if delayed else "i32")
             for name in ("forward", "backward"):
-                how = {"BACKWARD": name == "backward", "DELAYED": delayed}
+                how = SWIGLU | {"BACKWARD": name == "backward", "DELAYED": delayed}
                 parts = {"PARTS": 1} if delayed else {}
                 name += ", delayed" * delayed + "," + label.split(",", 1)[1]
                 yield name, pointers | states, constants | how | parts
@@ -195,7 +196,7 @@ def swiglu_cases():
 
 def parts_cases():
     for dtype in ("bf16", "fp32"):
-        yield dtype, dict.fromkeys(INPUTS, dtype), {"BACKWARD": dtype == "bf16"}
+        yield dtype, dict.fromkeys(INPUTS, dtype), SWIGLU | {"BACKWARD": dtype == "bf16"}
 
 
 def rmsnorm_cases():
@@ -255,7 +256,7 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
         ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})
         for latest in (False, True)
     ],
-    "_swiglu_cast_kernel": swiglu_cases(),
+    "_activation_cast_kernel": activation_cases(),
     "_two_shot_kernel": two_shot_cases(),
     "_rmsnorm_sums_kernel": [
         ("bf16", {"out_ptr": "bf16"}, {"PROGRAMS": rmsnorm.PROGRAMS, "COLS": rmsnorm.SUMMED})
@@ -264,7 +265,8 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
 for cases, kernels in {
     gradient_cases: "largest squares", quantize_cases: "quantize_blocks dequantize_blocks",
     matrix_cases: "cast_tiles recast_tiles refit cast_1x128 cast_128x128 cast_delayed",
-    parts_cases: "parts seed swiglu_parts", wire_cases: "pack reduce unpack", rmsnorm_cases: "rmsnorm rmsnorm_backward",
+    parts_cases: "parts seed activation_parts",
+    wire_cases: "pack reduce unpack", rmsnorm_cases: "rmsnorm rmsnorm_backward",
 }.items():  # fmt: skip
     CASES |= {f"_{name}_kernel": [*cases()] for name in kernels.split()}
 SIZES = {  # where its module says nothing else

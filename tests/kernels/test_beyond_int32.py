@@ -5,7 +5,7 @@ import torch
 from helpers import assert_same_bits
 
 from fp8stack.formats import E4M3
-from fp8stack.kernels import cast, cast_blocks, cast_delayed, quantize, swiglu
+from fp8stack.kernels import activation, cast, cast_blocks, cast_delayed, quantize
 from fp8stack.kernels.reference.delayed_state import SEEDED, DelayedState
 
 ROWS = 2**17 + 128  # of 2^14 elements
@@ -31,9 +31,9 @@ def delayed(casts):
     return run
 
 
-def swiglu_both(x):
-    codes, scale = swiglu.swiglu_cast(x, x, E4M3)
-    return codes, swiglu.swiglu_backward_cast(x, x, x, scale, E4M3)[-1]
+def swiglu(x):
+    codes, scale = activation.activation_cast(x, x, "silu", E4M3)
+    return codes, activation.activation_backward_cast(x, x, x, scale, "silu", E4M3)[-1]
 
 
 RUNS = {
@@ -45,7 +45,7 @@ RUNS = {
     "cast_128x128": lambda x: cast_blocks.cast_128x128(x, E4M3),
     "cast_delayed, young": delayed(0),
     "cast_delayed": delayed(SEEDED),
-    "swiglu": swiglu_both,
+    "swiglu": swiglu,
 }
 
 

@@ -40,10 +40,10 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
     ("_cast_1x128_kernel", "e4m3, bf16"): (55.5, 26),
     ("_cast_128x128_kernel", "e4m3, bf16"): (23.5, 11),
     ("_cast_delayed_kernel", "e4m3, bf16"): (30, 12.9),
-    ("_swiglu_cast_kernel", "forward, bf16"): (44.5, 21.5),
-    ("_swiglu_cast_kernel", "backward, bf16"): (107, 49.7),
-    ("_swiglu_cast_kernel", "forward, delayed, bf16"): (44.5, 22.5),
-    ("_swiglu_cast_kernel", "backward, delayed, bf16"): (107, 51),
+    ("_activation_cast_kernel", "forward, bf16"): (44.5, 21.5),
+    ("_activation_cast_kernel", "backward, bf16"): (107, 49.7),
+    ("_activation_cast_kernel", "forward, delayed, bf16"): (44.5, 22.5),
+    ("_activation_cast_kernel", "backward, delayed, bf16"): (107, 51),
     ("_rmsnorm_kernel", "bf16"): 19.8,
     ("_rmsnorm_backward_kernel", "bf16"): 25,
     ("_rmsnorm_kernel", "bf16, longest rows"): 20.4,
@@ -53,7 +53,7 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
 }
 CASTS = {  # kernels that use the hardware's casts where there are any
     "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel",
-    "_cast_delayed_kernel", "_swiglu_cast_kernel", "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
+    "_cast_delayed_kernel", "_activation_cast_kernel", "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
     "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel",
 }  # fmt: skip
 CAST_NOTHING = {
@@ -99,7 +99,7 @@ def is_exact(result):
     """Return whether a kernel is to round as the reference does, operation by operation."""
     if result["kernel"] == "_step_kernel":
         return "exact" in result["case"]
-    if result["kernel"].startswith(("_swiglu", "_rmsnorm")):  # the GPU's exponential and root
+    if result["kernel"].startswith(("_activation", "_rmsnorm")):  # the GPU's exponential and root
         return False
     return (result["kernel"], result["case"]) != ("_scalars_kernel", "adam")  # powers, in float64
 
@@ -108,7 +108,7 @@ def is_exact(result):
 def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden):
     """No multiply-add, flush of subnormals, approximate division or root, or FP8 cast of the hardware but in casts."""
     exact = [r for r in compiled["results"] if is_exact(r)]
-    inexact = {k for k in compiled["kernels"] if k.startswith(("_swiglu_", "_rmsnorm_"))}
+    inexact = {k for k in compiled["kernels"] if k.startswith(("_activation_", "_rmsnorm_"))}
     assert {r["kernel"] for r in exact} == set(compiled["kernels"]) - inexact
     if forbidden == "fp8":
         exact = [r for r in exact if r["kernel"] not in CASTS]
@@ -118,7 +118,7 @@ def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden
 def test_infinities_become_nan_where_the_hardware_would_saturate_them(compiled):
     """In casts whose scale is another matrix's: delayed ones, and those of SwiGLU."""
     spoiling = {r["kernel"] for r in compiled["results"] if r["spoiling"] and r["sm"] == 90}
-    assert spoiling == {"_cast_delayed_kernel", "_swiglu_cast_kernel"}
+    assert spoiling == {"_cast_delayed_kernel", "_activation_cast_kernel"}
     assert not any(r["spoiling"] for r in compiled["results"] if r["sm"] != 90)
 
 

@@ -56,15 +56,15 @@ def sample_arguments(name, shape, device):
             for cast, squares in ((ops.cast_128x128, True), (ops.cast_1x128, False)):
                 b, b_scale = cast(torch.randn(40, x.shape[-1], device=device), E4M3)[:2]
                 yield a, a_scale, b, b_scale, squares, torch.float32
-        case "swiglu_cast":
+        case "activation_cast":
             x = x.reshape(-1, x.shape[-1])
-            yield x, x + 1, "e4m3", [], False, False
-            yield x, x + 1, "e4m3", [delayed_state(device)], False, True
-        case "swiglu_backward_cast":
+            yield x, x + 1, "silu", "e4m3", [], False, False
+            yield x, None, "gelu", "e4m3", [delayed_state(device)], False, True
+        case "activation_backward_cast":
             x = x.reshape(-1, x.shape[-1])
             scale = torch.tensor(0.1, device=device)
-            for of in ([], 2 * [delayed_state(device)]):
-                yield x / 9, x, x + 1, scale, "e5m2", of, False
+            yield x / 9, x, x + 1, scale, "silu", "e5m2", 2 * [delayed_state(device)], False, False
+            yield x / 9, x, None, scale, "gelu_tanh", "e5m2", [], False, True
 
 
 @cache
@@ -78,11 +78,11 @@ def delayed_state(device):
 
 KEPT = []
 INEXACT = (  # sums have an order, exponentials are the device's, and a state lies on one device
-    "matmul_blocks", "swiglu_cast", "swiglu_backward_cast", "cast_delayed",
+    "matmul_blocks", "activation_cast", "activation_backward_cast", "cast_delayed",
 )  # fmt: skip
 MATRICES = (
-    "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "swiglu_cast",
-    "swiglu_backward_cast",
+    "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "activation_cast",
+    "activation_backward_cast",
 )  # fmt: skip
 
 
@@ -95,9 +95,9 @@ OPERATORS = sorted(
 
 def test_all_operators_are_sampled_here():
     assert OPERATORS == [
-        "accumulate_blocks", "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
-        "matmul_blocks", "quantize_blocks", "recast", "swiglu_backward_cast",
-        "swiglu_cast",
+        "accumulate_blocks", "activation_backward_cast", "activation_cast",
+        "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
+        "matmul_blocks", "quantize_blocks", "recast",
     ]  # fmt: skip
     for name in OPERATORS:
         assert list(sample_arguments(name, (5, 200), "cpu")), name

@@ -16,7 +16,7 @@ from fp8stack.formats import E4M3, E5M2
 from fp8stack.levels import recipe_for
 from fp8stack.nn import Bf16Linear, Fp8Linear, StoredEmbedding, StoredLinear
 from fp8stack.nn.casts import Products
-from fp8stack.nn.swiglu import fuse
+from fp8stack.nn.mlp import fuse
 
 
 @pytest.mark.parametrize("fast", [None, False, True])

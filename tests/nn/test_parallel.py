@@ -388,7 +388,7 @@ def test_half_backwards_make_each_product_once(recipe, fuse, monkeypatch):
         made.append(args)
         return product(*args, **kwargs)
 
-    for module in (fp8stack.nn.linear, fp8stack.nn.swiglu):
+    for module in (fp8stack.nn.linear, fp8stack.nn.mlp):
         monkeypatch.setattr(module, "product", counting)
     whole = fused(SwiGLU(), fp8_recipe=recipe) if fuse else native(SwiGLU(), fp8_recipe=recipe)
     halves = copy.deepcopy(whole)

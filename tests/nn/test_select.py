@@ -11,10 +11,20 @@ from layers import SwiGLU
 from torch import nn
 
 import fp8stack
+from fp8stack import api
 from fp8stack.levels import recipe_for
 from fp8stack.nn import StoredLinear, convert, select
 from fp8stack.nn.linear import Fp8Linear
-from fp8stack.nn.select import ALWAYS, NEVER, TOO_SMALL, LeastRows, describe, least_rows, pays
+from fp8stack.nn.select import (
+    ALWAYS,
+    NEVER,
+    TOO_SMALL,
+    LeastRows,
+    describe,
+    least_rows,
+    least_rows_of_mlp,
+    pays,
+)
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "layer_shapes.jsonl"
 
@@ -166,6 +176,23 @@ def test_a_fused_block_is_run_layer_by_layer_where_one_of_them_is_not_in_fp8(by_
     assert model(inputs[1]).shape == before[1].shape
 
 
+def test_a_fused_mlp_has_one_rule_for_its_layers(by_size):
+    """It casts nothing between its layers, so FP8 pays from fewer rows on where launches cost nothing."""
+    shapes = [(4096, 1024), (1024, 4096)]
+    alone = [least_rows(k, n) for n, k in shapes]
+    least = least_rows_of_mlp(shapes)
+    assert all(least.narrow_compiled < one.narrow_compiled / 2 for one in alone)
+    assert least.narrow > 12_608 > least.wide_compiled  # ViT-L's rows
+    assert least_rows_of_mlp([(8192, 2048), (8192, 2048), (2048, 8192)]).narrow < 8192  # Llama-1B's
+    model = nn.Sequential(SwiGLU(32, 32))
+    decisions = api.decide(model, None, recipe_for("O0", compute="native"))
+    session = api.carry_out(model, None, decisions._replace(fuse=True))
+    rules = {id(layer.products.least_rows) for layer in model[0].children()}
+    assert len(rules) == 1
+    assert len({*session.report.selected.values()}) == 1
+    assert [*session.report.selected] == [f"0.{name}" for name, _ in model[0].named_children()]
+
+
 @pytest.mark.gpu
 def test_a_gpu_fuses_by_default():
     def start(**options):
@@ -176,7 +203,7 @@ def test_a_gpu_fuses_by_default():
 
     model = start()
     assert fp8stack.get_report(model).fused == ["0", "1"]
-    assert "2 RMSNorms and SwiGLU blocks joined" in str(fp8stack.get_report(model))
+    assert "2 RMSNorms and MLPs joined" in str(fp8stack.get_report(model))
     assert type(start(fuse=False)[0]) is SwiGLU
     fp8stack.restore(model)
     assert [*map(type, model)] == [SwiGLU, nn.RMSNorm, nn.Linear]

@@ -1,0 +1,291 @@
+"""MLPs whose activation and its gradients exist in FP8 only.
+
+    down(act(gate(x)) × up(x))  or  down(act(up(x)))        act: SiLU, GELU, its tanh form, ReLU; biases or none
+
+The activation is written in FP8 by the kernel that computes it, and its gradients likewise (`kernels/activation.py`): a
+step moves half the bytes for them. Of the activation nothing is kept: backward, which reads gate and up anyway, writes
+the transposed codes that the product for the weight's gradient wants; torch keeps it and act(gate).
+
+`fuse` takes a module by what it computes, whatever the names of its layers: it has two or three FP8 Linear layers, owns
+nothing but their weights and biases, and its forward, run in training on random weights, gives the numbers of a
+formula. So a block with dropout, a parameter of its own, a hook on an inner layer or another activation is left as it
+is. Inner modules that are replaced later, or get a hook, are called; other attributes that change later are not looked
+at. The rows from which on FP8 pays are those of the block, for all its layers: see `select.py`. RMSNorms are fused too:
+see `rmsnorm.py`. On a GPU `initialize` calls `fuse`.
+
+Limits: blocks with biases need sizes in multiples of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.formats import E4M3
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.activation import ACTIVATIONS
+from fp8stack.kernels.reference.cast import ALIGNMENT
+from fp8stack.kernels.reference.delayed_state import STATES
+
+from .casts import (
+    FORMATS,
+    Options,
+    cast_gradient,
+    cast_input,
+    cast_weight,
+    in_backward,
+    runs,
+    weight_for_backward,
+)
+from .linear import (
+    Fp8Linear,
+    backward_once,
+    bias_gradient,
+    check_input,
+    crop,
+    output_dtype,
+    product,
+)
+from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
+from .rmsnorm import fuse_norms
+from .select import least_rows_of_mlp, pays
+
+
+class Formula(NamedTuple):
+    """What a block was found to compute."""
+
+    children: dict[str, nn.Module]  # its submodules at that time
+    layers: tuple[
+        str, ...
+    ]  # the names of gate, up and down, or of up and down: the activation is of the first
+    activation: str
+
+
+def fuse(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
+    """Fuse the MLPs and the RMSNorms of a model with native FP8 layers, but for those that are skipped.
+
+    Returns their names. `fp8stack.restore` undoes it.
+    """
+    if not any(isinstance(module, Fp8Linear) for module in model.modules()):
+        return []
+    found: dict[nn.Module, Formula] = {}
+
+    def fits(module: nn.Module) -> bool:
+        formula = _formula_of(module)
+        if formula is not None:
+            found[module] = formula
+        return formula is not None
+
+    blocks = fuse_modules(model, FusedMLP, fits, skipped)
+    for module, formula in found.items():
+        vars(module)[TESTED] = formula
+        layers: list[Fp8Linear] = [getattr(module, name) for name in formula.layers]
+        if all(layer.products.least_rows is not None for layer in layers):
+            least = least_rows_of_mlp([layer.weight.shape for layer in layers])
+            for layer in layers:
+                layer.products.least_rows = least
+    return [*blocks, *fuse_norms(model, skipped)]
+
+
+class FusedMLP(Fused):
+    """Mixed into the class of a block, whose `forward` it replaces."""
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return the block's output of the one argument x: [..., features] -> [..., features]."""
+        formula: Formula = vars(self)[TESTED]
+        # An activation or a layer that was replaced since, or has a hook, is called.
+        inner = self._modules
+        same = all(
+            inner.get(name) is m and not has_hooks(m) for name, m in formula.children.items()
+        )
+        layers: list[Any] = [inner[name] for name in formula.layers] if same else []
+        if (
+            named
+            or len(given) != 1
+            or not _can_join(layers)
+            or not all(_pays(given[0], m) for m in layers)
+        ):
+            result: Tensor = self.plain_forward(*given, **named)
+            return result
+        return _mlp(given[0], layers, formula.activation)
+
+
+def _pays(x: Tensor, layer: Fp8Linear) -> bool:
+    return pays(x, layer.products.least_rows, layer.products.graphed)
+
+
+def _can_join(layers: list[Any]) -> bool:
+    """Is there nothing to the layers but products, made alike, and biases, of all or of none?"""
+    return bool(layers) and all(
+        type(layer) is Fp8Linear
+        and (layer.bias is None) is (layers[0].bias is None)
+        and layer.training is layers[0].training
+        and layer.products.name == layers[0].products.name
+        and layer.products.fp8_recipe == layers[0].products.fp8_recipe
+        and layer.products.fp8_recipe in ("current", "delayed")
+        and layer.products.formats.x is E4M3
+        # a sampled step runs them one by one
+        and (torch.compiler.is_compiling() or layer.products.probe is None)
+        for layer in layers
+    )
+
+
+def _formula_of(module: nn.Module) -> Formula | None:
+    """Return what the module computes in training of the weights of its layers alone, if that is a formula above.
+
+    Its own forward is run on small layers with random weights in the place of its own, which may be zero.
+    """
+    children = dict(module.named_children())
+    named = {name: m for name, m in children.items() if isinstance(m, Fp8Linear)}
+    layers = [*named.values()]
+    owned = {id(p) for p in module.parameters()}
+    alone = owned == {id(p) for layer in layers for p in layer.parameters()}
+    if len(layers) not in (2, 3) or not alone or next(module.buffers(), None) is not None:
+        return None
+    biased = layers[0].bias is not None
+    sizes = {size for layer in layers for size in layer.weight.shape}
+    odd = biased and any(size % ALIGNMENT for size in sizes)
+    if odd or not _can_join(layers) or any(map(has_hooks, [*module.modules()][1:])):
+        return None
+    for names in permutations(named):
+        *first, down = (named[name] for name in names)
+        shape = down.weight.shape
+        if all(layer.weight.shape == (shape[1], first[0].weight.shape[1]) for layer in first):
+            activation = _activation_of(module, [*first, down], biased)
+            if activation:
+                return Formula(children, names, activation)
+    return None
+
+
+def _activation_of(module: nn.Module, layers: list[Fp8Linear], biased: bool) -> str:
+    """Return the activation with which the module computes the formula of its layers in this order, if there is one."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        sizes = [(32, 48)] * (len(layers) - 1) + [(48, 32)]
+        small = [nn.Linear(*size, biased, "cpu", torch.float32) for size in sizes]
+        x = 3 * torch.randn(2, 16, 32, device="cpu", dtype=torch.float32)
+        places: dict[int, Any] = {id(a): b for a, b in zip(layers, small, strict=True)}
+        found = run_with(module, x, places)
+        if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype is not x.dtype:
+            return ""
+        gate, *up, down = small
+        for name, function in ACTIVATIONS.items():
+            h = function(gate(x))
+            expected = down(h * up[0](x) if up else h)
+            # Some classes spell GELU out, which takes other roundings.
+            if torch.allclose(found, expected, 1e-5, 1e-6):
+                return name
+    return ""
+
+
+class _Settings(NamedTuple):
+    activation: str
+    biased: bool
+    h_scaling: tuple[list[int], bool, bool]  # of, update, again of `ops.activation_cast`
+    options: tuple[Options, ...]  # of gate, up and down
+
+
+def _mlp(x: Tensor, layers: list[Fp8Linear], activation: str) -> Tensor:
+    first = layers[0]
+    check_input(x, first.weight.shape[1], first.products.layer)
+    train = first.training
+    grad = torch.is_grad_enabled()
+    dtype = output_dtype(x)
+    x8 = cast_input(x, first.products, train, grad)
+    casts: list[Tensor] = []
+    for layer in layers:
+        casts += cast_weight(layer.weight, layer.products, train, grad, x8.codes.shape[0])[:3]
+    again = train and in_backward()
+    state = layers[-1].products.x_state
+    h_scaling = ([] if state is None else [state.handle], train and not again, again)
+    weights = [layer.weight for layer in layers]
+    # in the dtype to which autocast casts those of torch's layers
+    biases = [layer.bias.to(dtype) for layer in layers if layer.bias is not None]
+    options = tuple(layer.products.options(train, dtype) for layer in layers)
+    settings = _Settings(activation, bool(biases), h_scaling, options)
+    result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *casts, settings)
+    return result
+
+
+class _MLP(torch.autograd.Function):
+    """The whole block; saves the codes of x, gate and up as they are, and the activation's scale."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [..., in]
+        # weights [out, in] of gate, up and down, or of up and down; their biases [out], if they have any; codes
+        # [rows, in], scale and codes_t of x (padded, see casts.Operand); codes, scale and backward's codes of each
+        # weight; the _Settings
+        *tensors_and_settings: Any,
+    ) -> Tensor:  # [..., out]
+        *given, settings = tensors_and_settings
+        activation, biased, h_scaling, options = settings
+        count = len(options)
+        weights, biases = given[:count], given[count : 2 * count] if biased else [None] * count
+        x_codes, x_scale, x_codes_t, *casts = given[count * (1 + biased) :]
+        codes, scales = casts[::3], casts[1::3]
+        rows, dtype = x.numel() // max(x.shape[-1], 1), options[0].dtype
+        inputs = []
+        for i, weight in enumerate(weights[:-1]):
+            fast = options[i].fast
+            y = product(x_codes, x_scale, codes[i], scales[i], dtype, fast, biases[i])
+            # Rows of padding have the bias, too, and it may be the largest of all.
+            inputs.append(crop(y, (rows, weight.shape[0])) if biased else y)
+        gate, up = inputs[0], inputs[1] if count == 3 else None
+        h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
+        y = product(h_codes, h_scale, codes[-1], scales[-1], dtype, options[-1].fast, biases[-1])
+        ctx.settings, ctx.x_shape, ctx.x_dtype = settings, x.shape, x.dtype
+        ctx.unused = len(given) - count * (1 + biased) + 1
+        if h_scaling[0] and not torch.compiler.is_compiling():
+            # Backward may outlive the layers.
+            ctx.g_states = [STATES[each.g_state] for each in options]
+        ctx.save_for_backward(x_codes_t, x_scale, h_scale, *inputs, *weights, *casts[2::3], *scales)
+        return crop(y, (*x.shape[:-1], weights[-1].shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return backward_once(_backward, ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    activation, biased, _, options = ctx.settings
+    count = len(options)
+    x_codes_t, x_scale, h_scale, *saved = ctx.saved_tensors
+    inputs, saved = saved[: count - 1], saved[count - 1 :]
+    weights, codes, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
+    (need_x, *need), learn = runs(ctx, 1 + count)
+    need_b = ctx.needs_input_grad[1 + count : 1 + 2 * count] if biased else [False] * count
+    gradients: list[Tensor | None] = [None] * (count * (1 + biased))
+    d = cast_gradient(grad, options[-1], True, need[-1], learn)
+    d_codes = weight_for_backward(weights[-1], codes[-1], scales[-1], options[-1])
+    dh = product(d.codes, d.scale, *d_codes, options[-1].dtype)
+    gate, up = inputs[0], inputs[1] if count == 3 else None
+    states = [each.g_state for each in options[:-1] if each.g_state >= 0]
+    found = ops.activation_backward_cast(
+        crop(dh, gate.shape), gate, up, h_scale, activation, FORMATS[options[0].formats].g, states,
+        learn and options[0].train, any(need_b),
+    )  # fmt: skip
+    h_t, *sums = found[3 * count - 3 :]
+    if need[-1]:
+        dw = product(d.codes_t, d.scale, h_t, h_scale, weights[-1].dtype)
+        gradients[count - 1] = crop(dw, weights[-1].shape)
+    dx = None
+    for i, weight in enumerate(weights[:-1]):
+        g_codes, g_codes_t, g_scale = found[3 * i : 3 * i + 3]
+        if need_x:
+            w_codes = weight_for_backward(weight, codes[i], scales[i], options[i])
+            part = product(g_codes, g_scale, *w_codes, ctx.x_dtype)
+            dx = part if dx is None else dx + part
+        if need[i]:
+            dw = product(g_codes_t, g_scale, x_codes_t, x_scale, weight.dtype)
+            gradients[i] = crop(dw, weight.shape)
+        if need_b[i]:
+            gradients[count + i] = sums[i].to(options[i].dtype)
+    if need_b[-1]:
+        gradients[-1] = bias_gradient(grad, options[-1].dtype)
+    return None if dx is None else crop(dx, ctx.x_shape), *gradients, *(None,) * ctx.unused
