@@ -126,13 +126,11 @@ def _operator(
     schema: str,
     reference: Callable[P, R],
     shapes: Function,
-    triton: bool = True,  # False: the reference runs on a GPU too
     captured: dict[str, Any] | None = None,  # what implementations take from the operator alone
 ) -> Callable[P, R]:
     """Register an operator, and return what calls it or its implementation."""
     name = schema.split("(")[0]
-    if triton:
-        TWINS.append(reference)
+    TWINS.append(reference)
 
     def kernel(*args: Any) -> Any:
         run = implementation(reference, args[0].is_cuda)
@@ -219,7 +217,6 @@ accumulate_blocks = _operator(
     "Tensor(d!) residual_scale, Tensor x) -> ()",
     gradients.accumulate_blocks,
     lambda *_: None,
-    triton=False,
 )
 
 

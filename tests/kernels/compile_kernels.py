@@ -185,6 +185,9 @@ def matrix_cases():
 
 def activation_cases():
     for label, pointers, constants in matrix_cases():
+        for activation in ("gelu", "gelu_tanh", "relu"):
+            how = {"ACTIVATION": activation, "GATED": False, "SUMS": True, "BACKWARD": True, "DELAYED": False}
+            yield f"{activation}, sums, {label}", pointers, constants | how
         for delayed in (False, True):
             states = dict.fromkeys(("a_state_ptr", "b_state_ptr"), "fp32" if delayed else "i32")
             for name in ("forward", "backward"):
@@ -237,6 +240,12 @@ def two_shot_cases():
         } | other  # fmt: skip
 
 
+def accumulate_cases():
+    codes = dict.fromkeys(("codes_ptr", "residual_codes_ptr"), "u8")
+    for dtype, even in (("bf16", True), ("fp32", False)):
+        yield dtype + ", odd rows" * (not even), codes | {"x_ptr": dtype}, {"EVEN": even}
+
+
 def count_cases():
     for dtype, blocks in (("bf16", False), ("fp32", True)):
         yield f"{dtype}, blocks" if blocks else dtype, {"x_ptr": dtype, "out_ptr": "i64", "sums_ptr": "fp64"}, {
@@ -257,6 +266,7 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
         for latest in (False, True)
     ],
     "_activation_cast_kernel": activation_cases(),
+    "_accumulate_blocks_kernel": accumulate_cases(),
     "_two_shot_kernel": two_shot_cases(),
     "_rmsnorm_sums_kernel": [
         ("bf16", {"out_ptr": "bf16"}, {"PROGRAMS": rmsnorm.PROGRAMS, "COLS": rmsnorm.SUMMED})

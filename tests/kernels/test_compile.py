@@ -44,6 +44,9 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
     ("_activation_cast_kernel", "backward, bf16"): (107, 49.7),
     ("_activation_cast_kernel", "forward, delayed, bf16"): (44.5, 22.5),
     ("_activation_cast_kernel", "backward, delayed, bf16"): (107, 51),
+    ("_activation_cast_kernel", "gelu, sums, e4m3, bf16"): (87, 57),
+    ("_activation_cast_kernel", "gelu_tanh, sums, e4m3, bf16"): (84, 50),
+    ("_accumulate_blocks_kernel", "bf16"): (80, 62),
     ("_rmsnorm_kernel", "bf16"): 19.8,
     ("_rmsnorm_backward_kernel", "bf16"): 25,
     ("_rmsnorm_kernel", "bf16, longest rows"): 20.4,
@@ -54,7 +57,7 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
 CASTS = {  # kernels that use the hardware's casts where there are any
     "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel",
     "_cast_delayed_kernel", "_activation_cast_kernel", "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
-    "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel",
+    "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel", "_accumulate_blocks_kernel",
 }  # fmt: skip
 CAST_NOTHING = {
     ("_pack_kernel", "codes"), ("_unpack_kernel", "codes"), ("_quantize_blocks_kernel", "e4m3_root, fp32"),

@@ -5,7 +5,9 @@ import torch
 from helpers import INF, INPUTS, NAN, assert_same_bits
 
 from fp8stack.formats import BLOCK, E4M3
+from fp8stack.kernels import gradient as triton
 from fp8stack.kernels import ops
+from fp8stack.kernels.reference import gradient as reference
 
 
 class Sum:
@@ -76,6 +78,29 @@ def test_codes_are_the_rounded_total_and_the_residual_the_rounded_rest(shape, dt
             (gradient.codes, gradient.scale, *gradient.residual),
             (codes, scale, *ops.quantize_blocks(rest, E4M3)),
         )
+
+
+@INPUTS
+@pytest.mark.parametrize("shape", [(), (7,), (0, 4), (2, 3, 64), (17, 256), (33, 200)], ids=str)
+def test_the_kernel_and_the_reference_write_the_same_bits(shape, dtype, kernel_device):
+    """Five micro-batches of sizes that differ by powers of ten, the third with infinities and NaN, on views too."""
+    here = [t.to(kernel_device) for t in (*ops.quantize_blocks(torch.randn(shape), E4M3),) * 2]
+    here[3] = 2.0**-5 * here[3]
+    there = [t.cpu().clone() for t in here]
+    here = [t.clone() for t in here]
+    for i in range(5):
+        x = (torch.randn(shape) * 10.0 ** (-i)).to(dtype)
+        if i == 2 and x.numel() > 2:
+            x.view(-1)[:3] = torch.tensor([INF, NAN, -INF])
+        triton.accumulate_blocks(*here, x.to(kernel_device))
+        reference.accumulate_blocks(*there, x)
+        assert_same_bits([t.cpu() for t in here], there)
+    if shape == (17, 256):
+        turned = [t[:, ::2] for t in here]
+        triton.accumulate_blocks(*turned, x.to(kernel_device)[:, ::2])
+        columns = [t[:, ::2] for t in there]
+        reference.accumulate_blocks(*columns, x[:, ::2])
+        assert_same_bits([t.cpu() for t in here], there)
 
 
 def test_sums_that_code_and_residual_can_hold_are_exact(device):
