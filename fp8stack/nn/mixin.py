@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8stack.errors import ModelError
 
 TESTED = "_fp8stack_tested"
-"""The attribute with the submodules that a fused block had when it was found to compute the formula."""
+"""The attribute of a fused module with what it was found to compute."""
 
 
 class Mixin(nn.Module):
@@ -89,16 +89,21 @@ def hidden_class(name: str, module: nn.Module, hidden: str) -> ModelError:
 def fuse_modules(
     model: nn.Module,
     mixin: type[Fused],
-    fits: Callable[[nn.Module], bool],
+    formula_of: Callable[[nn.Module], Any],
     skipped: Container[nn.Module] = (),
 ) -> list[str]:
-    """Mix `mixin` into the classes of the modules that fit; return the names of those that did not have it yet."""
+    """Mix `mixin` into the classes of the modules that have a formula, which is stored, and is not None.
+
+    Returns the names of those that did not have it yet.
+    """
     fused = []
     for name, module in model.named_modules():
         # If the instance itself has a forward, something has wrapped the module.
         left_alone = isinstance(module, mixin) or "forward" in vars(module) or module in skipped
-        if not left_alone and fits(module):
+        formula = None if left_alone else formula_of(module)
+        if formula is not None:
             module.__class__ = mixed_class(mixin, type(module))
+            vars(module)[TESTED] = formula
             fused.append(name)
     return fused
 

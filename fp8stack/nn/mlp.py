@@ -72,17 +72,9 @@ def fuse(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
     """
     if not any(isinstance(module, Fp8Linear) for module in model.modules()):
         return []
-    found: dict[nn.Module, Formula] = {}
-
-    def fits(module: nn.Module) -> bool:
-        formula = _formula_of(module)
-        if formula is not None:
-            found[module] = formula
-        return formula is not None
-
-    blocks = fuse_modules(model, FusedMLP, fits, skipped)
-    for module, formula in found.items():
-        vars(module)[TESTED] = formula
+    blocks = fuse_modules(model, FusedMLP, _formula_of, skipped)
+    for module in map(model.get_submodule, blocks):
+        formula: Formula = vars(module)[TESTED]
         layers: list[Fp8Linear] = [getattr(module, name) for name in formula.layers]
         if all(layer.products.least_rows is not None for layer in layers):
             least = least_rows_of_mlp([layer.weight.shape for layer in layers])

@@ -6,9 +6,9 @@ of it for the cast (`casts.py`), which then reads its input once instead of twic
 bit; the norm itself is computed in float32 and rounded once, where modules that round twice give another last bit.
 
 `fuse_norms` takes a module by what it computes: its own forward, run on a random weight, has to give the numbers of the
-formula, for inputs so small that eps counts too and under autocast, and results of its input's dtype. So a norm that
-multiplies by 1 + w, subtracts the mean, goes over other dimensions than the last or reads more than its input is left
-as it is. Under torch.compile, under autocast for inputs in 16 bits, for inputs of another dtype than the weight, and
+formula, for inputs so small that eps counts too and under autocast, and results of its input's dtype. The weight of the
+formula is the module's, or 1 + that, in float32, as in Gemma. A norm that subtracts the mean, goes over other
+dimensions than the last or reads more than its input is left as it is. Under torch.compile, under autocast for inputs in 16 bits, for inputs of another dtype than the weight, and
 for tensors that are not torch's own, a fused norm runs its own class's forward. Second derivatives are torch's.
 """
 
@@ -28,14 +28,14 @@ from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 
 from .bf16_storage import autocast_is_on
 from .casts import note_parts
-from .mixin import Fused, fuse_modules, run_with
+from .mixin import TESTED, Fused, fuse_modules, run_with
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def fuse_norms(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
     """Fuse the RMSNorms of a model; return their names. `unfuse` undoes it."""
-    return fuse_modules(model, FusedRMSNorm, _is_rmsnorm, skipped)
+    return fuse_modules(model, FusedRMSNorm, _offset_of, skipped)
 
 
 class FusedRMSNorm(Fused):
@@ -44,15 +44,16 @@ class FusedRMSNorm(Fused):
     weight: Tensor
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
-        """Return x / rms(x) × weight of the one argument x: [..., cols] -> [..., cols]."""
-        eps = _eps_of(self)
+        """Return x / rms(x) × (offset + weight) of the one argument x: [..., cols] -> [..., cols]."""
+        eps, offset = _eps_of(self), vars(self)[TESTED]
         other = torch.compiler.is_compiling() or eps is None or named or len(given) != 1
         if other or not _fits(given[0], self.weight):
             result: Tensor = self.plain_forward(*given, **named)
             return result
         # Under the mode of matmuls=True, each torch call in here would go through Python.
         with torch._C.DisableTorchFunction():
-            y, parts = _apply(given[0], self.weight, eps)
+            weight = offset + self.weight.float() if offset else self.weight
+            y, parts = _apply(given[0], weight, eps)
             note_parts(y, parts)
         return y  # type: ignore[no-any-return]
 
@@ -97,7 +98,7 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True: torch's gradients can be differentiated
             needed = [t for t, need in zip((x, weight), ctx.needs_input_grad, strict=False) if need]
-            y = nn.functional.rms_norm(x, weight.shape, weight, ctx.eps)
+            y = nn.functional.rms_norm(x.float(), weight.shape, weight.float(), ctx.eps).to(x.dtype)
             found = iter(torch.autograd.grad(y, needed, dy, create_graph=True))
             return *(next(found) if need else None for need in ctx.needs_input_grad[:2]), None
         return *ops.rmsnorm_backward(dy, x, weight, rstd, ctx.needs_input_grad[1]), None
@@ -107,26 +108,29 @@ class _RMSNorm(torch.autograd.Function):
 _apply: Any = super(torch.autograd.Function, _RMSNorm).apply
 
 
-def _is_rmsnorm(module: nn.Module) -> bool:
-    """Does the module compute the formula of its input and its one parameter alone?"""
+def _offset_of(module: nn.Module) -> float | None:
+    """Return 0 or 1 if the module computes the formula of its input and that plus its one parameter, and nothing else."""
     cls, eps = type(module), _eps_of(module)
     owned = {name: p for name, p in module._parameters.items() if p is not None}
     weight: Any = owned.get("weight")
-    return (
-        eps is not None
-        and ("Norm" in cls.__name__ or isinstance(module, nn.RMSNorm))  # T5's is a T5LayerNorm
-        and len(inspect.signature(cls.forward).parameters) == 2  # it takes no more than x
-        and owned.keys() == {"weight"}
-        and not (module._buffers or module._modules)
-        and type(weight) in _PLAIN
-        and weight.dtype in FLOATS
-        and weight.dim() == 1
-        and 0 < len(weight) <= MOST_COLS
-        and _computes_the_formula(module, len(weight), eps)
-    )
+    if (
+        eps is None
+        or not ("Norm" in cls.__name__ or isinstance(module, nn.RMSNorm))  # T5's is a T5LayerNorm
+        or len(inspect.signature(cls.forward).parameters) != 2  # it takes more than x
+        or owned.keys() != {"weight"}
+        or module._buffers
+        or module._modules
+        or type(weight) not in _PLAIN
+        or weight.dtype not in FLOATS
+        or weight.dim() != 1
+        or not 0 < len(weight) <= MOST_COLS
+    ):
+        return None
+    fitting = (o for o in (0.0, 1.0) if _computes_the_formula(module, len(weight), eps, o))
+    return next(fitting, None)
 
 
-def _computes_the_formula(module: nn.Module, cols: int, eps: float) -> bool:
+def _computes_the_formula(module: nn.Module, cols: int, eps: float, offset: float) -> bool:
     """Run the module's own forward with a random weight in the place of its own, which may be all ones."""
 
     def run(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -144,7 +148,7 @@ def _computes_the_formula(module: nn.Module, cols: int, eps: float) -> bool:
         for size in (1.0, eps**0.5) if eps > 0 else (1.0,):  # of the second, eps is no small part
             with torch.autocast("cpu", torch.bfloat16, autocast):
                 found = run(size * x, w)
-            expected = formula(size * x, w, eps)[0]
+            expected = formula(size * x, offset + w, eps)[0]
             if found is None or not torch.allclose(found, expected, 1e-5, 0.0):
                 return False
     # The module may be cast to any of these later on.

@@ -23,7 +23,7 @@ MOST_COLS = 8192  # the kernel holds whole rows in registers, which have no room
 
 def rmsnorm(
     x: Tensor,  # float32, bfloat16 or float16 [..., cols]
-    weight: Tensor,  # [cols], of the dtype of x
+    weight: Tensor,  # [cols], of any of those dtypes
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # y, as x; rstd, float32 [rows]; parts, int32 [a power of two]
     """Return x / rms(x) × weight, 1 / rms(x), and `parts` of the first."""

@@ -186,7 +186,13 @@ def matrix_cases():
 def activation_cases():
     for label, pointers, constants in matrix_cases():
         for activation in ("gelu", "gelu_tanh", "relu"):
-            how = {"ACTIVATION": activation, "GATED": False, "SUMS": True, "BACKWARD": True, "DELAYED": False}
+            how = {
+                "ACTIVATION": activation,
+                "GATED": False,
+                "SUMS": True,
+                "BACKWARD": True,
+                "DELAYED": False,
+            }
             yield f"{activation}, sums, {label}", pointers, constants | how
         for delayed in (False, True):
             states = dict.fromkeys(("a_state_ptr", "b_state_ptr"), "fp32" if delayed else "i32")

@@ -48,11 +48,24 @@ class MetaRMSNorm(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class GemmaRMSNorm(nn.Module):
+    """As in transformers: it multiplies by 1 + w, in float32."""
+
+    def __init__(self, dim, eps=1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x):
+        output = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return (output * (1.0 + self.weight.float())).type_as(x)
+
+
 def torchs(dim):
     return nn.RMSNorm(dim, eps=1e-5)
 
 
-NORMS = {"torch": torchs, "llama": LlamaRMSNorm, "meta": MetaRMSNorm}
+NORMS = {"torch": torchs, "llama": LlamaRMSNorm, "meta": MetaRMSNorm, "gemma": GemmaRMSNorm}
 NORM = pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
 
 
