@@ -132,7 +132,7 @@ def check_choice(
     Raises:
         ConfigError: if it is none of them.
     """
-    known, value = CHOICES[name] if known is None else known, _plain(value)
+    known, value = CHOICES[name] if known is None else known, plain_number(value)
     for one in known:
         if isinstance(value, type(one)) and value == one:
             return one
@@ -157,7 +157,7 @@ def check_number(
     Raises:
         ConfigError: if it is no number, or out of range.
     """
-    plain = _plain(value)
+    plain = plain_number(value)
     right = type(plain) is int if whole else isinstance(plain, (int, float))
     # An integer of hundreds of digits is no float.
     right = right and (isinstance(plain, float) or abs(plain) <= FINITE)
@@ -168,7 +168,7 @@ def check_number(
     return plain if whole else float(plain)
 
 
-def _plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """Return a scalar of NumPy's as Python's."""
     numpy = type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
     return value.item() if numpy else value
@@ -221,7 +221,5 @@ def recipe_for(opt_level: str, preset: str | None = None, **overrides: Any) -> R
         raise ConfigError(f'preset={preset!r} names states, which only opt_level="O2" converts.')
     named = {} if preset is None else PRESETS[preset]
     for name in overrides:
-        if name not in OPTIONS:
-            meant = did_you_mean(name, OPTIONS)
-            raise ConfigError(f"no option {name!r}.{meant} Options: {', '.join(OPTIONS)}.")
+        check_choice("option", name, OPTIONS)
     return replace(LEVELS[opt_level], **{**named, **overrides})

@@ -64,8 +64,8 @@ HISTORY = 'no history.*fp8_recipe="delayed"'
 KEPT = "does not go with states='keep'"
 OPTIONS = [  # level, options, culprit, remedy
     *((level, {}, 'opt_level must be one of "O0", "O1", "O2"', "is not a choice") for level in ("o2", 2, "", ["O2"])),
-    ("O0", {"fp8_fromat": "e4m3"}, "no option .fp8_fromat", 'Did you mean "fp8_format"'),
-    ("O2", {"skipp": [], "a": 1}, "no option .skipp", 'Did you mean "skip"'),
+    ("O0", {"fp8_fromat": "e4m3"}, "option=.fp8_fromat. is not a choice", 'Did you mean "fp8_format"'),
+    ("O2", {"skipp": [], "a": 1}, "option=.skipp. is not a choice", 'Did you mean "skip"'),
     ("O2", {"skip": "head"}, "skip='head' must be a list", r'\["\*head"\]'),
     ("O2", {"skip": [1]}, r"skip=\[1\] must be a list", ""),
     ("O2", {"min_numel": -1}, "min_numel=-1 must be an integer >= 0", ""),

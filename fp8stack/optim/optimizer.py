@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.conflicts import RELEASE, check_option
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError
 from fp8stack.kernels.ops import triton_runs_on
 from fp8stack.kernels.reference.step import StepKind
 from fp8stack.levels import check_choice, check_number
@@ -63,11 +63,9 @@ class BlockwiseOptimizer(StatefulOptimizer):
         **options: Any,  # those of `StatefulOptimizer`
     ) -> None:
         self.numbers_of(defaults)  # which checks them
-        known = Options.__optional_keys__
-        if unknown := sorted(options.keys() - known):
-            told = f"{type(self).__name__} has no option {unknown[0]!r}.{did_you_mean(unknown[0], known)}"
-            own = ", ".join([*defaults, *sorted(known)])
-            raise ConfigError(f"{told} It has {own}; its step is fused and capturable as it is.")
+        where = f"{type(self).__name__}, whose step is fused and capturable as it is: "
+        for name in options:
+            check_choice("option", name, (*defaults, *sorted(Options.__optional_keys__)), where)
         if max_grad_norm is not None:
             max_grad_norm = check_number("max_grad_norm", max_grad_norm, LEAST, math.inf, ABOVE_0)
         self.max_grad_norm = max_grad_norm
@@ -331,13 +329,9 @@ def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], floa
         ConfigError: naming the hyper-parameter, its value and its range.
     """
     betas, lr = group.get("betas", (0.0, 0.0)), group["lr"]
-    try:
-        pair = [betas[i] for i in range(len(betas))]
-    except (TypeError, KeyError):
-        pair = []
-    if len(pair) != 2:
+    if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ConfigError(f"betas={betas!r} must be two numbers in [0, 1).")
-    first, second = (check_number("betas", b, 0, BELOW_1, "in [0, 1)") for b in pair)
+    first, second = (check_number("betas", b, 0, BELOW_1, "in [0, 1)") for b in betas)
     if isinstance(lr, Tensor):
         if lr.numel() != 1 or lr.is_complex():
             raise ConfigError(f"lr={lr!r} must be one number.")

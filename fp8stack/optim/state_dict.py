@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, ModelError
+from fp8stack.levels import plain_number
 
 from . import saved_checks as checks
 from . import state_formats as formats
@@ -91,8 +92,7 @@ def plain_numbers(value: Any) -> Any:
         return result
     if type(value) in (list, tuple):
         return type(value)(plain_numbers(part) for part in value)
-    is_scalar = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
-    return value.item() if is_scalar else value
+    return plain_number(value)
 
 
 # --- loading

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import base64
 import copy
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fp8stack.conflicts import DEEPSPEED, ZERO, ZERO_FLOAT32, check_option, refuse_conflicts
-from fp8stack.errors import ConfigError, did_you_mean
+from fp8stack.errors import ConfigError
 from fp8stack.integrations.incompatibilities import TrainingRun, zero_of
-from fp8stack.levels import OPTIONS, Recipe, recipe_for
+from fp8stack.levels import OPTIONS, Recipe, check_choice, recipe_for
 
-_TRUE_OR_FALSE = (lambda value: isinstance(value, bool), "true or false")
-_OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "enabled": _TRUE_OR_FALSE,
-    "strict": _TRUE_OR_FALSE,
-    "allow": (
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-        "a list of names of known incompatibilities",
-    ),
-    "checkpoint_format": (lambda v: str(v) in ("native", "portable"), '"native" or "portable"'),
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "enabled": (True, False),
+    "strict": (False, True),
+    "checkpoint_format": ("native", "portable"),
 }
-"""Keys of this section alone, with what their values must be. `recipe_for` checks all others."""
+"""Keys of this section alone, with their values; "allow" is a list. `recipe_for` checks all others."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,7 @@ def _read(given: Any) -> dict[str, Any]:
     import hjson  # what DeepSpeed reads configs with: JSON with comments
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-    try:
-        is_file = Path(given).is_file()
-    except (OSError, TypeError):  # longer than a name may be
-        is_file = False
+    is_file = isinstance(given, (str, os.PathLike)) and os.path.isfile(given)
     try:
         text = (
             Path(given).read_text() if is_file else base64.urlsafe_b64decode(given).decode("utf-8")
@@ -103,15 +96,13 @@ def find_section(config: Mapping[str, Any], opt_level: str | None = None) -> Sec
         raise ConfigError(
             f'"fp8stack": {raw!r} in the DeepSpeed config must be an object, such as {{"opt_level": "O2"}}.'
         )
-    known = ["opt_level", "preset", *_OWN, *OPTIONS]
+    where = '"fp8stack" in the DeepSpeed config: '
     for key, value in raw.items():
-        if key not in known:
-            raise ConfigError(
-                f'"fp8stack" in the DeepSpeed config has no key {key!r}.{did_you_mean(key, known)} '
-                f"Keys: {', '.join(known)}."
-            )
-        if key in _OWN and not _OWN[key][0](value):
-            raise ConfigError(f'"fp8stack": {{"{key}": {value!r}}} must be {_OWN[key][1]}.')
+        check_choice("key", key, ("opt_level", "preset", "allow", *_CHOICES, *OPTIONS), where)
+        if key in _CHOICES:
+            check_choice(key, value, _CHOICES[key], where)
+        if key == "allow" and not isinstance(value, list):
+            raise ConfigError(f"{where}allow={value!r} must be a list of names.")
     level = raw.get("opt_level", opt_level)
     if opt_level is not None and level != opt_level:
         raise ConfigError(

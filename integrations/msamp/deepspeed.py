@@ -21,6 +21,7 @@ from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.integrations import deepspeed as adapter
 from fp8stack.integrations.deepspeed.engine import import_deepspeed
 from fp8stack.integrations.deepspeed.section import find_config, stage_of, with_config
+from fp8stack.levels import check_choice
 
 from .api import O3_IS_O2, calling_accelerator, opt_levels
 from .optimizers import LBAdam, LBAdamW
@@ -73,14 +74,13 @@ def translate(config: dict[str, Any]) -> str | None:
         ConfigError: for an unknown key or value.
     """
     section = config.pop("msamp", None) or {}
-    known = {"enabled": False, "opt_level": "O1", "use_te": False}
-    asked = known | section if isinstance(section, dict) else {}
-    enabled, level = asked.get("enabled"), asked.get("opt_level")
-    if asked.keys() != known.keys() or not isinstance(enabled, bool) or level not in opt_levels:
-        raise ConfigError(
-            f'"msamp": {section!r} in the DeepSpeed config must be an object with the keys "enabled", "opt_level" and '
-            f'"use_te": "enabled" must be true or false, "opt_level" one of {", ".join(opt_levels)}.'
-        )
+    if not isinstance(section, dict):
+        raise ConfigError(f'"msamp": {section!r} in the DeepSpeed config must be an object.')
+    where = '"msamp" in the DeepSpeed config: '
+    for key in section:
+        check_choice("key", key, ("enabled", "opt_level", "use_te"), where)
+    enabled = check_choice("enabled", section.get("enabled", False), (False, True), where)
+    level = check_choice("opt_level", section.get("opt_level", "O1"), tuple(opt_levels), where)
     if enabled and level == "O3":
         warnings.warn(f"msamp: {O3_IS_O2}", Fp8StackWarning, stacklevel=3)
     return str(level) if enabled else None

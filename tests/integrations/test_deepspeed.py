@@ -442,13 +442,13 @@ def rms(model):
 
 ZERO = {"zero_optimization": {"stage": 2}}
 SECTIONS = (  # a section, words of the error, and what else the configuration has
-    ({"opt_levle": "O2"}, "no key 'opt_levle'. Did you mean \"opt_level\"", {}),
+    ({"opt_levle": "O2"}, "key='opt_levle' is not a choice. Did you mean \"opt_level\"", {}),
     ({"opt_level": "O7"}, "opt_level must be one of .*'O7'", {}),
     ({"fp8_format": "auto"}, "fp8_format must be one of .*'auto'", {}),
     ("O2", "must be an object", {}),
-    ({"enabled": "yes"}, "must be true or false", {}),
+    ({"enabled": "yes"}, "enabled must be one of True, False", {}),
     ({"allow": "all"}, "allow.*must be a list", {}),
-    ({"allow": ["everything"]}, "no known incompatibility is called", {}),
+    ({"allow": ["everything"]}, "allow='everything' is not a choice", {}),
     ({"checkpoint_format": "universal"}, "checkpoint_format.*universal", {}),
     *(({rule.option: value}, f"{rule.option}={value!r} does not go with.*{re.escape(rule.reason)}", ZERO)
       for rule in conflicts.RULES if rule.option in OPTIONS
