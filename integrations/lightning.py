@@ -10,9 +10,8 @@ sorted gradients into buckets by dtype by then, and O2 changes dtypes, so the st
 `Fp8Callback` raises where FP8 is silently off, and logs the monitor's numbers. Fabric shows no plugin the optimizers,
 which is why it has a function.
 
-Lightning is neither patched nor imported before one of the two classes is asked for: they are made then, from what is
-written here and Lightning's own base class. `lightning` and `pytorch_lightning`, two copies that know no classes of
-each other's, will both do.
+Lightning is not patched. `lightning` and `pytorch_lightning`, two copies that know no classes of each other's, both
+will do: the classes here are derived from those of the one that the program has imported before this module.
 
 Limits: one device, DDP and ModelParallelStrategy (FSDP2). Lightning lets no plugin into DeepSpeedStrategy: use
 `fp8stack.integrations.deepspeed.install()` there.
@@ -37,17 +36,14 @@ from fp8stack.api import session_of
 from fp8stack.comm import register_fp8_hook
 from fp8stack.conflicts import FABRIC, LIGHTNING, check_option, refuse_conflicts
 from fp8stack.conversion import Session
-from fp8stack.errors import ConfigError, ModelError, did_you_mean
+from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.verification import verify_initialized
-from fp8stack.levels import recipe_for
+from fp8stack.levels import check_choice, recipe_for
 from fp8stack.monitor import Monitor
 from fp8stack.tensor import is_sharded
 
 __all__ = ["Fp8Callback", "Fp8Precision", "setup"]
-
-Fp8Callback: Any  # the classes that `__getattr__` makes
-Fp8Precision: Any
 
 # options that say nothing of a forward, and so nothing to a module without an optimizer
 _OF_TRAINING = {
@@ -62,7 +58,28 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class _Precision:
+def _find_lightning() -> Any:
+    """Return the package that the program has imported, or else the first that can be.
+
+    Raises:
+        ImportError: if there is none.
+    """
+    reasons = []
+    for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(name)
+        except ImportError as error:
+            reasons.append(str(error))
+    raise ImportError(
+        f"fp8stack.integrations.lightning needs Lightning, which cannot be imported ({'; '.join(reasons)}). "
+        "Install it: pip install 'fp8stack[lightning]'."
+    )
+
+
+_lightning = _find_lightning()
+
+
+class Fp8Precision(_lightning.plugins.Precision):  # type: ignore[misc, name-defined]
     """`Trainer(plugins=[Fp8Precision("O2", precision="bf16-mixed")])`.
 
     In `fit` the module and its optimizers come to the level, and stay there: a second `fit` restores and converts anew,
@@ -91,18 +108,14 @@ class _Precision:
     ) -> None:
         self.recipe = recipe_for(opt_level, preset, **overrides)
         refuse_conflicts(self.recipe, LIGHTNING)
-        plugins = _find_lightning().plugins
+        plugins = _lightning.plugins
         kinds = {
             "32-true": plugins.Precision,
             # `connect` replaces "cuda" by the type of the strategy's device
             "bf16-mixed": partial(plugins.MixedPrecision, precision, "cuda"),
             "bf16-true": partial(plugins.HalfPrecision, precision),
         }
-        if precision not in kinds:
-            raise ConfigError(
-                f"precision={precision!r} is none of {', '.join(kinds)}, which Fp8Precision can be combined with."
-                f"{did_you_mean(str(precision), kinds)}"
-            )
+        check_choice("precision", precision, tuple(kinds))
         self.precision, self.inner = precision, kinds[precision]()
         self.options = {"preset": preset, "strict": strict, **overrides}
         for name in _INNER:  # what the inner plugin does
@@ -196,7 +209,7 @@ def _home_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> nn.Module:
     )
 
 
-class _Callback:
+class Fp8Callback(_lightning.Callback):  # type: ignore[misc, name-defined]
     """`Trainer(callbacks=[Fp8Callback()])`: look before the first batch, then log metrics named fp8/...
 
     It changes nothing. Metrics are those of `fp8stack.monitor.Monitor`, of this rank, under the optimizer step at which
@@ -312,33 +325,3 @@ def _check_strategy(strategy: Any, *more: str) -> None:
     for kind in type(strategy).__mro__:
         for place in (LIGHTNING, *more):
             check_option("strategy", kind.__name__, place)
-
-
-def _find_lightning() -> Any:
-    """Return the package that the program has imported, or else the first that can be.
-
-    Raises:
-        ImportError: if there is none.
-    """
-    reasons = []
-    for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
-        try:
-            return import_module(name)
-        except ImportError as error:
-            reasons.append(str(error))
-    raise ImportError(
-        f"fp8stack.integrations.lightning needs Lightning, which cannot be imported ({'; '.join(reasons)}). "
-        "Install it: pip install 'fp8stack[lightning]'."
-    )
-
-
-def __getattr__(name: str) -> Any:
-    """Make one of the two classes, at the first use."""
-    own = {"Fp8Callback": _Callback, "Fp8Precision": _Precision}.get(name)
-    if own is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    lightning = _find_lightning()
-    base = lightning.Callback if own is _Callback else lightning.plugins.Precision
-    members = {"__module__": __name__, "__doc__": own.__doc__}
-    made = globals()[name] = type(name, (own, base), members)
-    return made
