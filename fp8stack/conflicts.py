@@ -353,7 +353,9 @@ def _is(optimizer: torch.optim.Optimizer, name: str) -> bool:
 
 
 def wrappers_in(model: nn.Module) -> list[Setting]:
-    """Return the wrappers around a model and around parts of it."""
+    """Return the wrappers around a model and around parts of it; raise ModelError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     result = []
     for name, module in model.named_modules():
         found = next((k.__name__ for k in type(module).__mro__ if k.__name__ in WRAPPERS), None)

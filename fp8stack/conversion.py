@@ -65,8 +65,6 @@ def check_model(
     `initialized` says whether `restore` would know it, `sharded` whether its parameters may be FSDP2's, `planned`
     whether they may be on the meta device.
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
             "the model is one of torch.jit, whose layers cannot be changed. Initialize what it was scripted from."
@@ -448,15 +446,11 @@ def undo(session: Session) -> None:
         if source is not returned:  # of another backend
             adopt(source, returned)
             returned.state.clear()
-    else:
-        _return_state(returned, source)
-
-
-def _return_state(returned: BlockwiseOptimizer, source: torch.optim.Optimizer) -> None:
-    """Give torch's optimizer its state back, in the dtypes that it would hold itself."""
+        return
     for group in source.param_groups:  # groups added since lack some of torch's options
         for name, value in source.defaults.items():
             group.setdefault(name, value)
+    # In the dtypes that torch's optimizer would hold itself.
     parameters = ((group, p) for group in source.param_groups for p in group["params"])
     exported = to_torch(returned)["state"]
     for index, (group, parameter) in enumerate(parameters):

@@ -31,14 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8stack.api import carry_out, decide, session_of
 from fp8stack.capability import indexed
-from fp8stack.comm.fsdp import (
-    check_replicas,
-    compute_dtype_of,
-    is_hybrid,
-    reduces_in_fp8,
-    register_fp8_reduce_scatter,
-    units_of,
-)
+from fp8stack.comm import fsdp as comm
 from fp8stack.conflicts import FSDP2, refuse_conflicts
 from fp8stack.conversion import Session
 from fp8stack.errors import ConfigError, ModelError
@@ -83,13 +76,11 @@ def attach(
         UnsupportedDeviceError: a fallback under `strict`, or a device that the level cannot run on at all.
     """
     recipe = recipe_for(opt_level, preset, **overrides)
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     refuse_conflicts(recipe, FSDP2, optimizer=given, model=model)
     if recipe.states != "keep":
         recipe = replace(recipe, optimizer_backend="fp8stack")
-    units = units_of(model, "attach", (), " On one device there is fp8stack.initialize.")
+    units = comm.units_of(model, "attach", (), " On one device there is fp8stack.initialize.")
     for unit in units.values():
         unit.reshard()  # so that the model's parameters are the sharded ones
     recipe, notes = _reduction(model, recipe, replicate_group, strict)
@@ -113,7 +104,7 @@ def attach(
     session = carry_out(model, optimizer, decisions, store)
     put_back()
     if in_fp8:
-        register_fp8_reduce_scatter(model, replicate_group)
+        comm.register_fp8_reduce_scatter(model, replicate_group)
     session.recipe, report = replace(decisions.recipe, gradients=recipe.gradients), session.report
     session.lasting = (
         "this model was sharded by FSDP2 before it was initialized, which cannot be undone. Load the whole float32 "
@@ -145,10 +136,10 @@ def verify(
         ModelError: with all that is wrong: layers that are FP8 no more, gradients that are not reduced in FP8, states
             that are not quantized or not sharded like their parameters, an optimizer of other parameters.
     """
-    units = units_of(model, "verify")
+    units = comm.units_of(model, "verify")
     for unit in units.values():
         unit.reshard()  # so that the model's parameters are the sharded ones
-    reducers = {name or "the root": reduces_in_fp8(unit) for name, unit in units.items()}
+    reducers = {name or "the root": comm.reduces_in_fp8(unit) for name, unit in units.items()}
     in_fp8 = session_of(model).recipe.gradients == "fp8"
     if isinstance(stepped, torch.optim.Optimizer):
         stepped = [stepped]
@@ -175,8 +166,8 @@ def _reduction(
                 "replicate_group is averaged over by the FP8 reduce-scatter, which O0 and torch before 2.9 do not "
                 "have. Shard over the 2-D mesh instead."
             )
-        check_replicas(model, replicate_group)
-    elif strict and in_fp8 and is_hybrid(model):
+        comm.check_replicas(model, replicate_group)
+    elif strict and in_fp8 and comm.is_hybrid(model):
         notes.append(
             "gradients are averaged over the replicas of a 2-D mesh without FP8; "
             'shard over mesh["shard"] and pass replicate_group'
@@ -225,7 +216,7 @@ def _to_store(
         if weakref.getweakrefs(p):
             return [], f"{name} has weak references, which keep torch from exchanging what is in it"
     for name, unit in units.items():
-        dtype, changeable = compute_dtype_of(unit)
+        dtype, changeable = comm.compute_dtype_of(unit)
         which = name or "the root"
         if not changeable:
             return [], f"{which} has run, when FSDP2 takes note of dtypes; attach before that"

@@ -24,13 +24,7 @@ import torch
 
 from fp8stack import initialize
 from fp8stack.errors import ConfigError
-from fp8stack.integrations.accelerate import (
-    attach,
-    check_level,
-    initialize_sharded,
-    kind_of,
-    sectioned,
-)
+from fp8stack.integrations import accelerate
 from fp8stack.monitor import Monitor
 from fp8stack.nn import Fp8Linear
 
@@ -55,7 +49,7 @@ def fp8_trainer(trainer: type[Any], opt_level: str | None = None, **options: Any
             f"fp8_trainer takes transformers.Trainer or a subclass, got {trainer!r}. Transformers is installed by "
             "pip install 'fp8stack[transformers]'."
         )
-    check_level(opt_level, options)
+    accelerate.check_level(opt_level, options)
     own = {"_opt_level": opt_level, "_fp8_options": options, "__module__": __name__}
     return type(f"Fp8{trainer.__name__}", (_AtLevel, trainer), own)
 
@@ -78,7 +72,7 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
         self._monitor: Monitor | None = None
         super().__init__(*args, **kwargs)
         self._given = self.optimizer, self.lr_scheduler  # which DeepSpeed's set-up drops
-        kind_of(self.accelerator)
+        accelerate.kind_of(self.accelerator)
         if self.args.parallel_mode.value not in ("not_parallel", "distributed"):
             raise ConfigError(
                 f"this Trainer runs in {self.args.parallel_mode}: fp8stack needs a process for each GPU. Launch it "
@@ -92,7 +86,7 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
             if not self.is_deepspeed_enabled:
                 return super().train(*args, **kwargs)
             given = self._given[0]
-            with sectioned(self.accelerator, given, self._opt_level, self._fp8_options):
+            with accelerate.sectioned(self.accelerator, given, self._opt_level, self._fp8_options):
                 return super().train(*args, **kwargs)
         finally:
             if self._monitor is not None:
@@ -104,13 +98,13 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
         if self.optimizer is None and self.is_deepspeed_enabled:
             self.optimizer = self._given[0]
         super().create_optimizer(model)
-        if kind_of(self.accelerator) not in ("DEEPSPEED", "FSDP"):
+        if accelerate.kind_of(self.accelerator) not in ("DEEPSPEED", "FSDP"):
             self._initialize()
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Make the Trainer's scheduler, unless one was given; by now FSDP2 has sharded, and nothing was loaded."""
-        if kind_of(self.accelerator) == "FSDP":
+        if accelerate.kind_of(self.accelerator) == "FSDP":
             self._initialize()
         if self.lr_scheduler is None and self.is_deepspeed_enabled:
             self.lr_scheduler = self._given[1]
@@ -121,8 +115,8 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
         if self._initialized is self.model:
             return
         level, options = self._opt_level or "O2", self._fp8_options
-        if kind_of(self.accelerator) == "FSDP":
-            initialize_sharded(self.model, self.optimizer, level, options)
+        if accelerate.kind_of(self.accelerator) == "FSDP":
+            accelerate.initialize_sharded(self.model, self.optimizer, level, options)
         else:
             _, self.optimizer = initialize(self.model, self.optimizer, level, **options)
         self._initialized = self.model
@@ -130,7 +124,7 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step; before the first one attach what is the wrapper's, verify, and begin to monitor."""
         if model is not self._attached:
-            attach(self.accelerator, model)
+            accelerate.attach(self.accelerator, model)
             self._attached = model
         if not self._begun:
             self._begun = True

@@ -29,25 +29,9 @@ from fp8stack.levels import Recipe
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report, say
 
-from .optimizer import (
-    OURS,
-    build,
-    check_optimizer,
-    partitions_of,
-    prepare_groups,
-    type_of,
-    with_formats_of,
-)
+from . import optimizer as optimizers
+from . import section as configs
 from .reduction import Fp8Reduction
-from .section import (
-    Section,
-    allow_ours,
-    find_config,
-    find_section,
-    fit_to_zero,
-    stage_of,
-    with_config,
-)
 
 Started = tuple[Any, Any, Any, Any]  # engine, optimizer, loader, scheduler
 
@@ -125,24 +109,22 @@ def _run(
 ) -> Started:
     """Start an engine with `original`'s arguments; as `original` does where neither section nor level asks for more."""
     arguments = dict(inspect.signature(original).bind(*args, **kwargs).arguments)
-    config, section = find_config(arguments), None
+    config, section = configs.find_config(arguments), None
     if config is not None:
         level = opt_level if "fp8stack" in config else opt_level or default
-        section = find_section(config, level)
-    if config is None or (section is None and type_of(config) not in OURS):
+        section = configs.find_section(config, level)
+    if config is None or (section is None and optimizers.type_of(config) not in optimizers.OURS):
         return original(**arguments)  # type: ignore[no-any-return]  # which says so where a config is missing
     model: Any = arguments.get("model")
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
     refuse(broken_rules(wrappers_in(model), [DEEPSPEED]))
     given = arguments.get("optimizer")
     if section is not None:
-        section = fit_to_zero(with_formats_of(given, section), config)
+        section = configs.fit_to_zero(optimizers.with_formats_of(given, section), config)
         run = TrainingRun(config, model, given, section.recipe)
         raise_or_warn(check(run), section.allow)
     recipe = None if section is None else section.recipe
     optimizer = _optimizer_of(arguments, config, recipe)
-    check_optimizer(optimizer, config, recipe)
+    optimizers.check_optimizer(optimizer, config, recipe)
     session = None if section is None else _convert(model, optimizer, section)
     if session is not None and session.returned is not None:
         optimizer = session.returned
@@ -151,13 +133,17 @@ def _run(
     if isinstance(optimizer, BlockwiseOptimizer):
         left_out = not_stepped(model, (g["params"] for g in optimizer.param_groups))
         groups = [(group, dict(group)) for group in optimizer.param_groups]
-        allow_ours(config)
+        configs.allow_ours(config)
         optimizer.portable = section is not None and section.checkpoint_format == "portable"
-        if stage_of(config):
+        if configs.stage_of(config):
             # a scheduler that was made already; DeepSpeed also takes functions that make one
-            prepare_groups(optimizer, model, hasattr(arguments.get("lr_scheduler"), "step"))
+            optimizers.prepare_groups(
+                optimizer, model, hasattr(arguments.get("lr_scheduler"), "step")
+            )
     try:
-        started: Started = original(**with_config({**arguments, "optimizer": optimizer}, config))
+        started: Started = original(
+            **configs.with_config({**arguments, "optimizer": optimizer}, config)
+        )
     except BaseException:
         for group, before in groups:
             group.clear()
@@ -169,7 +155,7 @@ def _run(
         raise
     if isinstance(optimizer, BlockwiseOptimizer):
         _take_back_first_step(started[0].optimizer, optimizer)
-        for number, partition in partitions_of(started[0].optimizer):
+        for number, partition in optimizers.partitions_of(started[0].optimizer):
             optimizer.note_formats(optimizer.param_groups[number], [partition])
     if recipe is not None and session is not None:
         _attach(started[0], recipe, session, left_out)
@@ -179,7 +165,9 @@ def _run(
 def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Recipe | None) -> Any:
     """Return the optimizer to convert; what was given where DeepSpeed can do with that."""
     given = arguments.get("optimizer")
-    needed = type_of(config) in OURS or (recipe is not None and recipe.states != "keep")
+    needed = optimizers.type_of(config) in optimizers.OURS or (
+        recipe is not None and recipe.states != "keep"
+    )
     if not needed or isinstance(given, torch.optim.Optimizer):
         return given
     parameters = arguments.get("model_parameters")
@@ -188,12 +176,12 @@ def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Rec
     arguments["model_parameters"] = parameters = list(parameters)  # a generator ends
     if given is not None:
         return given(parameters)
-    if type_of(config):
-        return build(config, parameters, recipe)
+    if optimizers.type_of(config):
+        return optimizers.build(config, parameters, recipe)
     return None
 
 
-def _convert(model: Any, optimizer: Any, section: Section) -> Session:
+def _convert(model: Any, optimizer: Any, section: configs.Section) -> Session:
     """Convert layers and optimizer; gradients and weights themselves are ZeRO's."""
     from deepspeed.accelerator import get_accelerator
 
