@@ -17,7 +17,6 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.nn.parallel.distributed import _find_tensors
 
 from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, GradientError
 from fp8stack.levels import check_number
@@ -119,7 +118,7 @@ class DataParallel(nn.Module):
         if grad:
             self._next_sync = sync
             self._forwards += 1
-            for tensor in _tensors(output):
+            for tensor in _find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _: self._begin(sync))
         return output
@@ -318,12 +317,3 @@ class _Mark:
 def _call_weakly(method: weakref.WeakMethod[Callable[..., None]], *arguments: Any) -> None:
     if (bound := method()) is not None:
         bound(*arguments)
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output, of dataclasses too."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, f.name) for f in fields(leaf)])

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fp8stack import comm
 from fp8stack.errors import ConfigError
@@ -151,10 +152,12 @@ class Fp8Reduction:
 
 def _by_rank(flat: list[Tensor], parts: list[int], padded: list[int], world: int) -> Tensor:
     """Join tensors so that each rank's parts of all of them lie together, each filled up with zeros to whole blocks."""
-    blank = flat[0].new_zeros(world + BLOCK)  # the last part of a tensor lacks less than `world`
-    pieces: list[list[Tensor]] = [[] for _ in range(world)]
-    for tensor, part, size in zip(flat, parts, padded, strict=True):
-        parts_of_ranks = [*tensor.split(part), *[blank[:0]] * world]  # the last ranks may have none
-        for row, piece in zip(pieces, parts_of_ranks, strict=False):
-            row += [piece, blank[: size - piece.numel()]]
-    return torch.cat([piece for row in pieces for piece in row])
+
+    def filled(x: Tensor, missing: int) -> Tensor:
+        return pad(x, (0, missing)) if missing else x
+
+    rows = [
+        filled(filled(x, world * part - x.numel()).view(world, part), size - part)
+        for x, part, size in zip(flat, parts, padded, strict=True)
+    ]
+    return torch.cat(rows, 1).view(-1)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack import comm
@@ -83,19 +84,7 @@ def FP8FullyShardedDataParallel(
     if not (use_orig_params and callable(policy)):
         what = f"use_orig_params={use_orig_params}, auto_wrap_policy={auto_wrap_policy!r}"
         raise ConfigError(f"{what}: use True, as FP8 weights stay apart, and a callable policy.")
-
-    def shard(part: nn.Module) -> int:
-        """Shard the parts of `part` that the policy names, inner ones first; return how many elements they hold."""
-        size = sum(p.numel() for p in part.parameters())
-        if not policy(module=part, recurse=True, nonwrapped_numel=size):
-            return 0
-        inner = sum(shard(child) for child in part.children())
-        if part is module or not policy(module=part, recurse=False, nonwrapped_numel=size - inner):
-            return inner
-        fully_shard(part, mesh=mesh)
-        return size
-
-    shard(module)
+    _recursive_wrap(module, policy, fully_shard, set(), set(), only_wrap_children=True, mesh=mesh)
     fully_shard(module, mesh=mesh)
     comm.register_fp8_all_gather(module)
     comm.register_fp8_reduce_scatter(module)
