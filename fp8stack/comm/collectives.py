@@ -36,7 +36,7 @@ from fp8stack.tensor import BlockScaledTensor
 
 from . import exchange
 from .nvlink import choice_of
-from .transport import Call, Transport, group_of, observe, verify
+from .transport import Transport, described, group_of, observe, verify
 
 
 def all_reduce(
@@ -118,7 +118,7 @@ def _run(
         refusal = f"{name}, refused: {error}"
         verify(lambda: refusal, group)  # the other ranks may call what they wait in
         raise
-    what = Call(name, input.numel(), input.dtype)
+    what = described(name, input)
     verify(
         lambda: (
             f"{what} {[*input.shape]} into {output.numel()}, {op}, {type(input).__name__}, async_op={async_op}, "

@@ -30,7 +30,7 @@ from fp8stack.kernels.reference.wire import Layout
 
 from .collectives import Handle
 from .exchange import pack, unpack
-from .transport import Call, all_gather, failures_named, observe, verify
+from .transport import all_gather, described, failures_named, observe, verify
 
 _NAME = "all_gather_weights"  # in Statistics
 Places = Sequence[tuple[int, int]]  # start and size, of the last dimension
@@ -81,7 +81,7 @@ class Fp8AllGather(Allocates):
                 output_tensor, input_tensor, group=group, async_op=async_op
             )
             return plain
-        what = Call("all-gather of weights", input_tensor.numel(), input_tensor.dtype)
+        what = described("all-gather of weights", input_tensor)
         verify(lambda: f"{what}, {self._staged} of them in FP8", group)
         start = partial(self._start, output_tensor, input_tensor, group, what, async_op)
         if async_op:
@@ -90,7 +90,7 @@ class Fp8AllGather(Allocates):
         return None
 
     def _start(
-        self, output: Tensor, input: Tensor, group: Any, what: Call, async_op: bool
+        self, output: Tensor, input: Tensor, group: Any, what: str, async_op: bool
     ) -> Callable[[], int]:
         """Send; return a function that waits for the messages and decodes them."""
         # before anything is written, since the input may lie in the output

@@ -18,7 +18,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,9 @@ all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor
 _TRUE = ("1", "y", "yes", "t", "true")  # as torch reads its variables
 
 
-class Call(NamedTuple):
-    """A collective, which errors name."""
-
-    name: str
-    numel: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.numel} {str(self.dtype).removeprefix('torch.')} elements"
+def described(name: str, x: Tensor) -> str:
+    """Return what errors call the collective `name` of a tensor."""
+    return f"{name} of {x.numel()} {str(x.dtype).removeprefix('torch.')} elements"
 
 
 class Transport:
@@ -48,11 +42,11 @@ class Transport:
 
     Args:
         group: the process group.
-        what: the collective, whose string stands in errors.
+        what: what errors call the collective.
         background: whether other kernels run at the same time; the kernel over NVLink then leaves room for them.
     """
 
-    def __init__(self, group: Any, what: Any, background: bool = False) -> None:
+    def __init__(self, group: Any, what: str, background: bool = False) -> None:
         self.group, self.what, self.background = group, what, background
         self.world: int = group.size()
 
