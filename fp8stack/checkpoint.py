@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -141,16 +141,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path, outer = Path(os.path.realpath(path)), sys.exc_info()[1]  # that a caller is handling
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        os.close(descriptor)
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # as any new file; mkstemp's is private
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -268,10 +263,8 @@ def _check_keys(own: dict[str, Tensor], given: Any) -> None:
     """Raise unless `given` has exactly the keys and shapes of `own`, and numbers of its kind. No data is looked at."""
     if not isinstance(given, dict):
         raise CheckpointError(f"the weights are {given!r:.60}, and no state_dict of a model.")
-    missing, unknown = (
-        sorted(own.keys() - given.keys()),
-        sorted(given.keys() - own.keys(), key=repr),
-    )
+    missing = sorted(own.keys() - given.keys())
+    unknown = sorted(given.keys() - own.keys(), key=repr)
     if missing or unknown:
         raise CheckpointError(
             f"the weights are of another model: {len(missing)} keys are missing {missing[:3]}, "
