@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import warnings
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8stack.api import Decisions, carry_out, decide
+from fp8stack.api import Decisions
 from fp8stack.conversion import check_model
-from fp8stack.errors import Fp8StackWarning
 from fp8stack.levels import Recipe
 from fp8stack.memory import PARTS
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.planning import use_after_step
+from fp8stack.planning import at_the_level, use_after_step
 from fp8stack.report import Report
 
 from . import machine
@@ -64,15 +62,11 @@ def plan(
     check_model(model, recipe, planned=True)
     optimizer = torch.optim.AdamW(model.parameters()) if optimizer is None else optimizer
     before, kind = use_after_step(model, optimizer).bytes, type(optimizer).__name__
-    decisions = decide(model, optimizer, recipe, planned_for=device)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     optimizer.state.clear()
-    with warnings.catch_warnings():  # they are in the report
-        warnings.simplefilter("ignore", Fp8StackWarning)
-        session = carry_out(model, optimizer, decisions)
-    assert session.returned is not None  # one was given
-    after = use_after_step(model, session.returned, decisions).bytes
-    matrices = _matrices(model, kinds, decisions, session.returned)
+    decisions, stepping = at_the_level(model, optimizer, recipe, device)
+    after = use_after_step(model, stepping, decisions).bytes
+    matrices = _matrices(model, kinds, decisions, stepping)
     if not after["m"] + after["v"]:  # as of SGD without momentum
         matrices = [{**matrix, "states": "none"} for matrix in matrices]
     if decisions.recipe.offload == "cpu" and device.type == "cuda":
@@ -84,7 +78,7 @@ def plan(
         "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "matrices": matrices,
         "bytes": {"before": before, "after": after},
-        "report": session.report.to_dict(),
+        "report": decisions.report.to_dict(),
     }
 
 

@@ -12,9 +12,9 @@ among several. `decoder_shape.py` describes models by their sizes.
 from .activation_memory import activations
 from .decoder_shape import FAMILIES, LLAMA, Shape, read_config, shape_of_config
 from .peak_memory import Estimate, Setup, estimate, largest_batch
-from .resident_memory import BASELINES, Precision, at_level, resident, use_after_step
+from .resident_memory import BASELINES, Precision, at_level, at_the_level, resident, use_after_step
 
 __all__ = [
     "BASELINES", "FAMILIES", "LLAMA", "Estimate", "Precision", "Setup", "Shape", "activations", "at_level",
-    "estimate", "largest_batch", "read_config", "resident", "shape_of_config", "use_after_step",
+    "at_the_level", "estimate", "largest_batch", "read_config", "resident", "shape_of_config", "use_after_step",
 ]  # fmt: skip

@@ -89,10 +89,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         here = replace(recipe, offload="none", compute=compute, optimizer_backend=backend)
         if idle := skipped_modules(model, here)[1]:
             raise ConfigError(f"{idle[0]}.")
-        decisions = decide(model, optimizer, here, planned_for=_CPU)
-        with warnings.catch_warnings():  # about this machine, not the one that is planned for
-            warnings.simplefilter("ignore", Fp8StackWarning)
-            optimizer = carry_out(model, optimizer, decisions).returned or optimizer
+        decisions, optimizer = at_the_level(model, optimizer, here, _CPU)
     if precision.bitsandbytes:
         _add_bitsandbytes_states(optimizer)
     counted = dict.fromkeys(KINDS, 0)
@@ -114,6 +111,16 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         counted |= {"host": sum(counted[kind] for kind in moved), **dict.fromkeys(moved, 0)}
     largest = max((p.nbytes for p in model.parameters() if p.requires_grad), default=0)
     return Resident(counted, codes, largest, frozenset(fp8))
+
+
+def at_the_level(
+    model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, device: torch.device
+) -> tuple[Decisions, torch.optim.Optimizer]:
+    """Bring a model on the meta device to a level for `device`; return what was decided, and what steps."""
+    decisions = decide(model, optimizer, recipe, planned_for=device)
+    with warnings.catch_warnings():  # they are in the report
+        warnings.simplefilter("ignore", Fp8StackWarning)
+        return decisions, carry_out(model, optimizer, decisions).returned or optimizer
 
 
 def use_after_step(
