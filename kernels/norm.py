@@ -22,7 +22,7 @@ from torch import Tensor
 from .fp8 import bits_of_magnitude
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH, programs_of, upload_columns
-from .state_codecs import E4M3_MAX, signed_values
+from .state_codecs import E4M3_MAX, values_of
 from .step import TYPES, groups_of
 from .tile_io import places, pointer
 
@@ -79,7 +79,7 @@ def _squares_kernel(
         block, inside, offset, mask, _bytes, _byte_mask = places(row, first + i, ROWS, TILE)
         x = tl.load(grad + offset, mask=mask, other=0)
         if tl.uint8 == TYPE:
-            x = signed_values(x, 7, 0x3F803F80) * 256.0
+            x = values_of(x, 7, 0x3F803F80) * 256.0
             scale = tl.load(scale_ptr + block, mask=inside, other=0.0)
         else:
             x = x.to(tl.float32)

@@ -105,56 +105,38 @@ def noise_of_v(random, BITS: tl.constexpr):
 
 
 @triton.jit
-def signed_values(code, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """Return sign-and-magnitude bytes as the float16 whose top bits they are, 10 - SHIFT bits of mantissa."""
+def values_of(code, SHIFT: tl.constexpr, MASK: tl.constexpr, SIGNS: tl.constexpr = 0x80008000):
+    """Return bytes as the float16 whose top bits they are, below the sign with SIGNS=0; 10 - SHIFT bits of mantissa."""
     # $4 holds codes 0 to 3, a byte each. Shifted left by SHIFT, codes 0 and 2 lie where the exponents and mantissas of
     # two float16 are; shifted right by 8 - SHIFT, codes 1 and 3 do. MASK keeps those fields in both halves, and
-    # 0x8000 the signs, which are bit 7 of a code: moved up by 8 for codes 0 and 2, in place for 1 and 3.
+    # SIGNS the signs, which are bit 7 of a code: moved up by 8 for codes 0 and 2, in place for 1 and 3.
     if PTX:
         return tl.inline_asm_elementwise(
             f"""{{
             .reg .b32 a, b; .reg .b16 h0, h1, h2, h3;
             shl.b32 a, $4, {SHIFT}; shl.b32 b, $4, 8;
-            and.b32 a, a, {MASK}; lop3.b32 a, b, 0x80008000, a, 0xEA; mov.b32 {{h0, h2}}, a;
+            and.b32 a, a, {MASK}; lop3.b32 a, b, {SIGNS}, a, 0xEA; mov.b32 {{h0, h2}}, a;
             shr.b32 a, $4, {8 - SHIFT};
-            and.b32 a, a, {MASK}; lop3.b32 a, $4, 0x80008000, a, 0xEA; mov.b32 {{h1, h3}}, a;
+            and.b32 a, a, {MASK}; lop3.b32 a, $4, {SIGNS}, a, 0xEA; mov.b32 {{h1, h3}}, a;
             cvt.f32.f16 $0, h0; cvt.f32.f16 $1, h1; cvt.f32.f16 $2, h2; cvt.f32.f16 $3, h3;
             }}""",
             "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        return decode(code, 10 - SHIFT, -14, True)
-
-
-@triton.jit
-def unsigned_values(code, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """Return unsigned bytes as the float16 whose top bits below the sign they are."""
-    # as `signed_values`, without signs
-    if PTX:
-        return tl.inline_asm_elementwise(
-            f"""{{
-            .reg .b32 a; .reg .b16 h0, h1, h2, h3;
-            shl.b32 a, $4, {SHIFT}; and.b32 a, a, {MASK}; mov.b32 {{h0, h2}}, a;
-            shr.b32 a, $4, {8 - SHIFT}; and.b32 a, a, {MASK}; mov.b32 {{h1, h3}}, a;
-            cvt.f32.f16 $0, h0; cvt.f32.f16 $1, h1; cvt.f32.f16 $2, h2; cvt.f32.f16 $3, h3;
-            }}""",
-            "=f,=f,=f,=f,r", [code], dtype=tl.float32, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return decode(code, 10 - SHIFT, -14, False)
+        return decode(code, 10 - SHIFT, -14, SIGNS != 0)
 
 
 @triton.jit
 def decode_blocks(code, scale, FORMAT: tl.constexpr):  # uint8 [blocks, 128], float32 [blocks]
     """Return code × scale. The power of two between a format and float16 goes into the scale, exactly."""
     if FORMAT == "s1e3m4":
-        return signed_values(code, 6, 0x1FC01FC0) * (scale * 4096.0)[:, None]
+        return values_of(code, 6, 0x1FC01FC0) * (scale * 4096.0)[:, None]
     elif FORMAT == "ue3m5":
-        return unsigned_values(code, 5, 0x1FE01FE0) * (scale * 4096.0)[:, None]
+        return values_of(code, 5, 0x1FE01FE0, 0) * (scale * 4096.0)[:, None]
     elif FORMAT == "ue3m1":
         return decode(code, 1, -14, False) * (scale * 4096.0)[:, None]
     else:  # e4m3, e4m3_root
-        return signed_values(code, 7, 0x3F803F80) * (scale * 256.0)[:, None]
+        return values_of(code, 7, 0x3F803F80) * (scale * 256.0)[:, None]
 
 
 @triton.jit

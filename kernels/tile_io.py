@@ -24,9 +24,9 @@ from .state_codecs import (
     join,
     noise_of_v,
     pack_codes,
-    signed_values,
     split,
     unpack_codes,
+    values_of,
 )
 
 _BLOCKS, _PER_ROW, _COLS = (tl.constexpr(COLUMN[n]) for n in ("blocks", "blocks_per_row", "cols"))
@@ -123,7 +123,7 @@ def load_moment(
         elif KIND != "tensor":
             return decode_blocks(x, tl.load(scale + block, mask=inside, other=OTHER), KIND)
         elif codes.dtype.element_ty == tl.uint8:
-            return signed_values(x, 7, 0x3F803F80) * (tl.load(scale) * 256.0)
+            return values_of(x, 7, 0x3F803F80) * (tl.load(scale) * 256.0)
         else:
             return x.to(tl.float32) * tl.load(scale)
 
