@@ -58,9 +58,8 @@ class Report:
     # other products of theirs, by reason, and modules that were left out
     left_alone: Counter[str] = field(default_factory=Counter)
     fallbacks: list[str] = field(default_factory=list)  # what is not as the level says, and why
-    selected: dict[str, str] = field(
-        default_factory=dict
-    )  # of layers in FP8 for many rows only: from how many
+    # of layers in FP8 for many rows only: from how many
+    selected: dict[str, str] = field(default_factory=dict)
     fused: list[str] = field(default_factory=list)  # RMSNorms and MLPs
 
     def to_dict(self) -> dict[str, Any]:

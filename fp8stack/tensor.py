@@ -153,13 +153,6 @@ class BlockScaledTensor(_Wrapper):
         """Return the plain tensors this one consists of."""
         return (self.codes, self.scale, *(self.residual or ()))
 
-    def accumulate_(self, x: Tensor) -> BlockScaledTensor:
-        """Add `x` in place, keeping a residual from the first addition on."""
-        if self.residual is None:
-            self.residual = torch.zeros_like(self.codes), torch.zeros_like(self.scale)
-        ops.accumulate_blocks(self.codes, self.scale, *self.residual, plain(x).contiguous())
-        return self
-
     def assign_(self, value: Tensor) -> BlockScaledTensor:
         """Replace the contents by `value`, quantized; a residual is dropped."""
         if isinstance(value, BlockScaledTensor):
@@ -171,13 +164,6 @@ class BlockScaledTensor(_Wrapper):
         self.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
         self.scale.copy_(scale)
         self.residual = None if residual is None else tuple(t.clone() for t in residual)  # type: ignore[assignment]
-        return self
-
-    def scale_(self, factor: Tensor | float) -> BlockScaledTensor:
-        """Multiply by a scalar in place: exact up to the rounding of the scales."""
-        self.scale.mul_(factor)
-        if self.residual is not None:
-            self.residual[1].mul_(factor)
         return self
 
     def map_parts(self, function: Callable[[Tensor], Tensor]) -> BlockScaledTensor:
@@ -314,7 +300,11 @@ def _zero_list_(func: Any, tensors: list[Tensor]) -> None:
 
 
 def _mul_(func: Any, x: Any, factor: Any) -> Any:
-    return x.scale_(factor) if _is_scalar(factor) else NotImplemented
+    if not _is_scalar(factor):
+        return NotImplemented
+    for scale in _split([x])[0]:  # exact up to their rounding
+        scale.mul_(factor)
+    return x
 
 
 def _div_(func: Any, x: Any, divisor: Any) -> Any:
@@ -329,11 +319,15 @@ def _mul_list_(func: Any, tensors: list[Tensor], factors: Any) -> None:
         x.mul_(f)
 
 
-def _add_(func: Any, x: Any, other: Any, *, alpha: float = 1) -> Any:
-    if isinstance(other, Tensor):
-        other = plain(other)
-        return x.accumulate_((other if alpha == 1 else other * alpha).to(x.dtype).expand(x.shape))
-    return NotImplemented
+def _add_(func: Any, x: BlockScaledTensor, other: Any, *, alpha: float = 1) -> Any:
+    if not isinstance(other, Tensor):
+        return NotImplemented
+    if x.residual is None:  # kept from the first addition on
+        x.residual = torch.zeros_like(x.codes), torch.zeros_like(x.scale)
+    other = plain(other)
+    added = (other if alpha == 1 else other * alpha).to(x.dtype).expand(x.shape)
+    ops.accumulate_blocks(x.codes, x.scale, *x.residual, added.contiguous())
+    return x
 
 
 def _norm(

@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .cast import encode_rows
-from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, scale_and_inverse
+from .fp8 import casts_in_hardware, encode_blocks, scale_and_inverse
 from .launch import Launcher
 from .reference import cast_blocks as reference
 from .reference.cast_blocks import Codes
@@ -36,9 +36,9 @@ from .transpose_tiles import (
 @triton.jit
 def _cast_row(x, scale_ptr, r, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     """Return codes of some rows of a tile, a scale each, and store the scales."""
-    scale, inverse = scale_and_inverse(tl.max(bits_of_magnitude(x), axis=1), MANTISSA)
+    code, scale = encode_blocks(x, MANTISSA, HARDWARE)
     tl.store(scale_ptr + r, scale)
-    return encode_scaled(x, inverse[:, None], MANTISSA, HARDWARE)
+    return code
 
 
 @triton.jit
