@@ -18,14 +18,12 @@ offered.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range, sign_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Adam(BlockwiseOptimizer):

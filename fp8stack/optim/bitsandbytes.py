@@ -165,11 +165,7 @@ class BitsandbytesOptimizer(BlockwiseOptimizer):
         in_place = batch.entries[0].parameter.dtype is torch.float32
         size = 0 if in_place else max(prod(piece.shape) for piece in pieces)
         buffer = torch.empty(size, dtype=torch.float32, device=batch.hyper.device)
-        groups = {entry.group: self.param_groups[entry.group] for entry in batch.entries}
-        settings = {
-            index: (float(group["lr"]), *self.numbers_of(group)[1:])
-            for index, group in groups.items()
-        }
+        settings = [(float(g["lr"]), *self.numbers_of(g)[1:]) for g in self.param_groups]
         for piece, apply in zip(pieces, batch.appliers(pieces, buffer), strict=True):
             numbers = settings[batch.entries[piece.number].group]
             tensors = _rows_of(batch.tensors(piece.number), piece)

@@ -6,14 +6,12 @@ weight, 1 master, 1.03 gradient, 1.03 momentum. Only the sign of a sum is used, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range, sign_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Lion(BlockwiseOptimizer):

@@ -19,19 +19,17 @@ on all ranks' parts.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.levels import FINITE, check_choice, check_number
 from fp8stack.tensor import is_sharded
 
 from .optimizer import BELOW_1, Batch, BlockwiseOptimizer, Options, ParamsT, check_range
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 ADJUSTMENTS = ("original", "match_rms_adamw")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -84,14 +82,12 @@ class Muon(BlockwiseOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; what Muon does not step in it becomes a group of its own, stepped by AdamW."""
-        if not isinstance(param_group, dict) or "params" not in param_group:
+        given: Any = param_group.get("params") if isinstance(param_group, dict) else None
+        if given is None or isinstance(given, set):
             super().add_param_group(param_group)  # for torch to refuse
         algorithm, before = param_group.get("algorithm"), len(self.param_groups)
         if algorithm is not None:
             check_choice("algorithm", algorithm, ("muon", "adamw"))
-        given = param_group["params"]
-        if isinstance(given, set):
-            raise ConfigError("parameters must be in an order, which a set has not: pass a list.")
         named = [given] if isinstance(given, Tensor) else list(given)
         dims = {"adamw": (), "muon": (2, 3)}.get(str(algorithm), (2,))
         parts: dict[str, list[Any]] = {"muon": [], "adamw": []}

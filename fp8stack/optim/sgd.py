@@ -6,17 +6,15 @@ float32 takes 12. The momentum is kept as Adam's m.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fp8stack.errors import ConfigError
 from fp8stack.levels import FINITE, check_choice, check_number
 
 from .optimizer import BlockwiseOptimizer, Options, ParamsT, check_range, sign_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class SGD(BlockwiseOptimizer):
