@@ -79,17 +79,17 @@ def build(
         )
     if name in OURS and recipe is not None and recipe.states != "keep":
         options = {**{key: getattr(recipe, key) for key in MADE_WITH}, **options}
-    for option in _IMPLEMENTATION:
-        options.pop(option, None)
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}  # betas
+    options = {  # lists are betas
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+        if name not in _IMPLEMENTATION
+    }
     try:
         for value in options.values():  # torch takes integers that no float can hold
             if isinstance(value, int):
                 float(value)
         return kind(parameters, **options)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, OverflowError) as error:  # torch's of an option or a value
+    except (TypeError, ValueError, OverflowError) as error:  # of an option or a value
         raise ConfigError(
             f'"optimizer": {{"params": {config["optimizer"].get("params")!r:.200}}} in the DeepSpeed config does not '
             f"fit {name} at {level}: {error}."
