@@ -75,11 +75,8 @@ def _gelu_share(g, square, HARDWARE: tl.constexpr):
         t = tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [t], tl.float32, True, 1)
     else:
         t = 1 / t
-    tail = t * (
-        0.127414796
-        + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
-    )
-    tail *= e
+    tail = 0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)
+    tail = t * (0.127414796 + t * (-0.142248368 + t * tail)) * e
     return tl.where(g < 0, tail, 1 - tail), e
 
 
@@ -109,25 +106,14 @@ def _activate(g, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _forward(g, u, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return act(g) × u in float32."""
-    value, _slope = _activate(g.to(tl.float32), ACTIVATION, HARDWARE)
-    if GATED:
-        value = value * u.to(tl.float32)
-    return value
-
-
-@triton.jit
-def _backward(d, g, u, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return the gradients of g and u, and act(g) × u, in float32."""
-    d = d.to(tl.float32)
+def _values(d, g, u, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr):
+    """Return act(g) × u and its gradients for g and u, in float32; the compiler drops what a caller does not use."""
+    d, u = d.to(tl.float32), u.to(tl.float32)
     value, slope = _activate(g.to(tl.float32), ACTIVATION, HARDWARE)
     if GATED:
-        u = u.to(tl.float32)
-        dg, du, h = d * u * slope, d * value, value * u
+        return value * u, d * u * slope, d * value
     else:
-        dg, du, h = d * slope, value, value  # no du
-    return dg, du, h
+        return value, d * slope, value
 
 
 @triton.jit
@@ -143,17 +129,12 @@ def _activation_parts_kernel(
         at = (last - tl.program_id(0) - i * PARTS).to(tl.int64) * FLAT + tl.arange(0, FLAT)
         inside = (at >= 0) & (at < numel)
         g = tl.load(g_ptr + at, mask=inside, other=0.0)
-        u = g
-        if GATED:
-            u = tl.load(u_ptr + at, mask=inside, other=0.0)
-        if BACKWARD:
-            d = tl.load(d_ptr + at, mask=inside, other=0.0)
-            dg, du, _h = _backward(d, g, u, ACTIVATION, GATED, HARDWARE)
-            first = tl.maximum(first, bits_of_magnitude(dg))
+        u = tl.load(u_ptr + at, mask=inside, other=0.0) if GATED else g
+        d = tl.load(d_ptr + at, mask=inside, other=0.0) if BACKWARD else g
+        h, dg, du = _values(d, g, u, ACTIVATION, GATED, HARDWARE)
+        first = tl.maximum(first, bits_of_magnitude(dg if BACKWARD else h))
+        if BACKWARD and GATED:
             second = tl.maximum(second, bits_of_magnitude(du))
-        else:
-            h = _forward(g, u, ACTIVATION, GATED, HARDWARE)
-            first = tl.maximum(first, bits_of_magnitude(h))
     tl.store(parts_ptr + tl.program_id(0), tl.max(first, axis=0))
     if BACKWARD and GATED:
         tl.store(parts_ptr + PARTS + tl.program_id(0), tl.max(second, axis=0))
@@ -197,15 +178,13 @@ def _activation_cast_kernel(
         h_inverse = reciprocal(tl.load(h_scale_ptr))
     q, c = place_tile(tl.program_id(0), tl.cdiv(cols16, COLS), ROWS, COLS)
     g0, g1, g2, g3 = load_rows(g_ptr, q, c, rows, cols, EVEN)
-    u0, u1, u2, u3 = g0, g1, g2, g3
-    if GATED:
-        u0, u1, u2, u3 = load_rows(u_ptr, q, c, rows, cols, EVEN)
+    u0, u1, u2, u3 = load_rows(u_ptr, q, c, rows, cols, EVEN) if GATED else (g0, g1, g2, g3)
+    d0, d1, d2, d3 = load_rows(d_ptr, q, c, rows, cols, EVEN) if BACKWARD else (g0, g1, g2, g3)
+    h0, a0, b0 = _values(d0, g0, u0, ACTIVATION, GATED, HARDWARE)
+    h1, a1, b1 = _values(d1, g1, u1, ACTIVATION, GATED, HARDWARE)
+    h2, a2, b2 = _values(d2, g2, u2, ACTIVATION, GATED, HARDWARE)
+    h3, a3, b3 = _values(d3, g3, u3, ACTIVATION, GATED, HARDWARE)
     if BACKWARD:
-        d0, d1, d2, d3 = load_rows(d_ptr, q, c, rows, cols, EVEN)
-        a0, b0, h0 = _backward(d0, g0, u0, ACTIVATION, GATED, HARDWARE)
-        a1, b1, h1 = _backward(d1, g1, u1, ACTIVATION, GATED, HARDWARE)
-        a2, b2, h2 = _backward(d2, g2, u2, ACTIVATION, GATED, HARDWARE)
-        a3, b3, h3 = _backward(d3, g3, u3, ACTIVATION, GATED, HARDWARE)
         a = cast_rows(
             a0, a1, a2, a3, a_inverse, a_ptr, a_t_ptr, q, c, rows16, cols16,
             True, True, MANTISSA, HARDWARE, EVEN,
@@ -229,10 +208,6 @@ def _activation_cast_kernel(
             if GATED:
                 note_amax(b, b_notes_ptr, _NOTES)
     else:
-        h0 = _forward(g0, u0, ACTIVATION, GATED, HARDWARE)
-        h1 = _forward(g1, u1, ACTIVATION, GATED, HARDWARE)
-        h2 = _forward(g2, u2, ACTIVATION, GATED, HARDWARE)
-        h3 = _forward(g3, u3, ACTIVATION, GATED, HARDWARE)
         h = cast_rows(
             h0, h1, h2, h3, a_inverse, a_ptr, a_ptr, q, c, rows16, cols16,
             True, False, MANTISSA, HARDWARE, EVEN,
@@ -299,23 +274,15 @@ def _run(
     scales = results[2::3] if backward else results[1:]
     if backward:
         results.append(gate.new_empty(turned, dtype=E4M3.dtype))
-    partial = gate.new_zeros if not gate.numel() else gate.new_empty
-    added = [partial((-(-rows16 // ROWS), cols), dtype=torch.float32) for _ in scales if sums]
+    added = [
+        gate.new_empty((-(-rows16 // ROWS), cols), dtype=torch.float32) for _ in scales if sums
+    ]
     if not gate.numel():
-        return [x if x.ndim else x.zero_() for x in results] + [x.sum(0) for x in added]
-    first = results[: 3 if backward else 2]
-    a, a_t, a_scale = first if backward else (first[0], *first)
-    b, b_t, b_scale = results[3:6] if backward and gated else (a, a_t, a_scale)
-    out = (
-        a,
-        a_t,
-        a_scale,
-        b,
-        b_t,
-        b_scale,
-        results[-1] if backward else a,
-        h_scale if backward else a_scale,
-    )
+        return [x if x.ndim else x.zero_() for x in results] + [x.zero_().sum(0) for x in added]
+    a_scale = scales[0]
+    first = results[:3] if backward else (results[0], *results)
+    second, h_t = (results[-4:-1], results[-1]) if backward else (first, results[0])
+    out = *first, *second, h_t, a_scale if h_scale is None else h_scale
     own_sums = (added[0], added[-1]) if sums else (a_scale, a_scale)
     states = [STATES[handle] for handle in of]
     update = update and all(state.learns(update) for state in states)
