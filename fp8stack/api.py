@@ -28,16 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from . import capability, conflicts, conversion
+from . import capability, conflicts, conversion, errors
 from .conversion import COPIED, Session
-from .errors import (
-    ConfigError,
-    Fp8StackError,
-    Fp8StackWarning,
-    ModelError,
-    UnsupportedDeviceError,
-    did_you_mean,
-)
 from .kernels.ops import kernel_backend
 from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
@@ -159,7 +151,7 @@ def decide(
     if layers.too_little and compute != "bf16":
         fallbacks.append(layers.too_little)
     if strict and fallbacks:
-        raise UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
+        raise errors.UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
     report = report_of(recipe, layers, compute, reason, device, fallbacks)
     if recipe.master == "auto":
         asked = getattr(optimizer, "master", "auto")  # one of ours was made with it
@@ -179,7 +171,7 @@ def carry_out(
     # Warnings come before the first change, because a caller may have turned them into errors.
     for fallback in decisions.report.fallbacks:
         text = f"fp8stack {recipe.level}: {fallback}"
-        warnings.warn(text, Fp8StackWarning, stacklevel=3)
+        warnings.warn(text, errors.Fp8StackWarning, stacklevel=3)
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # the first change, because it may still find something wrong
         session.returned = conversion.convert_optimizer(
@@ -222,14 +214,16 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
         remedy = ""
         if conversion.find_converted(model):
             remedy = f" Pass the model that was given to fp8stack.initialize. {COPIED}"
-        raise ModelError(
+        raise errors.ModelError(
             f"this model is not initialized by fp8stack (or was restored already): nothing to undo.{remedy}"
         )
     session = session_of(model)
     if session.lasting:
-        raise ModelError(session.lasting)
+        raise errors.ModelError(session.lasting)
     if optimizer is not None and optimizer not in (session.returned, session.source):
-        raise ModelError("pass the optimizer that initialize returned for this model, not another.")
+        raise errors.ModelError(
+            "pass the optimizer that initialize returned for this model, not another."
+        )
     session.conversion.check(model)
     if isinstance(session.returned, BlockwiseOptimizer):
         for parameter, _ in session.stored:
@@ -253,7 +247,7 @@ def get_report(model: nn.Module) -> Report:
 def session_of(model: nn.Module) -> Session:
     """Return the record of the call that initialized `model`; raise ModelError if there was none."""
     if model not in _MODELS:
-        raise ModelError("this model was not initialized: call fp8stack.initialize first.")
+        raise errors.ModelError("this model was not initialized: call fp8stack.initialize first.")
     session: Session = model.__dict__[_KEPT]
     return session
 
@@ -267,13 +261,15 @@ def _check_given(
     """Raise if the optimizer does not fit; return the trainable parameters that it does not own."""
     if optimizer is not None:
         if any(optimizer in (s.source, s.returned) for s in map(session_of, _MODELS)):
-            raise ModelError(
+            raise errors.ModelError(
                 "this optimizer belongs to an initialized model. Make one for each model, or fp8stack.restore that "
                 "model first."
             )
         return conversion.check_optimizer(model, optimizer, recipe)
     if recipe.level != "O0":
-        raise ModelError(f"{recipe.level} converts gradients for an optimizer; pass it, or use O0.")
+        raise errors.ModelError(
+            f"{recipe.level} converts gradients for an optimizer; pass it, or use O0."
+        )
     return []
 
 
@@ -295,9 +291,9 @@ def _formats_by_parameter(
         ]  # fmt: skip
         if not matching:
             modules = [name for name, _ in model.named_modules() if name]
-            meant = did_you_mean(pattern, [*names, *modules])
+            meant = errors.did_you_mean(pattern, [*names, *modules])
             told = "matches no parameter, nor a module with parameters, by its whole name"
-            raise ConfigError(f"states_for[{pattern!r}] {told}.{meant}")
+            raise errors.ConfigError(f"states_for[{pattern!r}] {told}.{meant}")
         formats.update(dict.fromkeys(matching, (states or recipe.states, master or recipe.master)))
     return formats
 
@@ -331,7 +327,7 @@ def choose_compute(recipe: Recipe, device: torch.device) -> tuple[str, str, list
     remedies = ['compute="auto"'] if asked != "auto" else []
     remedies += ['fp8_recipe="current"'] if recipe.fp8_recipe != "current" else []
     told = f'compute="{asked}", fp8_recipe={recipe.fp8_recipe!r}: {"; ".join(why)}'
-    raise UnsupportedDeviceError(f"{told}. Use {', or '.join(remedies)}.")
+    raise errors.UnsupportedDeviceError(f"{told}. Use {', or '.join(remedies)}.")
 
 
 def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
@@ -339,7 +335,7 @@ def _missing_kernels(recipe: Recipe, device: torch.device) -> list[str]:
     answer = capability.fp8_optimizer(device)
     if recipe.level != "O0" and not answer:
         told = f"{recipe.level}: {answer.reason}"
-        raise UnsupportedDeviceError(f"{told}. Move the model there, or use O0.")
+        raise errors.UnsupportedDeviceError(f"{told}. Move the model there, or use O0.")
     if device.type == "cuda":  # elsewhere Triton need not be imported
         backend, why = kernel_backend()
         if backend == "reference":
@@ -351,7 +347,7 @@ def _te_for(recipe: Recipe, device: torch.device) -> capability.Answer:
     """Return whether TransformerEngine can multiply as `recipe` says, with the reason."""
     try:
         replace(recipe, compute="te")  # which finds options that do not go with it
-    except ConfigError as error:  # its remedy is for those who asked for "te" by name
+    except errors.ConfigError as error:  # its remedy is for those who asked for "te" by name
         return capability.Answer(False, str(error).partition(". ")[0])
     answer = capability.transformer_engine(device)
     return capability.transformer_engine_recipe(recipe.fp8_recipe, device) if answer else answer
@@ -383,7 +379,7 @@ def choose_stepper(
         check_bitsandbytes(device, paged=asked == "bitsandbytes-paged")
         places = [] if kind else [conflicts.NOT_ON_BITSANDBYTES]
         conflicts.refuse_conflicts(recipe, *places, optimizer=optimizer)
-    except Fp8StackError as error:
+    except errors.Fp8StackError as error:
         if asked != "auto":
             raise
         told = f"using fp8stack's optimizer, not bitsandbytes': {error}"

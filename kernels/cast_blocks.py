@@ -18,19 +18,12 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
+from . import transpose_tiles
 from .cast import encode_rows
 from .fp8 import casts_in_hardware, encode_blocks, scale_and_inverse
 from .launch import Launcher
 from .reference import cast_blocks as reference
 from .reference.cast_blocks import Codes
-from .transpose_tiles import (
-    load_float,
-    magnitude,
-    place_tile,
-    store_both,
-    store_columns,
-    store_rows,
-)
 
 
 @triton.jit
@@ -48,20 +41,24 @@ def _cast_1x128_kernel(
 ):  # fmt: skip
     across = cols_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    q, c = place_tile(tl.program_id(0), across, 128, 128)
-    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
+    q, c = transpose_tiles.place_tile(tl.program_id(0), across, 128, 128)
+    x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
     own, r = scale_ptr + block_c.to(tl.int64) * rows_padded, 4 * q
     c0 = _cast_row(x0, own, r, MANTISSA, HARDWARE)
     c1 = _cast_row(x1, own, r + 1, MANTISSA, HARDWARE)
     c2 = _cast_row(x2, own, r + 2, MANTISSA, HARDWARE)
     c3 = _cast_row(x3, own, r + 3, MANTISSA, HARDWARE)
-    store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
-    scale, inverse = scale_and_inverse(tl.max(magnitude(x0, x1, x2, x3), axis=0), MANTISSA)
+    transpose_tiles.store_rows(c0, c1, c2, c3, codes_ptr, q, c, rows_padded, cols_padded, True)
+    scale, inverse = scale_and_inverse(
+        tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=0), MANTISSA
+    )
     tl.store(scale_t_ptr + block_r.to(tl.int64) * cols_padded + c, scale)
     # the tile again, from the L1 cache: with what it takes to hold it, fewer programs run at a time
-    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
+    x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
     c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse[None, :], MANTISSA, HARDWARE)
-    store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True)
+    transpose_tiles.store_columns(
+        c0, c1, c2, c3, codes_t_ptr, q, c, rows_padded, cols_padded, HARDWARE, True
+    )
 
 
 @triton.jit
@@ -71,12 +68,12 @@ def _cast_128x128_kernel(
 ):  # fmt: skip
     across, down = cols_padded // 128, rows_padded // 128
     block_r, block_c = tl.program_id(0) // across, tl.program_id(0) % across
-    q, c = place_tile(tl.program_id(0), across, 128, 128)
-    x0, x1, x2, x3 = load_float(x_ptr, q, c, rows, cols, EVEN)
-    bits = tl.max(tl.max(magnitude(x0, x1, x2, x3), axis=1), axis=0)
+    q, c = transpose_tiles.place_tile(tl.program_id(0), across, 128, 128)
+    x0, x1, x2, x3 = transpose_tiles.load_float(x_ptr, q, c, rows, cols, EVEN)
+    bits = tl.max(tl.max(transpose_tiles.magnitude(x0, x1, x2, x3), axis=1), axis=0)
     scale, inverse = scale_and_inverse(bits, MANTISSA)
     c0, c1, c2, c3 = encode_rows(x0, x1, x2, x3, inverse, MANTISSA, HARDWARE)
-    store_both(
+    transpose_tiles.store_both(
         c0, c1, c2, c3, codes_ptr, codes_t_ptr, q, c, rows_padded, cols_padded, True, True, HARDWARE, True
     )  # fmt: skip
     tl.store(scale_ptr + block_r * ((across + 3) // 4 * 4) + block_c, scale)

@@ -173,11 +173,7 @@ def _quantized(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
 
 
 def _dequantized(
-    codes: Tensor,
-    scale: Tensor,
-    fmt: str,
-    dtype: torch.dtype = torch.float32,
-    shape: Sequence[int] | None = None,
+    codes: Tensor, scale: Tensor, fmt: str, dtype: torch.dtype = torch.float32, shape: Any = None
 ) -> Tensor:
     shape = FORMATS[fmt].values_shape(codes.shape) if shape is None else shape
     return codes.new_empty(shape, dtype=dtype)

@@ -26,28 +26,11 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK, GRAD_LIMIT, rows_cols, scale_shape
 
+from . import state_codecs, tile_io
 from .launch import Launcher
 from .pointer_table import COLUMN, WIDTH
 from .reference.fp8 import NEIGHBOUR as _NEIGHBOUR
 from .reference.step import StepKind, StepTensors
-from .state_codecs import (
-    E4M3_MAX,
-    decode_blocks,
-    noise,
-    power_of_two_scale,
-    quotient,
-    root,
-    weighted_sum,
-)
-from .tile_io import (
-    load_master,
-    load_moment,
-    offer_maximum,
-    places,
-    pointer,
-    store_master,
-    store_moment,
-)
 
 BLOCKS = 8
 FLOAT16_MAX = tl.constexpr(65504.0)
@@ -87,25 +70,25 @@ def _step_kernel(
     beta2 = tl.load(hyper + 7)
     one_minus_beta2 = tl.load(hyper + 8)
     eps = tl.load(hyper + 9)
-    weight = pointer(row, _WEIGHT, WEIGHT_TYPE, ROWS)
-    master = pointer(row, _MASTER, MASTER_TYPE, ROWS)
-    grad = pointer(row, _GRAD, GRAD_TYPE, ROWS)
-    m_codes = pointer(row, _M, M_TYPE, ROWS)
-    v_codes = pointer(row, _V, V_TYPE, ROWS)
-    master_scale = pointer(row, _MASTER_SCALE, tl.float32, "any")
-    grad_block_scale = pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
-    m_scale = pointer(row, _M_SCALE, tl.float32, "any")
-    v_scale = pointer(row, _V_SCALE, tl.float32, "any")
+    weight = tile_io.pointer(row, _WEIGHT, WEIGHT_TYPE, ROWS)
+    master = tile_io.pointer(row, _MASTER, MASTER_TYPE, ROWS)
+    grad = tile_io.pointer(row, _GRAD, GRAD_TYPE, ROWS)
+    m_codes = tile_io.pointer(row, _M, M_TYPE, ROWS)
+    v_codes = tile_io.pointer(row, _V, V_TYPE, ROWS)
+    master_scale = tile_io.pointer(row, _MASTER_SCALE, tl.float32, "any")
+    grad_block_scale = tile_io.pointer(row, _GRAD_BLOCK_SCALE, tl.float32, "any")
+    m_scale = tile_io.pointer(row, _M_SCALE, tl.float32, "any")
+    v_scale = tile_io.pointer(row, _V_SCALE, tl.float32, "any")
     first = (program - tl.load(row + _FIRST).to(tl.int32)) * BLOCKS
-    block, inside, offset, mask, packed, packed_mask = places(row, first, ROWS, BLOCKS)
+    block, inside, offset, mask, packed, packed_mask = tile_io.places(row, first, ROWS, BLOCKS)
 
     # The weight is loaded first and stored last: the default kernel then takes 72 registers, and 14 programs fit an
     # SM of an H200. In any other order it takes 80, 12 fit, and it is 3 to 8 % slower.
-    w = load_master(weight, master, master_scale, offset, mask, MASTER, OTHER)
+    w = tile_io.load_master(weight, master, master_scale, offset, mask, MASTER, OTHER)
     g = tl.load(grad + offset, mask=mask, other=OTHER)
     if tl.uint8 == GRAD_TYPE:
         scale = tl.load(grad_block_scale + block, mask=inside, other=OTHER) * grad_mul
-        g = decode_blocks(g, scale, "e4m3")
+        g = state_codecs.decode_blocks(g, scale, "e4m3")
     else:
         g = g.to(tl.float32) * grad_mul
     if COUPLED:
@@ -118,7 +101,9 @@ def _step_kernel(
         place = tl.arange(0, 128)[None, :] & 15
         phase = tl.load(hyper + 12).to(tl.uint32, bitcast=True)
         random = (
-            noise(offset - place, tl.load(hyper + 11)) + phase + place.to(tl.uint32) * NEIGHBOUR
+            state_codecs.noise(offset - place, tl.load(hyper + 11))
+            + phase
+            + place.to(tl.uint32) * NEIGHBOUR
         )
 
     new_m = g
@@ -126,15 +111,15 @@ def _step_kernel(
     if M == "":
         u = g
     else:
-        m = load_moment(
+        m = tile_io.load_moment(
             m_codes, m_scale, block, inside, offset, mask, packed, packed_mask, M, OTHER, BLOCKS
         )
         if ALGORITHM == "lion":
             u = beta1 * m + gain * g
             u = tl.where(u > 0, 1.0, tl.where(u < 0, -1.0, u))
-            new_m = weighted_sum(beta2, m, one_minus_beta2, g, FAST)
+            new_m = state_codecs.weighted_sum(beta2, m, one_minus_beta2, g, FAST)
         else:
-            new_m = weighted_sum(beta1, m, gain, g, FAST)
+            new_m = state_codecs.weighted_sum(beta1, m, gain, g, FAST)
             if ALGORITHM == "sgd":
                 u = new_m
             elif ALGORITHM == "nesterov":
@@ -142,14 +127,14 @@ def _step_kernel(
             elif ALGORITHM == "muon":
                 u = beta2 * new_m + one_minus_beta2 * g
             else:
-                v = load_moment(
+                v = tile_io.load_moment(
                     v_codes, v_scale, block, inside, offset, mask, packed, packed_mask, V, OTHER, BLOCKS
                 )  # fmt: skip
                 if ROOTED:
                     v = v * v
-                v = weighted_sum(beta2, v, one_minus_beta2, g * g, FAST)
-                v_root = root(v, FAST)
-                u = quotient(new_m, v_root * inv_sqrt_bc2 + eps, FAST)
+                v = state_codecs.weighted_sum(beta2, v, one_minus_beta2, g * g, FAST)
+                v_root = state_codecs.root(v, FAST)
+                u = state_codecs.quotient(new_m, v_root * inv_sqrt_bc2 + eps, FAST)
                 new_v = v_root if ROOTED else v
     w = u if ALGORITHM == "muon" else w * decay - step_size * u
 
@@ -159,30 +144,30 @@ def _step_kernel(
     amax = amax_ptr + tensor * 4
     if PASS == 1:
         if M == "tensor":
-            offer_maximum(amax, new_m, mask)
+            tile_io.offer_maximum(amax, new_m, mask)
         if V == "tensor":
-            offer_maximum(amax + 1, new_v, mask)
+            tile_io.offer_maximum(amax + 1, new_v, mask)
         if MASTER == "tensor":
-            offer_maximum(amax + 2, w, mask)
+            tile_io.offer_maximum(amax + 2, w, mask)
     else:
         new_scale = 0.0
         if M != "":
             if M == "tensor":
-                new_scale = power_of_two_scale(tl.load(amax), E4M3_MAX)
-            store_moment(
+                new_scale = state_codecs.power_of_two_scale(tl.load(amax), state_codecs.E4M3_MAX)
+            tile_io.store_moment(
                 m_codes, m_scale, new_m, block, inside, offset, mask, packed, packed_mask,
                 random, new_scale, M, FAST, BLOCKS,
             )  # fmt: skip
         if V != "":
             if V == "tensor":
-                new_scale = power_of_two_scale(tl.load(amax + 1), FLOAT16_MAX)
-            store_moment(
+                new_scale = state_codecs.power_of_two_scale(tl.load(amax + 1), FLOAT16_MAX)
+            tile_io.store_moment(
                 v_codes, v_scale, new_v, block, inside, offset, mask, packed, packed_mask,
                 random, new_scale, V, FAST, BLOCKS,
             )  # fmt: skip
         if MASTER == "tensor":
-            new_scale = power_of_two_scale(tl.load(amax + 2), FLOAT16_MAX)
-        store_master(weight, master, w, offset, mask, random, new_scale, MASTER)
+            new_scale = state_codecs.power_of_two_scale(tl.load(amax + 2), FLOAT16_MAX)
+        tile_io.store_master(weight, master, w, offset, mask, random, new_scale, MASTER)
 
 
 @triton.jit
@@ -195,14 +180,14 @@ def _scales_kernel(
     amax = amax_ptr + tensor * 4
     apply = tl.load(hyper_ptr + tensor * 16 + 4) > 0
     if M:
-        scale = power_of_two_scale(tl.load(amax), E4M3_MAX)
-        tl.store(pointer(row, _M_SCALE, tl.float32, "any"), scale, mask=apply)
+        scale = state_codecs.power_of_two_scale(tl.load(amax), state_codecs.E4M3_MAX)
+        tl.store(tile_io.pointer(row, _M_SCALE, tl.float32, "any"), scale, mask=apply)
     if V:
-        scale = power_of_two_scale(tl.load(amax + 1), FLOAT16_MAX)
-        tl.store(pointer(row, _V_SCALE, tl.float32, "any"), scale, mask=apply)
+        scale = state_codecs.power_of_two_scale(tl.load(amax + 1), FLOAT16_MAX)
+        tl.store(tile_io.pointer(row, _V_SCALE, tl.float32, "any"), scale, mask=apply)
     if MASTER:
-        scale = power_of_two_scale(tl.load(amax + 2), FLOAT16_MAX)
-        tl.store(pointer(row, _MASTER_SCALE, tl.float32, "any"), scale, mask=apply)
+        scale = state_codecs.power_of_two_scale(tl.load(amax + 2), FLOAT16_MAX)
+        tl.store(tile_io.pointer(row, _MASTER_SCALE, tl.float32, "any"), scale, mask=apply)
     tl.store(amax + tl.arange(0, 4), 0)
 
 

@@ -14,20 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import state_codecs
 from .fp8 import bits_of_magnitude, round_to, store_rounded
 from .pointer_table import COLUMN
-from .state_codecs import (
-    cut,
-    decode_blocks,
-    dither,
-    encode_state,
-    join,
-    noise_of_v,
-    pack_codes,
-    split,
-    unpack_codes,
-    values_of,
-)
 
 _BLOCKS, _PER_ROW, _COLS = (tl.constexpr(COLUMN[n]) for n in ("blocks", "blocks_per_row", "cols"))
 
@@ -70,7 +59,7 @@ def places(row, first, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER: tl.constexpr):
     w = tl.load(weight + offset, mask=mask, other=OTHER)
     if MASTER == "split":
-        return join(w, tl.load(master + offset, mask=mask, other=OTHER))
+        return state_codecs.join(w, tl.load(master + offset, mask=mask, other=OTHER))
     elif MASTER == "dithered":
         return (w.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif MASTER == "dense" or MASTER == "tensor":
@@ -88,17 +77,17 @@ def load_master(weight, master, scale, offset, mask, MASTER: tl.constexpr, OTHER
 def store_master(weight, master, w, offset, mask, random, new_scale, MASTER: tl.constexpr):
     """Store a weight and its master."""
     if MASTER == "split":
-        high, low = split(w, random, master.dtype.element_ty == tl.int16)
+        high, low = state_codecs.split(w, random, master.dtype.element_ty == tl.int16)
         tl.store(weight + offset, high, mask=mask)
         tl.store(master + offset, low, mask=mask)
     elif MASTER == "dithered":
-        tl.store(weight + offset, dither(w, random >> 16), mask=mask)
+        tl.store(weight + offset, state_codecs.dither(w, random >> 16), mask=mask)
     else:
         if MASTER == "dense":
             tl.store(master + offset, w, mask=mask)
         elif MASTER == "tensor":
             y = tl.where(new_scale == new_scale, w * tl.div_rn(1.0, new_scale), 0.0)
-            code = cut(y, 0, 0x8000, 0x7FFF, random >> 19, "whole")
+            code = state_codecs.cut(y, 0, 0x8000, 0x7FFF, random >> 19, "whole")
             code = code.to(tl.int16).to(tl.float16, bitcast=True)
             tl.store(master + offset, code, mask=mask)
             w = code.to(tl.float32) * new_scale
@@ -113,7 +102,9 @@ def load_moment(
     if KIND == "ue3m1":
         byte = tl.load(codes + packed, mask=packed_mask, other=OTHER)
         block_scale = tl.load(scale + block, mask=inside, other=OTHER)
-        return decode_blocks(unpack_codes(byte, BLOCKS), block_scale, KIND)
+        return state_codecs.decode_blocks(
+            state_codecs.unpack_codes(byte, BLOCKS), block_scale, KIND
+        )
     else:
         x = tl.load(codes + offset, mask=mask, other=OTHER)
         if KIND == "dense":
@@ -121,9 +112,11 @@ def load_moment(
         elif KIND == "dithered":
             return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
         elif KIND != "tensor":
-            return decode_blocks(x, tl.load(scale + block, mask=inside, other=OTHER), KIND)
+            return state_codecs.decode_blocks(
+                x, tl.load(scale + block, mask=inside, other=OTHER), KIND
+            )
         elif codes.dtype.element_ty == tl.uint8:
-            return values_of(x, 7, 0x3F803F80) * (tl.load(scale) * 256.0)
+            return state_codecs.values_of(x, 7, 0x3F803F80) * (tl.load(scale) * 256.0)
         else:
             return x.to(tl.float32) * tl.load(scale)
 
@@ -138,21 +131,25 @@ def store_moment(
     if KIND == "dense":
         store_rounded(codes + offset, x, mask)
     elif KIND == "dithered":
-        tl.store(codes + offset, dither(x, noise_of_v(random, 16)), mask=mask)
+        tl.store(
+            codes + offset, state_codecs.dither(x, state_codecs.noise_of_v(random, 16)), mask=mask
+        )
     elif KIND == "tensor":
         y = tl.where(new_scale == new_scale, x * tl.div_rn(1.0, new_scale), 0.0)
         if tl.uint8 == TYPE:
-            code = cut(y * 2.0**-8, 7, 0x80, 0x7E, random, "half")
+            code = state_codecs.cut(y * 2.0**-8, 7, 0x80, 0x7E, random, "half")
             tl.store(codes + offset, code.to(tl.uint8), mask=mask)
         else:  # float16: a second moment, which never becomes zero
             y = tl.where(x > 0, tl.maximum(y, 2.0**-24), y)
-            code = cut(y, 0, 0, 0x7FFF, noise_of_v(random, 13), "whole").to(tl.int16)
+            code = state_codecs.cut(
+                y, 0, 0, 0x7FFF, state_codecs.noise_of_v(random, 13), "whole"
+            ).to(tl.int16)
             tl.store(codes + offset, code.to(TYPE, bitcast=True), mask=mask)
     else:
-        code, block_scale = encode_state(x, random, KIND, FAST, True)
+        code, block_scale = state_codecs.encode_state(x, random, KIND, FAST, True)
         tl.store(scale + block, block_scale, mask=inside)
         if KIND == "ue3m1":
-            tl.store(codes + packed, pack_codes(code, BLOCKS), mask=packed_mask)
+            tl.store(codes + packed, state_codecs.pack_codes(code, BLOCKS), mask=packed_mask)
         else:
             tl.store(codes + offset, code, mask=mask)
 

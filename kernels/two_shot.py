@@ -42,14 +42,7 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK
 
-from .fp8 import (
-    INTERPRETED,
-    casts_in_hardware,
-    decode_e4m3,
-    element_offsets,
-    encode_blocks,
-    store_rounded,
-)
+from . import fp8
 from .launch import Launcher
 from .reference.wire import Layout, share_and_rest
 from .wire import divide
@@ -94,7 +87,7 @@ def _load_stripe(
         offset, mask = _word_offsets(block, inside)
         x = tl.load(x_ptr.to(_INTS, bitcast=True) + offset, mask=mask, other=0)
     else:
-        offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
+        offset, mask = fp8.element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
         x = tl.load(x_ptr + offset, mask=mask, other=0)
     return x, scale
 
@@ -116,7 +109,7 @@ def _send(
         if CODES:
             code = x
         else:
-            code, scale = encode_blocks(x.to(tl.float32), 3, HARDWARE)
+            code, scale = fp8.encode_blocks(x.to(tl.float32), 3, HARDWARE)
         there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
         store_tile(there, 0, program, turn, rank, code, scale, CODES and EVEN, WORLD, BLOCKS)
         x, scale = next_x, next_scale
@@ -131,7 +124,7 @@ def _add_up(
     total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     for source in tl.static_range(WORLD):
         code, scale = load_tile(mine, 0, program, turn, source, False, WORLD, BLOCKS)
-        total += decode_e4m3(code, HARDWARE) * (scale * share)[:, None]
+        total += fp8.decode_e4m3(code, HARDWARE) * (scale * share)[:, None]
     return divide(total, rest, DIVIDE)
 
 
@@ -168,11 +161,13 @@ def _receive(
             offset, mask = _word_offsets(block, inside)
             tl.store(out_ptr.to(_INTS, bitcast=True) + offset, code, mask=mask)
         else:
-            offset, mask = element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
+            offset, mask = fp8.element_offsets(block, inside, blocks_per_row, cols, EVEN, FLAT)
             if CODES:
                 tl.store(out_ptr + offset, code, mask=mask)
             else:
-                store_rounded(out_ptr + offset, decode_e4m3(code, HARDWARE) * scale[:, None], mask)
+                fp8.store_rounded(
+                    out_ptr + offset, fp8.decode_e4m3(code, HARDWARE) * scale[:, None], mask
+                )
         code, scale = next_code, next_scale
 
 
@@ -208,9 +203,9 @@ def _two_shot_kernel(
             at = within[:, None] * 128 + tl.arange(0, 128)[None, :]
             if SCATTER:
                 total = tl.where(late != 0, float("nan"), total)
-                store_rounded(out_ptr + at, total, at < cols)
+                fp8.store_rounded(out_ptr + at, total, at < cols)
             else:
-                code, scale = encode_blocks(total, 3, HARDWARE)
+                code, scale = fp8.encode_blocks(total, 3, HARDWARE)
                 if late == 0:
                     _store_sum(peers_ptr, program, turn - 1, rank, code, scale, WORLD, BLOCKS)
         if (step < rounds) & (late == 0):
@@ -260,7 +255,7 @@ def add_up(
     It is an all-reduce, or a reduce-scatter.
     """
     rounds, grid, sizes, even, flat = _geometry(layout, space.programs)
-    wait = min(int(timeout * (1e6 if INTERPRETED.value else 1e9)), 2**62)
+    wait = min(int(timeout * (1e6 if fp8.INTERPRETED.value else 1e9)), 2**62)
     filled = [x if t is None else t for t in (x, x_scales, out, out_scales)]
     flags = (x_scales is not None, out_scales is not None)
     share, rest = share_and_rest(layout.world, divisor)
@@ -268,5 +263,5 @@ def add_up(
         grid,
         *filled, space.peers, space.steps, space.missing,
         space.rank, rounds, call, share, rest, *sizes, wait,
-        layout.world, scatter, *flags, rest != 1, casts_in_hardware(x.device), even, flat, BLOCKS,
+        layout.world, scatter, *flags, rest != 1, fp8.casts_in_hardware(x.device), even, flat, BLOCKS,
     )  # fmt: skip

@@ -8,7 +8,8 @@ DeepSpeed is not imported.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,10 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: for a file that cannot be read or holds something else, or a section that is no object.
     """
+    # what DeepSpeed reads them with, which takes comments, where it is installed
+    reader = import_module("hjson" if find_spec("hjson") else "json")
     try:
-        config = _parse(path.read_text(encoding="utf-8"))
+        config = reader.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
     if not isinstance(config, dict) or not config.keys() & KEYS:
@@ -91,18 +94,6 @@ def read_config(path: Path) -> dict[str, Any]:
         if value is not None and not isinstance(value, dict):
             raise ConfigError(f'"{key}": {json.dumps(value)} in {path} must be an object.')
     return config
-
-
-def _parse(text: str) -> Any:
-    """Return what a text is as JSON, or else to hjson, DeepSpeed's own reader, where that is installed."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        with suppress(ImportError, ValueError):
-            import hjson
-
-            return hjson.loads(text)
-        raise
 
 
 def draw(data: dict[str, Any]) -> Lines:

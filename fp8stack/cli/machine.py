@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.torch_version import TorchVersion
 
 from fp8stack.capability import cudnn_folders, cudnn_remedy
 from fp8stack.kernels.ops import kernel_backend
@@ -106,19 +107,11 @@ def _of_the_gpu() -> Iterator[Problem]:
 
 def _of_versions(versions: dict[str, str]) -> Iterator[Problem]:
     """Compare with what fp8stack's own metadata asks for."""
-    least: dict[str, tuple[int, ...]] = {}
     for line in metadata.requires("fp8stack") or [] if "fp8stack" in versions else []:
         needed = re.match(r"([\w.-]+)>=([\d.]+)", line)
-        if needed and not re.search(r'extra == "(test|lint|dev)"', line):
-            name, version = needed.group(1).lower(), _numbers(needed.group(2))
-            least[name] = max(least.get(name, ()), version)
-    for name, version in least.items():
-        if name in versions and _numbers(versions[name]) < version:
-            wanted = ".".join(map(str, version))
+        name, least = needed.groups() if needed else ("", "0")
+        of_users = not re.search(r'extra == "(test|lint|dev)"', line)
+        if of_users and TorchVersion(versions.get(name.lower(), least)) < least:
             severity = "error" if name == "torch" else "warning"
-            what = f"{name} {versions[name]} is older than fp8stack works with ({wanted})"
-            yield Problem(severity, what, f'pip install "{name}>={wanted}"')
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+            what = f"{name} {versions[name.lower()]} is older than fp8stack works with ({least})"
+            yield Problem(severity, what, f'pip install "{name}>={least}"')

@@ -44,7 +44,7 @@ from fp8stack.tensor import is_sharded
 
 from . import block_call
 from .casts import Products, in_backward
-from .mixin import Fused, fuse_modules, has_hooks
+from .mixin import Fused, has_hooks, mixed_class
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
@@ -77,12 +77,13 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
     unknown = [p for p in patterns if not any(fnmatchcase(name, p) for name in blocks)]
     if unknown:
         raise ModelError(f"skip={unknown} matches none of the blocks {[*blocks][:3]}, ...")
-    skipped = {b for name, b in blocks.items() if any(fnmatchcase(name, p) for p in patterns)}
-    fuse_modules(model, Graphed, set(blocks.values()).__contains__, skipped)
     graphs = BlockGraphs()
     for name, block in blocks.items():
-        if isinstance(block, Graphed):
-            block.block_graphs, block.graph_name = graphs, name
+        if "forward" in vars(block):
+            graphs.reasons[name] = "something has put a forward of its own on it"
+        elif not any(fnmatchcase(name, p) for p in patterns):
+            block.__class__ = mixed_class(Graphed, type(block))
+            vars(block).update(block_graphs=graphs, graph_name=name)
             _launch_together(block, True)
     return graphs
 

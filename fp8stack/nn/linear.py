@@ -31,17 +31,8 @@ from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.delayed_state import STATES
 from fp8stack.tensor import is_sharded
 
+from . import casts
 from .bf16_storage import stored_linear
-from .casts import (
-    FORMATS,
-    Options,
-    Products,
-    cast_gradient,
-    cast_input,
-    cast_weight,
-    runs,
-    weight_for_backward,
-)
 from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
@@ -50,7 +41,7 @@ _FUSED_BIAS = (torch.bfloat16, torch.float16)
 class Fp8Linear(nn.Linear):
     """An `nn.Linear` that multiplies in FP8. Not constructed: `convert.py` changes the class of a Linear to it."""
 
-    products: Products
+    products: casts.Products
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
@@ -83,7 +74,7 @@ class Bf16Linear(nn.Linear):
 
 
 def fp8_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, products: Products, train: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: casts.Products, train: bool
 ) -> Tensor:
     """Return x @ weight.T + bias [..., out], multiplied in FP8, in the dtype of x or autocast's.
 
@@ -93,8 +84,8 @@ def fp8_matmul(
     check_input(x, weight.shape[0 if products.turned else 1], products.layer)
     dtype = output_dtype(x)
     grad = torch.is_grad_enabled()
-    x8 = cast_input(x, products, train, grad and weight.requires_grad)
-    w8 = cast_weight(weight, products, train, grad and x.requires_grad, x8.codes.shape[0])
+    x8 = casts.cast_input(x, products, train, grad and weight.requires_grad)
+    w8 = casts.cast_weight(weight, products, train, grad and x.requires_grad, x8.codes.shape[0])
     probe = products.probe if train and not torch.compiler.is_compiling() else None
     if probe is not None:
         probe("x", x, x8.scale, products.formats.x)
@@ -129,7 +120,7 @@ class _Fp8Matmul(torch.autograd.Function):
         w_scale: Tensor,
         w_codes_t: Tensor,  # [in, out], or empty: backward casts the weight again
         w_scale_t: Tensor | None,  # None: w_scale
-        options: Options,
+        options: casts.Options,
     ) -> Tensor:  # [..., out]
         ctx.options, dtype = options, options.dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
@@ -179,15 +170,15 @@ _TWICE = (
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
-    (need_x, need_w, need_b), learn = runs(ctx, 3)
-    options: Options = ctx.options
+    (need_x, need_w, need_b), learn = casts.runs(ctx, 3)
+    options: casts.Options = ctx.options
     dx = dw = db = None
     if need_x or need_w:
-        g = cast_gradient(grad, options, need_x, need_w, learn)
+        g = casts.cast_gradient(grad, options, need_x, need_w, learn)
         if options.probe is not None:
-            options.probe("g", grad, g.scale, FORMATS[options.formats].g)
+            options.probe("g", grad, g.scale, casts.FORMATS[options.formats].g)
     if need_x:
-        w_codes, w_scale = weight_for_backward(weight, w_codes, w_scale, options)
+        w_codes, w_scale = casts.weight_for_backward(weight, w_codes, w_scale, options)
         squares = options.fp8_recipe == "blockwise"
         dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=squares)
         dx = crop(dx, ctx.x_shape)

@@ -31,25 +31,7 @@ from fp8stack.kernels.reference.activation import ACTIVATIONS
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.delayed_state import STATES
 
-from .casts import (
-    FORMATS,
-    Options,
-    cast_gradient,
-    cast_input,
-    cast_weight,
-    in_backward,
-    runs,
-    weight_for_backward,
-)
-from .linear import (
-    Fp8Linear,
-    backward_once,
-    bias_gradient,
-    check_input,
-    crop,
-    output_dtype,
-    product,
-)
+from . import casts, linear
 from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
 from .rmsnorm import fuse_norms
 from .select import least_rows_of_mlp, pays
@@ -70,12 +52,12 @@ def fuse(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
 
     Returns their names. `fp8stack.restore` undoes it.
     """
-    if not any(isinstance(module, Fp8Linear) for module in model.modules()):
+    if not any(isinstance(module, linear.Fp8Linear) for module in model.modules()):
         return []
     blocks = fuse_modules(model, FusedMLP, _formula_of, skipped)
     for module in map(model.get_submodule, blocks):
         formula: Formula = vars(module)[TESTED]
-        layers: list[Fp8Linear] = [getattr(module, name) for name in formula.layers]
+        layers: list[linear.Fp8Linear] = [getattr(module, name) for name in formula.layers]
         if all(layer.products.least_rows is not None for layer in layers):
             least = least_rows_of_mlp([layer.weight.shape for layer in layers])
             for layer in layers:
@@ -99,21 +81,19 @@ class FusedMLP(Fused):
             named
             or len(given) != 1
             or not _can_join(layers)
-            or not all(_pays(given[0], m) for m in layers)
+            or not all(
+                pays(given[0], p.least_rows, p.graphed) for p in (m.products for m in layers)
+            )
         ):
             result: Tensor = self.plain_forward(*given, **named)
             return result
         return _mlp(given[0], layers, formula.activation)
 
 
-def _pays(x: Tensor, layer: Fp8Linear) -> bool:
-    return pays(x, layer.products.least_rows, layer.products.graphed)
-
-
 def _can_join(layers: list[Any]) -> bool:
     """Is there nothing to the layers but products, made alike, and biases, of all or of none?"""
     return bool(layers) and all(
-        type(layer) is Fp8Linear
+        type(layer) is linear.Fp8Linear
         and (layer.bias is None) is (layers[0].bias is None)
         and layer.training is layers[0].training
         and layer.products.name == layers[0].products.name
@@ -132,7 +112,7 @@ def _formula_of(module: nn.Module) -> Formula | None:
     Its own forward is run on small layers with random weights in the place of its own, which may be zero.
     """
     children = dict(module.named_children())
-    named = {name: m for name, m in children.items() if isinstance(m, Fp8Linear)}
+    named = {name: m for name, m in children.items() if isinstance(m, linear.Fp8Linear)}
     layers = [*named.values()]
     owned = {id(p) for p in module.parameters()}
     alone = owned == {id(p) for layer in layers for p in layer.parameters()}
@@ -153,7 +133,7 @@ def _formula_of(module: nn.Module) -> Formula | None:
     return None
 
 
-def _activation_of(module: nn.Module, layers: list[Fp8Linear], biased: bool) -> str:
+def _activation_of(module: nn.Module, layers: list[linear.Fp8Linear], biased: bool) -> str:
     """Return the activation with which the module computes the formula of its layers in this order, if there is one."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
@@ -178,20 +158,21 @@ class _Settings(NamedTuple):
     activation: str
     biased: bool
     h_scaling: tuple[list[int], bool, bool]  # of, update, again of `ops.activation_cast`
-    options: tuple[Options, ...]  # of gate, up and down
+    options: tuple[casts.Options, ...]  # of gate, up and down
 
 
-def _mlp(x: Tensor, layers: list[Fp8Linear], activation: str) -> Tensor:
+def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
     first = layers[0]
-    check_input(x, first.weight.shape[1], first.products.layer)
+    linear.check_input(x, first.weight.shape[1], first.products.layer)
     train = first.training
     grad = torch.is_grad_enabled()
-    dtype = output_dtype(x)
-    x8 = cast_input(x, first.products, train, grad)
-    casts: list[Tensor] = []
+    dtype = linear.output_dtype(x)
+    x8 = casts.cast_input(x, first.products, train, grad)
+    operands: list[Tensor] = []
     for layer in layers:
-        casts += cast_weight(layer.weight, layer.products, train, grad, x8.codes.shape[0])[:3]
-    again = train and in_backward()
+        w8 = casts.cast_weight(layer.weight, layer.products, train, grad, x8.codes.shape[0])
+        operands += w8[:3]
+    again = train and casts.in_backward()
     state = layers[-1].products.x_state
     h_scaling = ([] if state is None else [state.handle], train and not again, again)
     weights = [layer.weight for layer in layers]
@@ -199,7 +180,7 @@ def _mlp(x: Tensor, layers: list[Fp8Linear], activation: str) -> Tensor:
     biases = [layer.bias.to(dtype) for layer in layers if layer.bias is not None]
     options = tuple(layer.products.options(train, dtype) for layer in layers)
     settings = _Settings(activation, bool(biases), h_scaling, options)
-    result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *casts, settings)
+    result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
     return result
 
 
@@ -219,29 +200,33 @@ class _MLP(torch.autograd.Function):
         activation, biased, h_scaling, options = settings
         count = len(options)
         weights, biases = given[:count], given[count : 2 * count] if biased else [None] * count
-        x_codes, x_scale, x_codes_t, *casts = given[count * (1 + biased) :]
-        codes, scales = casts[::3], casts[1::3]
+        x_codes, x_scale, x_codes_t, *operands = given[count * (1 + biased) :]
+        codes, scales = operands[::3], operands[1::3]
         rows, dtype = x.numel() // max(x.shape[-1], 1), options[0].dtype
         inputs = []
         for i, weight in enumerate(weights[:-1]):
             fast = options[i].fast
-            y = product(x_codes, x_scale, codes[i], scales[i], dtype, fast, biases[i])
+            y = linear.product(x_codes, x_scale, codes[i], scales[i], dtype, fast, biases[i])
             # Rows of padding have the bias, too, and it may be the largest of all.
-            inputs.append(crop(y, (rows, weight.shape[0])) if biased else y)
+            inputs.append(linear.crop(y, (rows, weight.shape[0])) if biased else y)
         gate, up = inputs[0], inputs[1] if count == 3 else None
         h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
-        y = product(h_codes, h_scale, codes[-1], scales[-1], dtype, options[-1].fast, biases[-1])
+        y = linear.product(
+            h_codes, h_scale, codes[-1], scales[-1], dtype, options[-1].fast, biases[-1]
+        )
         ctx.settings, ctx.x_shape, ctx.x_dtype = settings, x.shape, x.dtype
         ctx.unused = len(given) - count * (1 + biased) + 1
         if h_scaling[0] and not torch.compiler.is_compiling():
             # Backward may outlive the layers.
             ctx.g_states = [STATES[each.g_state] for each in options]
-        ctx.save_for_backward(x_codes_t, x_scale, h_scale, *inputs, *weights, *casts[2::3], *scales)
-        return crop(y, (*x.shape[:-1], weights[-1].shape[0]))
+        ctx.save_for_backward(
+            x_codes_t, x_scale, h_scale, *inputs, *weights, *operands[2::3], *scales
+        )
+        return linear.crop(y, (*x.shape[:-1], weights[-1].shape[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return backward_once(_backward, ctx, grad)
+        return linear.backward_once(_backward, ctx, grad)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,34 +235,34 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, h_scale, *saved = ctx.saved_tensors
     inputs, saved = saved[: count - 1], saved[count - 1 :]
     weights, codes, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
-    (need_x, *need), learn = runs(ctx, 1 + count)
+    (need_x, *need), learn = casts.runs(ctx, 1 + count)
     need_b = ctx.needs_input_grad[1 + count : 1 + 2 * count] if biased else [False] * count
     gradients: list[Tensor | None] = [None] * (count * (1 + biased))
-    d = cast_gradient(grad, options[-1], True, need[-1], learn)
-    d_codes = weight_for_backward(weights[-1], codes[-1], scales[-1], options[-1])
-    dh = product(d.codes, d.scale, *d_codes, options[-1].dtype)
+    d = casts.cast_gradient(grad, options[-1], True, need[-1], learn)
+    d_codes = casts.weight_for_backward(weights[-1], codes[-1], scales[-1], options[-1])
+    dh = linear.product(d.codes, d.scale, *d_codes, options[-1].dtype)
     gate, up = inputs[0], inputs[1] if count == 3 else None
     states = [each.g_state for each in options[:-1] if each.g_state >= 0]
     found = ops.activation_backward_cast(
-        crop(dh, gate.shape), gate, up, h_scale, activation, FORMATS[options[0].formats].g, states,
+        linear.crop(dh, gate.shape), gate, up, h_scale, activation, casts.FORMATS[options[0].formats].g, states,
         learn and options[0].train, any(need_b),
     )  # fmt: skip
     h_t, *sums = found[3 * count - 3 :]
     if need[-1]:
-        dw = product(d.codes_t, d.scale, h_t, h_scale, weights[-1].dtype)
-        gradients[count - 1] = crop(dw, weights[-1].shape)
+        dw = linear.product(d.codes_t, d.scale, h_t, h_scale, weights[-1].dtype)
+        gradients[count - 1] = linear.crop(dw, weights[-1].shape)
     dx = None
     for i, weight in enumerate(weights[:-1]):
         g_codes, g_codes_t, g_scale = found[3 * i : 3 * i + 3]
         if need_x:
-            w_codes = weight_for_backward(weight, codes[i], scales[i], options[i])
-            part = product(g_codes, g_scale, *w_codes, ctx.x_dtype)
+            w_codes = casts.weight_for_backward(weight, codes[i], scales[i], options[i])
+            part = linear.product(g_codes, g_scale, *w_codes, ctx.x_dtype)
             dx = part if dx is None else dx + part
         if need[i]:
-            dw = product(g_codes_t, g_scale, x_codes_t, x_scale, weight.dtype)
-            gradients[i] = crop(dw, weight.shape)
+            dw = linear.product(g_codes_t, g_scale, x_codes_t, x_scale, weight.dtype)
+            gradients[i] = linear.crop(dw, weight.shape)
         if need_b[i]:
             gradients[count + i] = sums[i].to(options[i].dtype)
     if need_b[-1]:
-        gradients[-1] = bias_gradient(grad, options[-1].dtype)
-    return None if dx is None else crop(dx, ctx.x_shape), *gradients, *(None,) * ctx.unused
+        gradients[-1] = linear.bias_gradient(grad, options[-1].dtype)
+    return None if dx is None else linear.crop(dx, ctx.x_shape), *gradients, *(None,) * ctx.unused

@@ -8,8 +8,9 @@ bit; the norm itself is computed in float32 and rounded once, where modules that
 `fuse_norms` takes a module by what it computes: its own forward, run on a random weight, has to give the numbers of the
 formula, for inputs so small that eps counts too and under autocast, and results of its input's dtype. The weight of the
 formula is the module's, or 1 + that, in float32, as in Gemma. A norm that subtracts the mean, goes over other
-dimensions than the last or reads more than its input is left as it is. Under torch.compile, under autocast for inputs in 16 bits, for inputs of another dtype than the weight, and
-for tensors that are not torch's own, a fused norm runs its own class's forward. Second derivatives are torch's.
+dimensions than the last or reads more than its input is left as it is. Under torch.compile, under autocast for inputs
+in 16 bits, for inputs of another dtype than the weight, and for tensors that are not torch's own, a fused norm runs its
+own class's forward. Second derivatives are torch's.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ _apply: Any = super(torch.autograd.Function, _RMSNorm).apply
 
 
 def _offset_of(module: nn.Module) -> float | None:
-    """Return 0 or 1 if the module computes the formula of its input and that plus its one parameter, and nothing else."""
+    """Return 0 or 1 if the module computes the formula of its input and that plus its one parameter alone."""
     cls, eps = type(module), _eps_of(module)
     owned = {name: p for name, p in module._parameters.items() if p is not None}
     weight: Any = owned.get("weight")

@@ -121,7 +121,9 @@ class LinearReplacer:
         Raises:
             ModelError: for a model that cannot be converted, or is already.
         """
-        FsdpReplacer.replace(model, src_rank, group)
+        to_gpu(model)
+        share_weights(model, src_rank, group)
+        fp8stack.initialize(model, None, "O0", skip=fp32_linears(model))
         if group is not None:
             GROUPS[model] = group
         weights: dict[nn.Parameter, str] = {}
@@ -131,17 +133,6 @@ class LinearReplacer:
                 weights[weight] = name
         GradientHandle().attach(weights, weights)
         return model
-
-
-class FsdpReplacer:
-    """FP8 layers for a model that `FP8FullyShardedDataParallel` shards afterwards."""
-
-    @staticmethod
-    def replace(model: nn.Module, src_rank: int = 0, group: Any = None) -> nn.Module:
-        """Let Linear layers multiply in FP8; return the same model. `src_rank` and `group` as of `LinearReplacer`."""
-        to_gpu(model)
-        share_weights(model, src_rank, group)
-        return fp8stack.initialize(model, None, "O0", skip=fp32_linears(model))[0]
 
 
 def fp32_linears(model: nn.Module) -> list[str]:

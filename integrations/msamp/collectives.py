@@ -6,19 +6,15 @@ out too small. Here sums are float32 and get scales of their own: nothing satura
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack import comm
-from fp8stack.errors import ConfigError
 from fp8stack.tensor import BlockScaledTensor, inner_tensors, is_sharded
 
 GROUPS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
@@ -57,35 +53,3 @@ def all_reduce_grads(model: nn.Module) -> None:
         else:
             dist.all_reduce(gradient, group=group)
             gradient.div_(dist.get_world_size(group))
-
-
-def FP8FullyShardedDataParallel(
-    module: nn.Module,
-    *,
-    use_orig_params: bool = True,
-    auto_wrap_policy: Callable[..., bool] | None = None,
-    mesh: Any = None,
-) -> nn.Module:
-    """Shard what `FsdpReplacer.replace` returned with torch's `fully_shard`, FP8 on the wire; return the same model.
-
-    Its parameters are DTensors then: make the optimizer (`FSDPAdam`) from them afterwards. Gradients can be
-    accumulated, which MS-AMP's could not.
-
-    Args:
-        use_orig_params: True, as in MS-AMP.
-        auto_wrap_policy: which modules are gathered on their own: a callable of FSDP1's kind, such as
-            functools.partial(size_based_auto_wrap_policy, min_num_params=20000).
-        mesh: FSDP2's; by default all ranks.
-
-    Raises:
-        ConfigError: for use_orig_params=False, or a policy that cannot be called.
-    """
-    policy = auto_wrap_policy or (lambda **_: False)
-    if not (use_orig_params and callable(policy)):
-        what = f"use_orig_params={use_orig_params}, auto_wrap_policy={auto_wrap_policy!r}"
-        raise ConfigError(f"{what}: use True, as FP8 weights stay apart, and a callable policy.")
-    _recursive_wrap(module, policy, fully_shard, set(), set(), only_wrap_children=True, mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    comm.register_fp8_all_gather(module)
-    comm.register_fp8_reduce_scatter(module)
-    return module

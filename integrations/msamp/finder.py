@@ -22,9 +22,8 @@ from fp8stack.errors import ConfigError
 from fp8stack.integrations.deepspeed import Handle
 
 from . import deepspeed
-from .api import FsdpReplacer, LinearReplacer, initialize, opt_levels
-from .collectives import FP8FullyShardedDataParallel
-from .optimizers import DSAdam, FSDPAdam, LBAdam, LBAdamW, clip_grad_norm_
+from .api import LinearReplacer, initialize, opt_levels
+from .optimizers import DSAdam, LBAdam, LBAdamW, clip_grad_norm_
 
 VERSION = "0.4.0"
 """The version of MS-AMP whose names these are."""
@@ -32,9 +31,8 @@ VERSION = "0.4.0"
 _OPTIMIZERS = (DSAdam, LBAdam, LBAdamW)
 NAMES: dict[str, tuple[Any, ...]] = {
     "msamp": (initialize, LinearReplacer, clip_grad_norm_, *_OPTIMIZERS),
-    "msamp.fsdp": (FP8FullyShardedDataParallel, FsdpReplacer),
     "msamp.nn": (LinearReplacer, clip_grad_norm_),
-    "msamp.optim": (FSDPAdam, *_OPTIMIZERS),
+    "msamp.optim": _OPTIMIZERS,
     "msamp.te": (),  # imported for its effects, which were patches of TransformerEngine
 }
 """MS-AMP's modules, packages first, and what is in them; `msamp.deepspeed` is the file beside this one."""

@@ -99,15 +99,6 @@ class DSAdam(LBAdam):
         super().__init__(params, **options)
 
 
-class FSDPAdam(LBAdam):
-    """`LBAdam` for parameters of `FP8FullyShardedDataParallel`: one scale a tensor needs all of it, blocks do not."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if self.states == "fp8-lm":
-            self.states = "8bit"
-
-
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:

@@ -164,7 +164,7 @@ def channels_first(norm, _, x):
 
 
 OTHERS = {
-    "one plus the weight": lambda n, own, x: x * root(n, x) * (1 + n.weight),
+    "two plus the weight": lambda n, own, x: x * root(n, x) * (2 + n.weight),
     "the mean subtracted": lambda n, own, x: own(x - x.mean(-1, keepdim=True)),
     "another eps": lambda n, own, x: F.rms_norm(x, n.weight.shape, n.weight, 2 * n.variance_epsilon),
     "eps outside of the root": lambda n, own, x: n.weight * x / (x.pow(2).mean(-1, True).sqrt() + n.variance_epsilon),
