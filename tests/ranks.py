@@ -31,7 +31,11 @@ IMPORTED = [
     "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
     "helpers", "fp8stack.checkpoint", "fp8stack.comm", "fp8stack.kernels.step",
 ]  # fmt: skip
-DEEPSPEED = "deepspeed.runtime.zero.muon.muon_optimizer"  # which has torch import its compiler
+FRAMEWORKS = {  # and what ranks import of those that tests of this session have imported to see that they are there
+    "deepspeed": "deepspeed.runtime.zero.muon.muon_optimizer",  # which has torch import its compiler
+    "transformers": "transformers.trainer",
+    "lightning": "lightning.pytorch",
+}
 ENVIRONMENT = dict(os.environ)  # that of the session, before any test changes it
 
 
@@ -220,8 +224,8 @@ def _start_server():
     """Start the server unless it runs. Not every Python hands it the path: PYTHONPATH does."""
     now = dict(os.environ)
     _set_environment({**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)})
-    # DeepSpeed where this session has tests of it, which import it to see that it is there
-    forkserver.set_forkserver_preload(IMPORTED + [DEEPSPEED] * ("deepspeed" in sys.modules))
+    more = [part for name, part in FRAMEWORKS.items() if name in sys.modules]
+    forkserver.set_forkserver_preload(IMPORTED + more)
     try:
         forkserver.ensure_running()
     finally:
