@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import corpus
 import demo
 import pytest
 from gpt import ModelConfig
 from record import find_deviations
+from workers_scripts import run_script
 
 TINY = ModelConfig(dim=32, layers=1, heads=2, kv_heads=1, ffn=64, seq_len=32)
 
@@ -24,6 +26,10 @@ def data(tmp_path_factory):
 
 
 def test_demo_writes_table_sample_records_and_report(data, tmp_path, monkeypatch, capsys):
+    def fork(command, check):  # of a process that has imported torch
+        return SimpleNamespace(returncode=0, stdout=run_script(command[1:], tmp_path / "log", 0))
+
+    monkeypatch.setattr(demo, "subprocess", SimpleNamespace(run=fork))
     model = ModelConfig(dim=128, layers=2, heads=4, kv_heads=2, ffn=256)
     monkeypatch.setitem(demo.SIZES, "demo", demo.Settings(model=model))
     given = ["--device", "cpu", "--levels", "O2", "baseline", "--steps", "3", "--batch", "1"]
