@@ -94,7 +94,7 @@ def test_what_is_not_finite_or_has_no_scale_is_as_in_a_cast(bad, previous, devic
 @OCP
 @pytest.mark.parametrize("amax", [1.0, 0.0, NAN, INF], ids=str)
 def test_an_exact_recast_is_a_cast_whatever_the_scale(fmt, amax, kernel_device):
-    x = torch.randn(70, 140) * min(amax, 1.0)
+    x = torch.randn(70, 40) * min(amax, 1.0)  # two tiles
     x[3, 5] = amax
     expected = reference_cast.cast(x, fmt)
     for factor in (1.0, 1.01, 0.5, 0.0, NAN, INF):
@@ -104,7 +104,7 @@ def test_an_exact_recast_is_a_cast_whatever_the_scale(fmt, amax, kernel_device):
             assert_same_bits(results, expected)
 
 
-@pytest.mark.parametrize("shape", [(20, 40), (70, 140)], ids=["one tile", "several"])
+@pytest.mark.parametrize("shape", [(20, 40), (70, 40)], ids=["one tile", "several"])
 def test_the_scale_is_written_for_the_next_cast_where_that_is_wanted(shape, kernel_device):
     x = torch.randn(shape)
     own = own_scale(x, E4M3)
