@@ -115,7 +115,8 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     ),
     optimizer_step: (["--steps", "2"], ["fp8stack", "torch fused fp32", "torch fused bf16"]),
     optimizer_stress: (
-        ["--size", "64", "--steps", "20"],
+        # a case of every kind and scale
+        ["--size", "64", "--steps", "20", "--cases", "wide", "sparse", "1e-12", "zero*", "silent"],
         [f"fp8stack {states}" for states in ("8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32")],
     ),
     real_models: (["--steps", "1"], ["bf16", "O2"]),
@@ -129,7 +130,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
         ["bf16 eager", "bf16 compile", "native current", "native O1"],
     ),
     wire_parity: (
-        ["--steps", "12", "--batch", "4", "--seeds", "0", "--jobs", "2"],
+        ["--steps", "12", "--batch", "2", "--seeds", "0", "--jobs", "2"],
         [wire_parity.BASE, "hook", "DataParallel"],
     ),
 }
