@@ -31,11 +31,10 @@ IMPORTED = [
     "pytest", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "torch._dynamo", "triton",
     "helpers", "fp8stack.checkpoint", "fp8stack.comm", "fp8stack.kernels.step",
 ]  # fmt: skip
-FRAMEWORKS = {  # and what ranks import of those that tests of this session have imported to see that they are there
-    "deepspeed": "deepspeed.runtime.zero.muon.muon_optimizer",  # which has torch import its compiler
-    "transformers": "transformers.trainer",
-    "lightning": "lightning.pytorch",
-}
+# And what ranks import of those that this session has tests of, which import them to see that they are there.
+# DeepSpeed's Muon has torch import its compiler.
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+FRAMEWORKS = [MUON, "transformers.trainer", "lightning.pytorch"]
 ENVIRONMENT = dict(os.environ)  # that of the session, before any test changes it
 
 
@@ -224,7 +223,7 @@ def _start_server():
     """Start the server unless it runs. Not every Python hands it the path: PYTHONPATH does."""
     now = dict(os.environ)
     _set_environment({**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)})
-    more = [part for name, part in FRAMEWORKS.items() if name in sys.modules]
+    more = [name for name in FRAMEWORKS if name.partition(".")[0] in sys.modules]
     forkserver.set_forkserver_preload(IMPORTED + more)
     try:
         forkserver.ensure_running()
