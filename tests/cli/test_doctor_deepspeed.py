@@ -127,7 +127,6 @@ BF16 = '{"bf16": {"enabled": true}}'
         ('{"train_batch_size": ' + "[" * 100_000, [], "cannot be read as JSON: maximum recursion depth"),
         ('{"train_batch_size": ' + "9" * 5000 + "}", [], "cannot be read as JSON: Exceeds the limit"),
         ('{"optimizer": {"type": "AdamW", "params": {"lr": -1}}}', [], "Invalid learning rate: -1."),
-        ('{"optimizer": {"type": "AdamW", "params": {"lr": -1}}}', [], "Invalid learning rate: -1."),
         ('{"optimizer": {"type": "AdamW", "params": {"betas": [2, 0.9]}}}', [], "AdamW at O2: Invalid beta"),
         ('{"optimizer": {"type": "AdamW", "params": {"weight_decay": -1}}}', [], "Invalid weight_decay value: -1."),
         ('{"optimizer": {"type": "AdamW", "params": {"lr": ' + "9" * 400 + "}}}", [], "int too large to convert"),

@@ -103,9 +103,9 @@ def test_a_job_is_requeued_when_its_time_is_up_and_after_a_preemption(submit, pa
     assert submit(path.name, status=again, **other) == ["requeue", "123456"]
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGUSR1, 2), (signal.SIGTERM, 1)])
-def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path, flags, number, ranks):
-    run = ["--standalone", "--nproc-per-node", str(ranks), "examples/train_gpt.py", *flags]
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path, flags, number):
+    run = ["--standalone", "--nproc-per-node", "2", "examples/train_gpt.py", *flags]
     run += ["--steps", "200", "--eval-freq", "0", "--checkpoint-freq", "500"]
     node, root = str(FOLDER / "node.sh"), FOLDER.parents[1]
     environment, pipe = {**os.environ, "PATH": PATH}, subprocess.PIPE
@@ -118,7 +118,7 @@ def test_a_node_hands_signals_to_its_ranks_and_has_their_status(tmp_path, flags,
     steps = [line for line in read(path.parents[1] / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, inspect(path).step + 1))  # once
     assert len(steps) < 200
-    assert ranks == 1 or all(line["comm/bytes"] > 0 for line in steps)
+    assert all(line["comm/bytes"] > 0 for line in steps)
 
 
 def test_a_sweep_covers_every_level_at_every_rate(submit):
