@@ -15,7 +15,8 @@ Each variant has a process of its own, which is stopped after `--limit` seconds.
 variant, since the speed of a host changes from process to process and with time by more than variants differ: `× bf16`
 is the median of the ratios of neighbouring turns.
 
-`ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
+With `--micro-batches` a step adds up the gradients of the batch several times; all but the last backward count as
+forward in the host's parts. `ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
 feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts;
 `bf16 host` is bf16's in the same process. `GiB` is the peak of a step, which torch does not count for graphs. `FP8` is
 the share of the elements of matrices, embeddings apart, that multiply in FP8. `compile s` is how much longer than a
@@ -266,6 +267,7 @@ class Contender:
 
     def __init__(self, variant: Variant, name: str, options: argparse.Namespace) -> None:
         self.cuda, real = options.device == "cuda", MODELS[name]
+        self.micro_batches = options.micro_batches
         others = torch.cuda.memory_allocated() if self.cuda else 0
         torch.manual_seed(0)
         with torch.device(options.device):
@@ -303,6 +305,10 @@ class Contender:
     def step(self) -> Tensor:
         """Take a step; note the host's clock, and return the loss."""
         mark = [time.perf_counter()]
+        for _ in range(self.micro_batches - 1):
+            with self.scope():
+                earlier = self.model(**self.batch).loss
+            earlier.backward()
         with self.scope():
             loss: Tensor = self.model(**self.batch).loss
         mark.append(time.perf_counter())
@@ -429,7 +435,9 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
         ]
         cells += [n["peak_gib"], 100 * n["fp8_share"], n["compile_s"], n["loss"]]
         table.add_row(variant, *("-" if c is None else f"{c:,.2f}" for c in cells))
-        params = {"model": name, "batch": real.batch, "tokens": real.tokens}
+        params = {"model": name, "batch": real.batch, "tokens": real.tokens * options.micro_batches}
+        if options.micro_batches > 1:
+            params["model"] += f", {options.micro_batches} micro-batches"
         rest = {k: v for k, v in n.items() if k != "step_ms"}
         records.append({
             "name": "real_models", "variant": variant, "params": params, "metric": "step",
@@ -446,6 +454,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds that a variant may take"
+    )
+    add = parser.add_argument
+    add(
+        "--micro-batches",
+        type=int,
+        default=1,
+        help="batches whose gradients are added up in a step",
     )
     every = [name for name in MODELS if name != "tiny"]
     return read_choices(parser, arguments, MODELS, VARIANTS, lambda _: every)

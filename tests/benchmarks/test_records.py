@@ -211,7 +211,7 @@ def test_transformers_models_train(name, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setitem(real_models.MODELS, name, real_models.MODELS[name].shrunk())
     monkeypatch.setattr(real_models, "TURNS", 1)
-    options = SimpleNamespace(device="cpu", steps=1)
+    options = SimpleNamespace(device="cpu", steps=1, micro_batches=1 + (name == "tiny"))
     base, o2 = (
         real_models.measure(real_models.Variant(*v), name, options) for v in (["bf16"], ["O2"] * 2)
     )
@@ -223,7 +223,7 @@ def test_transformers_models_train(name, monkeypatch):
 
 
 def test_a_variant_that_takes_too_long_is_stopped_and_named():
-    options = SimpleNamespace(device="cpu", steps=1, limit=0.01)
+    options = SimpleNamespace(device="cpu", steps=1, limit=0.01, micro_batches=1)
     found = real_models.apart(real_models.Variant("bf16"), "tiny", options)
     assert found == {"note": "not ready after 0.01 s"}
 
