@@ -16,7 +16,9 @@ variant, since the speed of a host changes from process to process and with time
 is the median of the ratios of neighbouring turns.
 
 With `--micro-batches` a step adds up the gradients of the batch several times; all but the last backward count as
-forward in the host's parts. `ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
+forward in the host's parts.
+
+`ms` is the median of device events around steps queued one behind the other, so a step that the host is too slow to
 feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts;
 `bf16 host` is bf16's in the same process. `GiB` is the peak of a step, which torch does not count for graphs. `FP8` is
 the share of the elements of matrices, embeddings apart, that multiply in FP8. `compile s` is how much longer than a
