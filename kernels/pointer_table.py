@@ -73,6 +73,7 @@ def upload(values: array[int] | array[float], device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host.clone()
     # CUDA copies up to 64 KiB out of any memory before it returns. Pinned memory takes longer to get: until transfers
-    # are over, each needs more of it, and that stops the host for as long as a hundred launches.
-    small = host.nbytes <= 64 * 2**10
-    return (host if small else host.pin_memory()).to(device, non_blocking=True)
+    # are over, each needs more of it, and that stops the host for as long as a hundred launches. In a captured graph
+    # each replay would read memory that is gone; there pinning raises.
+    now = host.nbytes <= 64 * 2**10 and not torch.cuda.is_current_stream_capturing()
+    return (host if now else host.pin_memory()).to(device, non_blocking=True)
