@@ -40,11 +40,9 @@ from .select import least_rows_of_mlp, pays
 class Formula(NamedTuple):
     """What a block was found to compute."""
 
-    children: dict[str, nn.Module]  # its submodules at that time
-    layers: tuple[
-        str, ...
-    ]  # the names of gate, up and down, or of up and down: the activation is of the first
-    activation: str
+    children: dict[str, nn.Module | None]  # its submodules at that time
+    layers: tuple[str, ...]  # the names of gate, up and down, or of up and down
+    activation: str  # of the first one
 
 
 def fuse(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
@@ -71,23 +69,18 @@ class FusedMLP(Fused):
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return the block's output of the one argument x: [..., features] -> [..., features]."""
         formula: Formula = vars(self)[TESTED]
-        # An activation or a layer that was replaced since, or has a hook, is called.
+        # What was replaced or added since, or has a hook, is called.
         inner = self._modules
-        same = all(
-            inner.get(name) is m and not has_hooks(m) for name, m in formula.children.items()
+        same = inner == formula.children and not any(
+            has_hooks(m) for m in inner.values() if m is not None
         )
         layers: list[Any] = [inner[name] for name in formula.layers] if same else []
-        if (
-            named
-            or len(given) != 1
-            or not _can_join(layers)
-            or not all(
-                pays(given[0], p.least_rows, p.graphed) for p in (m.products for m in layers)
-            )
-        ):
-            result: Tensor = self.plain_forward(*given, **named)
-            return result
-        return _mlp(given[0], layers, formula.activation)
+        joined = len(given) == 1 and not named and _can_join(layers)
+        products = [layer.products for layer in layers]
+        if joined and all(pays(given[0], each.least_rows, each.graphed) for each in products):
+            return _mlp(given[0], layers, formula.activation)
+        result: Tensor = self.plain_forward(*given, **named)
+        return result
 
 
 def _can_join(layers: list[Any]) -> bool:
@@ -111,17 +104,16 @@ def _formula_of(module: nn.Module) -> Formula | None:
 
     Its own forward is run on small layers with random weights in the place of its own, which may be zero.
     """
-    children = dict(module.named_children())
-    named = {name: m for name, m in children.items() if isinstance(m, linear.Fp8Linear)}
+    named = {name: m for name, m in module._modules.items() if isinstance(m, linear.Fp8Linear)}
     layers = [*named.values()]
+    if len(layers) not in (2, 3) or next(module.buffers(), None) is not None:
+        return None
     owned = {id(p) for p in module.parameters()}
     alone = owned == {id(p) for layer in layers for p in layer.parameters()}
-    if len(layers) not in (2, 3) or not alone or next(module.buffers(), None) is not None:
-        return None
     biased = layers[0].bias is not None
     sizes = {size for layer in layers for size in layer.weight.shape}
     odd = biased and any(size % ALIGNMENT for size in sizes)
-    if odd or not _can_join(layers) or any(map(has_hooks, [*module.modules()][1:])):
+    if odd or not alone or not _can_join(layers) or any(map(has_hooks, [*module.modules()][1:])):
         return None
     for names in permutations(named):
         *first, down = (named[name] for name in names)
@@ -129,7 +121,7 @@ def _formula_of(module: nn.Module) -> Formula | None:
         if all(layer.weight.shape == (shape[1], first[0].weight.shape[1]) for layer in first):
             activation = _activation_of(module, [*first, down], biased)
             if activation:
-                return Formula(children, names, activation)
+                return Formula({**module._modules}, names, activation)
     return None
 
 

@@ -403,6 +403,13 @@ def test_initialize_fuses_what_is_not_skipped_and_can_be_tested():
     fp8stack.restore(model)
 
 
+def test_a_layer_that_is_added_to_a_fused_sequence_is_called(device):
+    model = native(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), device)
+    assert fuse(model) == [""]
+    model.append(nn.Hardtanh(-1e-3, 1e-3))
+    assert model(torch.randn(16, 32, device=device)).abs().max() <= 1e-3
+
+
 @pytest.mark.parametrize("change", ["hook before", "hook", "replaced", "forward"])
 def test_hooks_and_changes_inside_a_block_count(change):
     called = []
