@@ -58,6 +58,18 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def refused_in_a_line(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    """Return the one line with which the program `fp8stack` refuses its arguments; it prints nothing else."""
+    from fp8stack.__main__ import main
+
+    with pytest.raises(SystemExit) as raised:
+        main(list(map(str, arguments)))
+    assert raised.value.code == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    return error
+
+
 def bits(x: Tensor) -> Tensor:
     """Return the bytes of `x` on the CPU, as a flat uint8 tensor. NaNs are made one: their payload is the device's."""
     x = x.detach().cpu().contiguous().reshape(-1)

@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import refused_in_a_line
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -94,15 +95,6 @@ def converted(capsys, path, to, out):
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, *arguments):
-    with pytest.raises(SystemExit) as raised:
-        main(list(map(str, arguments)))
-    assert raised.value.code == 2
-    out, error = capsys.readouterr()
-    assert (out, error.count("\n")) == ("", 1)
-    return error
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_inspect_reads_level_step_and_formats(name, saved, capsys):
     level, _, moments, masters = VARIANTS[name]
@@ -171,11 +163,11 @@ def test_two_state_dicts_of_torch_save_are_read(level, masters, tmp_path, capsys
         for changed in (model.embed.weight.detach().float(), torch.zeros(3).bfloat16()):
             copy = {**both, "model": {**both["model"], "embed.weight": changed}}
             torch.save(copy, tmp_path / "run.pt")
-            message = refused(capsys, "convert", tmp_path / "run.pt", "--to", "bf16")
+            message = refused_in_a_line(capsys, "convert", tmp_path / "run.pt", "--to", "bf16")
             assert "holds bits of a weight 'embed.weight'" in message
         del both["optimizer"]["fp8stack"]["names"]
         torch.save(both, tmp_path / "run.pt")
-        message = refused(capsys, "convert", tmp_path / "run.pt", "--to", "bf16")
+        message = refused_in_a_line(capsys, "convert", tmp_path / "run.pt", "--to", "bf16")
         assert "holds bits of a weight '" in message
         assert not (tmp_path / "run_bf16.pt").exists()
 
@@ -235,19 +227,19 @@ def test_the_default_name_is_beside_the_checkpoint(saved, tmp_path, capsys):
 )  # fmt: skip
 def test_what_is_no_model_with_its_optimizer_is_refused(contents, tmp_path, capsys):
     torch.save(contents, tmp_path / "run.pt")
-    message = refused(capsys, "convert", tmp_path / "run.pt", "--to", "fp32")
+    message = refused_in_a_line(capsys, "convert", tmp_path / "run.pt", "--to", "fp32")
     assert "run.pt is no checkpoint of a model and its optimizer" in message
     assert "torch.load(weights_only=True) or safetensors.safe_open" in message
 
 
 def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
     (tmp_path / "half.pt").write_bytes((saved[0] / "O2.pt").read_bytes()[:4000])
-    message = refused(capsys, "inspect", tmp_path / "half.pt")
+    message = refused_in_a_line(capsys, "inspect", tmp_path / "half.pt")
     assert "half.pt cannot be read: it is truncated" in message
     torch.save(Tied(), tmp_path / "model.pt")
-    message = refused(capsys, "inspect", tmp_path / "model.pt")
+    message = refused_in_a_line(capsys, "inspect", tmp_path / "model.pt")
     assert re.search(r"it holds a \S*Tied", message)
-    assert f"{tmp_path} cannot be read as" in refused(capsys, "inspect", tmp_path)
+    assert f"{tmp_path} cannot be read as" in refused_in_a_line(capsys, "inspect", tmp_path)
     shutil.copytree(saved[0] / "dcp", tmp_path / "dcp")
     (shard,) = (tmp_path / "dcp").glob("*.distcp")
     for path, contents in (
@@ -255,7 +247,7 @@ def test_damaged_checkpoints_are_named(saved, tmp_path, capsys):
         (tmp_path / "dcp" / ".metadata", b"\x80"),
     ):
         path.write_bytes(contents)
-        assert "dcp cannot be read as" in refused(capsys, "inspect", tmp_path / "dcp")
+        assert "dcp cannot be read as" in refused_in_a_line(capsys, "inspect", tmp_path / "dcp")
 
 
 def test_files_that_are_no_checkpoints_are_a_line(tmp_path):
@@ -277,14 +269,14 @@ def test_what_is_there_stays_where_nothing_can_be_written(saved, tmp_path, capsy
     options = ("convert", source, "--to", "fp32", "--out")
     for out in ("file/w.pt", "none/w.pt", "O2.pt", ".", "pipe"):
         told = "must be a file in a folder that is there, and not the checkpoint itself"
-        assert told in refused(capsys, *options, tmp_path / out)
-    assert "/proc/w.pt cannot be written" in refused(capsys, *options, "/proc/w.pt")
+        assert told in refused_in_a_line(capsys, *options, tmp_path / out)
+    assert "/proc/w.pt cannot be written" in refused_in_a_line(capsys, *options, "/proc/w.pt")
     safe = ("convert", source, "--to", "safetensors", "--out", tmp_path / "w.pt")
-    assert "its name must end in .safetensors" in refused(capsys, *safe)
+    assert "its name must end in .safetensors" in refused_in_a_line(capsys, *safe)
     long = tmp_path / ("x" * 300)  # a refusal of the system that no user escapes by being root
     told = f"{long} cannot be used: File name too long."
-    assert told in refused(capsys, "inspect", long)
-    assert "invalid choice: 'fp16'" in refused(capsys, "convert", source, "--to", "fp16")
+    assert told in refused_in_a_line(capsys, "inspect", long)
+    assert "invalid choice: 'fp16'" in refused_in_a_line(capsys, "convert", source, "--to", "fp16")
     assert source.read_bytes() == (saved[0] / "O2.pt").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["O2.pt", "file", "pipe"]
 
