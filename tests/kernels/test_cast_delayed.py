@@ -38,6 +38,15 @@ def clean(x):
     return torch.where(x.abs() < 2.0**-126, 0, x) if x.dtype is torch.bfloat16 else x
 
 
+def assert_casts_as_reference(x, here, fmt, states, update=True, again=False, what=""):
+    """Cast with both, the kernels what is `here`; compare codes, scales and the states themselves."""
+    ours, theirs = states
+    results = triton.cast_delayed(here, fmt, ours.handle, update, again)
+    assert_same_bits(results, reference.cast_delayed(x, fmt, theirs.handle, update, again), what)
+    if x.numel():
+        assert_same_bits(ours.tensor, theirs.tensor, f"state {what}")
+
+
 # --- what the history does
 
 
@@ -104,14 +113,10 @@ def test_a_state_is_found_by_its_handle_and_copies_begin_anew(device):
 @ALGORITHMS
 def test_a_history_goes_on_as_in_the_reference(fmt, margin, most_recent, kernel_device):
     """Codes, scales and the state itself after every cast; some update, some do not, some repeat the last scale."""
-    ours, theirs = DelayedState(3, margin, most_recent), DelayedState(3, margin, most_recent)
+    states = ours, _ = [DelayedState(3, margin, most_recent) for _ in range(2)]
     for i, x in enumerate(inputs((20, 120))):  # a tile
-        for update, again in ((i % 5 != 3, False), (False, True))[: 1 + (i % 3 == 0)]:
-            results = triton.cast_delayed(x.to(kernel_device), fmt, ours.handle, update, again)
-            expected = reference.cast_delayed(x, fmt, theirs.handle, update, again)
-            for n, (given, same) in enumerate(zip(results, expected, strict=True)):
-                assert_same_bits(given, same, f"cast {i}, result {n}")
-            assert_same_bits(ours.tensor, theirs.tensor, f"state after cast {i}")
+        for how in ((i % 5 != 3, False), (False, True))[: 1 + (i % 3 == 0)]:
+            assert_casts_as_reference(x, x.to(kernel_device), fmt, states, *how, f"cast {i}")
             assert ours.parts_on(ours.tensor.device).eq(0).all()
 
 
@@ -121,30 +126,24 @@ SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 130), (2, 3, 40), (0, 4), 
 @every_two(2, fmt=(E4M3, E5M2), dtype=DTYPES.values(), shape=SHAPES)
 def test_matrices_cast_as_in_the_reference(fmt, dtype, shape, kernel_device, rough):
     """Values of all exponents saturate, vanish, and are not finite."""
-    ours, theirs = DelayedState(5), DelayedState(5)
+    states = DelayedState(5), DelayedState(5)
     for factor in (1.0, 0.5, None, 1.0):
         if factor is None:
             x = clean(rough(shape, dtype, 6e4 if dtype is torch.float16 else 1e30))
         else:
             x = (torch.randn(shape) * factor).to(dtype)
-        results = triton.cast_delayed(x.to(kernel_device), fmt, ours.handle, True, False)
-        expected = reference.cast_delayed(x, fmt, theirs.handle, True, False)
-        assert_same_bits(results, expected)
-        if x.numel():
-            assert_same_bits(ours.tensor, theirs.tensor)
+        assert_casts_as_reference(x, x.to(kernel_device), fmt, states)
 
 
 def test_views_cast_as_in_the_reference(kernel_device):
     base = torch.randn(40 * 130 + 4)
-    ours, theirs = DelayedState(5), DelayedState(5)
+    states = DelayedState(5), DelayedState(5)
     for i in range(6):
         x = base[i % 3 : i % 3 + 40 * 130].view(40, 130)
         on_device = base.to(kernel_device)[i % 3 : i % 3 + 40 * 130].view(40, 130)
         if i > 3:
             x, on_device = x.t(), on_device.t()
-        results = triton.cast_delayed(on_device, E4M3, ours.handle, True, False)
-        assert_same_bits(results, reference.cast_delayed(x, E4M3, theirs.handle, True, False))
-        assert_same_bits(ours.tensor, theirs.tensor)
+        assert_casts_as_reference(x, on_device, E4M3, states)
 
 
 def test_an_operand_that_is_zero_while_its_state_is_young_loses_one_cast_only(kernel_device):
@@ -165,10 +164,8 @@ def test_an_operand_that_is_zero_while_its_state_is_young_loses_one_cast_only(ke
 @OCP
 @pytest.mark.parametrize("shape", [(4096, 4096), (4096, 4100), (70001, 129)], ids=str)
 def test_large_matrices_cast_as_in_the_reference(fmt, shape):
-    ours, theirs = DelayedState(1024, 1), DelayedState(1024, 1)
+    states = DelayedState(1024, 1), DelayedState(1024, 1)
     for factor in (1, 3, 0.1):
         x = (torch.randn(shape) * factor).bfloat16()
         x[-1, -1] = 100 * factor
-        results = triton.cast_delayed(x.cuda(), fmt, ours.handle, True, False)
-        assert_same_bits(results, reference.cast_delayed(x, fmt, theirs.handle, True, False))
-        assert_same_bits(ours.tensor, theirs.tensor)
+        assert_casts_as_reference(x, x.cuda(), fmt, states)
