@@ -5,12 +5,11 @@ what a real one may overwrite unusable.
 """
 
 import copy
-import io
 import warnings
 
 import pytest
 import torch
-from layers import captured
+from layers import captured, through_save
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -97,10 +96,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embeds, runs the blocks, and returns a loss."""
 
-    def __init__(self, depth=3):
+    def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.shift = nn.Parameter(torch.zeros(FEATURES))
         self.left_out, self.hidden = (), []
 
@@ -116,9 +115,9 @@ class Model(nn.Module):
         return self.head(x).float().square().mean() + rest.float().mean()
 
 
-def build(device, depth=3, level=None, **options):
+def build(device, level=None, kind=Model, **options):
     torch.manual_seed(0)
-    model = Model(depth).to(device)
+    model = kind().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if level:
         model, optimizer = fp8stack.initialize(model, optimizer, level, **options)
@@ -155,9 +154,13 @@ def same(first, second):
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def trained_alike(device, *runs, depth=3, level=None, graphed=None):
-    """Train an eager model and a graphed one by the same calls; return the latter after checking that they agree."""
-    (eager, plain), (model, optimizer) = build(device, depth, level), build(device, depth, level)
+def trained_alike(device, *runs, before=lambda model: None, **options):
+    """Train an eager model and a graphed one by the same calls; return the latter after checking that they agree.
+
+    before: what is done to both, before one of them is graphed.
+    """
+    (eager, plain), (model, optimizer) = (build(device, **options) for _ in "ab")
+    before(eager), before(model)
     graphs = graph(model)
     for run in runs:
         if callable(run):
@@ -170,22 +173,17 @@ def trained_alike(device, *runs, depth=3, level=None, graphed=None):
     return model, graphs
 
 
+BLOCKWISE = {"compute": "native", "fp8_recipe": "blockwise"}
+
+
 @pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("level", [None, "O0", "O1", "O2"])
-def test_steps_are_those_of_eager_mode(level, micro, device, replays):
+@pytest.mark.parametrize(
+    ("level", "options"), [(None, {}), ("O0", {}), ("O1", {}), ("O2", {}), ("O2", BLOCKWISE)]
+)
+def test_steps_are_those_of_eager_mode(level, options, micro, device, replays):
     """With dropout, autocast, clipping and accumulation, from the first step on; the third forward is replayed."""
-    trained_alike(device, {"steps": 6, "micro": micro}, level=level)
+    trained_alike(device, {"steps": 6, "micro": micro}, level=level, **options)
     assert replays == [0, 1, 2] * (6 * micro - 2)
-
-
-def test_block_scales(device, replays):
-    (eager, plain), (model, optimizer) = (
-        build(device, level="O2", compute="native", fp8_recipe="blockwise") for _ in "ab"
-    )
-    graph(model)
-    assert train(model, optimizer, 5, device) == train(eager, plain, 5, device)
-    assert same(eager, model)
-    assert replays
 
 
 def test_two_forwards_before_their_backwards(device, replays):
@@ -239,6 +237,16 @@ def test_a_block_that_is_left_out_now_and_then(device, replays):
     assert replays == [0, 1, 2, 0, 0, 1, 2]
 
 
+def of_class(cls, *numbers):
+    """Return a function that makes these blocks of a model, or all, those of another class."""
+
+    def change(model):
+        for number in numbers or range(3):
+            model.blocks[number].__class__ = cls
+
+    return change
+
+
 class Summing(Block):
     """Its gradient is one tensor for both arguments; an output of it may be unused."""
 
@@ -260,19 +268,8 @@ class Supervised(Model):
 
 def test_outputs_that_others_read_or_nobody(device, replays):
     """A gradient that is one memory for two arguments is not written to twice; an unused output gives no gradients."""
-    runs = []
-    for graphed in (False, True):
-        torch.manual_seed(0)
-        model = Supervised().to(device)
-        for block in model.blocks:
-            block.__class__ = Summing
-        if graphed:
-            graph(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        runs.append((train(model, optimizer, 5, device), model))
-    assert runs[0][0] == runs[1][0]
-    assert same(runs[0][1], runs[1][1])
-    assert runs[1][1].blocks[2].norm.weight.grad is None
+    model, _ = trained_alike(device, {"steps": 5}, before=of_class(Summing), kind=Supervised)
+    assert model.blocks[2].norm.weight.grad is None
     assert replays == [0, 1, 2] * 3
 
 
@@ -335,16 +332,9 @@ class Recomputed(Block):
 def test_blocks_that_are_recomputed_run_in_eager_mode(reentrant, device, replays, monkeypatch):
     """So no more of their activations are kept than was asked for. Reentrant ones run without gradients at first."""
     monkeypatch.setattr(Recomputed, "reentrant", reentrant)
-    runs = [build(device), build(device)]
-    for model, _ in runs:
-        for block in model.blocks:
-            block.__class__ = Recomputed
-    (eager, plain), (model, optimizer) = runs
-    graphs = graph(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        assert train(model, optimizer, 4, device) == train(eager, plain, 4, device)
-    assert same(eager, model)
+        _, graphs = trained_alike(device, {"steps": 4}, before=of_class(Recomputed))
     assert not replays
     names = [f"blocks.{i}" for i in range(3) if not reentrant]
     assert [*graphs.reasons] == names
@@ -403,20 +393,15 @@ def test_a_block_that_is_never_captured(cause, reason, device, replays):
         if cause == "hook":
             model.blocks[1].up.register_forward_hook(lambda *_: None)
         elif cause == "attribute":
-            model.blocks[1].__class__ = Keeping
+            of_class(Keeping, 1)(model)
         else:
-            model.blocks[1].__class__ = Caching
+            of_class(Caching, 1)(model)
             model.blocks[1].register_forward_pre_hook(
                 lambda _, args, named: (args, named | {"scale": Cache()}), with_kwargs=True
             )
 
-    (eager, plain), (model, optimizer) = build(device), build(device)
-    change(eager)
-    change(model)
-    graphs = graph(model)
     with pytest.warns(Fp8StackWarning, match=rf"blocks.1 gets no CUDA graph: .*{reason}"):
-        assert train(model, optimizer, 4, device) == train(eager, plain, 4, device)
-    assert same(eager, model)
+        _, graphs = trained_alike(device, {"steps": 4}, before=change)
     assert replays == [0, 1] * 2
     assert [*graphs.reasons] == ["blocks.1"]
 
@@ -427,17 +412,9 @@ def test_a_block_that_waits_for_the_gpu_is_never_captured(replays):
         def forward(self, x, rest=None, *, factors, scale=1.0):
             return super().forward(x * (x.sum().item() > -1e9), rest, factors=factors, scale=scale)
 
-    runs = [build("cuda"), build("cuda")]
-    for model, _ in runs:
-        model.blocks[1].__class__ = Waiting
-    (eager, plain), (model, optimizer) = runs
-    graph(model)
-    with pytest.warns(
-        Fp8StackWarning,
-        match=r"blocks.1 gets no CUDA graph: it waits for the GPU \(test_block_graphs",
-    ):
-        assert train(model, optimizer, 4, "cuda") == train(eager, plain, 4, "cuda")
-    assert same(eager, model)
+    told = r"blocks.1 gets no CUDA graph: it waits for the GPU \(test_block_graphs"
+    with pytest.warns(Fp8StackWarning, match=told):
+        trained_alike("cuda", {"steps": 4}, before=of_class(Waiting, 1))
     assert replays == [0, 1] * 2
 
 
@@ -485,11 +462,7 @@ def test_restore_and_copies(device, replays):
     train(model, optimizer, 3, device)
     model.hidden = []
     twin = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    for each in (twin, loaded):
+    for each in (twin, through_save(model)):
         replays.clear()
         train(each, torch.optim.SGD(each.parameters()), 3, device)
         assert replays == [0, 1, 2]
