@@ -164,6 +164,17 @@ class Bare(nn.Module):
         return x @ self.w[0] + x @ self.w[1].mT
 
 
+class Root(nn.Module):
+    """A layer, and a product by a parameter of the module's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.w = nn.Linear(64, 128), nn.Parameter(torch.randn(128, 64))
+
+    def forward(self, x):
+        return torch.relu(self.layer(x)) @ self.w
+
+
 MODULES = {
     "layer": lambda: [nn.Linear(32, 48)],
     "fused": lambda: [SwiGLU()],

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, through_file
 from layers import (
     COPIES,
     KINDS,
@@ -479,14 +479,12 @@ def test_the_layers_of_a_copy_share_what_they_know_among_themselves(how, device)
     assert theirs[0].last_weight is None  # whose scale may be on another device
 
 
-def test_an_activation_may_be_saved_and_copied(device, tmp_path):
+def test_an_activation_may_be_saved_and_copied(device):
     """The mark on it is in no file, and no codes are those of a copy."""
     layer = linear(device=device)
     x = torch.randn(16, 32, device=device, requires_grad=True) * 1
     layer(x)
-    torch.save(x, tmp_path / "x.pt")
-    loaded = torch.load(tmp_path / "x.pt", weights_only=True)
-    for other in (loaded, copy.copy(x), copy.deepcopy(x.detach())):
+    for other in (through_file(x), copy.copy(x), copy.deepcopy(x.detach())):
         other = other * 1 if other.is_leaf else other
         with torch.no_grad():
             other.mul_(3)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from helpers import assert_same_bits
-from layers import RECIPES, native, results
+from layers import RECIPES, Root, native, results
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize
@@ -14,18 +14,6 @@ import fp8stack
 from fp8stack.errors import Fp8StackWarning, ModelError, UnsupportedDeviceError
 from fp8stack.nn import Bf16Linear, StoredLinear
 from fp8stack.nn.convert import Conversion
-
-
-class Root(nn.Module):
-    """Multiplies by a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(64, 64))
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.layer(x) @ self.w
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from helpers import DTYPES, assert_same_bits
-from layers import RECIPE, SwiGLU, linear, native, record_sums, results, rounded
+from layers import RECIPE, SwiGLU, linear, make, native, record_sums, results, rounded
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional as F
@@ -20,12 +20,14 @@ from fp8stack.nn.mlp import fuse
 
 
 @pytest.mark.parametrize("fast", [None, False, True])
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_forward_products_alone_may_be_summed_fast(recipe, fast, monkeypatch):
-    layer = linear(fp8_recipe=recipe, fp8_fast_accum=fast)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "products"), [("layer", "current", 1), ("layer", "delayed", 1), ("fused", "current", 3)]
+)  # fmt: skip
+def test_forward_products_alone_may_be_summed_fast(kind, recipe, products, fast, monkeypatch):
+    model = make(kind, recipe=recipe, fp8_fast_accum=fast)
     told = record_sums(monkeypatch)
-    layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert told == [bool(fast), False, False]
+    results(model, torch.randn(16, 32))
+    assert told == products * [bool(fast)] + 2 * products * [False]
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from helpers import assert_same_bits, train
-from layers import COPIES, SwiGLU, begun, changed, fused, native, record_sums, results
+from layers import COPIES, SwiGLU, begun, changed, fused, native, results
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -254,14 +254,6 @@ def test_results_are_those_of_the_unfused_block_within_rounding(
         assert (value.double() - true).norm() < 0.12 * true.norm()
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_forward_products_alone_may_be_summed_fast(fast, monkeypatch):
-    block = fused(Block(), fp8_fast_accum=fast)
-    told = record_sums(monkeypatch)
-    results(block, torch.randn(16, 32))
-    assert told == [fast] * 3 + [False] * 6
-
-
 def states_of(block):
     """Return the states of a block's operands: x, the activation, and the gradients of the three layers' outputs."""
     gate, up, down = (getattr(block, name).products for name in block.names)
@@ -305,22 +297,17 @@ class Rememberer(Block):
         return {**self.__dict__, "names": None}
 
 
-def test_copies_take_what_the_class_says(device):
-    block = native(nn.Sequential(Rememberer()), device)[0]
-    assert fuse(block) == [""]
-    assert [copied(block).names for copied in COPIES.values()] == [None] * len(COPIES)
-    assert block.names == NAMES["hf"]
-
-
 class Plainly(Block):
     def __reduce__(self):
         return Block, ()
 
 
-def test_a_class_s_own_way_to_be_copied_is_taken(device):
-    block = native(nn.Sequential(Plainly()), device)[0]
-    assert fuse(block) == [""]
-    assert [type(copied(block)) for copied in COPIES.values()] == [Block] * len(COPIES)
+def test_copies_take_what_the_class_says_and_its_own_way_to_be_copied(device):
+    block, other = (fused(kind(), device)[0] for kind in (Rememberer, Plainly))
+    for copied in COPIES.values():
+        assert copied(block).names is None
+        assert type(copied(other)) is Block
+    assert block.names == NAMES["hf"]
 
 
 class Sized(Block):
@@ -396,8 +383,8 @@ def test_initialize_fuses_what_is_not_skipped_and_can_be_tested():
     assert started(SwiGLU())[1] == ["0", "1"]
     assert started(SwiGLU(), skip=["1"])[1] == ["0"]
     assert started(SwiGLU(), skip=["0"])[1] == []  # nothing is in FP8 then
-    block = Acting()
-    block.act_fn.lock = threading.Lock()  # no copy of it can be made
+    block = Block(act=nn.SiLU())
+    block.act.lock = threading.Lock()  # no copy of it can be made
     model, fused = started(block)
     assert fused == ["1"]
     fp8stack.restore(model)
@@ -413,31 +400,19 @@ def test_a_layer_that_is_added_to_a_fused_sequence_is_called(device):
 @pytest.mark.parametrize("change", ["hook before", "hook", "replaced", "forward"])
 def test_hooks_and_changes_inside_a_block_count(change):
     called = []
-    block = Acting()
+    block = Block(act=nn.SiLU())
     if change == "hook before":
-        block.act_fn.register_forward_hook(lambda *_: called.append(1))
+        block.act.register_forward_hook(lambda *_: called.append(1))
     model, fused = started(block)
     assert ("0" in fused) == (change != "hook before")
     if change == "hook":
-        block.act_fn.register_forward_hook(lambda *_: called.append(1))
+        block.act.register_forward_hook(lambda *_: called.append(1))
     elif change == "replaced":
-        block.act_fn = nn.Identity()
-        block.act_fn.forward = lambda x: called.append(1) or x
+        block.act = nn.Identity()
+        block.act.forward = lambda x: called.append(1) or x
     elif change == "forward":
         plain = block.gate_proj.forward
         block.gate_proj.forward = lambda x: called.append(1) or plain(x)
     called.clear()
     model(torch.randn(4, 32))
     assert called == [1]
-
-
-class Acting(nn.Module):
-    """A block whose activation is a module."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(32, 48, bias=False) for _ in range(2))
-        self.down_proj, self.act_fn = nn.Linear(48, 32, bias=False), nn.SiLU()
-
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))

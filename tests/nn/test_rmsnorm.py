@@ -139,11 +139,6 @@ def test_norms_are_found_by_their_class_and_by_what_they_compute(make, device):
     assert type(model[1]) is type(model[2][0]) is plain
 
 
-def test_transformers_own_norm_is_taken():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    assert fuse_norms(llama.LlamaRMSNorm(64)) == [""]
-
-
 class OtherRMSNorm(LlamaRMSNorm):
     """Computes something else; `function` gets the module, what a LlamaRMSNorm computes, and x."""
 
@@ -231,10 +226,12 @@ def test_other_modules_are_left_as_they_are(case):
     assert type(module) is cls
 
 
-def test_the_longest_rows_and_whatever_computes_the_same_are_taken():
+def test_the_longest_rows_transformers_own_and_whatever_computes_the_same_are_taken():
     assert fuse_norms(LlamaRMSNorm(MOST_COLS)) == [""]
     assert fuse_norms(OtherRMSNorm(lambda norm, own, x: own(x))) == [""]
     assert fuse_norms(T5LayerNorm(32)) == [""]
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    assert fuse_norms(llama.LlamaRMSNorm(64)) == [""]
 
 
 def test_looking_at_a_module_changes_neither_it_nor_random_numbers(device):
@@ -263,8 +260,7 @@ def test_looking_at_a_module_changes_neither_it_nor_random_numbers(device):
 def test_results_and_gradients_are_those_of_the_formula(make, dtype, shape, device):
     norm = fused(make(shape[-1]), device).to(dtype)
     x, gradient = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
-    exact = copy.deepcopy(norm)
-    unfuse(exact)
+    exact = changed(copy.deepcopy(norm), unfuse)
     close = torch.finfo(dtype).eps
     expected = results(exact.double(), x.double(), gradient.double())
     for value, true in zip(results(norm, x, gradient), expected, strict=True):
@@ -275,8 +271,7 @@ def test_results_and_gradients_are_those_of_the_formula(make, dtype, shape, devi
 
 
 def test_what_the_kernels_do_not_do_the_own_forward_does(norm, device, monkeypatch):
-    plain = copy.deepcopy(norm)
-    unfuse(plain)
+    plain = changed(copy.deepcopy(norm), unfuse)
     x = torch.randn(5, 32, device=device)
     seen, rmsnorm = [], ops.rmsnorm
     monkeypatch.setattr(ops, "rmsnorm", lambda *args: seen.append(1) or rmsnorm(*args))
@@ -309,8 +304,7 @@ def test_what_the_kernels_do_not_do_the_own_forward_does(norm, device, monkeypat
 def test_autocast_leaves_norms_of_float32_to_the_kernels(make, device, monkeypatch):
     """As the float32 residual stream and norms of a model are, whose Linear layers autocast casts."""
     norm = fused(make(32), device)
-    plain = copy.deepcopy(norm)
-    unfuse(plain)
+    plain = changed(copy.deepcopy(norm), unfuse)
     seen, rmsnorm = [], ops.rmsnorm
     monkeypatch.setattr(ops, "rmsnorm", lambda *args: seen.append(1) or rmsnorm(*args))
     x, gradient = torch.randn(2, 5, 32, device=device)
@@ -350,8 +344,7 @@ def test_saves_its_input_and_one_number_a_row(device):
 def test_second_derivatives_are_those_of_the_formula(make, frozen, loss, device):
     """As a gradient penalty wants them. The gradient of a sum is a constant, which needs none itself."""
     norm = fused(make(32), device).requires_grad_(not frozen)
-    exact = copy.deepcopy(norm).double()
-    unfuse(exact)
+    exact = changed(copy.deepcopy(norm).double(), unfuse)
     x = torch.randn(5, 32, device=device)
     given = []
     for module, leaf in ((norm, x.clone()), (exact, x.double())):
@@ -457,8 +450,7 @@ def test_the_note_is_gone_when_the_tensor_is(norm, device):
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_layers_of_other_recipes_do_without_the_note(recipe, device):
     model = layers(device, fp8_recipe=recipe)
-    plain = copy.deepcopy(model)
-    unfuse(plain)
+    plain = changed(copy.deepcopy(model), unfuse)
     x = torch.randn(3, 16, 32, device=device)
     for one, same in zip(results(model, x), results(plain, x), strict=True):
         assert (one - same).norm() <= 1e-2 * same.norm()

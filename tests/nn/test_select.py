@@ -157,16 +157,7 @@ def test_inputs_without_rows_are_refused_as_ever(by_size):
 
 
 def test_a_fused_block_is_run_layer_by_layer_where_one_of_them_is_not_in_fp8(by_size):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate_proj, self.up_proj = (nn.Linear(32, 64, bias=False) for _ in range(2))
-            self.down_proj = nn.Linear(64, 32, bias=False)
-
-        def forward(self, x):
-            return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-    model = nn.Sequential(Block())
+    model = nn.Sequential(SwiGLU(32, 64))
     fp8stack.initialize(model, None, "O0")
     inputs = [torch.randn(rows, 32, dtype=torch.bfloat16) for rows in (7, 8)]
     model.bfloat16()
