@@ -2,13 +2,13 @@
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 
 import pytest
 import torch
-from helpers import TinyLM, assert_same_bits, batch, build, train
+from helpers import TinyLM, assert_same_bits, batch, build, through_file, train
+from layers import COPIES
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -200,8 +200,7 @@ def test_an_optimizer_serves_one_model():
 
 
 def test_a_copied_optimizer_steps_its_own_model():
-    model = TinyLM()
-    optimizer = AdamW(model.parameters(), lr=0.1)
+    model, optimizer = build(optimizer=AdamW)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)  # patches step on the instance
     memo = {}
     other, copied = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
@@ -258,8 +257,7 @@ OTHERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_another_optimizer_over_weights_that_have_masters(make, dtype):
     """It would step the upper bits alone, and most of the update be rounded away."""
-    model = TinyLM().to(dtype)
-    model, optimizer = fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), "O2")
+    model, optimizer = build("O2", dtype=dtype)
     train(model, optimizer, 1)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     other = make(model.parameters())
@@ -308,17 +306,14 @@ def test_nothing_is_refused_for_a_model_that_is_gone():
 def test_another_optimizer_moves_a_model_without_masters_as_it_would():
     moved = []
     for level in (None, "O0", "O1"):
-        torch.manual_seed(0)
-        model = TinyLM()
-        if level:
-            fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), level)
+        model, _ = build(level)
         before = model.up.weight.detach().clone()
         train(model, torch.optim.AdamW(model.parameters(), lr=1e-5), 20)
         moved.append(float((model.up.weight - before).norm().detach()))
     assert max(moved) < 1.1 * min(moved)
 
 
-def test_a_copy_has_all_the_bits_of_the_masters(tmp_path):
+def test_a_copy_has_all_the_bits_of_the_masters():
     model, optimizer = build("O2")
     train(model, optimizer, 3)
     copied = copy.deepcopy(model)
@@ -330,8 +325,7 @@ def test_a_copy_has_all_the_bits_of_the_masters(tmp_path):
             other = pickle.loads(pickle.dumps(copied))
         state = other.state_dict()
         if form == "file":
-            torch.save(state, tmp_path / "copy.pt")
-            state = torch.load(tmp_path / "copy.pt", weights_only=True)
+            state = through_file(state)
         assert_same_bits([state[key] for key in masters], list(masters.values()))
         assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in other.parameters())
     part, whole = copy.deepcopy(model.up), copy.deepcopy(nn.ModuleDict({"part": model}))
@@ -346,17 +340,7 @@ def test_a_copy_has_all_the_bits_of_the_masters(tmp_path):
     torch.compile(copied, backend="aot_eager")(*x)
 
 
-def unpickled(model):
-    return pickle.loads(pickle.dumps(model))
-
-
-def saved_and_loaded(model):
-    torch.save(model, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("again", [unpickled, saved_and_loaded])
+@pytest.mark.parametrize("again", [COPIES["pickle"], COPIES["save"]], ids=["pickle", "save"])
 def test_a_new_optimizer_over_a_pickled_model_says_what_it_loses(again):
     """Its weights are bfloat16, and small updates of them are lost: it moved 0.035 of the way, without a word."""
     model, optimizer = build("O2")

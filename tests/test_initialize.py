@@ -10,6 +10,7 @@ from inspect import signature
 import pytest
 import torch
 from helpers import TinyLM, assert_same_bits, batch, build, train
+from layers import COPIES, Bare
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -435,15 +436,12 @@ def test_loss_scale_leaves_the_o2_trajectory_as_it_is():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_models_and_optimizers_can_be_copied_and_pickled(level, tmp_path):
+def test_models_and_optimizers_can_be_copied_and_pickled(level):
     model, optimizer = build(level)
     train(model, optimizer, 3)
-    torch.save((model, optimizer), tmp_path / "all.pt")
-    pickled = torch.load(tmp_path / "all.pt", weights_only=False)
-    memo = {}
-    copied = copy.deepcopy(model, memo), copy.deepcopy(optimizer, memo)
+    others = [copied((model, optimizer)) for copied in COPIES.values()]
     expected = train(model, optimizer, 3, start=3)
-    for other_model, other_optimizer in (pickled, copied):
+    for other_model, other_optimizer in others:
         assert type(other_model.up) is type(model.up)
         losses = train(other_model, other_optimizer, 3, start=3)
         # a copy has no hooks on its parameters, so its gradients are ordinary: close, not the same
@@ -475,9 +473,7 @@ def test_single_parameters_have_formats_of_their_own():
     ],
 )
 def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe, kept, dtype):
-    torch.manual_seed(0)
-    model = TinyLM()
-    optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer = build(optimizer=fp8stack.optim.AdamW)
     first = train(model, optimizer, 5)
     weight = model.head.weight
     before = fp8stack.checkpoint.torch_state_dict(optimizer)["state"]
@@ -493,33 +489,10 @@ def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe, kept, d
     assert losses[-1] < first[0]
 
 
-class Experts(nn.Module):
-    """As Mixtral's of transformers 5: stacks of matrices without a Linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(4, 64, 128) / 8)
-        self.down = nn.Parameter(torch.randn(4, 128, 64) / 8)
-
-    def forward(self, x):
-        return torch.matmul(torch.matmul(x, self.up).relu(), self.down).sum(0)
-
-
-class Transposed(nn.Module):
-    """As Conv1D of transformers' GPT-2."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 256) / 8)
-
-    def forward(self, x):
-        return x @ self.weight
-
-
 SHARES = {  # what a model is made of: the share of its matrices in Linear layers
-    "experts": ([Experts, lambda: nn.Linear(64, 64)], 4096 / (4096 + 8 * 8192)),
-    "bare": ([Transposed], 0.0),
-    "half": ([Transposed, lambda: nn.Linear(256, 64)], 0.5),
+    "experts": ([Bare, lambda: nn.Linear(64, 64)], 0.2),  # and stacks of matrices, as Mixtral's
+    "bare": ([Bare], 0.0),
+    "half": ([Bare, lambda: nn.Linear(256, 64)], 0.5),
     "convolutions": ([lambda: nn.Conv1d(64, 64, 3), lambda: nn.Linear(64, 64)], 0.25),
     "embeddings": ([lambda: nn.Embedding(1000, 64), lambda: nn.Linear(64, 64)], 1.0),
 }

@@ -32,21 +32,16 @@ def bitsandbytes_layer(kind, size=256, **options):
     return getattr(layers, kind)(size, size, bias=False, **options).to("cpu")  # which quantizes it
 
 
-def packed_layer(size=256):
+class Packed(nn.Module):
     """An own layer that keeps two 4-bit numbers a byte in a frozen parameter, as GPTQ's and AWQ's layers do."""
 
-    class Packed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.codes = nn.Parameter(
-                torch.randint(0, 256, (size, size // 2), dtype=torch.uint8), False
-            )
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(0, 256, (256, 128), dtype=torch.uint8), False)
 
-        def forward(self, x):
-            pairs = torch.stack((self.codes % 16, self.codes // 16), -1).flatten(1)
-            return nn.functional.linear(x, (pairs.to(x.dtype) - 7.5) / 100)
-
-    return Packed()
+    def forward(self, x):
+        pairs = torch.stack((self.codes % 16, self.codes // 16), -1).flatten(1)
+        return nn.functional.linear(x, (pairs.to(x.dtype) - 7.5) / 100)
 
 
 BASES = {
@@ -54,7 +49,7 @@ BASES = {
     "Float8Tensor": lambda: torchao_layer("Float8WeightOnlyConfig"),
     "Linear4bit": lambda: bitsandbytes_layer("Linear4bit", compute_dtype=torch.bfloat16),
     "Linear8bitLt": lambda: bitsandbytes_layer("Linear8bitLt", has_fp16_weights=False),
-    "Packed": packed_layer,
+    "Packed": Packed,
 }
 
 
