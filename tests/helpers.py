@@ -80,6 +80,11 @@ def bits(x: Tensor) -> Tensor:
 
 def assert_same_bits(actual: Any, expected: Any, what: str = "") -> None:
     """Fail unless both have the same dtype, shape and bytes, or all pairs of both do; say where they first differ."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), what
+        for key, value in expected.items():
+            assert_same_bits(actual[key], value, f"{what} {key}")
+        return
     if not isinstance(expected, Tensor):
         for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_same_bits(one, other, f"{what} [{i}]")
@@ -310,8 +315,7 @@ class Step:
 
     def assert_same(self, expected: dict[str, Tensor], what: str = "") -> None:
         """Fail unless what a step writes has the bits of `expected`, which another's `written` returned."""
-        for name, value in expected.items():
-            assert_same_bits(getattr(self, name), value, f"{name} {what}")
+        assert_same_bits({name: getattr(self, name) for name in expected}, expected, what)
 
     def written(self) -> dict[str, Tensor]:
         """Return copies of everything that a step writes."""
@@ -453,3 +457,11 @@ def set_gradients(
     for p in parameters:
         g = (torch.randn(p.shape, generator=generator) * scale).to(p.device, p.dtype)
         p.grad = BlockScaledTensor.quantize(g) if fp8 and p.ndim > 1 else g
+
+
+def snapshot(
+    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
+) -> dict[tuple[int, str], Tensor]:
+    """Return copies of all that a step may change."""
+    entries = [{"weight": p.detach(), **optimizer.state[p]} for p in parameters]
+    return {(i, key): x.clone() for i, entry in enumerate(entries) for key, x in entry.items()}

@@ -10,7 +10,7 @@ import random
 
 import torch
 from fuzzing import Broken, main
-from helpers import through_file
+from helpers import assert_same_bits, snapshot, through_file
 from optimizer_files import MASTERS, STATES
 from torch import nn
 
@@ -72,26 +72,6 @@ def step(optimizer, gradients):
     optimizer.step()
 
 
-def state_of(optimizer):
-    parameters = parameters_of(optimizer)
-    return [
-        (p.detach(), {k: v for k, v in optimizer.state[p].items() if isinstance(v, torch.Tensor)})
-        for p in parameters
-    ]
-
-
-def compare(found, expected, told):
-    for (p, state), (q, other) in zip(state_of(found), state_of(expected), strict=True):
-        if state.keys() != other.keys():
-            raise Broken(f"states hold {sorted(state)}, not {sorted(other)}, after {told}")
-        for name, x, y in [("weight", p, q), *((k, state[k], other[k]) for k in other)]:
-            same = x.dtype is y.dtype and torch.equal(
-                x.view(torch.uint8) if x.ndim else x, y.view(torch.uint8) if y.ndim else y
-            )
-            if not same:
-                raise Broken(f"{name} differs after {told}")
-
-
 def one(rng: random.Random) -> str:
     torch.manual_seed(rng.randrange(2**31))
     states, master = rng.choice(STATES), rng.choice(MASTERS)
@@ -137,7 +117,8 @@ def one(rng: random.Random) -> str:
         gradients = [(torch.randn(shape) + 1).bfloat16() for shape in SHAPES]
         for optimizer in (plain, eventful, exact):
             step(optimizer, gradients)
-        compare(eventful, plain, told)
+        both = (snapshot(parameters_of(o), o) for o in (eventful, plain))
+        assert_same_bits(*both, f"after {told}")
     masters = [master, now[1]]
     if not LOSSY & set(masters):
         for p, q, begin in zip(parameters_of(plain), parameters_of(exact), start, strict=True):

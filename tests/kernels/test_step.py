@@ -176,8 +176,7 @@ def test_skipped_step_changes_no_bit(case, device):
     before = x.written()
     options = {"step": 4, "lr": 0.1, "decay": 0.1, "coupled": 0.1}
     x.step(make_hyper(case.algorithm, apply=0.0, **options))
-    for name, value in before.items():
-        assert_same_bits(getattr(x, name), value, name)
+    x.assert_same(before)
     x.step(make_hyper(case.algorithm, apply=1.0, **options))
     for name, value in before.items():
         assert not torch.equal(bits(getattr(x, name)), bits(value)), f"{name} was not updated"
@@ -222,8 +221,7 @@ def test_step_on_a_shard_of_rows_is_the_shard_of_the_step(rows, case, device):
     shard.tensors = type(full.tensors)(*(t if t is None else t[rows].clone() for t in full.tensors))
     for x, first in ((full, 0), (shard, rows.start * 200)):
         x.step(make_hyper(case.algorithm, step=2, lr=0.1, coupled=0.1, seed=seed_of(3, first)))
-    for name, value in full.written().items():
-        assert_same_bits(getattr(shard, name), value[rows], name)
+    shard.assert_same({name: value[rows] for name, value in full.written().items()})
 
 
 # --- masters

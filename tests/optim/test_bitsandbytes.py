@@ -8,7 +8,15 @@ import sys
 
 import pytest
 import torch
-from helpers import TinyLM, assert_same_bits, random_parameters, set_gradients, through_file, train
+from helpers import (
+    TinyLM,
+    assert_same_bits,
+    random_parameters,
+    set_gradients,
+    snapshot,
+    through_file,
+    train,
+)  # fmt: skip
 from optimizer_files import MASTERS
 from torch import nn
 
@@ -44,22 +52,6 @@ def run(optimizer, params, steps, start=0):
     for step in range(start, start + steps):
         feed(params, step)
         optimizer.step()
-
-
-def contents(optimizer, params):
-    """Everything that a step may change, as copies."""
-    states = [dict(optimizer.state[p]) for p in params]
-    return [
-        {"weight": p.detach().clone(), **{k: v.clone() for k, v in state.items()}}
-        for p, state in zip(params, states, strict=True)
-    ]
-
-
-def assert_same(a, b):
-    for left, right in zip(a, b, strict=True):
-        assert left.keys() == right.keys()
-        for key, value in left.items():
-            assert_same_bits(right[key], value, key)
 
 
 # --- numbers
@@ -167,8 +159,8 @@ def test_parts_are_the_whole(kind, master, kernel_device, monkeypatch):
                 p.grad = BlockScaledTensor.quantize(p.grad) if p.ndim == 2 else p.grad
             params[1].grad = None if step else params[1].grad
             optimizer.step()
-        results.append(contents(optimizer, params))
-    assert_same(*results)
+        results.append(snapshot(params, optimizer))
+    assert_same_bits(*results)
 
 
 # --- gradients
@@ -185,8 +177,8 @@ def test_fp8_gradients_are_their_values(device):
                 gradient = BlockScaledTensor.quantize(p.grad)
                 p.grad = gradient if fp8 else gradient.dequantize()
             optimizer.step()
-        results.append(contents(optimizer, params))
-    assert_same(*results)
+        results.append(snapshot(params, optimizer))
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**63])
@@ -195,13 +187,13 @@ def test_a_bad_gradient_skips_the_whole_step(bad, fp8, device):
     params = parameters(device, torch.bfloat16)
     optimizer = ours.AdamW(params)
     run(optimizer, params, 2)
-    before = contents(optimizer, params)
+    before = snapshot(params, optimizer)
     feed(params, 2)
     params[0].grad[3, 7] = bad
     if fp8:
         params[0].grad = BlockScaledTensor.quantize(params[0].grad)
     optimizer.step()
-    assert_same(contents(optimizer, params), before)
+    assert_same_bits(snapshot(params, optimizer), before)
     assert float(optimizer.skipped_steps) == 1
     run(optimizer, params, 1, start=3)
     assert float(optimizer.state[params[0]]["step"]) == 3
@@ -222,14 +214,14 @@ def test_a_scaler_and_a_clip_are_applied_in_the_step(module, device):
         scaler.step(b)
         scaler.update()
         torch.testing.assert_close(b.grad_norm, norm)
-    before = contents(b, scaled)
+    before = snapshot(scaled, b)
     for p, q in zip(plain, scaled, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
     feed(scaled, 4)
     scaled[0].grad[0] = torch.inf
     scaler.step(b)
     scaler.update()
-    assert_same(contents(b, scaled), before)
+    assert_same_bits(snapshot(scaled, b), before)
     assert float(b.skipped_steps) == 1
     assert scaler.get_scale() == 512
 
@@ -289,8 +281,8 @@ def test_loading_continues_bit_for_bit(kind, options):
             optimizer = getattr(ours, kind)(params, **{**options, "lr": 1.0})
             optimizer.load_state_dict(packed)
         run(optimizer, params, 3, start=3)
-        results.append(contents(optimizer, params))
-    assert_same(*results)
+        results.append(snapshot(params, optimizer))
+    assert_same_bits(*results)
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
@@ -319,7 +311,7 @@ def test_copies_step_their_own_parameters(duplicate):
     their_params, theirs = duplicate((params, optimizer))
     run(optimizer, params, 2, start=2)
     run(theirs, their_params, 2, start=2)
-    assert_same(contents(theirs, their_params), contents(optimizer, params))
+    assert_same_bits(snapshot(their_params, theirs), snapshot(params, optimizer))
 
 
 # --- initialize and restore
@@ -591,8 +583,8 @@ def test_paged_steps_are_bitsandbytes_own(kind, monkeypatch):
         assert optimizer.state[small]["exp_avg_code"].is_cuda
         assert_same_bits(p, q)
         assert_same_bits(page, reference.state[q]["state1"])
-        results.append(contents(optimizer, [p, small]))
-    assert_same(*results)
+        results.append(snapshot([p, small], optimizer))
+    assert_same_bits(*results)
 
 
 @pytest.mark.gpu
@@ -605,13 +597,13 @@ def test_paged_state_is_saved_loaded_and_copied():
     (q,), copied = copy.deepcopy(([p], optimizer))
     weight = p.detach().clone()
     run(optimizer, [p], 2, start=2)
-    expected = contents(optimizer, [p])
+    expected = snapshot([p], optimizer)
     run(copied, [q], 2, start=2)
-    assert_same(contents(copied, [q]), expected)
+    assert_same_bits(snapshot([q], copied), expected)
     p.data.copy_(weight)
     optimizer.load_state_dict(packed)
     run(optimizer, [p], 2, start=2)
-    assert_same(contents(optimizer, [p]), expected)
+    assert_same_bits(snapshot([p], optimizer), expected)
     assert optimizer.state[p]["exp_avg_code"] is page  # bitsandbytes never frees one
     assert copied.state[q]["exp_avg_code"].data_ptr() in pages() - {page.data_ptr()}
 
@@ -641,8 +633,8 @@ def test_a_step_on_another_stream_is_the_same():
                 p.grad = torch.full_like(p, 0.5)
                 optimizer.step()
         torch.cuda.synchronize()
-        results.append(contents(optimizer, [p]))
-    assert_same(*results)
+        results.append(snapshot([p], optimizer))
+    assert_same_bits(*results)
 
 
 def test_epsilon_of_zero_leaves_what_has_no_gradient(device):
