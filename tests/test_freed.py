@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import TinyLM, assert_same_bits, batch, build, train
+from helpers import assert_same_bits, batch, build, through_file, train
 from layers import CASTS, RECIPES
 from torch import nn
 
@@ -108,8 +108,7 @@ def test_a_step_that_failed_leaves_nothing(where, options, device):
 @pytest.mark.parametrize("kind", [AdamW, SGD])
 def test_an_optimizer_that_steps_in_backward_on_its_own_is_freed(kind):
     def use():
-        model = TinyLM()
-        optimizer = kind(model.parameters(), lr=1e-3)
+        model, optimizer = build(optimizer=kind)
         optimizer.step_in_backward()
         train(model, optimizer, 2)
         return watch(model, optimizer)
@@ -145,8 +144,7 @@ def test_the_optimizer_keeps_parameters_stepping():
 
 
 def test_gradients_stay_where_the_optimizer_that_stepped_them_is_gone():
-    model = TinyLM()
-    optimizer = AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = build(optimizer=AdamW)
     optimizer.step_in_backward()
     other = copy.deepcopy(model)
     model(*batch(0)).backward()
@@ -158,25 +156,11 @@ def test_gradients_stay_where_the_optimizer_that_stepped_them_is_gone():
         assert all(p.grad is not None for p in each.parameters())
 
 
-def test_parameters_that_are_stepped_in_backward_are_saved_as_plain_ones(tmp_path):
-    model = TinyLM()
-    optimizer = AdamW(model.parameters(), lr=1e-3)
+def test_parameters_that_are_stepped_in_backward_are_saved_as_plain_ones():
+    model, optimizer = build(optimizer=AdamW)
     optimizer.step_in_backward()
-    torch.save(model.state_dict(keep_vars=True), tmp_path / "weights.pt")
-    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    saved = through_file(model.state_dict(keep_vars=True))
     assert_same_bits(saved["up.weight"], model.up.weight)
-
-
-def test_a_release_that_was_removed_is_over():
-    model = TinyLM()
-    optimizer = AdamW(model.parameters(), lr=1e-3)
-    optimizer.step_in_backward().remove()
-    model(*batch(0)).backward()
-    assert model.up.weight.grad is not None
-    optimizer.zero_grad()
-    optimizer.step_in_backward()
-    model(*batch(0)).backward()
-    assert model.up.weight.grad is None
 
 
 # --- FP8 codes, which live from forward to backward at most

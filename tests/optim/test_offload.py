@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import TinyLM, assert_same_bits, train
+from helpers import assert_same_bits, build, train
 
 import fp8stack
 from fp8stack import memory
@@ -12,17 +12,12 @@ from fp8stack.errors import Fp8StackWarning
 
 
 def test_on_a_cpu_it_says_that_it_changes_nothing():
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with pytest.warns(Fp8StackWarning, match="no effect with a model on the CPU"):
-        train(*fp8stack.initialize(model, optimizer, offload="cpu"), 1)
+        train(*build("O2", offload="cpu"), 1)
 
 
 def make(offload, **recipe):
-    torch.manual_seed(1)
-    model = TinyLM().cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return fp8stack.initialize(model, optimizer, offload=offload, **recipe)
+    return build("O2", "cuda", offload=offload, **recipe)
 
 
 def states_of(model, optimizer):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import TinyLM, assert_same_bits, batch, train
+from helpers import TinyLM, assert_same_bits, batch, build, snapshot, train
 from ranks import run_ranks
 from torch import nn
 
@@ -13,13 +13,9 @@ from fp8stack.optim import SGD, AdamW, Lion
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Lion])
 def test_stepping_in_backward_is_stepping_afterwards(kind, device):
-    torch.manual_seed(0)
-    start = TinyLM().to(device).bfloat16()
     results = []
     for release in (False, True):
-        model = TinyLM().to(device).bfloat16()
-        model.load_state_dict(start.state_dict())
-        optimizer = kind(model.parameters(), lr=1e-3)
+        model, optimizer = build(device=device, dtype=torch.bfloat16, optimizer=kind)
         if release:
             optimizer.step_in_backward()
         for step in range(4):
@@ -28,18 +24,12 @@ def test_stepping_in_backward_is_stepping_afterwards(kind, device):
             assert all((p.grad is None) == release for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
-        results.append((model, optimizer))
-    (model, optimizer), (released, other) = results
-    for p, q in zip(model.parameters(), released.parameters(), strict=True):
-        assert_same_bits(q, p)
-        assert_same_bits(other.state[q].values(), optimizer.state[p].values())
+        results.append(snapshot(list(model.parameters()), optimizer))
+    assert_same_bits(*results)
 
 
 def test_initialize_releases_gradients_and_restore_ends_it(device):
-    torch.manual_seed(0)
-    model = TinyLM(tied=True).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    model, optimizer = fp8stack.initialize(model, optimizer, "O2", step_in_backward=True)
+    model, optimizer = build("O2", device, tied=True, step_in_backward=True)
     report = fp8stack.get_report(model)
     assert report.bytes_per_parameter < 5.1
     assert report.gradients == "used in backward and freed"
@@ -52,24 +42,27 @@ def test_initialize_releases_gradients_and_restore_ends_it(device):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_a_handle_that_is_removed_twice_ends_no_other():
+def test_a_handle_that_is_removed_ends_its_release_and_twice_no_other():
     p = nn.Parameter(torch.ones(64, 128))
     optimizer = AdamW([p])
     handle = optimizer.step_in_backward()
     handle.remove()
     assert optimizer.release is None
+    p.sum().backward()
+    assert p.grad is not None
+    optimizer.zero_grad()
     other = optimizer.step_in_backward()
     handle.remove()
     assert optimizer.release is other
     for _ in range(2):
         p.sum().backward()
+        assert p.grad is None
         optimizer.step()
     assert optimizer.state[p]["step"] == 2
 
 
 def test_a_second_backward_before_the_step_is_refused():
-    model = TinyLM()
-    optimizer = AdamW(model.parameters())
+    model, optimizer = build(optimizer=AdamW)
     optimizer.step_in_backward()
     model(*batch(0)).backward()
     with pytest.raises(GradientError, match=r"second gradient before optimizer\.step"):
@@ -116,10 +109,8 @@ def test_what_needs_all_gradients_is_refused_at_the_call(kind, options, level, e
 
 
 def ask_for_release(rank):
-    model = TinyLM()
-    optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ConfigError, match="does not go with several processes"):
-        fp8stack.initialize(model, optimizer, "O2", step_in_backward=True)
+        build("O2", step_in_backward=True)
 
 
 def test_several_ranks_are_refused():
