@@ -43,6 +43,12 @@ def write_text(folder: Path) -> Path:
     return path
 
 
+def write_parquet(path: Path, **columns) -> None:
+    """Write a file of documents, or skip the test."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(columns), path)
+
+
 def configure(folder: Path, **options) -> Config:
     return Config(**{**BASE, "data": str(folder / "text.txt"), "out": folder / "runs", **options})
 

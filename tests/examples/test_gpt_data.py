@@ -12,6 +12,7 @@ import torch
 from gpt import hub, tokenize_data, windows
 from gpt.config import Config
 from gpt.data import open_data
+from workers_gpt import write_parquet
 
 from fp8stack.errors import ConfigError
 
@@ -22,11 +23,6 @@ SOURCES = ("text", "shards", "parquet", "documents")
 def sentence(index):
     letters = random.Random(index)
     return f"[{index}] " + "".join(letters.choices("abcdefghij klmnop", k=20 + index % 50))
-
-
-def write_parquet(path, **columns):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table(columns), path)
 
 
 def settings_of(data, **options):

@@ -56,11 +56,10 @@ def stopped_at(out, name):
     return int(found[1])
 
 
-def test_a_run_that_signals_stop_three_times_ends_as_one_that_was_left_alone(
-    start, flags, tmp_path
-):
+def test_a_run_that_signals_stop_twice_ends_as_one_that_was_left_alone(start, flags, tmp_path):
+    """By SIGTERM it is stopped below."""
     flags, runs, at = [*flags, *LONGER.split(), "--resume", "auto"], tmp_path / "runs", [0]
-    for name in NAMES:
+    for name in sorted({*NAMES} - {"SIGTERM"}):
         process = start([str(SCRIPT), *flags, "--run-name", "a"])
         begin(process)
         process.send_signal(getattr(signal, name))

@@ -12,6 +12,7 @@ from gpt.config import Config, parse
 from gpt.data import open_data
 from gpt.tokens import encode_bytes, open_encoding
 from gpt.trainer import Trainer
+from workers_gpt import write_parquet
 
 from fp8stack.errors import ConfigError
 
@@ -115,9 +116,8 @@ DOCUMENTS = [letter * 30 for letter in "abcdefghij"]  # 32 tokens each: bytes, a
 
 
 def write_documents(folder, texts):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder.mkdir()
-    parquet.write_table(pyarrow.table({"text": texts}), folder / "x.parquet")
+    write_parquet(folder / "x.parquet", text=texts)
     return ["--data", str(folder), "--encoding", "bytes"]
 
 
