@@ -6,7 +6,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits
 from torch import nn
 
 from fp8stack.integrations import deepspeed as fp8_deepspeed
@@ -24,14 +23,6 @@ def import_deepspeed(device="cpu"):
     # built with a compiler at the first call otherwise, and not used in training
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def assert_same_on_all_ranks(model):
-    """Compare the bits of weights (whole ones: a part of its own on each rank is another)."""
-    for p in model.parameters():
-        first = p.detach().clone()
-        dist.broadcast(first, 0)
-        assert_same_bits(p.detach(), first)
 
 
 def let_shard(accelerator, version=2, **options):

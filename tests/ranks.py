@@ -23,8 +23,10 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from helpers import assert_same_bits, batch, bits
+from helpers import assert_same_bits, batch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 IMPORTED = [
@@ -141,6 +143,12 @@ def assert_equal_everywhere(tensor, group=None):
         assert_same_bits(other, mine)
 
 
+def assert_same_on_all_ranks(model):
+    """Compare the bits of weights (whole ones: a part of its own on each rank is another)."""
+    for p in model.parameters():
+        assert_equal_everywhere(p)
+
+
 def assert_near(result, exact, decibels):
     """Check the signal-to-noise ratio, in dB."""
     exact = exact.double().to(result.device)
@@ -180,11 +188,17 @@ def whole(model, optimizer):
     return found
 
 
-def expect_same(sharded, plain, what):
-    """Fail unless both hold the same bits."""
-    assert sharded.keys() == plain.keys(), what
-    for key, value in plain.items():
-        assert torch.equal(bits(sharded[key]), bits(value)), (what, key)
+def states_of(model, optimizer):
+    """Return what torch.distributed.checkpoint saves of both."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+
+def load_states(path, model, optimizer):
+    """Fill both from what torch.distributed.checkpoint saved."""
+    states = states_of(model, optimizer)
+    dcp.load(states, checkpoint_id=path)
+    loaded = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
+    set_state_dict(model, optimizer, **loaded)
 
 
 # --- processes

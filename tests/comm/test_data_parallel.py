@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TinyLM, TinyLMWithUnused, assert_same_bits, batch, need_gpus
+from helpers import TinyLM, TinyLMWithUnused, assert_same_bits, batch, build, need_gpus
 from ranks import assert_equal_everywhere, assert_near, own_device, run_ranks, train_part
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -112,8 +112,7 @@ def mean_gradient(world, device, dtype=torch.float32):
     """Return the mean over ranks that one model gives alone."""
     exact = []
     for r in range(world):
-        torch.manual_seed(0)
-        model = TinyLM().to(device, dtype)
+        model, _ = build(device=device, dtype=dtype)
         model(*batch(r, device)).backward()
         exact.append(flat(gradients(model)))
     return torch.stack(exact).mean(0)
@@ -177,8 +176,7 @@ def check_accumulation(rank, world, device):
     """Micro-batches without exchange, then one with; and a second backward on top of gradients that are there."""
     results = []
     for kind in (DistributedDataParallel, DataParallel):
-        torch.manual_seed(0)
-        model = TinyLM().to(device)
+        model, _ = build(device=device)
         parallel = kind(model)
         for _ in range(2):
             with parallel.no_sync():
@@ -216,12 +214,10 @@ def check_training(rank, world, device, level):
     """As stock DDP trains, and all ranks have the same weights; O2 steps on the bucket's own codes."""
     losses = []
     for kind in (DistributedDataParallel, DataParallel):
-        torch.manual_seed(0)
-        model = TinyLM().to(device)
+        model, optimizer = build(device=device)
         if rank and kind is DataParallel and level != "O2":  # all get the first rank's weights
             for p in model.parameters():
                 nn.init.zeros_(p)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         if level is not None:
             model, optimizer = fp8stack.initialize(model, optimizer, level, compute="bf16")
         losses.append(train_part(kind(model), optimizer, rank, world, device))

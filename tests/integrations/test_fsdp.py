@@ -11,14 +11,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import TinyLM, assert_same_bits, batch, need_gpus
 from helpers import train as train_alone
-from ranks import assert_equal_everywhere, expect_same, gather, run_ranks, whole
+from ranks import assert_equal_everywhere, gather, load_states, run_ranks, states_of, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
-    get_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -443,21 +441,13 @@ def refuse():
 # --- checkpoints
 
 
-def states_of(model, optimizer):
-    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-
-
 def load(path, made=None):
     """Return a model and an optimizer made anew, from other weights, filled from a checkpoint."""
     model, optimizer = made or attached()
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    states = states_of(model, optimizer)
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(
-        model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
-    )
+    load_states(path, model, optimizer)
     return model, optimizer
 
 
@@ -467,7 +457,7 @@ def save_and_resume(rank, folder, theirs):
     if theirs:
         model, optimizer = load(f"{folder}/{theirs}")
         saved = torch.load(f"{folder}/{theirs}.pt", weights_only=True)
-        expect_same(whole(model, optimizer), saved, f"{theirs} ranks to {HERE.world}")
+        assert_same_bits(whole(model, optimizer), saved, f"{theirs} ranks to {HERE.world}")
         verify(model, optimizer)
     else:
         model, optimizer = attached()
@@ -475,7 +465,9 @@ def save_and_resume(rank, folder, theirs):
             saved, place = replicated(*shape), f"{folder}/replicas{shape[0]}"
             train(*saved, range(3))
             dcp.save(states_of(*saved), checkpoint_id=place)
-            expect_same(whole(*load(place, replicated(*reversed(shape)))), whole(*saved), shape)
+            assert_same_bits(
+                whole(*load(place, replicated(*reversed(shape)))), whole(*saved), shape
+            )
     train(model, optimizer, range(3, 6))
     dcp.save(states_of(model, optimizer), checkpoint_id=f"{folder}/{HERE.world}")
     expected = whole(model, optimizer)
@@ -483,9 +475,9 @@ def save_and_resume(rank, folder, theirs):
         torch.save(expected, f"{folder}/{HERE.world}.pt")
     train(model, optimizer, range(6, 9))
     resumed = load(f"{folder}/{HERE.world}")
-    expect_same(whole(*resumed), expected, "loaded")
+    assert_same_bits(whole(*resumed), expected, "loaded")
     train(*resumed, range(6, 9))
-    expect_same(whole(*resumed), whole(model, optimizer), "resumed")
+    assert_same_bits(whole(*resumed), whole(model, optimizer), "resumed")
 
 
 @pytest.mark.slow

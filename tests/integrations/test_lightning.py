@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from engines import assert_same_on_all_ranks, import_deepspeed
-from helpers import TinyLM, assert_same_bits, batch
-from ranks import run_ranks
+from engines import import_deepspeed
+from helpers import TinyLM, assert_same_bits, batch, build
+from ranks import assert_same_on_all_ranks, run_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -88,9 +88,7 @@ def fit(module, *arguments, epochs=1, steps=4, rank=0, callbacks=(), path=None, 
 
 def by_hand(level, steps, wrap=None, clip=None, accumulate=1, rank=0, precision="32-true"):
     """Train as the Trainer does, in the loop of fp8stack's documentation; return the losses."""
-    torch.manual_seed(0)
-    bare = TinyLM().bfloat16() if precision == "bf16-true" else TinyLM()
-    optimizer = torch.optim.AdamW(bare.parameters(), lr=LR)
+    bare, optimizer = build(dtype=torch.bfloat16 if precision == "bf16-true" else torch.float32)
     scheduler = schedule(optimizer)
     bare, optimizer = fp8stack.initialize(bare, optimizer, level)
     model, losses = (wrap(bare) if wrap else bare), []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, need_gpus
 from layers import RECIPES, SwiGLU, fused, native, results
-from ranks import run_ranks
+from ranks import assert_same_on_all_ranks, run_ranks
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed._composable import checkpoint
@@ -97,10 +97,7 @@ def train_replicas(rank, device, recipe):
     model, alone = (make(device, fp8_recipe=recipe) for _ in range(2))
     losses = train(nn.parallel.DistributedDataParallel(model), device, slice(rank, None, world))
     torch.distributed.all_reduce(losses)
-    for p in model.parameters():
-        others = [torch.empty_like(p) for _ in range(world)]
-        torch.distributed.all_gather(others, p.detach())
-        assert all(torch.equal(other, p) for other in others)
+    assert_same_on_all_ranks(model)
     plain, *parameters = trained(alone, device)
     assert plain[-1] < 0.8 * plain[0]
     close(losses / world, plain, 0.02, "losses")  # scales of half a batch are others

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import bits, need_gpus
-from ranks import expect_same, own_device, run_ranks, whole
+from helpers import assert_same_bits, need_gpus
+from ranks import gather, load_states, own_device, run_ranks, states_of, whole
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -62,13 +61,13 @@ def shard_and_save(rank, folder, states):
     for step in range(3):
         take_step(model, optimizer, step)
         take_step(plain_model, plain, step)
-    expect_same(whole(model, optimizer), whole(plain_model, plain), "after three steps")
+    assert_same_bits(whole(model, optimizer), whole(plain_model, plain), "after three steps")
     state = optimizer.state[model.a.weight]
     assert all(hasattr(v, "device_mesh") for v in state.values() if v.ndim), state.keys()
 
     before = whole(model, optimizer)
     take_step(model, optimizer, 3, spoil="b.weight")  # NaN in the last row: one rank's
-    expect_same(whole(model, optimizer), before, "a step that one rank must not take")
+    assert_same_bits(whole(model, optimizer), before, "a step that one rank must not take")
     assert float(optimizer.skipped_steps) == 1
 
     optimizer.max_grad_norm = plain.max_grad_norm = 1.0
@@ -77,8 +76,7 @@ def shard_and_save(rank, folder, states):
     assert torch.allclose(optimizer.grad_norm, plain.grad_norm, rtol=1e-6)
     optimizer.max_grad_norm = None
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/dcp")
+    dcp.save(states_of(model, optimizer), checkpoint_id=f"{folder}/dcp")
     expected = whole(model, optimizer)
     take_step(model, optimizer, 5)
     expected_next = whole(model, optimizer)
@@ -94,20 +92,12 @@ def load_resharded(rank, folder, states):
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    loaded = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(loaded, checkpoint_id=f"{folder}/dcp")
-    set_state_dict(
-        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
-    )
+    load_states(f"{folder}/dcp", model, optimizer)
     expected, expected_next = torch.load(f"{folder}/expected.pt", weights_only=True)
-    found = whole(model, optimizer)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(bits(found[key]), bits(value)), key
+    assert_same_bits(whole(model, optimizer), expected)
     take_step(model, optimizer, 5)
     if states != "4bit":  # whose noise depends on the place in the rank's part
-        expect_same(whole(model, optimizer), expected_next, "a step on other ranks")
+        assert_same_bits(whole(model, optimizer), expected_next, "a step on other ranks")
 
 
 @pytest.mark.gpus
@@ -131,10 +121,6 @@ def shard(mesh, shape, dim=0, dtype=torch.bfloat16):
     p = nn.Parameter(distribute_tensor(torch.randn(shape).to(dtype), mesh, [Shard(dim)]))
     p.grad = torch.randn_like(p)
     return p
-
-
-def full(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "reference"])
@@ -266,7 +252,7 @@ def test_parts_are_stepped_as_whole_tensors(mesh, backend):
     """Clipping included; with a local parameter, and others that get their first gradients later."""
     local = nn.Parameter(torch.randn(8, 200).bfloat16())
     sharded = [shard(mesh, (16, 256)), shard(mesh, (130,)), local]
-    plain = [nn.Parameter(full(p).detach().clone()) for p in sharded]
+    plain = [nn.Parameter(gather(p).detach().clone()) for p in sharded]
     options = {"min_numel": 256, "max_grad_norm": 1.0}
     optimizers = [fp8stack.optim.AdamW(ps, **options) for ps in (sharded, plain)]
     for step in range(3):
@@ -280,7 +266,7 @@ def test_parts_are_stepped_as_whole_tensors(mesh, backend):
     assert torch.allclose(optimizers[0].grad_norm, optimizers[1].grad_norm)
     for p, q in zip(sharded, plain, strict=True):
         assert optimizers[0].state[p]["step"] == optimizers[1].state[q]["step"]
-        assert torch.allclose(full(p).float(), q.float(), rtol=1e-2, atol=1e-6)
+        assert torch.allclose(gather(p).float(), q.float(), rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, from the interpreter
