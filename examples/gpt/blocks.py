@@ -1,7 +1,4 @@
-"""The parts of a model: blocks, attention, feed-forwards, norms, rotary positions.
-
-The layers of a SwiGLU are named as Llama's are, by which fp8stack's fused feed-forward finds them.
-"""
+"""The parts of a model: blocks, attention, feed-forwards, norms, rotary positions."""
 
 from __future__ import annotations
 

@@ -65,10 +65,10 @@ class Level:
         options = {"strict": self.strict, "fuse": False, **self.options}
         made = fp8stack.initialize(model, optimizer, self.name, **options)
         if self.fuse and not fp8stack.nn.fuse(model):
-            parts = fp8stack.get_report(model).compute, model.config.activation, model.config.norm
+            made_by = fp8stack.get_report(model).compute
             warn(
-                "--fuse has nothing to fuse, and changes nothing: it takes SwiGLU blocks without biases and RMSNorms, "
-                f"of models with native FP8 layers; this one has {', '.join(parts)}. Leave it out.",
+                "--fuse has nothing to fuse, and changes nothing: it takes MLPs and RMSNorms of models with native FP8 "
+                f"layers; those of this one are {made_by}. Leave it out.",
                 self.strict,
             )
         return made

@@ -112,7 +112,7 @@ class Config:
     optimizer_bits: int | None = option(
         None, "of AdamW's states; by default the level's", choices=STATES
     )
-    fuse: bool = option(False, "fp8stack.nn.fuse: casts as part of SwiGLU blocks and RMSNorms")
+    fuse: bool = option(False, "fp8stack.nn.fuse: casts as part of MLPs and RMSNorms")
     compute_dtype: str = option("bfloat16", "of autocast", choices=PRECISIONS)
     strict: bool = option(False, "raise where a fallback or a change would be a warning")
 

@@ -158,11 +158,11 @@ def losses_of(model, optimizer, device="cpu"):
 
 
 @pytest.mark.parametrize("size", ["demo", "gpt2", "llama-8b"])
-def test_models_learn_at_o2_and_their_swiglus_can_be_fused(size):
+def test_models_learn_at_o2_and_their_mlps_can_be_fused(size):
     model = GPT(replace(small(size), dim=64, ffn=128, heads=4, kv_heads=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = fp8stack.initialize(model, optimizer, "O2", compute="native")
-    assert ("blocks.0.feed_forward" in fuse(model)) == (size != "gpt2")
+    assert "blocks.0.feed_forward" in fuse(model)
     first, last = losses_of(model, optimizer)
     assert last < first - 1
 

@@ -25,6 +25,7 @@ from workers_gpt import (
     write_text,
 )
 
+import fp8stack
 from fp8stack import capability
 from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 
@@ -124,7 +125,7 @@ def test_long_windows_resume_with_the_same_bits_on_a_gpu_in_one_order(tmp_path, 
     assert losses[-1] < losses[0]
 
 
-def test_levels_and_fused_layers_change_within_a_run(folder):
+def test_levels_and_fused_layers_change_within_a_run(folder, monkeypatch):
     was = {
         "off": {"opt_level": "off"},
         "O0": {"opt_level": "O0"},
@@ -141,8 +142,9 @@ def test_levels_and_fused_layers_change_within_a_run(folder):
         assert_near(changed, runs[old], (old, new))
     trainer = Trainer(configure(folder, fuse=True, run_name="is-fused"))
     assert type(trainer.model.blocks[0].feed_forward).__name__ == "FusedSwiGLU"
-    with pytest.warns(Fp8StackWarning, match="nothing to fuse.*native, gelu, layernorm"):
-        Trainer(configure(folder, fuse=True, norm="layernorm", activation="gelu", qk_norm=False))
+    monkeypatch.setattr(fp8stack.nn, "fuse", lambda _: [])  # as of TransformerEngine's layers
+    with pytest.warns(Fp8StackWarning, match="nothing to fuse.*those of this one are native"):
+        Trainer(configure(folder, fuse=True))
 
 
 def test_two_ranks_resume_and_change_their_number(folder):
