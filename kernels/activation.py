@@ -11,8 +11,9 @@ layout that the product for the weight's gradient wants, so nothing of the activ
 adds its tile's rows up for the gradients of biases, and torch adds those sums: no atomics, so they have the same bits
 every time.
 
-Limits: exponentials are the GPU's, so results may lie one code from the reference's. Where something is not finite
-and scales are current, the scale is NaN as the reference's, and codes are not compared.
+Limits: exponentials are the GPU's, so results may lie one code from the reference's; next to zero, where terms of a
+slope cancel, several of E5M2. Where something is not finite and scales are current, the scale is NaN as the
+reference's, and codes are not compared.
 """
 
 from __future__ import annotations

@@ -71,9 +71,8 @@ def accumulate_blocks(
     x: Tensor,  # float32, bfloat16 or float16, like codes
 ) -> None:
     """Add `x` to a block-scaled E4M3 tensor with a residual, in place."""
-    own = codes, scale, residual_codes, residual_scale
-    if not all(t.is_contiguous() for t in own):
-        reference.accumulate_blocks(*own, x)
+    if not all(t.is_contiguous() for t in (codes, scale, residual_codes, residual_scale)):
+        reference.accumulate_blocks(codes, scale, residual_codes, residual_scale, x)
     elif scale.numel():
         cols = rows_cols(codes.shape)[1]
         _launch(

@@ -231,9 +231,7 @@ def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
 def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tensor, Tensor]]:
     """Return what `quantize_blocks` does for each of `tensors`, E4M3 or E5M2: on a GPU in few launches, as `norms`."""
     if len(tensors) > 1 and _in_one_table(tensors):
-        return cast_(
-            "list[tuple[Tensor, Tensor]]", triton_module("quantize").quantize_list(tensors, fmt)
-        )
+        return triton_module("quantize").quantize_list(tensors, fmt)  # type: ignore[no-any-return]
     return [quantize_blocks(x, fmt) for x in tensors]
 
 

@@ -111,7 +111,9 @@ def _of_versions(versions: dict[str, str]) -> Iterator[Problem]:
         needed = re.match(r"([\w.-]+)>=([\d.]+)", line)
         name, least = needed.groups() if needed else ("", "0")
         of_users = not re.search(r'extra == "(test|lint|dev)"', line)
-        if of_users and TorchVersion(versions.get(name.lower(), least)) < least:
+        # without what comes behind the numbers: 2.8.0a0 counts as 2.8.0
+        own = re.match(r"[\d.]*\d", versions.get(name.lower(), least))
+        if of_users and own and TorchVersion(own.group()) < least:
             severity = "error" if name == "torch" else "warning"
             what = f"{name} {versions[name.lower()]} is older than fp8stack works with ({least})"
             yield Problem(severity, what, f'pip install "{name}>={least}"')

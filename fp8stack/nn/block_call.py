@@ -134,7 +134,7 @@ class Call:
         # Autograd would wait for the stream that a parameter was first used on, which a capture must not.
         self._leaves = {id(p): nn.Parameter(p.detach()) for p in self._parameters}
         with _exchanged(self._modules, self._leaves), _autocast_as(self._state[0]):
-            return tensors_of(tree_flatten(self.block.plain_forward(*args, **kwargs))[0])
+            return tensors_of(tree_flatten(self.block.block_forward(*args, **kwargs))[0])
 
     def _check_leaves(self) -> None:
         """Raise if a gradient would flow to what is neither an argument nor a parameter of the block."""

@@ -81,7 +81,7 @@ def graph(model: nn.Module, skip: Iterable[str] = ()) -> BlockGraphs:
     for name, block in blocks.items():
         if "forward" in vars(block):
             graphs.reasons[name] = "something has put a forward of its own on it"
-        elif not any(fnmatchcase(name, p) for p in patterns):
+        elif not isinstance(block, Graphed) and not any(fnmatchcase(name, p) for p in patterns):
             block.__class__ = mixed_class(Graphed, type(block))
             vars(block).update(block_graphs=graphs, graph_name=name)
             _launch_together(block, True)
@@ -103,13 +103,19 @@ class Graphed(Fused):
     mixin_prefix = "Graphed"
     block_graphs: BlockGraphs
     graph_name: str
+    block_forward: Any
+
+    @staticmethod
+    def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
+        """Return the forward of `cls` by a name of our own: a fused block below has its `plain_forward`."""
+        return {"block_forward": cls.forward}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the block's own forward returns."""
         own = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward()
         if own and not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return self.block_graphs.run(self, args, kwargs)
-        return self.plain_forward(*args, **kwargs)
+        return self.block_forward(*args, **kwargs)
 
 
 class BlockGraphs:
@@ -139,7 +145,7 @@ class BlockGraphs:
                 return call.replay(leaves, self._replays)
         elif self._forwards > 1 and call is None and block.graph_name not in self.reasons:
             return self._note(block, args, kwargs, leaves, spec)
-        return block.plain_forward(*args, **kwargs)
+        return block.block_forward(*args, **kwargs)
 
     def _may_replay(self, call: block_call.Call, leaves: list[Any], spec: Any) -> bool:
         """Return whether memory may be overwritten, and all is as it was captured."""
@@ -171,7 +177,7 @@ class BlockGraphs:
         """Run the block as it is, and note what there is to capture."""
         why, before = _never(block, leaves), _changeable(block, leaves)
         with _noting_waits() as waits:
-            output = block.plain_forward(*args, **kwargs)
+            output = block.block_forward(*args, **kwargs)
         found = tree_flatten(output)[0]
         if before != _changeable(block, leaves):
             why = why or "it sets attributes or writes to an argument, which a graph would not do"

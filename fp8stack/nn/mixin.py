@@ -114,22 +114,24 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
-@torch.no_grad()
 def run_with(
     module: nn.Module, x: Tensor, places: dict[int, Any] | None = None, **attributes: Any
 ) -> Any:
-    """Run the module's own forward on `x`, in training, with these attributes in place of its own; None if it fails.
+    """Run the module's own forward on `x` with these attributes in place of its own; None if it fails or sets others.
 
-    It runs with copies of its submodules, or by their id with those in `places`: the run sets them to training.
+    It runs with copies of its submodules, or by their id with those in `places`, in training unless told otherwise.
     """
     # the class's own __new__ would not do: FSDP's makes a module of the class below
     twin = object.__new__(type(module))
     try:
-        modules = copy.deepcopy(module._modules, places)
+        modules = copy.deepcopy(module._modules, dict(places or {}))
         twin.__dict__.update(module.__dict__, _modules=modules, **attributes)
-        nn.Module.train(twin)
+        nn.Module.train(twin, attributes.get("training", True))
+        before = {name: id(value) for name, value in vars(twin).items()}
         with torch.random.fork_rng(devices=[]):  # dropout takes random numbers
-            return type(module).forward(twin, x)
+            result = type(module).forward(twin, x)
+        # What it sets, such as a loss for later, another forward would not set.
+        return result if before == {name: id(value) for name, value in vars(twin).items()} else None
     except Exception:  # it cannot be copied, or wants other arguments, another device or shape
         return None
 

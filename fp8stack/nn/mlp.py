@@ -7,11 +7,12 @@ step moves half the bytes for them. Of the activation nothing is kept: backward,
 the transposed codes that the product for the weight's gradient wants; torch keeps it and act(gate).
 
 `fuse` takes a module by what it computes, whatever the names of its layers: it has two or three FP8 Linear layers, owns
-nothing but their weights and biases, and its forward, run in training on random weights, gives the numbers of a
-formula. So a block with dropout, a parameter of its own, a hook on an inner layer or another activation is left as it
-is. Inner modules that are replaced later, or get a hook, are called; other attributes that change later are not looked
-at. The rows from which on FP8 pays are those of the block, for all its layers: see `select.py`. RMSNorms are fused too:
-see `rmsnorm.py`. On a GPU `initialize` calls `fuse`.
+nothing but their weights and biases, and its forward, run on random weights in training and evaluation, on small inputs
+and large ones, gives the numbers of a formula and its gradients. So a block with dropout, limits of values, parameters
+of its own, a hook on an inner layer, modules inside inner modules or another activation is left as it is, and so is one
+that sets attributes. Inner modules that are replaced later, or get a hook or dropout, are called; other attributes that
+change later are not looked at. The rows from which on FP8 pays are those of the block, for all its layers: see
+`select.py`. RMSNorms are fused too: see `rmsnorm.py`. On a GPU `initialize` calls `fuse`.
 
 Limits: blocks with biases need sizes in multiples of 16.
 """
@@ -54,8 +55,7 @@ def fuse(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
         return []
     blocks = fuse_modules(model, FusedMLP, _formula_of, skipped)
     for module in map(model.get_submodule, blocks):
-        formula: Formula = vars(module)[TESTED]
-        layers: list[linear.Fp8Linear] = [getattr(module, name) for name in formula.layers]
+        layers = [getattr(module, name) for name in vars(module)[TESTED].layers]
         if all(layer.products.least_rows is not None for layer in layers):
             least = least_rows_of_mlp([layer.weight.shape for layer in layers])
             for layer in layers:
@@ -68,17 +68,16 @@ class FusedMLP(Fused):
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return the block's output of the one argument x: [..., features] -> [..., features]."""
-        formula: Formula = vars(self)[TESTED]
-        # What was replaced or added since, or has a hook, is called.
+        # None: made anew by its class, as slices of a Sequential are
+        formula: Formula | None = vars(self).get(TESTED)
         inner = self._modules
-        same = inner == formula.children and not any(
-            has_hooks(m) for m in inner.values() if m is not None
-        )
-        layers: list[Any] = [inner[name] for name in formula.layers] if same else []
-        joined = len(given) == 1 and not named and _can_join(layers)
-        products = [layer.products for layer in layers]
-        if joined and all(pays(given[0], each.least_rows, each.graphed) for each in products):
-            return _mlp(given[0], layers, formula.activation)
+        # What was replaced or added since, has a hook or drops values is called.
+        if formula is not None and inner == formula.children and len(given) == 1 and not named:
+            layers: list[Any] = [inner[name] for name in formula.layers]
+            changed = any(has_hooks(m) or vars(m).get("p") for m in inner.values() if m)
+            pay = (pays(given[0], m.products.least_rows, m.products.graphed) for m in layers)
+            if not changed and _can_join(layers) and all(pay):
+                return _mlp(given[0], layers, formula.activation)
         result: Tensor = self.plain_forward(*given, **named)
         return result
 
@@ -111,46 +110,57 @@ def _formula_of(module: nn.Module) -> Formula | None:
     owned = {id(p) for p in module.parameters()}
     alone = owned == {id(p) for layer in layers for p in layer.parameters()}
     biased = layers[0].bias is not None
-    sizes = {size for layer in layers for size in layer.weight.shape}
-    odd = biased and any(size % ALIGNMENT for size in sizes)
-    if odd or not alone or not _can_join(layers) or any(map(has_hooks, [*module.modules()][1:])):
+    odd = biased and any(n % ALIGNMENT for layer in layers for n in layer.weight.shape)
+    inner = [m for m in module._modules.values() if m is not None]
+    watched = not any(has_hooks(m) or m._modules for m in inner)
+    if odd or not (alone and watched and _can_join(layers)):
         return None
     for names in permutations(named):
         *first, down = (named[name] for name in names)
         shape = down.weight.shape
-        if all(layer.weight.shape == (shape[1], first[0].weight.shape[1]) for layer in first):
-            activation = _activation_of(module, [*first, down], biased)
-            if activation:
-                return Formula({**module._modules}, names, activation)
+        fits = all(m.weight.shape == (shape[1], first[0].weight.shape[1]) for m in first)
+        if fits and (activation := _activation_of(module, [*first, down], biased)):
+            return Formula({**module._modules}, names, activation)
     return None
 
 
 def _activation_of(module: nn.Module, layers: list[linear.Fp8Linear], biased: bool) -> str:
     """Return the activation with which the module computes the formula of its layers in this order, if there is one."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         sizes = [(32, 48)] * (len(layers) - 1) + [(48, 32)]
         small = [nn.Linear(*size, biased, "cpu", torch.float32) for size in sizes]
         x = 3 * torch.randn(2, 16, 32, device="cpu", dtype=torch.float32)
         places: dict[int, Any] = {id(a): b for a, b in zip(layers, small, strict=True)}
-        found = run_with(module, x, places)
-        if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype is not x.dtype:
-            return ""
-        gate, *up, down = small
-        for name, function in ACTIVATIONS.items():
-            h = function(gate(x))
-            expected = down(h * up[0](x) if up else h)
-            # Some classes spell GELU out, which takes other roundings.
-            if torch.allclose(found, expected, 1e-5, 1e-6):
-                return name
-    return ""
+        fitting = [*ACTIVATIONS]
+        # In evaluation too; of large inputs limits of values show.
+        for given, train in ((x, True), (x, False), (100 * x, True), (x[0], True)):
+            given = given.detach().requires_grad_()
+            found = run_with(module, given, places, training=train)
+            fitting = [name for name in fitting if _is_formula(found, given, small, name)]
+        for dtype in (torch.bfloat16, torch.float16):
+            nn.ModuleList(small).to(dtype)
+            if getattr(run_with(module, x.to(dtype), places), "dtype", None) is not dtype:
+                return ""
+    return fitting[0] if fitting else ""
 
 
-class _Settings(NamedTuple):
-    activation: str
-    biased: bool
-    h_scaling: tuple[list[int], bool, bool]  # of, update, again of `ops.activation_cast`
-    options: tuple[casts.Options, ...]  # of gate, up and down
+def _is_formula(found: Any, x: Tensor, layers: list[nn.Linear], activation: str) -> bool:
+    """Are these the numbers of the formula, of x, and its gradients?"""
+    gate, *up, down = layers
+    h = ACTIVATIONS[activation](gate(x))
+    expected = down(h * up[0](x) if up else h)
+    if not isinstance(found, Tensor) or found.shape != expected.shape or not found.requires_grad:
+        return False
+    leaves = [x, *(p for layer in layers for p in layer.parameters())]
+    how: dict[str, Any] = {"retain_graph": True, "allow_unused": True}
+    ours = found, *torch.autograd.grad(found.sum(), leaves, **how)
+    theirs = expected, *torch.autograd.grad(expected.sum(), leaves, **how)
+    # Some classes spell GELU out, which takes other roundings.
+    return found.dtype is x.dtype and all(
+        a is not None and torch.allclose(a, b, 1e-4, 1e-5 * float(b.abs().max()))
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
@@ -167,11 +177,11 @@ def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
     again = train and casts.in_backward()
     state = layers[-1].products.x_state
     h_scaling = ([] if state is None else [state.handle], train and not again, again)
-    weights = [layer.weight for layer in layers]
     # in the dtype to which autocast casts those of torch's layers
     biases = [layer.bias.to(dtype) for layer in layers if layer.bias is not None]
     options = tuple(layer.products.options(train, dtype) for layer in layers)
-    settings = _Settings(activation, bool(biases), h_scaling, options)
+    settings = activation, bool(biases), h_scaling, options
+    weights = (layer.weight for layer in layers)
     result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
     return result
 
@@ -185,7 +195,7 @@ class _MLP(torch.autograd.Function):
         x: Tensor,  # [..., in]
         # weights [out, in] of gate, up and down, or of up and down; their biases [out], if they have any; codes
         # [rows, in], scale and codes_t of x (padded, see casts.Operand); codes, scale and backward's codes of each
-        # weight; the _Settings
+        # weight; the activation, whether there are biases, of, update and again of `ops.activation_cast`, the Options
         *tensors_and_settings: Any,
     ) -> Tensor:  # [..., out]
         *given, settings = tensors_and_settings

@@ -46,8 +46,8 @@ class FusedRMSNorm(Fused):
 
     def forward(self, *given: Any, **named: Any) -> Tensor:
         """Return x / rms(x) × (offset + weight) of the one argument x: [..., cols] -> [..., cols]."""
-        eps, offset = _eps_of(self), vars(self)[TESTED]
-        other = torch.compiler.is_compiling() or eps is None or named or len(given) != 1
+        eps, offset = _eps_of(self), vars(self).get(TESTED)  # None: made anew by its class
+        other = torch.compiler.is_compiling() or None in (eps, offset) or named or len(given) != 1
         if other or not _fits(given[0], self.weight):
             result: Tensor = self.plain_forward(*given, **named)
             return result
@@ -131,13 +131,14 @@ def _offset_of(module: nn.Module) -> float | None:
     return next(fitting, None)
 
 
+@torch.no_grad()
 def _computes_the_formula(module: nn.Module, cols: int, eps: float, offset: float) -> bool:
     """Run the module's own forward with a random weight in the place of its own, which may be all ones."""
 
-    def run(x: Tensor, weight: Tensor) -> Tensor | None:
+    def run(x: Tensor, weight: Tensor, train: bool = True) -> Tensor | None:
         """Return the result if it is of the shape and dtype of x."""
         weights = module._parameters | {"weight": nn.Parameter(weight)}
-        y = run_with(module, x, _parameters=weights)
+        y = run_with(module, x, _parameters=weights, training=train)
         fits = isinstance(y, Tensor) and y.shape == x.shape and y.dtype is x.dtype
         return y if fits else None
 
@@ -146,9 +147,10 @@ def _computes_the_formula(module: nn.Module, cols: int, eps: float, offset: floa
     # of four dimensions: a norm over others than the last shows
     x = torch.randn(2, 3, 5, cols, generator=draw, device="cpu", dtype=torch.float32)
     for autocast in (False, True):
-        for size in (1.0, eps**0.5) if eps > 0 else (1.0,):  # of the second, eps is no small part
+        # In evaluation without autocast. Of large inputs limits of values show, of the smallest eps is no small part.
+        for size in (1.0, 1e3, eps**0.5 or 1.0):
             with torch.autocast("cpu", torch.bfloat16, autocast):
-                found = run(size * x, w)
+                found = run(size * x, w, autocast)
             expected = formula(size * x, offset + w, eps)[0]
             if found is None or not torch.allclose(found, expected, 1e-5, 0.0):
                 return False

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from layers import captured, through_save
+from layers import SwiGLU, captured, fused, through_save
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -487,6 +487,14 @@ def test_layers_pay_from_as_few_rows_on_as_compiled_ones(device):
     names = [f"blocks.{i}.{layer}" for i in range(3) for layer in ("up", "down")]
     last = [name for name in seen if "blocks" in name][-5:]
     assert {*last} == {*names} - {"blocks.1.up"}
+
+
+def test_fused_blocks_that_occur_twice_and_run_as_they_are(device, replays):
+    block = fused(SwiGLU(), device)[0]
+    model = nn.Sequential(nn.ModuleList([block, block]))
+    fp8stack.nn.graph(model)
+    block.w1.register_forward_hook(lambda *_: None)
+    assert block(torch.randn(4, 32, device=device)).shape == (4, 32)
 
 
 def test_models_without_blocks_to_capture_raise(device):

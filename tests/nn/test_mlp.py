@@ -121,6 +121,21 @@ class Needed(Block):
         return super().forward(x + y)
 
 
+class Evaluated(Block):
+    def forward(self, x):
+        return super().forward(x) * (1 if self.training else 2)
+
+
+class Sets(Block):
+    def forward(self, x):
+        self.seen = x.mean()
+        return super().forward(x)
+
+
+def straight_through(x):
+    return x + (F.relu(x) - x).detach()
+
+
 def zeroed(layer):
     return changed(Block(act=quick_gelu), lambda b: nn.init.zeros_(getattr(b, layer).weight))
 
@@ -128,6 +143,12 @@ def zeroed(layer):
 REFUSED = {
     "biases of odd sizes": (lambda: Block(32, 40, bias=True), {}),
     "a bias of one layer": (lambda: changed(Block(bias=True), lambda b: setattr(b.up_proj, "bias", None)), {}),
+    "limits of values": (lambda: Block(act=lambda x: F.gelu(x).clip(-10, 10)), {}),
+    "other gradients": (lambda: Block(act=straight_through, names="no up"), {}),
+    "another result in evaluation": (Evaluated, {}),
+    "another dtype": (lambda: Other(lambda y, _: y.float()), {}),
+    "an attribute that it sets": (Sets, {}),
+    "modules inside its activation": (lambda: Block(act=nn.Sequential(nn.SiLU())), {}),
     "another activation": (lambda: Block(act=quick_gelu), {}),
     "another activation, no up": (lambda: Block(act=quick_gelu, names="no up"), {}),
     "SwiGLU of one layer": (lambda: Block(act=lambda x: F.silu(x) * x, names="no up"), {}),
@@ -393,6 +414,8 @@ def test_initialize_fuses_what_is_not_skipped_and_can_be_tested():
 def test_a_layer_that_is_added_to_a_fused_sequence_is_called(device):
     model = native(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), device)
     assert fuse(model) == [""]
+    x = torch.randn(16, 32, device=device)
+    assert_same_bits(model[2:](model[:2](x)), model[2](model[1](model[0](x))))
     model.append(nn.Hardtanh(-1e-3, 1e-3))
     assert model(torch.randn(16, 32, device=device)).abs().max() <= 1e-3
 

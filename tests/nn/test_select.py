@@ -175,6 +175,7 @@ def test_a_fused_mlp_has_one_rule_for_its_layers(by_size):
     assert all(least.narrow_compiled < one.narrow_compiled / 2 for one in alone)
     assert least.narrow > 12_608 > least.wide_compiled  # ViT-L's rows
     assert least_rows_of_mlp([(8192, 2048), (8192, 2048), (2048, 8192)]).narrow < 8192  # Llama-1B's
+    assert least_rows_of_mlp([(1023, 513), (513, 1023)]) == ALWAYS
     model = nn.Sequential(SwiGLU(32, 32))
     decisions = api.decide(model, None, recipe_for("O0", compute="native"))
     session = api.carry_out(model, None, decisions._replace(fuse=True))

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 14_990
-TESTS_CAP = 24_080
+LIBRARY_CAP = 15_000
+TESTS_CAP = 24_120
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
