@@ -329,7 +329,7 @@ def check_range(group: dict[str, Any]) -> tuple[float, tuple[float, float], floa
         ConfigError: naming the hyper-parameter, its value and its range.
     """
     betas, lr = group.get("betas", (0.0, 0.0)), group["lr"]
-    if not hasattr(betas, "__getitem__") or len(betas) != 2:  # NumPy's arrays are no Sequences
+    if isinstance(betas, (dict, set)) or not hasattr(betas, "__len__") or len(betas) != 2:
         raise ConfigError(f"betas={betas!r} must be two numbers in [0, 1).")
     first, second = (check_number("betas", b, 0, BELOW_1, "in [0, 1)") for b in betas)
     if isinstance(lr, Tensor):
