@@ -115,3 +115,4 @@ def test_old_versions_are_compared_with_the_package_s_own_metadata():
     # the strictest of two extras
     assert found["accelerate"].remedy == 'pip install "accelerate>=1.1"'
     assert not list(machine._of_versions(machine.installed_versions()))
+    assert not list(machine._of_versions({"fp8stack": "0", "torch": "2.6.0a0+nv"}))

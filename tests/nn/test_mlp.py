@@ -411,6 +411,12 @@ def test_initialize_fuses_what_is_not_skipped_and_can_be_tested():
     fp8stack.restore(model)
 
 
+def test_dropout_that_begins_later_drops(device):
+    block = fused(Block(dropout=nn.Dropout(0.0)), device)
+    block[0].dropout.p = 1.0
+    assert block(torch.randn(16, 32, device=device)).eq(0).all()
+
+
 def test_a_layer_that_is_added_to_a_fused_sequence_is_called(device):
     model = native(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)), device)
     assert fuse(model) == [""]
