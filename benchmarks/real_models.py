@@ -457,8 +457,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=300.0, help="seconds that a variant may take"
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--micro-batches",
         type=int,
         default=1,

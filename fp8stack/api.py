@@ -195,7 +195,8 @@ def carry_out(
     _MODELS.add(model)
     if decisions.fuse:
         session.report.fused = fuse(model, decisions.skipped)
-        session.report.selected = selected_layers(model)  # a fused MLP has one rule for its layers
+    # last, as a fused MLP has one rule for its layers
+    session.report.selected = selected_layers(model)
     return session
 
 

@@ -136,7 +136,6 @@ def report_of(
         skipped=dict(layers.skipped),
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
-        selected={name: describe(least) for name, least in layers.least_rows.items()},
         fallbacks=fallbacks,
     )
 

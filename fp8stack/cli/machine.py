@@ -106,14 +106,17 @@ def _of_the_gpu() -> Iterator[Problem]:
 
 
 def _of_versions(versions: dict[str, str]) -> Iterator[Problem]:
-    """Compare with what fp8stack's own metadata asks for."""
+    """Compare with what fp8stack's own metadata asks for, the strictest of its extras."""
+    least: dict[str, str] = {}
     for line in metadata.requires("fp8stack") or [] if "fp8stack" in versions else []:
         needed = re.match(r"([\w.-]+)>=([\d.]+)", line)
-        name, least = needed.groups() if needed else ("", "0")
-        of_users = not re.search(r'extra == "(test|lint|dev)"', line)
+        if needed and not re.search(r'extra == "(test|lint|dev)"', line):
+            name, wanted = needed.group(1).lower(), needed.group(2)
+            least[name] = max(least.get(name, wanted), wanted, key=TorchVersion)
+    for name, wanted in least.items():
         # without what comes behind the numbers: 2.8.0a0 counts as 2.8.0
-        own = re.match(r"[\d.]*\d", versions.get(name.lower(), least))
-        if of_users and own and TorchVersion(own.group()) < least:
+        own = re.match(r"[\d.]*\d", versions.get(name, wanted))
+        if own and TorchVersion(own.group()) < wanted:
             severity = "error" if name == "torch" else "warning"
-            what = f"{name} {versions[name.lower()]} is older than fp8stack works with ({least})"
-            yield Problem(severity, what, f'pip install "{name}>={least}"')
+            what = f"{name} {versions[name]} is older than fp8stack works with ({wanted})"
+            yield Problem(severity, what, f'pip install "{name}>={wanted}"')

@@ -73,8 +73,6 @@ def least_rows_of_mlp(shapes: Sequence[Sequence[int]]) -> LeastRows:
 
     `shapes` are those of the weights of gate, up and down, or of up and down.
     """
-    if any(size % 8 for shape in shapes for size in shape):
-        return ALWAYS
     size = sum(out_features * in_features for out_features, in_features in shapes)
     out_features, hidden = shapes[-1]
     in_features = shapes[0][1]

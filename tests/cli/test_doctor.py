@@ -108,7 +108,9 @@ def test_trouble_is_an_error_with_a_remedy(tmp_path, monkeypatch, capsys):
 
 def test_old_versions_are_compared_with_the_package_s_own_metadata():
     old = {"fp8stack": "0", "torch": "2.5.1", "deepspeed": "0.15.4", "transformers": "5.0.0"}
-    found = {t.what.split()[0]: t for t in machine._of_versions({**old, "accelerate": "1.0"})}
+    problems = [*machine._of_versions({**old, "accelerate": "1.0"})]
+    found = {t.what.split()[0]: t for t in problems}
+    assert len(found) == len(problems)
     assert found.keys() == {"torch", "deepspeed", "accelerate"}
     assert found["torch"].severity == "error"
     assert found["deepspeed"].remedy.startswith('pip install "deepspeed>=0.')

@@ -175,7 +175,6 @@ def test_a_fused_mlp_has_one_rule_for_its_layers(by_size):
     assert all(least.narrow_compiled < one.narrow_compiled / 2 for one in alone)
     assert least.narrow > 12_608 > least.wide_compiled  # ViT-L's rows
     assert least_rows_of_mlp([(8192, 2048), (8192, 2048), (2048, 8192)]).narrow < 8192  # Llama-1B's
-    assert least_rows_of_mlp([(1023, 513), (513, 1023)]) == ALWAYS
     model = nn.Sequential(SwiGLU(32, 32))
     decisions = api.decide(model, None, recipe_for("O0", compute="native"))
     session = api.carry_out(model, None, decisions._replace(fuse=True))
@@ -183,6 +182,16 @@ def test_a_fused_mlp_has_one_rule_for_its_layers(by_size):
     assert len(rules) == 1
     assert len({*session.report.selected.values()}) == 1
     assert [*session.report.selected] == [f"0.{name}" for name, _ in model[0].named_children()]
+
+
+def test_a_fused_mlp_of_odd_sizes_is_always_fp8(monkeypatch):
+    chosen = convert.choose_layers
+    monkeypatch.setattr("fp8stack.api.choose_layers", lambda *args: chosen(*args[:4], True))
+    model = nn.Sequential(SwiGLU(1023, 513))
+    decisions = api.decide(model, None, recipe_for("O0", compute="native"))
+    report = api.carry_out(model, None, decisions._replace(fuse=True)).report
+    assert (report.fused, report.selected) == (["0"], {})
+    assert [layer.products.least_rows for layer in model[0].children()] == [None] * 3
 
 
 @pytest.mark.gpu
