@@ -40,7 +40,7 @@ from torch.nn import Parameter
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.formats import FORMATS, MiniFloat, scale_shape
 
-from .reference import activation, monitor, norm, quantize, wire
+from .reference import activation, monitor, norm, quantize, widen, wire
 from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
@@ -326,3 +326,4 @@ activation_backward_cast = _operator(
 rmsnorm = _on_each_device(rms.rmsnorm)
 rmsnorm_backward = _on_each_device(rms.rmsnorm_backward)
 count = _on_each_device(monitor.count)
+widened_sum = _on_each_device(widen.widened_sum)

@@ -41,6 +41,7 @@ from fp8stack.kernels.ops import raw_stream
 from fp8stack.kernels.reference.delayed_state import DelayedState
 from fp8stack.levels import Recipe
 
+from .notes import capturing, moment, noted
 from .select import LeastRows
 
 
@@ -84,6 +85,7 @@ class Products:
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale
+    readers = 1  # layers that read this one's input, if it reads first, in bfloat16: narrow.py
 
     def __init__(
         self,
@@ -196,7 +198,7 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     if x.is_leaf or not torch.is_grad_enabled():
         return _cast_x(x, products, train, transposed)
     inputs, attributes = products.inputs, x.__dict__
-    key = *_moment(x), products.formats, products.fp8_recipe, train
+    key = *moment(x), products.formats, products.fp8_recipe, train
     mark, last = attributes.get("_fp8stack_mark"), inputs.last
     if last is not None and last[0] == id(mark) and last[1] == key:
         operand, products.graph_state = last[2:]
@@ -210,29 +212,10 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     return operand
 
 
-def note_parts(x: Tensor, parts: Tensor) -> None:
-    """Store the largest magnitudes of parts of `x`, int32 [a power of two], for its cast; not under torch.compile."""
-    if not x.is_inference():  # inference tensors have no version
-        x.__dict__["_fp8stack_parts"] = _moment(x), parts
-
-
-def _parts_of(x: Tensor) -> Tensor | None:
-    """Return what `note_parts` stored for this very tensor; None if it has changed since."""
-    moment, parts = x.__dict__.get("_fp8stack_parts", (None, None))
-    return parts if moment is not None and moment == _moment(x) else None
-
-
-def _moment(x: Tensor) -> tuple[int, int, int, bool]:
-    """Return a key for facts about `x`: once it changes, they must not be used any more."""
-    # The id, since a copy has the tensor's attributes, and the products of `matmuls.py` serve many weights. Another
-    # stream has not waited for the facts. A CUDA graph is replayed with other contents, for which they do not hold.
-    return id(x), x._version, raw_stream(x), _capturing(x)
-
-
 def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
     fmt, fmt_t, _ = products.formats
     if products.fp8_recipe == "current":
-        amax = None if torch.compiler.is_compiling() else _parts_of(x)
+        amax = None if torch.compiler.is_compiling() else noted(x, "parts")
         return cast_matrix(x, fmt, fmt_t, True, transposed, amax)
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
@@ -273,7 +256,7 @@ class WeightScale(DelayedState):
         before, self.stream = self.stream, raw_stream(weight)
         # Another stream has not waited for the scale, and a CUDA graph must not start from one that was made before it.
         known = before is None or before == self.stream
-        return known and not _capturing(weight) and not torch.is_inference_mode_enabled()
+        return known and not capturing(weight) and not torch.is_inference_mode_enabled()
 
 
 def cast_weight(
@@ -302,7 +285,7 @@ def cast_weight(
         plain, scale, plain_t, _ = cast_matrix(w, E4M3, None, *layouts)
     else:
         # Versions miss writes through `.data`, so this is a guess: the kernel checks whether the scale is right.
-        key, last = (weight.get_device(), *_moment(weight)), products.last_weight
+        key, last = (weight.get_device(), *moment(weight)), products.last_weight
         if last is not None and last[0] == key and type(last[1]) is Tensor:
             plain, plain_t, scale = ops.recast_with(w, E4M3, last[1], *layouts, exact=True)
         else:
@@ -373,7 +356,3 @@ def _will_run(node: Any) -> bool:
 def in_backward() -> bool:
     """Is a backward running? Then a forward is a recomputation."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()

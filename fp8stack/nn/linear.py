@@ -33,6 +33,7 @@ from fp8stack.tensor import is_sharded
 
 from . import casts
 from .bf16_storage import stored_linear
+from .narrow import narrowed
 from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
@@ -53,7 +54,9 @@ class Fp8Linear(nn.Linear):
         with torch._C.DisableTorchFunction():
             if pays(input, products.least_rows, products.graphed):
                 return fp8_matmul(input, self.weight, self.bias, products, self.training)
-            return stored_linear(input, self.weight, self.bias)
+            return stored_linear(
+                narrowed(input, products, output_dtype(input)), self.weight, self.bias
+            )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.products}"

@@ -28,8 +28,8 @@ from fp8stack.kernels.reference.rmsnorm import MOST_COLS
 from fp8stack.kernels.reference.rmsnorm import rmsnorm as formula
 
 from .bf16_storage import autocast_is_on
-from .casts import note_parts
 from .mixin import TESTED, Fused, fuse_modules, run_with
+from .notes import note
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -55,7 +55,7 @@ class FusedRMSNorm(Fused):
         with torch._C.DisableTorchFunction():
             weight = offset + self.weight.float() if offset else self.weight
             y, parts = _apply(given[0], weight, eps)
-            note_parts(y, parts)
+            note(y, "parts", parts)
         return y  # type: ignore[no-any-return]
 
 

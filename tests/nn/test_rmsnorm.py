@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
-from fp8stack.nn import casts
 from fp8stack.nn.mixin import unfuse
+from fp8stack.nn.notes import noted
 from fp8stack.nn.rmsnorm import FusedRMSNorm, fuse_norms
 
 
@@ -391,7 +391,7 @@ def test_the_cast_behind_a_norm_is_told_the_magnitudes_and_gives_the_same_bits(
         assert amax.dtype is torch.int32
     assert seen[-2:] == [None, None]
     seen.clear()
-    monkeypatch.setattr("fp8stack.nn.rmsnorm.note_parts", lambda x, parts: None)
+    monkeypatch.setattr("fp8stack.nn.rmsnorm.note", lambda *_: None)
     expected = results(model, x.to(dtype), gradient.to(dtype))
     assert set(seen) == {None}
     assert_same_bits(given, expected)
@@ -441,10 +441,10 @@ def test_the_note_is_for_that_very_tensor_as_it_was(other, grad, device, monkeyp
 
 def test_the_note_is_gone_when_the_tensor_is(norm, device):
     h, other = (norm(torch.randn(5, 32, device=device)) for _ in range(2))
-    parts = weakref.ref(casts._parts_of(h))
+    parts = weakref.ref(noted(h, "parts"))
     del h
     assert parts() is None
-    assert casts._parts_of(other) is not None
+    assert noted(other, "parts") is not None
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
@@ -463,10 +463,10 @@ def test_the_note_is_not_for_another_stream():
     with torch.no_grad():
         h = model.norm(x)
         expected = model.one(h)
-        noted = casts._parts_of(h)
-        parts = noted.clone()
-        noted.zero_()
-        assert_same_bits(after(lambda: noted.copy_(parts), lambda: model.one(h)), expected)
+        magnitudes = noted(h, "parts")
+        parts = magnitudes.clone()
+        magnitudes.zero_()
+        assert_same_bits(after(lambda: magnitudes.copy_(parts), lambda: model.one(h)), expected)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,75 @@
+"""One cast to 16 bits for the layers that stay in bfloat16 and read the same float32 input.
+
+Why: under autocast each of torch's layers casts its float32 input for itself: q, k and v three times. Their backwards
+cast three gradients to float32 one by one, and autograd adds them up in two more passes. That is ten times the input's
+bytes that nobody needs, and eight launches.
+
+How: the first layer that reads an activation casts it, in as many copies as layers read it in the last step, which
+share one memory. Autograd then hands the gradients of all copies to one node, and one kernel adds them up in float32
+(`kernels/widen.py`), in the order in which autograd would. So all values and gradients are autocast's own, bit for bit,
+and one activation is kept for backward in the place of several.
+
+Limits: an input with one reader is torch's to cast. Leaves of autograd are cast by each layer, see `notes.py`. In the
+first step each layer casts for itself, and is counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.widen import MOST
+
+from .casts import Products
+from .notes import note, noted
+
+
+class _Shared:
+    """The copies of an activation that are left, and how the layer multiplies that came first."""
+
+    def __init__(self, first: Products, copies: list[Tensor]) -> None:
+        self.first, self.copies = first, copies
+
+
+def narrowed(x: Tensor, products: Products, dtype: torch.dtype) -> Tensor:
+    """Return `x` in `dtype`, autocast's, if it is an input that layers share; else `x` itself, for autocast to cast."""
+    if dtype is torch.float32 or x.dtype is not torch.float32 or x.is_leaf or type(x) is not Tensor:
+        return x
+    compiling = torch.compiler.is_compiling()
+    if compiling or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return x
+    shared = noted(x, "narrow")
+    if shared is None or (not shared.copies and shared.first.readers == MOST):
+        copies = [*_apply(x, dtype, products.readers)] if products.readers > 1 else []
+        note(x, "narrow", shared := _Shared(products, copies))
+    elif not shared.copies:
+        shared.first.readers += 1
+    if shared.copies and shared.copies[0].dtype is dtype:
+        x = shared.copies.pop(0)
+    return x
+
+
+class _Narrow(torch.autograd.Function):
+    """x in 16 bits, as several tensors over one memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        y = x.to(dtype)
+        return y, *(y.detach() for _ in range(count - 1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        given = [g for g in reversed(grads) if g is not None]  # the last reader's comes first
+        if not given:
+            return None, None, None
+        if torch.is_grad_enabled():  # create_graph=True
+            return sum(given[1:], given[0].float()), None, None
+        return ops.widened_sum(*given), None, None
+
+
+# What torch does in Python before it calls C++ is for functorch, see `narrowed`.
+_apply: Any = super(torch.autograd.Function, _Narrow).apply
