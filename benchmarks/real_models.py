@@ -22,7 +22,7 @@ forward in the host's parts.
 feed costs what the host costs. `host` is the host's time in a step that begins with an idle device, and in its parts;
 `bf16 host` is bf16's in the same process. `GiB` is the peak of a step, which torch does not count for graphs. `FP8` is
 the share of the elements of matrices, embeddings apart, that multiply in FP8. `compile s` is how much longer than a
-step the first two compiled ones took.
+step the first two compiled ones took, `graphs` how many graphs Dynamo made: one, unless the model breaks.
 
 Limits: one batch, over and over, and random weights, so mixtures of experts are as balanced as chance makes them.
 """
@@ -53,6 +53,7 @@ from rich.console import Console
 from rich.table import Table
 from timing import Numbers, attempt, stopping_in_order, time_steps
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import fp8stack
 from fp8stack import capability
@@ -370,6 +371,7 @@ def measure(variant: Variant, name: str, options: argparse.Namespace) -> Numbers
         "peak_gib": own.peak,
         "fp8_share": own.share,
         "compile_s": own.compile_s,
+        "graphs": counters["stats"]["unique_graphs"] if variant.compiled else None,
         "loss": own.step().item(),
         "parameters": sum(p.numel() for p in own.model.parameters()),
     }
@@ -418,6 +420,7 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
         "GiB",
         "FP8 %",
         "compile s",
+        "graphs",
         "loss",
     )
     for column in heads:
@@ -435,7 +438,7 @@ def report(results: dict[str, Numbers], name: str, options: argparse.Namespace) 
             n["host_ms"],
             *n["host_parts"].values(),
         ]
-        cells += [n["peak_gib"], 100 * n["fp8_share"], n["compile_s"], n["loss"]]
+        cells += [n["peak_gib"], 100 * n["fp8_share"], n["compile_s"], n["graphs"], n["loss"]]
         table.add_row(variant, *("-" if c is None else f"{c:,.2f}" for c in cells))
         params = {"model": name, "batch": real.batch, "tokens": real.tokens * options.micro_batches}
         if options.micro_batches > 1:

@@ -19,6 +19,7 @@ NumPy and DLPack get is a copy too (NumPy's cannot be written). Second derivativ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
@@ -351,9 +352,13 @@ def _norm_list(func: Any, tensors: list[Tensor], ord: float = 2, dtype: Any = No
 
 
 def _clamp_list_(func: Any, tensors: list[Tensor], bound: Any) -> None:
-    clamp = aten.clamp_min_ if func is aten._foreach_clamp_min_.Scalar else aten.clamp_max_
-    for x in tensors:  # one by one: the values of all would be as large as the model
-        clamp(x, bound)
+    limits = (bound, math.inf) if func is aten._foreach_clamp_min_.Scalar else (-math.inf, bound)
+    ours = [x for x in tensors if isinstance(x, BlockScaledTensor)]
+    for x in ours:
+        x.residual = None
+    ops.clamp_list([(x.codes, x.scale) for x in ours], *map(float, limits))
+    if others := _split(tensors)[1]:
+        func(others, bound)
 
 
 def _split(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

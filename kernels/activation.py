@@ -32,7 +32,7 @@ from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inv
 from .launch import Launcher
 from .reference.activation import CUBE, ROOT
 from .reference.activation import FLAT as NEAR
-from .reference.cast import aligned
+from .reference.cast import TOKENS, aligned
 from .reference.delayed_state import NOTES, SEEDED, STATES
 from .transpose_tiles import load_rows, place_tile
 
@@ -268,7 +268,7 @@ def _run(
     # arguments that are neither read nor written may be any tensor
     d, u = (gate if t is None else t.contiguous() for t in (dh, up))
     (rows, cols), device = gate.shape, gate.device
-    rows16, cols16 = aligned(rows), aligned(cols)
+    rows16, cols16 = aligned(rows, TOKENS), aligned(cols)
     codes, turned = (rows16, cols16), (cols16, rows16)
     shapes = [codes, turned, ()] * (1 + gated) if backward else [codes, ()]
     results = [gate.new_empty(s, dtype=fmt.dtype if s else torch.float32) for s in shapes]

@@ -36,7 +36,7 @@ from fp8stack.formats import MiniFloat
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, reciprocal, scale_and_inverse
 from .launch import Launcher
 from .ops import raw_stream
-from .reference.cast import LEAST, MOST, Cast, aligned
+from .reference.cast import ALIGNMENT, LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
@@ -211,9 +211,10 @@ def _geometry(
     codes: bool,
     transposed: bool,
     known: int,  # parts whose largest magnitudes are known, 0 if none
+    rows_to: int,
     device: torch.device,
 ) -> _Geometry:
-    rows16, cols16 = aligned(rows), aligned(cols)
+    rows16, cols16 = aligned(rows, rows_to), aligned(cols)
     tiles = max(-(-rows * cols // FLAT), 1)
     parts = known or min(PARTS, triton.next_power_of_2(tiles))
     sizes, casting = (rows, cols, rows16, cols16), (mantissa, casts_in_hardware(device))
@@ -239,10 +240,12 @@ def cast(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,
+    rows_to: int = ALIGNMENT,
     reuse: bool = True,  # small memory may be kept from call to call, which a compiled graph's pool refuses
 ) -> Cast:
     """Quantize a matrix with one scale."""
-    x, g, out, out_t = prepare(x, fmt, codes, transposed, 0 if amax is None else amax.numel())
+    known = 0 if amax is None else amax.numel()
+    x, g, out, out_t = prepare(x, fmt, codes, transposed, known, rows_to)
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     if amax is None:
@@ -265,7 +268,7 @@ def recast(
     reuse: bool = True,  # as in `cast`
 ) -> Cast:
     """Quantize a matrix with the scale of its last cast if that fits it, else with its own."""
-    x, g, out, out_t = prepare(x, fmt, codes, transposed, 0)
+    x, g, out, out_t = prepare(x, fmt, codes, transposed, 0, ALIGNMENT)
     if not x.numel():
         return out, out_t, x.new_zeros((), dtype=torch.float32)
     update = isinstance(of, int)
@@ -280,14 +283,14 @@ def recast(
 
 
 def prepare(
-    x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, known: int
+    x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool, known: int, rows_to: int
 ) -> tuple[Tensor, _Geometry, Tensor, Tensor]:
     """Return x as kernels read it, what follows from the arguments, and memory for codes and their transpose."""
     if not x.is_contiguous():
         x = x.detach().contiguous()
     cols = x.shape[-1]
     rows, mantissa = x.numel() // max(cols, 1), fmt.mantissa_bits
-    g = _geometry(rows, cols, mantissa, codes, transposed, known, x.device)
+    g = _geometry(rows, cols, mantissa, codes, transposed, known, rows_to, x.device)
     out, out_t = (
         x.new_empty(shape, dtype=fmt.dtype) if any(shape) else _nothing(fmt.dtype, x.device)
         for shape in (g.shape, g.shape_t)

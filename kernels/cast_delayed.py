@@ -21,7 +21,7 @@ from fp8stack.formats import MiniFloat
 from .cast import COLS, FLAT, ROWS, prepare
 from .fp8 import bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher
-from .reference.cast import Cast
+from .reference.cast import TOKENS, Cast
 from .reference.delayed_state import HEADER, NOTES, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
@@ -150,7 +150,7 @@ _launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
 
 def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:
     """Quantize a matrix with the scale in its state."""
-    x, g, codes, codes_t = prepare(x, fmt, True, True, 0)
+    x, g, codes, codes_t = prepare(x, fmt, True, True, 0, TOKENS)
     if not (numel := x.numel()):
         return codes, codes_t, x.new_zeros((), dtype=torch.float32)
     own = STATES[of]

@@ -28,7 +28,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 from typing import cast as cast_
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
-from fp8stack.formats import FORMATS, MiniFloat, scale_shape
+from fp8stack.formats import E4M3, FORMATS, MiniFloat, scale_shape
 
 from .reference import activation, monitor, norm, quantize, widen, wire
 from .reference import cast as matrix
@@ -156,15 +156,23 @@ def _operator(
 
 
 def _matrix(
-    x: Tensor, fmt: str, codes: bool = True, transposed: bool = True, amax: Tensor | None = None
+    x: Tensor,
+    fmt: str,
+    codes: bool = True,
+    transposed: bool = True,
+    amax: Tensor | None = None,
+    rows_to: int = matrix.ALIGNMENT,
 ) -> Cast:
-    cols = matrix.aligned(x.shape[-1])
-    rows, dtype = matrix.aligned(x.numel() // max(x.shape[-1], 1)), FORMATS[fmt].dtype
+    cols, dtype = matrix.aligned(x.shape[-1]), FORMATS[fmt].dtype
+    rows = matrix.aligned(x.numel() // max(x.shape[-1], 1), rows_to)
     return (
         x.new_empty((rows, cols) if codes else (0, 0), dtype=dtype),
         x.new_empty((cols, rows) if transposed else (0, 0), dtype=dtype),
         x.new_empty((), dtype=torch.float32),
     )
+
+
+_tokens = partial(_matrix, rows_to=matrix.TOKENS)
 
 
 def _quantized(x: Tensor, fmt: str) -> tuple[Tensor, Tensor]:
@@ -189,9 +197,8 @@ def _activation_backward(
     *rest: Any,
 ) -> list[Tensor]:
     inputs = 1 if up is None else 2
-    casts = [t for _ in range(inputs) for t in _matrix(gate, fmt)] + [
-        _matrix(gate, "e4m3", False)[1]
-    ]
+    casts = [t for _ in range(inputs) for t in _tokens(gate, fmt)]
+    casts.append(_tokens(gate, "e4m3", False)[1])
     sums = inputs if rest[2:] == (True,) else 0
     return casts + [gate.new_empty(gate.shape[1:], dtype=torch.float32) for _ in range(sums)]
 
@@ -235,6 +242,16 @@ def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tenso
     return [quantize_blocks(x, fmt) for x in tensors]
 
 
+def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:
+    """Limit the values of E4M3 tensors, codes and scales, in place: on a GPU in few launches, as `norms`."""
+    if tensors and _in_one_table([codes for codes, _ in tensors]):
+        triton_module("quantize").clamp_list(tensors, low, high)
+        return
+    for codes, scale in tensors:
+        values = dequantize_blocks(codes, scale, E4M3).clamp(low, high)
+        quantize_blocks_into(values, E4M3, codes, scale)
+
+
 def _in_one_table(tensors: Sequence[Tensor]) -> bool:
     """Return whether one launch may read all of `tensors` by their addresses."""
     return (
@@ -254,7 +271,8 @@ def wire_kernels(gpu: bool) -> Any:
 
 
 cast = _operator(
-    "cast(Tensor x, str fmt, bool codes=True, bool transposed=True, Tensor? amax=None) -> (Tensor, Tensor, Tensor)",
+    "cast(Tensor x, str fmt, bool codes=True, bool transposed=True, Tensor? amax=None, "
+    "int rows_to=16) -> (Tensor, Tensor, Tensor)",
     matrix.cast,
     _matrix,
     captured={"reuse": False},
@@ -304,7 +322,7 @@ matmul_blocks = _operator(
 cast_delayed = _operator(
     "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
     delayed.cast_delayed,
-    lambda x, fmt, *_: _matrix(x, fmt),
+    lambda x, fmt, *_: _tokens(x, fmt),
 )
 
 
@@ -315,7 +333,7 @@ activation_cast = _operator(
     "activation_cast(Tensor gate, Tensor? up, str activation, str fmt, int[] of=[], bool update=False, "
     "bool again=False) -> (Tensor, Tensor)",
     activation.activation_cast,
-    lambda gate, up, activation, fmt, *_: _matrix(gate, fmt, True, False)[::2],
+    lambda gate, up, activation, fmt, *_: _tokens(gate, fmt, True, False)[::2],
 )
 activation_backward_cast = _operator(
     "activation_backward_cast(Tensor dh, Tensor gate, Tensor? up, Tensor h_scale, str activation, str fmt, "

@@ -5,8 +5,8 @@ checkpoints.
 
 How: a program owns 16 blocks, finds the largest magnitude of each, and writes codes and scale, bit for bit as the
 reference. A block never crosses a row, so the tail of a row is masked; rows that are a multiple of 128 take a path
-without masks. `quantize_list` takes many tensors in one launch, from a pointer table: a column of programs for each of
-them, every program with as many of its blocks as it takes.
+without masks. `quantize_list` and `clamp_list` take many tensors in one launch, from a pointer table: a column of
+programs for each of them, every program with as many of its blocks as it takes.
 
 Limits: codes of 4 bits, which only checkpoints quantize here, are left to the reference.
 """
@@ -75,6 +75,25 @@ def _quantize_list_kernel(
 
 
 @triton.jit
+def _clamp_list_kernel(
+    table_ptr, low, high, ROWS: tl.constexpr,
+    MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    row = table_ptr + tl.program_id(1).to(tl.int64) * _WIDTH
+    codes, scales = pointer(row, _CODES, tl.uint8, ROWS), pointer(row, _SCALE, tl.float32, "any")
+    count = tl.load(row + _BLOCKS).to(tl.int32)
+    for first in range(tl.program_id(0) * BLOCKS, count, tl.num_programs(0) * BLOCKS):
+        block, inside, offset, mask, _bytes, _byte_mask = places(row, first, ROWS, BLOCKS)
+        scale = tl.load(scales + block, mask=inside, other=0.0)
+        code = tl.load(codes + offset, mask=mask, other=0)
+        x = decode(code, MANTISSA, MIN_EXPONENT, True) * scale[:, None]
+        x = tl.where(x < low, low, tl.where(x > high, high, x))  # NaN stays
+        code, scale = encode_blocks(x, MANTISSA, HARDWARE)
+        tl.store(codes + offset, code.to(tl.uint8), mask=mask)
+        tl.store(scales + block, scale, mask=inside)
+
+
+@triton.jit
 def _dequantize_blocks_kernel(
     codes_ptr, scale_ptr, out_ptr, n_blocks, blocks_per_row, cols,
     MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
@@ -91,6 +110,7 @@ def _dequantize_blocks_kernel(
 
 _launch_quantize = Launcher(_quantize_blocks_kernel, **_ROUNDING)
 _launch_list = Launcher(_quantize_list_kernel, **_ROUNDING)
+_launch_clamp = Launcher(_clamp_list_kernel, **_ROUNDING)
 _launch_dequantize = Launcher(_dequantize_blocks_kernel, **_ROUNDING)
 
 
@@ -132,6 +152,20 @@ def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tenso
                 TYPES[dtype], layout, fmt.mantissa_bits, casts_in_hardware(device), BLOCKS,
             )  # fmt: skip
     return list(zip(codes, scales, strict=True))
+
+
+def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:
+    """Limit the values of E4M3 tensors on one device, contiguous codes and scales, in place."""
+    device, hardware = tensors[0][0].device, casts_in_hardware(tensors[0][0].device)
+    for _, layout, of, columns in groups_of([codes for codes, _ in tensors]):
+        columns["codes"] = columns["grad"]
+        columns["grad_block_scale"] = [tensors[i][1].data_ptr() for i in of]
+        programs = min(-(-max(columns["blocks"]) // BLOCKS), PROGRAMS)
+        if programs:
+            _launch_clamp(
+                (programs, len(of), 1), upload_columns(columns, device), low, high,
+                layout, E4M3.mantissa_bits, E4M3.min_exponent, hardware, BLOCKS,
+            )  # fmt: skip
 
 
 def dequantize_blocks(

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
 from fp8stack.kernels.ops import raw_stream
+from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS
 from fp8stack.kernels.reference.delayed_state import DelayedState
 from fp8stack.levels import Recipe
 
@@ -135,7 +136,7 @@ class Products:
 
 
 class Operand(NamedTuple):
-    """A matrix in FP8, in the layouts that were asked for (the others are empty); sizes are multiples of 16."""
+    """A matrix in FP8, in the layouts that were asked for (the others are empty), padded."""
 
     codes: Tensor  # [rows, cols]
     scale: Tensor  # float32, 0-d, or one for each block
@@ -150,16 +151,17 @@ def cast_matrix(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # as `ops.cast` takes it
+    rows_to: int = TOKENS,  # ALIGNMENT for a weight
 ) -> Operand:
     """Quantize a matrix with a scale from its own amax: one for each format."""
     if torch.compiler.is_compiling() and x.numel():
         amax = x.abs().amax().float()  # here, where Inductor can fuse it
     if fmt_t is None or fmt_t is fmt or not codes or not transposed:
         own = fmt if codes or fmt_t is None else fmt_t
-        plain, turned, scale = ops.cast(x, own, codes, transposed, amax)
+        plain, turned, scale = ops.cast(x, own, codes, transposed, amax, rows_to)
         return Operand(plain, scale, turned, scale)
-    plain, _, scale = ops.cast(x, fmt, True, False, amax)
-    _, turned, scale_t = ops.cast(x, fmt_t, False, True, amax)
+    plain, _, scale = ops.cast(x, fmt, True, False, amax, rows_to)
+    _, turned, scale_t = ops.cast(x, fmt_t, False, True, amax, rows_to)
     return Operand(plain, scale, turned, scale_t)
 
 
@@ -282,7 +284,7 @@ def cast_weight(
     if state is not None and state.serves(weight, train):
         plain, plain_t, scale = ops.recast(w, E4M3, state.handle, *layouts)
     elif compiling or not train or not isinstance(weight, nn.Parameter) or weight.is_inference():
-        plain, scale, plain_t, _ = cast_matrix(w, E4M3, None, *layouts)
+        plain, scale, plain_t, _ = cast_matrix(w, E4M3, None, *layouts, rows_to=ALIGNMENT)
     else:
         # Versions miss writes through `.data`, so this is a guess: the kernel checks whether the scale is right.
         key, last = (weight.get_device(), *moment(weight)), products.last_weight

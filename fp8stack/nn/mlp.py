@@ -84,7 +84,7 @@ class FusedMLP(Fused):
 
 def _can_join(layers: list[Any]) -> bool:
     """Is there nothing to the layers but products, made alike, and biases, of all or of none?"""
-    return bool(layers) and all(
+    return len(layers) > 0 and all(  # Dynamo of torch 2.11 knows no bool() of a list
         type(layer) is linear.Fp8Linear
         and (layer.bias is None) is (layers[0].bias is None)
         and layer.training is layers[0].training
@@ -180,7 +180,7 @@ def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
     # in the dtype to which autocast casts those of torch's layers
     biases = [layer.bias.to(dtype) for layer in layers if layer.bias is not None]
     options = tuple(layer.products.options(train, dtype) for layer in layers)
-    settings = activation, bool(biases), h_scaling, options
+    settings = activation, len(biases) > 0, h_scaling, options
     weights = (layer.weight for layer in layers)
     result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
     return result

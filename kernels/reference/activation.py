@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from fp8stack.formats import E4M3, MiniFloat
 
-from .cast import Cast, as_matrix, cast
+from .cast import TOKENS, Cast, as_matrix, cast
 from .cast_delayed import cast_delayed, encode_saturating
 
 APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -92,4 +92,4 @@ def activate(g: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _cast(x: Tensor, fmt: MiniFloat, of: Sequence[int], update: bool, again: bool) -> Cast:
-    return cast_delayed(x, fmt, of[0], update, again) if of else cast(x, fmt)
+    return cast_delayed(x, fmt, of[0], update, again) if of else cast(x, fmt, rows_to=TOKENS)

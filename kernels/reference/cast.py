@@ -1,10 +1,12 @@
-"""A matrix in FP8 with one scale, in both layouts that FP8 GEMMs need on Ada and Hopper, padded to multiples of 16.
+"""A matrix in FP8 with one scale, in both layouts that FP8 GEMMs need on Ada and Hopper, padded.
 
     codes    [rows16, cols16]    the operand of a product along the columns
     codes_t  [cols16, rows16]    its transpose, the operand of a product along the rows
 
-rows16 and cols16 are the sizes rounded up to a multiple of 16; the codes of the padding are zero. Scale and rounding
-are as in `quantize.py`, from this tensor's own amax ("current scaling").
+rows16 and cols16 are the sizes rounded up to a multiple of 16, which FP8 GEMMs need. The rows of an input and of a
+gradient, which are tokens, are rounded up to a multiple of 64: cuBLAS takes a tenth longer for a layer with others, and
+taking rows off a product costs nothing. The codes of the padding are zero. Scale and rounding are as in `quantize.py`,
+from this tensor's own amax ("current scaling").
 
 `recast` is for a matrix that changed a little since its last cast, as a weight does in a step. It keeps the last scale
 while the matrix's own scale is in (1/2, 1 + 1/32] times the last; otherwise it returns what `cast` returns. So kernels
@@ -29,14 +31,15 @@ from .quantize import encode_scaled, scale_and_inverse
 Cast = tuple[Tensor, Tensor, Tensor]  # codes, codes_t (empty if not asked for), scale float32 0-d
 
 ALIGNMENT = 16  # FP8 GEMMs need every dimension to be a multiple of this
+TOKENS = 64  # of what the rows of inputs and gradients are padded to a multiple
 
 # `recast` keeps the last scale while LEAST × last < own scale <= MOST × last.
 LEAST, MOST = 1 / 2, 1 + 1 / 32
 
 
-def aligned(size: int) -> int:
-    """Return the next multiple of 16."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def aligned(size: int, multiple: int = ALIGNMENT) -> int:
+    """Return the next multiple of a number."""
+    return -(-size // multiple) * multiple
 
 
 def cast(
@@ -45,6 +48,7 @@ def cast(
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # the largest magnitude of x, if it is known
+    rows_to: int = ALIGNMENT,  # of what rows are padded to a multiple
     reuse: bool = True,  # used by the Triton kernel only
 ) -> Cast:
     """Quantize a matrix with one scale.
@@ -56,7 +60,7 @@ def cast(
     elif amax.dtype is torch.int32:
         amax = amax.amax().view(torch.float32)
     scale, _ = scale_and_inverse(amax.float(), fmt)
-    return _cast_with(scale, x, fmt, codes, transposed)
+    return _cast_with(scale, x, fmt, codes, transposed, rows_to)
 
 
 def recast(
@@ -83,15 +87,22 @@ def largest_magnitude(x: Tensor) -> Tensor:  # float32, 0-d
     return x.detach().abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
-def as_matrix(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
-    """Return `x` in float32 as rows, padded with zeros to multiples of a number."""
+def as_matrix(x: Tensor, multiple: int = ALIGNMENT, rows_to: int = TOKENS) -> Tensor:
+    """Return `x` in float32 as rows, padded with zeros to multiples of two numbers."""
     x = x.detach().reshape(-1, x.shape[-1]).float()
-    return pad(x, (0, -x.shape[1] % multiple, 0, -x.shape[0] % multiple))
+    return pad(x, (0, -x.shape[1] % multiple, 0, -x.shape[0] % rows_to))
 
 
-def _cast_with(scale: Tensor, x: Tensor, fmt: MiniFloat, codes: bool, transposed: bool) -> Cast:
+def _cast_with(
+    scale: Tensor,
+    x: Tensor,
+    fmt: MiniFloat,
+    codes: bool,
+    transposed: bool,
+    rows_to: int = ALIGNMENT,
+) -> Cast:
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    result = encode_scaled(as_matrix(x), inverse, fmt)
+    result = encode_scaled(as_matrix(x, ALIGNMENT, rows_to), inverse, fmt)
     nothing = torch.empty((0, 0), dtype=fmt.dtype, device=x.device)
     turned = transpose(result) if transposed else nothing.clone()
     return result if codes else nothing, turned, scale

@@ -53,7 +53,7 @@ def cast_1x128(
     fmt: MiniFloat,
 ) -> Codes:
     """Quantize with a scale for each 128 elements of a row, and again for each 128 elements of a column."""
-    x = as_matrix(x, BLOCK)
+    x = as_matrix(x, BLOCK, BLOCK)
     codes, scale = quantize_blocks(x, fmt)
     codes_t, scale_t = quantize_blocks(x.t(), fmt)
     return codes, scale.t().contiguous().t(), codes_t, scale_t.t().contiguous().t()
@@ -64,7 +64,7 @@ def cast_128x128(
     fmt: MiniFloat,
 ) -> Codes:
     """Quantize with a scale for each square of 128."""
-    x = as_matrix(x, BLOCK)
+    x = as_matrix(x, BLOCK, BLOCK)
     rows, cols = (size // BLOCK for size in x.shape)
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)

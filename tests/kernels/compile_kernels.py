@@ -45,6 +45,8 @@ NUMBERS = {
     "eps": "fp32",
     "share": "fp32",
     "rest": "fp32",
+    "low": "fp32",
+    "high": "fp32",
     "timeout": "i64",
 }  # and i32
 POINTERS = {  # where a case says nothing else; and fp32
@@ -259,6 +261,7 @@ def count_cases():
         }  # fmt: skip
 
 
+WIDENED = ("a_ptr", "b_ptr", "c_ptr", "d_ptr")
 CASES = {  # label, types of pointers, constants (and others, for other kernels of the same kind)
     "_step_kernel": step_cases(),
     "_scales_kernel": [("", {}, dict.fromkeys(("M", "V", "MASTER"), True))],
@@ -267,6 +270,8 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
     "_roots_kernel": [("", {}, {"SIZE": 64})],
     "_count_kernel": count_cases(),
     "_quantize_list_kernel": list_cases(),
+    "_clamp_list_kernel": [(rows, {}, {"ROWS": rows, "MANTISSA": 3, "MIN_EXPONENT": -6}) for rows in ("flat", "any")],
+    "_widened_sum_kernel": [("", dict.fromkeys(WIDENED, "bf16"), {"COUNT": 4, "ELEMENTS": 4096})],
     "_update_kernel": [
         ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})
         for latest in (False, True)

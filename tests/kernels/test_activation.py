@@ -106,7 +106,7 @@ def test_values_are_those_of_the_formula_rounded_once(fmt, kind, device):
     given = [t.cpu() for t in (codes, codes.t().contiguous(), scale, *grads)]
     for i, exact in enumerate((h.detach(), *(leaf.grad for leaf in leaves))):
         codes, codes_t, scale = given[3 * i : 3 * i + 3]
-        assert codes.shape == (48, 80)
+        assert codes.shape == (64, 80)
         assert_same_bits(codes_t.view(torch.uint8), codes.view(torch.uint8).t().contiguous())
         assert float(scale) == pytest.approx(float(exact.abs().max()) / fmt.max, rel=1e-6)
         values = codes.double() * scale.double()

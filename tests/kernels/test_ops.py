@@ -174,7 +174,7 @@ def test_the_environment_is_asked_once(choose_kernels, monkeypatch):
 
 
 def test_every_operator_has_a_triton_twin_with_the_parameters_of_its_reference():
-    assert len(ops.TWINS) == len(OPERATORS) + 4
+    assert len(ops.TWINS) == len(OPERATORS) + 5
     for function in ops.TWINS:
         file = function.__module__.rpartition(".")[2]
         twin = getattr(ops.triton_module(file), function.__name__)

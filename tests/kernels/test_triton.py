@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from helpers import INPUTS, OCP, assert_same_bits
 
-from fp8stack.formats import FORMATS
+from fp8stack.formats import E4M3, FORMATS
+from fp8stack.kernels import ops
 from fp8stack.kernels import quantize as triton_quantize
 from fp8stack.kernels.fp8 import decode as triton_decode
 from fp8stack.kernels.fp8 import encode as triton_encode
@@ -145,6 +146,18 @@ def test_many_tensors_quantize_at_once_as_one_by_one(fmt, kernel_device, rough, 
         for part, expected in zip(parts, reference_quantize.quantize_blocks(x, fmt), strict=True):
             assert part.shape == expected.shape
             assert_same_bits(part, expected)
+
+
+def test_many_tensors_are_limited_at_once_as_one_by_one(kernel_device, rough):
+    here, there = (
+        [reference_quantize.quantize_blocks(rough(s), E4M3) for s in SHAPES] for _ in "ab"
+    )
+    here = [tuple(t.clone().to(kernel_device) for t in parts) for parts in there]
+    for low, high in ((-math.inf, 0.5), (-0.25, math.inf)):
+        triton_quantize.clamp_list(here, low, high)
+        ops.clamp_list(there, low, high)  # the reference
+        for ours, theirs in zip(here, there, strict=True):
+            assert_same_bits([t.cpu() for t in ours], list(theirs))
 
 
 @ALL
