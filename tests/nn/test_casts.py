@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast as reference
-from fp8stack.nn import casts, fuse, load_scaling_state, scaling_state
+from fp8stack.nn import casts, fuse, load_scaling_state, notes, scaling_state
 
 LAYERS = pytest.mark.parametrize(
     ("kind", "recipe"),
@@ -105,7 +105,7 @@ def test_further_micro_batches_guess_the_scale_and_give_the_same_bits(monkeypatc
         y = model(x)
         assert guessed == expected
         assert_same_bits(y.detach(), copy.deepcopy(model)(x.detach().clone()).detach())
-    monkeypatch.setattr(casts, "_capturing", lambda x: True)  # another graph's scale may be freed
+    monkeypatch.setattr(notes, "capturing", lambda x: True)  # another graph's scale may be freed
     guessed.clear()
     for _ in range(3):
         model(x)
@@ -144,7 +144,7 @@ def test_nothing_is_kept_from_one_captured_graph_to_the_next(monkeypatch, device
     x = torch.randn(16, 32, device=device, requires_grad=True) * 1
     seen = count_casts(monkeypatch)
     layer(x)
-    monkeypatch.setattr(casts, "_capturing", lambda x: True)
+    monkeypatch.setattr(notes, "capturing", lambda x: True)
     monkeypatch.setattr(ops, "recast_with", lambda *_, **__: pytest.fail("a scale was guessed"))
     layer(x)
     assert seen == [(16, 32), (32, 32)] * 2
