@@ -252,6 +252,54 @@ def test_dynamic_shapes_do_not_compile_for_each(device):
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_micro_batches_and_evaluation_compile_once_each(recipe, device):
+    """A graph for training and one for evaluation; not one for each step, or for a gradient that is there already."""
+    torch.manual_seed(0)
+    model = nn.Sequential(SwiGLU(48, 80), nn.LayerNorm(48), nn.Linear(48, 16)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"fp8_recipe": recipe, "min_numel": 1, "select": "all"}
+    model, optimizer = fp8stack.initialize(model, optimizer, "O2", **options)
+    fuse(model)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    x = torch.randn(20, 48, device=device)
+    model(x).sum().backward()
+    optimizer.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(3):
+        for _ in range(2):
+            compiled.train()(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            compiled.eval()(x)
+        optimizer.zero_grad()
+    assert counter.frame_count == 2
+
+
+def test_all_codes_of_a_graph_are_written_by_our_operators(device):
+    """Triton 3.8 writes FP8 values wrongly where Inductor makes a kernel of a search for the largest and a transposed
+    store (triton-lang/triton#11111), so none may be left to Inductor."""
+    made = []
+
+    def note(graph, _):
+        for node in graph.graph.nodes:
+            values = node.meta.get("val")
+            values = values if isinstance(values, (list, tuple)) else [values]
+            fp8 = any("float8" in str(getattr(v, "dtype", "")) for v in values)
+            if fp8 and node.op == "call_function":
+                made.append(str(node.target))
+        return make_boxed_func(graph.forward)
+
+    model = fused(SwiGLU(48, 80), device)[0]
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    results(compiled, torch.randn(20, 48, device=device, dtype=torch.bfloat16))
+    moved = {"<built-in function getitem>", "aten.t.default", "aten.view.default", "aten.permute.default"}
+    assert {name for name in made if name not in moved} == {
+        "fp8stack.cast.default", "fp8stack.activation_cast.default", "fp8stack.activation_backward_cast.default"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("compute", ["native", "bf16"])
 def test_blocks_compiled_one_by_one_share_a_graph(compute, device):
     """Whatever their names are."""
