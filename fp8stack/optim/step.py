@@ -53,7 +53,8 @@ class Entry(NamedTuple):
             at = 2 * is_second(name)
             moments[at] = state.get(f"{name}_code", state.get(name))
             moments[at + 1] = state.get(f"{name}_scale")
-        gradient = gradient_parts(local(p.grad).contiguous())
+        g = local(p.grad).contiguous()
+        gradient = (g.codes, g.scale) if isinstance(g, BlockScaledTensor) else (plain(g), None)
         return StepTensors(local(p).detach(), value, scale, *gradient, *moments)
 
 
@@ -84,13 +85,6 @@ def apply_hyper(hyper: Tensor, step_size: float | Tensor) -> Tensor:  # float32 
     hyper = hyper.clone()
     hyper[..., 0], hyper[..., 2] = 1.0, step_size
     return hyper
-
-
-def gradient_parts(gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return (codes, scale) of an FP8 gradient, or (gradient, None)."""
-    if isinstance(gradient, BlockScaledTensor):
-        return gradient.codes, gradient.scale
-    return plain(gradient), None
 
 
 def check_gradient(parameter: Tensor, gradient: Tensor) -> None:
