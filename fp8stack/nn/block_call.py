@@ -12,14 +12,14 @@ Limits: memory is that of the captures; only the order of captures makes it righ
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fp8stack.errors import ModelError, first_line
@@ -132,8 +132,10 @@ class Call:
         """Run the block on the captured memory; return the tensors among its outputs."""
         args, kwargs = tree_unflatten(_filled(self._signature, self._inputs), self._spec)
         # Autograd would wait for the stream that a parameter was first used on, which a capture must not.
-        self._leaves = {id(p): nn.Parameter(p.detach()) for p in self._parameters}
-        with _exchanged(self._modules, self._leaves), _autocast_as(self._state[0]):
+        own = (named for named in self.block.named_parameters() if named[1].requires_grad)
+        self._leaves: dict[str, Tensor] = {n: nn.Parameter(p.detach()) for n, p in own}
+        exchanged = _reparametrize_module(self.block, self._leaves, tie_weights=True)
+        with exchanged, _autocast_as(self._state[0]):
             return tensors_of(tree_flatten(self.block.block_forward(*args, **kwargs))[0])
 
     def _check_leaves(self) -> None:
@@ -306,19 +308,6 @@ def _state(block: nn.Module, modules: list[nn.Module]) -> list[Any]:
             getattr(vars(module).get("products"), "probe", None),
         ))  # fmt: skip
     return state
-
-
-@contextlib.contextmanager
-def _exchanged(modules: list[nn.Module], by: dict[int, nn.Parameter]) -> Iterator[None]:
-    """Let modules have other parameters for a while: `by` the ids of theirs."""
-    own = [(module._parameters, dict(module._parameters)) for module in modules]
-    try:
-        for parameters, before in own:
-            parameters.update((name, by.get(id(p), p)) for name, p in before.items())
-        yield
-    finally:
-        for parameters, before in own:
-            parameters.update(before)
 
 
 def saved_tensors_have_hooks() -> bool:
