@@ -4,7 +4,7 @@ Why: with the scale known, one kernel reads the matrix once.
 
 How: every program casts a tile with the scale that the state holds, and notes the tile's largest magnitude in one of
 512 places, so that few programs meet at one. A second kernel of one program then writes the history and the next scale.
-For the first casts of a state, one more kernel gives it a scale from the matrix itself, if it has none.
+For the first casts of a state, torch finds the matrix's own largest magnitude, for a scale if it has none.
 
 Limits: values beyond the scale saturate until the next cast.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8stack.formats import MiniFloat
 
-from .cast import COLS, FLAT, ROWS, prepare
+from .cast import COLS, ROWS, prepare
 from .fp8 import bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
 from .launch import Launcher
 from .reference.cast import TOKENS, Cast
@@ -27,15 +27,6 @@ from .transpose_tiles import load_float, magnitude, place_tile, store_both
 
 _INTS = tl.constexpr(tl.pointer_type(tl.int32))
 _HEADER = tl.constexpr(HEADER)
-
-
-@triton.jit
-def _seed_kernel(x_ptr, state_ptr, seed_ptr, numel, FLAT: tl.constexpr):
-    """Write the bits of the largest magnitude of x to `seed`, which is 0, if the state has no scale."""
-    if tl.load(state_ptr) == 0:
-        offset = tl.program_id(0).to(tl.int64) * FLAT + tl.arange(0, FLAT)
-        x = tl.load(x_ptr + offset, mask=offset < numel, other=0.0).to(tl.float32)
-        tl.atomic_max(seed_ptr, tl.max(bits_of_magnitude(x), axis=0))
 
 
 @triton.jit
@@ -143,7 +134,6 @@ def _update_kernel(
     tl.store(state_ptr + 1, tl.load(scale_ptr))
 
 
-_launch_seed = Launcher(_seed_kernel, num_warps=4)
 _launch_cast = Launcher(_cast_delayed_kernel, num_warps=8, enable_fp_fusion=False)
 _launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
 
@@ -151,16 +141,16 @@ _launch_update = Launcher(_update_kernel, num_warps=4, enable_fp_fusion=False)
 def cast_delayed(x: Tensor, fmt: MiniFloat, of: int, update: bool, again: bool) -> Cast:
     """Quantize a matrix with the scale in its state."""
     x, g, codes, codes_t = prepare(x, fmt, True, True, 0, TOKENS)
-    if not (numel := x.numel()):
+    if not x.numel():
         return codes, codes_t, x.new_zeros((), dtype=torch.float32)
     own = STATES[of]
     update = own.learns(update)
     state, parts = own.on(x.device, update), own.parts_on(x.device)
     seed = own.casts <= SEEDED
     scale = x.new_empty((), dtype=torch.float32)
-    found = x.new_zeros(1, dtype=torch.int32) if seed else state
+    found = state  # not read, unless
     if seed:
-        _launch_seed((-(-numel // FLAT), 1, 1), x, state, found, numel, FLAT)
+        found = torch.linalg.vector_norm(x.detach(), torch.inf).float().view(torch.int32)
     _launch_cast(
         (g.programs, 1, 1),
         x, state, found, parts, codes, codes_t, scale, *g.sizes, 2.0**own.margin,
