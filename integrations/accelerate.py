@@ -208,7 +208,7 @@ def sectioned(
         own["zero_force_ds_cpu_optimizer"] = config.get("zero_force_ds_cpu_optimizer", False)
     # the DeepSpeed adapter checks all other rows when the engine is made
     found = check(TrainingRun(config, optimizer=optimizer, recipe=recipe))
-    raise_or_warn(f for f in found if f.row.name == "offload-replaces-optimizer")
+    raise_or_warn([f for f in found if f.row.name == "offload-replaces-optimizer"])
     before = {key: config[key] for key in own if key in config}
     config.update(own)
     try:

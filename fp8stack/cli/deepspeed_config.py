@@ -19,7 +19,7 @@ from fp8stack.errors import ConfigError, reason_of
 from fp8stack.integrations.deepspeed.optimizer import OURS, type_of
 from fp8stack.integrations.deepspeed.optimizer import build as build_optimizer
 from fp8stack.integrations.deepspeed.section import check_recipe, find_section, stage_of
-from fp8stack.integrations.incompatibilities import TrainingRun, check, with_allowed, zero_of
+from fp8stack.integrations.incompatibilities import TrainingRun, check, zero_of
 
 from . import machine
 from .load_function import build
@@ -54,7 +54,7 @@ def diagnose(path: str, target: str | None = None, opt_level: str | None = None)
     makes = kind in OURS or (kind and recipe and recipe.states != "keep")
     if optimizer is None and makes:  # raises for one that fp8stack cannot make
         build_optimizer(config, [torch.nn.Parameter(torch.empty(8, 8, device="meta"))], recipe)
-    found = check(TrainingRun(config, model, optimizer, recipe))
+    run = TrainingRun(config, model, optimizer, recipe)
     return {
         "config": path,
         "level": None if recipe is None else recipe.level,
@@ -62,7 +62,7 @@ def diagnose(path: str, target: str | None = None, opt_level: str | None = None)
         "findings": [
             {"severity": f.severity, "where": f.where, "value": f.value}
             | {"name": f.row.name, "symptom": f.row.symptom, "remedy": f.row.remedy}
-            for f in with_allowed(found, section.allow if section else ())
+            for f in check(run, section.allow if section else ())
         ],
     }
 

@@ -121,7 +121,7 @@ def _run(
     if section is not None:
         section = configs.fit_to_zero(optimizers.with_formats_of(given, section), config)
         run = TrainingRun(config, model, given, section.recipe)
-        raise_or_warn(check(run), section.allow)
+        raise_or_warn(check(run, section.allow))
     recipe = None if section is None else section.recipe
     optimizer = _optimizer_of(arguments, config, recipe)
     optimizers.check_optimizer(optimizer, config, recipe)

@@ -3,8 +3,8 @@
 `rows.py` is a table: what happens, what to do, and a detector that reads a `TrainingRun`. `check` returns what was
 found, and `raise_or_warn` acts on it. `fp8stack doctor --deepspeed` prints the findings for a DeepSpeed configuration.
 
-    findings = check(TrainingRun(config=ds_config, model=model, optimizer=optimizer, recipe=recipe_for("O2")))
-    raise_or_warn(findings, allow=["elastic-checkpoint"])
+    run = TrainingRun(config=ds_config, model=model, optimizer=optimizer, recipe=recipe_for("O2"))
+    raise_or_warn(check(run, allow=["elastic-checkpoint"]))
 
 Limits: what concerns the FP8 layers of other libraries, or Accelerate's own FP8, is not looked for.
 docs/incompatibilities.md, which is written by hand, also lists faults between other libraries, and what works.
@@ -13,8 +13,8 @@ docs/incompatibilities.md, which is written by hand, also lists faults between o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.levels import check_choice
@@ -22,7 +22,7 @@ from fp8stack.levels import check_choice
 from .rows import ROWS, Row
 from .training_run import TrainingRun, zero_of
 
-__all__ = ["ROWS", "Finding", "TrainingRun", "check", "raise_or_warn", "with_allowed", "zero_of"]
+__all__ = ["ROWS", "Finding", "TrainingRun", "check", "raise_or_warn", "zero_of"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,18 @@ class Finding:
         return f"{self.where}: {self.value} ({row.name}). {row.symptom} {row.remedy}"
 
 
-def check(run: TrainingRun) -> list[Finding]:
-    """Return what is known not to work, or to work otherwise than it looks; errors first, else as in the table."""
+def check(run: TrainingRun, allow: Sequence[str] = ()) -> list[Finding]:
+    """Return what is known not to work, or to work otherwise than it looks; errors first, else as in the table.
+
+    allow: names of rows whose errors are warnings.
+
+    Raises:
+        ConfigError: for a name in `allow` that no row has.
+    """
+    for name in allow:
+        check_choice("allow", name, tuple(row.name for row in ROWS))
     found = [
-        Finding(row, where, value, row.severity)
+        Finding(row, where, value, "warning" if row.name in allow else row.severity)
         for row in ROWS
         for detect in row.detectors
         for where, value in detect(run)
@@ -52,33 +60,16 @@ def check(run: TrainingRun) -> list[Finding]:
     return sorted(found, key=lambda f: f.severity != "error")
 
 
-def with_allowed(findings: Iterable[Finding], allow: Sequence[str] = ()) -> list[Finding]:
-    """Return the findings; errors of the rows named in `allow` become warnings.
-
-    Raises:
-        ConfigError: for a name that no row has.
-    """
-    for name in allow:
-        check_choice("allow", name, tuple(row.name for row in ROWS))
-    return [
-        replace(f, severity="warning") if f.severity == "error" and f.row.name in allow else f
-        for f in findings
-    ]
-
-
-def raise_or_warn(findings: Iterable[Finding], allow: Sequence[str] = ()) -> None:
+def raise_or_warn(findings: Sequence[Finding]) -> None:
     """Warn of every warning, and raise one error for all errors.
 
-    allow: names of rows whose errors become warnings.
-
     Raises:
-        ConfigError: one for all errors, or for an unknown name in `allow`.
+        ConfigError: one for all errors.
     """
-    found = with_allowed(findings, allow)
-    for finding in found:
+    for finding in findings:
         if finding.severity == "warning":
             warnings.warn(finding.message, Fp8StackWarning, stacklevel=2)
-    errors = [f for f in found if f.severity == "error"]
+    errors = [f for f in findings if f.severity == "error"]
     if errors:
         names = list(dict.fromkeys(f.row.name for f in errors))
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fp8stack.optim import BlockwiseOptimizer
 
-from .training_run import TrainingRun, class_of, comes_from
+from .training_run import TrainingRun, comes_from
 
 Detector = Callable[[TrainingRun], Iterator[tuple[str, str]]]
 """It yields what it found: a configuration key, or "model" or "optimizer", and its value."""
@@ -95,8 +95,9 @@ def made_by(
     """Return a detector of a "model" or "optimizer" of a package, in runs that the row concerns."""
 
     def detect(run: TrainingRun) -> Iterator[tuple[str, str]]:
-        if comes_from(getattr(run, which), package) and when(run):
-            yield which, class_of(getattr(run, which))
+        thing = getattr(run, which)
+        if comes_from(thing, package) and when(run):
+            yield which, f"{type(thing).__module__}.{type(thing).__qualname__}"
 
     return detect
 

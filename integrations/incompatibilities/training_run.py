@@ -87,8 +87,3 @@ def comes_from(thing: Any, *packages: str) -> bool:
     """Return whether the class of `thing`, or one that it derives from, is of one of the packages."""
     modules = [base.__module__ + "." for base in type(thing).__mro__]
     return any(module.startswith(package + ".") for module in modules for package in packages)
-
-
-def class_of(thing: Any) -> str:
-    """Return the full name of a thing's class."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -234,8 +234,8 @@ def test_errors_raise_once_warnings_warn_each_and_allowed_errors_warn():
     )
     assert [str(w.message) for w in warned] == [f.message for f in findings[2:]]
     assert warned[0].filename == __file__
-    findings = check(of_config(f"{ZERO}elastic_checkpoint", True))
+    run = of_config(f"{ZERO}elastic_checkpoint", True)
     with pytest.warns(Fp8StackWarning, match="elastic_checkpoint: true"):
-        raise_or_warn(findings, allow=["elastic-checkpoint"])
+        raise_or_warn(check(run, allow=["elastic-checkpoint"]))
     with pytest.raises(ConfigError, match=r"'elastic-chekpoint'.*\"elastic-checkpoint\""):
-        raise_or_warn(findings, allow=["elastic-chekpoint"])
+        check(run, allow=["elastic-chekpoint"])
