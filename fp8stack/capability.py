@@ -15,7 +15,6 @@ import ctypes
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -31,8 +30,7 @@ FP8_CAPABILITY = (8, 9)
 BITSANDBYTES_VERSION = (0, 50)
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Whether something can be used, and why or why not. True in a condition if it can."""
 
     ok: bool

@@ -67,7 +67,7 @@ def capabilities(device: torch.device) -> dict[str, dict[str, Any]]:
     backend, reason = kernel_backend()
     if device.type == "cuda":
         answers["triton_kernels"] = capability.Answer(backend == "triton", reason)
-    return {name: {"ok": a.ok, "reason": a.reason} for name, a in answers.items()}
+    return {name: answer._asdict() for name, answer in answers.items()}
 
 
 def draw(data: dict[str, Any]) -> Lines:

@@ -132,7 +132,7 @@ def _child(rank: int, test: Test, device: str, folder: str) -> None:
     os.dup2(2, 1)  # stdout is the doctor's
     os.environ["FP8STACK_QUIET"] = "1"
     answer = test(rank, device, folder)
-    Path(folder, f"answer{rank}").write_text(json.dumps([answer.ok, answer.reason]))
+    Path(folder, f"answer{rank}").write_text(json.dumps(answer))
     os._exit(0)
 
 
