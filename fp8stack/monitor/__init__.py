@@ -9,8 +9,8 @@
                 run.log(monitor.metrics(wait=True))         # a W&B run; any logger takes the dict
     print(*monitor.advice(), sep="\n")
 
-`sampler.py` samples the operands of FP8 layers, `updates.py` measures how far a step moves their weights, and
-`advice.py` compares the numbers with thresholds.
+`sampler.py` samples the operands of FP8 layers and how far a step moves their weights, and `advice.py` compares the
+numbers with thresholds.
 """
 
 from .advice import RULES, Finding
