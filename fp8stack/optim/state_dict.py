@@ -8,6 +8,13 @@ Parameter groups are updated in place, so a scheduler that holds the list keeps 
 stays the optimizer's own.
 
 torch's own `Optimizer.load_state_dict` cannot be used: it casts every state tensor to the dtype of its parameter.
+
+States of bitsandbytes and torchao are read too. bitsandbytes keeps `state1` and `state2`, in float32 or as codes with
+`absmax1` and `qmap1` (the table of their values). They lie in a dictionary of their own or beside the other entries;
+blocks have 256 elements, in old versions 2048. torchao uses torch's names, and tensor subclasses as values. Reading
+checkpoints of bitsandbytes does not need the library; those of torchao need it, because torch.load makes its classes.
+Only states are translated. Parameter groups load as they are. SGD keeps the momentum it was made with, because
+bitsandbytes saves it among `betas`. bitsandbytes' Adam decays weights as AdamW does: load its states into AdamW.
 """
 
 from __future__ import annotations
@@ -21,16 +28,20 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, ModelError
+from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.levels import plain_number
+from fp8stack.tensor import is_sharded
 
 from . import saved_checks as checks
 from . import state_formats as formats
-from .imported_states import translate
 from .parameter_names import check_order, names_of_owned
 from .parameter_state import StatefulOptimizer
 from .saved_checks import FORMAT, check_group, check_packed, damaged, kind_of, place_of
 from .sharded import assign, collect, distribute, local, local_state
 from .state_formats import MASTER_KEYS, State
+
+_WRAPPED = "__bnb_optimizer_quant_state__"
+_BLOCKS = (bitsandbytes_format.BLOCK, 2048)
 
 # --- writing
 
@@ -202,7 +213,7 @@ def _convert(
     optimizer.check_formats_of(parameter)
     moments = optimizer.moments_of(group)
     weight = local(parameter.detach())  # the conversion is about this rank's part
-    entry = translate(entry, moments, parameter, key)
+    entry = _translate(entry, moments, parameter, key)
     known = {f"{name}{part}" for name in optimizer.moments for part in ("", "_code", "_scale")}
     found = {k for k, v in entry.items() if isinstance(v, Tensor)} - {"step"}
     if unknown := found - known - {*MASTER_KEYS}:
@@ -265,3 +276,76 @@ def _encode_masters(optimizer: StatefulOptimizer, states: dict[Tensor, State]) -
         state.update(optimizer.place(entries, p))
     for parameter, weight in weights.items():
         assign(parameter, weight)
+
+
+# --- states of bitsandbytes and torchao
+
+
+def _translate(entry: State, moments: tuple[str, ...], parameter: Tensor, key: Any) -> State:
+    """Return one parameter's saved state with torch's names; a state of neither library is returned as it is.
+
+    Args:
+        moments: the names of the optimizer's moments, in the order of bitsandbytes' `state1` and `state2`.
+        parameter: whose state it is. Of a sharded one, codes with flat blocks are decoded, because no slice of rows
+            can be cut from them.
+
+    Raises:
+        CheckpointError: for a state whose tensors are not all there or larger than the parameter, an incomplete one of
+            bitsandbytes, or one of an optimizer with other moments.
+    """
+    entry = {**entry, **entry.get(_WRAPPED, {})}
+    entry.pop(_WRAPPED, None)
+    checks.check_tensors(entry, parameter)
+    if "state1" in entry:
+        entry = _from_bitsandbytes(entry, moments, key)
+    for name in moments if is_sharded(parameter) else ():
+        codes, scale = entry.get(f"{name}_code"), entry.get(f"{name}_scale")
+        if codes is not None and scale is not None and scale.ndim == 1:
+            entry[name] = formats.decode_moment(name, entry, codes.shape)
+            del entry[f"{name}_code"], entry[f"{name}_scale"]
+    return {name: _plain(value) for name, value in entry.items()}
+
+
+def _from_bitsandbytes(entry: State, moments: tuple[str, ...], key: Any) -> State:
+    found = sum(name in entry for name in ("state1", "state2"))
+    if found != len(moments):
+        raise CheckpointError(
+            f"state of parameter {key}: bitsandbytes saved {found} moments, this optimizer has {len(moments)}. "
+            "Make the optimizer that the checkpoint was saved from."
+        )
+    result = {"step": entry["step"]}
+    for i, name in enumerate(moments, 1):
+        codes = entry[f"state{i}"]
+        if codes.dtype is not torch.uint8:
+            result[name] = codes
+            continue
+        scale, values = entry.get(f"absmax{i}"), entry.get(f"qmap{i}")
+        blocks = 0 if scale is None else scale.numel()
+        block = next((b for b in _BLOCKS if -(-codes.numel() // b) == blocks), None)
+        if scale is None or block is None or values is None or values.shape != (256,):
+            raise CheckpointError(
+                f"state of parameter {key}: bitsandbytes' state{i} has {codes.numel()} codes, which need a qmap{i} of "
+                f"256 values and an absmax{i} for each 256 (or 2048) of them; there are {blocks}. The checkpoint is "
+                "damaged; use an earlier one."
+            )
+        if block == bitsandbytes_format.BLOCK and torch.equal(
+            values.cpu(),
+            bitsandbytes_format.table(not formats.is_second(name), torch.device("cpu")),
+        ):
+            result |= {f"{name}_code": codes, f"{name}_scale": scale}  # the same format
+        else:
+            result[name] = bitsandbytes_format.decode(codes, scale, values, block)
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of torchao's OptimState8bit, OptimState4bit or OptimStateFp8; others as they are."""
+    if isinstance(value, Tensor) and is_sharded(value) and _is_quantized(local(value)):
+        part, mesh, placements = local(value).dequantize(), value.device_mesh, value.placements  # type: ignore[attr-defined]
+        size = {"shape": value.shape, "stride": value.stride()}
+        return type(value).from_local(part, mesh, placements, run_check=False, **size)  # type: ignore[attr-defined]
+    return value.dequantize() if _is_quantized(value) else value
+
+
+def _is_quantized(value: Any) -> bool:
+    return isinstance(value, Tensor) and {"codes", "scale"} <= vars(value).keys()
