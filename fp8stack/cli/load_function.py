@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
-from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -71,11 +70,10 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
     sys.path[:] = [str(root), *sys.path, *([str(path.parent)] if package else [])]
     if package:
         import_module(package.rstrip("."))
-    loader = SourceFileLoader(f"{package}{path.stem}" if package else "_fp8stack_target", str(path))
-    module = ModuleType(loader.name)
-    module.__file__, module.__package__ = str(path), package.rstrip(".")
-    sys.modules[loader.name] = module  # where dataclasses look for their module
-    loader.exec_module(module)
+    own = f"{package}{path.stem}" if package else "_fp8stack_target"
+    spec: Any = spec_from_file_location(own, path)
+    module = sys.modules[own] = module_from_spec(spec)  # where dataclasses look for their module
+    spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value)]
