@@ -268,8 +268,7 @@ def _rows_of(t: StepTensors, piece: Piece) -> StepTensors:
 def _gradient(t: StepTensors, grad_mul: float) -> Tensor:
     """Return the gradient in float32, multiplied; itself where it is that already."""
     if t.grad_block_scale is not None:
-        scale = t.grad_block_scale if grad_mul == 1 else t.grad_block_scale * grad_mul
-        return ops.dequantize_blocks(t.grad, scale, E4M3)
+        return ops.dequantize_blocks(t.grad, t.grad_block_scale * grad_mul, E4M3)
     g = t.grad.float()
     return g if grad_mul == 1 else g * grad_mul
 
