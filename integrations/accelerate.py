@@ -32,7 +32,7 @@ from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.deepspeed.section import find_section
 from fp8stack.integrations.incompatibilities import TrainingRun, check, raise_or_warn
-from fp8stack.integrations.incompatibilities.training_run import comes_from
+from fp8stack.integrations.incompatibilities.rows import comes_from
 from fp8stack.integrations.verification import Verification, verify_initialized
 from fp8stack.levels import recipe_for
 from fp8stack.optim import BlockwiseOptimizer

@@ -39,7 +39,7 @@ blocks, the default on a GPU, which keep one or two tensors of the feed-forward'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fp8stack.formats import BLOCK
 
@@ -47,8 +47,7 @@ from .decoder_shape import Shape
 from .resident_memory import Precision
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes a token; see the table of this module."""
 
     block: int  # that one block keeps

@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.levels import check_choice
 
-from .rows import ROWS, Row
-from .training_run import TrainingRun, zero_of
+from .rows import ROWS, Row, TrainingRun, zero_of
 
 __all__ = ["ROWS", "Finding", "TrainingRun", "check", "raise_or_warn", "zero_of"]
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A row that applies to a run: where, with what value, and how bad it is ("error" or "warning")."""
 
     row: Row
