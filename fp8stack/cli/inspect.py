@@ -157,8 +157,7 @@ def draw(data: dict[str, Any]) -> Lines:
     """Show a summary and the formats."""
     step = "no step" if data["step"] is None else f"step {data['step']}"
     level = data["level"] or "no level that shows (O0, or without fp8stack)"
-    title = f"{data['path']}: {data['kind']}, {size(data['file_bytes'])}, {step}, {level}"
-    yield title
+    yield f"{data['path']}: {data['kind']}, {size(data['file_bytes'])}, {step}, {level}"
     if data["extra"]:
         yield ", ".join(f"{k}={v!r}" for k, v in data["extra"].items())
     rows = (

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.torch_version import TorchVersion
 
-from fp8stack.capability import cudnn_folders, cudnn_remedy
+from fp8stack.capability import cudnn_folders, cudnn_remedy, indexed
 from fp8stack.kernels.ops import kernel_backend
 from fp8stack.version import __version__
 
@@ -37,9 +37,7 @@ class Problem(NamedTuple):
 
 def device() -> torch.device:
     """Return the current GPU, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def driver() -> str | None:
