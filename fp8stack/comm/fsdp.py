@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, Fp8StackWarning, did_you_mean
+from fp8stack.errors import ConfigError, Fp8StackWarning
 from fp8stack.tensor import is_sharded
 
 from .collectives import all_reduce, reduce_scatter_tensor
@@ -89,9 +88,7 @@ def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -
     return list(units)
 
 
-def register_fp8_all_gather(
-    model: nn.Module, skip: Sequence[str] = (), matrices: bool = False
-) -> list[str]:
+def register_fp8_all_gather(model: nn.Module) -> list[str]:
     """Make the FSDP2 modules of a model gather the weights of FP8 layers as E4M3 blocks; return their names.
 
     All other parameters are sent as they are, and so are weights that an FP8 layer shares with another layer (tied
@@ -99,17 +96,15 @@ def register_fp8_all_gather(
 
     Args:
         model: after `fully_shard`.
-        skip: patterns of names of modules, as in `initialize`, whose weights are sent as they are.
-        matrices: take all two-dimensional parameters but embeddings, for layers that compute in bfloat16.
 
     Raises:
-        ConfigError: if nothing in the model is sharded by FSDP2, this torch's FSDP2 has no such hook, no weight is left
-            to send in FP8, or a pattern matches nothing.
+        ConfigError: if nothing in the model is sharded by FSDP2, this torch's FSDP2 has no such hook, or no weight is
+            left to send in FP8.
     """
     units = units_of(model, "register_fp8_all_gather", ["set_custom_all_gather"])
     for module in units.values():
         module.reshard()  # so that the model's parameters are the sharded ones
-    weights = _weights(model, [skip] if isinstance(skip, str) else skip, matrices)
+    weights = _weights(model)
     names = []
     for name, module in units.items():
         parameters = [(size, p in weights) for p, size in _parameters_of(module)]
@@ -119,7 +114,7 @@ def register_fp8_all_gather(
     if not names:
         raise ConfigError(
             f"register_fp8_all_gather found no weight of an FP8 layer in {type(model).__name__} to send in FP8; "
-            "convert it by fp8stack.initialize before fully_shard, or pass matrices=True to take any layer's matrices."
+            "convert it by fp8stack.initialize before fully_shard."
         )
     return names
 
@@ -195,30 +190,15 @@ def _inside(what: str) -> Iterator[None]:
         ) from error
 
 
-def _weights(model: nn.Module, skip: Sequence[str], matrices: bool) -> set[nn.Parameter]:
-    """Return the parameters to send in FP8: those whose owners are all suitable layers and not skipped."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    left_out: set[nn.Module] = set()
-    for pattern in skip:
-        matching = [name for name in modules if name and fnmatchcase(name, pattern)]
-        if not matching:
-            raise ConfigError(
-                f"skip={pattern!r} matches no module of the model.{did_you_mean(pattern, modules)} Patterns are "
-                "compared with whole names, such as blocks.0.head; *head matches any that end in it."
-            )
-        left_out.update(inner for name in matching for inner in modules[name].modules())
-    taken: dict[nn.Parameter, bool] = {}
+def _weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters to send in FP8: the weights of FP8 layers that no other layer shares."""
+    weights, others = set[nn.Parameter](), set[nn.Parameter]()
     for module in model.modules():
+        # FSDP2 gives a module a subclass of its class
+        in_fp8 = any(c.__name__ in _FP8_LAYERS for c in type(module).__mro__)
         for name, p in module.named_parameters(recurse=False):
-            if matrices:
-                fits = not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            else:
-                # FSDP2 gives a module a subclass of its class
-                kinds = {c.__name__ for c in type(module).__mro__}
-                fits = name == "weight" and bool(kinds & _FP8_LAYERS)
-            fits = fits and p.ndim == 2 and module not in left_out
-            taken[p] = fits and taken.get(p, True)
-    return {p for p, fits in taken.items() if fits}
+            (weights if in_fp8 and name == "weight" else others).add(p)
+    return weights - others
 
 
 # --- replicas

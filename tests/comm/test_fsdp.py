@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import TinyLM, assert_same_bits, batch, build, need_gpus
+from helpers import TinyLM, assert_same_bits, batch, need_gpus
 from ranks import assert_equal_everywhere, own_device, run_ranks, train_part
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,13 +38,12 @@ def shard(model, mesh, dtype=None, reshard=True):
     return model
 
 
-def make(device, mesh, dtype=None, kind=TinyLM, reshard=True):
+def make(device, mesh, dtype=None, kind=TinyLM, reshard=True, skip=()):
+    """Return a sharded model whose Linear layers are FP8 layers."""
     torch.manual_seed(0)
-    return shard(kind().to(device), mesh, dtype, reshard)
-
-
-def make_fp8(device, mesh):
-    return shard(build("O0", device, compute="native", skip=["head"])[0], mesh)
+    options = {"compute": "native", "select": "all", "skip": list(skip)}
+    model, _ = fp8stack.initialize(kind().to(device), None, "O0", **options)
+    return shard(model, mesh, dtype, reshard)
 
 
 def shards_of(p, world, dtype):
@@ -74,15 +73,12 @@ def check_weights(rank):
     for dtype in (None, torch.bfloat16, torch.float16):
         for async_op in (False, True):
             model = make(device, mesh, dtype)
-            assert comm.register_fp8_all_gather(model, matrices=True) == ["", "up", "head"]
+            assert comm.register_fp8_all_gather(model) == ["", "up", "head"]
             check_gathered(model, world, dtype or torch.float32, MATRICES, async_op)
-    model = make(device, mesh)
-    assert comm.register_fp8_all_gather(model, ["up"], matrices=True) == ["", "head"]
-    check_gathered(model, world, torch.float32, ["down.weight", "head.weight"], False)
     model = make(device, mesh, kind=Shared)
-    assert comm.register_fp8_all_gather(model, matrices=True) == [""]
+    assert comm.register_fp8_all_gather(model) == [""]
     check_gathered(model, world, torch.float32, ["up.weight", "down.weight", "one.weight"], True)
-    check_fp8_layers(device, mesh, world)
+    check_other_layers(device, mesh, world)
     check_bytes(device, mesh, world)
     check_bad_input(device, mesh)
     if world == 2:
@@ -113,9 +109,9 @@ def check_gathered(model, world, dtype, in_fp8, async_op):
         assert_same_bits(p.to_local(), before[name], name)
 
 
-def check_fp8_layers(device, mesh, world):
-    """Without `matrices`, the weights of layers that `initialize` converted go in FP8."""
-    model = make_fp8(device, mesh)
+def check_other_layers(device, mesh, world):
+    """The weights of layers that `initialize` did not convert go as they are."""
+    model = make(device, mesh, skip=["head"])
     model(*batch(0, device)).backward()  # its root has whole weights now
     assert comm.register_fp8_all_gather(model) == ["", "up"]
     check_gathered(model, world, torch.float32, ["up.weight", "down.weight"], False)
@@ -123,7 +119,7 @@ def check_fp8_layers(device, mesh, world):
 
 def check_bytes(device, mesh, world):
     model = make(device, mesh, torch.bfloat16)
-    comm.register_fp8_all_gather(model, matrices=True)
+    comm.register_fp8_all_gather(model)
     for async_op in (False, True):
         with comm.Statistics() as statistics:
             handle = model.head.unshard(async_op=async_op)
@@ -136,27 +132,22 @@ def check_bytes(device, mesh, world):
 
 
 def check_bad_input(device, mesh):
-    model = make(device, mesh)
-    with pytest.raises(
-        ConfigError, match=r"no weight of an FP8 layer in FSDPTinyLM.*matrices=True"
-    ):
-        comm.register_fp8_all_gather(model)
-    with pytest.raises(ConfigError, match=r"skip='heed' matches no module.*Did you mean \"head\""):
-        comm.register_fp8_all_gather(model, "heed", matrices=True)
+    with pytest.raises(ConfigError, match=r"no weight of an FP8 layer in FSDPTinyLM.*initialize"):
+        comm.register_fp8_all_gather(shard(TinyLM().to(device), mesh))
     with pytest.raises(ConfigError, match="no module sharded by fully_shard in TinyLM"):
         comm.register_fp8_all_gather(TinyLM())
 
 
 def check_training(rank, device, mesh):
-    """Over FP8 layers, which cast what they are given once more, and over others, gathered in the background."""
-    for converts in (True, False):
+    """FP8 layers cast what they are given once more; it is gathered in the background, too."""
+    for in_background in (False, True):
         losses = {}
         for gathers in (False, True):
-            model = make_fp8(device, mesh) if converts else make(device, mesh, torch.bfloat16)
+            model = make(device, mesh, skip=["head"])
             if gathers:
-                comm.register_fp8_all_gather(model, matrices=not converts)
+                comm.register_fp8_all_gather(model)
                 comm.register_fp8_reduce_scatter(model)
-            model._set_unshard_async_op(not converts)
+            model._set_unshard_async_op(in_background)
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
             losses[gathers] = train_part(model, optimizer, rank, 2, device) / 2
         for sums in losses.values():
@@ -175,10 +166,10 @@ def check_replicas(rank):
     check_replicated_gradients(rank, device, mesh)
     losses = {}
     for fp8 in (False, True):
-        model = make(device, mesh["shard"] if fp8 else mesh)
+        model = make(device, mesh["shard"] if fp8 else mesh, skip=["head"])
+        comm.register_fp8_all_gather(model)
         if fp8:
             comm.register_fp8_reduce_scatter(model, mesh.get_group("replicate"))
-            comm.register_fp8_all_gather(model, matrices=True)
         optimizer = fp8stack.optim.AdamW(model.parameters(), lr=3e-3)
         losses[fp8] = train_part(model, optimizer, rank, world, device)
         dist.all_reduce(losses[fp8])
@@ -227,7 +218,7 @@ def check_smaller_group(rank, device):
     gradients = {}
     for reshard in (True, 2):
         model = make(device, mesh, reshard=reshard)
-        comm.register_fp8_all_gather(model, matrices=True)
+        comm.register_fp8_all_gather(model)
         model(*batch(rank, device)).backward()
         gradients[reshard] = [p.grad.to_local() for p in model.parameters()]
     assert_same_bits(gradients[2], gradients[True])
