@@ -96,7 +96,6 @@ class Decisions(NamedTuple):
     """What is to be done to a model and its optimizer: all of it checked, nothing changed."""
 
     recipe: Recipe
-    compute: str
     skipped: dict[nn.Module, str]
     quantized: set[nn.Parameter]
     formats: dict[nn.Parameter, tuple[str, str]]
@@ -157,7 +156,7 @@ def decide(
         asked = getattr(optimizer, "master", "auto")  # one of ours was made with it
         report.master = " or ".join(sorted({master_for(asked, group) for group in groups}))
     fused = on_gpu and recipe.fuse and gathered_on is None
-    return Decisions(recipe, compute, skipped, quantized, formats, layers, fused, report)
+    return Decisions(recipe, skipped, quantized, formats, layers, fused, report)
 
 
 def carry_out(
@@ -167,7 +166,7 @@ def carry_out(
     store: Callable[[Session], None] | None = None,
 ) -> Session:
     """Make the changes that were decided. An adapter's `store` is called before layers change their classes."""
-    recipe, compute, layers = decisions.recipe, decisions.compute, decisions.layers
+    recipe, layers, compute = decisions.recipe, decisions.layers, decisions.report.compute
     # Warnings come before the first change, because a caller may have turned them into errors.
     for fallback in decisions.report.fallbacks:
         text = f"fp8stack {recipe.level}: {fallback}"
@@ -251,6 +250,11 @@ def session_of(model: nn.Module) -> Session:
         raise errors.ModelError("this model was not initialized: call fp8stack.initialize first.")
     session: Session = model.__dict__[_KEPT]
     return session
+
+
+def sessions_in(model: nn.Module) -> dict[nn.Module, Session]:
+    """Return the parts of a model that are initialized, or the model itself, each with its record."""
+    return {part: session_of(part) for part in model.modules() if part in _MODELS}
 
 
 # --- decisions

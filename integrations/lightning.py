@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -32,10 +31,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8stack
-from fp8stack.api import session_of
+from fp8stack.api import sessions_in
 from fp8stack.comm import register_fp8_hook
 from fp8stack.conflicts import FABRIC, LIGHTNING, check_option, refuse_conflicts
-from fp8stack.conversion import Session
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.verification import verify_initialized
@@ -184,15 +182,6 @@ class Fp8Precision(_lightning.plugins.Precision):  # type: ignore[misc, name-def
         _, returned = start(module, optimizer, level, **options)
         _converted.add(module)
         return returned
-
-
-def sessions_in(model: nn.Module) -> dict[nn.Module, Session]:
-    """Return the parts of a model that are initialized, or the model itself, each with its record."""
-    found = {}
-    for part in model.modules():
-        with suppress(ModelError):
-            found[part] = session_of(part)
-    return found
 
 
 def _home_of(optimizer: torch.optim.Optimizer, module: nn.Module) -> nn.Module:
