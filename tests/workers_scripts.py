@@ -10,11 +10,7 @@ from ranks import start_ranks
 
 def group_of(count):
     """Return the variables by which ranks meet."""
-    return {
-        "WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def run_script(command, output, count=2, **variables):

@@ -125,10 +125,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
         ["--steps", "4", "--grid", "formats"],
         ["current hybrid", "delayed e5m2, margin 2", "blockwise"],
     ),
-    train_step: (
-        ["--steps", "2"],
-        ["bf16 eager", "bf16 compile", "native current", "native O1"],
-    ),
+    train_step: (["--steps", "2"], ["bf16 eager", "bf16 compile", "native current", "native O1"]),
     wire_parity: (
         ["--steps", "12", "--batch", "2", "--seeds", "0", "--jobs", "2"],
         [wire_parity.BASE, "hook", "DataParallel"],

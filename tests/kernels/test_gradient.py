@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import INF, INPUTS, NAN, assert_same_bits
+from helpers import DTYPES, INF, INPUTS, NAN, assert_same_bits, every_two
 
 from fp8stack.formats import BLOCK, E4M3
 from fp8stack.kernels import gradient as triton
@@ -80,8 +80,7 @@ def test_codes_are_the_rounded_total_and_the_residual_the_rounded_rest(shape, dt
         )
 
 
-@INPUTS
-@pytest.mark.parametrize("shape", [(), (7,), (0, 4), (2, 3, 64), (17, 256), (33, 200)], ids=str)
+@every_two(3, shape=[(), (7,), (0, 4), (2, 3, 64), (17, 256), (33, 200)], dtype=DTYPES.values())
 def test_the_kernel_and_the_reference_write_the_same_bits(shape, dtype, kernel_device):
     """Five micro-batches of sizes that differ by powers of ten, the third with infinities and NaN, on views too."""
     here = [t.to(kernel_device) for t in (*ops.quantize_blocks(torch.randn(shape), E4M3),) * 2]

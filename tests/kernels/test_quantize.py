@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import INPUTS, assert_same_bits, grid, nearest
+from helpers import DTYPES, assert_same_bits, every_two, grid, nearest
 
 from fp8stack.formats import (
     BLOCK,
@@ -104,9 +104,7 @@ def assert_matches_oracle(x, fmt, device):
 # --- scales per block
 
 
-@ALL
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@INPUTS
+@every_two(3, fmt=FORMATS.values(), shape=SHAPES, dtype=DTYPES.values())
 def test_codes_and_scales_are_those_of_the_definition(fmt, shape, dtype, device):
     assert_matches_oracle(values_for(fmt, shape, dtype), fmt, device)
 

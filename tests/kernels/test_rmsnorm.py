@@ -204,8 +204,7 @@ def test_gradients_have_the_same_bits_every_time(kernel_device):
     x, weight, dy = (t.to(kernel_device) for t in draw((600, 200), torch.bfloat16))
     rstd = triton.rmsnorm(x, weight, EPS)[1]
     first = triton.rmsnorm_backward(dy, x, weight, rstd)
-    for _ in range(3):
-        assert_same_bits(triton.rmsnorm_backward(dy, x, weight, rstd), first)
+    assert_same_bits(triton.rmsnorm_backward(dy, x, weight, rstd), first)
 
 
 # --- the cast behind it

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import INPUTS, OCP, assert_same_bits
+from helpers import DTYPES, OCP, assert_same_bits, every_two
 
 from fp8stack.formats import E4M3, FORMATS
 from fp8stack.kernels import ops
@@ -82,9 +82,7 @@ def assert_quantizes_as_reference(x, fmt, device):
     return expected_codes, expected_scale
 
 
-@ALL
-@INPUTS
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_two(3, fmt=EIGHT_BITS, dtype=DTYPES.values(), shape=SHAPES)
 def test_blocks_quantize_as_in_the_reference(fmt, dtype, shape, kernel_device, rough):
     assert_quantizes_as_reference(torch.randn(shape).to(dtype), fmt, kernel_device)
     assert_quantizes_as_reference(rough(shape, dtype), fmt, kernel_device)
@@ -149,9 +147,7 @@ def test_many_tensors_quantize_at_once_as_one_by_one(fmt, kernel_device, rough, 
 
 
 def test_many_tensors_are_limited_at_once_as_one_by_one(kernel_device, rough):
-    here, there = (
-        [reference_quantize.quantize_blocks(rough(s), E4M3) for s in SHAPES] for _ in "ab"
-    )
+    there = [reference_quantize.quantize_blocks(rough(s), E4M3) for s in SHAPES]
     here = [tuple(t.clone().to(kernel_device) for t in parts) for parts in there]
     for low, high in ((-math.inf, 0.5), (-0.25, math.inf)):
         triton_quantize.clamp_list(here, low, high)
@@ -160,9 +156,7 @@ def test_many_tensors_are_limited_at_once_as_one_by_one(kernel_device, rough):
             assert_same_bits([t.cpu() for t in ours], list(theirs))
 
 
-@ALL
-@INPUTS
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@every_two(3, fmt=EIGHT_BITS, dtype=DTYPES.values(), shape=SHAPES)
 def test_blocks_dequantize_as_in_the_reference(fmt, dtype, shape, kernel_device, rough):
     x = rough(shape)
     codes, scale = reference_quantize.quantize_blocks(x.abs() if fmt.squared else x, fmt)

@@ -447,11 +447,7 @@ def test_blocks_that_are_skipped(device, replays):
     model, optimizer = build(device)
     graph(model, skip=["*.0", "blocks.2"])
     train(model, optimizer, 3, device)
-    assert [type(b).__name__ for b in model.blocks] == [
-        "Block",
-        "GraphedBlock",
-        "Block",
-    ]
+    assert [type(b).__name__ for b in model.blocks] == ["Block", "GraphedBlock", "Block"]
     assert replays == [0]
 
 

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import DTYPES, assert_same_bits
+from helpers import DTYPES, assert_same_bits, every_two
 from layers import RECIPE, SwiGLU, linear, make, native, record_sums, results, rounded
 from torch import nn
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -53,13 +53,12 @@ PRODUCTS = [  # dtype, sizes
 ]
 
 
-@pytest.mark.parametrize("fmt", ["hybrid", "e4m3"])
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize(("dtype", "sizes"), PRODUCTS, ids=str)
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_products_are_those_of_the_rounded_operands(fmt, recipe, dtype, sizes, bias, device):
+@every_two(
+    2, fmt=["hybrid", "e4m3"], recipe=["current", "delayed"], of=PRODUCTS, bias=[True, False]
+)
+def test_products_are_those_of_the_rounded_operands(fmt, recipe, of, bias, device):
     """FP8 rounding is the only error: everything after it agrees with float64 to the rounding of the output."""
-    tokens, k, n = sizes
+    dtype, (tokens, k, n) = of
     layer = linear(k, n, bias, device, fp8_format=fmt, fp8_recipe=recipe).to(dtype)
     x, gradient = (torch.randn(tokens, size, device=device).to(dtype) for size in (k, n))
     x8, w8 = rounded(x, E4M3), rounded(layer.weight, E4M3)

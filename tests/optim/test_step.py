@@ -109,9 +109,7 @@ def test_groups_with_their_own_numbers_and_formats_share_launches(kernel_device,
     assert "exp_avg_code" in ours.state[ours.param_groups[0]["params"][0]]
 
 
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("states", ["8bit", "4bit", "fp8-lm"])
+@every_two(2, states=["8bit", "4bit", "fp8-lm"], kernels=[True, False], clip=[None, 1.0])
 def test_the_default_dtype_changes_no_bit(states, kernels, clip, kernel_device, through_kernels):
     """Kernels take scales and scalars for float32, whatever torch.set_default_dtype says."""
     through_kernels(kernels)
@@ -193,10 +191,7 @@ def test_tables_are_kept_while_only_addresses_change(kernel_device, through_kern
 ORDERS = (lambda x: x.to(memory_format=torch.channels_last), lambda x: x.t().contiguous().t())
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-@pytest.mark.parametrize("kind", [AdamW, SGD])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fp8", [False, True])
+@every_two(2, kernels=[0, 1], kind=[AdamW, SGD], dtype=[torch.float32, torch.bfloat16], fp8=[0, 1])
 def test_weights_in_another_memory_order_take_the_same_steps(
     kernels, kind, dtype, fp8, kernel_device, through_kernels
 ):
