@@ -17,14 +17,8 @@ from fp8stack.nn.mlp import fuse
 
 RECIPES = ("current", "delayed", "blockwise")
 CASTS = (
-    "cast",
-    "recast",
-    "recast_with",
-    "cast_1x128",
-    "cast_128x128",
-    "cast_delayed",
-    "activation_cast",
-)
+    "cast", "recast", "recast_with", "cast_1x128", "cast_128x128", "cast_delayed", "activation_cast",
+)  # fmt: skip
 
 
 def through_save(module):

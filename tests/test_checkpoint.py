@@ -366,16 +366,10 @@ def test_bad_checkpoints_are_named_and_change_nothing(saved, change, match):
 
 
 DELAYED = [
-    ("up.x", lambda x: 3),
-    ("up.x", lambda x: -x - 5),
-    ("up.x", lambda x: x.double()),
-    ("up.x", lambda x: x[:1].expand(2**31)),
-    ("up.x", lambda x: x / 0),
-    ("up.casts", lambda x: 3),
-    ("up.casts", lambda x: x[:1]),
-    ("up.casts", lambda x: -x),
-    ("up.casts", lambda x: x.float()),
-]
+    ("up.x", lambda x: 3), ("up.x", lambda x: -x - 5), ("up.x", lambda x: x.double()),
+    ("up.x", lambda x: x[:1].expand(2**31)), ("up.x", lambda x: x / 0), ("up.casts", lambda x: 3),
+    ("up.casts", lambda x: x[:1]), ("up.casts", lambda x: -x), ("up.casts", lambda x: x.float()),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("key", "change"), DELAYED)

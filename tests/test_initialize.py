@@ -465,13 +465,9 @@ def test_single_parameters_have_formats_of_their_own():
     [
         ({"skip": ["head"]}, "exp_avg", torch.float32),
         ({"states_for": {"head": "fp8"}}, "exp_avg_code", torch.float8_e4m3fn),
-        (
-            {"states_for": {"head": {"states": "4bit", "master": "split32"}}},
-            "remainder",
-            torch.int16,
-        ),
+        ({"states_for": {"head": {"states": "4bit", "master": "split32"}}}, "remainder", torch.int16),
     ],
-)
+)  # fmt: skip
 def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe, kept, dtype):
     model, optimizer = build(optimizer=fp8stack.optim.AdamW)
     first = train(model, optimizer, 5)

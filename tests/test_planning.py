@@ -37,13 +37,10 @@ SIZES = {
     "gpt2": models.Config("gpt2", 512, 256, 2, 4, 4, 1024, batch=3, sequence=128),
 }
 LEVELS = {
-    "O0": ("O0", {}),
-    "O1": ("O1", {}),
-    "O2": ("O2", {}),
-    "4bit": ("O2", {"states": "4bit"}),
+    "O0": ("O0", {}), "O1": ("O1", {}), "O2": ("O2", {}), "4bit": ("O2", {"states": "4bit"}),
     "bf16 states": ("O2", {"states": "bf16", "master": "split32", "compute": "bf16"}),
     "fp8-lm": ("O2", {"preset": "fp8-lm", "gradients": "keep"}),
-}
+}  # fmt: skip
 
 
 def train(config, precision, steps=1, layer_norm=False):
@@ -139,15 +136,10 @@ def test_residuals_of_accumulated_gradients_and_host_memory_are_counted():
 
 
 COMPUTED = [
-    Precision("bfloat16", torch.bfloat16, False),
-    BASELINES["fp32"],
-    BASELINES["bf16"],
-    at_level(recipe_for("O0"), torch.bfloat16),
-    at_level(recipe_for("O0", skip=["head"])),
-    at_level(recipe_for("O2")),
-    at_level(recipe_for("O2", fp8_recipe="blockwise")),
-    at_level(recipe_for("O2", compute="bf16")),
-]
+    Precision("bfloat16", torch.bfloat16, False), BASELINES["fp32"], BASELINES["bf16"],
+    at_level(recipe_for("O0"), torch.bfloat16), at_level(recipe_for("O0", skip=["head"])), at_level(recipe_for("O2")),
+    at_level(recipe_for("O2", fp8_recipe="blockwise")), at_level(recipe_for("O2", compute="bf16")),
+]  # fmt: skip
 SEPARATE = at_level(recipe_for("O0", skip=["*k_proj", "*v_proj", "*gate_proj"]))
 
 
@@ -221,17 +213,8 @@ def test_moments_and_checkpointing():
 def test_peaks_are_within_5_percent_of_what_was_measured():
     found = peaks.measured()  # test_readme.py compares the table of docs/estimate.md with them
     kinds = (
-        "compile",
-        "8bit",
-        "4bit",
-        "recomputed",
-        "fp32",
-        "zero3",
-        "fsdp2",
-        "DataParallel",
-        " te",
-        "training",
-    )
+        "compile", "8bit", "4bit", "recomputed", "fp32", "zero3", "fsdp2", "DataParallel", " te", "training",
+    )  # fmt: skip
     assert all(any(kind in peak.name for peak in found) for kind in kinds)
     for peak in found:
         assert peak.estimate == pytest.approx(peak.gib, rel=0.05), peak.name

@@ -152,14 +152,10 @@ def test_data_takes_shape_dtype_and_residual_too(pair):
 @pytest.mark.parametrize(
     "write",
     [
-        lambda g: g.t_(),
-        lambda g: g.resize_(3, 2),
-        lambda g: g.unsqueeze_(0),
-        lambda g: g.share_memory_(),
-        lambda g: g[0].share_memory_(),
-        lambda g: setattr(g, "data", torch.zeros(6, 200).to_sparse()),
+        lambda g: g.t_(), lambda g: g.resize_(3, 2), lambda g: g.unsqueeze_(0), lambda g: g.share_memory_(),
+        lambda g: g[0].share_memory_(), lambda g: setattr(g, "data", torch.zeros(6, 200).to_sparse()),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_followed_is_refused(write, pair):
     x, value = pair
     with pytest.raises((GradientError, ConfigError)):

@@ -21,19 +21,10 @@ from fp8stack.errors import CheckpointError, ConfigError
 from fp8stack.nn import scaling_state
 
 BASE = {
-    "model": "tiny",
-    "seq_len": 16,
-    "steps": 4,
-    "warmup_steps": 2,
-    "checkpoint_freq": 2,
-    "eval_freq": 0,
-    "eval_batches": 3,
-    "eval_batch_size": 1,
-    "target_effective_batch_size": 4,
-    "micro_batch": 2,
-    "device": "cpu",
+    "model": "tiny", "seq_len": 16, "steps": 4, "warmup_steps": 2, "checkpoint_freq": 2, "eval_freq": 0,
+    "eval_batches": 3, "eval_batch_size": 1, "target_effective_batch_size": 4, "micro_batch": 2, "device": "cpu",
     "tensorboard": False,
-}
+}  # fmt: skip
 
 
 def write_text(folder: Path) -> Path:

@@ -14,12 +14,9 @@ from fp8stack import comm
 from fp8stack.errors import ConfigError
 
 MODES = {
-    "plain": {},
-    "views": {"gradient_as_bucket_view": True},
-    "small buckets": {"bucket_cap_mb": 0.05},
-    "unused": {"find_unused_parameters": True},
-    "static": {"static_graph": True, "gradient_as_bucket_view": True},
-}
+    "plain": {}, "views": {"gradient_as_bucket_view": True}, "small buckets": {"bucket_cap_mb": 0.05},
+    "unused": {"find_unused_parameters": True}, "static": {"static_graph": True, "gradient_as_bucket_view": True},
+}  # fmt: skip
 
 
 TRAININGS = ((None, "plain"), ("O1", "plain"), ("O2", "plain"), ("O1", "views"), ("O2", "static"))

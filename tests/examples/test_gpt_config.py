@@ -131,14 +131,11 @@ def test_a_flag_that_turns_fp8_off_leaves_out_what_the_file_says_of_it(write):
 @pytest.mark.parametrize(
     ("level", "bits", "expected"),
     [
-        ("O1", None, ("O1", {})),
-        ("O1", 8, ("O1", {"states": "8bit"})),
-        ("O2", 8, ("O2", {})),
-        ("O2", 32, ("O2", {"states": "fp32"})),
-        ("off", 32, (None, {})),
+        ("O1", None, ("O1", {})), ("O1", 8, ("O1", {"states": "8bit"})), ("O2", 8, ("O2", {})),
+        ("O2", 32, ("O2", {"states": "fp32"})), ("off", 32, (None, {})),
         ("off", 4, ("O2", {"compute": "bf16", "gradients": "keep", "states": "4bit"})),
     ],
-)
+)  # fmt: skip
 def test_levels_and_bits_are_what_fp8stack_is_asked_for(level, bits, expected):
     assert Config(model="tiny", opt_level=level, optimizer_bits=bits).fp8_options() == expected
 

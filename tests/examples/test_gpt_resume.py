@@ -30,19 +30,13 @@ from fp8stack import capability
 from fp8stack.errors import CheckpointError, ConfigError, Fp8StackWarning
 
 OPTIONS = [
-    {"opt_level": "off"},
-    {"opt_level": "O0"},
-    {"opt_level": "O1"},
-    {"opt_level": "O2"},
-    {"opt_level": "O2", "optimizer_bits": 4},
-    {"opt_level": "O2", "fp8_recipe": "delayed", "amax_history_len": 2},
-    {"opt_level": "O2", "fuse": True, "deterministic": True},
-    {"opt_level": "O2", "skip": ("head", "blocks.0.*")},
+    {"opt_level": "off"}, {"opt_level": "O0"}, {"opt_level": "O1"}, {"opt_level": "O2"},
+    {"opt_level": "O2", "optimizer_bits": 4}, {"opt_level": "O2", "fp8_recipe": "delayed", "amax_history_len": 2},
+    {"opt_level": "O2", "fuse": True, "deterministic": True}, {"opt_level": "O2", "skip": ("head", "blocks.0.*")},
     {"opt_level": "O1", "fuse": True, "fp8_recipe": "delayed", "amax_history_len": 2},
-    {"opt_level": "off", "optimizer_bits": 8},
-    {"opt_level": "off", "compute_dtype": "float16"},
+    {"opt_level": "off", "optimizer_bits": 8}, {"opt_level": "off", "compute_dtype": "float16"},
     {"opt_level": "O2", "compute_dtype": "float32", "micro_batch": "auto", "max_batch_size": 3},
-]
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -127,12 +121,9 @@ def test_long_windows_resume_with_the_same_bits_on_a_gpu_in_one_order(tmp_path, 
 
 def test_levels_and_fused_layers_change_within_a_run(folder, monkeypatch):
     was = {
-        "off": {"opt_level": "off"},
-        "O0": {"opt_level": "O0"},
-        "O1": {"opt_level": "O1"},
-        "O2": {"opt_level": "O2"},
+        "off": {"opt_level": "off"}, "O0": {"opt_level": "O0"}, "O1": {"opt_level": "O1"}, "O2": {"opt_level": "O2"},
         "fused": {"opt_level": "O2", "fuse": True},
-    }
+    }  # fmt: skip
     runs = {n: train(folder, **options, run_name=f"from-{n}") for n, options in was.items()}
     assert_near(runs["fused"], runs["O2"], "fused")
     for old, new in (("off", "O2"), ("O2", "off"), ("O0", "O1"), ("O1", "fused"), ("fused", "O0")):

@@ -20,11 +20,8 @@ SMALL = str(Path(__file__).parents[1] / "run_small.py")
 ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
 ACCELERATE += ["--mixed_precision=bf16", "--dynamo_backend=no", "--main_process_port=0"]
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "FP8STACK_QUIET": "1",
-    "OMP_NUM_THREADS": "1",
-}
+    "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "FP8STACK_QUIET": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 
 
 class Twin(NamedTuple):

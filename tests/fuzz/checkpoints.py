@@ -102,12 +102,8 @@ def makers() -> list[Callable[[], Any]]:
         for level in ("O0", "O1", "O2")
     ]
     o0 = [
-        torch_s.Adam,
-        partial(torch_s.AdamW, amsgrad=True),
-        torch_s.Adagrad,
-        torch_s.NAdam,
-        torch_s.RMSprop,
-    ]
+        torch_s.Adam, partial(torch_s.AdamW, amsgrad=True), torch_s.Adagrad, torch_s.NAdam, torch_s.RMSprop,
+    ]  # fmt: skip
     o0 += [torch_s.Adafactor, *([torch_s.Muon] if hasattr(torch_s, "Muon") else [])]
     found += [partial(by_level, make, "O0") for make in o0]
     delayed = {"fp8_recipe": "delayed", "amax_history_len": 8}
@@ -250,24 +246,8 @@ def damage(tree: Any, rng: random.Random) -> None:
 
 
 NUMBERS = [
-    math.nan,
-    math.inf,
-    -math.inf,
-    -5,
-    -0.0,
-    0,
-    0.5,
-    1,
-    1.0,
-    2.5,
-    1e30,
-    2**24,
-    2**25 + 1,
-    2**63,
-    10**400,
-    True,
-    1j,
-]
+    math.nan, math.inf, -math.inf, -5, -0.0, 0, 0.5, 1, 1.0, 2.5, 1e30, 2**24, 2**25 + 1, 2**63, 10**400, True, 1j,
+]  # fmt: skip
 ODD: list[Callable[[], Any]] = [
     lambda: None, lambda: "x", lambda: b"x", lambda: [], lambda: {}, lambda: (), lambda: [[]], lambda: {"x": 1},
     lambda: {(): ()}, lambda: [1, [2, [3]]], lambda: torch.Size([3]), lambda: torch.float32,

@@ -18,14 +18,8 @@ from fp8stack.errors import CheckpointError
 from fp8stack.optim import AdamW
 
 LIMITS = {
-    "4bit": 0.3,
-    "fp8": 0.1,
-    "fp8-lm": 0.1,
-    "keep": 0.1,
-    "bf16": 0.1,
-    "8bit": 0.1,
-    "fp32": 0.01,
-}
+    "4bit": 0.3, "fp8": 0.1, "fp8-lm": 0.1, "keep": 0.1, "bf16": 0.1, "8bit": 0.1, "fp32": 0.01,
+}  # fmt: skip
 LOSSY = {"none", "keep", "fp16"}  # masters that lose or gain a part of such small steps at random
 SHAPES = ((24, 130), (40,))
 

@@ -39,12 +39,9 @@ LARGEST = GRAD_LIMIT * (1 - 2.0**-24)  # of float32 below the limit
 # What is stored of x is at most max(relative × |x|, least × A) off, A being the largest |x| in the block of 128, or in
 # the tensor. Of v in blocks x is the root. These numbers are those of docs/numerics.md.
 BLOCK_MOMENTS = {
-    "s1e3m4": (2.0**-4, 1 / 1984),
-    "e4m3": (2.0**-3, 1 / 229376),
-    "ue3m5": (2.0**-5, 1 / 4032),
-    "e4m3_root": (2.0**-3, 1 / 229376),
-    "ue3m1": (2.0**-1, 1 / 192),
-}
+    "s1e3m4": (2.0**-4, 1 / 1984), "e4m3": (2.0**-3, 1 / 229376), "ue3m5": (2.0**-5, 1 / 4032),
+    "e4m3_root": (2.0**-3, 1 / 229376), "ue3m1": (2.0**-1, 1 / 192),
+}  # fmt: skip
 TENSOR_MOMENTS = {torch.float8_e4m3fn: (2.0**-3, 1 / 114688), torch.float16: (2.0**-10, 2.0**-38)}
 DENSE = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 DITHERED = 2.0**-7  # bfloat16
@@ -59,19 +56,8 @@ Interval = tuple[Tensor, Tensor]  # float64, lowest and highest
 
 
 SHAPES = [
-    (1,),
-    (7,),
-    (130,),
-    (),
-    (0,),
-    (1, 1),
-    (4, 128),
-    (3, 200),
-    (2, 9),
-    (5, 0),
-    (2, 3, 70),
-    (8, 1),
-]
+    (1,), (7,), (130,), (), (0,), (1, 1), (4, 128), (3, 200), (2, 9), (5, 0), (2, 3, 70), (8, 1),
+]  # fmt: skip
 
 
 def draw_options(rng: random.Random) -> tuple[type, dict[str, Any]]:

@@ -194,16 +194,8 @@ def command(rng: random.Random) -> str:
 
 
 APPLICATION = (
-    "steps",
-    "max_lr",
-    "opt_level",
-    "skip",
-    "use_fp8",
-    "micro_batch",
-    "optimizer_bits",
-    "seed",
-    "out",
-)
+    "steps", "max_lr", "opt_level", "skip", "use_fp8", "micro_batch", "optimizer_bits", "seed", "out",
+)  # fmt: skip
 
 
 def application(rng: random.Random) -> str:

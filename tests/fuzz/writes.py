@@ -47,11 +47,8 @@ class Case:
         model = Model()
         make = self.optimizer_of(model.parameters())
         options = {
-            "fp8_recipe": recipe,
-            "matmuls": rng.random() < 0.5,
-            "min_numel": 256,
-            "compute": "native",
-        }
+            "fp8_recipe": recipe, "matmuls": rng.random() < 0.5, "min_numel": 256, "compute": "native",
+        }  # fmt: skip
         if self.level == "O2":
             options["master"] = rng.choice(["split24", "split32", "fp32", "none"])
         self.model, self.optimizer = fp8stack.initialize(model, make, self.level, **options)
@@ -173,21 +170,16 @@ def swap_gradient(p, factor):
 
 
 GRADIENT_WRITES = {
-    "grad.data =": lambda p, f: setattr(p.grad, "data", p.grad.data * f),
-    "grad =": flip,
-    "grad.view": lambda p, f: p.grad.view(-1)[:7].mul_(f),
-    "grad[0]": lambda p, f: p.grad[0].mul_(f),
-    "grad[0] =": lambda p, f: p.grad.__setitem__(0, f),
-    "grad.t()": lambda p, f: p.grad.t()[1].fill_(f / 100),
-    "grad.detach()": lambda p, f: p.grad.detach().mul_(f),
-    "grad /=": lambda p, f: p.grad.div_(f or 2.0),
+    "grad.data =": lambda p, f: setattr(p.grad, "data", p.grad.data * f), "grad =": flip,
+    "grad.view": lambda p, f: p.grad.view(-1)[:7].mul_(f), "grad[0]": lambda p, f: p.grad[0].mul_(f),
+    "grad[0] =": lambda p, f: p.grad.__setitem__(0, f), "grad.t()": lambda p, f: p.grad.t()[1].fill_(f / 100),
+    "grad.detach()": lambda p, f: p.grad.detach().mul_(f), "grad /=": lambda p, f: p.grad.div_(f or 2.0),
     "foreach": lambda p, f: torch._foreach_mul_([p.grad], f),
     "foreach views": lambda p, f: torch._foreach_mul_(p.grad.split(9), f),
     "grad.copy_": lambda p, f: p.grad.copy_(p.grad.flip(0) * f),
-    "view as grad": lambda p, f: setattr(p, "grad", p.grad.mul_(f).view_as(p.grad)),
-    "swap grad": swap_gradient,
+    "view as grad": lambda p, f: setattr(p, "grad", p.grad.mul_(f).view_as(p.grad)), "swap grad": swap_gradient,
     "clip value": lambda p, f: nn.utils.clip_grad_value_([p], 0.02),
-}
+}  # fmt: skip
 
 
 def in_place(case):

@@ -24,12 +24,9 @@ ADAM = optim.AdamW(nn.Linear(64, 64).parameters())
 def config_of(stage=2, **more):
     """A configuration with nothing against it, and what is added to it; a key may be dotted."""
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": True},
-    }
+        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False, "zero_optimization": {"stage": stage}, "bf16": {"enabled": True},
+    }  # fmt: skip
     for key, value in more.items():
         *sections, name = key.split(".")
         section = config
@@ -181,15 +178,9 @@ def use_libraries(rank, folder):
 @pytest.mark.parametrize(
     ("zero", "stage"),
     [
-        (True, 1),
-        (False, 0),
-        (None, 0),
-        ({}, 0),
-        ({"stage": 2}, 2),
-        ({"stage": "auto"}, None),
-        ({"x": 1}, None),
+        (True, 1), (False, 0), (None, 0), ({}, 0), ({"stage": 2}, 2), ({"stage": "auto"}, None), ({"x": 1}, None),
     ],
-)
+)  # fmt: skip
 def test_the_stage_is_read_in_both_of_deepspeed_s_forms(zero, stage):
     assert TrainingRun({"zero_optimization": zero, "a": 1}).stage == stage
     assert TrainingRun({}).stage is None

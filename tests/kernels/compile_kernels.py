@@ -80,14 +80,11 @@ def find_launchers():
 
 
 MOMENTS = {
-    "8bit": ("s1e3m4", "ue3m5", tl.uint8, tl.uint8),
-    "fp8": ("e4m3", "e4m3_root", tl.uint8, tl.uint8),
-    "4bit": ("s1e3m4", "ue3m1", tl.uint8, tl.uint8),
-    "fp8-lm": ("tensor", "tensor", tl.uint8, tl.float16),
-    "bf16": ("dense", "dithered", tl.bfloat16, tl.int16),
-    "fp32": ("dense", "dense", tl.float32, tl.float32),
+    "8bit": ("s1e3m4", "ue3m5", tl.uint8, tl.uint8), "fp8": ("e4m3", "e4m3_root", tl.uint8, tl.uint8),
+    "4bit": ("s1e3m4", "ue3m1", tl.uint8, tl.uint8), "fp8-lm": ("tensor", "tensor", tl.uint8, tl.float16),
+    "bf16": ("dense", "dithered", tl.bfloat16, tl.int16), "fp32": ("dense", "dense", tl.float32, tl.float32),
     "none": ("", "", tl.float32, tl.float32),
-}
+}  # fmt: skip
 MASTERS = {  # kind, dtypes of the weight and of the master
     "split24": ("split", tl.int16, tl.int8),
     "split32": ("split", tl.int16, tl.int16),
@@ -174,11 +171,8 @@ def matrix_cases():
     for fmt, dtype, even in ((E4M3, "bf16", True), (E5M2, "fp32", False), (E4M3, "fp16", False)):
         codes = dict.fromkeys(CODES, "fp8e4nv" if fmt is E4M3 else "fp8e5")
         young = {
-            "SEED": not even,
-            "AGAIN": dtype == "fp16",
-            "UPDATE": dtype != "fp16",
-            "EXACT": not even,
-        }
+            "SEED": not even, "AGAIN": dtype == "fp16", "UPDATE": dtype != "fp16", "EXACT": not even,
+        }  # fmt: skip
         label = f"{fmt.name}, {dtype}" + ("" if even else ", any size")
         yield label, dict.fromkeys(INPUTS, dtype) | codes | {"h_t_ptr": "fp8e4nv"}, young | {
             "MANTISSA": fmt.mantissa_bits, "EVEN": even, "CODES": True, "TRANSPOSED": True,
@@ -189,12 +183,8 @@ def activation_cases():
     for label, pointers, constants in matrix_cases():
         for activation in ("gelu", "gelu_tanh", "relu"):
             how = {
-                "ACTIVATION": activation,
-                "GATED": False,
-                "SUMS": True,
-                "BACKWARD": True,
-                "DELAYED": False,
-            }
+                "ACTIVATION": activation, "GATED": False, "SUMS": True, "BACKWARD": True, "DELAYED": False,
+            }  # fmt: skip
             yield f"{activation}, sums, {label}", pointers, constants | how
         for delayed in (False, True):
             states = dict.fromkeys(("a_state_ptr", "b_state_ptr"), "fp32" if delayed else "i32")
@@ -236,13 +226,8 @@ def two_shot_cases():
         ("scatter", "fp32", {"SCATTER": True, "EVEN": False}),
     ):
         constants = {
-            "SCATTER": False,
-            "CODES_IN": False,
-            "CODES_OUT": False,
-            "WORLD": 4,
-            "EVEN": True,
-            "BLOCKS": 32,
-        }
+            "SCATTER": False, "CODES_IN": False, "CODES_OUT": False, "WORLD": 4, "EVEN": True, "BLOCKS": 32,
+        }  # fmt: skip
         yield kind, dict.fromkeys(INPUTS, dtype) | {"steps_ptr": "i32"}, constants | {
             "DIVIDE": True, "FLAT": True,
         } | other  # fmt: skip

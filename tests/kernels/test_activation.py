@@ -16,13 +16,8 @@ from fp8stack.kernels.reference.delayed_state import SEEDED, DelayedState
 
 SWIGLU = "silu", True
 KINDS = [
-    SWIGLU,
-    ("gelu", False),
-    ("gelu_tanh", True),
-    ("gelu_tanh", False),
-    ("relu", False),
-    ("silu", False),
-]
+    SWIGLU, ("gelu", False), ("gelu_tanh", True), ("gelu_tanh", False), ("relu", False), ("silu", False),
+]  # fmt: skip
 KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0] + " gated" * kind[1])
 SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 70), (17, 33)]
 

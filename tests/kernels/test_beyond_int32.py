@@ -37,16 +37,11 @@ def swiglu(x):
 
 
 RUNS = {
-    "quantize": quantized,
-    "cast": lambda x: cast.cast(x, E4M3),
-    "recast, kept": recast(0.98),
-    "recast, grown": recast(0.5),
-    "cast_1x128": lambda x: cast_blocks.cast_1x128(x, E4M3),
-    "cast_128x128": lambda x: cast_blocks.cast_128x128(x, E4M3),
-    "cast_delayed, young": delayed(0),
-    "cast_delayed": delayed(SEEDED),
-    "swiglu": swiglu,
-}
+    "quantize": quantized, "cast": lambda x: cast.cast(x, E4M3), "recast, kept": recast(0.98),
+    "recast, grown": recast(0.5), "cast_1x128": lambda x: cast_blocks.cast_1x128(x, E4M3),
+    "cast_128x128": lambda x: cast_blocks.cast_128x128(x, E4M3), "cast_delayed, young": delayed(0),
+    "cast_delayed": delayed(SEEDED), "swiglu": swiglu,
+}  # fmt: skip
 
 
 @pytest.mark.gpu

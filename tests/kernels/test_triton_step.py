@@ -75,11 +75,8 @@ def assert_almost_same(actual, expected):
     if expected.weight.numel() == 0:
         return
     master = {
-        "split24": 2.0**-15,
-        "none": 2.0**-7,
-        "keep": STEPS[expected.case.dtype],
-        "fp16": 2.0**-10,
-    }
+        "split24": 2.0**-15, "none": 2.0**-7, "keep": STEPS[expected.case.dtype], "fp16": 2.0**-10,
+    }  # fmt: skip
     assert_close(actual.value, expected.value, "value", 1e-6, master.get(expected.case.master, 0.0))
     assert_close(actual.weight, expected.weight, "weight", 1e-6, STEPS[expected.case.dtype])
     for name in ("m", "m_scale", "v", "v_scale", "master_scale"):

@@ -512,11 +512,8 @@ def test_models_of_transformers(name, level, replays):
     """Bit for bit, with dropout where they have it, fused blocks, biases, and an encoder's output that all read."""
     transformers = pytest.importorskip("transformers")
     small = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    }  # fmt: skip
     ids = torch.randint(90, (4, 128), device="cuda")
     kinds = {
         "llama": ("LlamaForCausalLM", "LlamaConfig", {**small, "vocab_size": 96}, {"input_ids": ids, "labels": ids}),

@@ -58,12 +58,9 @@ def replace_data(model):
 CHANGES = {
     "step": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1).step(),
     "load": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
-    "assign": lambda m: m.load_state_dict(
-        {k: v + 1 for k, v in m.state_dict().items()}, assign=True
-    ),
-    "write": write_without_a_trace,
-    "replace": replace_data,
-}
+    "assign": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True),
+    "write": write_without_a_trace, "replace": replace_data,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -278,14 +275,8 @@ def test_a_weight_keeps_its_scale_until_it_misfits(turned, rows, warm, device):
     scale = own_scale(layer)
     assert scale_of(layer) == scale
     steps = (
-        (1.02, True),
-        (1.02, False),
-        (0.7, True),
-        (0.75, True),
-        (0.9, False),
-        (100.0, False),
-        (1e-3, False),
-    )
+        (1.02, True), (1.02, False), (0.7, True), (0.75, True), (0.9, False), (100.0, False), (1e-3, False),
+    )  # fmt: skip
     for factor, kept in steps:
         scale_parameters(factor, layer)
         y = results(layer, x)[0]

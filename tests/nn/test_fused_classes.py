@@ -10,22 +10,13 @@ from fp8stack.nn.rmsnorm import FusedRMSNorm
 
 transformers = pytest.importorskip("transformers")
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
 TEXT = SIZES | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}
 IMAGES = SIZES | {"image_size": 32, "patch_size": 16}
 T5 = {
-    "d_model": 64,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_heads": 4,
-    "d_kv": 16,
-    "vocab_size": 96,
-    "dropout_rate": 0,
-}
+    "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 96, "dropout_rate": 0,
+}  # fmt: skip
 CLASSES = {  # model, config, its arguments, activations and numbers of fused MLPs, share of norms
     "Llama": ("LlamaModel", "LlamaConfig", TEXT, ["silu"] * 2, 1),
     "Qwen": ("Qwen3Model", "Qwen3Config", TEXT, ["silu"] * 2, 1),

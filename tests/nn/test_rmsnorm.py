@@ -417,12 +417,9 @@ def double(h):
 
 
 CHANGED = {
-    "another tensor": lambda h: 2 * h,
-    "an alias": lambda h: h.view(h.shape),
-    "a part": lambda h: h[:2],
-    "changed in place": double,
-    "changed in place as the last one": lambda h: h.mul_(2),
-}
+    "another tensor": lambda h: 2 * h, "an alias": lambda h: h.view(h.shape), "a part": lambda h: h[:2],
+    "changed in place": double, "changed in place as the last one": lambda h: h.mul_(2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("other", CHANGED)

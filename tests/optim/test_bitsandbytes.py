@@ -501,12 +501,7 @@ REFUSED = [
     (None, {"optimizer_backend": "bnb"}, ConfigError, "optimizer_backend='bnb' is not a choi"),
     (None, {"states": "fp8"}, ConfigError, "states='fp8'.*bitsandbytes keeps"),
     (None, {"preset": "fp8-lm"}, ConfigError, "states='fp8-lm'.*bitsandbytes keeps"),
-    (
-        None,
-        {"states_for": {"up": "bf16"}},
-        ConfigError,
-        "'up'.: states='bf16' .*bitsandbytes keeps",
-    ),
+    (None, {"states_for": {"up": "bf16"}}, ConfigError, "'up'.: states='bf16' .*bitsandbytes keeps"),
     (None, {"offload": "cpu"}, ConfigError, "bitsandbytes-paged"),
     (None, PAGED, UnsupportedDeviceError, r"on the CPU.*managed memory of CUDA"),
     (sgd(), {}, ConfigError, "SGD8bit needs momentum > 0.*fp8stack"),
@@ -514,7 +509,7 @@ REFUSED = [
     (sgd(momentum=0.9, dampening=0.5), {}, ConfigError, r"dampening=0\.5.*SGD8bit.*fp8stack"),
     (Mine, {}, ModelError, "Mine does not go with bitsandbytes, which has no counterpart"),
     (stepping, {}, ModelError, r"AdamW does not go with .*steps in backward on its own"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("optimizer", "options", "error", "match"), REFUSED)

@@ -39,13 +39,10 @@ def assert_same_states(a, b):
 @pytest.mark.parametrize(
     "recipe",
     [
-        {},
-        {"states": "4bit", "master": "none"},
-        {"states": "fp8-lm", "master": "fp16"},
-        {"states": "fp32", "master": "fp32"},
-        {"step_in_backward": True},
+        {}, {"states": "4bit", "master": "none"}, {"states": "fp8-lm", "master": "fp16"},
+        {"states": "fp32", "master": "fp32"}, {"step_in_backward": True},
     ],
-)
+)  # fmt: skip
 def test_offloaded_training_has_the_bits_of_training_on_the_gpu(recipe):
     torch.use_deterministic_algorithms(True, warn_only=True)
     offloaded, resident = make("cpu", **recipe), make("none", **recipe)

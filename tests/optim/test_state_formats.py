@@ -11,23 +11,15 @@ import fp8stack
 from fp8stack.optim import AdamW
 
 SAVED_AND_OWN = [
-    ({"states": "fp32"}, {"states": "8bit"}),
-    ({"states": "8bit"}, {"states": "fp32"}),
-    ({"states": "8bit"}, {"states": "4bit"}),
-    ({"states": "8bit"}, {"states": "fp8"}),
-    ({"states": "fp8"}, {"states": "8bit"}),
-    ({"states": "fp8-lm"}, {"states": "8bit"}),
-    ({"states": "8bit"}, {"states": "fp8-lm"}),
-    ({"states": "bf16"}, {"states": "8bit"}),
-    ({"states": "8bit"}, {"states": "bf16"}),
-    ({"master": "fp32"}, {"master": "split24"}),
-    ({"master": "split24"}, {"master": "fp32"}),
-    ({"master": "split32"}, {"master": "split24"}),
-    ({"master": "none"}, {"master": "split24"}),
-    ({"master": "keep"}, {"master": "split24"}),
-    ({"master": "split24"}, {"master": "fp16"}),
-    ({"master": "split24"}, {"master": "none"}),
-]
+    ({"states": "fp32"}, {"states": "8bit"}), ({"states": "8bit"}, {"states": "fp32"}),
+    ({"states": "8bit"}, {"states": "4bit"}), ({"states": "8bit"}, {"states": "fp8"}),
+    ({"states": "fp8"}, {"states": "8bit"}), ({"states": "fp8-lm"}, {"states": "8bit"}),
+    ({"states": "8bit"}, {"states": "fp8-lm"}), ({"states": "bf16"}, {"states": "8bit"}),
+    ({"states": "8bit"}, {"states": "bf16"}), ({"master": "fp32"}, {"master": "split24"}),
+    ({"master": "split24"}, {"master": "fp32"}), ({"master": "split32"}, {"master": "split24"}),
+    ({"master": "none"}, {"master": "split24"}), ({"master": "keep"}, {"master": "split24"}),
+    ({"master": "split24"}, {"master": "fp16"}), ({"master": "split24"}, {"master": "none"}),
+]  # fmt: skip
 LIMITS = {"4bit": 0.25, "fp8": 0.07, "fp8-lm": 0.06, "fp16": 0.5}  # of the format or, most, 0.04
 
 

@@ -57,13 +57,10 @@ def test_the_two_links_work():
 @pytest.mark.parametrize(
     "code",
     [
-        "import kernels.ops",
-        "from kernels import ops",
-        "from kernels import get_kernel",
-        "import kernels; kernels.ops",
-        "import integrations",
+        "import kernels.ops", "from kernels import ops", "from kernels import get_kernel",
+        "import kernels; kernels.ops", "import integrations",
     ],
-)
+)  # fmt: skip
 def test_the_folders_refuse_to_be_imported_by_themselves(code):
     result = python(f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}")
     assert result.returncode != 0
@@ -91,14 +88,8 @@ def test_importing_is_cheap_and_touches_no_gpu():
     result = python(code + "; assert not torch.cuda.is_initialized()")
     assert result.returncode == 0, result.stderr
     heavy = {
-        "triton",
-        "numpy",
-        "deepspeed",
-        "accelerate",
-        "transformers",
-        "bitsandbytes",
-        "transformer_engine",
-    }
+        "triton", "numpy", "deepspeed", "accelerate", "transformers", "bitsandbytes", "transformer_engine",
+    }  # fmt: skip
     heavy |= {"torch._inductor", "torch.distributed.tensor", "matplotlib", "rich", "tqdm"}
     assert not heavy & set(result.stdout.split())
 
