@@ -54,9 +54,9 @@ class Fp8Linear(nn.Linear):
         with torch._C.DisableTorchFunction():
             if pays(input, products.least_rows, products.graphed):
                 return fp8_matmul(input, self.weight, self.bias, products, self.training)
-            return stored_linear(
-                narrowed(input, products, output_dtype(input)), self.weight, self.bias
-            )
+            if input.dtype is torch.float32:
+                input = narrowed(input, products, output_dtype(input))
+            return stored_linear(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.products}"
@@ -216,16 +216,16 @@ def product(
     if a_scale.ndim > 0:
         return ops.matmul_blocks(a, a_scale, b, b_scale, squares, dtype)
     if not a.is_cuda:
-        y: Tensor = _multiply_on_cpu(a, b, a_scale, b_scale, dtype)
+        y: Tensor = _scaled_mm_on_cpu(a, b, a_scale, b_scale, dtype, fast)
         return y if bias is None else y + bias.to(dtype)
     fused = bias if dtype in _FUSED_BIAS else None
     y = torch._scaled_mm(a, b.t(), a_scale, b_scale, fused, None, dtype, fast)
     return y if bias is fused or bias is None else y + bias.to(dtype)
 
 
-@torch.library.custom_op("fp8stack::multiply_on_cpu", mutates_args=())
-def _multiply_on_cpu(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
+@torch.library.custom_op("fp8stack_cpu::scaled_mm", mutates_args=())
+def _scaled_mm_on_cpu(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """Return (a × a_scale) @ (b × b_scale).T by torch's own loop, in graphs of torch.compile too.
 
@@ -234,14 +234,16 @@ def _multiply_on_cpu(
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, None, None, dtype)
+        return torch._scaled_mm(a, b.t(), a_scale, b_scale, None, None, dtype, fast)
     finally:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-@_multiply_on_cpu.register_fake
-def _shape_of_product(a: Tensor, b: Tensor, *_: Any) -> Tensor:
-    return a.new_empty((len(a), len(b)), dtype=_[-1])
+@_scaled_mm_on_cpu.register_fake
+def _shape_of_product(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    return a.new_empty((len(a), len(b)), dtype=dtype)
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -35,8 +35,8 @@ class _Shared:
 
 
 def narrowed(x: Tensor, products: Products, dtype: torch.dtype) -> Tensor:
-    """Return `x` in `dtype`, autocast's, if it is an input that layers share; else `x` itself, for autocast to cast."""
-    if dtype is torch.float32 or x.dtype is not torch.float32 or x.is_leaf or type(x) is not Tensor:
+    """Return `x`, float32, in `dtype`, autocast's, if layers share it; else `x` itself, for autocast to cast."""
+    if dtype is torch.float32 or x.is_leaf or type(x) is not Tensor:
         return x
     compiling = torch.compiler.is_compiling()
     if compiling or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

@@ -112,10 +112,10 @@ def amaxes(monkeypatch):
     """Return a list that each cast of an input of 3 dimensions adds what it was told of its amax to."""
     seen, cast = [], ops.cast
 
-    def watching(x, fmt, codes=True, transposed=True, amax=None):
+    def watching(x, fmt, codes=True, transposed=True, amax=None, *rest):
         if x.dim() == 3:
             seen.append(amax)
-        return cast(x, fmt, codes, transposed, amax)
+        return cast(x, fmt, codes, transposed, amax, *rest)
 
     monkeypatch.setattr(ops, "cast", watching)
     return seen
