@@ -64,7 +64,7 @@ BASE = "bf16"
 WARM_UP = (
     5  # steps: kernels are compiled, states made, graphs captured, the allocator finds its blocks
 )
-TURNS = 4
+TURNS = 10
 PARTS = ("forward", "backward", "clip", "step")
 
 
