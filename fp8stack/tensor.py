@@ -356,7 +356,8 @@ def _clamp_list_(func: Any, tensors: list[Tensor], bound: Any) -> None:
     ours = [x for x in tensors if isinstance(x, BlockScaledTensor)]
     for x in ours:
         x.residual = None
-    ops.clamp_list([(x.codes, x.scale) for x in ours], *map(float, limits))
+    once = {x.codes.data_ptr(): (x.codes, x.scale) for x in ours}  # a list may hold one twice
+    ops.clamp_list([*once.values()], *map(float, limits))
     if others := _split(tensors)[1]:
         func(others, bound)
 

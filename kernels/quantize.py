@@ -87,7 +87,8 @@ def _clamp_list_kernel(
         scale = tl.load(scales + block, mask=inside, other=0.0)
         code = tl.load(codes + offset, mask=mask, other=0)
         x = decode(code, MANTISSA, MIN_EXPONENT, True) * scale[:, None]
-        x = tl.where(x < low, low, tl.where(x > high, high, x))  # NaN stays
+        x = tl.where((x >= low) | (x != x), x, low)  # NaN stays, and a limit may be NaN
+        x = tl.where((x <= high) | (x != x), x, high)
         code, scale = encode_blocks(x, MANTISSA, HARDWARE)
         tl.store(codes + offset, code.to(tl.uint8), mask=mask)
         tl.store(scales + block, scale, mask=inside)

@@ -2,6 +2,7 @@
 gradients works on it."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -263,6 +264,16 @@ def test_lists_of_one_kind_and_of_both(kinds, device):
     assert all(0.1 <= plain(x).abs().max() <= 0.1 * (1 + 2**-4) for x in xs)
     torch._foreach_zero_(xs)
     assert all((plain(x) == 0).all() for x in xs)
+
+
+def test_a_gradient_that_is_twice_in_a_list_is_limited_once(device):
+    value = torch.randn(6, 200, device=device)
+    one, two = (BlockScaledTensor.quantize(value) for _ in range(2))
+    torch._foreach_clamp_max_([one], 0.1)
+    torch._foreach_clamp_max_([two, two, two.detach()], 0.1)
+    assert_same_bits(plain(two), plain(one))
+    torch._foreach_clamp_min_([two], math.nan)
+    assert plain(two).isnan().all()
 
 
 def test_clip_grad_norm_clips_as_for_ordinary_gradients(device):

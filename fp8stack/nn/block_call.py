@@ -134,7 +134,10 @@ class Call:
         # Autograd would wait for the stream that a parameter was first used on, which a capture must not.
         own = (named for named in self.block.named_parameters() if named[1].requires_grad)
         self._leaves: dict[str, Tensor] = {n: nn.Parameter(p.detach()) for n, p in own}
-        exchanged = _reparametrize_module(self.block, self._leaves, tie_weights=True)
+        # A module under two names is exchanged twice; `stack_weights` undoes the last exchange first.
+        exchanged = _reparametrize_module(
+            self.block, self._leaves, tie_weights=True, stack_weights=True
+        )
         with exchanged, _autocast_as(self._state[0]):
             return tensors_of(tree_flatten(self.block.block_forward(*args, **kwargs))[0])
 

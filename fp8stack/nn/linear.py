@@ -5,10 +5,11 @@
                dw = dy.T @ x     the same
 
 Each operand is quantized with one scale (or one a block), and the products are accumulated in float32. FP8 GEMMs want
-every dimension in multiples of 16, and on Ada and Hopper both operands laid out along the inner dimension: one kernel
-writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that a layer takes nine launches with
-current scaling, two for each operand and three products; eleven where its weight is cast again in backward. What is
-saved for backward is the transposed FP8 input, one byte an element where a bf16 layer saves two.
+every dimension in multiples of 16, tokens in multiples of 64 to be fast, and on Ada and Hopper both operands laid out
+along the inner dimension: one kernel writes an operand's codes padded and in both layouts (`kernels/cast.py`), so that
+a layer takes nine launches with current scaling, two for each operand and three products; eleven where its weight is
+cast again in backward. What is saved for backward is the transposed FP8 input, one byte an element where a bf16 layer
+saves two.
 
 The layer is an `nn.Linear` whose class was changed: its parameters, hooks, name and state_dict are untouched, and
 changing the class back undoes it. A weight stored in bfloat16 (O2) is read as it is; the output has the dtype of the
@@ -18,6 +19,7 @@ input, or autocast's where autocast is on.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,7 @@ from .narrow import narrowed
 from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
+_ONE_DNN = threading.Lock()  # its switch is one for all threads
 
 
 class Fp8Linear(nn.Linear):
@@ -231,12 +234,13 @@ def _scaled_mm_on_cpu(
 
     On a CPU with AMX torch has oneDNN multiply E4M3 matrices, which takes a hundred times as long.
     """
-    enabled = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        return torch._scaled_mm(a, b.t(), a_scale, b_scale, None, None, dtype, fast)
-    finally:
-        torch._C._set_mkldnn_enabled(enabled)
+    with _ONE_DNN:
+        enabled = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)
+        try:
+            return torch._scaled_mm(a, b.t(), a_scale, b_scale, None, None, dtype, fast)
+        finally:
+            torch._C._set_mkldnn_enabled(enabled)
 
 
 @_scaled_mm_on_cpu.register_fake

@@ -6,11 +6,13 @@ bytes that nobody needs, and eight launches.
 
 How: the first layer that reads an activation casts it, in as many copies as layers read it in the last step, which
 share one memory. Autograd then hands the gradients of all copies to one node, and one kernel adds them up in float32
-(`kernels/widen.py`), in the order in which autograd would. So all values and gradients are autocast's own, bit for bit,
-and one activation is kept for backward in the place of several.
+(`kernels/widen.py`), in the order in which autograd would. So values are autocast's own, bit for bit, and so are
+gradients where up to four layers and nothing else read the activation; elsewhere they are added in another order. One
+activation is kept for backward in the place of several.
 
-Limits: an input with one reader is torch's to cast. Leaves of autograd are cast by each layer, see `notes.py`. In the
-first step each layer casts for itself, and is counted.
+Limits: an input with one reader is torch's to cast. Leaves of autograd are cast by each layer, see `notes.py`; writes
+through `.data` to what is no leaf, between two readers, are not seen. In the first step each layer casts for itself,
+and is counted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.widen import MOST
 
-from .casts import Products
+from .casts import Products, in_backward
 from .notes import note, noted
 
 
@@ -38,18 +40,28 @@ def narrowed(x: Tensor, products: Products, dtype: torch.dtype) -> Tensor:
     """Return `x`, float32, in `dtype`, autocast's, if layers share it; else `x` itself, for autocast to cast."""
     if dtype is torch.float32 or x.is_leaf or type(x) is not Tensor:
         return x
-    compiling = torch.compiler.is_compiling()
-    if compiling or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_transformed():
         return x
-    shared = noted(x, "narrow")
-    if shared is None or (not shared.copies and shared.first.readers == MOST):
+    shared, forward = noted(x, "narrow"), not in_backward()  # else it is a recomputation
+    if shared is None or (not shared.copies and shared.first.counted == MOST):
+        if forward:
+            products.readers = products.counted
         copies = [*_apply(x, dtype, products.readers)] if products.readers > 1 else []
         note(x, "narrow", shared := _Shared(products, copies))
-    elif not shared.copies:
-        shared.first.readers += 1
+    elif forward and not shared.copies:
+        shared.first.counted += 1
     if shared.copies and shared.copies[0].dtype is dtype:
         x = shared.copies.pop(0)
     return x
+
+
+def _is_transformed() -> bool:
+    """Return whether a function in Python would not do: functorch, forward-mode derivatives, torch.jit.trace."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 class _Narrow(torch.autograd.Function):
@@ -66,7 +78,8 @@ class _Narrow(torch.autograd.Function):
         given = [g for g in reversed(grads) if g is not None]  # the last reader's comes first
         if not given:
             return None, None, None
-        if torch.is_grad_enabled():  # create_graph=True
+        # create_graph=True, and is_grads_batched=True
+        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(given[0]):
             return sum(given[1:], given[0].float()), None, None
         return ops.widened_sum(*given), None, None
 

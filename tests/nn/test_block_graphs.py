@@ -359,6 +359,16 @@ def test_recomputation_that_begins_later(device, replays):
     assert replays == [0, 1, 2]
 
 
+def test_a_module_under_two_names_keeps_its_parameters(device, replays):
+    def name_again(model):
+        for block in model.blocks:
+            block.again = block.down
+
+    model, _ = trained_alike(device, {"steps": 5}, before=name_again)
+    assert all(type(p) is nn.Parameter and p.is_leaf for p in model.parameters())
+    assert replays == [0, 1, 2] * 3
+
+
 class Cache(list):
     """Like a cache of keys and values."""
 

@@ -120,6 +120,44 @@ def test_a_recomputed_forward_has_the_same_numbers(reentrant, pair):
             assert_same_bits(one, same)
 
 
+def test_a_recomputation_is_no_further_reader(pair):
+    """Whose copy would stay with the input, that checkpoints keep, from forward to backward."""
+    _, ours, x = pair()
+    for _ in range(READERS):
+        h = x.clone().requires_grad_() * 1
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = checkpoint(lambda h: sum(layer(h) for layer in ours.layers), h, use_reentrant=False)
+        shared = noted(h, "narrow")
+        y.float().square().sum().backward()
+    assert shared.copies == []
+    assert shared.first.counted == READERS
+
+
+def test_derivatives_that_functions_in_python_do_not_have(pair):
+    """Of forward mode, and of many gradients at once."""
+    plain, ours, x = pair()
+    for _ in range(READERS):
+        step(ours, x)
+    found = []
+    for model in (plain, ours):
+        h = model.norm(x).detach().requires_grad_() * 1
+
+        def run(h, model=model):
+            with torch.autocast(x.device.type, torch.bfloat16):
+                return sum(layer(h).float() for layer in model.layers)
+
+        with torch.autograd.forward_ad.dual_level():
+            dual = run(torch.autograd.forward_ad.make_dual(h, torch.ones_like(h)))
+            tangent = torch.autograd.forward_ad.unpack_dual(dual).tangent
+        y = run(h)
+        many = torch.autograd.grad(
+            y, h, torch.stack([torch.ones_like(y)] * 2), is_grads_batched=True
+        )
+        found.append([tangent, *many])
+    for one, same in zip(*found, strict=True):
+        assert_same_bits(one, same)
+
+
 def test_second_derivatives_are_those_of_autocast(pair):
     plain, ours, x = pair()
     step(ours, x), step(ours, x)
