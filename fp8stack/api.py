@@ -46,10 +46,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that are initialized; copies of them are not."""
-_INEXACT = (
-    "LBFGS makes its steps from differences between gradients, and FP8 products and gradients are too coarse for that. "
-    'Use another optimizer, or opt_level="O0" with compute="bf16"'
-)
 _KEPT = "_fp8stack_session"
 """Model attribute that holds the `Session`. A module-level dict would keep models alive, since hooks refer to them."""
 
@@ -129,7 +125,10 @@ def decide(
     fallbacks += conflicts.idle_options(recipe, *places)
     exact = compute == "bf16" and recipe.gradients == "keep"
     if isinstance(optimizer, torch.optim.LBFGS) and not exact:
-        fallbacks.append(_INEXACT)
+        fallbacks.append(
+            "LBFGS makes its steps from differences between gradients, and FP8 products and gradients are too coarse "
+            'for that. Use another optimizer, or opt_level="O0" with compute="bf16"'
+        )
     recipe, replaced = choose_stepper(recipe, optimizer, device)
     skipped, idle = skipped_modules(model, recipe, sharded)
     fallbacks += [*replaced, *idle]
@@ -169,8 +168,7 @@ def carry_out(
     recipe, layers, compute = decisions.recipe, decisions.layers, decisions.report.compute
     # Warnings come before the first change, because a caller may have turned them into errors.
     for fallback in decisions.report.fallbacks:
-        text = f"fp8stack {recipe.level}: {fallback}"
-        warnings.warn(text, errors.Fp8StackWarning, stacklevel=3)
+        warnings.warn(f"fp8stack {recipe.level}: {fallback}", errors.Fp8StackWarning, stacklevel=3)
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # the first change, because it may still find something wrong
         session.returned = conversion.convert_optimizer(

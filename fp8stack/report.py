@@ -92,11 +92,8 @@ class Report:
             left = [f"{n} × {reason}" for reason, n in self.left_alone.most_common(4)]
             lines.append("products by bare parameters left to torch: " + "; ".join(left))
         lines.append("fallbacks: " + ("; ".join(self.fallbacks) if self.fallbacks else "none"))
-        first, *rest = (
-            "\n".join(textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    "))
-            for line in lines
-        )
-        return "\n".join([first.strip(), *rest])
+        wrapper = textwrap.TextWrapper(WIDTH, initial_indent="  ", subsequent_indent="    ")
+        return "\n".join(map(wrapper.fill, lines)).strip()
 
 
 def report_of(
