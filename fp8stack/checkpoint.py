@@ -33,7 +33,7 @@ from .optim import BlockwiseOptimizer
 from .optim.parameter_names import check_order, names_of, names_of_owned, parameters_of
 from .optim.saved_checks import are_names, check_for_torch
 from .optim.state_dict import install, plain_numbers, prepare, to_torch
-from .optim.state_formats import MASTER_KEYS
+from .optim.state_formats import masters
 from .tensor import fault_of, not_plain
 
 
@@ -71,8 +71,7 @@ def load_master_state_dict(
     Raises:
         CheckpointError: if keys or shapes are not the model's. Nothing is changed.
     """
-    own = model.state_dict()
-    _check_keys(own, state_dict)
+    _check_keys(model.state_dict(), state_dict)
     if not isinstance(optimizer, BlockwiseOptimizer):
         model.load_state_dict(state_dict)
         return
@@ -252,11 +251,9 @@ def _set_masters(optimizer: BlockwiseOptimizer, masters: dict[nn.Parameter, Tens
 
 def _saved_without_master(optimizer: BlockwiseOptimizer, packed: dict[str, Any]) -> set[Any]:
     """Return the parameters that were saved without a master (at O0 or O1): the weights have all their bits."""
-    groups = zip(optimizer.param_groups, packed["param_groups"], strict=True)
-    pairs = (
-        pair for own, saved in groups for pair in zip(own["params"], saved["params"], strict=True)
-    )
-    return {p for p, key in pairs if not packed["state"].get(key, {}).keys() & set(MASTER_KEYS)}
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in packed["param_groups"] for key in group["params"]]
+    return {p for p, k in zip(own, keys, strict=True) if not masters(packed["state"].get(k, {}))}
 
 
 def _check_keys(own: dict[str, Tensor], given: Any) -> None:
