@@ -286,11 +286,9 @@ def _set(option: str, value: Any, where: str = "") -> Setting:
 
 def settings_of(recipe: Any) -> list[Setting]:
     """Return the fields of a recipe that differ from their defaults, and the formats of single parameters."""
-    result = []
-    for field in fields(recipe):
-        value = getattr(recipe, field.name)
-        if field.name not in ("level", "states_for") and value != field.default:
-            result.append(_set(field.name, value))
+    defaults = {field.name: field.default for field in fields(recipe)}
+    own = {n: v for n, v in vars(recipe).items() if n not in ("level", "states_for")}
+    result = [_set(name, value) for name, value in own.items() if value != defaults[name]]
     for pattern, states, master in recipe.states_for:
         named = f"states_for[{pattern!r}]"
         result.append(Setting("states_for", pattern, named))

@@ -102,8 +102,7 @@ def check_model(
 def find_converted(model: nn.Module) -> str:
     """Return the name of a module of `model` that is converted, or an empty string."""
     ours = (*GEMM_LAYERS, StoredLinear, StoredEmbedding, MultipliesParameters)
-    found = (n for n, m in model.named_modules() if isinstance(m, ours))
-    return next((name or "the model" for name in found), "")
+    return next((n or "the model" for n, m in model.named_modules() if isinstance(m, ours)), "")
 
 
 def _problem_of(parameter: nn.Parameter, recipe: Recipe, sharded: bool, planned: bool) -> str:
@@ -382,14 +381,12 @@ def quantize_gradients(model: nn.Module, quantized: set[nn.Parameter], session: 
         return
     if session.recipe.gradients != "fp8":
         return
-    names = {p: name for name, p in model.named_parameters()}
-    session.gradients.attach(quantized, names)
+    handle, min_numel = session.gradients, session.recipe.min_numel
+    handle.attach(quantized, {p: name for name, p in model.named_parameters()})
     if session.returned is not None:
-        hooked = session.gradients.hooks
-        renew = session.returned.register_step_pre_hook(lambda *_: renew_hooks(hooked))
+        renew = session.returned.register_step_pre_hook(lambda *_: renew_hooks(handle.hooks))
         session.undo.append(renew.remove)
     if isinstance(session.returned, BlockwiseOptimizer):
-        handle, min_numel = session.gradients, session.recipe.min_numel
 
         def attach_new(parameters: list[nn.Parameter]) -> None:
             handle.attach((p for p in parameters if is_large_matrix(p, min_numel)), {})
@@ -421,8 +418,7 @@ def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session:
         if new:
             warnings.warn(f"{told}. Does another step them?", Fp8StackWarning, stacklevel=4)
 
-    handle = stepping.register_step_pre_hook(look)
-    session.undo.append(handle.remove)
+    session.undo.append(stepping.register_step_pre_hook(look).remove)
 
 
 def undo(session: Session) -> None:
