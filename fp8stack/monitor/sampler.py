@@ -55,7 +55,7 @@ from fp8stack.nn.linear import Fp8Linear
 from fp8stack.nn.te import TeLinear
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.sharded import local, local_state
-from fp8stack.optim.state_formats import MASTER_KEYS, decode_master
+from fp8stack.optim.state_formats import decode_master, masters
 
 from .advice import OPERANDS, Finding, Numbers, find
 
@@ -388,12 +388,8 @@ class Updates:
         stride = -(-part.numel() // SAMPLE)
         while math.gcd(stride, part.shape[-1]) > 1:
             stride += 1
-        entries = local_state(self._optimizer.state.get(weight, {}))
-        some = {
-            key: value.reshape(-1)[::stride] if value.ndim else value
-            for key, value in entries.items()
-            if key in MASTER_KEYS
-        }
+        master = masters(local_state(self._optimizer.state.get(weight, {})))
+        some = {k: v.reshape(-1)[::stride] if v.ndim else v for k, v in master.items()}
         return decode_master(part.reshape(-1)[::stride], some)
 
 
