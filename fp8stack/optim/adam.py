@@ -75,8 +75,7 @@ class Adam(BlockwiseOptimizer):
 
     def numbers_of(self, group: dict[str, Any]) -> tuple[float, ...]:
         lr, betas, eps, decay = check_range(group)
-        decoupled = self._is_decoupled(group)
-        decays = (decay, 0.0) if decoupled else (0.0, decay)
+        decays = (decay, 0.0) if self._is_decoupled(group) else (0.0, decay)
         return (lr, *betas, eps, *decays, sign_of(group), 0.0)
 
 

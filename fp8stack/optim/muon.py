@@ -149,8 +149,7 @@ class Muon(BlockwiseOptimizer):
             return
         o = orthogonalize(u.flatten(0, -3), group)
         del u
-        step_size = batch.hyper[:, 2] * learning_rate_ratio(shape, group)
-        batch.apply(o.view(shape), step_size)
+        batch.apply(o.view(shape), batch.hyper[:, 2] * learning_rate_ratio(shape, group))
 
 
 def learning_rate_ratio(shape: torch.Size, group: dict[str, Any]) -> float:

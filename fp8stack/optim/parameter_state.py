@@ -88,9 +88,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Remember what `group` says of formats for these parameters: ZeRO empties and rewrites groups later."""
         states, master = group.get("states", self.states), group.get("master", self.master)
         formats.check_formats(states, master)
-        flat = bool(group.get("flat", False))
         for parameter in parameters:  # edits of the group come too late for those that are known
-            own = states, formats.master_for(master, group), flat
+            own = states, formats.master_for(master, group), bool(group.get("flat", False))
             self._group_formats.setdefault(parameter, own)
 
     def _of_group(self, parameter: Tensor) -> tuple[str, str, bool]:
@@ -176,16 +175,14 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for name in self.moments_of(group):
             if name in state and state[name].dtype is not formats.dense_dtype(weight, states):
                 # somebody else put it there, such as DeepSpeed's universal checkpoints
-                moment = local(state.pop(name))
-                state.update(formats.encode_moment(name, moment, weight, states))
+                state.update(formats.encode_moment(name, local(state.pop(name)), weight, states))
             elif not formats.has_moment(name, state):
                 home = torch.device("cpu") if self.offloads(parameter) else weight.device
                 state.update(formats.zero_moment(name, weight, states, home))
         if not state.keys() & set(MASTER_KEYS):
             value = weight.detach().float()
             state.update(formats.encode_master(value, self.master_format(parameter))[1])
-        placed = self.place(state, parameter)
-        moved = {k: v for k, v in placed.items() if v is not state[k]}
+        moved = {k: v for k, v in self.place(state, parameter).items() if v is not state[k]}
         if moved:  # new, or of before model.to(device), or what a user moved
             state.update(moved)
         return state
@@ -220,8 +217,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         shapes = tuple(shape), UE3M1.codes_shape(shape)
         dtypes = {"remainder": (torch.bfloat16,), "master": (torch.bfloat16, torch.float16)}
         for name in state.keys() & shaped:
-            fits = tuple(state[name].shape) in shapes and dtype in dtypes.get(name, FLOATS)
-            if not fits:
+            if tuple(state[name].shape) not in shapes or dtype not in dtypes.get(name, FLOATS):
                 raise ModelError(
                     f"a parameter became {dtype} of shape {tuple(shape)} after its state was made ({name} is "
                     f"{state[name].dtype} of {tuple(state[name].shape)}). Change it back; or cast and resize before "
@@ -271,5 +267,4 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 placed[key] = pinned.copy_(value)
                 # A copy tells the allocator of the stream that uses it: freed, it is not reused before that is done.
                 pinned.view(-1)[:1].view(torch.uint8).to(device, non_blocking=True)
-        result: State = distribute(placed, parameter)
-        return result
+        return distribute(placed, parameter)

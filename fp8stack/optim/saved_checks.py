@@ -215,10 +215,9 @@ def check_layout(entry: State, moments: Collection[str], parameter: Tensor) -> N
     """Raise unless moments and master are laid out as one of the formats says. Their data is not looked at."""
     shape, saved = parameter.shape, formats.masters(entry)
     for name in moments:
-        codes = entry.get(f"{name}_code")
         if not formats.is_laid_out(name, entry, shape):
             there, scale = formats.has_moment(name, entry), entry.get(f"{name}_scale")
-            held = f"{seen(entry.get(name, codes))}, its scale {seen(scale)}"
+            held = f"{seen(entry.get(name, entry.get(f'{name}_code')))}, its scale {seen(scale)}"
             raise ValueError(f"{name} {held if there else 'is missing'}")
     if saved and not formats.is_master(saved, shape):
         raise ValueError(", ".join(f"{name} {seen(value)}" for name, value in saved.items()))

@@ -98,10 +98,9 @@ def _part(value: Tensor, parameter: Tensor, name: str) -> Tensor:
         )
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if not is_sharded(value):  # every rank has all of it
-        from torch.distributed.tensor import DTensor, Replicate
+        from torch.distributed.tensor import DTensor
 
-        everywhere = [Replicate()] * mesh.ndim
-        value = DTensor.from_local(value.to(parameter.device), mesh, everywhere, run_check=False)
+        value = DTensor.from_local(value.to(parameter.device), mesh, run_check=False)
     return local(value.redistribute(mesh, placements))  # type: ignore[attr-defined]
 
 

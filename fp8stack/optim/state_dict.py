@@ -235,18 +235,14 @@ def _convert(
             "fp8stack.checkpoint.master_state_dict."
         )
     count = checks.count_of(entry.get("step", 1), parameter) if stepped else 0.0
-    held = {k: v for k, v in entry.items() if k in found}
-    held = {
-        k: v.detach().to(weight.device, copy=True).contiguous()
-        for k, v in collect(held, parameter, key).items()
-    }
+    held = collect({k: v for k, v in entry.items() if k in found}, parameter, key)
+    held = {k: v.detach().to(weight.device, copy=True).contiguous() for k, v in held.items()}
     checks.check_values(held)
     new: State = {}
     if stepped:
         new["step"] = torch.tensor(count, dtype=torch.float64, device=weight.device)
-        states = optimizer.moment_format(parameter)
         for name in moments:
-            new |= _convert_moment(name, held, weight, states)
+            new |= _convert_moment(name, held, weight, optimizer.moment_format(parameter))
     new.update(formats.masters(held) or formats.masters(optimizer.state.get(parameter, {})))
     return optimizer.place(new, parameter)
 

@@ -287,8 +287,7 @@ class TritonStep:
         for share, out in zip(self.shares, self.norms, strict=True):
             mine = [b for b in self.batches if b.share == share]
             launches = [(b.grad_dtype, b.launch.rows, b.rows, b.spans) for b in mine]
-            count = sum(len(b.spans) for b in mine)
-            self._norms.total(launches, self.partial[:count], out)
+            self._norms.total(launches, self.partial[: sum(len(b.spans) for b in mine)], out)
         self._largest.copy_(self._norm)
 
     @property
