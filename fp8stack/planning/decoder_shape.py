@@ -173,10 +173,9 @@ def shape_of_config(config: Mapping[str, Any], where: str = "the configuration")
     """Return the shape of a Hugging Face configuration, given as a dict."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
         raise ConfigError(
-            f"{where}: model_type={kind!r} is not known here; known: {known}. Give --sizes with --layers, --hidden, "
-            "--heads and so on."
+            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}. Give --sizes with "
+            "--layers, --hidden, --heads and so on."
         )
     if config.get("add_cross_attention"):
         told = "add_cross_attention=True is not counted. Give --sizes of a decoder that is as large"

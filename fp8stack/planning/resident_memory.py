@@ -91,7 +91,7 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
             raise ConfigError(f"{idle[0]}.")
         decisions, optimizer = at_the_level(model, optimizer, here, _CPU)
     if precision.bitsandbytes:
-        _add_bitsandbytes_states(optimizer)
+        _add_bitsandbytes_states(model, optimizer)
     counted = dict.fromkeys(KINDS, 0)
     for part, nbytes in use_after_step(model, optimizer, decisions, accumulate).bytes.items():
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
@@ -137,7 +137,6 @@ def use_after_step(
     Raises:
         ModelError: for an optimizer that does not step on the meta device.
     """
-    recipe = None if decisions is None else decisions.recipe
     fp8 = decisions.quantized if decisions and decisions.recipe.gradients == "fp8" else set()
     for p in filter(lambda p: p.requires_grad, model.parameters()):
         p.grad = torch.empty_like(p)
@@ -153,17 +152,16 @@ def use_after_step(
         except Exception as error:  # another library's: whatever it raises
             told = f"{type(optimizer).__name__} does not step on the meta device ({error!r})"
             raise ModelError(f"{told}. Return the model alone, to plan with AdamW.") from error
-    if recipe is not None and recipe.step_in_backward:
+    if decisions and decisions.recipe.step_in_backward:
         model.zero_grad()  # each gradient is freed as soon as it was used
     use = measure(model, optimizer)
     model.zero_grad()
     return use
 
 
-def _add_bitsandbytes_states(optimizer: torch.optim.Optimizer) -> None:
+def _add_bitsandbytes_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give a torch Adam the states that bitsandbytes' has: float32 for the small ones, its `min_8bit_size`."""
-    for group in optimizer.param_groups:
-        for p in filter(lambda p: p.requires_grad, group["params"]):
-            states = "fp32" if p.numel() < 4096 else BITSANDBYTES
-            for name in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[p].update(zero_moment(name, p, states))
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
+        states = "fp32" if p.numel() < 4096 else BITSANDBYTES
+        for name in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p].update(zero_moment(name, p, states))
