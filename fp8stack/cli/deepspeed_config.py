@@ -98,8 +98,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def draw(data: dict[str, Any]) -> Lines:
     """Show each finding with what happens and what to do."""
-    level = data["level"] or "fp8stack not enabled"
-    yield f"DeepSpeed configuration {data['config']} · {level}"
+    yield f"DeepSpeed configuration {data['config']} · {data['level'] or 'fp8stack not enabled'}"
     yield ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     for f in data["findings"]:
         found = f"{f['severity']}: {f['name']} ({f['where']}: {f['value']})."

@@ -19,11 +19,6 @@ from fp8stack.kernels.ops import kernel_backend
 from . import deepspeed_config, machine, selftest
 from .output import Commands, Lines, add_command, show, size, table
 
-NO_GPU = (
-    "There is no GPU that torch can use: everything runs on the CPU, where FP8 is emulated. It will not be faster "
-    "here, only be shown to work."
-)
-
 
 def add_parser(commands: Commands) -> None:
     brief = "what this machine can run, a self-test, and known trouble; or that of a DeepSpeed configuration"
@@ -92,5 +87,8 @@ def draw(data: dict[str, Any]) -> Lines:
     for found in data["trouble"]:
         yield f"{found['severity']}: {found['what']}. {found['remedy']}"
     if not gpus:
-        yield NO_GPU
+        yield (
+            "There is no GPU that torch can use: everything runs on the CPU, where FP8 is emulated. It will not be "
+            "faster here, only be shown to work."
+        )
     yield "All is well." if data["ok"] else "Something is wrong: see above."

@@ -27,8 +27,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that says what is wrong in one line, with exit status 2."""
 
     def error(self, message: str) -> NoReturn:
-        line = " ".join(message.split())
-        self.exit(2, f"{self.prog}: error: {line}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def add_command(commands: Commands, name: str, brief: str) -> Parser:

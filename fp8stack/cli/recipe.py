@@ -22,10 +22,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, str) and field.name in CHOICES:
             group.add_argument(flag, metavar="|".join(CHOICES[field.name]))
-        elif field.name == "skip":
-            group.add_argument(flag, nargs="+", metavar="PATTERN")
-        elif field.name == "states_for":
-            group.add_argument(flag, nargs="+", metavar="PATTERN=STATES[,MASTER]")
+        elif field.default == ():
+            formats = "=STATES[,MASTER]" if field.name == "states_for" else ""
+            group.add_argument(flag, nargs="+", metavar=f"PATTERN{formats}")
         elif field.name == "fp8_fast_accum" or field.default is True:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
         elif isinstance(field.default, bool):

@@ -131,8 +131,7 @@ def _child(rank: int, test: Test, device: str, folder: str) -> None:
     """Run in the process of a test: write the answer, and leave without the destructors of libraries."""
     os.dup2(2, 1)  # stdout is the doctor's
     os.environ["FP8STACK_QUIET"] = "1"
-    answer = test(rank, device, folder)
-    Path(folder, f"answer{rank}").write_text(json.dumps(answer))
+    Path(folder, f"answer{rank}").write_text(json.dumps(test(rank, device, folder)))
     os._exit(0)
 
 
