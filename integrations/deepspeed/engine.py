@@ -96,8 +96,7 @@ def _original() -> Callable[..., Any]:
         raise ConfigError(
             f"DeepSpeed {deepspeed.__version__} is older than 0.18.3, the oldest that fp8stack works with. Update it."
         )
-    current: Any = deepspeed.initialize
-    return getattr(current, "fp8stack_original", current)  # type: ignore[no-any-return]
+    return getattr(deepspeed.initialize, "fp8stack_original", deepspeed.initialize)  # type: ignore[no-any-return]
 
 
 def _run(
@@ -120,8 +119,7 @@ def _run(
     given = arguments.get("optimizer")
     if section is not None:
         section = configs.fit_to_zero(optimizers.with_formats_of(given, section), config)
-        run = TrainingRun(config, model, given, section.recipe)
-        raise_or_warn(check(run, section.allow))
+        raise_or_warn(check(TrainingRun(config, model, given, section.recipe), section.allow))
     recipe = None if section is None else section.recipe
     optimizer = _optimizer_of(arguments, config, recipe)
     optimizers.check_optimizer(optimizer, config, recipe)
@@ -137,9 +135,8 @@ def _run(
         optimizer.portable = section is not None and section.checkpoint_format == "portable"
         if configs.stage_of(config):
             # a scheduler that was made already; DeepSpeed also takes functions that make one
-            optimizers.prepare_groups(
-                optimizer, model, hasattr(arguments.get("lr_scheduler"), "step")
-            )
+            scheduled = hasattr(arguments.get("lr_scheduler"), "step")
+            optimizers.prepare_groups(optimizer, model, scheduled)
     try:
         started: Started = original(
             **configs.with_config({**arguments, "optimizer": optimizer}, config)
@@ -165,10 +162,8 @@ def _run(
 def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Recipe | None) -> Any:
     """Return the optimizer to convert; what was given where DeepSpeed can do with that."""
     given = arguments.get("optimizer")
-    needed = optimizers.type_of(config) in optimizers.OURS or (
-        recipe is not None and recipe.states != "keep"
-    )
-    if not needed or isinstance(given, torch.optim.Optimizer):
+    kind, changes = optimizers.type_of(config), recipe is not None and recipe.states != "keep"
+    if isinstance(given, torch.optim.Optimizer) or not (changes or kind in optimizers.OURS):
         return given
     parameters = arguments.get("model_parameters")
     if parameters is None:
@@ -176,25 +171,21 @@ def _optimizer_of(arguments: dict[str, Any], config: dict[str, Any], recipe: Rec
     arguments["model_parameters"] = parameters = list(parameters)  # a generator ends
     if given is not None:
         return given(parameters)
-    if optimizers.type_of(config):
-        return optimizers.build(config, parameters, recipe)
-    return None
+    return optimizers.build(config, parameters, recipe) if kind else None
 
 
 def _convert(model: Any, optimizer: Any, section: configs.Section) -> Session:
     """Convert layers and optimizer; gradients and weights themselves are ZeRO's."""
     from deepspeed.accelerator import get_accelerator
 
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device(get_accelerator().device_name(local_rank))
+    device = torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
     ours = replace(section.recipe, gradients="keep")
     if ours.states == "keep":
         ours, optimizer = replace(ours, level="O0"), None
     elif isinstance(optimizer, BlockwiseOptimizer):
         # float32 partitions are their own masters, whatever it says
         ours = replace(ours, master=optimizer.master)
-    decisions = decide(model, optimizer, ours, section.strict, device)
-    return carry_out(model, optimizer, decisions)
+    return carry_out(model, optimizer, decide(model, optimizer, ours, section.strict, device))
 
 
 def _take_back_first_step(wrapper: Any, inner: BlockwiseOptimizer) -> None:

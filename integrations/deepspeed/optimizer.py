@@ -105,9 +105,7 @@ def check_optimizer(optimizer: Any, config: Mapping[str, Any], recipe: Recipe | 
     """
     stage = stage_of(config)
     changes = recipe is not None and recipe.states != "keep"
-    if not isinstance(optimizer, torch.optim.Optimizer) or not (
-        changes or isinstance(optimizer, BlockwiseOptimizer)
-    ):
+    if not isinstance(optimizer, torch.optim.Optimizer if changes else BlockwiseOptimizer):
         return
     low = any((config.get(key) or {}).get("enabled") for key in ("bf16", "bfloat16", "fp16"))
     if optimizer.state and (stage or low):
@@ -153,9 +151,7 @@ def prepare_groups(optimizer: BlockwiseOptimizer, model: nn.Module, scheduled: b
 
 def partitions_of(wrapper: Any) -> Iterator[tuple[int, Tensor]]:
     """Yield the flat tensors of ZeRO that the optimizer steps, each after the number of its group."""
-    if hasattr(wrapper, "fp32_partitioned_groups_flat"):  # stage 3 cuts groups
-        groups = wrapper.sub_group_to_group_id
-        yield from ((groups[i], t) for i, t in enumerate(wrapper.fp32_partitioned_groups_flat))
-        return
+    for i, partition in enumerate(getattr(wrapper, "fp32_partitioned_groups_flat", ())):
+        yield wrapper.sub_group_to_group_id[i], partition  # stage 3 cuts groups
     for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         yield from enumerate(getattr(wrapper, name, ()))
