@@ -87,8 +87,7 @@ def initialize(
     if told:
         warnings.warn(f"msamp: {'; '.join(told)}", Fp8StackWarning, stacklevel=2)
     for group in optimizer.param_groups:
-        if "amsgrad" in group:
-            group["amsgrad"] = False
+        group["amsgrad"] = False
     to_gpu(model, accelerator)
     share_weights(model)
     options: dict[str, Any] = {"skip": fp32_linears(model)}
@@ -158,5 +157,4 @@ def calling_accelerator() -> Any:
     """
     accelerate = sys.modules.get("accelerate")
     caller = sys._getframe(2).f_locals.get("self")
-    is_one = accelerate is not None and isinstance(caller, accelerate.Accelerator)
-    return caller if is_one else None
+    return caller if accelerate and isinstance(caller, accelerate.Accelerator) else None

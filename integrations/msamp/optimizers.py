@@ -67,6 +67,8 @@ class LowBitOptimizer(optim.BlockwiseOptimizer):
             raise ConfigError(
                 f"exp_avg_dtype={first}, exp_avg_sq_dtype={second}: moments have no such formats. Use {known}."
             )
+        if "adam_w_mode" in self.ORDER:  # DeepSpeed's
+            self.decoupled = options.pop("adam_w_mode", True)
         super().__init__(params, states=_STATES[first, second], **options)
 
     def all_reduce_grads(self, model: nn.Module) -> None:
@@ -92,11 +94,6 @@ class DSAdam(LBAdam):
     ORDER = (
         "lr", "bias_correction", "betas", "eps", "adam_w_mode", "weight_decay", "amsgrad", "set_grad_none",
     )  # fmt: skip
-
-    def __init__(self, params: Any, *args: Any, **options: Any) -> None:
-        options |= dict(zip(self.ORDER, args, strict=False))
-        self.decoupled = options.pop("adam_w_mode", True)
-        super().__init__(params, **options)
 
 
 def clip_grad_norm_(
