@@ -100,8 +100,7 @@ def attach(
         decisions = decide(model, optimizer, own, strict, indexed(torch.device(kind)), notes)
     for p in decisions.quantized if recipe.states != "keep" else ():
         check_placements(p, *decisions.formats.get(p, (recipe.states, recipe.master)))
-    store = partial(_store_weights, model, low)
-    session = carry_out(model, optimizer, decisions, store)
+    session = carry_out(model, optimizer, decisions, partial(_store_weights, model, low))
     put_back()
     if in_fp8:
         comm.register_fp8_reduce_scatter(model, replicate_group)

@@ -159,8 +159,7 @@ class Fp8Precision(_lightning.plugins.Precision):  # type: ignore[misc, name-def
         if self.recipe.gradients == "keep" and self.recipe.states == "keep":
             self._initialize(module, None)
         else:
-            alone = len(optimizers) == 1
-            homes = [module if alone else _home_of(o, module) for o in optimizers]
+            homes = [module] if len(optimizers) == 1 else [_home_of(o, module) for o in optimizers]
             pairs = zip(homes, optimizers, strict=True)
             optimizers = [self._initialize(home, optimizer) for home, optimizer in pairs]
         if parallel:
@@ -312,5 +311,4 @@ def setup(
 def _check_strategy(strategy: Any, *more: str) -> None:
     """Raise ConfigError for a strategy with which a level is applied in another way."""
     for kind in type(strategy).__mro__:
-        for place in (LIGHTNING, *more):
-            check_option("strategy", kind.__name__, place)
+        check_option("strategy", kind.__name__, LIGHTNING, *more)
