@@ -13,6 +13,7 @@ Limits: codes of 4 bits, which only checkpoints quantize here, are left to the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,7 @@ def _quantize_blocks_kernel(
 
 @triton.jit
 def _quantize_list_kernel(
-    table_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr,
+    table_ptr, low, high, TYPE: tl.constexpr, ROWS: tl.constexpr,
     MANTISSA: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = table_ptr + tl.program_id(1).to(tl.int64) * _WIDTH
@@ -68,28 +69,13 @@ def _quantize_list_kernel(
     scales, count = pointer(row, _SCALE, tl.float32, "any"), tl.load(row + _BLOCKS).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCKS, count, tl.num_programs(0) * BLOCKS):
         block, inside, offset, mask, _bytes, _byte_mask = places(row, first, ROWS, BLOCKS)
-        x = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32)
-        code, scale = encode_blocks(x, MANTISSA, HARDWARE)
-        tl.store(codes + offset, code.to(tl.uint8), mask=mask)
-        tl.store(scales + block, scale, mask=inside)
-
-
-@triton.jit
-def _clamp_list_kernel(
-    table_ptr, low, high, ROWS: tl.constexpr,
-    MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, HARDWARE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    row = table_ptr + tl.program_id(1).to(tl.int64) * _WIDTH
-    codes, scales = pointer(row, _CODES, tl.uint8, ROWS), pointer(row, _SCALE, tl.float32, "any")
-    count = tl.load(row + _BLOCKS).to(tl.int32)
-    for first in range(tl.program_id(0) * BLOCKS, count, tl.num_programs(0) * BLOCKS):
-        block, inside, offset, mask, _bytes, _byte_mask = places(row, first, ROWS, BLOCKS)
-        scale = tl.load(scales + block, mask=inside, other=0.0)
-        code = tl.load(codes + offset, mask=mask, other=0)
-        x = decode(code, MANTISSA, MIN_EXPONENT, True) * scale[:, None]
-        x = tl.where((x >= low) | (x != x), x, low)  # NaN stays, and a limit may be NaN
-        x = tl.where((x <= high) | (x != x), x, high)
-        code, scale = encode_blocks(x, MANTISSA, HARDWARE)
+        x = tl.load(grad + offset, mask=mask, other=0)
+        if tl.uint8 == TYPE:  # E4M3 already, to be limited
+            scale = tl.load(scales + block, mask=inside, other=0.0)
+            x = decode(x, 3, -6, True) * scale[:, None]
+            x = tl.where((x >= low) | (x != x), x, low)  # NaN stays, and a limit may be NaN
+            x = tl.where((x <= high) | (x != x), x, high)
+        code, scale = encode_blocks(x.to(tl.float32), MANTISSA, HARDWARE)
         tl.store(codes + offset, code.to(tl.uint8), mask=mask)
         tl.store(scales + block, scale, mask=inside)
 
@@ -111,7 +97,6 @@ def _dequantize_blocks_kernel(
 
 _launch_quantize = Launcher(_quantize_blocks_kernel, **_ROUNDING)
 _launch_list = Launcher(_quantize_list_kernel, **_ROUNDING)
-_launch_clamp = Launcher(_clamp_list_kernel, **_ROUNDING)
 _launch_dequantize = Launcher(_dequantize_blocks_kernel, **_ROUNDING)
 
 
@@ -140,32 +125,35 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
 def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tensor, Tensor]]:
     """Quantize each of `tensors`, on one device, to E4M3 or E5M2; return their codes and scales."""
     tensors = [x.contiguous() for x in tensors]  # which have to live until the launch
-    device = tensors[0].device
     codes = [torch.empty_like(x, dtype=fmt.dtype) for x in tensors]  # half the time of new_empty
     scales = [x.new_empty(*scale_shape(x.shape), dtype=torch.float32) for x in tensors]
+    _encode_list(tensors, codes, scales, fmt)
+    return list(zip(codes, scales, strict=True))
+
+
+def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:
+    """Limit the values of E4M3 tensors on one device, contiguous codes and scales, in place."""
+    codes, scales = zip(*tensors, strict=True)
+    _encode_list(codes, codes, scales, E4M3, low, high)
+
+
+def _encode_list(
+    tensors: Sequence[Tensor],  # values; or `codes`, whose values are limited
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    fmt: MiniFloat,
+    low: float = -math.inf,
+    high: float = math.inf,
+) -> None:
+    device = tensors[0].device
     for dtype, layout, of, columns in groups_of(tensors):
         columns["codes"] = [codes[i].data_ptr() for i in of]
         columns["grad_block_scale"] = [scales[i].data_ptr() for i in of]
         programs = min(-(-max(columns["blocks"]) // BLOCKS), PROGRAMS)
         if programs:
             _launch_list(
-                (programs, len(of), 1), upload_columns(columns, device),
-                TYPES[dtype], layout, fmt.mantissa_bits, casts_in_hardware(device), BLOCKS,
-            )  # fmt: skip
-    return list(zip(codes, scales, strict=True))
-
-
-def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:
-    """Limit the values of E4M3 tensors on one device, contiguous codes and scales, in place."""
-    device, hardware = tensors[0][0].device, casts_in_hardware(tensors[0][0].device)
-    for _, layout, of, columns in groups_of([codes for codes, _ in tensors]):
-        columns["codes"] = columns["grad"]
-        columns["grad_block_scale"] = [tensors[i][1].data_ptr() for i in of]
-        programs = min(-(-max(columns["blocks"]) // BLOCKS), PROGRAMS)
-        if programs:
-            _launch_clamp(
                 (programs, len(of), 1), upload_columns(columns, device), low, high,
-                layout, E4M3.mantissa_bits, E4M3.min_exponent, hardware, BLOCKS,
+                TYPES[dtype], layout, fmt.mantissa_bits, casts_in_hardware(device), BLOCKS,
             )  # fmt: skip
 
 

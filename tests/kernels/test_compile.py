@@ -58,7 +58,6 @@ CASTS = {  # kernels that use the hardware's casts where there are any
     "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel",
     "_cast_delayed_kernel", "_activation_cast_kernel", "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
     "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel", "_accumulate_blocks_kernel",
-    "_clamp_list_kernel",
 }  # fmt: skip
 CAST_NOTHING = {
     ("_pack_kernel", "codes"), ("_unpack_kernel", "codes"), ("_quantize_blocks_kernel", "e4m3_root, fp32"),
