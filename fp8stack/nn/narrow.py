@@ -29,30 +29,23 @@ from .casts import Products, in_backward
 from .notes import note, noted
 
 
-class _Shared:
-    """The copies of an activation that are left, and how the layer multiplies that came first."""
-
-    def __init__(self, first: Products, copies: list[Tensor]) -> None:
-        self.first, self.copies = first, copies
-
-
 def narrowed(x: Tensor, products: Products, dtype: torch.dtype) -> Tensor:
     """Return `x`, float32, in `dtype`, autocast's, if layers share it; else `x` itself, for autocast to cast."""
     if dtype is torch.float32 or x.is_leaf or type(x) is not Tensor:
         return x
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_transformed():
         return x
-    shared, forward = noted(x, "narrow"), not in_backward()  # else it is a recomputation
-    if shared is None or (not shared.copies and shared.first.counted == MOST):
+    forward = not in_backward()  # else it is a recomputation
+    # how the layer multiplies that came first, and the copies that are left
+    first, copies = noted(x, "narrow") or (None, [])
+    if first is None or (not copies and first.counted == MOST):
         if forward:
             products.readers = products.counted
         copies = [*_apply(x, dtype, products.readers)] if products.readers > 1 else []
-        note(x, "narrow", shared := _Shared(products, copies))
-    elif forward and not shared.copies:
-        shared.first.counted += 1
-    if shared.copies and shared.copies[0].dtype is dtype:
-        x = shared.copies.pop(0)
-    return x
+        note(x, "narrow", (products, copies))
+    elif forward and not copies:
+        first.counted += 1
+    return copies.pop(0) if copies and copies[0].dtype is dtype else x
 
 
 def _is_transformed() -> bool:
