@@ -315,12 +315,11 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(cls, name), updated=())
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = getattr(cls, name)
-        if not always and not in_backward():
-            return own(self, *args, **kwargs)
-        mode = self._bare_matmuls.modes[int(self.training)]
-        if _get_current_function_mode() is mode:
-            return own(self, *args, **kwargs)
-        with mode:
-            return own(self, *args, **kwargs)
+        if always or in_backward():
+            mode = self._bare_matmuls.modes[int(self.training)]
+            if _get_current_function_mode() is not mode:
+                with mode:
+                    return own(self, *args, **kwargs)
+        return own(self, *args, **kwargs)
 
     return method
