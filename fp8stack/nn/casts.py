@@ -149,22 +149,16 @@ class Operand(NamedTuple):
 def cast_matrix(
     x: Tensor,  # [..., cols], read as [rows, cols]
     fmt: MiniFloat,
-    fmt_t: MiniFloat | None = None,  # of the transpose, if it is another
     codes: bool = True,
     transposed: bool = True,
     amax: Tensor | None = None,  # as `ops.cast` takes it
     rows_to: int = TOKENS,  # ALIGNMENT for a weight
 ) -> Operand:
-    """Quantize a matrix with a scale from its own amax: one for each format."""
+    """Quantize a matrix with a scale from its own amax."""
     if torch.compiler.is_compiling() and x.numel():
         amax = x.abs().amax().float()  # here, where Inductor can fuse it
-    if fmt_t is None or fmt_t is fmt or not codes or not transposed:
-        own = fmt if codes or fmt_t is None else fmt_t
-        plain, turned, scale = ops.cast(x, own, codes, transposed, amax, rows_to)
-        return Operand(plain, scale, turned, scale)
-    plain, _, scale = ops.cast(x, fmt, True, False, amax, rows_to)
-    _, turned, scale_t = ops.cast(x, fmt_t, False, True, amax, rows_to)
-    return Operand(plain, scale, turned, scale_t)
+    plain, turned, scale = ops.cast(x, fmt, codes, transposed, amax, rows_to)
+    return Operand(plain, scale, turned, scale)
 
 
 # --- inputs
@@ -218,21 +212,24 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
 
 def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
     fmt, fmt_t, _ = products.formats
-    if products.fp8_recipe == "current":
-        amax = None if torch.compiler.is_compiling() else noted(x, "parts")
-        return cast_matrix(x, fmt, fmt_t, True, transposed, amax)
+    amax, another = None, transposed and fmt_t is not fmt
     if products.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
-    # With one state for one input its casts are equal calls, which a graph with a backward merges.
-    merged = torch.compiler.is_compiling() and transposed
-    state = (merged and products.graph_state) or products.x_state
-    assert state is not None
-    # Evaluation takes the next cast's scale, and so does its recomputation.
-    again = train and in_backward()
-    codes, turned, scale = ops.cast_delayed(x, fmt, state.handle, train and not again, again)
-    if fmt_t is fmt or not transposed:
-        return _without_t(Operand(codes, scale, turned, scale), transposed)
-    return Operand(codes, scale, *cast_matrix(x, fmt_t, None, False, True)[2:])
+    if products.fp8_recipe == "current":
+        amax = None if torch.compiler.is_compiling() else noted(x, "parts")
+        operand = cast_matrix(x, fmt, True, transposed and not another, amax)
+    else:
+        # With one state for one input its casts are equal calls, which a graph with a backward merges.
+        merged = torch.compiler.is_compiling() and transposed
+        state = (merged and products.graph_state) or products.x_state
+        assert state is not None
+        # Evaluation takes the next cast's scale, and so does its recomputation.
+        again = train and in_backward()
+        codes, turned, scale = ops.cast_delayed(x, fmt, state.handle, train and not again, again)
+        operand = _without_t(Operand(codes, scale, turned, scale), transposed)
+    if another:
+        return Operand(*operand[:2], *cast_matrix(x, fmt_t, False, True, amax)[2:])
+    return operand
 
 
 def _without_t(operand: Operand, transposed: bool) -> Operand:
@@ -286,7 +283,7 @@ def cast_weight(
     if state is not None and state.serves(weight, train):
         plain, plain_t, scale = ops.recast(w, E4M3, state.handle, *layouts)
     elif compiling or not train or not isinstance(weight, nn.Parameter) or weight.is_inference():
-        plain, scale, plain_t, _ = cast_matrix(w, E4M3, None, *layouts, rows_to=ALIGNMENT)
+        plain, scale, plain_t, _ = cast_matrix(w, E4M3, *layouts, rows_to=ALIGNMENT)
     else:
         # Versions miss writes through `.data`, so this is a guess: the kernel checks whether the scale is right.
         key, last = (weight.get_device(), *moment(weight)), products.last_weight
@@ -327,7 +324,7 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
         options.inputs.last = None
     fmt = FORMATS[options.formats].g
     if options.fp8_recipe == "current":
-        return cast_matrix(grad, fmt, None, x, w)
+        return cast_matrix(grad, fmt, x, w)
     if options.fp8_recipe == "blockwise":
         return Operand(*ops.cast_1x128(grad, fmt))
     learn = learn and options.train
