@@ -20,29 +20,20 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, MiniFloat
 
-from .cast import as_matrix, transpose
+from .cast import aligned, as_matrix, transpose
 from .quantize import encode_scaled, quantize_blocks, scale_and_inverse
 
 Codes = tuple[Tensor, Tensor, Tensor, Tensor]  # codes, scale, codes_t, scale_t
 
 
-def padded(size: int) -> int:
-    """Return the next multiple of 128."""
-    return -(-size // BLOCK) * BLOCK
-
-
-def in_fours(size: int) -> int:
-    """Return the next multiple of 4."""
-    return -(-size // 4) * 4
-
-
 def results(x: Tensor, fmt: MiniFloat, squares: bool = False) -> Codes:
     """Return memory for the results of a cast; scales of `squares` are zeros, as none is written for their padding."""
-    rows, cols = padded(x.numel() // max(x.shape[-1], 1)), padded(x.shape[-1])
+    rows, cols = x.numel() // max(x.shape[-1], 1), x.shape[-1]
+    rows, cols = aligned(rows, BLOCK), aligned(cols, BLOCK)
     down, across = rows // BLOCK, cols // BLOCK
     shapes, new = ((across, rows), (down, cols)), x.new_empty
     if squares:
-        shapes, new = ((down, in_fours(across)), (across, in_fours(down))), x.new_zeros
+        shapes, new = ((down, aligned(across, 4)), (across, aligned(down, 4))), x.new_zeros
     codes, codes_t = (x.new_empty(shape, dtype=fmt.dtype) for shape in ((rows, cols), (cols, rows)))
     scale, scale_t = (new(shape, dtype=torch.float32).t() for shape in shapes)
     return codes, scale, codes_t, scale_t
@@ -69,8 +60,8 @@ def cast_128x128(
     squares = x.reshape(rows, BLOCK, cols, BLOCK)
     scale, inverse = scale_and_inverse(squares.abs().amax((1, 3)), fmt)
     codes = encode_scaled(squares, inverse[:, None, :, None], fmt).reshape(x.shape)
-    forward = pad(scale, (0, in_fours(cols) - cols)).contiguous().t()
-    backward = pad(scale.t(), (0, in_fours(rows) - rows)).contiguous().t()
+    forward = pad(scale, (0, -cols % 4)).contiguous().t()
+    backward = pad(scale.t(), (0, -rows % 4)).contiguous().t()
     return codes, forward, transpose(codes), backward
 
 

@@ -18,7 +18,6 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference import cast as reference_cast
 from fp8stack.kernels.reference import cast_blocks as reference_blocks
 from fp8stack.kernels.reference.cast import aligned
-from fp8stack.kernels.reference.cast_blocks import in_fours, padded
 from fp8stack.kernels.reference.quantize import quantize_blocks
 
 SHAPES = [
@@ -132,7 +131,7 @@ def test_a_cast_by_rows_of_128_is_that_of_the_blocks_of_the_matrix_and_of_its_tr
     codes, scale, codes_t, scale_t = (t.cpu() for t in ops.cast_1x128(x.to(device), fmt))
     x = x.reshape(-1, shape[-1])
     rows, cols = x.shape
-    whole = torch.zeros(padded(rows), padded(cols), dtype=dtype)
+    whole = torch.zeros(aligned(rows, 128), aligned(cols, 128), dtype=dtype)
     whole[:rows, :cols] = x
     for matrix, given, its_scale in ((whole, codes, scale), (whole.t(), codes_t, scale_t)):
         expected, expected_scale = quantize_blocks(matrix.contiguous(), fmt)
@@ -146,11 +145,11 @@ def test_a_cast_by_rows_of_128_is_that_of_the_blocks_of_the_matrix_and_of_its_tr
 def test_a_cast_by_squares_is_that_of_each_square(fmt, shape, device):
     x = torch.randn(shape)
     codes, scale, codes_t, scale_t = (t.cpu() for t in ops.cast_128x128(x.to(device), fmt))
-    down, across = padded(shape[0]) // 128, padded(shape[1]) // 128
+    down, across = (aligned(size, 128) // 128 for size in shape)
     assert codes.shape == (128 * down, 128 * across)
     assert_same_bits(codes_t, codes.t().contiguous())
-    assert scale.shape == (in_fours(across), down)
-    assert scale_t.shape == (in_fours(down), across)
+    assert scale.shape == (aligned(across, 4), down)
+    assert scale_t.shape == (aligned(down, 4), across)
     assert scale[across:].eq(0).all()
     assert_same_bits(scale_t[:down], scale[:across].t())
     assert scale.stride(0) == scale_t.stride(0) == 1 or not scale.numel()
