@@ -107,14 +107,21 @@ def _activate(g, ACTIVATION: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _values(d, g, u, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return act(g) × u and its gradients for g and u, in float32; the compiler drops what a caller does not use."""
+def _values(
+    d, g, u,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Return h = act(g) × u and its gradients for g and u, or h in their place, in float32.
+
+    The compiler drops what a caller does not use.
+    """
     d, u = d.to(tl.float32), u.to(tl.float32)
     value, slope = _activate(g.to(tl.float32), ACTIVATION, HARDWARE)
-    if GATED:
-        return value * u, d * u * slope, d * value
+    h = value * u if GATED else value
+    if BACKWARD:
+        return h, d * u * slope if GATED else d * slope, d * value
     else:
-        return value, d * slope, value
+        return h, h, h
 
 
 @triton.jit
@@ -132,10 +139,10 @@ def _activation_parts_kernel(
         g = tl.load(g_ptr + at, mask=inside, other=0.0)
         u = tl.load(u_ptr + at, mask=inside, other=0.0) if GATED else g
         d = tl.load(d_ptr + at, mask=inside, other=0.0) if BACKWARD else g
-        h, dg, du = _values(d, g, u, ACTIVATION, GATED, HARDWARE)
-        first = tl.maximum(first, bits_of_magnitude(dg if BACKWARD else h))
+        _h, a, b = _values(d, g, u, ACTIVATION, GATED, BACKWARD, HARDWARE)
+        first = tl.maximum(first, bits_of_magnitude(a))
         if BACKWARD and GATED:
-            second = tl.maximum(second, bits_of_magnitude(du))
+            second = tl.maximum(second, bits_of_magnitude(b))
     tl.store(parts_ptr + tl.program_id(0), tl.max(first, axis=0))
     if BACKWARD and GATED:
         tl.store(parts_ptr + PARTS + tl.program_id(0), tl.max(second, axis=0))
@@ -181,15 +188,15 @@ def _activation_cast_kernel(
     g0, g1, g2, g3 = load_rows(g_ptr, q, c, rows, cols, EVEN)
     u0, u1, u2, u3 = load_rows(u_ptr, q, c, rows, cols, EVEN) if GATED else (g0, g1, g2, g3)
     d0, d1, d2, d3 = load_rows(d_ptr, q, c, rows, cols, EVEN) if BACKWARD else (g0, g1, g2, g3)
-    h0, a0, b0 = _values(d0, g0, u0, ACTIVATION, GATED, HARDWARE)
-    h1, a1, b1 = _values(d1, g1, u1, ACTIVATION, GATED, HARDWARE)
-    h2, a2, b2 = _values(d2, g2, u2, ACTIVATION, GATED, HARDWARE)
-    h3, a3, b3 = _values(d3, g3, u3, ACTIVATION, GATED, HARDWARE)
+    h0, a0, b0 = _values(d0, g0, u0, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    h1, a1, b1 = _values(d1, g1, u1, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    h2, a2, b2 = _values(d2, g2, u2, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    h3, a3, b3 = _values(d3, g3, u3, ACTIVATION, GATED, BACKWARD, HARDWARE)
+    a = cast_rows(
+        a0, a1, a2, a3, a_inverse, a_ptr, a_t_ptr, q, c, rows16, cols16,
+        True, BACKWARD, MANTISSA, HARDWARE, EVEN,
+    )  # fmt: skip
     if BACKWARD:
-        a = cast_rows(
-            a0, a1, a2, a3, a_inverse, a_ptr, a_t_ptr, q, c, rows16, cols16,
-            True, True, MANTISSA, HARDWARE, EVEN,
-        )  # fmt: skip
         if GATED:
             b = cast_rows(
                 b0, b1, b2, b3, b_inverse, b_ptr, b_t_ptr, q, c, rows16, cols16,
@@ -204,17 +211,10 @@ def _activation_cast_kernel(
             tl.store(a_sums_ptr + at, tl.sum(a0 + a1 + (a2 + a3), axis=0), mask=c < cols)
             if GATED:
                 tl.store(b_sums_ptr + at, tl.sum(b0 + b1 + (b2 + b3), axis=0), mask=c < cols)
-        if DELAYED and UPDATE:
-            note_amax(a, a_notes_ptr, _NOTES)
-            if GATED:
-                note_amax(b, b_notes_ptr, _NOTES)
-    else:
-        h = cast_rows(
-            h0, h1, h2, h3, a_inverse, a_ptr, a_ptr, q, c, rows16, cols16,
-            True, False, MANTISSA, HARDWARE, EVEN,
-        )  # fmt: skip
-        if DELAYED and UPDATE:
-            note_amax(h, a_notes_ptr, _NOTES)
+    if DELAYED and UPDATE:
+        note_amax(a, a_notes_ptr, _NOTES)
+        if BACKWARD and GATED:
+            note_amax(b, b_notes_ptr, _NOTES)
 
 
 _launch_parts = Launcher(_activation_parts_kernel, num_warps=8)
