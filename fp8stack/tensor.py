@@ -154,17 +154,18 @@ class BlockScaledTensor(_Wrapper):
         """Return the plain tensors this one consists of."""
         return (self.codes, self.scale, *(self.residual or ()))
 
+    def scales(self) -> tuple[Tensor, ...]:
+        """Return the scale and that of the residual, if there is one."""
+        return self.parts()[1::2]
+
     def assign_(self, value: Tensor) -> BlockScaledTensor:
         """Replace the contents by `value`, quantized; a residual is dropped."""
-        if isinstance(value, BlockScaledTensor):
-            codes, scale, residual = value.codes, value.scale, value.residual
-        else:
-            full = value.expand(self.shape).contiguous()
-            (codes, scale), residual = ops.quantize_blocks(full, E4M3), None
+        if not isinstance(value, BlockScaledTensor):
+            value = self.quantize(value.expand(self.shape).contiguous())
         # as bytes: not every backend copies float8
-        self.codes.view(torch.uint8).copy_(codes.view(torch.uint8))
-        self.scale.copy_(scale)
-        self.residual = None if residual is None else tuple(t.clone() for t in residual)  # type: ignore[assignment]
+        self.codes.view(torch.uint8).copy_(value.codes.view(torch.uint8))
+        self.scale.copy_(value.scale)
+        self.residual = value.residual and (value.residual[0].clone(), value.residual[1].clone())
         return self
 
     def map_parts(self, function: Callable[[Tensor], Tensor]) -> BlockScaledTensor:
@@ -292,18 +293,18 @@ def _zero_(func: Any, x: BlockScaledTensor) -> BlockScaledTensor:
 
 
 def _zero_list_(func: Any, tensors: list[Tensor]) -> None:
-    ours = [x for x in tensors if isinstance(x, BlockScaledTensor)]
+    ours, others = _split(tensors)
     for x in ours:
         x.residual = None
     codes = [x.codes.view(torch.uint8) for x in ours]
-    for part in filter(None, (codes, *_split(tensors))):
+    for part in filter(None, (codes, [x.scale for x in ours], others)):
         func(part)
 
 
-def _mul_(func: Any, x: Any, factor: Any) -> Any:
+def _mul_(func: Any, x: BlockScaledTensor, factor: Any) -> Any:
     if not _is_scalar(factor):
         return NotImplemented
-    for scale in _split([x])[0]:  # exact up to their rounding
+    for scale in x.scales():  # exact up to their rounding
         scale.mul_(factor)
     return x
 
@@ -343,9 +344,8 @@ def _norm(
 def _norm_list(func: Any, tensors: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
     if ord != 2:
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
-    ours = [(x.codes, x.scale) for x in tensors if isinstance(x, BlockScaledTensor)]
-    others = [x for x in tensors if not isinstance(x, BlockScaledTensor)]
-    of_ours = iter(ops.norms(ours))
+    ours, others = _split(tensors)
+    of_ours = iter(ops.norms([(x.codes, x.scale) for x in ours]))
     of_others = iter(func(others, ord, dtype) if others else ())
     found = [next(of_ours if isinstance(x, BlockScaledTensor) else of_others) for x in tensors]
     return found if dtype is None else [norm.to(dtype) for norm in found]
@@ -353,32 +353,25 @@ def _norm_list(func: Any, tensors: list[Tensor], ord: float = 2, dtype: Any = No
 
 def _clamp_list_(func: Any, tensors: list[Tensor], bound: Any) -> None:
     limits = (bound, math.inf) if func is aten._foreach_clamp_min_.Scalar else (-math.inf, bound)
-    ours = [x for x in tensors if isinstance(x, BlockScaledTensor)]
+    ours, others = _split(tensors)
     for x in ours:
         x.residual = None
     once = {x.codes.data_ptr(): (x.codes, x.scale) for x in ours}  # a list may hold one twice
     ops.clamp_list([*once.values()], *map(float, limits))
-    if others := _split(tensors)[1]:
+    if others:
         func(others, bound)
 
 
-def _split(tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the scales of the block-scaled tensors among `tensors`, of their residuals too, and the other tensors."""
-    scales: list[Tensor] = []
-    others: list[Tensor] = []
-    for x in tensors:
-        if isinstance(x, BlockScaledTensor):
-            scales.append(x.scale)
-            if x.residual is not None:
-                scales.append(x.residual[1])
-        else:
-            others.append(x)
-    return scales, others
+def _split(tensors: list[Tensor]) -> tuple[list[BlockScaledTensor], list[Tensor]]:
+    """Return the block-scaled tensors among `tensors`, and the others."""
+    ours = [x for x in tensors if isinstance(x, BlockScaledTensor)]
+    return ours, [x for x in tensors if not isinstance(x, BlockScaledTensor)]
 
 
 def _each(func: Any, tensors: list[Tensor], *arguments: Any) -> None:
     """Multiply block-scaled tensors, by their scales, and the others; apart, as torch takes one dtype at once."""
-    for part in filter(None, _split(tensors)):
+    ours, others = _split(tensors)
+    for part in filter(None, ([scale for x in ours for scale in x.scales()], others)):
         func(part, *arguments)
 
 
