@@ -149,11 +149,10 @@ class DataParallel(nn.Module):
         self._fired.clear()
         for bucket in self.buckets:
             bucket.pending = len(bucket.regions)
-        # Autograd drops the callback, and the mark with it, when the backward is over or has failed.
-        mark = _Mark()
-        self._backward = weakref.ref(mark)
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(_call_weakly, weakref.WeakMethod(self._end), mark))
+        # Autograd drops the callback when the backward is over or has failed.
+        callback = partial(_call_weakly, weakref.WeakMethod(self._end))
+        self._backward = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _finish_failed(self) -> None:
         """If the last backward failed, send NaN for the buckets that it did not send.
@@ -212,9 +211,9 @@ class DataParallel(nn.Module):
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
-    def _end(self, mark: _Mark) -> None:
+    def _end(self) -> None:
         """Send the remaining buckets, wait for all, and set the gradients."""
-        # an error that is kept may keep the mark alive, in its frames
+        # an error that is kept may keep the callback alive, in its frames
         self._backward = lambda: None
         if not self._fired:
             self._unfinished = False
@@ -307,10 +306,6 @@ def _compare_models(trained: list[tuple[str, nn.Parameter]], group: Any) -> None
 
 
 # Hooks hold the wrapper weakly: otherwise a parameter that outlives it would keep it alive.
-
-
-class _Mark:
-    """Lives as long as a backward."""
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
