@@ -38,7 +38,6 @@ def _values(codes_ptr, scale_ptr, offset, mask, block, inside):
 def _store_blocks(x, codes_ptr, scale_ptr, offset, mask, block, inside, HARDWARE: tl.constexpr):
     """Quantize `x` [BLOCKS, 128], store it, and return what the codes say."""
     code, scale = encode_blocks(x, _MANTISSA, HARDWARE)
-    code = code.to(tl.uint8)
     tl.store(codes_ptr + offset, code, mask=mask)
     tl.store(scale_ptr + block, scale, mask=inside)
     return decode(code, _MANTISSA, _MIN_EXPONENT, True) * scale[:, None]

@@ -55,7 +55,7 @@ def _quantize_blocks_kernel(
         code, scale = encode_blocks(x, MANTISSA, HARDWARE)
     else:
         code, scale = encode_state(x, 0, STATE, False, False)
-    tl.store(codes_ptr + offset, code.to(tl.uint8), mask=mask)
+    tl.store(codes_ptr + offset, code, mask=mask)
     tl.store(scale_ptr + block, scale, mask=inside)
 
 
@@ -76,7 +76,7 @@ def _quantize_list_kernel(
             x = tl.where((x >= low) | (x != x), x, low)  # NaN stays, and a limit may be NaN
             x = tl.where((x <= high) | (x != x), x, high)
         code, scale = encode_blocks(x.to(tl.float32), MANTISSA, HARDWARE)
-        tl.store(codes + offset, code.to(tl.uint8), mask=mask)
+        tl.store(codes + offset, code, mask=mask)
         tl.store(scales + block, scale, mask=inside)
 
 
@@ -117,7 +117,7 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
         cols = rows_cols(x.shape)[1]
         codec = "" if fmt in (E4M3, E5M2) else fmt.name
         _launch_quantize(
-            _grid(scale), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
+            (triton.cdiv(scale.numel(), BLOCKS), 1, 1), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
             fmt.mantissa_bits, fmt.squared, codec, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
 
@@ -172,11 +172,7 @@ def dequantize_blocks(
         codes, scale = codes.contiguous().view(torch.uint8), scale.contiguous()
         cols = rows_cols(codes.shape)[1]
         _launch_dequantize(
-            _grid(scale), codes, scale, out, scale.numel(), -(-cols // BLOCK), cols,
+            (triton.cdiv(scale.numel(), BLOCKS), 1, 1), codes, scale, out, scale.numel(), -(-cols // BLOCK), cols,
             fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
     return out
-
-
-def _grid(scale: Tensor) -> tuple[int, int, int]:
-    return triton.cdiv(scale.numel(), BLOCKS), 1, 1
