@@ -66,8 +66,7 @@ def scalars(
         eps.clamp(min=LEAST_EPS),
         coupled,
     ]
-    for i, column in enumerate(columns):
-        hyper[:, i] = column.float()
+    hyper[:, : len(columns)] = torch.stack(columns, 1)
     phase = phase_of(count.long())
     for i, word in ((11, seed), (12, phase << 32 >> 32)):
         hyper[:, i] = word.to(torch.int32).view(torch.float32)
