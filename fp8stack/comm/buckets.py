@@ -11,13 +11,14 @@ bucket, and its gradient has memory of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.formats import BLOCK, E4M3, rows_cols
+from fp8stack.formats import BLOCK, E4M3, rows_cols, scale_shape
 from fp8stack.kernels import ops
 from fp8stack.tensor import BlockScaledTensor
 
@@ -31,15 +32,14 @@ class Region:
     def __init__(self, parameter: nn.Parameter, name: str) -> None:
         self.parameter, self.name = parameter, name
         self.rows, self.cols = rows_cols(parameter.shape)
-        self.per_row = -(-self.cols // BLOCK)
-        self.blocks = self.rows * self.per_row
+        self.blocks = math.prod(scale_shape(parameter.shape))
         self.padded = self.rows > 1 and self.cols % BLOCK != 0
         self.gradient: BlockScaledTensor  # p.grad after a backward
 
     def place(self, codes: Tensor, scale: Tensor) -> None:
         """Take codes [blocks × 128] and scales [blocks] of a bucket."""
         self._codes = codes.view(self.rows, -1)[:, : self.cols] if self.padded else codes
-        self._scale = scale.view(self.rows, self.per_row)
+        self._scale = scale.view(scale_shape(self.parameter.shape))
         shape, p = self.parameter.shape, self.parameter
         if self.padded:
             own = torch.zeros(shape, dtype=E4M3.dtype, device=p.device)
