@@ -148,8 +148,7 @@ class _Mode(TorchFunctionMode):
         bias: Tensor | None = None,  # [out]
     ) -> Tensor | str:  # [..., out]
         """Multiply in FP8, or return the reason to leave it."""
-        reason = self._obstacle(x, weight, parameter, turned)
-        if reason:
+        if reason := self._obstacle(x, weight, parameter, turned):
             return reason
         if weight.dim() == 2:
             return self._matrix(x, weight, parameter, turned, bias)
@@ -167,11 +166,9 @@ class _Mode(TorchFunctionMode):
         """Return why torch makes this product, or an empty string. Torch reports what is wrong, too."""
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.dim() == 0:
             return "the other operand is not a plain tensor"
-        bare, recipe = self.bare, self.bare.recipe
         dtypes = {x.dtype, weight.dtype, parameter.dtype}
         # O2 stores the weight of an Embedding in bfloat16, and the model goes on in its own dtype.
-        alike = weight.dtype in (x.dtype, torch.bfloat16)
-        alike = alike or autocast_is_on(x)
+        alike = weight.dtype in (x.dtype, torch.bfloat16) or autocast_is_on(x)
         if not dtypes.issubset(FLOATS) or weight.dtype is not parameter.dtype or not alike:
             return "dtypes"
         if x.device != weight.device or not (x.is_cuda or x.is_cpu):
@@ -187,9 +184,9 @@ class _Mode(TorchFunctionMode):
             return "shapes"
         if x.numel() == 0 or weight.numel() == 0:
             return "empty"
-        if rows * cols < recipe.min_numel:
+        if rows * cols < self.bare.recipe.min_numel:
             return "smaller than min_numel"
-        return "skip" if bare.skips(parameter) else ""
+        return "skip" if self.bare.skips(parameter) else ""
 
 
 def _parameter_of(x: Any) -> Tensor | None:
@@ -282,8 +279,7 @@ def _einsum(mode: _Mode, equation: Any, *operands: Any) -> Tensor | str:
 
 
 _SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {
-    **dict.fromkeys((torch.matmul, torch.linalg.matmul), _matmul),
-    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.mm, Tensor.mm), functools.partial(_matmul, dim=2)),
     **dict.fromkeys((torch.bmm, Tensor.bmm), functools.partial(_matmul, dim=3)),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
