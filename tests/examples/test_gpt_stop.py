@@ -17,12 +17,6 @@ from workers_scripts import group_of, run_script
 SCRIPT = Path(train_gpt.__file__)
 LONGER = "--steps 40 --checkpoint-freq 100 --eval-freq 15 --no-tensorboard"
 SLOW = "--seq-len 256 --target-effective-batch-size 60 --micro-batch 1 --opt-level off"
-ALIKE = """
-import runpy, sys, torch
-torch.backends.mkldnn.enabled = torch.cuda.is_available()  # as in helpers.py, for the same bits
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture
@@ -31,8 +25,7 @@ def start(ctrl_c):
     started = []
 
     def start(command, **variables):
-        path = f"{SCRIPT.parent}:{SCRIPT.parents[1]}"
-        environment = {**os.environ, "PYTHONPATH": path, **variables}
+        environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), **variables}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen([sys.executable, *command], env=environment, **pipes))
         return started[-1]
@@ -67,7 +60,7 @@ def test_a_run_that_signals_stop_twice_ends_as_one_that_was_left_alone(start, fl
     """By SIGTERM it is stopped below."""
     flags, runs, at = [*flags, *LONGER.split(), "--resume", "auto"], tmp_path / "runs", [0]
     for name in sorted({*NAMES} - {"SIGTERM"}):
-        process = start(["-c", ALIKE, str(SCRIPT), *flags, "--run-name", "a"])
+        process = start([str(SCRIPT), *flags, "--run-name", "a"])
         begin(process)
         process.send_signal(getattr(signal, name))
         status, out, err = end(process)
@@ -91,8 +84,7 @@ def test_a_signal_to_one_rank_stops_all_of_them_after_the_same_step(start, flags
     more = ["--opt-level", "off", "--parallel", "ddp", "--seq-len", "64", "--resume", "auto"]
     flags, runs, group = [*flags, *LONGER.split(), *more], tmp_path / "runs", group_of(2)
     ranks = [
-        start(["-c", ALIKE, str(SCRIPT), *flags, "--run-name", "a"], RANK=n, LOCAL_RANK=n, **group)
-        for n in "01"
+        start([str(SCRIPT), *flags, "--run-name", "a"], RANK=n, LOCAL_RANK=n, **group) for n in "01"
     ]
     begin(ranks[0])
     ranks[1].send_signal(signal.SIGTERM)
