@@ -42,11 +42,21 @@ from torch import Tensor
 
 from fp8stack.formats import BLOCK
 
-from . import fp8, workspace
+from . import fp8
 from .launch import Launcher
 from .reference.wire import Layout, share_and_rest
 from .wire import divide
-from .workspace import BLOCKS, PROGRAMS, WARPS, Workspace
+from .workspace import (
+    BLOCKS,
+    PROGRAMS,
+    WARPS,
+    Workspace,
+    await_flags,
+    deadline_after,
+    load_tile,
+    raise_flags,
+    store_tile,
+)
 
 REGISTERS = 64  # of a thread: four programs of 256 threads share the 65,536 of a multiprocessor
 
@@ -101,9 +111,7 @@ def _send(
         else:
             code, scale = fp8.encode_blocks(x.to(tl.float32), 3, HARDWARE)
         there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
-        workspace.store_tile(
-            there, 0, program, turn, rank, code, scale, CODES and EVEN, WORLD, BLOCKS
-        )
+        store_tile(there, 0, program, turn, rank, code, scale, CODES and EVEN, WORLD, BLOCKS)
         x, scale = next_x, next_scale
 
 
@@ -115,7 +123,7 @@ def _add_up(
     """Return the sum (float32 [BLOCKS, 128]) of what all ranks wrote into the inbox, divided."""
     total = tl.zeros((BLOCKS, 128), dtype=tl.float32)
     for source in tl.static_range(WORLD):
-        code, scale = workspace.load_tile(mine, 0, program, turn, source, False, WORLD, BLOCKS)
+        code, scale = load_tile(mine, 0, program, turn, source, False, WORLD, BLOCKS)
         total += fp8.decode_e4m3(code, HARDWARE) * (scale * share)[:, None]
     return divide(total, rest, DIVIDE)
 
@@ -127,7 +135,7 @@ def _store_sum(
     """Write a tile of this rank's stripe into every rank's outbox."""
     for i in tl.static_range(WORLD):
         there = tl.load(peers_ptr + (rank + 1 + i) % WORLD)
-        workspace.store_tile(there, 1, program, turn, rank, code, scale, False, WORLD, BLOCKS)
+        store_tile(there, 1, program, turn, rank, code, scale, False, WORLD, BLOCKS)
 
 
 @triton.jit
@@ -138,16 +146,12 @@ def _receive(
 ):  # fmt: skip
     """Decode a tile of every stripe from the outbox; NaN if one is late."""
     words: tl.constexpr = CODES and EVEN
-    code, scale = workspace.load_tile(
-        mine, 1, program, turn, (rank + 1) % WORLD, words, WORLD, BLOCKS
-    )
+    code, scale = load_tile(mine, 1, program, turn, (rank + 1) % WORLD, words, WORLD, BLOCKS)
     for i in tl.static_range(WORLD):
         next_code, next_scale = code, scale
         if i + 1 < WORLD:  # loaded before this one is stored
             owner = (rank + 2 + i) % WORLD
-            next_code, next_scale = workspace.load_tile(
-                mine, 1, program, turn, owner, words, WORLD, BLOCKS
-            )
+            next_code, next_scale = load_tile(mine, 1, program, turn, owner, words, WORLD, BLOCKS)
         block = (rank + 1 + i) % WORLD * tl.cast(per, tl.int64) + within
         inside = (within < per) & (block < n_blocks)
         scale = tl.where(late != 0, float("nan"), scale)
@@ -183,7 +187,7 @@ def _two_shot_kernel(
     mine = tl.load(peers_ptr + rank)
     first = tl.load(steps_ptr + program)  # the steps that this program has ended
     late = tl.load(steps_ptr + _PROGRAMS + program)  # whether it gave up
-    deadline = workspace.deadline_after(timeout)
+    deadline = deadline_after(timeout)
     start = program.to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     for step in range(rounds + 2):
         turn = first + step  # counted over all launches: flags only grow
@@ -192,9 +196,7 @@ def _two_shot_kernel(
             CODES_IN, EVEN, FLAT,
         )  # fmt: skip
         if (step >= 1) & (late == 0):
-            late = workspace.await_flags(
-                mine, program, rank, turn, deadline, missing_ptr, call, WORLD
-            )
+            late = await_flags(mine, program, rank, turn, deadline, missing_ptr, call, WORLD)
         if (step >= 1) & (step <= rounds):
             total = _add_up(mine, program, turn - 1, share, rest, WORLD, DIVIDE, HARDWARE, BLOCKS)
             within = start + (step - 1) * stride
@@ -217,7 +219,7 @@ def _two_shot_kernel(
                 n_blocks, per, blocks_per_row, cols, WORLD, CODES_OUT, HARDWARE, EVEN, FLAT, BLOCKS,
             )  # fmt: skip
         if (step <= rounds) & (late == 0):
-            workspace.raise_flags(peers_ptr, program, rank, turn + 1, WORLD)
+            raise_flags(peers_ptr, program, rank, turn + 1, WORLD)
     tl.store(steps_ptr + program, first + rounds + 2)
     tl.store(steps_ptr + _PROGRAMS + program, late)
 
