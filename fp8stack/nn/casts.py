@@ -28,7 +28,6 @@ cast behind it a pass over the values.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +41,7 @@ from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS
 from fp8stack.kernels.reference.delayed_state import DelayedState
 from fp8stack.levels import Recipe
 
-from .notes import capturing, moment, noted
+from .notes import capturing, moment, note, noted
 from .select import LeastRows
 
 
@@ -175,7 +174,7 @@ class InputCodes:
 
 
 class _Mark:
-    """An attribute of the activation that was cast: when the activation is freed, so are its codes."""
+    """A note of the activation that was cast: when the activation is freed, so are its codes."""
 
     def __init__(self, inputs: InputCodes) -> None:
         self.inputs = inputs
@@ -185,9 +184,6 @@ class _Mark:
         if last is not None and last[0] == id(self):
             self.inputs.last = None
 
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()  # which weights_only allows, should the activation be saved
-
 
 def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
     """Return the operand of `x` [..., cols]; the last call's if that was for the same tensor."""
@@ -195,9 +191,8 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
         return _cast_x(x.detach(), products, train, transposed)
     if x.is_leaf or not torch.is_grad_enabled():
         return _cast_x(x, products, train, transposed)
-    inputs, attributes = products.inputs, x.__dict__
-    key = *moment(x), products.formats, products.fp8_recipe, train
-    mark, last = attributes.get("_fp8stack_mark"), inputs.last
+    inputs, key = products.inputs, (products.formats, products.fp8_recipe, train)
+    mark, last = noted(x, "mark"), inputs.last
     if last is not None and last[0] == id(mark) and last[1] == key:
         operand, products.graph_state = last[2:]
         if operand.codes_t.numel() or not transposed:
@@ -205,7 +200,7 @@ def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> 
     inputs.last = last = None  # frees the codes before the next are allocated
     operand = _cast_x(x, products, train, transposed)
     products.graph_state = products.x_state
-    mark = attributes["_fp8stack_mark"] = _Mark(inputs)
+    note(x, "mark", mark := _Mark(inputs))
     inputs.last = id(mark), key, operand, products.x_state
     return operand
 
