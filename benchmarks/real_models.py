@@ -1,5 +1,7 @@
 """How long is a step of the models that people have, and what does it hold? transformers' own classes, as they are.
 
+Two are diffusers': a UNet and a DiT, with the squared error of the noise that they predict as their loss.
+
     python benchmarks/real_models.py                                          # all models, all variants: an hour
     python benchmarks/real_models.py --model llama-1b,vit-l --only bf16 O2
     python benchmarks/real_models.py --device cpu --model tiny --steps 2
@@ -42,7 +44,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from common import ROOT, add_choices, append_records, import_peer, read_choices
@@ -70,15 +72,15 @@ PARTS = ("forward", "backward", "clip", "step")
 
 @dataclass(frozen=True)
 class Real:
-    """A model of transformers', by the names of its class and its config's, and a batch of it."""
+    """A model of transformers' or diffusers', by the names of its class and its config's, and a batch of it."""
 
     model: str
-    config: str
+    config: str  # "": the class takes the sizes itself, as diffusers' do
     sizes: dict[str, Any] = field(hash=False)
     small: dict[str, Any] = field(hash=False)  # sizes for tests on a CPU
     batch: int
     length: int = 0  # tokens of a sequence
-    kind: str = "text"  # "text", "images", "pairs" of texts, or "audio"
+    kind: str = "text"  # "text", "images", "pairs" of texts, "audio", or "noise"
 
     @property
     def tokens(self) -> int:
@@ -86,7 +88,13 @@ class Real:
         if self.kind == "images":
             side = self.sizes["image_size"] // self.sizes["patch_size"]
             return self.batch * (side**2 + 1)
+        if self.kind == "noise":
+            return self.batch * (self.sizes["sample_size"] // self.sizes.get("patch_size", 1)) ** 2
         return self.batch * self.length
+
+    @property
+    def library(self) -> str:
+        return "transformers" if self.config else "diffusers"
 
     def shrunk(self) -> Real:
         """Return the same model with few and small layers."""
@@ -94,9 +102,11 @@ class Real:
 
     def build(self) -> nn.Module:
         """Return the model, with random weights."""
-        transformers = importlib.import_module("transformers")
-        config = getattr(transformers, self.config)(**self.sizes, attn_implementation="sdpa")
-        built: nn.Module = getattr(transformers, self.model)(config)
+        library = importlib.import_module(self.library)
+        if not self.config:
+            return Denoiser(getattr(library, self.model)(**self.sizes))
+        config = getattr(library, self.config)(**self.sizes, attn_implementation="sdpa")
+        built: nn.Module = getattr(library, self.model)(config)
         return built
 
     def draw(self, model: Any, device: str) -> dict[str, Tensor]:
@@ -106,6 +116,18 @@ class Real:
             shape = (n, 3, config.image_size, config.image_size)
             labels = torch.randint(config.num_labels, (n,), device=device)
             return {"pixel_values": torch.randn(shape, device=device), "labels": labels}
+        if self.kind == "noise":
+            shape = (n, config.in_channels, config.sample_size, config.sample_size)
+            steps, sample = (
+                torch.randint(1000, (n,), device=device),
+                torch.randn(shape, device=device),
+            )
+            noise = torch.randn((n, config.out_channels, *shape[2:]), device=device)
+            given = {"noise": noise, "timestep": steps}
+            if not self.length:
+                return given | {"hidden_states": sample, "class_labels": steps}
+            text = torch.randn((n, self.length, config.cross_attention_dim), device=device)
+            return given | {"sample": sample, "encoder_hidden_states": text}
         ids = torch.randint(config.vocab_size, (n, self.length), device=device)
         if self.kind == "audio":
             frames = 2 * config.max_source_positions
@@ -113,6 +135,21 @@ class Real:
             return {"input_features": sound, "labels": ids}
         labels = ids[:, : self.length // 4].contiguous() if self.kind == "pairs" else ids
         return {"input_ids": ids, "labels": labels}
+
+
+class Loss(NamedTuple):
+    loss: Tensor
+
+
+class Denoiser(nn.Module):
+    """A model of diffusers' that returns its loss, as transformers' do: the squared error of the noise it predicts."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, noise: Tensor, **given: Tensor) -> Loss:
+        return Loss((self.model(**given).sample - noise).square().mean())
 
 
 LLAMA = ("LlamaForCausalLM", "LlamaConfig")
@@ -170,6 +207,19 @@ MODELS = {
             "max_source_positions": 32, "decoder_start_token_id": 1, **NO_TOKENS,
         },
         batch=16, length=128, kind="audio",
+    ),
+    "unet-sd15": Real(  # Stable Diffusion 1.5's
+        "UNet2DConditionModel", "",
+        {"block_out_channels": (320, 640, 1280, 1280), "cross_attention_dim": 768, "sample_size": 64},
+        {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 48, "sample_size": 16},
+        batch=8, length=77, kind="noise",
+    ),
+    "dit-xl": Real(  # DiT-XL/2 for images of 256 × 256
+        "DiTTransformer2DModel", "",
+        {"num_attention_heads": 16, "attention_head_dim": 72, "num_layers": 28, "out_channels": 8, "sample_size": 32,
+         "patch_size": 2},
+        {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8},
+        batch=64, kind="noise",
     ),
 }  # fmt: skip
 MODELS["tiny"] = MODELS["llama-1b"].shrunk()
@@ -285,7 +335,8 @@ class Contender:
         self.turns: list[float] = []  # ms of a step in each
         self.alone: list[list[float]] = []  # the marks of steps that began with an idle device
         if variant.graphed and self.cuda:
-            self.model.config.use_cache = False  # blocks that fill a cache are not captured
+            if hasattr(self.model.config, "use_cache"):
+                self.model.config.use_cache = False  # blocks that fill a cache are not captured
             fp8stack.nn.graph(self.model)
         self._run(2)  # layers learn in eager mode what they share
         if self.cuda:

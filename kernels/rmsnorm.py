@@ -119,7 +119,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tens
     cols = x.shape[-1]
     if x.numel() == 0:
         return reference.rmsnorm(x, weight, eps)
-    x, weight = x.detach().contiguous(), weight.detach().contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     rows = x.numel() // cols
     height, width, tiles, warps = _tiling(rows, cols)
     programs = min(PARTS, triton.next_power_of_2(tiles))

@@ -14,7 +14,7 @@ Limits: where a backward fails, gradients that were noted stay as autograd wrote
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -28,6 +28,7 @@ from fp8stack.kernels.ops import raw_stream
 from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
 
 WAITING = 256 * 2**20
+_REMEDY = f'{DENSE_LAYER}, or initialize with gradients="keep"'
 
 
 class GradientHandle:
@@ -74,7 +75,7 @@ class _Waiting:
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, BlockScaledTensor):
             return
-        check_dense(gradient, name, f'{DENSE_LAYER}, or initialize with gradients="keep"')
+        check_dense(gradient, name, _REMEDY)
         backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
         # A part of a larger memory, such as a bucket of DDP's, may be written by others before backward is over.
         if backward == -1 or gradient.untyped_storage().nbytes() > gradient.nbytes:
@@ -111,13 +112,14 @@ class _Batch:
         _cast(self.noted.pop(key), key[1])
 
 
-def _cast(noted: Iterable[tuple[Tensor, Tensor]], stream: int | None = None) -> None:
+def _cast(noted: Sequence[tuple[Tensor, Tensor]], stream: int | None = None) -> None:
     """Quantize gradients that were made on one stream of one device, by default the current one."""
     parameters, gradients = [], []
+    other = stream is not None and raw_stream(noted[0][1]) != stream
     for parameter, gradient in noted:
         if parameter.grad is not gradient:  # a later hook freed or replaced it, as DDP does
             continue
-        if stream is not None and raw_stream(gradient) != stream:
+        if other:
             # Its memory must not be given away before the launch has read it.
             gradient.record_stream(torch.cuda.current_stream(gradient.device))
         if gradient.requires_grad or gradient.dtype is not parameter.dtype:

@@ -203,9 +203,9 @@ def test_records_are_valid_and_their_numbers_plausible(benchmark, tmp_path, caps
 
 
 @pytest.mark.parametrize("name", real_models.MODELS)
-def test_transformers_models_train(name, monkeypatch):
+def test_models_train(name, monkeypatch):
     """In the sizes of tests; a model that a version of transformers no longer builds so would fail an hour's run."""
-    pytest.importorskip("transformers")
+    pytest.importorskip(real_models.MODELS[name].library)
     monkeypatch.setitem(real_models.MODELS, name, real_models.MODELS[name].shrunk())
     monkeypatch.setattr(real_models, "TURNS", 1)
     options = SimpleNamespace(device="cpu", steps=1, micro_batches=1 + (name == "tiny"))
