@@ -55,14 +55,11 @@ def _pack_kernel(
 
 
 @triton.jit
-def _load_values(
-    codes_ptr, scales_ptr, code_at, scale_at, exists, share, HARDWARE: tl.constexpr
-):  # fmt: skip
-    """Decode blocks [BLOCKS, 128], their scales multiplied by `share`."""
+def _load_blocks(codes_ptr, scales_ptr, code_at, scale_at, exists):
+    """Load blocks: codes [BLOCKS, 128] and their scales."""
     at = code_at[:, None] + tl.arange(0, 128)[None, :]
     code = tl.load(codes_ptr + at, mask=exists[:, None] & (at >= 0), other=0)
-    scale = tl.load(scales_ptr + scale_at, mask=exists, other=0.0) * share
-    return decode_e4m3(code, HARDWARE) * scale[:, None]
+    return code, tl.load(scales_ptr + scale_at, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -84,16 +81,16 @@ def _reduce_kernel(
     for rank in range(ranks):
         codes = codes_ptr + rank * tl.cast(code_pitch, tl.int64)
         scales = scales_ptr + rank * tl.cast(scale_pitch, tl.int64)
-        total += _load_values(codes, scales, code_at, scale_at, exists, share, HARDWARE)
+        code, scale = _load_blocks(codes, scales, code_at, scale_at, exists)
+        total += decode_e4m3(code, HARDWARE) * (scale * share)[:, None]
     total = divide(total, rest, DIVIDE)
-    at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     if PACK:
-        inside = exists[:, None] & (at >= 0)
         code, scale = encode_blocks(total, 3, HARDWARE)
-        place = code_at[:, None] + tl.arange(0, 128)[None, :]
-        tl.store(out_ptr + place, code, mask=inside)
+        at = code_at[:, None] + tl.arange(0, 128)[None, :]
+        tl.store(out_ptr + at, code, mask=exists[:, None] & (at >= 0))
         tl.store(out_scales_ptr + scale_at, scale, mask=exists)
     else:
+        at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
         store_rounded(out_ptr + at, total, at < numel)
 
 
@@ -104,16 +101,13 @@ def _unpack_kernel(
 ):  # fmt: skip
     block, inside, offset, mask = block_offsets(n_blocks, blocks_per_row, cols, BLOCKS, EVEN)
     code_at, scale_at = _places(block, per, pitch)
+    scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
+    code, scale = _load_blocks(wire_ptr, scales_ptr, code_at, scale_at, inside)
     if CODES:
-        at = code_at[:, None] + tl.arange(0, 128)[None, :]
-        code = tl.load(wire_ptr + at, mask=inside[:, None] & (at >= 0), other=0)
         tl.store(out_ptr + offset, code, mask=mask)
-        scale = tl.load(wire_ptr.to(_FLOATS, bitcast=True) + scale_at, mask=inside, other=0.0)
         tl.store(scale_ptr + block, scale, mask=inside)
     else:
-        scales_ptr = wire_ptr.to(_FLOATS, bitcast=True)
-        value = _load_values(wire_ptr, scales_ptr, code_at, scale_at, inside, 1.0, HARDWARE)
-        store_rounded(out_ptr + offset, value, mask)
+        store_rounded(out_ptr + offset, decode_e4m3(code, HARDWARE) * scale[:, None], mask)
 
 
 _launch_pack = Launcher(_pack_kernel, **_ROUNDING)
