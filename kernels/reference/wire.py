@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from fp8stack.formats import BLOCK, E4M3
 
-from .quantize import as_blocks, from_blocks, quantize_blocks
+from .quantize import as_blocks, quantize_blocks
 
 
 class Layout(NamedTuple):
@@ -104,15 +104,11 @@ def unpack(
     """Decode a tensor from chunks, or copy its codes and scales out of them."""
     codes, scales = _parts(chunks, layout.per)
     values = codes.float() * scales.unsqueeze(-1) if scale is None else codes.view(torch.uint8)
-    out.view(-1).copy_(_in_rows(values.view(-1, BLOCK), layout))
+    whole = values.view(-1, BLOCK)[: layout.blocks]
+    rows = whole.reshape(layout.rows, layout.blocks_per_row * BLOCK)
+    out.view(layout.rows, layout.cols).copy_(rows[:, : layout.cols])
     if scale is not None:
         scale.view(-1).copy_(scales.reshape(-1)[: layout.blocks])
-
-
-def _in_rows(blocks: Tensor, layout: Layout) -> Tensor:  # [rows × cols]
-    """Return the elements of blocks [≥ layout.blocks, 128]."""
-    whole = blocks[: layout.blocks].reshape(layout.rows, layout.blocks_per_row, BLOCK)
-    return from_blocks(whole, torch.Size((layout.rows, layout.cols))).reshape(-1)
 
 
 def _chunks(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
