@@ -286,13 +286,12 @@ def step_table(
         dtypes[0] = tl.int16  # the bits of bfloat16
     if kind.v == "dithered":
         dtypes[4] = tl.int16
-    two_passes = "tensor" in (kind.m, kind.v, kind.master)
-    for number in (1, 2) if two_passes else (0,):
+    one_scale = [kept == "tensor" for kept in (kind.m, kind.v, kind.master)]
+    for number in (1, 2) if any(one_scale) else (0,):
         _launch_step(
             (len(owner), 1, 1),
             rows, owner, hyper, amax, kind.algorithm, kind.coupled, kind.master, kind.m, kind.v, *dtypes,
             launch.rows, number, fast, BLOCKS,
         )  # fmt: skip
-    if two_passes:
-        one_scale = (kind.m == "tensor", kind.v == "tensor", kind.master == "tensor")
+    if any(one_scale):
         _launch_scales((len(rows), 1, 1), rows, hyper, amax, *one_scale)
