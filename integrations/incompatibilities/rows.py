@@ -171,9 +171,7 @@ def _replaced(run: TrainingRun) -> Iterator[tuple[str, str]]:
 # --- detectors of models and optimizers
 
 
-def made_by(
-    package: str, which: str, when: Callable[[TrainingRun], Any] = lambda run: True
-) -> Detector:
+def made_by(package: str, which: str, when: Callable[[TrainingRun], Any]) -> Detector:
     """Return a detector of a "model" or "optimizer" of a package, in runs that the row concerns."""
 
     def detect(run: TrainingRun) -> Iterator[tuple[str, str]]:
