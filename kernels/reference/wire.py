@@ -66,7 +66,12 @@ def pack(
     x = x.reshape(layout.rows, layout.cols)
     if scale is None:
         x, scale = quantize_blocks(x, E4M3)
-    chunks = _chunks(as_blocks(x.view(torch.uint8)).view(-1, BLOCK), scale.reshape(-1), layout)
+    missing = layout.world * layout.per - layout.blocks
+    codes = as_blocks(x.view(torch.uint8)).view(-1, BLOCK)
+    codes = pad(codes, (0, 0, 0, missing)).view(layout.world, -1)
+    scales = pad(scale.reshape(-1), (0, missing)).view(layout.world, -1).contiguous()
+    both = torch.cat([codes, scales.view(torch.uint8)], 1)
+    chunks = pad(both, (0, layout.pitch - both.shape[1]))
     return chunks if out is None else out.copy_(chunks)
 
 
@@ -79,9 +84,7 @@ def reduce_pack(
     ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
     codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
     total = _sum(codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1), divisor)
-    codes, scale = quantize_blocks(total, E4M3)
-    result = _chunks(codes.view(torch.uint8), scale.view(-1), layout.stripes(stripes))
-    return result.view_as(chunks[0])
+    return pack(total, layout.stripes(stripes)).view_as(chunks[0])
 
 
 def reduce_unpack(
@@ -109,15 +112,6 @@ def unpack(
     out.view(layout.rows, layout.cols).copy_(rows[:, : layout.cols])
     if scale is not None:
         scale.view(-1).copy_(scales.reshape(-1)[: layout.blocks])
-
-
-def _chunks(codes: Tensor, scale: Tensor, layout: Layout) -> Tensor:
-    """Lay out blocks in chunks."""
-    missing = layout.world * layout.per - layout.blocks
-    codes = pad(codes, (0, 0, 0, missing)).view(layout.world, -1)
-    scales = pad(scale, (0, missing)).view(layout.world, -1).contiguous()
-    both = torch.cat([codes, scales.view(torch.uint8)], 1)
-    return pad(both, (0, layout.pitch - both.shape[1]))
 
 
 def scales_of(
