@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3
 
-from .quantize import dequantize_blocks, quantize_blocks
+from .quantize import dequantize_blocks, quantize_blocks_into
 
 
 def accumulate_blocks(
@@ -31,8 +31,6 @@ def accumulate_blocks(
     """Add `x` to a block-scaled E4M3 tensor with a residual, in place."""
     total = dequantize_blocks(codes, scale, E4M3)
     total = total + dequantize_blocks(residual_codes, residual_scale, E4M3) + x.float()
-    rounded = quantize_blocks(total, E4M3)
-    residual = quantize_blocks(total - dequantize_blocks(*rounded, E4M3), E4M3)
-    both = codes, scale, residual_codes, residual_scale
-    for old, new in zip(both, (*rounded, *residual), strict=True):
-        old.copy_(new)
+    quantize_blocks_into(total, E4M3, codes, scale)
+    error = total - dequantize_blocks(codes, scale, E4M3)
+    quantize_blocks_into(error, E4M3, residual_codes, residual_scale)
