@@ -27,10 +27,10 @@ from torch import Tensor
 
 from fp8stack.formats import E4M3, FORMATS, GRAD_LIMIT
 
-from .fp8 import decode, noise, noise_of_v, sqrt_rn
+from .fp8 import noise, noise_of_v, sqrt_rn
 from .master import dither, join, split
 from .power_of_two import decode_tensor, encode_tensor
-from .quantize import as_blocks, dequantize_blocks, from_blocks, quantize_blocks
+from .quantize import dequantize_blocks, quantize_blocks
 
 # Columns of `hyper`, float32, padded to 16. `apply` is 1, or 0 to leave weight and state as they are; `seed` and
 # `phase`, of the noise, hold the bits of int32.
@@ -75,8 +75,7 @@ def step(kind: StepKind, t: StepTensors, hyper: Tensor) -> None:
     if t.grad_block_scale is None:
         g = t.grad.float() * grad_mul
     else:
-        blocks = as_blocks(decode(t.grad, E4M3)) * (t.grad_block_scale * grad_mul).unsqueeze(-1)
-        g = from_blocks(blocks, t.grad.shape)
+        g = dequantize_blocks(t.grad, t.grad_block_scale * grad_mul, E4M3)
     if kind.coupled:
         g = g + weight_decay * w
         if kind.algorithm == "adam":  # a decayed weight may be of any size
