@@ -15,7 +15,7 @@ agrees.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -244,29 +244,24 @@ def table_row(shape: torch.Size, **tensors: Tensor | None) -> dict[str, int]:
     return addresses | dict(zip(_EXTENT, _extent(shape), strict=True))
 
 
-class Group(NamedTuple):
-    """Tensors of a list that share a launch."""
+def groups_of(
+    tensors: Sequence[Tensor],
+) -> Iterator[tuple[torch.dtype, str, list[int], dict[str, Sequence[int]]]]:
+    """Group contiguous tensors that share a launch.
 
-    dtype: torch.dtype
-    layout: str  # see `row_layout`
-    of: list[int]  # their places in the list
-    columns: dict[str, Sequence[int]]  # of a pointer table, "grad" for their addresses
-
-
-def groups_of(tensors: Sequence[Tensor]) -> list[Group]:
-    """Group contiguous tensors by dtype and layout."""
+    Yields the dtype of each group, its layout (see `row_layout`), the places of its tensors in the list, and columns of
+    a pointer table, "grad" for their addresses.
+    """
     found: dict[tuple[torch.dtype, str], list[int]] = {}
     extents = [_extent(x.shape) for x in tensors]
     addresses = [x.data_ptr() for x in tensors]
     for i, (x, extent, address) in enumerate(zip(tensors, extents, addresses, strict=True)):
         layout = "any" if address % 16 else _layout_of(extent[2])
         found.setdefault((x.dtype, layout), []).append(i)
-    groups = []
     for (dtype, layout), of in found.items():
         columns: dict[str, Sequence[int]] = {"grad": [addresses[i] for i in of]}
         columns |= zip(_EXTENT, zip(*(extents[i] for i in of), strict=True), strict=True)
-        groups.append(Group(dtype, layout, of, columns))
-    return groups
+        yield dtype, layout, of, columns
 
 
 def step_table(
