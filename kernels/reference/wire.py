@@ -46,10 +46,6 @@ class Layout(NamedTuple):
         """Blocks of a stripe."""
         return -(-self.blocks // self.world)
 
-    def stripes(self, count: int) -> Layout:
-        """Return a layout of `count` whole stripes."""
-        return Layout(1, count * self.per * BLOCK, count)
-
     @property
     def pitch(self) -> int:
         """Bytes of a chunk."""
@@ -84,7 +80,7 @@ def reduce_pack(
     ranks, stripes = len(chunks), chunks[0].numel() // max(layout.pitch, 1)
     codes, scale = _parts(chunks.view(ranks * stripes, layout.pitch), layout.per)
     total = _sum(codes.view(ranks, -1, BLOCK), scale.reshape(ranks, -1), divisor)
-    return pack(total, layout.stripes(stripes)).view_as(chunks[0])
+    return pack(total, Layout(1, total.numel(), stripes)).view_as(chunks[0])
 
 
 def reduce_unpack(
