@@ -106,8 +106,6 @@ def _step_kernel(
             + place.to(tl.uint32) * NEIGHBOUR
         )
 
-    new_m = g
-    new_v = g
     if M == "":
         u = g
     else:
