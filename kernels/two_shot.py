@@ -66,9 +66,8 @@ _PROGRAMS = tl.constexpr(PROGRAMS)
 
 @triton.jit
 def _word_offsets(block, inside):
-    """Return where words of four codes are, in blocks that lie end to end: int64 offsets, bool mask [BLOCKS, 32]."""
-    word = tl.arange(0, 32)[None, :]
-    return block[:, None] * 32 + word, inside[:, None] & (word >= 0)
+    """Return where words of four codes are, in blocks that lie end to end: int64 [BLOCKS, 32], bool mask of blocks."""
+    return block[:, None] * 32 + tl.arange(0, 32)[None, :], inside[:, None]
 
 
 @triton.jit

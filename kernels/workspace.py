@@ -117,14 +117,13 @@ def raise_flags(peers_ptr, program, rank, value, WORLD: tl.constexpr):
     tl.debug_barrier()  # the stores of all threads come before the flags
     lane = tl.arange(0, _THREADS)
     memory = tl.load(peers_ptr + lane, mask=lane < WORLD, other=0)
-    values = tl.zeros((_THREADS,), tl.int32) + value
     flags = _flags(memory, program, rank)
     if INTERPRETED:
-        tl.atomic_xchg(flags, values, mask=lane < WORLD, sem="release", scope="sys")
+        tl.atomic_xchg(flags, value, mask=lane < WORLD, sem="release", scope="sys")
     else:
         mine = tl.where(lane < WORLD, 1, 0)
         tl.inline_asm_elementwise(
-            _RAISE, "=r,l,r,r", [flags, values, mine], tl.int32, is_pure=False, pack=1
+            _RAISE, "=r,l,r,r", [flags, value, mine], tl.int32, is_pure=False, pack=1
         )
 
 
@@ -147,14 +146,12 @@ def await_flags(
             late = tl.where(seen - value < 0, 1, 0)
             looks += 1
     else:
-        values = tl.zeros((_THREADS,), tl.int32) + value
-        until = tl.zeros((_THREADS,), tl.int64) + deadline
         late = tl.inline_asm_elementwise(
-            _WAIT, "=r,l,r,l", [flags, values, until], tl.int32, is_pure=False, pack=1
+            _WAIT, "=r,l,r,l", [flags, value, deadline], tl.int32, is_pure=False, pack=1
         )
     late = tl.where(source == rank, 0, late)
     tl.debug_barrier()  # and before what other threads load next
-    tl.store(missing_ptr + source, tl.zeros((_THREADS,), tl.int32) + call, mask=late != 0)
+    tl.store(missing_ptr + source, call, mask=late != 0)
     return tl.max(late, axis=0)
 
 
