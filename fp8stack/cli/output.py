@@ -51,7 +51,13 @@ def show(
         text = json.dumps(finite, indent=2)
     else:
         text = "\n".join(draw(data))
-    _write(text + "\n")
+    try:
+        print(text, flush=True, file=_stdout)
+    except OSError as error:
+        out = _stdout or sys.stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes at exit
+        if not isinstance(error, BrokenPipeError):  # a reader that leaves, as `head` does
+            raise
 
 
 def keep_stdout() -> None:
@@ -63,17 +69,6 @@ def keep_stdout() -> None:
         _stdout = open(own, "w", encoding=sys.stdout.encoding, errors="replace")  # noqa: SIM115
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         sys.stdout = sys.stderr
-
-
-def _write(text: str) -> None:
-    """Print `text`; a reader that leaves, as `head` does, is no error."""
-    try:
-        print(text, end="", flush=True, file=_stdout)
-    except OSError as error:
-        out = _stdout or sys.stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes at exit
-        if not isinstance(error, BrokenPipeError):
-            raise
 
 
 def table(header: Sequence[str], rows: Iterable[Iterable[object]], right: str = "") -> str:
