@@ -229,7 +229,10 @@ def find_conflicts(
     contexts |= {BARE_PARAMETERS} if recipe.matmuls else set()
     settings = settings_of(recipe)
     if optimizer is not None:
-        contexts |= contexts_of_optimizer(optimizer)
+        contexts |= {IS_SGD} if _is(optimizer, "SGD") else set()
+        if not _is_ours(optimizer):
+            known = type(optimizer) in TORCH_OPTIMIZERS
+            contexts |= {FOREIGN} if known else {FOREIGN, NO_COUNTERPART}
     if model is not None:
         settings += wrappers_in(model)
     yield from broken_rules(settings, contexts)
@@ -325,17 +328,6 @@ def settings_of_group(group: Mapping[str, Any]) -> list[Setting]:
     options = (*UNCONVERTED, "nesterov", "dampening", "states", "master")
     given = [_set(option, group[option]) for option in options if group.get(option)]
     return [_set("momentum", group["momentum"]), *given] if "momentum" in group else given
-
-
-def contexts_of_optimizer(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return which of the properties above an optimizer has."""
-    foreign = not _is_ours(optimizer)
-    holds = {
-        FOREIGN: foreign,
-        NO_COUNTERPART: foreign and type(optimizer) not in TORCH_OPTIMIZERS,
-        IS_SGD: _is(optimizer, "SGD"),
-    }
-    return {context for context, true in holds.items() if true}
 
 
 def _is_ours(optimizer: object) -> bool:
