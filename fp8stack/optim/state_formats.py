@@ -107,9 +107,7 @@ def is_second(name: str) -> bool:
 
 def dense_dtype(parameter: Tensor, states: str) -> torch.dtype | None:
     """Return the dtype of moments that are kept as plain numbers, None for codes with scales."""
-    if states in _BLOCK_FORMATS or states in ("fp8-lm", BITSANDBYTES):
-        return None
-    return {"keep": parameter.dtype, "bf16": torch.bfloat16}.get(states, torch.float32)
+    return {"keep": parameter.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}.get(states)
 
 
 def zero_moment(
