@@ -350,11 +350,9 @@ def share_verdict(parts: Sequence[DeviceStep], want_norm: bool) -> None:
     device, shares = parts[0].device, parts[0].shares
     if want_norm:
         squares = torch.stack([part.squares.to(device) for part in parts]).sum(0)
-        norm = reduce_squares(dict(zip(shares, squares, strict=True))).sqrt().float()
-        for part in parts:
-            part.verdict[2:4].copy_(norm)
-        return
-    largest = torch.stack([part.verdict[3].to(device) for part in parts]).amax()
-    reduce_largest(largest, shares)
-    for part in parts:
-        part.verdict[3].copy_(largest)
+        shared = reduce_squares(dict(zip(shares, squares, strict=True))).sqrt().float()
+    else:
+        shared = torch.stack([part.verdict[3].to(device) for part in parts]).amax()
+        reduce_largest(shared, shares)
+    for part in parts:  # a norm also takes the place of the largest
+        part.verdict[2 if want_norm else 3 : 4].copy_(shared)
