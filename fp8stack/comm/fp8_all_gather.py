@@ -77,10 +77,7 @@ class Fp8AllGather(Allocates):
         """Gather weights. The handle of `async_op` decodes when it is waited for, on the stream that waits."""
         known = input_tensor.numel() == self._numel and input_tensor.dtype in FLOATS
         if not (known and self._matrices):
-            plain: dist.Work | None = all_gather(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
-            return plain
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)  # type: ignore[no-any-return]
         what = described("all-gather of weights", input_tensor)
         verify(lambda: f"{what}, {self._staged} of them in FP8", group)
         start = partial(self._start, output_tensor, input_tensor, group, what, async_op)
@@ -108,11 +105,8 @@ class Fp8AllGather(Allocates):
 
         return finish
 
-    def _layout(self, world: int) -> Layout:
-        return Layout(world, self._staged, world)
-
     def _encode(self, input: Tensor) -> Tensor:  # uint8 [bytes of a message]
-        matrices, layout = input, self._layout(1)
+        matrices, layout = input, Layout(1, self._staged, 1)
         if not self._whole:
             matrices = input.new_zeros(self._staged)
             _copy(input, self._matrices, matrices, self._blocks)
@@ -127,7 +121,7 @@ class Fp8AllGather(Allocates):
     def _decode(self, messages: Tensor, output: Tensor) -> None:
         """Write the weights of all ranks."""
         world = len(messages)
-        layout, parts = self._layout(world), output.view(world, -1)
+        layout, parts = Layout(world, self._staged, world), output.view(world, -1)
         chunks = messages[:, : layout.pitch].contiguous()
         if self._whole:
             unpack(chunks, output, layout)
