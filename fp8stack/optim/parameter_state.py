@@ -141,7 +141,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
         The parameter's dtype must be the final one already.
         """
-        value = collect({"value": value}, parameter, "given")["value"]
+        value = collect(value, parameter, "value of parameter given")
         weight, entries = formats.encode_master(value, self.master_format(parameter))
         assign(parameter, weight)
         self.state[parameter].update(self.place(entries, parameter))
@@ -150,8 +150,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Return a float32 copy of the weight that the optimizer accumulates in; sharded if the parameter is."""
         self.check_unchanged(parameter)
         value = formats.decode_master(local(parameter), local_state(self.state.get(parameter, {})))
-        weight: Tensor = distribute({"value": value}, parameter)["value"]
-        return weight
+        return distribute(value, parameter)  # type: ignore[no-any-return]
 
     def ensure_states(self) -> None:
         """Create the states of all trainable parameters, as their first step would."""
@@ -267,4 +266,4 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 placed[key] = pinned.copy_(value)
                 # A copy tells the allocator of the stream that uses it: freed, it is not reused before that is done.
                 pinned.view(-1)[:1].view(torch.uint8).to(device, non_blocking=True)
-        return distribute(placed, parameter)
+        return {key: distribute(value, parameter) for key, value in placed.items()}

@@ -47,46 +47,31 @@ def local_state(state: State) -> State:
     return {k: local(v) if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
-def distribute(state: State, parameter: Tensor) -> State:
-    """Turn the plain tensors of `state`, made for this rank's part of `parameter`, into DTensors sharded like it.
+def distribute(value: Any, parameter: Tensor) -> Any:
+    """Turn a plain tensor, made for this rank's part of `parameter`, into a DTensor sharded like it.
 
-    Numbers (0-d) stay as they are.
+    Numbers (0-d) stay as they are, and so does what is no tensor.
     """
-    if not is_sharded(parameter):
-        return state
-    from torch.distributed.tensor import DTensor
-
+    plain = isinstance(value, Tensor) and value.ndim > 0 and not is_sharded(value)
+    if not (plain and is_sharded(parameter)):
+        return value
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    part, result = local(parameter), dict(state)
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or value.ndim == 0 or is_sharded(value):
-            continue
-        if value.shape == part.shape:
-            shape = list(parameter.shape)
-        else:  # scales, or codes of 4 bits: sharded along dim 0, or evenly along dim 1
-            shape = [parameter.shape[0], *value.shape[1:]]
-            if any(p.is_shard(1) for p in placements):
-                shape[1] = shape[1] * parameter.shape[1] // part.shape[1]
-        stride = torch.empty(shape, device="meta").stride()
-        result[key] = DTensor.from_local(
-            value, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
-    return result
+    shape, part = list(parameter.shape), local(parameter)
+    if value.shape != part.shape:
+        # scales, or codes of 4 bits: sharded along dim 0, or evenly along dim 1
+        shape = [parameter.shape[0], *value.shape[1:]]
+        if any(p.is_shard(1) for p in placements):
+            shape[1] = shape[1] * parameter.shape[1] // part.shape[1]
+    size = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return type(parameter).from_local(value, mesh, placements, run_check=False, **size)  # type: ignore[attr-defined]
 
 
-def collect(state: State, parameter: Tensor, key: Any) -> State:
-    """Return this rank's part of a saved `state`, which may be sharded in another way or not at all.
+def collect(value: Tensor, parameter: Tensor, name: str) -> Tensor:
+    """Return this rank's part of a saved tensor, which may be sharded in another way or not at all.
 
     Raises:
-        CheckpointError: for a tensor with another number of rows than the parameter.
+        CheckpointError: if it has another number of rows than the parameter; it is called `name`.
     """
-    return {
-        k: _part(v, parameter, f"{k} of parameter {key}") if isinstance(v, Tensor) else v
-        for k, v in state.items()
-    }
-
-
-def _part(value: Tensor, parameter: Tensor, name: str) -> Tensor:
     if not is_sharded(parameter):
         return value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
     if value.ndim == 0:
@@ -98,9 +83,8 @@ def _part(value: Tensor, parameter: Tensor, name: str) -> Tensor:
         )
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     if not is_sharded(value):  # every rank has all of it
-        from torch.distributed.tensor import DTensor
-
-        value = DTensor.from_local(value.to(parameter.device), mesh, run_check=False)
+        whole = value.to(parameter.device)
+        value = type(parameter).from_local(whole, mesh, run_check=False)  # type: ignore[attr-defined]
     return local(value.redistribute(mesh, placements))  # type: ignore[attr-defined]
 
 

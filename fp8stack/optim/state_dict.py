@@ -85,8 +85,8 @@ def to_torch(
             for name in optimizer.moments:
                 value = formats.decode_moment(name, mine, local(p).shape)
                 if value is not None:
-                    moments[name] = value.to(device or p.device, copy=True)
-            state[key] = distribute(moments, p)
+                    moments[name] = distribute(value.to(device or p.device, copy=True), p)
+            state[key] = moments
             if "exp_avg" in moments:  # torch's SGD and Muon do not count steps
                 state[key]["step"] = entry["step"].float()  # as torch keeps it
         if masters:
@@ -235,7 +235,7 @@ def _convert(
             "fp8stack.checkpoint.master_state_dict."
         )
     count = checks.count_of(entry.get("step", 1), parameter) if stepped else 0.0
-    held = collect({k: v for k, v in entry.items() if k in found}, parameter, key)
+    held = {k: collect(entry[k], parameter, f"{k} of parameter {key}") for k in entry if k in found}
     held = {k: v.detach().to(weight.device, copy=True).contiguous() for k, v in held.items()}
     checks.check_values(held)
     new: State = {}
@@ -336,12 +336,6 @@ def _from_bitsandbytes(entry: State, moments: tuple[str, ...], key: Any) -> Stat
 
 def _plain(value: Any) -> Any:
     """Return the value of torchao's OptimState8bit, OptimState4bit or OptimStateFp8; others as they are."""
-    if isinstance(value, Tensor) and is_sharded(value) and _is_quantized(local(value)):
-        part, mesh, placements = local(value).dequantize(), value.device_mesh, value.placements  # type: ignore[attr-defined]
-        size = {"shape": value.shape, "stride": value.stride()}
-        return type(value).from_local(part, mesh, placements, run_check=False, **size)  # type: ignore[attr-defined]
-    return value.dequantize() if _is_quantized(value) else value
-
-
-def _is_quantized(value: Any) -> bool:
-    return isinstance(value, Tensor) and {"codes", "scale"} <= vars(value).keys()
+    if isinstance(value, Tensor) and {"codes", "scale"} <= vars(local(value)).keys():
+        return distribute(local(value).dequantize(), value)
+    return value
