@@ -43,31 +43,27 @@ class ReferenceStep:
 
     def examine(self, scale: Tensor | None, found_inf: Tensor | None, clip: float | None) -> None:
         """Fill the verdict on these gradients, under a GradScaler's scale and verdict and with the norm to clip to."""
-        zero = torch.zeros((), dtype=torch.float32, device=self.device)
-        one = torch.ones_like(zero)
+        start = [1.0, math.inf if clip is None else clip, 0.0, 0.0, 0.0]
+        self.verdict = torch.tensor(start, dtype=torch.float32, device=self.device)
+        if scale is not None:
+            self.verdict[0].copy_(1 / scale.to(self.device, torch.float32).reshape(()))
+        if found_inf is not None:
+            self.verdict[4].copy_(found_inf.reshape(()))
         gradients = [
             (share_of(e.parameter), (t.grad, t.grad_block_scale))
             for e, t in zip(self.entries, self._tensors, strict=True)
             if t.grad.numel()
         ]
-        total, largest = zero, zero
         if clip is not None:
-            squares = dict.fromkeys(self.shares, zero.double())
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            squares = dict.fromkeys(self.shares, zero)
             for share, parts in gradients:
                 squares[share] = squares[share] + norm.sum_of_squares(*parts)
             self.squares = torch.stack(list(squares.values()))
-            total = largest = self.squares.sum().sqrt().float()
+            self.verdict[2:4].copy_(self.squares.sum().sqrt())
         elif gradients:
             largest = torch.stack([norm.largest(*parts) for _, parts in gradients]).amax()
-        self.verdict = torch.stack(
-            [
-                one if scale is None else 1 / scale.to(self.device, torch.float32).reshape(()),
-                one * (math.inf if clip is None else clip),
-                total,
-                largest.abs(),  # NaN without its sign
-                zero if found_inf is None else found_inf.to(self.device, torch.float32).reshape(()),
-            ]
-        )
+            self.verdict[3].copy_(largest.abs())  # NaN without its sign
 
     def run(self, skipped: Tensor, step_batch: Callable[[ReferenceBatch], None]) -> None:
         """Take the step that the verdict allows: `step_batch` for each batch. A step not taken is counted."""
