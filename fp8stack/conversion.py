@@ -307,12 +307,14 @@ def _watch_all_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_without_masters)
 
 
+def _keeps_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Return whether a step of `optimizer` keeps the bits that the parameter itself has not."""
+    return isinstance(optimizer, BlockwiseOptimizer) and bool(optimizer.master_format(parameter))
+
+
 def _warn_of_bare_weights(optimizer: Any) -> None:
     owned = [p for group in optimizer.param_groups for p in group["params"] if p in _BARE]
-    ours = isinstance(optimizer, BlockwiseOptimizer)
-    alone = [
-        p for p in owned if p.dtype is torch.bfloat16 and not (ours and optimizer.master_format(p))
-    ]
+    alone = [p for p in owned if p.dtype is torch.bfloat16 and not _keeps_master(optimizer, p)]
     for p in owned:  # told once
         del _BARE[p]
     if alone:
@@ -333,11 +335,10 @@ def _refuse_without_masters(optimizer: Any, *_: Any) -> None:
         owner: Any = session.returned  # none once DeepSpeed's engine steps
         if owner is None or optimizer in (owner, session.source):
             continue  # the latter has a hook of its own
-        ours = isinstance(optimizer, BlockwiseOptimizer)
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             state = owner.state.get(p)  # of another model's there is none
             held = state and state.keys() & set(MASTER_KEYS)
-            if held and not (ours and optimizer.master_format(p)):
+            if held and not _keeps_master(optimizer, p):
                 name = names_of(owner.named_by()).get(p, "a weight")
                 raise ModelError(
                     f"{type(optimizer).__name__} would step {name} in bfloat16 alone, and lose most of it: the other "
