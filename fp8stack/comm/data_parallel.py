@@ -161,14 +161,11 @@ class DataParallel(nn.Module):
         """
         if self._unfinished and self._backward() is None:
             self._unfinished = False
-            while self._sent < len(self.buckets):
-                regions = self.buckets[self._sent].regions
-                self._fired.update(regions)
-                for region in regions:
+            for bucket in self.buckets[self._sent :]:
+                self._fired.update(bucket.regions)
+                for region in bucket.regions:
                     region.gradient.scale.fill_(torch.nan)
-                self._send()
-            self._find_unused(set())
-            self._wait()
+            self._finish(set())
 
     def _take(self, index: int, region: Region, p: Tensor) -> None:
         """Move a fresh gradient into its bucket, and send the buckets whose turn it is."""
@@ -207,9 +204,15 @@ class DataParallel(nn.Module):
         with torch.cuda.stream(self._stream):  # None changes nothing
             bucket.average(way)
 
-    def _wait(self) -> None:
+    def _finish(self, kept: set[Region]) -> set[Region]:
+        """Send the remaining buckets, and wait for all; return the parameters that no rank used."""
+        while self._sent < len(self.buckets):
+            self._send()
+        unused = self._find_unused(kept)
+        self._unfinished = False
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return unused
 
     def _end(self) -> None:
         """Send the remaining buckets, wait for all, and set the gradients."""
@@ -223,11 +226,7 @@ class DataParallel(nn.Module):
             return
         missing = [r for r in self._regions if r not in self._fired]
         kept = {r for r in missing if not r.holds(r.parameter.grad)}
-        while self._sent < len(self.buckets):
-            self._send()
-        unused = self._find_unused(kept)
-        self._unfinished = False
-        self._wait()
+        unused = self._finish(kept)
         for region in self._regions:
             if region not in unused:
                 region.parameter.grad = region.gradient
