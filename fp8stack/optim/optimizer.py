@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, TypedDict, overload
 
 import torch
@@ -140,9 +141,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
                     "Train in bfloat16 without a scaler, or without step_in_backward."
                 )
             self.release.finish()
-        flat: list[Tensor] = []
-        for group in self.param_groups:  # joined, not listed one by one: there may be thousands
-            flat += group["params"]
+        # joined, not listed one by one: there may be thousands
+        flat = list(chain.from_iterable(group["params"] for group in self.param_groups))
         if any(p.grad is not None for p in flat):
             # ZeRO steps its partitions one by one: each keeps its tables
             self.step_parameters(flat, flat[0] if len(flat) == 1 else None)
