@@ -17,6 +17,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from operator import attrgetter, is_
@@ -203,7 +204,8 @@ class TritonStep:
 
         None if one is of another kind than the tables were made for.
         """
-        try:
+        # unless one is missing, or of another kind
+        with suppress(AttributeError, TypeError, RuntimeError):
             if batch.fp8:
                 return [p.grad.addresses for p in batch.parameters]  # type: ignore[union-attr]
             grads: list[Any] = [p.grad for p in batch.parameters]
@@ -213,8 +215,6 @@ class TritonStep:
                 addresses = list(map(_ADDRESS, grads))
                 if 0 not in addresses:  # an FP8 gradient has no address of its own
                     return addresses
-        except (AttributeError, TypeError, RuntimeError):
-            pass  # one is missing, or of another kind
         result: list[Any] = []
         for p in batch.parameters:
             g = p.grad
