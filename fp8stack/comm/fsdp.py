@@ -141,16 +141,15 @@ def units_of(
 def _parameters_of(module: Any) -> list[tuple[nn.Parameter, int]]:
     """Return the parameters that a module gathers, in its order, with the elements of a rank's padded shard."""
     with _inside("its parameters"):
-        known = [
-            [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in group.fsdp_params]
-            for group in _groups_of(module)
-        ]
-    if len(known) > 1:
+        groups = _groups_of(module)
+        parameters = [p for group in groups for p in group.fsdp_params]
+        known = [(p.sharded_param, p.padded_sharded_param_size.numel()) for p in parameters]
+    if len(groups) > 1:
         raise ConfigError(
             f"a {type(module).__name__} shards its parameters over several meshes, where FSDP2 takes no all-gather of "
             "others. Shard its parts on their own."
         )
-    return known[0] if known else []
+    return known
 
 
 def compute_dtype_of(module: Any) -> tuple[torch.dtype | None, bool]:
