@@ -173,10 +173,8 @@ def read_file(path: str | os.PathLike[str]) -> Any:
     except Exception as error:  # the unpickler may raise anything on bytes that are no checkpoint
         other = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
         what = f"it holds a {other[1]}" if other else "it is truncated, or not a checkpoint"
-        remedy = (
-            "Use an earlier one, or one of state_dicts (tensors and plain types), not of models"
-        )
-        raise CheckpointError(f"{path} cannot be read: {what}. {remedy}.") from error
+        remedy = "an earlier one, or one of state_dicts (tensors and plain types), not of models"
+        raise CheckpointError(f"{path} cannot be read: {what}. Use {remedy}.") from error
 
 
 def is_saved(contents: Any) -> bool:

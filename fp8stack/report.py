@@ -64,8 +64,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for JSON."""
-        own = {"multiplied": sorted(self.multiplied), "left_alone": dict(self.left_alone)}
-        return {**asdict(self), **own}
+        plain = {"multiplied": sorted(self.multiplied), "left_alone": dict(self.left_alone)}
+        return asdict(self) | plain
 
     def __str__(self) -> str:
         linear = len(self.converted) + len(self.skipped)

@@ -257,10 +257,8 @@ def check_for_torch(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     check_packed(optimizer, packed)
     names = {str(name) for entry in packed["state"].values() for name in entry}
     if any(name.endswith("_code") or name in MASTER_KEYS for name in names):
-        told = f"low-precision states or masters, which {type(optimizer).__name__} of torch cannot read"
-        raise CheckpointError(
-            f"the file holds {told}. Load it at its level, then fp8stack.restore."
-        )
+        told = f"holds low-precision states or masters, which {type(optimizer).__name__} of torch cannot read"
+        raise CheckpointError(f"the file {told}. Load it at its level, then fp8stack.restore.")
     made_anew = ("momentum_buffer",) if isinstance(optimizer, torch.optim.SGD) else ()
     for number, saved in enumerate(packed["param_groups"]):
         parameters = optimizer.param_groups[number]["params"]
