@@ -53,7 +53,6 @@ class Muon(BlockwiseOptimizer):
 
     moments = ("momentum_buffer", "exp_avg", "exp_avg_sq")
     algorithm = "muon"
-    betas = (0.9, 0.95)  # of groups that are added without their own
 
     def __init__(
         self,
@@ -76,6 +75,7 @@ class Muon(BlockwiseOptimizer):
             "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
             "adamw_eps": adamw_eps,
         }  # fmt: skip
+        # Of groups that are added without their own.
         # Not among the defaults: by these schedulers decide whether they cycle beta1, or `momentum` as of torch's Muon.
         self.betas = betas
         super().__init__(params, defaults, **options)
