@@ -208,7 +208,13 @@ class DataParallel(nn.Module):
         """Send the remaining buckets, and wait for all; return the parameters that no rank used."""
         while self._sent < len(self.buckets):
             self._send()
-        unused = self._find_unused(kept)
+        unused: set[Region] = set()
+        if self.find_unused_parameters:
+            used = torch.tensor([r not in kept for r in self._regions], dtype=torch.uint8)
+            used = used.to(self.device)
+            with failures_named("finding out which parameters are unused", self.process_group):
+                dist.all_reduce(used, dist.ReduceOp.MAX, self.process_group)
+            unused = {r for r, u in zip(self._regions, used.tolist(), strict=True) if not u}
         self._unfinished = False
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
@@ -237,16 +243,6 @@ class DataParallel(nn.Module):
                 f"no gradient reached {names}{more} in this backward. If that is meant, set "
                 "find_unused_parameters=True."
             )
-
-    def _find_unused(self, kept: set[Region]) -> set[Region]:
-        """Return the parameters that no rank used."""
-        if not self.find_unused_parameters:
-            return set()
-        used = torch.tensor([r not in kept for r in self._regions], dtype=torch.uint8)
-        used = used.to(self.device)
-        with failures_named("finding out which parameters are unused", self.process_group):
-            dist.all_reduce(used, dist.ReduceOp.MAX, self.process_group)
-        return {r for r, u in zip(self._regions, used.tolist(), strict=True) if not u}
 
     def _takes_the_first_ranks(self, module: nn.Module) -> bool:
         """Give all ranks the model of the first one; return whether a bfloat16 weight of this rank was different."""
