@@ -409,9 +409,8 @@ def _planned_bytes(quantized: set[nn.Parameter], session: Session) -> float:
             if not isinstance(optimizer, BlockwiseOptimizer):  # as torch's Adam family
                 made |= {"exp_avg": meta, "exp_avg_sq": meta}
             elif not optimizer.offloads(parameter):
-                kind = optimizer.moment_format(parameter)
                 made |= zero_master(meta, optimizer.master_format(parameter))
                 for name in optimizer.moments_of(group):
-                    made |= zero_moment(name, meta, kind)
+                    made |= zero_moment(name, meta, optimizer.moment_format(parameter))
             total += sum(tensor.nbytes for tensor in made.values())
     return total / max(elements, 1)

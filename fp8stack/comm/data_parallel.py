@@ -195,14 +195,13 @@ class DataParallel(nn.Module):
         what = f"averaging of bucket {self._sent} of {bucket.codes.numel()} gradients"
         self._sent += 1
         verify(lambda: what, self.process_group)
-        way = Transport(self.process_group, what, background=True)
         for region in bucket.regions:
             if region not in self._fired and not region.holds(region.parameter.grad):
                 region.gradient.zero_()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):  # None changes nothing
-            bucket.average(way)
+            bucket.average(Transport(self.process_group, what, background=True))
 
     def _finish(self, kept: set[Region]) -> set[Region]:
         """Send the remaining buckets, and wait for all; return the parameters that no rank used."""

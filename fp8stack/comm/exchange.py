@@ -101,11 +101,10 @@ def _add_up(chunks: Tensor, layout: Layout, ways: list[Transport], divisor: floa
     received = torch.empty_like(chunks)
     way.all_to_all(received, chunks)
     received = received.view(way.world, -1, layout.pitch)
-    kernels = ops.wire_kernels(chunks.is_cuda)
     nbytes = 2 * (way.world - 1) * chunks.nbytes // way.world
     # Within hosts a mean is divided by a power of two, exactly, since the sum may be beyond float32.
     here = 2.0 ** (way.world - 1).bit_length() if others and divisor != 1 else divisor
-    part = kernels.reduce_pack(received, layout, here)
+    part = ops.wire_kernels(chunks.is_cuda).reduce_pack(received, layout, here)
     if others:
         nbytes += _add_up(part, layout, others, divisor / here)
     way.all_gather(chunks, part)

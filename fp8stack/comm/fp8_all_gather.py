@@ -130,8 +130,7 @@ class Fp8AllGather(Allocates):
         unpack(chunks, matrices, layout)
         _copy(matrices, self._blocks, parts, self._matrices)
         if self._rest:
-            rest = messages[:, layout.pitch :].view(output.dtype)
-            _copy(rest, self._bytes, parts, self._rest)
+            _copy(messages[:, layout.pitch :].view(output.dtype), self._bytes, parts, self._rest)
 
 
 def _copy(source: Tensor, pieces: Places, target: Tensor, places: Places) -> None:

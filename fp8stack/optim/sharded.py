@@ -161,9 +161,8 @@ def reduce_largest(largest: Tensor, shares: Iterable[Share | None]) -> None:
 
     The bits are compared as integers, where a NaN is larger than every number.
     """
-    bits = largest.view(torch.int32)
     for mesh in dict.fromkeys(share.mesh for share in shares if share is not None):
-        _all_reduce(bits, mesh, torch.distributed.ReduceOp.MAX)
+        _all_reduce(largest.view(torch.int32), mesh, torch.distributed.ReduceOp.MAX)
 
 
 def reduce_squares(squares: dict[Share | None, Tensor]) -> Tensor:  # float64, 0-d
