@@ -152,8 +152,7 @@ def has_moment(name: str, state: State) -> bool:
 
 def is_laid_out(name: str, state: State, shape: torch.Size) -> bool:
     """Return whether the moment `name` of a parameter of `shape` is there in one of the formats, by its metadata."""
-    value = state.get(name)
-    if value is not None:
+    if (value := state.get(name)) is not None:
         return is_dense(value, shape) and f"{name}_code" not in state
     weight = torch.empty(shape, device="meta")
     kinds = (*_BLOCK_FORMATS, "fp8-lm", BITSANDBYTES)
@@ -186,16 +185,14 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
         value: Tensor = state[name].float()
         return value
     codes, scale = state[f"{name}_code"], state[f"{name}_scale"]
-    # Such codes may be on the host, paged or offloaded, where their scale is not.
-    if scale.ndim < 2:
-        codes = codes.to(scale.device)
+    # Codes may be on the host, paged or offloaded, where such a scale is not.
+    if scale.ndim == 0:
+        return power_of_two.decode_tensor(codes.to(scale.device), scale)
     if scale.ndim == 1:
         values = bitsandbytes_format.table(not is_second(name), scale.device)
-        return bitsandbytes_format.decode(codes, scale, values)
-    kind = stored_kind(name, state, shape)
-    if kind == "tensor":
-        return power_of_two.decode_tensor(codes, scale)
-    return ops.dequantize_blocks(codes, scale, formats.FORMATS[kind], shape=shape)
+        return bitsandbytes_format.decode(codes.to(scale.device), scale, values)
+    fmt = formats.FORMATS[stored_kind(name, state, shape)]
+    return ops.dequantize_blocks(codes, scale, fmt, shape=shape)
 
 
 def alike(saved: State, wanted: State) -> bool:
