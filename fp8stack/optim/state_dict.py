@@ -324,10 +324,8 @@ def _from_bitsandbytes(entry: State, moments: tuple[str, ...], key: Any) -> Stat
                 f"256 values and an absmax{i} for each 256 (or 2048) of them; there are {blocks}. The checkpoint is "
                 "damaged; use an earlier one."
             )
-        if block == bitsandbytes_format.BLOCK and torch.equal(
-            values.cpu(),
-            bitsandbytes_format.table(not formats.is_second(name), torch.device("cpu")),
-        ):
+        own = bitsandbytes_format.table(not formats.is_second(name), torch.device("cpu"))
+        if block == bitsandbytes_format.BLOCK and torch.equal(values.cpu(), own):
             result |= {f"{name}_code": codes, f"{name}_scale": scale}  # the same format
         else:
             result[name] = bitsandbytes_format.decode(codes, scale, values, block)
