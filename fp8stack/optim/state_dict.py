@@ -77,18 +77,17 @@ def to_torch(
     optimizer.wait_for_offloaded()
     packed = torch.optim.Optimizer.state_dict(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {}
+    state: dict[Any, State] = {}
     for key, entry in packed["state"].items():
         if "step" in entry:
             p = parameters[key]
-            mine, moments = local_state(entry), {}
+            mine, moments = local_state(entry), state.setdefault(key, {})
             for name in optimizer.moments:
                 value = formats.decode_moment(name, mine, local(p).shape)
                 if value is not None:
                     moments[name] = distribute(value.to(device or p.device, copy=True), p)
-            state[key] = moments
             if "exp_avg" in moments:  # torch's SGD and Muon do not count steps
-                state[key]["step"] = entry["step"].float()  # as torch keeps it
+                moments["step"] = entry["step"].float()  # as torch keeps it
         if masters:
             state.setdefault(key, {}).update(formats.masters(entry))
     return {"state": state, "param_groups": plain_numbers(packed["param_groups"])}
