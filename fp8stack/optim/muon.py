@@ -31,7 +31,6 @@ from fp8stack.tensor import is_sharded
 
 from .optimizer import BELOW_1, Batch, BlockwiseOptimizer, Options, ParamsT, check_range
 
-ADJUSTMENTS = ("original", "match_rms_adamw")
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
@@ -117,7 +116,7 @@ class Muon(BlockwiseOptimizer):
         lr, betas, _, decay = check_range(group)
         eps = check_number("adamw_eps", group.get("adamw_eps", 0.0))  # torch's Muon has none
         momentum = check_number("momentum", group["momentum"], 0, BELOW_1, "in [0, 1)")
-        check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, *ADJUSTMENTS))
+        check_choice("adjust_lr_fn", group["adjust_lr_fn"], (None, "original", "match_rms_adamw"))
         check_number("ns_steps", group["ns_steps"], 1, 99, whole=True)
         numbers = group["ns_coefficients"]
         if not isinstance(numbers, (tuple, list)) or len(numbers) != 3:
