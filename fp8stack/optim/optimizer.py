@@ -204,10 +204,8 @@ class BlockwiseOptimizer(StatefulOptimizer):
 
     def _parts_of(self, chosen: Sequence[Tensor], only: Tensor | None) -> Sequence[DeviceStep]:
         """Return the parts of the step, one for each device and family of algorithms; on a GPU they are kept."""
-        kernels = [
-            (self.family_of(g), *self.algorithm_of(g), self.moments_of(g))
-            for g in self.param_groups
-        ]
+        groups = self.param_groups
+        kernels = [(self.family_of(g), *self.algorithm_of(g), self.moments_of(g)) for g in groups]
         if kernels != self._kernels:  # weight decay or momentum was switched on, say
             self._kernels = kernels
             self._forget_tables()
@@ -218,16 +216,16 @@ class BlockwiseOptimizer(StatefulOptimizer):
         if on_triton and tables and all(table.current(chosen) for table in tables):
             return tables
         entries = dict[tuple[torch.device, str], list[Entry]]()
-        pairs = ((g, p) for g, group in enumerate(self.param_groups) for p in group["params"])
+        pairs = ((g, p) for g, group in enumerate(groups) for p in group["params"])
         for index, (g, p) in enumerate(pairs):
             if p.grad is not None and (only is None or p is only):
                 family, algorithm, coupled, moments = kernels[g]
-                state = self.ensure_state(self.param_groups[g], p)
+                state = self.ensure_state(groups[g], p)
                 check_gradient(p, p.grad)
                 kind = StepKind(algorithm, coupled, *self.stored_kinds(p, state, moments))
                 entry = Entry(index, g, p, state, moments, kind)
                 entries.setdefault((p.device, family), []).append(entry)
-        shares = shares_of(self.param_groups)
+        shares = shares_of(groups)
         if not on_triton:
             return [ReferenceStep(part, *kind, shares) for kind, part in entries.items()]
         tables = [TritonStep(part, *kind, shares, chosen) for kind, part in entries.items()]
