@@ -171,9 +171,7 @@ def carry_out(
         warnings.warn(f"fp8stack {recipe.level}: {fallback}", errors.Fp8StackWarning, stacklevel=3)
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # the first change, because it may still find something wrong
-        session.returned = conversion.convert_optimizer(
-            optimizer, recipe, session, decisions.formats
-        )
+        session.returned = conversion.convert_optimizer(optimizer, session, decisions.formats)
     if isinstance(session.returned, BlockwiseOptimizer):
         session.returned.named_by = weakref.ref(model)
         conversion.refuse_other_optimizers(session)

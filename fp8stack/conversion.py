@@ -211,11 +211,11 @@ class _Master:
 
 def convert_optimizer(
     optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
     session: Session,
     formats: dict[nn.Parameter, tuple[str, str]],
 ) -> torch.optim.Optimizer:
     """Return the optimizer that steps at this level; the given one where its states stay as they are."""
+    recipe = session.recipe
     if recipe.gradients == "keep" and recipe.states == "keep":
         return optimizer
     kind: Any = COUNTERPART_OF.get(type(optimizer))
