@@ -186,10 +186,9 @@ RULES = (
       for option, value in (("states", "fp8-lm"), ("master", "fp16"))),
     Rule("optimizer_backend", _BNB, (FSDP2, DEEPSPEED), "only fp8stack's own states can be sharded and saved there",
          _LEAVE),
-    Rule("algorithm", ("muon",), (FSDP2,), "its direction depends on all of a matrix, which no rank has",
-         "Use AdamW, or O1", ModelError, _CONVERTED),
-    Rule("algorithm", ("muon",), (ZERO,), "its direction depends on all of a matrix, which no rank has",
-         "Use AdamW, or ZeRO stage 0", ModelError),
+    *(Rule("algorithm", ("muon",), (place,), "its direction depends on all of a matrix, which no rank has",
+           f"Use AdamW, or {other}", ModelError, beside)
+      for place, other, beside in ((FSDP2, "O1", _CONVERTED), (ZERO, "ZeRO stage 0", ()))),
     Rule("master", ("split24", "split32", "fp16", "none"), (ZERO_FLOAT32,), "it needs bfloat16 partitions",
          'Set "bf16": {"enabled": true}, ZeRO stage 1 or more and no offload_optimizer, with DeepSpeed 0.18.3 or '
          "later (bf16_master_weights_and_grads), or leave it out for DeepSpeed's float32 masters"),
