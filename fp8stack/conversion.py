@@ -93,8 +93,7 @@ def check_model(
     for name, module in model.named_modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if embeds and module.sparse and recipe.gradients == "fp8":
-            kind = f"{name or 'the model'} is {type(module).__name__}(sparse=True)"
-            told = f"{kind}, and FP8 gradients are dense"
+            told = f"{name or 'the model'} is {type(module).__name__}(sparse=True), and FP8 gradients are dense"
             raise ModelError(f'{told}. Use sparse=False, or opt_level="O0".')
     return next(iter(devices))
 

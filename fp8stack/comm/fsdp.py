@@ -165,8 +165,7 @@ def compute_dtype_of(module: Any) -> tuple[torch.dtype | None, bool]:
 def reduces_in_fp8(module: Any) -> bool:
     """Return whether a module reduces its gradients as `register_fp8_reduce_scatter` has it."""
     with _inside("its reduce-scatter"):
-        groups = _groups_of(module)
-        return all(isinstance(g._reduce_scatter_comm, Fp8ReduceScatter) for g in groups)
+        return all(isinstance(g._reduce_scatter_comm, Fp8ReduceScatter) for g in _groups_of(module))
 
 
 def _groups_of(module: Any) -> list[Any]:
