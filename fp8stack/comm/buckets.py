@@ -103,8 +103,7 @@ class Bucket:
         for region in self.regions:
             region.before_exchange()
         if way.world > 1:
-            whole = self._whole
-            body = partial(exchange.all_reduce, whole, whole, way.world, way)
+            body = partial(exchange.all_reduce, self._whole, self._whole, way.world, way)
             observe("bucket", self.codes.device, body)
         for region in self.regions:
             region.after_exchange()
