@@ -94,6 +94,11 @@ def raw_stream(x: Tensor) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device)) if device >= 0 else 0
 
 
+def is_traced(x: Tensor) -> bool:
+    """Return whether `x` stands for a tensor of a graph that is being made, or is of a subclass: operators only."""
+    return torch.compiler.is_compiling() or type(x) not in _PLAIN
+
+
 @cache
 def triton_module(name: str) -> Any:
     """Return the module `name` of this package, which imports Triton: for launches that have no function here."""
@@ -145,11 +150,17 @@ def _operator(
     operator = getattr(torch.ops.fp8stack, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or type(args[0]) not in _PLAIN:
+        if is_traced(args[0]):
             return operator(*[a.name if isinstance(a, MiniFloat) else a for a in args], **kwargs)
         return implementation(reference, args[0].is_cuda)(*args, **kwargs)
 
     return cast_("Callable[P, R]", call)
+
+
+def define_composite(schema: str, function: Callable[..., Tensor]) -> None:
+    """Register an operator that is a function of other operators, which autograd and torch.compile see."""
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(schema.split("(")[0], function, "CompositeImplicitAutograd")
 
 
 # --- shapes of results
@@ -298,7 +309,7 @@ def recast_with(
     With `exact` the result is that of `cast` whatever `scale` is, in one read of x where `scale` is x's own. Where only
     an operator will do, as in a compiled backward of eager layers, and for fake tensors, it is `cast` that runs.
     """
-    if torch.compiler.is_compiling() or type(x) not in _PLAIN:
+    if is_traced(x):
         return cast(x, fmt, codes, transposed)
     run = implementation(matrix.recast, x.is_cuda)
     return cast_("Cast", run(x, fmt, scale, codes, transposed, exact))

@@ -38,7 +38,7 @@ from fp8stack.formats import E4M3, E5M2, MiniFloat
 from fp8stack.kernels import ops
 from fp8stack.kernels.ops import raw_stream
 from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS
-from fp8stack.kernels.reference.delayed_state import DelayedState
+from fp8stack.kernels.reference.delayed_state import STATES, DelayedState
 from fp8stack.levels import Recipe
 
 from .notes import capturing, moment, note, noted
@@ -64,16 +64,18 @@ FEW_ROWS = 4096
 
 
 class Options(NamedTuple):
-    """How one product and its backward are made, in values that torch.compile treats as constants."""
+    """How one product and its backward are made; an operator takes all but the last two."""
 
     turned: bool  # the weight is [in, out]
     formats: str  # a key of FORMATS
     fp8_recipe: str
-    g_state: int  # the handle of a DelayedState, -1 if the recipe has none
+    fast: bool  # sum the forward product with fewer bits
+    x_state: int  # handles of a DelayedState, -1 if the recipe has none
+    w_state: int
+    g_state: int
     train: bool
     dtype: torch.dtype  # of the output
-    fast: bool  # sum the forward product with fewer bits
-    inputs: InputCodes | None = None  # emptied when backward begins; None in a graph
+    products: Products | None = None  # whose histories live as long as this; None in a graph
     probe: Any = None  # a monitor's, while it samples; None in a graph
 
 
@@ -120,11 +122,13 @@ class Products:
 
     def options(self, train: bool, dtype: torch.dtype) -> Options:
         """Return the settings that forward and backward need."""
-        state = -1 if self.g_state is None else self.g_state.handle
-        eager = not torch.compiler.is_compiling()
+        # With one state for one input its casts are equal calls, which a graph with a backward merges.
+        merged = torch.compiler.is_compiling() and torch.is_grad_enabled()
+        x_state = (merged and self.graph_state) or self.x_state
+        x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            self.turned, self.name, self.fp8_recipe, state, train, dtype, self.fast,
-            self.inputs if eager else None, self.probe if train and eager else None,
+            self.turned, self.name, self.fp8_recipe, self.fast, x, w, g, train, dtype,
+            self, self.probe if train else None,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -154,7 +158,7 @@ def cast_matrix(
     rows_to: int = TOKENS,  # ALIGNMENT for a weight
 ) -> Operand:
     """Quantize a matrix with a scale from its own amax."""
-    if torch.compiler.is_compiling() and x.numel():
+    if ops.is_traced(x) and x.numel():
         amax = x.abs().amax().float()  # here, where Inductor can fuse it
     plain, turned, scale = ops.cast(x, fmt, codes, transposed, amax, rows_to)
     return Operand(plain, scale, turned, scale)
@@ -185,42 +189,39 @@ class _Mark:
             self.inputs.last = None
 
 
-def cast_input(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
+def cast_input(x: Tensor, options: Options, transposed: bool) -> Operand:
     """Return the operand of `x` [..., cols]; the last call's if that was for the same tensor."""
-    if torch.compiler.is_compiling():
-        return _cast_x(x.detach(), products, train, transposed)
-    if x.is_leaf or not torch.is_grad_enabled():
-        return _cast_x(x, products, train, transposed)
-    inputs, key = products.inputs, (products.formats, products.fp8_recipe, train)
+    products = options.products
+    if products is None or x.is_leaf or not torch.is_grad_enabled():
+        # a graph's tensors have no notes, which detached ones lack
+        return _cast_x(x if products else x.detach(), options, transposed)
+    inputs, key = products.inputs, (products.formats, options.fp8_recipe, options.train)
     mark, last = noted(x, "mark"), inputs.last
     if last is not None and last[0] == id(mark) and last[1] == key:
         operand, products.graph_state = last[2:]
         if operand.codes_t.numel() or not transposed:
             return operand
     inputs.last = last = None  # frees the codes before the next are allocated
-    operand = _cast_x(x, products, train, transposed)
+    operand = _cast_x(x, options, transposed)
     products.graph_state = products.x_state
     note(x, "mark", mark := _Mark(inputs))
     inputs.last = id(mark), key, operand, products.x_state
     return operand
 
 
-def _cast_x(x: Tensor, products: Products, train: bool, transposed: bool) -> Operand:
-    fmt, fmt_t, _ = products.formats
+def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
+    fmt, fmt_t, _ = FORMATS[options.formats]
     amax, another = None, transposed and fmt_t is not fmt
-    if products.fp8_recipe == "blockwise":
+    if options.fp8_recipe == "blockwise":
         return _without_t(Operand(*ops.cast_1x128(x, fmt)), transposed)
-    if products.fp8_recipe == "current":
-        amax = None if torch.compiler.is_compiling() else noted(x, "parts")
+    if options.fp8_recipe == "current":
+        amax = noted(x, "parts")
         operand = cast_matrix(x, fmt, True, transposed and not another, amax)
     else:
-        # With one state for one input its casts are equal calls, which a graph with a backward merges.
-        merged = torch.compiler.is_compiling() and transposed
-        state = (merged and products.graph_state) or products.x_state
-        assert state is not None
         # Evaluation takes the next cast's scale, and so does its recomputation.
-        again = train and in_backward()
-        codes, turned, scale = ops.cast_delayed(x, fmt, state.handle, train and not again, again)
+        again = options.train and in_backward()
+        learn = options.train and not again
+        codes, turned, scale = ops.cast_delayed(x, fmt, options.x_state, learn, again)
         operand = _without_t(Operand(codes, scale, turned, scale), transposed)
     if another:
         return Operand(*operand[:2], *cast_matrix(x, fmt_t, False, True, amax)[2:])
@@ -247,7 +248,7 @@ class WeightScale(DelayedState):
 
     def serves(self, weight: Tensor, train: bool) -> bool:
         """Return whether the cast of `weight` that comes now may take the last scale and store a new one."""
-        if torch.compiler.is_compiling() or not train:
+        if ops.is_traced(weight) or not train:
             return train  # in evaluation a weight gets its own scale
         before, self.stream = self.stream, raw_stream(weight)
         # Another stream has not waited for the scale, and a CUDA graph must not start from one that was made before it.
@@ -255,29 +256,26 @@ class WeightScale(DelayedState):
         return known and not capturing(weight) and not torch.is_inference_mode_enabled()
 
 
-def cast_weight(
-    weight: Tensor, products: Products, train: bool, backward: bool, rows: int
-) -> Operand:
+def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> Operand:
     """Cast `weight` as it is now, and return the operand [out, in].
 
     `backward` says that there will be a product for the gradient of the input, which has `rows` rows. The transpose is
     made only if autograd is to keep it for that product (see above); otherwise it is empty.
     """
-    compiling = torch.compiler.is_compiling()
-    if backward and not compiling:
+    if backward and not ops.is_traced(weight):
         # In any process group this may be a whole weight that FSDP gathered, of which a rank must keep nothing.
         ranks = torch.distributed
         backward = rows <= FEW_ROWS and not (ranks.is_available() and ranks.is_initialized())
-    w, turned = weight.detach(), products.turned
-    if products.fp8_recipe == "blockwise":
+    w, turned, products = weight.detach(), options.turned, options.products
+    if options.fp8_recipe == "blockwise":
         blocks = ops.cast_128x128(w, E4M3)
         blocks = (*blocks[2:], *blocks[:2]) if turned else blocks
         return _without_t(Operand(*blocks), backward)
     layouts = not turned or backward, turned or backward
-    state = products.w_state
-    if state is not None and state.serves(weight, train):
+    state, own = STATES.get(options.w_state), isinstance(weight, nn.Parameter)
+    if isinstance(state, WeightScale) and state.serves(weight, options.train):
         plain, plain_t, scale = ops.recast(w, E4M3, state.handle, *layouts)
-    elif compiling or not train or not isinstance(weight, nn.Parameter) or weight.is_inference():
+    elif products is None or not options.train or not own or weight.is_inference():
         plain, scale, plain_t, _ = cast_matrix(w, E4M3, *layouts, rows_to=ALIGNMENT)
     else:
         # Versions miss writes through `.data`, so this is a guess: the kernel checks whether the scale is right.
@@ -315,8 +313,8 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
 
     `learn` says whether its history may take the amax.
     """
-    if options.inputs is not None:
-        options.inputs.last = None
+    if options.products is not None:
+        options.products.inputs.last = None
     fmt = FORMATS[options.formats].g
     if options.fp8_recipe == "current":
         return cast_matrix(grad, fmt, x, w)
@@ -327,7 +325,7 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
     return Operand(codes, scale, turned, scale)
 
 
-def runs(ctx: Any, inputs: int) -> tuple[Sequence[bool], bool]:
+def runs(ctx: Any, inputs: int, grad: Tensor) -> tuple[Sequence[bool], bool]:
     """Return for each of a node's first inputs, x and then weights, whether this backward is to make its gradient.
 
     Others than `ctx.needs_input_grad` says where only a part of the graph runs: `autograd.grad`, and the two halves of
@@ -335,7 +333,7 @@ def runs(ctx: Any, inputs: int) -> tuple[Sequence[bool], bool]:
     a weight's gradient, as no pass does that is not training, or if all weights are frozen.
     """
     needs = ctx.needs_input_grad[:inputs]
-    if not needs[0] or True not in needs[1:] or torch.compiler.is_compiling():
+    if not needs[0] or True not in needs[1:] or ops.is_traced(grad):
         return needs, True
     edges = ctx.next_functions  # read once: torch makes the tuple anew
     now = [need and _will_run(edges[i][0]) for i, need in enumerate(needs)]

@@ -30,7 +30,6 @@ from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
-from fp8stack.kernels.reference.delayed_state import STATES
 from fp8stack.tensor import is_sharded
 
 from . import casts
@@ -50,8 +49,6 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
         products = self.products
-        if torch.compiler.is_compiling() and pays(input, products.least_rows, products.graphed):
-            return fp8_matmul(input, self.weight, self.bias, products, self.training)
         # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
@@ -88,25 +85,34 @@ def fp8_matmul(
     `train` says whether delayed scaling's histories move on.
     """
     check_input(x, weight.shape[0 if products.turned else 1], products.layer)
-    dtype = output_dtype(x)
+    options = products.options(train, output_dtype(x))
+    if torch.compiler.is_compiling():
+        in_graph: Tensor = torch.ops.fp8stack.linear(x, weight, bias, *options[:-2])
+        return in_graph
+    return _multiply(x, weight, bias, options)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Options) -> Tensor:
     grad = torch.is_grad_enabled()
-    x8 = casts.cast_input(x, products, train, grad and weight.requires_grad)
-    w8 = casts.cast_weight(weight, products, train, grad and x.requires_grad, x8.codes.shape[0])
-    probe = products.probe if train and not torch.compiler.is_compiling() else None
-    if probe is not None:
-        probe("x", x, x8.scale, products.formats.x)
-        probe("w", weight, w8.scale, E4M3)
-    if bias is not None and dtype in _FUSED_BIAS:
-        bias = bias.to(dtype)
-    x_scale_t = None if x8.scale_t is x8.scale else x8.scale_t  # torch.compile takes none twice
-    w_scale_t = None if w8.scale_t is w8.scale else w8.scale_t
+    x8 = casts.cast_input(x, options, grad and weight.requires_grad)
+    w8 = casts.cast_weight(weight, options, grad and x.requires_grad, x8.codes.shape[0])
+    if options.probe is not None:
+        options.probe("x", x, x8.scale, casts.FORMATS[options.formats].x)
+        options.probe("w", weight, w8.scale, E4M3)
+    if bias is not None and options.dtype in _FUSED_BIAS:
+        bias = bias.to(options.dtype)
     # What torch does in Python before it calls C++ is for functorch, and takes as long as a launch.
-    slow = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    apply = _Fp8Matmul.apply if slow else _apply
-    result: Tensor = apply(
-        x, weight, bias, *x8[:3], x_scale_t, *w8[:3], w_scale_t, products.options(train, dtype)
-    )
+    apply = _Fp8Matmul.apply if torch._C._are_functorch_transforms_active() else _apply
+    result: Tensor = apply(x, weight, bias, *x8, *w8, options)
     return result
+
+
+# Dynamo traces Python slowly, and this is one call to it. AOTAutograd runs it, so Inductor sees casts and products.
+ops.define_composite(
+    "linear(Tensor x, Tensor weight, Tensor? bias, bool turned, str formats, str fp8_recipe, bool fast, int x_state, "
+    "int w_state, int g_state, bool train, ScalarType dtype) -> Tensor",
+    lambda x, weight, bias, *rest: _multiply(x, weight, bias, casts.Options(*rest)),
+)
 
 
 class _Fp8Matmul(torch.autograd.Function):
@@ -121,24 +127,21 @@ class _Fp8Matmul(torch.autograd.Function):
         x_codes: Tensor,  # [rows, in]; codes are padded, see casts.Operand
         x_scale: Tensor,
         x_codes_t: Tensor,  # [in, rows]
-        x_scale_t: Tensor | None,  # None: x_scale
+        x_scale_t: Tensor,
         w_codes: Tensor,  # [out, in]
         w_scale: Tensor,
         w_codes_t: Tensor,  # [in, out], or empty: backward casts the weight again
-        w_scale_t: Tensor | None,  # None: w_scale
+        w_scale_t: Tensor,
         options: casts.Options,
     ) -> Tensor:  # [..., out]
         ctx.options, dtype = options, options.dtype
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if options.g_state >= 0 and not torch.compiler.is_compiling():
-            ctx.g_state = STATES[options.g_state]  # backward may outlive the layer
         # The weight is saved for its version counter too: backward after a step is an error, as without FP8. It is not
         # where the input needs no gradient: torch swaps no parameter that a graph has saved.
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
-        x_saved = x_codes_t, x_scale if x_scale_t is None else x_scale_t
-        w_saved = w_codes_t, w_scale if w_scale_t is None else w_scale_t
-        ctx.save_for_backward(*x_saved, *w_saved, weight if x.requires_grad else None)
+        saved = x_codes_t, x_scale_t, w_codes_t, w_scale_t
+        ctx.save_for_backward(*saved, weight if x.requires_grad else None)
         size = weight.shape[1] if options.turned else weight.shape[0]
         # The product can add the bias where it has one scale a tensor and no padding.
         added = bias if size % ALIGNMENT == 0 and w_scale.ndim == 0 else None
@@ -176,7 +179,7 @@ _TWICE = (
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
-    (need_x, need_w, need_b), learn = casts.runs(ctx, 3)
+    (need_x, need_w, need_b), learn = casts.runs(ctx, 3, grad)
     options: casts.Options = ctx.options
     dx = dw = db = None
     if need_x or need_w:

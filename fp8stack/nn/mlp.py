@@ -19,7 +19,7 @@ Limits: blocks with biases need sizes in multiples of 16.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.activation import ACTIVATIONS
 from fp8stack.kernels.reference.cast import ALIGNMENT
-from fp8stack.kernels.reference.delayed_state import STATES
 
 from . import casts, linear
 from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
@@ -89,6 +88,7 @@ def _can_join(layers: list[Any]) -> bool:
         and (layer.bias is None) is (layers[0].bias is None)
         and layer.training is layers[0].training
         and layer.products.name == layers[0].products.name
+        and layer.products.fast is layers[0].products.fast
         and layer.products.fp8_recipe == layers[0].products.fp8_recipe
         and layer.products.fp8_recipe in ("current", "delayed")
         and layer.products.formats.x is E4M3
@@ -166,24 +166,56 @@ def _is_formula(found: Any, x: Tensor, layers: list[nn.Linear], activation: str)
 def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
     first = layers[0]
     linear.check_input(x, first.weight.shape[1], first.products.layer)
-    train = first.training
-    grad = torch.is_grad_enabled()
     dtype = linear.output_dtype(x)
-    x8 = casts.cast_input(x, first.products, train, grad)
+    options = [layer.products.options(first.training, dtype) for layer in layers]
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    if torch.compiler.is_compiling():
+        states = [s for each in options for s in (each.x_state, each.w_state, each.g_state)]
+        how = options[0].formats, options[0].fp8_recipe, options[0].fast, first.training, dtype
+        in_graph: Tensor = torch.ops.fp8stack.mlp(x, weights, biases, activation, states, *how)
+        return in_graph
+    return _compute(x, weights, biases, activation, options)
+
+
+def _compute(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    activation: str,
+    options: list[casts.Options],
+) -> Tensor:
+    grad = torch.is_grad_enabled()
+    x8 = casts.cast_input(x, options[0], grad)
     operands: list[Tensor] = []
-    for layer in layers:
-        w8 = casts.cast_weight(layer.weight, layer.products, train, grad, x8.codes.shape[0])
-        operands += w8[:3]
+    for weight, own in zip(weights, options, strict=True):
+        operands += casts.cast_weight(weight, own, grad, x8.codes.shape[0])[:3]
+    state, train, dtype = options[-1].x_state, options[0].train, options[0].dtype
     again = train and casts.in_backward()
-    state = layers[-1].products.x_state
-    h_scaling = ([] if state is None else [state.handle], train and not again, again)
-    # in the dtype to which autocast casts those of torch's layers
-    biases = [layer.bias.to(dtype) for layer in layers if layer.bias is not None]
-    options = tuple(layer.products.options(train, dtype) for layer in layers)
+    h_scaling = ([] if state < 0 else [state], train and not again, again)
+    biases = [bias.to(dtype) for bias in biases]  # to which autocast casts those of torch's layers
     settings = activation, len(biases) > 0, h_scaling, options
-    weights = (layer.weight for layer in layers)
     result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
     return result
+
+
+def _in_graph(
+    x: Any, weights: Any, biases: Any, activation: str, states: Any, *rest: Any
+) -> Tensor:
+    formats, fp8_recipe, fast, train, dtype = rest
+    options = [
+        casts.Options(False, formats, fp8_recipe, fast, x_state, w_state, g_state, train, dtype)
+        for x_state, w_state, g_state in zip(*[iter(states)] * 3, strict=True)
+    ]
+    return _compute(x, weights, biases, activation, options)
+
+
+# as a layer is one operator, see `linear.py`; `states` are x_state, w_state and g_state of each layer
+ops.define_composite(
+    "mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, int[] states, str formats, str fp8_recipe, "
+    "bool fast, bool train, ScalarType dtype) -> Tensor",
+    _in_graph,
+)
 
 
 class _MLP(torch.autograd.Function):
@@ -218,9 +250,6 @@ class _MLP(torch.autograd.Function):
         )
         ctx.settings, ctx.x_shape, ctx.x_dtype = settings, x.shape, x.dtype
         ctx.unused = len(given) - count * (1 + biased) + 1
-        if h_scaling[0] and not torch.compiler.is_compiling():
-            # Backward may outlive the layers.
-            ctx.g_states = [STATES[each.g_state] for each in options]
         ctx.save_for_backward(
             x_codes_t, x_scale, h_scale, *inputs, *weights, *operands[2::3], *scales
         )
@@ -237,7 +266,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, h_scale, *saved = ctx.saved_tensors
     inputs, saved = saved[: count - 1], saved[count - 1 :]
     weights, codes, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
-    (need_x, *need), learn = casts.runs(ctx, 1 + count)
+    (need_x, *need), learn = casts.runs(ctx, 1 + count, grad)
     need_b = ctx.needs_input_grad[1 + count : 1 + 2 * count] if biased else [False] * count
     gradients: list[Tensor | None] = [None] * (count * (1 + biased))
     d = casts.cast_gradient(grad, options[-1], True, need[-1], learn)

@@ -98,7 +98,8 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     codes, fp8 = 0, []
     for name, module in model.named_modules():
         if recipe is not None and isinstance(module, Fp8Linear):
-            cast = cast_weight(module.weight, Products(recipe), train=False, backward=True, rows=0)
+            how = Products(recipe).options(False, module.weight.dtype)
+            cast = cast_weight(module.weight, how, True, 0)
             codes += cast.codes_t.nbytes + cast.scale_t.nbytes
             fp8.append(name)
         elif isinstance(module, nn.Linear) and (

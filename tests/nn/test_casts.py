@@ -284,8 +284,8 @@ def test_a_weight_keeps_its_scale_until_it_misfits(turned, rows, warm, device):
         assert scale_of(layer) == scale
         both = reference.recast(layer.weight.detach().cpu(), E4M3, torch.tensor(scale))[:2]
         codes, codes_t = (c.to(device) for c in (both[::-1] if turned else both))
-        made = casts.cast_weight(layer.weight, products, True, True, 16)
         options = products.options(True, x.dtype)
+        made = casts.cast_weight(layer.weight, options, True, 16)
         later = casts.weight_for_backward(layer.weight, made.codes_t, made.scale, options)
         assert_same_bits([made.codes, later[0]], [codes, codes_t])
         assert float(later[1]) == scale

@@ -131,21 +131,14 @@ def test_compiled_graphs_have_numbers_of_their_own(by_size):
     seen = []
 
     def backend(graph, _):
-        seen.append(
-            any(
-                "_scaled_mm" in str(node.target)
-                or "Fp8Matmul" in str(node)
-                or "autograd_function" in str(node.target)
-                for node in graph.graph.nodes
-            )
-        )
+        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         return graph
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend=backend, dynamic=False)
     for rows, fp8 in ((5, False), (6, True), (8, True)):
         compiled(torch.randn(rows, 32, dtype=torch.bfloat16))
-        assert seen[-1] is fp8
+        assert (seen[-1] == ["fp8stack.linear"]) is fp8  # one call, which takes Dynamo little time
 
 
 def test_inputs_without_rows_are_refused_as_ever(by_size):
