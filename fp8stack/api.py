@@ -244,8 +244,7 @@ def session_of(model: nn.Module) -> Session:
     """Return the record of the call that initialized `model`; raise ModelError if there was none."""
     if model not in _MODELS:
         raise errors.ModelError("this model was not initialized: call fp8stack.initialize first.")
-    session: Session = model.__dict__[_KEPT]
-    return session
+    return model.__dict__[_KEPT]  # type: ignore[no-any-return]
 
 
 def sessions_in(model: nn.Module) -> dict[nn.Module, Session]:

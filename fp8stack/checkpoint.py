@@ -225,8 +225,7 @@ def load(
     elif optimizer is not None:
         optimizer.load_state_dict(packed)
     restore_scaling(model, scaling)
-    extra: dict[str, Any] = contents["extra"]
-    return extra
+    return contents["extra"]
 
 
 def _masters_in(

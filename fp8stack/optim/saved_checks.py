@@ -191,8 +191,7 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: T
     trial.load_state_dict({"state": {}, "param_groups": [{**group, "params": [0]}]})
     small.grad = torch.zeros_like(small)
     trial.step(lambda: 0.0)
-    state: State = trial.state[small]
-    return state
+    return dict(trial.state[small])
 
 
 # --- states

@@ -32,8 +32,7 @@ def local(x: Tensor) -> Tensor:
     if not is_sharded(x):
         return x
     with torch.no_grad():
-        part: Tensor = x.to_local()  # type: ignore[attr-defined]
-    return part
+        return x.to_local()  # type: ignore[attr-defined, no-any-return]
 
 
 @torch.no_grad()

@@ -181,9 +181,8 @@ def decode_moment(name: str, state: State, shape: torch.Size) -> Tensor | None:
     """Return the moment in float32, or None if the state has none of this name."""
     if not has_moment(name, state):
         return None
-    if state.get(name) is not None:
-        value: Tensor = state[name].float()
-        return value
+    if isinstance(value := state.get(name), Tensor):
+        return value.float()
     codes, scale = state[f"{name}_code"], state[f"{name}_scale"]
     # Codes may be on the host, paged or offloaded, where such a scale is not.
     if scale.ndim == 0:
