@@ -93,12 +93,11 @@ def activations(
     qkv = "q" if shape.joint_qkv else "qkv"  # a joint one takes its input once
     statistics = 4 if shape.rms else 8
     norm = r * h + statistics
-    attention = inputs(h, *(f"{first}{name}_proj" for name in qkv))
     written_out = c == 4 and shape.kv_heads != shape.heads
     scores = 4 * shape.heads * seq * written_out
     qkv_o = 4 * c * q if written_out else c * 2 * (q + shape.kv_dim) + 4 * shape.heads
-    attention += qkv_o + scores
-    attention += inputs(q, f"{first}o_proj", kept=True)
+    attention = qkv_o + scores + inputs(q, f"{first}o_proj", kept=True)
+    attention += inputs(h, *(f"{first}{name}_proj" for name in qkv))
     each = c * shape.head_dim + statistics
     attention += shape.qk_norm * (shape.heads + shape.kv_heads) * each
     up = ("gate_proj", "up_proj") if shape.gated else ("up_proj",)
