@@ -29,7 +29,7 @@ from fp8stack.formats import E4M3, MiniFloat
 
 from .cast_delayed import cast_rows, note_amax, state_scale, take_amax
 from .fp8 import bits_of_magnitude, casts_in_hardware, reciprocal, scale_and_inverse
-from .launch import Launcher
+from .launch import Launcher, next_power_of_2
 from .reference.activation import CUBE, ROOT
 from .reference.activation import FLAT as NEAR
 from .reference.cast import TOKENS, aligned
@@ -291,7 +291,7 @@ def _run(
     notes = [state.parts_on(device) for state in states]
     seed, margin = any(s.casts <= SEEDED for s in states), states[0].margin if states else 0
     tiles = -(-gate.numel() // FLAT)
-    parts = min(PARTS, triton.next_power_of_2(tiles))
+    parts = min(PARTS, next_power_of_2(tiles))
     even, hardware = rows % ROWS == 0 and cols % COLS == 0, casts_in_hardware(device)
     found = a_scale  # not read, unless
     if seed or not states:

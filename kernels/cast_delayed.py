@@ -20,7 +20,7 @@ from fp8stack.formats import MiniFloat
 
 from .cast import COLS, ROWS, prepare
 from .fp8 import bits_of_magnitude, encode_ocp, reciprocal, scale_and_inverse
-from .launch import Launcher
+from .launch import Launcher, next_power_of_2
 from .reference.cast import TOKENS, Cast
 from .reference.delayed_state import HEADER, NOTES, SEEDED, STATES, DelayedState
 from .transpose_tiles import load_float, magnitude, place_tile, store_both
@@ -167,5 +167,5 @@ def take_amax(of: DelayedState, fmt: MiniFloat, scale: Tensor) -> None:
     _launch_update(
         (1, 1, 1),
         of.on(device), of.parts_on(device), scale, of.history, 2.0**of.margin,
-        of.most_recent, fmt.mantissa_bits, triton.next_power_of_2(of.history), NOTES,
+        of.most_recent, fmt.mantissa_bits, next_power_of_2(of.history), NOTES,
     )  # fmt: skip

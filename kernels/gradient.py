@@ -75,7 +75,7 @@ def accumulate_blocks(
     elif scale.numel():
         cols = rows_cols(codes.shape)[1]
         _launch(
-            (triton.cdiv(scale.numel(), BLOCKS), 1, 1),
+            (-(-scale.numel() // BLOCKS), 1, 1),
             codes.view(torch.uint8), scale, residual_codes.view(torch.uint8), residual_scale, x.contiguous(),
             scale.numel(), -(-cols // BLOCK), cols, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip

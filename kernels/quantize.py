@@ -117,7 +117,7 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
         cols = rows_cols(x.shape)[1]
         codec = "" if fmt in (E4M3, E5M2) else fmt.name
         _launch_quantize(
-            (triton.cdiv(scale.numel(), BLOCKS), 1, 1), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
+            (-(-scale.numel() // BLOCKS), 1, 1), x, codes, scale, scale.numel(), -(-cols // BLOCK), cols,
             fmt.mantissa_bits, fmt.squared, codec, casts_in_hardware(x.device), cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
 
@@ -172,7 +172,7 @@ def dequantize_blocks(
         codes, scale = codes.contiguous().view(torch.uint8), scale.contiguous()
         cols = rows_cols(codes.shape)[1]
         _launch_dequantize(
-            (triton.cdiv(scale.numel(), BLOCKS), 1, 1), codes, scale, out, scale.numel(), -(-cols // BLOCK), cols,
+            (-(-scale.numel() // BLOCKS), 1, 1), codes, scale, out, scale.numel(), -(-cols // BLOCK), cols,
             fmt.mantissa_bits, fmt.min_exponent, fmt.signed, fmt.squared, cols % BLOCK == 0, BLOCKS,
         )  # fmt: skip
     return out

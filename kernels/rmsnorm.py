@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import bits_of_magnitude, round_to, store_rounded
-from .launch import Launcher
+from .launch import Launcher, next_power_of_2
 from .reference import rmsnorm as reference
 
 PARTS = 1024  # programs forward, each with a part; a power of two
@@ -122,7 +122,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tens
     x, weight = x.contiguous(), weight.contiguous()
     rows = x.numel() // cols
     height, width, tiles, warps = _tiling(rows, cols)
-    programs = min(PARTS, triton.next_power_of_2(tiles))
+    programs = min(PARTS, next_power_of_2(tiles))
     y, rstd = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     parts = x.new_empty(programs, dtype=torch.int32)
     _launch_forward[warps](
@@ -151,6 +151,6 @@ def rmsnorm_backward(
         dy, x, weight, rstd, dx, sums, rows, cols, -(-tiles // programs), need_weight, height, width,
     )  # fmt: skip
     if dweight is not None:
-        height = triton.next_power_of_2(programs)
+        height = next_power_of_2(programs)
         _launch_sums((-(-cols // SUMMED), 1, 1), sums, dweight, programs, cols, height, SUMMED)
     return dx, dweight

@@ -45,6 +45,6 @@ def widened_sum(first: Tensor, *others: Tensor) -> Tensor:
     if not out.numel():
         return out
     filled = (*given, *[given[0]] * (reference.MOST - len(given)))
-    programs = triton.cdiv(out.numel(), ELEMENTS)
+    programs = -(-out.numel() // ELEMENTS)
     _launch((programs, 1, 1), *filled, out, out.numel(), len(given), ELEMENTS)
     return out

@@ -25,6 +25,12 @@ def autocast_is_on(x: Tensor) -> bool:
     return torch.is_autocast_enabled("cuda" if x.is_cuda else x.device.type)
 
 
+def output_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that `nn.Linear` would give for this input: autocast's where it is on, else the input's."""
+    device = "cuda" if x.is_cuda else x.device.type  # the name takes longer than the rest
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def stored_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias in the dtype of x or autocast's, whatever the weight is stored in."""
     if not autocast_is_on(x):  # which casts both itself

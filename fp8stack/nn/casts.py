@@ -87,9 +87,9 @@ class Products:
     graph_state: Any = None  # x_state of the layer that cast this layer's last input in eager mode
     probe: Any = None  # a monitor's, while it samples: monitor.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale
-    # Layers that read this one's input in bfloat16, if it is the first: those that there are copies for, and those that
-    # were counted since: narrow.py
-    readers = counted = 1
+    # Layers that read this one's input in bfloat16, if it is the first: those that there are copies for, those that
+    # were counted since, and whether it was alone twice in a row: narrow.py
+    readers, counted, alone = 0, 1, False
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.tensor import is_sharded
 
 from . import casts
-from .bf16_storage import stored_linear
+from .bf16_storage import output_dtype, stored_linear
 from .narrow import narrowed
 from .select import pays
 
@@ -48,15 +48,16 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        products = self.products
+        products, compiled = self.products, torch.compiler.is_compiling()
         # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
-            if pays(input, products.least_rows, products.graphed):
+            if pays(input, products.least_rows, compiled or products.graphed):
                 return fp8_matmul(input, self.weight, self.bias, products, self.training)
-            if input.dtype is torch.float32:
-                input = narrowed(input, products, output_dtype(input))
-            return stored_linear(input, self.weight, self.bias)
+            if compiled or input.dtype is not torch.float32:
+                return stored_linear(input, self.weight, self.bias)
+            # Autocast is on, or it would pay.
+            return nn.functional.linear(narrowed(input, products), self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.products}"
@@ -296,9 +297,3 @@ def title(layer: str) -> str:
 
 def _skip(layer: str) -> str:
     return f'skip=["{layer}"]' if layer else "skip=[...]"
-
-
-def output_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype that `nn.Linear` would give for this input: autocast's where it is on, else the input's."""
-    device = "cuda" if x.is_cuda else x.device.type  # the name takes longer than the rest
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -32,6 +32,7 @@ from fp8stack.kernels.reference.activation import ACTIVATIONS
 from fp8stack.kernels.reference.cast import ALIGNMENT
 
 from . import casts, linear
+from .bf16_storage import output_dtype
 from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
 from .rmsnorm import fuse_norms
 from .select import least_rows_of_mlp, pays
@@ -73,9 +74,14 @@ class FusedMLP(Fused):
         # What was replaced or added since, has a hook or drops values is called.
         if formula is not None and inner == formula.children and len(given) == 1 and not named:
             layers: list[Any] = [inner[name] for name in formula.layers]
-            changed = any(has_hooks(m) or vars(m).get("p") for m in inner.values() if m)
-            pay = (pays(given[0], m.products.least_rows, m.products.graphed) for m in layers)
-            if not changed and _can_join(layers) and all(pay):
+            compiled = torch.compiler.is_compiling()
+            pay = (
+                type(m) is linear.Fp8Linear
+                and pays(given[0], m.products.least_rows, compiled or m.products.graphed)
+                for m in layers
+            )
+            changed = (has_hooks(m) or vars(m).get("p") for m in inner.values() if m)
+            if all(pay) and not any(changed) and _can_join(layers):
                 return _mlp(given[0], layers, formula.activation)
         result: Tensor = self.plain_forward(*given, **named)
         return result
@@ -166,7 +172,7 @@ def _is_formula(found: Any, x: Tensor, layers: list[nn.Linear], activation: str)
 def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
     first = layers[0]
     linear.check_input(x, first.weight.shape[1], first.products.layer)
-    dtype = linear.output_dtype(x)
+    dtype = output_dtype(x)
     options = [layer.products.options(first.training, dtype) for layer in layers]
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]

@@ -12,7 +12,7 @@ activation is kept for backward in the place of several.
 
 Limits: an input with one reader is torch's to cast. Leaves of autograd are cast by each layer, see `notes.py`; writes
 through `.data` to what is no leaf, between two readers, are not seen. In the first step each layer casts for itself,
-and is counted.
+and is counted; one that was alone twice in a row is not looked at again.
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ from torch import Tensor
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.widen import MOST
 
+from .bf16_storage import output_dtype
 from .casts import Products, in_backward
 from .notes import note, noted
 
 
-def narrowed(x: Tensor, products: Products, dtype: torch.dtype) -> Tensor:
-    """Return `x`, float32, in `dtype`, autocast's, if layers share it; else `x` itself, for autocast to cast."""
-    if dtype is torch.float32 or x.is_leaf or type(x) is not Tensor:
+def narrowed(x: Tensor, products: Products) -> Tensor:
+    """Return `x`, float32, in autocast's dtype if layers share it; else `x` itself, for autocast to cast."""
+    if products.alone or x.is_leaf or type(x) is not Tensor:
         return x
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _is_transformed():
-        return x
-    forward = not in_backward()  # else it is a recomputation
     # how the layer multiplies that came first, and the copies that are left
     first, copies = noted(x, "narrow") or (None, [])
-    if first is None or (not copies and first.counted == MOST):
+    if not copies:
+        if not torch.is_grad_enabled() or _is_transformed():
+            return x
+        forward = not in_backward()  # else it is a recomputation
+        if first is not None and first.counted < MOST:
+            first.counted += forward
+            return x
         if forward:
+            products.alone = products.readers == products.counted == 1
             products.readers = products.counted
-        copies = [*_apply(x, dtype, products.readers)] if products.readers > 1 else []
+        dtype, count = output_dtype(x), products.readers
+        copies = [*_apply(x, dtype, count)] if count > 1 and dtype is not torch.float32 else []
         note(x, "narrow", (products, copies))
-    elif forward and not copies:
-        first.counted += 1
-    return copies.pop(0) if copies and copies[0].dtype is dtype else x
+    return copies.pop(0) if copies and copies[0].dtype is output_dtype(x) else x
 
 
 def _is_transformed() -> bool:

@@ -105,17 +105,16 @@ def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
     }  # fmt: skip
 
 
-def pays(x: Tensor, least: LeastRows | None, graphed: bool = False) -> bool:
+def pays(x: Tensor, least: LeastRows | None, compiled: bool = False) -> bool:
     """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8.
 
-    `graphed`: its launches cost the host no time, as under torch.compile.
+    `compiled`: its launches cost the host no time, as in a CUDA graph.
     """
     if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
     wide = x.dtype is torch.float32
     if wide and not autocast_is_on(x):
         return True
-    compiled = graphed or torch.compiler.is_compiling()
     return x.numel() // max(x.shape[-1], 1) >= least[wide + 2 * compiled]
 
 

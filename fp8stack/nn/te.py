@@ -47,8 +47,9 @@ from fp8stack.capability import load_te
 from fp8stack.errors import Fp8StackWarning, UnsupportedDeviceError
 from fp8stack.levels import Recipe
 
+from .bf16_storage import output_dtype
 from .casts import in_backward
-from .linear import check_input, output_dtype, title
+from .linear import check_input, title
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 """By recipe: every dimension of a product must be a multiple of this."""

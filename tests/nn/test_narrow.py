@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8stack import initialize
-from fp8stack.nn.narrow import narrowed
+from fp8stack.nn import narrow
 from fp8stack.nn.notes import noted
 from fp8stack.nn.select import NEVER
 
@@ -196,11 +196,20 @@ def test_an_input_can_be_saved(pair):
     assert noted(loaded, "narrow") is None
 
 
-def test_what_needs_no_cast_is_left_alone(pair):
-    products = pair()[1].layers[0].products
-    leaf = torch.ones(2, requires_grad=True)
-    inner = leaf * 1
-    for x, dtype in ((leaf, torch.bfloat16), (inner, torch.float32)):
-        assert narrowed(x, products, dtype) is x
+def test_what_needs_no_cast_is_left_alone(pair, monkeypatch):
+    _, ours, x = pair()
+    assert len([step(ours, x) for _ in range(2)]) == 2  # its readers are known
+    products, leaf = ours.layers[0].products, torch.ones(2, requires_grad=True)
+    monkeypatch.setattr(narrow, "output_dtype", lambda x: torch.float32)
+    for x in (leaf, leaf * 1):
+        assert narrow.narrowed(x, products) is x
+    monkeypatch.undo()
     with torch.no_grad():
-        assert narrowed(inner, products, torch.bfloat16) is inner
+        assert narrow.narrowed(x, products) is x
+
+
+def test_a_layer_that_is_always_alone_is_not_looked_at_again(pair):
+    _, ours, x = pair(readers=1)
+    for alone in (False, True, True):
+        step(ours, x)
+        assert ours.layers[0].products.alone is alone
