@@ -9,6 +9,8 @@ An entry of the list is a call of `_operator`. It names
 Arguments and defaults are the reference's. A format travels by its name, and a `DelayedState` is named by its handle
 everywhere, as a schema knows no objects.
 
+Layers that consist of operators are operators too (`define_composite`), whose parts torch.compile sees.
+
 The Triton kernel of an operator is launched by the function of the same name in the file of the same name: for
 `reference/cast.py` and its `cast` that is `cast` in `cast.py`. It is imported when a GPU first needs it. No other file
 imports modules of fp8stack late; here it has to be, since those modules import Triton.
