@@ -29,6 +29,8 @@ cast behind it a pass over the values.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,7 @@ from fp8stack.kernels.ops import raw_stream
 from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS
 from fp8stack.kernels.reference.delayed_state import STATES, DelayedState
 from fp8stack.levels import Recipe
+from fp8stack.version import __version__
 
 from .notes import capturing, moment, note, noted
 from .select import LeastRows
@@ -58,6 +61,17 @@ FORMATS = {
     "e4m3": Formats(E4M3, E4M3, E4M3),
     "e5m2": Formats(E5M2, E4M3, E5M2),
 }
+
+
+def _digest() -> str:
+    """Return a digest of the sources that are traced into graphs, for the key of torch.compile's cache on disk."""
+    folder = Path(__file__).parent
+    files = [*folder.glob("*.py"), *folder.parent.glob("kernels/reference/*.py")]
+    files += [folder.parent / "kernels" / "ops.py", folder.parent / "formats.py"]
+    return sha256(b"".join(f.read_bytes() for f in sorted(files) if f.exists())).hexdigest()[:16]
+
+
+DIGEST = f"{__version__} {_digest()}"
 
 FEW_ROWS = 4096
 """Up to this many rows of input, forward makes and keeps the weight's codes for backward."""
@@ -78,6 +92,14 @@ class Options(NamedTuple):
     products: Products | None = None  # whose histories live as long as this; None in a graph
     probe: Any = None  # a monitor's, while it samples; None in a graph
 
+    def traced(self, x: Tensor) -> bool:
+        """Return whether `x` stands for a tensor of a graph that is being made."""
+        return torch.compiler.is_compiling() if self.products else ops.is_traced(x)
+
+    def recomputes(self, x: Tensor) -> bool:
+        """Return whether a backward runs the forward of `x` again. What a graph is made in says nothing of its runs."""
+        return self.train and not self.traced(x) and in_backward()
+
 
 class Products:
     """How the products of a layer are made: formats, the recipe of their scales, and its histories."""
@@ -88,8 +110,8 @@ class Products:
     probe: Any = None  # a monitor's, while it samples: monitor.py
     last_weight: tuple[Any, Tensor] | None = None  # the weight's last cast: a key, and the scale
     # Layers that read this one's input in bfloat16, if it is the first: those that there are copies for, those that
-    # were counted since, and whether it was alone twice in a row: narrow.py
-    readers, counted, alone = 0, 1, False
+    # were counted since, and how many steps in a row it was alone: narrow.py
+    readers, counted, alone = 1, 1, -1
 
     def __init__(
         self,
@@ -120,10 +142,10 @@ class Products:
                 for state in (self.x_state, self.g_state, self.w_state):
                     state.on(device)
 
-    def options(self, train: bool, dtype: torch.dtype) -> Options:
-        """Return the settings that forward and backward need."""
+    def options(self, train: bool, dtype: torch.dtype, backward: bool = False) -> Options:
+        """Return the settings that forward and backward need; `backward`: there will be one, to x or a weight."""
         # With one state for one input its casts are equal calls, which a graph with a backward merges.
-        merged = torch.compiler.is_compiling() and torch.is_grad_enabled()
+        merged = backward and torch.compiler.is_compiling() and torch.is_grad_enabled()
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
@@ -219,7 +241,7 @@ def _cast_x(x: Tensor, options: Options, transposed: bool) -> Operand:
         operand = cast_matrix(x, fmt, True, transposed and not another, amax)
     else:
         # Evaluation takes the next cast's scale, and so does its recomputation.
-        again = options.train and in_backward()
+        again = options.recomputes(x)
         learn = options.train and not again
         codes, turned, scale = ops.cast_delayed(x, fmt, options.x_state, learn, again)
         operand = _without_t(Operand(codes, scale, turned, scale), transposed)
@@ -246,10 +268,10 @@ class WeightScale(DelayedState):
     def __reduce__(self) -> Any:
         return WeightScale, ()
 
-    def serves(self, weight: Tensor, train: bool) -> bool:
+    def serves(self, weight: Tensor, options: Options) -> bool:
         """Return whether the cast of `weight` that comes now may take the last scale and store a new one."""
-        if ops.is_traced(weight) or not train:
-            return train  # in evaluation a weight gets its own scale
+        if options.traced(weight) or not options.train:
+            return options.train  # in evaluation a weight gets its own scale
         before, self.stream = self.stream, raw_stream(weight)
         # Another stream has not waited for the scale, and a CUDA graph must not start from one that was made before it.
         known = before is None or before == self.stream
@@ -262,7 +284,7 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
     `backward` says that there will be a product for the gradient of the input, which has `rows` rows. The transpose is
     made only if autograd is to keep it for that product (see above); otherwise it is empty.
     """
-    if backward and not ops.is_traced(weight):
+    if backward and not options.traced(weight):
         # In any process group this may be a whole weight that FSDP gathered, of which a rank must keep nothing.
         ranks = torch.distributed
         backward = rows <= FEW_ROWS and not (ranks.is_available() and ranks.is_initialized())
@@ -273,7 +295,7 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
         return _without_t(Operand(*blocks), backward)
     layouts = not turned or backward, turned or backward
     state, own = STATES.get(options.w_state), isinstance(weight, nn.Parameter)
-    if isinstance(state, WeightScale) and state.serves(weight, options.train):
+    if isinstance(state, WeightScale) and state.serves(weight, options):
         plain, plain_t, scale = ops.recast(w, E4M3, state.handle, *layouts)
     elif products is None or not options.train or not own or weight.is_inference():
         plain, scale, plain_t, _ = cast_matrix(w, E4M3, *layouts, rows_to=ALIGNMENT)
@@ -325,7 +347,7 @@ def cast_gradient(grad: Tensor, options: Options, x: bool, w: bool, learn: bool)
     return Operand(codes, scale, turned, scale)
 
 
-def runs(ctx: Any, inputs: int, grad: Tensor) -> tuple[Sequence[bool], bool]:
+def runs(ctx: Any, inputs: int, traced: bool) -> tuple[Sequence[bool], bool]:
     """Return for each of a node's first inputs, x and then weights, whether this backward is to make its gradient.
 
     Others than `ctx.needs_input_grad` says where only a part of the graph runs: `autograd.grad`, and the two halves of
@@ -333,7 +355,7 @@ def runs(ctx: Any, inputs: int, grad: Tensor) -> tuple[Sequence[bool], bool]:
     a weight's gradient, as no pass does that is not training, or if all weights are frozen.
     """
     needs = ctx.needs_input_grad[:inputs]
-    if not needs[0] or True not in needs[1:] or ops.is_traced(grad):
+    if not needs[0] or True not in needs[1:] or traced:
         return needs, True
     edges = ctx.next_functions  # read once: torch makes the tuple anew
     now = [need and _will_run(edges[i][0]) for i, need in enumerate(needs)]

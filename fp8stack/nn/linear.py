@@ -89,9 +89,10 @@ def fp8_matmul(
     `train` says whether delayed scaling's histories move on.
     """
     check_input(x, weight.shape[0 if products.turned else 1], products.layer)
-    options = products.options(train, output_dtype(x))
+    backward = x.requires_grad or weight.requires_grad
+    options = products.options(train, output_dtype(x), backward)
     if torch.compiler.is_compiling():
-        in_graph: Tensor = torch.ops.fp8stack.linear(x, weight, bias, *options[:-2])
+        in_graph: Tensor = torch.ops.fp8stack.linear(x, weight, bias, casts.DIGEST, *options[:-2])
         return in_graph
     return _multiply(x, weight, bias, options)
 
@@ -112,9 +113,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Opt
 
 
 ops.define_composite(
-    "linear(Tensor x, Tensor weight, Tensor? bias, bool turned, str formats, str fp8_recipe, bool fast, int x_state, "
-    "int w_state, int g_state, bool train, ScalarType dtype) -> Tensor",
-    lambda x, weight, bias, *rest: _multiply(x, weight, bias, casts.Options(*rest)),
+    "linear(Tensor x, Tensor weight, Tensor? bias, str digest, bool turned, str formats, str fp8_recipe, bool fast, "
+    "int x_state, int w_state, int g_state, bool train, ScalarType dtype) -> Tensor",
+    lambda x, weight, bias, _, *options: _multiply(x, weight, bias, casts.Options(*options)),
 )
 
 
@@ -182,8 +183,8 @@ _TWICE = (
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, w_codes, w_scale, weight = ctx.saved_tensors
-    (need_x, need_w, need_b), learn = casts.runs(ctx, 3, grad)
     options: casts.Options = ctx.options
+    (need_x, need_w, need_b), learn = casts.runs(ctx, 3, options.traced(grad))
     dx = dw = db = None
     if need_x or need_w:
         g = casts.cast_gradient(grad, options, need_x, need_w, learn)

@@ -173,13 +173,15 @@ def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
     first = layers[0]
     linear.check_input(x, first.weight.shape[1], first.products.layer)
     dtype = output_dtype(x)
-    options = [layer.products.options(first.training, dtype) for layer in layers]
     weights = [layer.weight for layer in layers]
+    backward = x.requires_grad or any(weight.requires_grad for weight in weights)
+    options = [layer.products.options(first.training, dtype, backward) for layer in layers]
     biases = [layer.bias for layer in layers if layer.bias is not None]
     if torch.compiler.is_compiling():
         states = [s for each in options for s in (each.x_state, each.w_state, each.g_state)]
         how = options[0].formats, options[0].fp8_recipe, options[0].fast, first.training, dtype
-        in_graph: Tensor = torch.ops.fp8stack.mlp(x, weights, biases, activation, states, *how)
+        tensors = x, weights, biases, casts.DIGEST
+        in_graph: Tensor = torch.ops.fp8stack.mlp(*tensors, activation, states, *how)
         return in_graph
     return _compute(x, weights, biases, activation, options)
 
@@ -196,9 +198,8 @@ def _compute(
     operands: list[Tensor] = []
     for weight, own in zip(weights, options, strict=True):
         operands += casts.cast_weight(weight, own, grad, x8.codes.shape[0])[:3]
-    state, train, dtype = options[-1].x_state, options[0].train, options[0].dtype
-    again = train and casts.in_backward()
-    h_scaling = ([] if state < 0 else [state], train and not again, again)
+    state, dtype, again = options[-1].x_state, options[0].dtype, options[0].recomputes(x)
+    h_scaling = ([] if state < 0 else [state], options[0].train and not again, again)
     biases = [bias.to(dtype) for bias in biases]  # to which autocast casts those of torch's layers
     settings = activation, len(biases) > 0, h_scaling, options
     result: Tensor = _MLP.apply(x, *weights, *biases, *x8[:3], *operands, settings)
@@ -206,9 +207,18 @@ def _compute(
 
 
 def _in_graph(
-    x: Any, weights: Any, biases: Any, activation: str, states: Any, *rest: Any
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    _: str,  # of the sources, see `casts.DIGEST`
+    activation: str,
+    states: list[int],  # x_state, w_state and g_state of each layer
+    formats: str,
+    fp8_recipe: str,
+    fast: bool,
+    train: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    formats, fp8_recipe, fast, train, dtype = rest
     options = [
         casts.Options(False, formats, fp8_recipe, fast, x_state, w_state, g_state, train, dtype)
         for x_state, w_state, g_state in zip(*[iter(states)] * 3, strict=True)
@@ -216,10 +226,10 @@ def _in_graph(
     return _compute(x, weights, biases, activation, options)
 
 
-# as a layer is one operator, see `linear.py`; `states` are x_state, w_state and g_state of each layer
+# as a layer is one operator, see `linear.py`
 ops.define_composite(
-    "mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, int[] states, str formats, str fp8_recipe, "
-    "bool fast, bool train, ScalarType dtype) -> Tensor",
+    "mlp(Tensor x, Tensor[] weights, Tensor[] biases, str digest, str activation, int[] states, str formats, "
+    "str fp8_recipe, bool fast, bool train, ScalarType dtype) -> Tensor",
     _in_graph,
 )
 
@@ -272,7 +282,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes_t, x_scale, h_scale, *saved = ctx.saved_tensors
     inputs, saved = saved[: count - 1], saved[count - 1 :]
     weights, codes, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
-    (need_x, *need), learn = casts.runs(ctx, 1 + count, grad)
+    (need_x, *need), learn = casts.runs(ctx, 1 + count, options[0].traced(grad))
     need_b = ctx.needs_input_grad[1 + count : 1 + 2 * count] if biased else [False] * count
     gradients: list[Tensor | None] = [None] * (count * (1 + biased))
     d = casts.cast_gradient(grad, options[-1], True, need[-1], learn)

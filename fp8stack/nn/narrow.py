@@ -12,7 +12,7 @@ activation is kept for backward in the place of several.
 
 Limits: an input with one reader is torch's to cast. Leaves of autograd are cast by each layer, see `notes.py`; writes
 through `.data` to what is no leaf, between two readers, are not seen. In the first step each layer casts for itself,
-and is counted; one that was alone twice in a row is not looked at again.
+and is counted; one that was alone in two steps in a row is not looked at again.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .notes import note, noted
 
 def narrowed(x: Tensor, products: Products) -> Tensor:
     """Return `x`, float32, in autocast's dtype if layers share it; else `x` itself, for autocast to cast."""
-    if products.alone or x.is_leaf or type(x) is not Tensor:
+    if products.alone > 1 or x.is_leaf or type(x) is not Tensor or not torch.is_grad_enabled():
         return x
     # how the layer multiplies that came first, and the copies that are left
     first, copies = noted(x, "narrow") or (None, [])
     if not copies:
-        if not torch.is_grad_enabled() or _is_transformed():
+        if _is_transformed():
             return x
         forward = not in_backward()  # else it is a recomputation
         if first is not None and first.counted < MOST:
             first.counted += forward
             return x
         if forward:
-            products.alone = products.readers == products.counted == 1
+            products.alone = products.alone + 1 if products.counted == 1 else 0
             products.readers = products.counted
         dtype, count = output_dtype(x), products.readers
         copies = [*_apply(x, dtype, count)] if count > 1 and dtype is not torch.float32 else []

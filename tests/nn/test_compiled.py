@@ -143,12 +143,14 @@ def test_a_history_is_shared_as_long_as_the_input_is():
     assert casts_in_graphs(model, rows(), rows()) == 2 + 3 + 3
 
 
-def test_graphs_without_a_backward_take_each_layer_s_own_history():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_graphs_without_a_backward_take_each_layer_s_own_history(frozen):
     """Nothing removes equal calls there: a shared history would take each amax three times."""
     model = native(QKV(), fp8_recipe="delayed")
     model(rows() * 1).sum().backward()  # histories begin here
     model(rows() * 1)
-    with torch.no_grad():
+    model.requires_grad_(not frozen)
+    with torch.set_grad_enabled(frozen):
         assert casts_in_graphs(model, rows(grad=False), backward=False) == 3 + 3
     assert [layer.products.x_state.casts for layer in (model.q, model.k, model.v)] == [2, 1, 1]
 

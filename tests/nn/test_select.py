@@ -13,7 +13,7 @@ from torch import nn
 import fp8stack
 from fp8stack import api
 from fp8stack.levels import recipe_for
-from fp8stack.nn import StoredLinear, convert, select
+from fp8stack.nn import StoredLinear, casts, convert, select
 from fp8stack.nn.linear import Fp8Linear
 from fp8stack.nn.select import (
     ALWAYS,
@@ -131,14 +131,16 @@ def test_compiled_graphs_have_numbers_of_their_own(by_size):
     seen = []
 
     def backend(graph, _):
-        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+        seen.append([(str(node.target), casts.DIGEST in node.args) for node in calls])
         return graph
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend=backend, dynamic=False)
     for rows, fp8 in ((5, False), (6, True), (8, True)):
         compiled(torch.randn(rows, 32, dtype=torch.bfloat16))
-        assert (seen[-1] == ["fp8stack.linear"]) is fp8  # one call, which takes Dynamo little time
+        # one call, which takes Dynamo little time, and the key of a cached graph holds its source
+        assert (seen[-1] == [("fp8stack.linear", True)]) is fp8
 
 
 def test_inputs_without_rows_are_refused_as_ever(by_size):
