@@ -34,7 +34,7 @@ from torch import Tensor
 from fp8stack.formats import MiniFloat
 
 from .fp8 import bits_of_magnitude, casts_in_hardware, encode_scaled, reciprocal, scale_and_inverse
-from .launch import Launcher
+from .launch import Launcher, next_power_of_2
 from .ops import raw_stream
 from .reference.cast import ALIGNMENT, LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES
@@ -216,7 +216,7 @@ def _geometry(
 ) -> _Geometry:
     rows16, cols16 = aligned(rows, rows_to), aligned(cols)
     tiles = max(-(-rows * cols // FLAT), 1)
-    parts = known or min(PARTS, triton.next_power_of_2(tiles))
+    parts = known or min(PARTS, next_power_of_2(tiles))
     sizes, casting = (rows, cols, rows16, cols16), (mantissa, casts_in_hardware(device))
     even = rows % ROWS == 0 and cols % COLS == 0
     programs = -(-rows16 // ROWS) * -(-cols16 // COLS)
@@ -229,7 +229,7 @@ def _geometry(
         sizes,
         casting,
         even,
-        triton.next_power_of_2(programs + 1),
+        next_power_of_2(programs + 1),
         (*sizes, *casting, codes, transposed, even, ROWS, COLS),
     )
 

@@ -109,7 +109,7 @@ _launch_sums = Launcher(_rmsnorm_sums_kernel, num_warps=8)
 @lru_cache(maxsize=4096)
 def _tiling(rows: int, cols: int) -> tuple[int, int, int, int]:
     """Return the rows and columns of a program's tile, the number of tiles and the warps of a program."""
-    width = triton.next_power_of_2(cols)
+    width = next_power_of_2(cols)
     height = max(TILE // width, 1)
     return height, width, -(-rows // height), 8 if width <= TILE else 16
 

@@ -101,6 +101,6 @@ def scalars(
     """Write the scalars of every parameter to `hyper`, and count the step or the skip, as the reference does."""
     count = len(steps)
     _launch_scalars(
-        (triton.cdiv(count, SIZE), 1, 1),
+        (-(-count // SIZE), 1, 1),
         table, group, group_of, seed, steps, verdict, skipped, hyper, count, algorithm, SIZE,
     )  # fmt: skip

@@ -230,9 +230,9 @@ _launch = Launcher(_two_shot_kernel, num_warps=WARPS, maxnreg=REGISTERS, enable_
 @lru_cache(4096)
 def _geometry(layout: Layout, programs: int) -> tuple[Any, ...]:
     """Return the rounds of a launch, its grid, the sizes that the kernel takes, and its EVEN and FLAT."""
-    tiles, cols = triton.cdiv(layout.per, BLOCKS), layout.cols
-    rounds = triton.cdiv(tiles, programs)
-    grid = (triton.cdiv(tiles, max(rounds, 1)), 1, 1)
+    tiles, cols = -(-layout.per // BLOCKS), layout.cols
+    rounds = -(-tiles // programs)
+    grid = (-(-tiles // max(rounds, 1)), 1, 1)
     sizes = layout.blocks, layout.per, layout.blocks_per_row, cols
     return rounds, grid, sizes, cols % BLOCK == 0, layout.rows == 1
 

@@ -124,7 +124,7 @@ def pack(
     blocks = layout.world * layout.per
     if blocks:
         _launch_pack(
-            (triton.cdiv(blocks, BLOCKS), 1, 1),
+            (-(-blocks // BLOCKS), 1, 1),
             x, x if scale is None else scale, out,
             layout.blocks, blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
             scale is not None, casts_in_hardware(x.device), layout.cols % BLOCK == 0, BLOCKS,
@@ -161,7 +161,7 @@ def _reduce(
     steps = codes.stride(1), scales.stride(1), codes.stride(0), scales.stride(0)
     share, rest = share_and_rest(len(codes), divisor)
     _launch_reduce(
-        (triton.cdiv(blocks, BLOCKS), 1, 1),
+        (-(-blocks // BLOCKS), 1, 1),
         codes, scales, out, out_scales, len(codes), share, rest, blocks, per, *steps, numel,
         rest != 1, not numel, casts_in_hardware(out.device), BLOCKS,
     )  # fmt: skip
@@ -172,7 +172,7 @@ def unpack(chunks: Tensor, out: Tensor, layout: Layout, scale: Tensor | None = N
     if not layout.blocks:
         return
     _launch_unpack(
-        (triton.cdiv(layout.blocks, BLOCKS), 1, 1),
+        (-(-layout.blocks // BLOCKS), 1, 1),
         chunks, out, out if scale is None else scale,
         layout.blocks, layout.blocks_per_row, layout.cols, layout.per, layout.pitch,
         scale is not None, casts_in_hardware(out.device), layout.cols % BLOCK == 0, BLOCKS,
