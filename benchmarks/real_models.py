@@ -118,10 +118,8 @@ class Real:
             return {"pixel_values": torch.randn(shape, device=device), "labels": labels}
         if self.kind == "noise":
             shape = (n, config.in_channels, config.sample_size, config.sample_size)
-            steps, sample = (
-                torch.randint(1000, (n,), device=device),
-                torch.randn(shape, device=device),
-            )
+            steps = torch.randint(1000, (n,), device=device)
+            sample = torch.randn(shape, device=device)
             noise = torch.randn((n, config.out_channels, *shape[2:]), device=device)
             given = {"noise": noise, "timestep": steps}
             if not self.length:

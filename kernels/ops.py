@@ -159,10 +159,12 @@ def _operator(
     return cast_("Callable[P, R]", call)
 
 
-def define_composite(schema: str, function: Callable[..., Tensor]) -> None:
-    """Register an operator that is a function of other operators, which autograd and torch.compile see."""
+def define_composite(schema: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Register and return an operator that consists of others, which autograd and torch.compile see."""
+    name = schema.split("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(schema.split("(")[0], function, "CompositeImplicitAutograd")
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    return cast_("Callable[..., Tensor]", getattr(torch.ops.fp8stack, name))
 
 
 # --- shapes of results

@@ -64,22 +64,34 @@ FORMATS = {
 
 
 def _digest() -> str:
-    """Return a digest of the sources that are traced into graphs, for the key of torch.compile's cache on disk."""
-    folder = Path(__file__).parent
-    files = [*folder.glob("*.py"), *folder.parent.glob("kernels/reference/*.py")]
-    files += [folder.parent / "kernels" / "ops.py", folder.parent / "formats.py"]
-    return sha256(b"".join(f.read_bytes() for f in sorted(files) if f.exists())).hexdigest()[:16]
+    """Return a digest of the sources that are traced into graphs.
+
+    torch keeps compiled graphs on disk by what Dynamo saw, which of a layer is one call: so the call names its source.
+    """
+    parts = "nn/*.py", "kernels/reference/*.py", "kernels/ops.py", "formats.py"
+    files = [f for part in parts for f in Path(__file__).parents[1].glob(part)]
+    read = sha256(b"".join(f.read_bytes() for f in sorted(files)))
+    return f"{__version__} {read.hexdigest()[:16]}"
 
 
-DIGEST = f"{__version__} {_digest()}"
+# Read here, since Dynamo cannot, and not kept with layers, which may be saved and loaded by another version.
+DIGEST = _digest()
 
 FEW_ROWS = 4096
 """Up to this many rows of input, forward makes and keeps the weight's codes for backward."""
 
 
-class Options(NamedTuple):
-    """How one product and its backward are made; an operator takes all but the last two."""
+ARGUMENTS = (
+    "str digest, bool turned, str formats, str fp8_recipe, bool fast, int x_state, int w_state, int g_state, "
+    "bool train, ScalarType dtype"
+)
+"""All of `Options` but the last two, as the last arguments of operators."""
 
+
+class Options(NamedTuple):
+    """How one product and its backward are made."""
+
+    digest: str  # of the sources, for graphs
     turned: bool  # the weight is [in, out]
     formats: str  # a key of FORMATS
     fp8_recipe: str
@@ -149,7 +161,7 @@ class Products:
         x_state = (merged and self.graph_state) or self.x_state
         x, w, g = (-1 if s is None else s.handle for s in (x_state, self.w_state, self.g_state))
         return Options(
-            self.turned, self.name, self.fp8_recipe, self.fast, x, w, g, train, dtype,
+            DIGEST, self.turned, self.name, self.fp8_recipe, self.fast, x, w, g, train, dtype,
             self, self.probe if train else None,
         )  # fmt: skip
 
@@ -294,10 +306,11 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
         blocks = (*blocks[2:], *blocks[:2]) if turned else blocks
         return _without_t(Operand(*blocks), backward)
     layouts = not turned or backward, turned or backward
-    state, own = STATES.get(options.w_state), isinstance(weight, nn.Parameter)
-    if isinstance(state, WeightScale) and state.serves(weight, options):
+    state: Any = STATES[options.w_state] if options.w_state >= 0 else None  # a WeightScale
+    own = isinstance(weight, nn.Parameter) and not weight.is_inference()
+    if state is not None and state.serves(weight, options):
         plain, plain_t, scale = ops.recast(w, E4M3, state.handle, *layouts)
-    elif products is None or not options.train or not own or weight.is_inference():
+    elif products is None or not options.train or not own:
         plain, scale, plain_t, _ = cast_matrix(w, E4M3, *layouts, rows_to=ALIGNMENT)
     else:
         # Versions miss writes through `.data`, so this is a guess: the kernel checks whether the scale is right.

@@ -92,8 +92,7 @@ def fp8_matmul(
     backward = x.requires_grad or weight.requires_grad
     options = products.options(train, output_dtype(x), backward)
     if torch.compiler.is_compiling():
-        in_graph: Tensor = torch.ops.fp8stack.linear(x, weight, bias, casts.DIGEST, *options[:-2])
-        return in_graph
+        return _in_graph(x, weight, bias, *options[:-2])
     return _multiply(x, weight, bias, options)
 
 
@@ -112,10 +111,9 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Opt
     return result
 
 
-ops.define_composite(
-    "linear(Tensor x, Tensor weight, Tensor? bias, str digest, bool turned, str formats, str fp8_recipe, bool fast, "
-    "int x_state, int w_state, int g_state, bool train, ScalarType dtype) -> Tensor",
-    lambda x, weight, bias, _, *options: _multiply(x, weight, bias, casts.Options(*options)),
+_in_graph = ops.define_composite(
+    f"linear(Tensor x, Tensor weight, Tensor? bias, {casts.ARGUMENTS}) -> Tensor",
+    lambda x, weight, bias, *options: _multiply(x, weight, bias, casts.Options(*options)),
 )
 
 

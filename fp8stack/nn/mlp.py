@@ -179,10 +179,7 @@ def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
     biases = [layer.bias for layer in layers if layer.bias is not None]
     if torch.compiler.is_compiling():
         states = [s for each in options for s in (each.x_state, each.w_state, each.g_state)]
-        how = options[0].formats, options[0].fp8_recipe, options[0].fast, first.training, dtype
-        tensors = x, weights, biases, casts.DIGEST
-        in_graph: Tensor = torch.ops.fp8stack.mlp(*tensors, activation, states, *how)
-        return in_graph
+        return _in_graph(x, weights, biases, activation, states, *options[0][:-2])
     return _compute(x, weights, biases, activation, options)
 
 
@@ -206,31 +203,19 @@ def _compute(
     return result
 
 
-def _in_graph(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    _: str,  # of the sources, see `casts.DIGEST`
-    activation: str,
-    states: list[int],  # x_state, w_state and g_state of each layer
-    formats: str,
-    fp8_recipe: str,
-    fast: bool,
-    train: bool,
-    dtype: torch.dtype,
+def _operator(
+    x: Any, weights: Any, biases: Any, activation: str, states: Any, *rest: Any
 ) -> Tensor:
-    options = [
-        casts.Options(False, formats, fp8_recipe, fast, x_state, w_state, g_state, train, dtype)
-        for x_state, w_state, g_state in zip(*[iter(states)] * 3, strict=True)
-    ]
+    first = casts.Options(*rest)
+    triples = zip(states[::3], states[1::3], states[2::3], strict=True)
+    options = [first._replace(x_state=i, w_state=w, g_state=g) for i, w, g in triples]
     return _compute(x, weights, biases, activation, options)
 
 
-# as a layer is one operator, see `linear.py`
-ops.define_composite(
-    "mlp(Tensor x, Tensor[] weights, Tensor[] biases, str digest, str activation, int[] states, str formats, "
-    "str fp8_recipe, bool fast, bool train, ScalarType dtype) -> Tensor",
-    _in_graph,
+# as a layer is one operator, see `linear.py`; layers differ in their `states` only: x, w and g of each
+_in_graph = ops.define_composite(
+    f"mlp(Tensor x, Tensor[] weights, Tensor[] biases, str activation, int[] states, {casts.ARGUMENTS}) -> Tensor",
+    _operator,
 )
 
 
