@@ -10,17 +10,22 @@ directly on codes and scales, exactly and on one byte an element: multiplication
 moving, cloning, the 2-norm and GradScaler's unscaling. Adding keeps a residual (see `kernels/reference/gradient.py`),
 so that the sum of many micro-batches does not lose small addends.
 
+Those that were quantized in one launch share the memory of a `Pool`, and have tensors of their own for their codes and
+scales once these are asked for. Clipping and the optimizer's step need only addresses, so hundreds are not made.
+
 A view (`grad[0]`, `grad.view(-1)`) reads what the gradient holds at that time, and what is written to it is written to
 the gradient. `grad.data = value` sets shape, dtype, device and contents, as in torch.
 
 Limits: the codes are a copy of what is assigned to `.data`, so later writes to `value` do not reach the gradient. What
-NumPy and DLPack get is a copy too (NumPy's cannot be written). Second derivatives are ordinary tensors.
+NumPy and DLPack get is a copy too (NumPy's cannot be written). Second derivatives are ordinary tensors. The memory of a
+pool is freed with the last of its tensors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -90,6 +95,14 @@ class _Wrapper(torch.Tensor):
         return _through_values(func, args, kwargs)
 
 
+class Pool:
+    """Codes and scales of tensors that were quantized in one launch, end to end."""
+
+    def __init__(self, codes: Tensor, scales: Tensor, count: int) -> None:
+        self.codes, self.scales = codes, scales  # 1-d
+        self.count = count  # of tensors
+
+
 class BlockScaledTensor(_Wrapper):
     """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`.
 
@@ -97,9 +110,9 @@ class BlockScaledTensor(_Wrapper):
     traces their parameters again, and refuses subclasses that have that method (torch 2.13).
     """
 
-    codes: Tensor  # float8_e4m3fn, the shape of the tensor
-    scale: Tensor  # float32 [rows, ceil(cols / 128)]
     holder: list[tuple[Tensor, Tensor] | None]  # of the residual; aliases (detach, .data) share it
+    pool: Pool | None = None
+    place: tuple[int, int]  # where codes and scale begin in the pool
 
     @staticmethod
     def __new__(
@@ -112,13 +125,27 @@ class BlockScaledTensor(_Wrapper):
         if codes.dtype is torch.uint8:  # unpickled
             codes = codes.view(E4M3.dtype)
             residual = residual and (residual[0].view(E4M3.dtype), residual[1])
-        if codes.dtype is not E4M3.dtype or scale.shape != scale_shape(codes.shape):
+        dense = codes.is_contiguous() and scale.is_contiguous()
+        if codes.dtype is not E4M3.dtype or scale.shape != scale_shape(codes.shape) or not dense:
             needed = f"float8_e4m3fn codes (or their bytes) and scales of shape {scale_shape(codes.shape)}"
-            got = f"got {codes.dtype} and {tuple(scale.shape)}"
-            raise ConfigError(f"BlockScaledTensor needs {needed}; {got}.")
+            got = f"{codes.dtype} and {tuple(scale.shape)}, {'' if dense else 'not '}contiguous"
+            raise ConfigError(f"BlockScaledTensor needs contiguous {needed}; got {got}.")
         x = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
         x.codes, x.scale, x.holder = codes, scale, [residual]
         return x
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """The codes, float8_e4m3fn, in the shape of this tensor."""
+        assert self.pool is not None  # else the constructor was given them
+        return self.pool.codes[self.place[0] :][: self.numel()].view(self.shape)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """The scales of the blocks, float32 [rows, ceil(cols / 128)]."""
+        assert self.pool is not None
+        shape = scale_shape(self.shape)
+        return self.pool.scales[self.place[1] :][: math.prod(shape)].view(shape)
 
     @property
     def residual(self) -> tuple[Tensor, Tensor] | None:
@@ -135,6 +162,20 @@ class BlockScaledTensor(_Wrapper):
         if isinstance(x, cls):
             return x
         return cls(*ops.quantize_blocks(plain(x).detach(), E4M3), dtype=x.dtype)
+
+    @classmethod
+    def quantize_list(cls, tensors: Sequence[Tensor]) -> list[BlockScaledTensor]:
+        """Return what `quantize` does for ordinary tensors of one device, which share memory: see `Pool`."""
+        codes, scales, places = ops.quantize_list(tensors, E4M3)
+        pool, device = Pool(codes, scales, len(tensors)), codes.device
+        first, first_scale = codes.data_ptr(), scales.data_ptr()
+        made = []
+        for x, place in zip(tensors, places, strict=True):
+            new = torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=device)
+            new.pool, new.place, new.holder = pool, place, [None]
+            new.addresses = first + place[0], first_scale + 4 * place[1]
+            made.append(new)
+        return made
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return an ordinary tensor of the same shape, by default of the dtype this one reports."""
@@ -180,7 +221,9 @@ class BlockScaledTensor(_Wrapper):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # as bytes: what pickle itself, without torch.save, writes of a float8 tensor cannot be read (torch 2.13)
         residual = self.residual and (self.residual[0].view(torch.uint8), self.residual[1])
-        return BlockScaledTensor, (self.codes.view(torch.uint8), self.scale, self.dtype, residual)
+        # not in the memory of a pool, all of which would be written
+        codes, scale = (x if self.pool is None else x.clone() for x in (self.codes, self.scale))
+        return BlockScaledTensor, (codes.view(torch.uint8), scale, self.dtype, residual)
 
 
 class BlockScaledView(_Wrapper):
@@ -338,14 +381,14 @@ def _norm(
     if ord != 2 or dim or keepdim:
         return NotImplemented
     # float32 even for a bfloat16 face: a norm rounded to 8 bits would clip by up to 0.4 % too much or too little.
-    return ops.norms([(x.codes, x.scale)])[0].to(dtype or torch.float32)
+    return ops.norms([x])[0].to(dtype or torch.float32)
 
 
 def _norm_list(func: Any, tensors: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
     if ord != 2:
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
     ours, others = _split(tensors)
-    of_ours = iter(ops.norms([(x.codes, x.scale) for x in ours]))
+    of_ours = iter(ops.norms(ours))
     of_others = iter(func(others, ord, dtype) if others else ())
     found = [next(of_ours if isinstance(x, BlockScaledTensor) else of_others) for x in tensors]
     return found if dtype is None else [norm.to(dtype) for norm in found]
@@ -371,8 +414,18 @@ def _split(tensors: list[Tensor]) -> tuple[list[BlockScaledTensor], list[Tensor]
 def _each(func: Any, tensors: list[Tensor], *arguments: Any) -> None:
     """Multiply block-scaled tensors, by their scales, and the others; apart, as torch takes one dtype at once."""
     ours, others = _split(tensors)
-    for part in filter(None, ([scale for x in ours for scale in x.scales()], others)):
+    for part in filter(None, (_scales_of(ours), others)):
         func(part, *arguments)
+
+
+def _scales_of(tensors: list[BlockScaledTensor]) -> list[Tensor]:
+    """Return the scales of tensors and of their residuals; those of a pool as one if all its tensors are there."""
+    pools = Counter(x.pool for x in tensors)
+    if len({*map(id, tensors)}) < len(tensors):  # one that is there twice is written twice
+        pools.clear()
+    whole = {pool for pool, count in pools.items() if pool is not None and count == pool.count}
+    scales = [pool.scales for pool in whole] + [x.scale for x in tensors if x.pool not in whole]
+    return scales + [x.residual[1] for x in tensors if x.residual]
 
 
 _DIRECT: dict[Any, Callable[..., Any]] = {

@@ -150,13 +150,16 @@ def _squares(launches: Sequence[tuple[torch.dtype, str, Tensor, Tensor]], partia
             at += len(owner)
 
 
-def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:  # float32, 0-d
-    """Return the norm of each gradient on one device, contiguous: (values, None), or (codes, scale) of FP8 ones."""
-    device, launches, order = gradients[0][0].device, [], []
-    scales = [0 if scale is None else scale.data_ptr() for _, scale in gradients]
-    for dtype, layout, of, columns in groups_of([values for values, _ in gradients]):
+def norms(
+    gradients: Sequence[tuple[torch.Size, tuple[int, int]]],  # shapes; addresses of codes, scales
+    device: torch.device,
+) -> list[Tensor]:  # float32, 0-d
+    """Return the norm of each FP8 gradient; all are on `device`, codes and scales contiguous."""
+    launches, order = [], []
+    codes = [(torch.float8_e4m3fn, shape, address) for shape, (address, _) in gradients]
+    for dtype, layout, of, columns in groups_of(codes):
         columns["first_span"], owner = programs_of(columns["blocks"], SPAN, device)
-        columns["grad_block_scale"] = [scales[i] for i in of]
+        columns["grad_block_scale"] = [gradients[i][1][1] for i in of]
         launches.append((dtype, layout, upload_columns(columns, device), owner))
         order += of
     partial = torch.empty(

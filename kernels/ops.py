@@ -238,23 +238,32 @@ accumulate_blocks = _operator(
 )
 
 
-def norms(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    """Return the 2-norm of each gradient, float32, 0-d; `gradients` are (values, None), or (codes, scale) of FP8 ones.
+def norms(gradients: Sequence[Any]) -> list[Tensor]:
+    """Return the 2-norm of each of `gradients`, which have codes, scale and their addresses: float32, 0-d.
 
     On a GPU all are read in a few launches, which is eager work: a CUDA graph would keep the addresses of a table.
     """
-    values = [g for g, _ in gradients]
-    if _in_one_table(values) and all(v.is_contiguous() for v in values):
-        found: list[Tensor] = triton_module("norm").norms(gradients)
+    if gradients and _in_one_table(gradients):
+        given = [(g.shape, g.addresses) for g in gradients]
+        found: list[Tensor] = triton_module("norm").norms(given, gradients[0].device)
         return found
-    return [norm.sum_of_squares(*g).sqrt().float() for g in gradients]
+    return [norm.sum_of_squares(g.codes, g.scale).sqrt().float() for g in gradients]
 
 
-def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tensor, Tensor]]:
-    """Return what `quantize_blocks` does for each of `tensors`, E4M3 or E5M2: on a GPU in few launches, as `norms`."""
-    if len(tensors) > 1 and _in_one_table(tensors):
-        return triton_module("quantize").quantize_list(tensors, fmt)  # type: ignore[no-any-return]
-    return [quantize_blocks(x, fmt) for x in tensors]
+def quantize_list(
+    tensors: Sequence[Tensor], fmt: MiniFloat
+) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Do what `quantize_blocks` does for `tensors` of one device, E4M3 or E5M2: on a GPU in few launches, as `norms`.
+
+    Returns codes and scales of all, 1-d, and where those of each begin.
+    """
+    places, (codes_size, scales_size) = quantize.places_in_list(tuple(x.shape for x in tensors))
+    codes = tensors[0].new_empty(codes_size, dtype=fmt.dtype)
+    scales = tensors[0].new_empty(scales_size, dtype=torch.float32)
+    at_once = _in_one_table(tensors) and all(type(x) in _PLAIN for x in tensors)
+    run = triton_module("quantize") if at_once else quantize
+    run.quantize_list(tensors, fmt, codes, scales)
+    return codes, scales, places
 
 
 def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:
@@ -272,7 +281,6 @@ def _in_one_table(tensors: Sequence[Tensor]) -> bool:
     return (
         len({x.get_device() for x in tensors}) == 1  # a torch.device takes ten times as long
         and triton_runs_on(tensors[0].device)
-        and all(type(x) in _PLAIN for x in tensors)
         and not torch.cuda.is_current_stream_capturing()
     )
 

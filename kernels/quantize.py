@@ -122,33 +122,33 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
         )  # fmt: skip
 
 
-def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> list[tuple[Tensor, Tensor]]:
-    """Quantize each of `tensors`, on one device, to E4M3 or E5M2; return their codes and scales."""
+def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat, codes: Tensor, scales: Tensor) -> None:
+    """Write E4M3 or E5M2 codes and scales of `tensors`, on one device, end to end: see `places_in_list`."""
     tensors = [x.contiguous() for x in tensors]  # which have to live until the launch
-    codes = [torch.empty_like(x, dtype=fmt.dtype) for x in tensors]  # half the time of new_empty
-    scales = [x.new_empty(*scale_shape(x.shape), dtype=torch.float32) for x in tensors]
-    _encode_list(tensors, codes, scales, fmt)
-    return list(zip(codes, scales, strict=True))
+    places, _ = reference.places_in_list(tuple(x.shape for x in tensors))
+    first, first_scale = codes.data_ptr(), scales.data_ptr()
+    addresses = [(first + at, first_scale + 4 * scale_at) for at, scale_at in places]
+    _encode_list(tensors, addresses, fmt)
 
 
 def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:
     """Limit the values of E4M3 tensors on one device, contiguous codes and scales, in place."""
-    codes, scales = zip(*tensors, strict=True)
-    _encode_list(codes, codes, scales, E4M3, low, high)
+    addresses = [(codes.data_ptr(), scale.data_ptr()) for codes, scale in tensors]
+    _encode_list([codes for codes, _ in tensors], addresses, E4M3, low, high)
 
 
 def _encode_list(
-    tensors: Sequence[Tensor],  # values; or `codes`, whose values are limited
-    codes: Sequence[Tensor],
-    scales: Sequence[Tensor],
+    tensors: Sequence[Tensor],  # values; or codes, whose values are limited
+    results: Sequence[tuple[int, int]],  # addresses of codes and scales
     fmt: MiniFloat,
     low: float = -math.inf,
     high: float = math.inf,
 ) -> None:
     device = tensors[0].device
-    for dtype, layout, of, columns in groups_of(tensors):
-        columns["codes"] = [codes[i].data_ptr() for i in of]
-        columns["grad_block_scale"] = [scales[i].data_ptr() for i in of]
+    for dtype, layout, of, columns in groups_of(
+        [(x.dtype, x.shape, x.data_ptr()) for x in tensors]
+    ):
+        columns["codes"], columns["grad_block_scale"] = zip(*(results[i] for i in of), strict=True)
         programs = min(-(-max(columns["blocks"]) // BLOCKS), PROGRAMS)
         if programs:
             _launch_list(

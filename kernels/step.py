@@ -243,21 +243,20 @@ def table_row(shape: torch.Size, **tensors: Tensor | None) -> dict[str, int]:
 
 
 def groups_of(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[tuple[torch.dtype, torch.Size, int]],
 ) -> Iterator[tuple[torch.dtype, str, list[int], dict[str, Sequence[int]]]]:
-    """Group contiguous tensors that share a launch.
+    """Group contiguous tensors, given by dtype, shape and address, that share a launch.
 
     Yields the dtype of each group, its layout (see `row_layout`), the places of its tensors in the list, and columns of
     a pointer table, "grad" for their addresses.
     """
     found: dict[tuple[torch.dtype, str], list[int]] = {}
-    extents = [_extent(x.shape) for x in tensors]
-    addresses = [x.data_ptr() for x in tensors]
-    for i, (x, extent, address) in enumerate(zip(tensors, extents, addresses, strict=True)):
+    extents = [_extent(shape) for _, shape, _ in tensors]
+    for i, ((dtype, _, address), extent) in enumerate(zip(tensors, extents, strict=True)):
         layout = "any" if address % 16 else _layout_of(extent[2])
-        found.setdefault((x.dtype, layout), []).append(i)
+        found.setdefault((dtype, layout), []).append(i)
     for (dtype, layout), of in found.items():
-        columns: dict[str, Sequence[int]] = {"grad": [addresses[i] for i in of]}
+        columns: dict[str, Sequence[int]] = {"grad": [tensors[i][2] for i in of]}
         columns |= zip(_EXTENT, zip(*(extents[i] for i in of), strict=True), strict=True)
         yield dtype, layout, of, columns
 

@@ -218,7 +218,7 @@ def test_lists_of_gradients_are_multiplied_and_measured_together(device):
     values[2] = values[2] * 1e25  # its squares are not in float32
 
     def make():
-        made = [BlockScaledTensor.quantize(v) for v in values] + [v.clone() for v in values[:2]]
+        made = BlockScaledTensor.quantize_list(values) + [v.clone() for v in values[:2]]
         return [made[0], made[1].add_(values[1]), *made[2:]]
 
     for order in (2.0, 1.0, torch.inf):
@@ -264,6 +264,22 @@ def test_lists_of_one_kind_and_of_both(kinds, device):
     assert all(0.1 <= plain(x).abs().max() <= 0.1 * (1 + 2**-4) for x in xs)
     torch._foreach_zero_(xs)
     assert all((plain(x) == 0).all() for x in xs)
+
+
+@pytest.mark.parametrize("of", [[0], [2, 0], [0, 0, 1], [1, 0, 2]], ids=str)
+def test_tensors_that_share_memory_are_as_others(of, device):
+    values = [torch.randn(shape, device=device) for shape in ((3, 200), (7,), (2, 5, 64))]
+    ours, theirs = (
+        BlockScaledTensor.quantize_list(values),
+        list(map(BlockScaledTensor.quantize, values)),
+    )
+    for xs in (ours, theirs):
+        assert_same_bits(torch._foreach_norm(xs), [torch.linalg.vector_norm(x) for x in theirs])
+        torch._foreach_mul_([xs[i] for i in of], 0.3)
+    for x, other in zip(ours, theirs, strict=True):
+        assert x.addresses == (x.codes.data_ptr(), x.scale.data_ptr())
+        assert_same_bits(x.parts(), other.parts())
+        assert len(pickle.dumps(x)) <= len(pickle.dumps(other))  # without the others' memory
 
 
 def test_a_gradient_that_is_twice_in_a_list_is_limited_once(device):
@@ -342,3 +358,6 @@ def test_refuses_parts_that_do_not_fit():
         BlockScaledTensor(torch.zeros(4, 200).to(torch.float8_e4m3fn), torch.zeros(4, 1))
     with pytest.raises(ConfigError, match="float8_e4m3fn codes"):
         BlockScaledTensor(torch.zeros(4, 200), torch.zeros(4, 2))
+    turned = torch.zeros(200, 4).to(torch.float8_e4m3fn).t()
+    with pytest.raises(ConfigError, match="not contiguous"):
+        BlockScaledTensor(turned, torch.zeros(4, 2))

@@ -152,15 +152,10 @@ def _check(name: str, output: Tensor, input: Tensor, op: Any, world: int) -> Non
     for tensor in (output,) if output is input else (output, input):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} takes tensors, got {type(tensor).__name__}.")
-        if isinstance(tensor, BlockScaledTensor):
-            if output is not input:
-                raise ConfigError(
-                    f"{name} takes ordinary tensors; it would cut blocks of a BlockScaledTensor. Use its dequantize()."
-                )
-            if not (tensor.codes.is_contiguous() and tensor.scale.is_contiguous()):
-                raise ConfigError(
-                    f"{name} got a BlockScaledTensor whose codes or scales are not contiguous; quantize it anew."
-                )
+        if isinstance(tensor, BlockScaledTensor) and output is not input:
+            raise ConfigError(
+                f"{name} takes ordinary tensors; it would cut blocks of a BlockScaledTensor. Use its dequantize()."
+            )
         if tensor.dtype not in FLOATS or tensor.layout is not torch.strided:
             kind = "sparse" if tensor.layout is not torch.strided else tensor.dtype
             raise ConfigError(

@@ -14,6 +14,7 @@ Limits: where a backward fails, gradients that were noted stay as autograd wrote
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
@@ -22,8 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8stack.formats import E4M3
-from fp8stack.kernels import ops
 from fp8stack.kernels.ops import raw_stream
 from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
 
@@ -79,7 +78,8 @@ class _Waiting:
         backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
         # A part of a larger memory, such as a bucket of DDP's, may be written by others before backward is over.
         if backward == -1 or gradient.untyped_storage().nbytes() > gradient.nbytes:
-            _cast([(parameter, gradient)])
+            gradient = gradient.detach().to(parameter.dtype)
+            parameter.grad = BlockScaledTensor.quantize(gradient)
             return
         batch = self.batches.get(backward)
         if batch is None:
@@ -92,13 +92,13 @@ class _Batch:
     """Parameters with gradients that wait for one cast, by the device and the stream that those were made on."""
 
     def __init__(self) -> None:
-        self.noted: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        self._bytes: dict[tuple[int, int], int] = {}
+        self.noted: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._bytes: Counter[tuple[int, int]] = Counter()
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
         key = gradient.get_device(), raw_stream(gradient)
-        self.noted.setdefault(key, []).append((parameter, gradient))
-        self._bytes[key] = self._bytes.get(key, 0) + gradient.nbytes
+        self.noted[key].append((parameter, gradient))
+        self._bytes[key] += gradient.nbytes
         if self._bytes[key] >= WAITING:
             self._cast(key)
 
@@ -112,10 +112,10 @@ class _Batch:
         _cast(self.noted.pop(key), key[1])
 
 
-def _cast(noted: Sequence[tuple[Tensor, Tensor]], stream: int | None = None) -> None:
-    """Quantize gradients that were made on one stream of one device, by default the current one."""
+def _cast(noted: Sequence[tuple[Tensor, Tensor]], stream: int) -> None:
+    """Quantize gradients that were made on one stream of one device."""
     parameters, gradients = [], []
-    other = stream is not None and raw_stream(noted[0][1]) != stream
+    other = raw_stream(noted[0][1]) != stream
     for parameter, gradient in noted:
         if parameter.grad is not gradient:  # a later hook freed or replaced it, as DDP does
             continue
@@ -127,5 +127,6 @@ def _cast(noted: Sequence[tuple[Tensor, Tensor]], stream: int | None = None) -> 
         parameters.append(parameter)
         gradients.append(gradient)
     if parameters:
-        for parameter, parts in zip(parameters, ops.quantize_list(gradients, E4M3), strict=True):
-            parameter.grad = BlockScaledTensor(*parts, dtype=parameter.dtype)
+        made = BlockScaledTensor.quantize_list(gradients)
+        for parameter, gradient in zip(parameters, made, strict=True):
+            parameter.grad = gradient

@@ -19,7 +19,9 @@ Codes of 4 bits lie two in a byte, [rows, ceil(cols / 2)], the even column in th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -94,6 +96,31 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
     new_codes, new_scale = quantize_blocks(x, fmt)
     codes.view(torch.uint8).copy_(new_codes.view(torch.uint8))
     scale.copy_(new_scale)
+
+
+@lru_cache(1024)
+def places_in_list(
+    shapes: tuple[torch.Size, ...],
+) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Return where codes of 8 bits and scales of tensors begin that lie end to end, and the sizes of both.
+
+    Codes begin at multiples of 16, scales have no gaps.
+    """
+    places, codes, scales = [], 0, 0
+    for shape in shapes:
+        places.append((codes, scales))
+        codes += -(-shape.numel() // 16) * 16
+        scales += math.prod(scale_shape(shape))
+    return places, (codes, scales)
+
+
+def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat, codes: Tensor, scales: Tensor) -> None:
+    """Write the results of `quantize_blocks`, in 8 bits, for each of `tensors` at its place."""
+    places, _ = places_in_list(tuple(x.shape for x in tensors))
+    for x, (at, scale_at) in zip(tensors, places, strict=True):
+        shape = scale_shape(x.shape)
+        scale = scales[scale_at : scale_at + math.prod(shape)].view(shape)
+        quantize_blocks_into(x, fmt, codes[at : at + x.numel()].view(x.shape), scale)
 
 
 def dequantize_blocks(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from helpers import DTYPES, OCP, assert_same_bits, every_two
+from helpers import DTYPES, NAN, OCP, assert_same_bits, every_two
 
 from fp8stack.formats import E4M3, FORMATS
 from fp8stack.kernels import ops
@@ -138,12 +138,18 @@ def test_many_tensors_quantize_at_once_as_one_by_one(fmt, kernel_device, rough, 
         flat.to(kernel_device)[1:].view(100, 10),
         flat.to(kernel_device)[1:513].view(4, 128),
     ]
-    made = triton_quantize.quantize_list(here, fmt)
-    assert len(made) == len(tensors)
-    for parts, x in zip(made, tensors, strict=True):
-        for part, expected in zip(parts, reference_quantize.quantize_blocks(x, fmt), strict=True):
-            assert part.shape == expected.shape
-            assert_same_bits(part, expected)
+    places, sizes = reference_quantize.places_in_list(tuple(x.shape for x in tensors))
+    codes = torch.zeros(sizes[0], dtype=fmt.dtype, device=kernel_device)
+    scales = torch.full(sizes[1:], NAN, device=kernel_device)
+    wanted = torch.zeros_like(codes, device="cpu"), torch.zeros_like(scales, device="cpu")
+    triton_quantize.quantize_list(here, fmt, codes, scales)
+    reference_quantize.quantize_list(tensors, fmt, *wanted)
+    assert_same_bits((codes, scales), wanted)
+    for x, (at, scale_at) in zip(tensors, places, strict=True):
+        for part, first, expected in zip(
+            wanted, (at, scale_at), reference_quantize.quantize_blocks(x, fmt), strict=True
+        ):
+            assert_same_bits(part[first:][: expected.numel()].view(expected.shape), expected)
 
 
 def test_many_tensors_are_limited_at_once_as_one_by_one(kernel_device, rough):
