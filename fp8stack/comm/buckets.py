@@ -110,9 +110,7 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    world: int,
-    most_bytes: float,
+    parameters: Iterable[tuple[str, nn.Parameter]], world: int, most_bytes: float
 ) -> list[Bucket]:
     """Put parameters into buckets of at most `most_bytes`, last first, which is about the order of backward."""
     buckets: list[list[Region]] = []

@@ -40,10 +40,7 @@ from .transport import Transport, described, group_of, observe, verify
 
 
 def all_reduce(
-    tensor: Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
+    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
     """Add up, or average, a tensor over all ranks, in place.
 

@@ -123,12 +123,7 @@ def choose_layers(
     return layers
 
 
-def apply_gemms(
-    layers: LayerChoices,
-    conversion: Conversion,
-    compute: str,
-    recipe: Recipe,
-) -> None:
+def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, recipe: Recipe) -> None:
     """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
