@@ -108,14 +108,11 @@ class Fp8Reduction:
     ) -> Tensor:
         zero = self._engine.optimizer
         group = zero.dp_process_group if process_group is None else process_group
-        return self._reduce(zero.flatten(bucket), divide and self._averages(), group)
+        return self._reduce(zero.flatten(bucket), divide and self._engine.gradient_average, group)
 
     def _average_flat(self, tensor: Tensor, communication_data_type: torch.dtype) -> Tensor:
-        return self._reduce(tensor, self._averages(), self._engine.optimizer.dp_process_group)
-
-    def _averages(self) -> bool:
-        """Do stages 1 and 2 divide by the number of ranks? A DeepSpeed without the attribute always does."""
-        return bool(getattr(self._engine.optimizer, "gradient_average", True))
+        engine = self._engine
+        return self._reduce(tensor, engine.gradient_average, engine.optimizer.dp_process_group)
 
     # --- stage 3
 
