@@ -18,7 +18,6 @@ not patched anywhere. Planning, FSDP2 and DeepSpeed call `decide` and `carry_out
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -168,7 +167,7 @@ def carry_out(
     recipe, layers, compute = decisions.recipe, decisions.layers, decisions.report.compute
     # Warnings come before the first change, because a caller may have turned them into errors.
     for fallback in decisions.report.fallbacks:
-        warnings.warn(f"fp8stack {recipe.level}: {fallback}", errors.Fp8StackWarning, stacklevel=3)
+        errors.warn(f"fp8stack {recipe.level}: {fallback}", stacklevel=3)
     session = Session(recipe, decisions.report, optimizer, optimizer)
     if optimizer is not None:  # the first change, because it may still find something wrong
         session.returned = conversion.convert_optimizer(optimizer, session, decisions.formats)

@@ -7,7 +7,6 @@ nothing, and functions that change check nothing: `api.py` calls all checks befo
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import conflicts, optim
 from .comm import GradientHandle
-from .errors import Fp8StackWarning, ModelError
+from .errors import ModelError, warn
 from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
 from .nn.bf16_storage import CopiedWeight
@@ -317,12 +316,11 @@ def _warn_of_bare_weights(optimizer: Any) -> None:
     for p in owned:  # told once
         del _BARE[p]
     if alone:
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} steps {len(alone)} weights in bfloat16 alone, which loses most of small "
             "updates: this model was pickled at O2, and the optimizer that had their other bits was not. Load "
             "fp8stack.checkpoint.master_state_dict into a fresh model; or call model.float(); or take an optimizer of "
             "fp8stack.optim.",
-            Fp8StackWarning,
             stacklevel=4,
         )
 
@@ -416,7 +414,7 @@ def watch_parameters(model: nn.Module, stepping: torch.optim.Optimizer, session:
             )
         known.clear()  # not the hook: torch is going through them
         if new:
-            warnings.warn(f"{told}. Does another step them?", Fp8StackWarning, stacklevel=4)
+            warn(f"{told}. Does another step them?", stacklevel=4)
 
     session.undo.append(stepping.register_step_pre_hook(look).remove)
 

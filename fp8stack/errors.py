@@ -7,6 +7,7 @@ Each class also derives from the builtin that a caller would expect, so `except 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
 
 
@@ -40,6 +41,11 @@ class UnsupportedDeviceError(Fp8StackError, RuntimeError):
 
 class Fp8StackWarning(UserWarning):
     """Something fell back; the message holds the reason. `strict=True` turns it into an error."""
+
+
+def warn(message: str, stacklevel: int = 2) -> None:
+    """Warn with an `Fp8StackWarning`; `stacklevel` is that of `warnings.warn`, as if called in the place of this."""
+    warnings.warn(message, Fp8StackWarning, stacklevel=stacklevel + 1)
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -28,7 +28,6 @@ right dtype.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, warn
 from fp8stack.formats import E4M3, FORMATS, MiniFloat, scale_shape
 
 from .reference import activation, monitor, norm, quantize, widen, wire
@@ -76,10 +75,8 @@ def kernel_backend() -> tuple[str, str]:
         import_module("triton")
     except ImportError as error:
         reason = f"Triton cannot be imported ({error})"
-        warnings.warn(
-            f"{reason}: fp8stack runs its slower torch reference on CUDA. Install it with: pip install triton",
-            Fp8StackWarning,
-            stacklevel=2,
+        warn(
+            f"{reason}: fp8stack runs its slower torch reference on CUDA. Install it with: pip install triton"
         )
         return "reference", reason
     return "triton", "Triton is installed"

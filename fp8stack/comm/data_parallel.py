@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _find_tensors
 
-from fp8stack.errors import CommError, ConfigError, Fp8StackWarning, GradientError
+from fp8stack.errors import CommError, ConfigError, GradientError, warn
 from fp8stack.levels import check_number
 from fp8stack.tensor import check_dense, inner_tensors, is_sharded, not_plain, renew_hooks
 
@@ -78,12 +77,10 @@ class DataParallel(nn.Module):
         if init_sync:
             _compare_models(trained, self.process_group)
         if init_sync and self._takes_the_first_ranks(module):
-            warnings.warn(
+            warn(
                 "the weights of this rank were not those of the first rank, which it has now. If the model was "
                 "initialized at O2, its optimizer still holds the lower bits of the old ones, and ranks will drift "
-                "apart: build the model from one seed, or give all ranks one rank's weights, before initialize.",
-                Fp8StackWarning,
-                stacklevel=2,
+                "apart: build the model from one seed, or give all ranks one rank's weights, before initialize."
             )
         self.buckets = make_buckets(trained, self.world, bucket_cap_mb * 2**20)
         self._regions = [region for bucket in self.buckets for region in bucket.regions]

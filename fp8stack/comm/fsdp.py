@@ -11,7 +11,6 @@ all-reduce of its own, and the hook averages over the replicas in FP8, which qua
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, warn
 from fp8stack.tensor import is_sharded
 
 from .collectives import all_reduce, reduce_scatter_tensor
@@ -71,12 +70,10 @@ def register_fp8_reduce_scatter(model: nn.Module, replicate_group: Any = None) -
     if replicate_group is not None:
         check_replicas(model, replicate_group)
     elif is_hybrid(model):
-        warnings.warn(
+        warn(
             f"{type(model).__name__} is sharded over a 2-D mesh: its gradients are reduced over shards in FP8, and "
             "over replicas in full precision, by an all-reduce of FSDP2's that cannot be replaced. For FP8 there too, "
-            'shard it over mesh["shard"] and pass replicate_group=mesh.get_group("replicate").',
-            Fp8StackWarning,
-            stacklevel=2,
+            'shard it over mesh["shard"] and pass replicate_group=mesh.get_group("replicate").'
         )
     for module in units.values():
         module.set_custom_reduce_scatter(Fp8ReduceScatter())

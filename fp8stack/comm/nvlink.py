@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8stack.errors import CommError, Fp8StackWarning, first_line
+from fp8stack.errors import CommError, first_line, warn
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.wire import Layout
 from fp8stack.levels import check_choice
@@ -78,11 +78,7 @@ def link_of(group: Any, device: torch.device) -> Link | None:
     elif choice.link is None:
         choice.link, mine = _connect(group, device)
         if mine:
-            warnings.warn(
-                f"fp8stack.comm uses the process group's own collectives, not NVLink: {mine}.",
-                Fp8StackWarning,
-                stacklevel=2,
-            )
+            warn(f"fp8stack.comm uses the process group's own collectives, not NVLink: {mine}.")
     link = obstacle or choice.link
     if not isinstance(link, Link):
         if choice.transport == "nvlink":

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
@@ -46,7 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.errors import ConfigError, ModelError, warn
 from fp8stack.formats import MiniFloat
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.monitor import FIELDS, SUMS
@@ -277,7 +276,7 @@ def _warn_unseen(_: Any = None) -> None:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(f"fp8stack: {message}", Fp8StackWarning, stacklevel=3)
+    warn(f"fp8stack: {message}", stacklevel=3)
 
 
 # --- updates of weights

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from fp8stack.errors import Fp8StackWarning, ModelError
+from fp8stack.errors import ModelError, warn
 from fp8stack.tensor import is_sharded
 
 from . import block_call
@@ -155,8 +155,7 @@ class BlockGraphs:
         misfit = call.misfit(leaves, spec)
         if misfit and misfit not in self._told:
             self._told.add(misfit)
-            told = f"{call.name} runs without its CUDA graph: {misfit}"
-            warnings.warn(told, Fp8StackWarning, stacklevel=4)
+            warn(f"{call.name} runs without its CUDA graph: {misfit}", stacklevel=4)
         return not misfit and call.is_fed(leaves)
 
     # --- until the capture
@@ -185,8 +184,7 @@ class BlockGraphs:
         if why:
             self.reasons[block.graph_name] = why
             _launch_together(block, False)
-            told = f"{block.graph_name} gets no CUDA graph: {why}"
-            warnings.warn(told, Fp8StackWarning, stacklevel=4)
+            warn(f"{block.graph_name} gets no CUDA graph: {why}", stacklevel=4)
             return output
         call = block_call.Call(block, leaves, spec, output, [*self._calls.values()])
         self._calls[block] = call

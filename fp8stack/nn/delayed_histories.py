@@ -7,14 +7,13 @@ anew, and its first steps are rounded otherwise. Inputs and gradients are a rank
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8stack.errors import CheckpointError, Fp8StackWarning
+from fp8stack.errors import CheckpointError, warn
 from fp8stack.tensor import fault_of
 
 from .linear import Fp8Linear
@@ -111,8 +110,7 @@ def restore_scaling(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         load_scaling_state(model, state)
     except CheckpointError as error:
         reset_scaling(model)
-        text = f"fp8stack: delayed scaling begins with empty histories: {error}"
-        warnings.warn(text, Fp8StackWarning, stacklevel=3)
+        warn(f"fp8stack: delayed scaling begins with empty histories: {error}", stacklevel=3)
 
 
 def _delayed(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -31,7 +31,6 @@ in the gradients that a GradScaler checks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
@@ -44,7 +43,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.functional import linear, pad
 
 from fp8stack.capability import load_te
-from fp8stack.errors import Fp8StackWarning, UnsupportedDeviceError
+from fp8stack.errors import UnsupportedDeviceError, warn
 from fp8stack.levels import Recipe
 
 from .bf16_storage import output_dtype
@@ -229,12 +228,10 @@ def _break_graph(layer: TeLinear, input: Tensor) -> Tensor:
 @cache
 def _warn_of_attention() -> None:
     if torch.backends.cuda.cudnn_sdp_enabled():
-        warnings.warn(
+        warn(
             "a layer of TransformerEngine is a graph break, and behind a break PyTorch compiles wrong gradients of "
             "cuDNN's attention (seen with 2.11). If this model uses scaled_dot_product_attention, take "
-            'compute="native", which breaks no graph, or say torch.backends.cuda.enable_cudnn_sdp(False).',
-            Fp8StackWarning,
-            stacklevel=2,
+            'compute="native", which breaks no graph, or say torch.backends.cuda.enable_cudnn_sdp(False).'
         )
 
 

@@ -12,11 +12,10 @@ docs/incompatibilities.md, which is written by hand, also lists faults between o
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, warn
 from fp8stack.levels import check_choice
 
 from .rows import ROWS, Row, TrainingRun, zero_of
@@ -66,7 +65,7 @@ def raise_or_warn(findings: Sequence[Finding]) -> None:
     """
     for finding in findings:
         if finding.severity == "warning":
-            warnings.warn(finding.message, Fp8StackWarning, stacklevel=2)
+            warn(finding.message)
     errors = [f for f in findings if f.severity == "error"]
     if errors:
         names = list(dict.fromkeys(f.row.name for f in errors))

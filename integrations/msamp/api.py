@@ -17,7 +17,6 @@ on the CPU of a machine with a GPU is moved there.
 from __future__ import annotations
 
 import sys
-import warnings
 from glob import escape
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.comm import GradientHandle
-from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.errors import ConfigError, ModelError, warn
 from fp8stack.optim.state_formats import is_large_matrix
 
 from .collectives import GROUPS, share_weights
@@ -85,7 +84,7 @@ def initialize(
             "accelerate's GradScaler is taken away, since accelerate would never unscale gradients and none is needed"
         )
     if told:
-        warnings.warn(f"msamp: {'; '.join(told)}", Fp8StackWarning, stacklevel=2)
+        warn(f"msamp: {'; '.join(told)}")
     for group in optimizer.param_groups:
         group["amsgrad"] = False
     to_gpu(model, accelerator)

@@ -12,12 +12,11 @@ Otherwise ZeRO's flat partitions get scales for 128 elements each, with a warnin
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 import torch
 
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, warn
 from fp8stack.integrations import deepspeed as adapter
 from fp8stack.integrations.deepspeed.engine import import_deepspeed
 from fp8stack.integrations.deepspeed.section import find_config, stage_of, with_config
@@ -52,7 +51,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
             given["optimizer"].param_groups = optimizer.param_groups  # which schedulers drive
         elif optimizer.states == "fp8-lm" and stage_of(config):
             told = 'ZeRO joins parameters to flat tensors, so states are states="8bit": fp8 with a scale for each 128'
-            warnings.warn(f"msamp: {told}", Fp8StackWarning, stacklevel=2)
+            warn(f"msamp: {told}")
             optimizer.states = "8bit"
     given = with_config(given, config)
     if level is None and "fp8stack" not in config:
@@ -82,7 +81,7 @@ def translate(config: dict[str, Any]) -> str | None:
     enabled = check_choice("enabled", section.get("enabled", False), (False, True), where)
     level = check_choice("opt_level", section.get("opt_level", "O1"), tuple(opt_levels), where)
     if enabled and level == "O3":
-        warnings.warn(f"msamp: {O3_IS_O2}", Fp8StackWarning, stacklevel=3)
+        warn(f"msamp: {O3_IS_O2}", stacklevel=3)
     return str(level) if enabled else None
 
 

@@ -13,14 +13,13 @@ keep float32 states. L2 decay is part of the gradient that the moments see, as i
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from fp8stack import optim
-from fp8stack.errors import ConfigError, Fp8StackWarning
+from fp8stack.errors import ConfigError, warn
 from fp8stack.tensor import is_sharded
 
 from .collectives import all_reduce_grads
@@ -59,7 +58,7 @@ class LowBitOptimizer(optim.BlockwiseOptimizer):
         options |= dict(zip(self.ORDER, args, strict=False))
         told = [text for name, (idle, text) in _IDLE.items() if options.pop(name, idle) != idle]
         if told:
-            warnings.warn(f"msamp: {'; '.join(told)}", Fp8StackWarning, stacklevel=2)
+            warn(f"msamp: {'; '.join(told)}")
         first = options.pop("exp_avg_dtype", torch.uint8)
         second = options.pop("exp_avg_sq_dtype", torch.float16)
         if (first, second) not in _STATES:
