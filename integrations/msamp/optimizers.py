@@ -70,9 +70,7 @@ class LowBitOptimizer(optim.BlockwiseOptimizer):
             self.decoupled = options.pop("adam_w_mode", True)
         super().__init__(params, states=_STATES[first, second], **options)
 
-    def all_reduce_grads(self, model: nn.Module) -> None:
-        """Average the gradients of `model` over ranks; nothing where DistributedDataParallel has done so."""
-        all_reduce_grads(model)
+    all_reduce_grads = staticmethod(all_reduce_grads)
 
 
 class LBAdamW(LowBitOptimizer, optim.AdamW):
