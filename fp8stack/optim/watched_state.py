@@ -8,7 +8,7 @@ dictionaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +56,4 @@ class WatchedStates(WatchedDict):
             self[parameter] = default or {}
         return self[parameter]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for parameter, entry in dict(*args, **kwargs).items():
-            self[parameter] = entry
+    update = MutableMapping.update  # which goes through __setitem__
