@@ -58,12 +58,11 @@ def encode_saturating(x, inverse, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr
     """Return uint8 codes of x × inverse: the largest where that is beyond it, NaN where x is not finite."""
     if HARDWARE:
         scaled = tl.inline_asm_elementwise(_SCALE, "=f,f,f", [x, inverse], tl.float32, True, 1)
-        code = encode_ocp(scaled, MANTISSA, True)
+        return encode_ocp(scaled, MANTISSA, True)
     else:
         finite = bits_of_magnitude(x) < 0x7F800000
         code = encode_ocp(tl.where(finite, x * inverse, 0.0), MANTISSA, False)
-        code = tl.where(finite, code, 0x7F).to(tl.uint8)
-    return code
+        return tl.where(finite, code, 0x7F).to(tl.uint8)
 
 
 @triton.jit

@@ -80,13 +80,11 @@ def encode_ocp(x, MANTISSA: tl.constexpr, HARDWARE: tl.constexpr):
     """
     if HARDWARE:
         asm: tl.constexpr = _TO_E4M3 if MANTISSA == 3 else _TO_E5M2
-        code = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x], tl.uint8, True, 4)
+        return tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [x], tl.uint8, True, 4)
+    elif MANTISSA == 3:
+        return encode(x, 3, -6, 448.0).to(tl.uint8)
     else:
-        if MANTISSA == 3:
-            code = encode(x, 3, -6, 448.0).to(tl.uint8)
-        else:
-            code = encode(x, 2, -14, 57344.0).to(tl.uint8)
-    return code
+        return encode(x, 2, -14, 57344.0).to(tl.uint8)
 
 
 # $4 holds four codes. The GPU casts two of them at a time, to float16, which is exact.
@@ -109,10 +107,9 @@ cvt.f32.f16 $3, h3;
 def decode_e4m3(code, HARDWARE: tl.constexpr):
     """Return the float32 value of a uint8 code of E4M3, not a NaN's, exactly."""
     if HARDWARE:
-        value = tl.inline_asm_elementwise(_FROM_E4M3, "=r,=r,=r,=r,r", [code], tl.float32, True, 4)
+        return tl.inline_asm_elementwise(_FROM_E4M3, "=r,=r,=r,=r,r", [code], tl.float32, True, 4)
     else:
-        value = decode(code, 3, -6, True)
-    return value
+        return decode(code, 3, -6, True)
 
 
 @cache

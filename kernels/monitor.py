@@ -32,11 +32,8 @@ def _count_kernel(
     ZERO: tl.constexpr, CLIPPED: tl.constexpr, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr,
     BLOCKS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    largest = tl.zeros((FLAT,), dtype=tl.int32)
-    scales = tl.zeros((FLAT,), dtype=tl.int32)
-    under = tl.zeros((FLAT,), dtype=tl.int32)
-    over = tl.zeros((FLAT,), dtype=tl.int32)
-    bad = tl.zeros((FLAT,), dtype=tl.int32)
+    none = tl.zeros((FLAT,), dtype=tl.int32)
+    largest, scales, under, over, bad = none, none, none, none, none
     dead = tl.zeros((FLAT // 128,), dtype=tl.int32)
     signal = tl.zeros((FLAT,), dtype=tl.float64)
     noise = tl.zeros((FLAT,), dtype=tl.float64)

@@ -97,10 +97,7 @@ def _turn(c0, c1, c2, c3, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _store(at, code, inside, EVEN: tl.constexpr):
-    if EVEN:
-        tl.store(at, code)
-    else:
-        tl.store(at, code, mask=inside)
+    tl.store(at, code, mask=None if EVEN else inside)
 
 
 @triton.jit

@@ -78,10 +78,7 @@ def _load_stripe(
     """Load a tile of a stripe: values, or codes and their scales."""
     block = owner * tl.cast(per, tl.int64) + within
     inside = (within < per) & (block < n_blocks)
-    if CODES:
-        scale = tl.load(x_scales_ptr + block, mask=inside, other=0.0)
-    else:
-        scale = 0.0
+    scale = tl.load(x_scales_ptr + block, mask=inside, other=0.0) if CODES else 0.0
     if CODES and EVEN:
         offset, mask = _word_offsets(block, inside)
         x = tl.load(x_ptr.to(_INTS, bitcast=True) + offset, mask=mask, other=0)
