@@ -14,7 +14,4 @@ MOST = 4  # tensors
 
 def widened_sum(first: Tensor, *others: Tensor) -> Tensor:
     """Return the sum of up to four bfloat16 or float16 tensors of one shape, float32."""
-    total = first.float()
-    for x in others:
-        total = total + x
-    return total
+    return sum(others, first.float())
