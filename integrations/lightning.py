@@ -134,8 +134,7 @@ class Fp8Precision(_lightning.plugins.Precision):  # type: ignore[misc, name-def
         if trainer.state.fn == "fit":
             for part in _converted & sessions_in(module).keys():
                 fp8stack.restore(part)
-        converted: nn.Module = self.inner.convert_module(module)
-        return converted
+        return self.inner.convert_module(module)  # type: ignore[no-any-return]
 
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
