@@ -39,7 +39,7 @@ from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import BitsandbytesOptimizer, check_bitsandbytes
 from .optim.state_formats import is_large_matrix, master_for, zero_master, zero_moment
 from .report import Report, report_of, say, selected_layers
-from .tensor import whole_shape
+from .tensor_kinds import whole_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 

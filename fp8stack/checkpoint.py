@@ -34,7 +34,7 @@ from .optim.parameter_names import check_order, names_of, names_of_owned, parame
 from .optim.saved_checks import are_names, check_for_torch
 from .optim.state_dict import install, plain_numbers, prepare, to_torch
 from .optim.state_formats import masters
-from .tensor import fault_of, not_plain
+from .tensor_kinds import fault_of, not_plain
 
 
 def master_state_dict(

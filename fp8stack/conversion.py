@@ -33,7 +33,7 @@ from .optim.state_dict import adopt, reformat, to_torch
 from .optim.state_formats import MASTER_KEYS, is_large_matrix
 from .optim.step_in_backward import check_single_process
 from .report import Report
-from .tensor import check_dense, is_sharded, not_plain, renew_hooks
+from .tensor_kinds import check_dense, is_sharded, not_plain, renew_hooks
 
 COUNTERPART_OF: dict[type[torch.optim.Optimizer], type[BlockwiseOptimizer]] = {
     kind: getattr(optim, kind.__name__) for kind in conflicts.TORCH_OPTIMIZERS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .tensor import inner_tensors, is_sharded
+from .tensor_kinds import inner_tensors, is_sharded
 
 PARTS = ("weight", "master", "grad", "m", "v", "other", "host")
 _PREFIXES = {"exp_avg_sq": "v", "exp_avg": "m", "momentum_buffer": "m"}

@@ -40,7 +40,7 @@ from fp8stack.levels import Recipe, recipe_for
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.sharded import check_placements
 from fp8stack.report import say
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 __all__ = ["attach", "verify"]
 

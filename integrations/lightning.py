@@ -39,7 +39,7 @@ from fp8stack.integrations import deepspeed, fsdp
 from fp8stack.integrations.verification import verify_initialized
 from fp8stack.levels import check_choice, recipe_for
 from fp8stack.monitor import Monitor
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 __all__ = ["Fp8Callback", "Fp8Precision", "setup"]
 

@@ -21,7 +21,7 @@ from fp8stack.errors import ModelError
 from fp8stack.nn import GEMM_LAYERS
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 MOST = 8
 """So many differences are listed: a model may have thousands of layers."""

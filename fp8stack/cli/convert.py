@@ -22,7 +22,7 @@ from torch import Tensor
 from fp8stack.checkpoint import replacing
 from fp8stack.errors import CheckpointError, ConfigError, reason_of
 from fp8stack.optim.state_formats import decode_master, is_master, masters
-from fp8stack.tensor import fault_of
+from fp8stack.tensor_kinds import fault_of
 
 from .inspect import Contents, place_of, read
 from .output import Commands, Lines, add_command, show, size

@@ -27,7 +27,7 @@ from fp8stack import checkpoint
 from fp8stack.errors import CheckpointError, first_line
 from fp8stack.optim.saved_checks import are_names
 from fp8stack.optim.state_formats import MASTER_KEYS
-from fp8stack.tensor import fault_of
+from fp8stack.tensor_kinds import fault_of
 
 from .output import Commands, Lines, add_command, show, size, table
 

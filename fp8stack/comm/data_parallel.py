@@ -27,7 +27,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from fp8stack.errors import CommError, ConfigError, GradientError, warn
 from fp8stack.levels import check_number
-from fp8stack.tensor import check_dense, inner_tensors, is_sharded, not_plain, renew_hooks
+from fp8stack.tensor_kinds import check_dense, inner_tensors, is_sharded, not_plain, renew_hooks
 
 from .buckets import Region, make_buckets
 from .transport import Transport, failures_named, gather_objects, group_of, verify

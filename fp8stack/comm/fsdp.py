@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8stack.errors import ConfigError, warn
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from .collectives import all_reduce, reduce_scatter_tensor
 from .fp8_all_gather import Allocates, Fp8AllGather

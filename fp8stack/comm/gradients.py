@@ -15,7 +15,7 @@ Limits: where a backward fails, gradients that were noted stay as autograd wrote
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8stack.kernels.ops import raw_stream
-from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, is_sharded, plain
+from fp8stack.tensor import BlockScaledTensor, plain
+from fp8stack.tensor_kinds import DENSE_LAYER, check_dense, is_sharded
 
 WAITING = 256 * 2**20
 _REMEDY = f'{DENSE_LAYER}, or initialize with gradients="keep"'
@@ -78,8 +79,7 @@ class _Waiting:
         backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
         # A part of a larger memory, such as a bucket of DDP's, may be written by others before backward is over.
         if backward == -1 or gradient.untyped_storage().nbytes() > gradient.nbytes:
-            gradient = gradient.detach().to(parameter.dtype)
-            parameter.grad = BlockScaledTensor.quantize(gradient)
+            parameter.grad = BlockScaledTensor.quantize(gradient.to(parameter.dtype))
             return
         batch = self.batches.get(backward)
         if batch is None:
@@ -108,25 +108,18 @@ class _Batch:
             self._cast(key)
 
     def _cast(self, key: tuple[int, int]) -> None:
+        """Quantize the gradients of one device and stream."""
         del self._bytes[key]
-        _cast(self.noted.pop(key), key[1])
-
-
-def _cast(noted: Sequence[tuple[Tensor, Tensor]], stream: int) -> None:
-    """Quantize gradients that were made on one stream of one device."""
-    parameters, gradients = [], []
-    other = raw_stream(noted[0][1]) != stream
-    for parameter, gradient in noted:
-        if parameter.grad is not gradient:  # a later hook freed or replaced it, as DDP does
-            continue
-        if other:
-            # Its memory must not be given away before the launch has read it.
-            gradient.record_stream(torch.cuda.current_stream(gradient.device))
-        if gradient.requires_grad or gradient.dtype is not parameter.dtype:
-            gradient = gradient.detach().to(parameter.dtype)
-        parameters.append(parameter)
-        gradients.append(gradient)
-    if parameters:
-        made = BlockScaledTensor.quantize_list(gradients)
-        for parameter, gradient in zip(parameters, made, strict=True):
+        # A later hook may have freed or replaced one, as DDP does.
+        noted = [(p, gradient) for p, gradient in self.noted.pop(key) if p.grad is gradient]
+        gradients = []
+        for parameter, gradient in noted:
+            if raw_stream(gradient) != key[1]:
+                # Its memory must not be given away before the launch has read it.
+                gradient.record_stream(torch.cuda.current_stream(gradient.device))
+            if gradient.requires_grad or gradient.dtype is not parameter.dtype:
+                gradient = gradient.detach().to(parameter.dtype)
+            gradients.append(gradient)
+        made = BlockScaledTensor.quantize_list(gradients) if gradients else []
+        for (parameter, _), gradient in zip(noted, made, strict=True):
             parameter.grad = gradient

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fp8stack.errors import ModelError, warn
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from . import block_call
 from .casts import Products, in_backward

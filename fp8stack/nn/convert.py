@@ -24,7 +24,7 @@ from torch import nn
 
 from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
-from fp8stack.tensor import is_sharded, not_plain, whole_shape
+from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
 from .bf16_storage import StoredEmbedding, StoredLinear
 from .casts import InputCodes, Products, WeightScale

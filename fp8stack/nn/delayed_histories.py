@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8stack.errors import CheckpointError, warn
-from fp8stack.tensor import fault_of
+from fp8stack.tensor_kinds import fault_of
 
 from .linear import Fp8Linear
 

@@ -33,7 +33,7 @@ from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3, FLOATS
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from . import casts
 from .bf16_storage import output_dtype, stored_linear

@@ -39,7 +39,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.kernels.reference.bitsandbytes_format import BLOCK
 from fp8stack.kernels.reference.step import StepTensors, load_master
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from . import adam, lion, sgd
 from .optimizer import Batch, BlockwiseOptimizer, ParamsT

@@ -27,7 +27,7 @@ from typing_extensions import Unpack
 
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.levels import FINITE, check_choice, check_number
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from .optimizer import BELOW_1, Batch, BlockwiseOptimizer, Options, ParamsT, check_range
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fp8stack.errors import ConfigError, ModelError
 from fp8stack.formats import FLOATS, UE3M1
 from fp8stack.levels import check_choice, check_number
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from . import state_formats as formats
 from .sharded import assign, check_placements, collect, distribute, local, local_state

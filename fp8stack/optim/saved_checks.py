@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fp8stack.conflicts import UNCONVERTED
 from fp8stack.errors import CheckpointError, ModelError, first_line
 from fp8stack.formats import E4M3
-from fp8stack.tensor import fault_of
+from fp8stack.tensor_kinds import fault_of
 
 from . import state_formats as formats
 from .parameter_state import StatefulOptimizer

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.formats import BLOCK
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from .state_formats import State
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fp8stack.errors import CheckpointError, ModelError
 from fp8stack.kernels.reference import bitsandbytes_format
 from fp8stack.levels import plain_number
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from . import saved_checks as checks
 from . import state_formats as formats

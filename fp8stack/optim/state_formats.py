@@ -52,7 +52,7 @@ from fp8stack.kernels import ops
 from fp8stack.kernels.reference import bitsandbytes_format, master, power_of_two
 from fp8stack.kernels.reference.step import load_master
 from fp8stack.levels import check_choice
-from fp8stack.tensor import whole_shape
+from fp8stack.tensor_kinds import whole_shape
 
 State = dict[str, Any]
 

@@ -20,7 +20,8 @@ from fp8stack.errors import GradientError
 from fp8stack.formats import FLOATS
 from fp8stack.kernels.reference.step import StepKind, StepTensors
 from fp8stack.kernels.reference.step_scalars import seed_of
-from fp8stack.tensor import DENSE_LAYER, BlockScaledTensor, check_dense, plain
+from fp8stack.tensor import BlockScaledTensor, plain
+from fp8stack.tensor_kinds import DENSE_LAYER, check_dense
 
 from .sharded import first_element, local, local_state
 from .state_formats import State, is_second

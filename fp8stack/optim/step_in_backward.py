@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8stack.conflicts import SEVERAL_PROCESSES, check_option
 from fp8stack.errors import GradientError
-from fp8stack.tensor import renew_hooks
+from fp8stack.tensor_kinds import renew_hooks
 
 
 class GradientRelease:

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8stack import comm
-from fp8stack.tensor import BlockScaledTensor, inner_tensors, is_sharded
+from fp8stack.tensor import BlockScaledTensor
+from fp8stack.tensor_kinds import inner_tensors, is_sharded
 
 GROUPS: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """The process groups that models were given to `LinearReplacer.replace` with."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from fp8stack import optim
 from fp8stack.errors import ConfigError, warn
-from fp8stack.tensor import is_sharded
+from fp8stack.tensor_kinds import is_sharded
 
 from .collectives import all_reduce_grads
 
