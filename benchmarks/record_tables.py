@@ -439,6 +439,7 @@ def layer_shapes() -> list[str]:
 MODELS = {
     "llama-1b": "Llama-3.2-1B", "llama-8b-4": "4 layers of Llama-3-8B", "gpt2": "GPT-2 124M", "vit-l": "ViT-L/16",
     "qwen3-moe": "Qwen3-MoE, 8 layers", "t5-base": "T5-base", "whisper-small": "Whisper-small",
+    "dit-xl": "DiT-XL/2", "unet-sd15": "the UNet of SD 1.5",
 }  # fmt: skip
 
 
@@ -448,7 +449,7 @@ def real_models() -> list[str]:
     rows = []
     for model, words in MODELS.items():
         found = by_variant(read("real_models", model=model))
-        base, o2 = found["bf16"], found["O2"]
+        base, o2 = found.get("bf16"), found["O2"]
         cells = [f"{o2['base_ms']:.1f} ({o2['base_host_ms']:.0f})"]  # in turns with O2
         cells += [f"{found[v]['speedup']:.2f}" for v in ("O0", "O1")]
         cells += [f"{o2['value']:.1f} ({o2['host_ms']:.0f})", f"**{o2['speedup']:.2f}**"]
@@ -456,8 +457,8 @@ def real_models() -> list[str]:
         cells += [f"{graphed['speedup']:.2f}" if graphed else "-"]
         both = [found[f"{v} compiled"]["value"] for v in ("bf16", "O2") if f"{v} compiled" in found]
         cells += [f"{both[0] / both[1]:.2f}" if len(both) == 2 else "-"]
-        cells += [f"{base['peak_gib']:.1f}", f"{o2['peak_gib']:.1f}"]
-        rows.append((f"{words}, {base['params']['tokens']:,} tokens", *cells))
+        cells += [f"{base['peak_gib']:.1f}" if base else "-", f"{o2['peak_gib']:.1f}"]
+        rows.append((f"{words}, {o2['params']['tokens']:,} tokens", *cells))
     heads = (
         "bf16, ms (host)",
         "O0, ×",
