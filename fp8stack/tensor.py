@@ -16,9 +16,9 @@ scales once these are asked for. Clipping and the optimizer's step need only add
 A view (`grad[0]`, `grad.view(-1)`) reads what the gradient holds at that time, and what is written to it is written to
 the gradient. `grad.data = value` sets shape, dtype, device and contents, as in torch.
 
-Limits: the codes are a copy of what is assigned to `.data`, so later writes to `value` do not reach the gradient. What
-NumPy and DLPack get is a copy too (NumPy's cannot be written). Second derivatives are ordinary tensors. The memory of a
-pool is freed with the last of its tensors.
+Limits: the codes are a copy of an ordinary tensor that is assigned to `.data`, so later writes to it do not reach the
+gradient. What NumPy and DLPack get is a copy too (NumPy's cannot be written). Second derivatives are ordinary tensors.
+The memory of a pool is freed with the last of its tensors: one gradient that is kept may keep 128 MiB.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from .errors import ConfigError, GradientError
 from .formats import E4M3, scale_shape
 from .kernels import ops
+from .kernels.reference.quantize import part_of
 from .tensor_kinds import check_dense
 
 aten = torch.ops.aten
@@ -58,7 +60,7 @@ class _Wrapper(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         check_dense(value, "a parameter")
-        new = BlockScaledTensor.quantize(value)
+        new: Any = BlockScaledTensor.quantize(value.detach())  # which has no pool
         torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
         self.__class__, self.__dict__ = BlockScaledTensor, dict(vars(new))  # a view is one no more
 
@@ -74,6 +76,8 @@ class _Wrapper(torch.Tensor):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.dequantize().__dlpack__(**kwargs)
+
+    __copy__ = torch.Tensor.detach
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
@@ -104,6 +108,11 @@ class Pool:
         self.count = count  # of tensors
 
 
+def _part_at(address: int, memory: Tensor, shape: Sequence[int]) -> Tensor:
+    with _disable_current_modes():  # it is kept, so a FakeTensorMode must not make it
+        return part_of(memory, (address - memory.data_ptr()) // memory.itemsize, shape)
+
+
 class BlockScaledTensor(_Wrapper):
     """E4M3 codes with one float32 scale for each 128 elements of a row, seen as a tensor of `dtype`.
 
@@ -113,7 +122,6 @@ class BlockScaledTensor(_Wrapper):
 
     holder: list[tuple[Tensor, Tensor] | None]  # of the residual; aliases (detach, .data) share it
     pool: Pool = None  # type: ignore[assignment]  # none if the constructor was given codes and scale
-    place: tuple[int, int]  # where codes and scale begin in the pool
 
     @staticmethod
     def __new__(
@@ -138,13 +146,12 @@ class BlockScaledTensor(_Wrapper):
     @cached_property
     def codes(self) -> Tensor:
         """The codes, float8_e4m3fn, in the shape of this tensor."""
-        return self.pool.codes[self.place[0] :][: self.numel()].view(self.shape)
+        return _part_at(self.addresses[0], self.pool.codes, self.shape)
 
     @cached_property
     def scale(self) -> Tensor:
         """The scales of the blocks, float32 [rows, ceil(cols / 128)]."""
-        shape = scale_shape(self.shape)
-        return self.pool.scales[self.place[1] :][: math.prod(shape)].view(shape)
+        return _part_at(self.addresses[1], self.pool.scales, scale_shape(self.shape))
 
     @property
     def residual(self) -> tuple[Tensor, Tensor] | None:
@@ -164,15 +171,13 @@ class BlockScaledTensor(_Wrapper):
 
     @classmethod
     def quantize_list(cls, tensors: Sequence[Tensor]) -> list[BlockScaledTensor]:
-        """Return what `quantize` does for ordinary tensors of one device, which share memory: see `Pool`."""
-        codes, scales, places = ops.quantize_list(tensors, E4M3)
+        """Return what `quantize` does for plain tensors of one device and dtype, which share memory: see `Pool`."""
+        codes, scales, addresses = ops.quantize_list(tensors, E4M3)
         pool, device = Pool(codes, scales, len(tensors)), codes.device
-        first, first_scale = codes.data_ptr(), scales.data_ptr()
         made = []
-        for x, place in zip(tensors, places, strict=True):
+        for x, own in zip(tensors, addresses, strict=True):
             new = torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, device=device)
-            new.pool, new.place, new.holder = pool, place, [None]
-            new.addresses = first + place[0], first_scale + 4 * place[1]
+            new.pool, new.addresses, new.holder = pool, own, [None]
             made.append(new)
         return made
 

@@ -240,27 +240,30 @@ def norms(gradients: Sequence[Any]) -> list[Tensor]:
 
     On a GPU all are read in a few launches, which is eager work: a CUDA graph would keep the addresses of a table.
     """
-    if gradients and _in_one_table(gradients):
+    plain = all(g.pool or type(g.codes) in _PLAIN for g in gradients)  # fakes have no addresses
+    if gradients and plain and _in_one_table(gradients):
         given = [(g.shape, g.addresses) for g in gradients]
-        found: list[Tensor] = triton_module("norm").norms(given, gradients[0].device)
-        return found
+        return triton_module("norm").norms(given, gradients[0].device)  # type: ignore[no-any-return]
     return [norm.sum_of_squares(g.codes, g.scale).sqrt().float() for g in gradients]
 
 
-def quantize_list(
-    tensors: Sequence[Tensor], fmt: MiniFloat
-) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
-    """Do what `quantize_blocks` does for `tensors` of one device, E4M3 or E5M2: on a GPU in few launches, as `norms`.
+def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat) -> tuple[Tensor, Tensor, list[Any]]:
+    """Do what `quantize_blocks` does for plain tensors of one device, E4M3 or E5M2: in few launches, as `norms`.
 
-    Returns codes and scales of all, 1-d, and where those of each begin.
+    Returns codes and scales of all, 1-d, and a pair of addresses for each: where its codes and its scales begin.
     """
     places, (codes_size, scales_size) = quantize.places_in_list(tuple(x.shape for x in tensors))
     codes = tensors[0].new_empty(codes_size, dtype=fmt.dtype)
     scales = tensors[0].new_empty(scales_size, dtype=torch.float32)
-    at_once = _in_one_table(tensors) and all(type(x) in _PLAIN for x in tensors)
-    run = triton_module("quantize") if at_once else quantize
-    run.quantize_list(tensors, fmt, codes, scales)
-    return codes, scales, places
+    first, first_scale = codes.data_ptr(), scales.data_ptr()
+    addresses = [(first + at, first_scale + 4 * scale_at) for at, scale_at in places]
+    if _in_one_table(tensors):
+        triton_module("quantize").quantize_list(tensors, fmt, addresses)
+    else:
+        for x, (at, scale_at) in zip(tensors, places, strict=True):
+            scale = quantize.part_of(scales, scale_at, scale_shape(x.shape))
+            quantize_blocks_into(x, fmt, quantize.part_of(codes, at, x.shape), scale)
+    return codes, scales, addresses
 
 
 def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:

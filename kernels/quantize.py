@@ -122,13 +122,12 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
         )  # fmt: skip
 
 
-def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat, codes: Tensor, scales: Tensor) -> None:
-    """Write E4M3 or E5M2 codes and scales of `tensors`, on one device, end to end: see `places_in_list`."""
-    tensors = [x.contiguous() for x in tensors]  # which have to live until the launch
-    places, _ = reference.places_in_list(tuple(x.shape for x in tensors))
-    first, first_scale = codes.data_ptr(), scales.data_ptr()
-    addresses = [(first + at, first_scale + 4 * scale_at) for at, scale_at in places]
-    _encode_list(tensors, addresses, fmt)
+def quantize_list(
+    tensors: Sequence[Tensor], fmt: MiniFloat, results: Sequence[tuple[int, int]]
+) -> None:
+    """Write E4M3 or E5M2 codes and scales of `tensors`, all on one device, to addresses."""
+    # copies of those that are not contiguous live until the launch
+    _encode_list([x.contiguous() for x in tensors], results, fmt)
 
 
 def clamp_list(tensors: Sequence[tuple[Tensor, Tensor]], low: float, high: float) -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from helpers import assert_same_bits, through_file
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError, GradientError
 from fp8stack.formats import E4M3
 from fp8stack.kernels.reference.quantize import dequantize_blocks, quantize_blocks
-from fp8stack.tensor import plain
+from fp8stack.tensor import _scales_of, plain
 
 
 @pytest.fixture
@@ -280,6 +281,14 @@ def test_tensors_that_share_memory_are_as_others(of, device):
         assert x.addresses == (x.codes.data_ptr(), x.scale.data_ptr())
         assert_same_bits(x.parts(), other.parts())
         assert len(pickle.dumps(x)) <= len(pickle.dumps(other))  # without the others' memory
+    assert len(_scales_of(ours)) == 1
+    copy.copy(ours[2]).zero_()
+    assert not ours[2].any()
+    ours[0].data = ours[1]  # which shares its memory, as in torch, and is in the list twice then
+    assert len(_scales_of(ours)) == 3
+    (fresh,) = BlockScaledTensor.quantize_list(values[:1])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(fresh.codes) is type(fresh.scale) is torch.Tensor
 
 
 def test_a_gradient_that_is_twice_in_a_list_is_limited_once(device):
@@ -358,6 +367,7 @@ def test_refuses_parts_that_do_not_fit():
         BlockScaledTensor(torch.zeros(4, 200).to(torch.float8_e4m3fn), torch.zeros(4, 1))
     with pytest.raises(ConfigError, match="float8_e4m3fn codes"):
         BlockScaledTensor(torch.zeros(4, 200), torch.zeros(4, 2))
-    turned = torch.zeros(200, 4).to(torch.float8_e4m3fn).t()
-    with pytest.raises(ConfigError, match="not contiguous"):
-        BlockScaledTensor(turned, torch.zeros(4, 2))
+    codes = torch.zeros(200, 4).to(torch.float8_e4m3fn)
+    for parts in ((codes.t(), torch.zeros(4, 2)), (codes.view(4, 200), torch.zeros(2, 4).t())):
+        with pytest.raises(ConfigError, match="not contiguous"):
+            BlockScaledTensor(*parts)

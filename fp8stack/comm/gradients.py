@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fp8stack.kernels.ops import raw_stream
+from fp8stack.kernels.ops import is_traced, raw_stream
 from fp8stack.tensor import BlockScaledTensor, plain
 from fp8stack.tensor_kinds import DENSE_LAYER, check_dense, is_sharded
 
@@ -76,7 +77,7 @@ class _Waiting:
         if gradient is None or isinstance(gradient, BlockScaledTensor):
             return
         check_dense(gradient, name, _REMEDY)
-        backward = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        backward = -1 if is_traced(gradient) else torch._C._current_graph_task_id()
         # A part of a larger memory, such as a bucket of DDP's, may be written by others before backward is over.
         if backward == -1 or gradient.untyped_storage().nbytes() > gradient.nbytes:
             parameter.grad = BlockScaledTensor.quantize(gradient.to(parameter.dtype))
@@ -89,14 +90,14 @@ class _Waiting:
 
 
 class _Batch:
-    """Parameters with gradients that wait for one cast, by the device and the stream that those were made on."""
+    """Parameters with gradients that wait for one cast, by dtype and the device and stream that those were made on."""
 
     def __init__(self) -> None:
-        self.noted: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        self._bytes: Counter[tuple[int, int]] = Counter()
+        self.noted: dict[Any, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._bytes: Counter[Any] = Counter()
 
     def add(self, parameter: Tensor, gradient: Tensor) -> None:
-        key = gradient.get_device(), raw_stream(gradient)
+        key = gradient.get_device(), raw_stream(gradient), parameter.dtype
         self.noted[key].append((parameter, gradient))
         self._bytes[key] += gradient.nbytes
         if self._bytes[key] >= WAITING:
@@ -107,18 +108,18 @@ class _Batch:
         for key in [*self.noted]:
             self._cast(key)
 
-    def _cast(self, key: tuple[int, int]) -> None:
-        """Quantize the gradients of one device and stream."""
+    def _cast(self, key: tuple[int, int, torch.dtype]) -> None:
+        """Quantize the gradients of one device, stream and dtype."""
         del self._bytes[key]
         # A later hook may have freed or replaced one, as DDP does.
         noted = [(p, gradient) for p, gradient in self.noted.pop(key) if p.grad is gradient]
         gradients = []
-        for parameter, gradient in noted:
+        for _, gradient in noted:
             if raw_stream(gradient) != key[1]:
                 # Its memory must not be given away before the launch has read it.
                 gradient.record_stream(torch.cuda.current_stream(gradient.device))
-            if gradient.requires_grad or gradient.dtype is not parameter.dtype:
-                gradient = gradient.detach().to(parameter.dtype)
+            if gradient.requires_grad or gradient.dtype is not key[2]:
+                gradient = gradient.detach().to(key[2])
             gradients.append(gradient)
         made = BlockScaledTensor.quantize_list(gradients) if gradients else []
         for (parameter, _), gradient in zip(noted, made, strict=True):

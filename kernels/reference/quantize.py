@@ -98,10 +98,10 @@ def quantize_blocks_into(x: Tensor, fmt: MiniFloat, codes: Tensor, scale: Tensor
     scale.copy_(new_scale)
 
 
-@lru_cache(1024)
+@lru_cache(256)
 def places_in_list(
     shapes: tuple[torch.Size, ...],
-) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, int]]:
     """Return where codes of 8 bits and scales of tensors begin that lie end to end, and the sizes of both.
 
     Codes begin at multiples of 16, scales have no gaps.
@@ -111,16 +111,12 @@ def places_in_list(
         places.append((codes, scales))
         codes += -(-shape.numel() // 16) * 16
         scales += math.prod(scale_shape(shape))
-    return places, (codes, scales)
+    return tuple(places), (codes, scales)
 
 
-def quantize_list(tensors: Sequence[Tensor], fmt: MiniFloat, codes: Tensor, scales: Tensor) -> None:
-    """Write the results of `quantize_blocks`, in 8 bits, for each of `tensors` at its place."""
-    places, _ = places_in_list(tuple(x.shape for x in tensors))
-    for x, (at, scale_at) in zip(tensors, places, strict=True):
-        shape = scale_shape(x.shape)
-        scale = scales[scale_at : scale_at + math.prod(shape)].view(shape)
-        quantize_blocks_into(x, fmt, codes[at : at + x.numel()].view(x.shape), scale)
+def part_of(memory: Tensor, place: int, shape: Sequence[int]) -> Tensor:
+    """Return the tensor of `shape` that begins at an element of 1-d memory."""
+    return memory.narrow(0, place, math.prod(shape)).view(shape)
 
 
 def dequantize_blocks(

@@ -23,8 +23,9 @@ def test_a_fresh_gradient_becomes_its_blocks_at_once():
     layer.zero_grad()
     handle = GradientHandle()
     handle.attach([layer.weight], {layer.weight: "weight"})
-    layer(x).sum().backward()
+    layer(x).sum().backward(create_graph=True)
     assert isinstance(layer.weight.grad, BlockScaledTensor)
+    assert not layer.weight.grad.scale.requires_grad  # which would hold the graph
     assert_same_bits(layer.weight.grad.parts(), expected)
     handle.remove()
     assert type(layer.weight.grad) is torch.Tensor
