@@ -212,7 +212,7 @@ def reduce_as_deepspeed(rank):
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer as split
     from deepspeed.utils import safe_get_full_grad
 
-    def gradients(level, stage, dtype, scatter=True, shared=1, experts=False):
+    def gradients(level, stage, dtype, scatter=True, shared=1, experts=False, op="mean"):
         torch.manual_seed(0)
         model = Experts(dist.get_world_size()) if experts else engines.Bigrams()
         groups = list(model.parameters())
@@ -221,6 +221,7 @@ def reduce_as_deepspeed(rank):
         optimizer = torch.optim.AdamW(groups, lr=3e-3)
         # products like DeepSpeed's: what differs is the wire
         config = configure(stage, dtype, level, {"reduce_scatter": scatter}, {"compute": "bf16"})
+        config["gradient_allreduce_op"] = op
         initialize = deepspeed.initialize if level is None else fp8_deepspeed.initialize
         engine = initialize(model=model, optimizer=optimizer, config=config)[0]
         engine.sequence_parallel_size = engine.optimizer.sequence_parallel_size = shared
@@ -233,6 +234,7 @@ def reduce_as_deepspeed(rank):
 
     stages = (0, True), (2, True), (2, False), (3, True), (3, False)
     cases = [(stage, "fp32", scatter, shared) for stage, scatter in stages for shared in (1, 2)]
+    cases += [(stage, "fp32", scatter, 1, False, "sum") for stage, scatter in stages[:3]]
     for case in (*cases, (0, "fp32", True, 1, True), (2, "bf16", True, 1, True)):
         expected, found = gradients(None, *case), gradients("O1", *case)
         assert expected
