@@ -10,8 +10,8 @@ directly on codes and scales, exactly and on one byte an element: multiplication
 moving, cloning, the 2-norm and GradScaler's unscaling. Adding keeps a residual (see `kernels/reference/gradient.py`),
 so that the sum of many micro-batches does not lose small addends.
 
-Those that were quantized in one launch share the memory of a `Pool`, and have tensors of their own for their codes and
-scales once these are asked for. Clipping and the optimizer's step need only addresses, so hundreds are not made.
+Gradients that one launch quantized share the memory of a `Pool`. Each makes views of it, for its codes and its scale,
+when they are first asked for. Clipping and the optimizer's step need only addresses, so a step makes none.
 
 A view (`grad[0]`, `grad.view(-1)`) reads what the gradient holds at that time, and what is written to it is written to
 the gradient. `grad.data = value` sets shape, dtype, device and contents, as in torch.
@@ -424,10 +424,9 @@ def _each(func: Any, tensors: list[Tensor], *arguments: Any) -> None:
 
 def _scales_of(tensors: list[BlockScaledTensor]) -> list[Tensor]:
     """Return the scales of tensors and of their residuals; those of a pool as one if all its tensors are there."""
-    pools = Counter(x.pool for x in tensors)
-    if len({*map(id, tensors)}) < len(tensors):  # one that is there twice is written twice
-        pools.clear()
-    whole = {pool for pool, count in pools.items() if pool is not None and count == pool.count}
+    pools = Counter(x.pool for x in tensors if x.pool)
+    once = len({*map(id, tensors)}) == len(tensors)  # one that is there twice is multiplied twice
+    whole = {pool for pool, count in pools.items() if once and count == pool.count}
     scales = [pool.scales for pool in whole] + [x.scale for x in tensors if x.pool not in whole]
     return scales + [x.residual[1] for x in tensors if x.residual]
 

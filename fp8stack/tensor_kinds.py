@@ -1,6 +1,6 @@
-"""What a tensor is that others made: sharded, sparse, quantized by another library, with or without memory of its own.
+"""Questions about tensors that others made: is one sharded, sparse, quantized by another library, or no dense numbers?
 
-All of fp8stack asks here.
+All of fp8stack asks them here.
 """
 
 from __future__ import annotations

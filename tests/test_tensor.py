@@ -270,10 +270,8 @@ def test_lists_of_one_kind_and_of_both(kinds, device):
 @pytest.mark.parametrize("of", [[0], [2, 0], [0, 0, 1], [1, 0, 2]], ids=str)
 def test_tensors_that_share_memory_are_as_others(of, device):
     values = [torch.randn(shape, device=device) for shape in ((3, 200), (7,), (2, 5, 64))]
-    ours, theirs = (
-        BlockScaledTensor.quantize_list(values),
-        list(map(BlockScaledTensor.quantize, values)),
-    )
+    ours = BlockScaledTensor.quantize_list(values)
+    theirs = list(map(BlockScaledTensor.quantize, values))
     for xs in (ours, theirs):
         assert_same_bits(torch._foreach_norm(xs), [torch.linalg.vector_norm(x) for x in theirs])
         torch._foreach_mul_([xs[i] for i in of], 0.3)

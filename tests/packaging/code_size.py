@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 14_942
+LIBRARY_CAP = 14_941
 TESTS_CAP = 24_100
 _NO_CODE = {
     tokenize.COMMENT,
