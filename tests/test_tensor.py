@@ -289,6 +289,15 @@ def test_tensors_that_share_memory_are_as_others(of, device):
         assert type(fresh.codes) is type(fresh.scale) is torch.Tensor
 
 
+@pytest.mark.gpu  # where a fake would be read at an address it does not have
+def test_norms_of_fake_gradients_are_fake():
+    with FakeTensorMode() as fake:
+        codes = torch.empty(128, device="cuda", dtype=E4M3.dtype)
+        x = BlockScaledTensor(codes, codes.new_empty((1, 1), dtype=torch.float32))
+        for norm in (*torch._foreach_norm([x]), torch._foreach_norm([x, x])[1], x.norm()):
+            assert (norm.fake_mode, norm.shape, norm.dtype) == (fake, (), torch.float32)
+
+
 def test_a_gradient_that_is_twice_in_a_list_is_limited_once(device):
     value = torch.randn(6, 200, device=device)
     one, two = (BlockScaledTensor.quantize(value) for _ in range(2))

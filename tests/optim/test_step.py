@@ -9,8 +9,10 @@ import math
 import pytest
 import torch
 from helpers import assert_same_bits, every_two, random_parameters, set_gradients, snapshot
+from layers import captured
 from torch import nn
 
+import fp8stack
 from fp8stack import BlockScaledTensor
 from fp8stack.errors import ConfigError
 from fp8stack.optim import SGD, Adam, AdamW, Lion, Muon, triton_step
@@ -272,15 +274,18 @@ def test_a_bad_number_is_named_and_nothing_is_changed(kernel_device, through_ker
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [AdamW, Muon])
-def test_a_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate(kind):
+@pytest.mark.parametrize("level", ["as it is", "O0", "O1", "O2"])
+def test_a_whole_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate(kind, level):
     losses = []
-    for captured in (False, True):
+    for graphed in (False, True):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)).cuda().bfloat16()
         rate = torch.tensor(0.01, device="cuda")
         optimizer = kind(model.parameters(), lr=rate, max_grad_norm=1.0)
-        data = torch.randn(20, 32, 128, device="cuda", dtype=torch.bfloat16)
-        x = torch.empty_like(data[0])
+        if level != "as it is":
+            model, optimizer = fp8stack.initialize(model, optimizer, opt_level=level)
+        data = torch.randn(18, 32, 128, device="cuda", dtype=torch.bfloat16)
+        x = data[0].clone()
 
         def train_step(model=model, optimizer=optimizer, x=x):
             optimizer.zero_grad(set_to_none=True)
@@ -289,23 +294,12 @@ def test_a_step_is_captured_in_a_cuda_graph_with_a_tensor_learning_rate(kind):
             optimizer.step()
             return loss
 
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # model and data are made there
-        with torch.cuda.stream(stream):
-            for i in range(3):
-                x.copy_(data[i])
-                train_step()
-        torch.cuda.current_stream().wait_stream(stream)
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            optimizer.zero_grad(set_to_none=True)
-            with torch.cuda.graph(graph):
-                loss = train_step()
+        graph, loss = captured(train_step) if graphed else (None, [train_step() for _ in range(3)])
         values = []
-        for i in range(3, 20):
+        for i in range(1, 18):
             x.copy_(data[i])
             rate.fill_(0.01 / i)
-            if captured:
+            if graphed:
                 graph.replay()
             else:
                 loss = train_step()
