@@ -22,8 +22,8 @@ from . import conflicts, optim
 from .comm import GradientHandle
 from .errors import ModelError, warn
 from .levels import Recipe
-from .nn import GEMM_LAYERS, StoredEmbedding, StoredLinear
-from .nn.bf16_storage import CopiedWeight
+from .nn import GEMM_LAYERS, StoredEmbedding
+from .nn.bf16_storage import CopiedWeight, StoredLayer
 from .nn.convert import Conversion, LayerChoices, apply_storage
 from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
@@ -99,7 +99,7 @@ def check_model(
 
 def find_converted(model: nn.Module) -> str:
     """Return the name of a module of `model` that is converted, or an empty string."""
-    ours = (*GEMM_LAYERS, StoredLinear, StoredEmbedding, MultipliesParameters)
+    ours = (*GEMM_LAYERS, StoredLayer, StoredEmbedding, MultipliesParameters)
     return next((n or "the model" for n, m in model.named_modules() if isinstance(m, ours)), "")
 
 

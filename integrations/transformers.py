@@ -26,7 +26,7 @@ from fp8stack import initialize
 from fp8stack.errors import ConfigError
 from fp8stack.integrations import accelerate
 from fp8stack.monitor import Monitor
-from fp8stack.nn import Fp8Linear
+from fp8stack.nn.linear import Fp8Layer
 
 
 def fp8_trainer(trainer: type[Any], opt_level: str | None = None, **options: Any) -> type[Any]:
@@ -128,7 +128,7 @@ class _AtLevel(_Trainer):  # type: ignore[misc]  # it comes before a Trainer cla
             self._attached = model
         if not self._begun:
             self._begun = True
-            layers = any(isinstance(module, Fp8Linear) for module in self.model.modules())
+            layers = any(isinstance(module, Fp8Layer) for module in self.model.modules())
             if layers and not self.args.torch_compile:
                 every = self.state.logging_steps * self.args.gradient_accumulation_steps
                 own = getattr(self.optimizer, "optimizer", None)  # under Accelerate's

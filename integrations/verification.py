@@ -19,6 +19,7 @@ from torch import nn
 from fp8stack.api import session_of
 from fp8stack.errors import ModelError
 from fp8stack.nn import GEMM_LAYERS
+from fp8stack.nn.layer_kinds import kind_of
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.report import Report
 from fp8stack.tensor_kinds import is_sharded
@@ -81,7 +82,7 @@ def compare(
         f"{name} was converted and is an ordinary layer again"
         for name in report.converted
         if not isinstance(modules.get(name), GEMM_LAYERS)
-        and (isinstance(modules.get(name), nn.Linear) or not all_there)
+        and (kind_of(modules.get(name)) or not all_there)
     ]
     if report.device.startswith("CPU") and any(p.is_cuda for p in model.parameters()):
         wrong.append(

@@ -6,6 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from layers import conv1d
 from torch import nn
 
 from fp8stack.integrations import deepspeed as fp8_deepspeed
@@ -62,7 +63,7 @@ class Bigrams(nn.Module):
     def __init__(self, width=64, tied=False):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.up = nn.Linear(width, 4 * width)
+        self.up = conv1d(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)

@@ -193,10 +193,7 @@ def _shape(options: argparse.Namespace, notes: list[str]) -> Shape:
     sizes = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
     if options.hf_config is not None:
         anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
-        shape = replace(planning.read_config(options.hf_config), **{**sizes, **anew})
-        if shape.positions:
-            notes.append("layers are nn.Linear here; transformers' GPT-2 has Conv1D, left in bf16")
-        return shape
+        return replace(planning.read_config(options.hf_config), **{**sizes, **anew})
     if options.parameters:
         if own := sizes.keys() - {"vocab"}:
             raise ConfigError(f"--parameters makes the sizes; give --sizes with {sorted(own)}.")

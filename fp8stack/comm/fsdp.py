@@ -26,7 +26,7 @@ from fp8stack.tensor_kinds import is_sharded
 from .collectives import all_reduce, reduce_scatter_tensor
 from .fp8_all_gather import Allocates, Fp8AllGather
 
-_FP8_LAYERS = {"Fp8Linear", "TeLinear"}  # by name: `nn` and `comm` do not import each other
+_FP8_LAYERS = {"Fp8Layer", "TeLayer"}  # by name: `nn` and `comm` do not import each other
 
 
 class Fp8ReduceScatter(Allocates):

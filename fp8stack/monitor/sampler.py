@@ -50,8 +50,8 @@ from fp8stack.formats import MiniFloat
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.monitor import FIELDS, SUMS
 from fp8stack.levels import check_number
-from fp8stack.nn.linear import Fp8Linear
-from fp8stack.nn.te import TeLinear
+from fp8stack.nn.linear import Fp8Layer
+from fp8stack.nn.te import TeLayer
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.sharded import local, local_state
 from fp8stack.optim.state_formats import decode_master, masters
@@ -95,8 +95,8 @@ class Monitor:
         every = check_number("every", every, 1, whole=True)
         if model in _watched:
             raise ModelError("this model has a Monitor; remove() that first.")
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Linear | TeLinear)}
-        own = {n: m for n, m in layers.items() if isinstance(m, Fp8Linear)}
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Layer | TeLayer)}
+        own = {n: m for n, m in layers.items() if isinstance(m, Fp8Layer)}
         if others := len(layers) - len(own):
             _warn(f"{others} layers are TransformerEngine's, whose casts the Monitor does not see")
         elif not own:
@@ -213,7 +213,7 @@ class Monitor:
             self._updates.arm(self._steps)
             self._open, self._counts = self._steps, None
             for index, (name, module) in enumerate(self._own.items()):
-                if isinstance(module, Fp8Linear):  # not restored since
+                if isinstance(module, Fp8Layer):  # not restored since
                     self._products[name] = module.products
                     module.products.probe = partial(self._count, index)
         self._steps += 1
@@ -221,7 +221,7 @@ class Monitor:
     def _end_sample(self) -> None:
         if self._open < 0:
             return
-        own = [m.products for m in self._own.values() if isinstance(m, Fp8Linear)]
+        own = [m.products for m in self._own.values() if isinstance(m, Fp8Layer)]
         if self._counts is None and any(products.probe is not None for products in own):
             _warn_unseen()
         for products in self._products.values():

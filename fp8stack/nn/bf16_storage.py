@@ -12,12 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .layer_kinds import weight_of
+from .mixin import Mixin, mixed_class
 
-class StoredLinear(nn.Linear):
-    """An `nn.Linear` that reads its bfloat16 weight in the dtype of its input."""
+
+class StoredLayer(Mixin):
+    """A layer that reads its bfloat16 weight in the dtype of its input."""
+
+    mixin_prefix = "Stored"
+    bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
-        return stored_linear(input, self.weight, self.bias)
+        return stored_linear(input, weight_of(self), self.bias)
+
+
+StoredLinear = mixed_class(StoredLayer, nn.Linear)
 
 
 def autocast_is_on(x: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """Decide what each layer of a model becomes, then change its class; and change it back.
 
 A layer is converted by assigning to `module.__class__`: parameters, hooks, names, ties and state_dict stay as they are,
-`isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear` (or
-`nn.Embedding`, for storage) are touched: a subclass may use its weight in ways that cannot be known.
+`isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear` or
+transformers' Conv1D (or `nn.Embedding`, for storage) are touched: a subclass may use its weight in ways that cannot be
+known.
 
 `choose_layers` only looks; the checks and the summary card are made from what it returns. `apply_gemms` and
 `apply_storage` change the model.
@@ -26,15 +27,16 @@ from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
-from .bf16_storage import StoredEmbedding, StoredLinear
+from .bf16_storage import StoredEmbedding, StoredLayer
 from .casts import InputCodes, Products, WeightScale
-from .linear import Bf16Linear, Fp8Linear
-from .mixin import class_below, hidden_class
+from .layer_kinds import is_known, is_turned, kind_of
+from .linear import Bf16Layer, Fp8Layer
+from .mixin import Mixin, class_below, hidden_class, mixed_class
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
-from .te import Engine, TeLinear
+from .te import Engine, TeLayer
 
-GEMM_LAYERS = (Fp8Linear, TeLinear, Bf16Linear)
-"""What `apply_gemms` makes of Linear layers."""
+GEMM_LAYERS = (Fp8Layer, TeLayer, Bf16Layer)
+"""What `apply_gemms` makes of Linear and Conv1D layers."""
 OWN_FORWARD = "its forward was set on the instance, which hides the class's; initialize before whatever does that"
 
 
@@ -42,10 +44,11 @@ OWN_FORWARD = "its forward was set on the instance, which hides the class's; ini
 class LayerChoices:
     """What happens to the layers of a model."""
 
-    gemm: list[tuple[str, nn.Linear]] = field(default_factory=list)  # to FP8 (or bf16) GEMMs
+    # Linear and Conv1D layers that change to FP8 (or bf16) GEMMs.
+    gemm: list[tuple[str, nn.Module]] = field(default_factory=list)
     # Of those that are in FP8 for some numbers of rows only, from how many on.
     least_rows: dict[str, LeastRows] = field(default_factory=dict)
-    # Linear layers left out: name, reason and remedy.
+    # Such layers left out: name, reason and remedy.
     skipped: list[tuple[str, str]] = field(default_factory=list)
     # Weights to store in bfloat16.
     stored: list[tuple[str, nn.Parameter]] = field(default_factory=list)
@@ -104,7 +107,7 @@ def choose_layers(
             kind = type(module).__name__
             reason = f"{kind} reads the weights of its layers itself in its fast path"
             excluded = dict.fromkeys(module.modules(), reason) | excluded
-    linears = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear))
+    linears = ((n, m) for n, m in model.named_modules() if kind_of(m))
     least = least_rows_of(model) if by_size else {}
     for name, module in linears:
         rows = least.get(name, ALWAYS)
@@ -124,20 +127,25 @@ def choose_layers(
 
 
 def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, recipe: Recipe) -> None:
-    """Turn the planned Linear layers to GEMMs of `compute`: "te", "native" or "bf16"."""
+    """Turn the planned layers to GEMMs of `compute`: "te", "native" or "bf16"."""
     inputs = InputCodes()
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
+
+    def change(module: nn.Module, mixin: type[Mixin], **attributes: object) -> None:
+        kind: Any = kind_of(module)  # FSDP2's class may lie over it, and is put back afterwards
+        conversion.change(module, mixed_class(mixin, kind), **attributes)
+
     for name, module in layers.gemm:
-        weight = module.weight
+        weight: Any = module.weight
         if compute == "te":
-            conversion.change(module, TeLinear, te=Engine(recipe, weight, name))
+            change(module, TeLayer, te=Engine(recipe, weight, name))
         elif compute == "bf16":
-            conversion.change(module, Bf16Linear, layer_name=name)
+            change(module, Bf16Layer, layer_name=name)
         else:
-            shared = scales.get(weight)
-            products = Products(recipe, name, weight.device, inputs=inputs, w_state=shared)
+            shared, turned = scales.get(weight), is_turned(module)
+            products = Products(recipe, name, weight.device, turned, inputs, shared)
             products.least_rows, scales[weight] = layers.least_rows.get(name), products.w_state
-            conversion.change(module, Fp8Linear, products=products)
+            change(module, Fp8Layer, products=products)
 
 
 def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion) -> None:
@@ -149,8 +157,8 @@ def apply_storage(model: nn.Module, layers: LayerChoices, conversion: Conversion
             continue
         if type(module) is nn.Embedding:
             conversion.change(module, StoredEmbedding, output_dtype=stored[weight])
-        elif type(module) is nn.Linear:
-            conversion.change(module, StoredLinear)
+        elif is_known(type(module)):
+            conversion.change(module, mixed_class(StoredLayer, type(module)))
 
 
 def skipped_modules(
@@ -186,18 +194,22 @@ def skipped_modules(
     return skipped, idle
 
 
-def _unfit(module: nn.Linear) -> str:
-    """Return why this Linear cannot run FP8 GEMMs and what to do about it, or an empty string."""
+def _unfit(module: nn.Module) -> str:
+    """Return why this layer cannot run FP8 GEMMs and what to do about it, or an empty string."""
     weight = module._parameters.get("weight")
     if weight is None:  # such a module may be of a class of its own
         return "its weight is computed (weight_norm, ...); remove that before initialize"
-    if type(module) is not nn.Linear:
-        return f"is a {type(module).__name__}, a subclass of nn.Linear that may use its weight otherwise"
+    if not is_known(type(module)):
+        below = "transformers' Conv1D" if is_turned(module) else "nn.Linear"
+        return (
+            f"is a {type(module).__name__}, a subclass of {below} that may use its weight otherwise"
+        )
     if kind := not_plain(weight):
         return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
     if "forward" in vars(module):
         return OWN_FORWARD
-    for label, size in zip(("out_features", "in_features"), whole_shape(weight), strict=True):
+    labels = ("nx", "nf") if is_turned(module) else ("out_features", "in_features")
+    for label, size in zip(labels, whole_shape(weight), strict=True):
         if size == 0:
             return f"it has 0 {label}: there is nothing to multiply"
     return ""
@@ -228,7 +240,7 @@ def _count_products(
         more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
         layers.too_little = (
             f"only {100 * layers.share:.0f} % of the matrix parameters multiply in FP8, as nn.Linear does: not "
-            f"{outside[0]}{more}. matmuls=True takes products by bare parameters, as of Conv1D and stacked experts; "
+            f"{outside[0]}{more}. matmuls=True takes products by bare parameters, as of stacked experts; "
             "what is meant to stay can be named in skip=[...]"
         )
 
@@ -245,7 +257,7 @@ def _choose_storage(
     quantized: set[nn.Parameter],
     obstacles: dict[nn.Parameter, str],
 ) -> None:
-    """Fill in which weights become bfloat16 + remainder: those of plain Linear and Embedding layers only.
+    """Fill in which weights become bfloat16 + remainder: of plain Linear, Conv1D and Embedding layers only.
 
     Any other owner or reader may hand the weight to an operation that wants it in the dtype of the activations, so it
     keeps its dtype and is its own master. A model that is already bfloat16 has nothing to convert: all its matrices
@@ -312,7 +324,7 @@ def _storage_obstacle(module: nn.Module, name: str, excluded: dict[nn.Module, st
     """Return why the parameter `name` of `module` keeps its dtype, or an empty string."""
     if module in excluded:
         return excluded[module]
-    if type(module) not in (nn.Linear, nn.Embedding) or name != "weight":
+    if not (type(module) is nn.Embedding or is_known(type(module))) or name != "weight":
         return f"{type(module).__name__} uses it directly"
     if "forward" in vars(module):
         return OWN_FORWARD

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8stack.errors import CheckpointError, warn
 from fp8stack.tensor_kinds import fault_of
 
-from .linear import Fp8Linear
+from .linear import Fp8Layer
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def _delayed(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what layers that scale so know, by name: the states of input, gradient and weight."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, Fp8Linear) and module.products.fp8_recipe == "delayed":
+        if isinstance(module, Fp8Layer) and module.products.fp8_recipe == "delayed":
             of = module.products
             found[name] = {"x": of.x_state, "g": of.g_state, "w": of.w_state}
     return found

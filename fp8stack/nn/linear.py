@@ -1,4 +1,4 @@
-"""FP8 Linear layers over `torch._scaled_mm`; what is cast and kept, `casts.py` says.
+"""FP8 layers over `torch._scaled_mm`; what is cast and kept, `casts.py` says.
 
     forward    y  = x  @ w.T     E4M3 × E4M3
     backward   dx = dy @ w       E5M2 × E4M3   (hybrid; E4M3 × E4M3 with fp8_format="e4m3")
@@ -11,9 +11,9 @@ a layer takes nine launches with current scaling, two for each operand and three
 cast again in backward. What is saved for backward is the transposed FP8 input, one byte an element where a bf16 layer
 saves two.
 
-The layer is an `nn.Linear` whose class was changed: its parameters, hooks, name and state_dict are untouched, and
-changing the class back undoes it. A weight stored in bfloat16 (O2) is read as it is; the output has the dtype of the
-input, or autocast's where autocast is on.
+The layer is an `nn.Linear` or a Conv1D whose class was changed: its parameters, hooks, name and state_dict are
+untouched, and changing the class back undoes it. A weight stored in bfloat16 (O2) is read as it is; the output has the
+dtype of the input, or autocast's where autocast is on.
 
 Under torch.compile a layer is one operator, so Dynamo does not trace what is in here, which would take it 0.1 s a
 layer. AOTAutograd runs it, autograd.Function included: Inductor gets the casts and the products.
@@ -37,6 +37,8 @@ from fp8stack.tensor_kinds import is_sharded
 
 from . import casts
 from .bf16_storage import output_dtype, stored_linear
+from .layer_kinds import sizes_of, weight_of
+from .mixin import Mixin, mixed_class
 from .narrow import narrowed
 from .select import pays
 
@@ -44,40 +46,58 @@ _FUSED_BIAS = (torch.bfloat16, torch.float16)
 _ONE_DNN = threading.Lock()  # its switch is one for all threads
 
 
-class Fp8Linear(nn.Linear):
-    """An `nn.Linear` that multiplies in FP8. Not constructed: `convert.py` changes the class of a Linear to it."""
+class Fp8Layer(Mixin):
+    """A layer that multiplies in FP8; `convert.py` mixes it into the class of a Linear or a Conv1D."""
 
+    mixin_prefix = "Fp8"
     products: casts.Products
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
+        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
         products, compiled = self.products, torch.compiler.is_compiling()
         # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
             if pays(input, products.least_rows, compiled or products.graphed):
                 return fp8_matmul(input, self.weight, self.bias, products, self.training)
+            weight = weight_of(self)
             if compiled or input.dtype is not torch.float32:
-                return stored_linear(input, self.weight, self.bias)
+                return stored_linear(input, weight, self.bias)
             # Autocast is on, or it would pay.
-            return nn.functional.linear(narrowed(input, products), self.weight, self.bias)
+            return nn.functional.linear(narrowed(input, products), weight, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.products}"
+        own = super().extra_repr() or "nf={}, nx={}".format(*sizes_of(self))
+        return f"{own}, fp8={self.products}"
+
+    __repr__ = nn.Module.__repr__  # Conv1D's own leaves out what is told here
 
 
-class Bf16Linear(nn.Linear):
-    """An `nn.Linear` that multiplies in bfloat16: what a level uses on a device without FP8 GEMMs."""
+def is_fp8_layer(module: nn.Module | None) -> bool:
+    """Return whether a module multiplies in FP8 and nothing made a class over its own."""
+    return isinstance(module, Fp8Layer) and type(module) is module.mixed_class
 
+
+class Bf16Layer(Mixin):
+    """A layer that multiplies in bfloat16: what a level uses on a device without FP8 GEMMs."""
+
+    mixin_prefix = "Bf16"
     layer_name = ""  # in the model
+    bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
-        check_input(input, self.weight.shape[1], self.layer_name, fp8=False)
+        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
+        weight = weight_of(self)
+        check_input(input, weight.shape[1], self.layer_name, fp8=False)
         dtype = output_dtype(input)
         with torch.autocast(input.device.type, enabled=False):
-            output = nn.functional.linear(input.bfloat16(), self.weight.bfloat16()).to(dtype)
+            output = nn.functional.linear(input.bfloat16(), weight.bfloat16()).to(dtype)
         return output if self.bias is None else output + self.bias.to(dtype)
+
+
+Fp8Linear, Bf16Linear = mixed_class(Fp8Layer, nn.Linear), mixed_class(Bf16Layer, nn.Linear)
 
 
 def fp8_matmul(
@@ -194,10 +214,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx = product(g.codes, g.scale, w_codes, w_scale, ctx.x_dtype, squares=squares)
         dx = crop(dx, ctx.x_shape)
     if need_w:
-        left, right = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
-        if options.turned:
-            left, right = right, left
-        dw = crop(product(*left, *right, ctx.weight_dtype), ctx.weight_shape)
+        operands = (g.codes_t, g.scale_t), (x_codes_t, x_scale)
+        dw = weight_gradient(*operands, ctx.weight_dtype, ctx.weight_shape, options)
     if need_b:
         db = bias_gradient(grad, ctx.bias_dtype)
     return dx, dw, db, *_NONE
@@ -253,6 +271,18 @@ def _shape_of_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     return a.new_empty((len(a), len(b)), dtype=dtype)
+
+
+def weight_gradient(
+    g: tuple[Tensor, Tensor],  # codes [out, rows] of the output's gradient, and scale
+    x: tuple[Tensor, Tensor],  # codes [in, rows] of the input, and scale
+    dtype: torch.dtype,
+    shape: torch.Size,
+    options: casts.Options,
+) -> Tensor:
+    """Return the gradient of a weight of that shape: [out, in], or [in, out] if it is turned."""
+    left, right = (x, g) if options.turned else (g, x)
+    return crop(product(*left, *right, dtype), shape)
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:

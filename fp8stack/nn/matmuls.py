@@ -61,7 +61,7 @@ def apply_matmuls(
         for key, parameter in module._parameters.items():
             if module in bare.skipped or id(parameter) not in bare.places:
                 bare.places[id(parameter)] = module, key, f"{name}.{key}".lstrip(".")
-        if not is_of_library(module) and module not in bare.skipped:
+        if not (is_of_library(module) or isinstance(module, Mixin)) and module not in bare.skipped:
             if "forward" in vars(module):  # which torch runs, and not the class's
                 bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
             else:

@@ -24,6 +24,9 @@ class Mixin(nn.Module):
     """The base of all mix-ins. Not constructed."""
 
     mixin_prefix = ""  # the first part of the mixed class's name
+    mixed_class: type[
+        nn.Module
+    ]  # itself; a class that something makes over it (a parametrization) inherits that
 
     def __init_subclass__(cls) -> None:
         """Do nothing: a model's own `__init_subclass__` is for the user's classes, not for mixed ones."""
@@ -62,8 +65,9 @@ def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
     body |= {"__module__": cls.__module__, "__qualname__": mixin.mixin_prefix + cls.__qualname__}
     body |= mixin.mixin_methods(cls)
     name = mixin.mixin_prefix + cls.__name__
-    mixed = types.new_class(name, (mixin, cls), None, lambda names: names.update(body))
-    return mixed
+    mixed: Any = types.new_class(name, (mixin, cls), None, lambda names: names.update(body))
+    mixed.mixed_class = mixed
+    return mixed  # type: ignore[no-any-return]
 
 
 def _new(mixin: type[Mixin], cls: type[nn.Module], *args: Any) -> nn.Module:
@@ -74,7 +78,7 @@ def _new(mixin: type[Mixin], cls: type[nn.Module], *args: Any) -> nn.Module:
 def class_below(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, without the mix-in if it has one."""
     cls = type(module)
-    return cls.__bases__[1] if "_fp8stack_mixin" in vars(cls) else cls
+    return cls.__bases__[1] if getattr(module, "mixed_class", None) is cls else cls
 
 
 def hidden_class(name: str, module: nn.Module, hidden: str) -> ModelError:
@@ -147,7 +151,8 @@ def unfuse(model: nn.Module) -> None:
         if class_below(module) is type(module):
             raise hidden_class(name, module, "the fused one")
     for module in fused.values():
-        while class_below(module) is not type(module):  # one may lie over another
+        # One may lie over another. A layer that multiplies in FP8 stays one.
+        while issubclass(type(module), Fused) and class_below(module) is not type(module):
             module.__class__ = class_below(module)
         for attribute in (TESTED, "block_graphs", "graph_name"):
             vars(module).pop(attribute, None)

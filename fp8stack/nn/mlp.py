@@ -6,7 +6,7 @@ The activation is written in FP8 by the kernel that computes it, and its gradien
 step moves half the bytes for them. Of the activation nothing is kept: backward, which reads gate and up anyway, writes
 the transposed codes that the product for the weight's gradient wants; torch keeps it and act(gate).
 
-`fuse` takes a module by what it computes, whatever the names of its layers: it has two or three FP8 Linear layers, owns
+`fuse` takes a module by what it computes, whatever the names of its layers: it has two or three FP8 layers, owns
 nothing but their weights and biases, and its forward, run on random weights in training and evaluation, on small inputs
 and large ones, gives the numbers of a formula and its gradients. So a block with dropout, limits of values, parameters
 of its own, a hook on an inner layer, modules inside inner modules or another activation is left as it is, and so is one
@@ -33,6 +33,7 @@ from fp8stack.kernels.reference.cast import ALIGNMENT
 
 from . import casts, linear
 from .bf16_storage import output_dtype
+from .layer_kinds import sizes_of
 from .mixin import TESTED, Fused, fuse_modules, has_hooks, run_with
 from .rmsnorm import fuse_norms
 from .select import least_rows_of_mlp, pays
@@ -51,13 +52,13 @@ def fuse(model: nn.Module, skipped: Container[nn.Module] = ()) -> list[str]:
 
     Returns their names. `fp8stack.restore` undoes it.
     """
-    if not any(isinstance(module, linear.Fp8Linear) for module in model.modules()):
+    if not any(isinstance(module, linear.Fp8Layer) for module in model.modules()):
         return []
     blocks = fuse_modules(model, FusedMLP, _formula_of, skipped)
     for module in map(model.get_submodule, blocks):
         layers = [getattr(module, name) for name in vars(module)[TESTED].layers]
         if all(layer.products.least_rows is not None for layer in layers):
-            least = least_rows_of_mlp([layer.weight.shape for layer in layers])
+            least = least_rows_of_mlp([sizes_of(layer) for layer in layers])
             for layer in layers:
                 layer.products.least_rows = least
     return [*blocks, *fuse_norms(model, skipped)]
@@ -70,13 +71,13 @@ class FusedMLP(Fused):
         """Return the block's output of the one argument x: [..., features] -> [..., features]."""
         # None: made anew by its class, as slices of a Sequential are
         formula: Formula | None = vars(self).get(TESTED)
-        inner = self._modules
+        inner: dict[str, Any] = self._modules
         # What was replaced or added since, has a hook or drops values is called.
         if formula is not None and inner == formula.children and len(given) == 1 and not named:
             layers: list[Any] = [inner[name] for name in formula.layers]
             compiled = torch.compiler.is_compiling()
             pay = (
-                type(m) is linear.Fp8Linear
+                linear.is_fp8_layer(m)
                 and pays(given[0], m.products.least_rows, compiled or m.products.graphed)
                 for m in layers
             )
@@ -90,9 +91,9 @@ class FusedMLP(Fused):
 def _can_join(layers: list[Any]) -> bool:
     """Is there nothing to the layers but products, made alike, and biases, of all or of none?"""
     return len(layers) > 0 and all(  # Dynamo of torch 2.11 knows no bool() of a list
-        type(layer) is linear.Fp8Linear
-        and (layer.bias is None) is (layers[0].bias is None)
+        (layer.bias is None) is (layers[0].bias is None)
         and layer.training is layers[0].training
+        and layer.products.turned is layers[0].products.turned
         and layer.products.name == layers[0].products.name
         and layer.products.fast is layers[0].products.fast
         and layer.products.fp8_recipe == layers[0].products.fp8_recipe
@@ -109,7 +110,8 @@ def _formula_of(module: nn.Module) -> Formula | None:
 
     Its own forward is run on small layers with random weights in the place of its own, which may be zero.
     """
-    named = {name: m for name, m in module._modules.items() if isinstance(m, linear.Fp8Linear)}
+    layers_of = module._modules.items()
+    named: dict[str, Any] = {name: m for name, m in layers_of if linear.is_fp8_layer(m)}
     layers = [*named.values()]
     if len(layers) not in (2, 3) or next(module.buffers(), None) is not None:
         return None
@@ -118,19 +120,19 @@ def _formula_of(module: nn.Module) -> Formula | None:
     biased = layers[0].bias is not None
     odd = biased and any(n % ALIGNMENT for layer in layers for n in layer.weight.shape)
     inner = [m for m in module._modules.values() if m is not None]
-    watched = not any(has_hooks(m) or m._modules for m in inner)
-    if odd or not (alone and watched and _can_join(layers)):
+    watched = any(has_hooks(m) or m._modules for m in inner)
+    if odd or watched or not (alone and _can_join(layers)):
         return None
     for names in permutations(named):
         *first, down = (named[name] for name in names)
-        shape = down.weight.shape
-        fits = all(m.weight.shape == (shape[1], first[0].weight.shape[1]) for m in first)
+        sizes, hidden = [sizes_of(m) for m in first], sizes_of(down)[1]
+        fits = all(size == (hidden, sizes[0][1]) for size in sizes)
         if fits and (activation := _activation_of(module, [*first, down], biased)):
             return Formula({**module._modules}, names, activation)
     return None
 
 
-def _activation_of(module: nn.Module, layers: list[linear.Fp8Linear], biased: bool) -> str:
+def _activation_of(module: nn.Module, layers: list[linear.Fp8Layer], biased: bool) -> str:
     """Return the activation with which the module computes the formula of its layers in this order, if there is one."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         torch.default_generator.manual_seed(0)
@@ -169,9 +171,11 @@ def _is_formula(found: Any, x: Tensor, layers: list[nn.Linear], activation: str)
     )
 
 
-def _mlp(x: Tensor, layers: list[linear.Fp8Linear], activation: str) -> Tensor:
+def _mlp(x: Tensor, layers: list[linear.Fp8Layer], activation: str) -> Tensor:
     first = layers[0]
-    linear.check_input(x, first.weight.shape[1], first.products.layer)
+    linear.check_input(
+        x, first.weight.shape[0 if first.products.turned else 1], first.products.layer
+    )
     dtype = output_dtype(x)
     weights = [layer.weight for layer in layers]
     backward = x.requires_grad or any(weight.requires_grad for weight in weights)
@@ -226,9 +230,10 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,  # [..., in]
-        # weights [out, in] of gate, up and down, or of up and down; their biases [out], if they have any; codes
-        # [rows, in], scale and codes_t of x (padded, see casts.Operand); codes, scale and backward's codes of each
-        # weight; the activation, whether there are biases, of, update and again of `ops.activation_cast`, the Options
+        # weights, all [out, in] or all [in, out], of gate, up and down, or of up and down; their biases [out], if they
+        # have any; codes [rows, in], scale and codes_t of x (padded, see casts.Operand); codes, scale and backward's
+        # codes of each weight; the activation, whether there are biases, of, update and again of `ops.activation_cast`,
+        # the Options
         *tensors_and_settings: Any,
     ) -> Tensor:  # [..., out]
         *given, settings = tensors_and_settings
@@ -238,12 +243,13 @@ class _MLP(torch.autograd.Function):
         x_codes, x_scale, x_codes_t, *operands = given[count * (1 + biased) :]
         codes, scales = operands[::3], operands[1::3]
         rows, dtype = x.numel() // max(x.shape[-1], 1), options[0].dtype
+        turned = int(options[0].turned)
         inputs = []
         for i, weight in enumerate(weights[:-1]):
             fast = options[i].fast
             y = linear.product(x_codes, x_scale, codes[i], scales[i], dtype, fast, biases[i])
             # Rows of padding have the bias, too, and it may be the largest of all.
-            inputs.append(linear.crop(y, (rows, weight.shape[0])) if biased else y)
+            inputs.append(linear.crop(y, (rows, weight.shape[turned])) if biased else y)
         gate, up = inputs[0], inputs[1] if count == 3 else None
         h_codes, h_scale = ops.activation_cast(gate, up, activation, E4M3, *h_scaling)
         y = linear.product(
@@ -254,7 +260,7 @@ class _MLP(torch.autograd.Function):
         ctx.save_for_backward(
             x_codes_t, x_scale, h_scale, *inputs, *weights, *operands[2::3], *scales
         )
-        return linear.crop(y, (*x.shape[:-1], weights[-1].shape[0]))
+        return linear.crop(y, (*x.shape[:-1], weights[-1].shape[turned]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -281,8 +287,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )  # fmt: skip
     h_t, *sums = found[3 * count - 3 :]
     if need[-1]:
-        dw = linear.product(d.codes_t, d.scale, h_t, h_scale, weights[-1].dtype)
-        gradients[count - 1] = linear.crop(dw, weights[-1].shape)
+        gradients[count - 1] = linear.weight_gradient(
+            (d.codes_t, d.scale), (h_t, h_scale), weights[-1].dtype, weights[-1].shape, options[-1]
+        )
     dx = None
     for i, weight in enumerate(weights[:-1]):
         g_codes, g_codes_t, g_scale = found[3 * i : 3 * i + 3]
@@ -291,8 +298,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             part = linear.product(g_codes, g_scale, *w_codes, ctx.x_dtype)
             dx = part if dx is None else dx + part
         if need[i]:
-            dw = linear.product(g_codes_t, g_scale, x_codes_t, x_scale, weight.dtype)
-            gradients[i] = linear.crop(dw, weight.shape)
+            gradients[i] = linear.weight_gradient(
+                (g_codes_t, g_scale), (x_codes_t, x_scale), weight.dtype, weight.shape, options[i]
+            )
         if need_b[i]:
             gradients[count + i] = sums[i].to(options[i].dtype)
     if need_b[-1]:

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from .bf16_storage import autocast_is_on
+from .layer_kinds import kind_of, sizes_of
 
 PRODUCTS, CASTS, WIDE, WEIGHT, LAUNCHES = 3.7e-9, 2.8e-6, 3.9e-6, 2.1e-6, 6.0  # µs, see above
 ACTIVATION = 2.6e-6  # of a fused MLP without an up
@@ -96,13 +97,13 @@ def _solve(a_row: float, wide: float, once: float, host: float) -> LeastRows:
 
 
 def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
-    """Return the least rows of each Linear layer of `model`."""
-    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    readers = Counter((name.rpartition(".")[0], m.in_features) for name, m in linears)
+    """Return the least rows of each Linear and Conv1D layer of `model`."""
+    sizes = {n: sizes_of(m) for n, m in model.named_modules() if kind_of(m)}
+    readers = Counter((name.rpartition(".")[0], inner) for name, (_, inner) in sizes.items())
     return {
-        name: least_rows(m.in_features, m.out_features, readers[name.rpartition(".")[0], m.in_features])
-        for name, m in linears
-    }  # fmt: skip
+        name: least_rows(inner, outer, readers[name.rpartition(".")[0], inner])
+        for name, (outer, inner) in sizes.items()
+    }
 
 
 def pays(x: Tensor, least: LeastRows | None, compiled: bool = False) -> bool:

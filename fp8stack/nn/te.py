@@ -1,16 +1,17 @@
-"""FP8 Linear layers that TransformerEngine computes.
+"""FP8 layers that TransformerEngine computes.
 
-A `TeLinear` is an `nn.Linear` whose class was changed, like `Fp8Linear`: parameters, ties, hooks, names and state_dict
-stay as they are, and changing the class back undoes it. The `te.Linear` that does the work is made without memory at
-the first forward, lies outside the module tree, and is lent the layer's weight and bias for each call. So it always
-gets the layer's present tensors (after `.to()`, `load_state_dict(assign=True)`, FSDP2), and no `_extra_state` appears.
+A `TeLayer` is a Linear or Conv1D whose class was changed, like `Fp8Layer`: parameters, ties, hooks, names and
+state_dict stay as they are, and changing the class back undoes it. The `te.Linear` that does the work is made without
+memory at the first forward, lies outside the module tree, and is lent the layer's weight and bias for each call. So it
+always gets the layer's present tensors (after `.to()`, `load_state_dict(assign=True)`, FSDP2), and no `_extra_state`
+appears.
 
 Recipe: each layer is given one and enters it itself. Activation checkpointing recomputes in the backward pass, outside
 any context that the user put around the model, and so that is FP8 too.
 
 Sizes: TransformerEngine checks some of cuBLAS's needs in forward; the others fail in backward. So tokens are padded
 with zeros here, as are a weight and bias whose sizes do not fit (a vocabulary of 50257); the output is cut back, as a
-view. A padded weight is copied at every forward.
+view. A padded weight is copied at every forward, and so is Conv1D's, which TransformerEngine wants as [out, in].
 
 Dtypes: the output has the input's dtype, or autocast's where that is on. Operands are cast to FP8 from the dtype they
 are stored in (O2's weights are bfloat16 under float32 activations). If the output is float32, a bias is added in
@@ -48,24 +49,32 @@ from fp8stack.levels import Recipe
 
 from .bf16_storage import output_dtype
 from .casts import in_backward
+from .layer_kinds import weight_of
 from .linear import check_input, title
+from .mixin import Mixin, mixed_class
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
 """By recipe: every dimension of a product must be a multiple of this."""
 
 
-class TeLinear(nn.Linear):
-    """An `nn.Linear` that TransformerEngine computes. Not constructed: `convert.py` changes the class of a Linear."""
+class TeLayer(Mixin):
+    """A layer that TransformerEngine computes; `convert.py` mixes it into the class of a Linear or a Conv1D."""
 
+    mixin_prefix = "Te"
     te: Engine
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return input @ weight.T + bias: [..., in_features] -> [..., out_features], in the dtype of the input."""
+        """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
         run = _break_graph if torch.compiler.is_compiling() else _forward
         return run(self, input)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, te={self.te.recipe.fp8_recipe}"
+
+
+TeLinear = mixed_class(TeLayer, nn.Linear)
 
 
 class Engine:
@@ -82,13 +91,13 @@ class Engine:
     def __reduce__(self) -> Any:
         return Engine, (self.recipe, None, self.layer)
 
-    def multiply(self, layer: nn.Linear, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def multiply(self, layer: TeLayer, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows @ weight.T + bias: [tokens, in] -> [tokens, out] in `dtype`."""
         library, recipe = load_te(), te_recipe(self.recipe)
         step = ALIGNMENTS[self.recipe.fp8_recipe]
         tokens = rows.shape[0]
-        weight: Tensor = layer.weight
-        bias: Tensor | None = layer.bias
+        weight, bias = weight_of(layer).contiguous(), cast(Tensor | None, layer.bias)
+        out_features = weight.shape[0]
         below, right, down = (-size % step for size in (*weight.shape, tokens))
         mode: AbstractContextManager[Any] = nullcontext()
         inner, delayed = dtype, self.recipe.fp8_recipe == "delayed"
@@ -124,10 +133,10 @@ class Engine:
         if delayed and output.requires_grad and not self._seeded[1]:
             output.register_hook(partial(self._seed_backward, module))
         if below or down:
-            output = output[:tokens, : layer.out_features]
+            output = output[:tokens, :out_features]
         return output.to(dtype)
 
-    def _module(self, layer: nn.Linear, device: torch.device, shape: torch.Size) -> Any:
+    def _module(self, layer: TeLayer, device: torch.device, shape: torch.Size) -> Any:
         """Return the `te.Linear`, made at the first forward on a device."""
         if self._linear is None or self._device != device:
             te = load_te().te
@@ -199,9 +208,10 @@ def te_recipe(settings: Recipe) -> Any:
     return kind(**options)
 
 
-def _forward(layer: TeLinear, input: Tensor) -> Tensor:
-    name = layer.te.layer
-    check_input(input, layer.in_features, name)
+def _forward(layer: TeLayer, input: Tensor) -> Tensor:
+    name, weight = layer.te.layer, weight_of(layer)
+    out_features, in_features = weight.shape
+    check_input(input, in_features, name)
     if not input.is_cuda:
         raise UnsupportedDeviceError(
             f"{title(name)} got input on {input.device}; TransformerEngine runs on cuda devices. Move the input there, "
@@ -211,15 +221,15 @@ def _forward(layer: TeLinear, input: Tensor) -> Tensor:
     if not input.numel():  # TransformerEngine fails on it
         bias = None if layer.bias is None else layer.bias.to(dtype)
         with torch.autocast("cuda", enabled=False):
-            return linear(input.to(dtype), layer.weight.to(dtype), bias)
-    output = layer.te.multiply(layer, input.reshape(-1, layer.in_features), dtype)
+            return linear(input.to(dtype), weight.to(dtype), bias)
+    output = layer.te.multiply(layer, input.reshape(-1, in_features), dtype)
     # te.Linear returns a view that autograd lets nobody change in place (nn.ReLU(inplace=True)).
-    shape = (*input.shape[:-1], layer.out_features)
+    shape = (*input.shape[:-1], out_features)
     return cast(Tensor, torch.ops.aten._unsafe_view(output, shape))
 
 
 @_disable_dynamo  # `torch.compiler.disable` would import torch._dynamo now, which takes a second
-def _break_graph(layer: TeLinear, input: Tensor) -> Tensor:
+def _break_graph(layer: TeLayer, input: Tensor) -> Tensor:
     if input.is_cuda:
         _warn_of_attention()
     return _forward(layer, input)

@@ -19,7 +19,8 @@ from fp8stack.levels import Recipe
 from fp8stack.memory import MemoryUse, measure
 from fp8stack.nn.casts import Products, cast_weight
 from fp8stack.nn.convert import skipped_modules
-from fp8stack.nn.linear import Bf16Linear, Fp8Linear
+from fp8stack.nn.layer_kinds import kind_of
+from fp8stack.nn.linear import Bf16Layer, Fp8Layer
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.state_formats import BITSANDBYTES, zero_moment
 from fp8stack.tensor import BlockScaledTensor
@@ -97,16 +98,16 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
     codes, fp8 = 0, []
     for name, module in model.named_modules():
-        if recipe is not None and isinstance(module, Fp8Linear):
-            how = Products(recipe).options(False, module.weight.dtype)
-            cast = cast_weight(module.weight, how, True, 0)
+        if recipe is not None and isinstance(module, Fp8Layer):
+            weight, products = module.get_parameter("weight"), Products(recipe)
+            products.turned = module.products.turned
+            cast = cast_weight(weight, products.options(False, weight.dtype), True, 0)
             codes += cast.codes_t.nbytes + cast.scale_t.nbytes
             fp8.append(name)
-        elif isinstance(module, nn.Linear) and (
-            precision.autocast or isinstance(module, Bf16Linear)
-        ):
-            in_bf16 = module.weight.dtype is torch.bfloat16
-            counted["weight copies"] += 0 if in_bf16 else 2 * module.weight.numel()
+        elif kind_of(module) and (precision.autocast or isinstance(module, Bf16Layer)):
+            weight = module.get_parameter("weight")
+            in_bf16 = weight.dtype is torch.bfloat16
+            counted["weight copies"] += 0 if in_bf16 else 2 * weight.numel()
     if recipe is not None and recipe.offload == "cpu":
         moved = ("masters", "m", "v")
         counted |= {"host": sum(counted[kind] for kind in moved), **dict.fromkeys(moved, 0)}

@@ -100,7 +100,6 @@ def test_it_reads_a_config(estimated, tmp_path):
     data, _ = estimated("--hf-config", str(config))
     assert data["setup"]["seq"] == 64  # all of its positions
     assert data["shape"]["tied"]
-    assert "Conv1D" in data["notes"][0]
     data, _ = estimated("--hf-config", str(config), "--hidden", "256")
     assert (data["shape"]["hidden"], data["shape"]["head_dim"]) == (256, 64)
 

@@ -384,7 +384,7 @@ def group_parameters(deepspeed):
     fp8_deepspeed.verify(engine)
     engine.destroy()
     assert fp8stack.restore(model) == (model, None)
-    assert type(model.up) is nn.Linear
+    assert type(model.down) is nn.Linear
     train(start(config, model), 3, 0)  # as Trainer does at its second train()
 
     model = build()

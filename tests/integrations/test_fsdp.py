@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import TinyLM, assert_same_bits, batch, need_gpus
 from helpers import train as train_alone
+from layers import conv1d
 from ranks import assert_equal_everywhere, gather, load_states, run_ranks, states_of, whole
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -36,7 +37,7 @@ POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.flo
 
 
 def block():
-    return nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+    return nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 192), nn.GELU(), conv1d(192, 128))
 
 
 class Blocks(nn.Module):

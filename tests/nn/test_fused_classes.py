@@ -27,8 +27,10 @@ CLASSES = {  # model, config, its arguments, activations and numbers of fused ML
     "GPT-NeoX": ("GPTNeoXModel", "GPTNeoXConfig", SIZES | {"vocab_size": 96}, ["gelu"] * 2, 0),
     "T5": ("T5Model", "T5Config", T5, ["relu"] * 4, 1),
     "T5 v1.1": ("T5Model", "T5Config", T5 | {"feed_forward_proj": "gated-gelu"}, ["gelu_tanh"] * 4, 1),
-    # Its products are Conv1D's.
-    "GPT-2": ("GPT2Model", "GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96}, [], 0),
+    "GPT-2": (  # its layers are Conv1D
+        "GPT2Model", "GPT2Config",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "resid_pdrop": 0.0}, ["gelu_tanh"] * 2, 0,
+    ),
 }  # fmt: skip
 
 
