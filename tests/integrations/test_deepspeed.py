@@ -511,7 +511,7 @@ def see_differences(deepspeed):
     engine = start(configure(1, "bf16", "O2"))
     fp8_deepspeed.verify(engine)
     up = engine.module.up
-    engine.module.up = nn.Linear(up.in_features, up.out_features)
+    engine.module.up = nn.Linear(up.nx, up.nf)
     differs("up was converted and is an ordinary layer again", engine)
     engine.module.up = up
     engine.micro_steps = 1

@@ -442,7 +442,7 @@ def run_deepspeed(folder, real):
 
     def check(engine, level):
         """The level is that of the section, and the engine learns."""
-        assert isinstance(engine.module.up, Fp8Linear) is (level is not None)
+        assert isinstance(engine.module.down, Fp8Linear) is (level is not None)
         assert falls(engines.train(engine, 30, 0), to=0.9)
         keys = {key for state in engines.inner_of(engine).state.values() for key in state}
         return "exp_avg_code" in keys
