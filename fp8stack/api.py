@@ -32,6 +32,7 @@ from .conversion import COPIED, Session
 from .kernels.ops import kernel_backend
 from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
+from .nn.coverage import bare_modules, count
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
 from .nn.mlp import fuse
@@ -95,6 +96,7 @@ class Decisions(NamedTuple):
     quantized: set[nn.Parameter]
     formats: dict[nn.Parameter, tuple[str, str]]
     layers: LayerChoices
+    bare: set[nn.Module]  # where products by bare parameters are looked for
     fuse: bool  # RMSNorms and MLPs with the casts around them
     report: Report
 
@@ -119,8 +121,12 @@ def decide(
     device = gathered_on or planned_for or home
     missing = _check_given(model, optimizer, recipe)
     compute, reason, fallbacks = choose_compute(recipe, device)
+    skipped, idle = skipped_modules(model, recipe, sharded)
+    bare = bare_modules(model, recipe, skipped, sharded)
+    watched = {m for m, why in bare.items() if not why} if compute != "bf16" else set()
     places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
+    places += [conflicts.BARE_PARAMETERS] if watched and recipe.matmuls else []
     fallbacks += conflicts.idle_options(recipe, *places)
     exact = compute == "bf16" and recipe.gradients == "keep"
     if isinstance(optimizer, torch.optim.LBFGS) and not exact:
@@ -129,7 +135,6 @@ def decide(
             'for that. Use another optimizer, or opt_level="O0" with compute="bf16"'
         )
     recipe, replaced = choose_stepper(recipe, optimizer, device)
-    skipped, idle = skipped_modules(model, recipe, sharded)
     fallbacks += [*replaced, *idle]
     left_alone = {p for module in skipped for p in module.parameters(recurse=False)}
     groups = [] if optimizer is None else optimizer.param_groups
@@ -141,20 +146,20 @@ def decide(
     on_gpu = compute == "native" and device.type == "cuda"
     by_size = on_gpu and recipe.select == "auto"
     layers = choose_layers(model, stored, skipped, quantized, by_size)
+    coverage = count(model, layers, bare, skipped, recipe.min_numel)
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         fallbacks.append(f"{told}: {missing[:3]}.{conversion.SEVERAL}".removesuffix("."))
     fallbacks += notes
-    if layers.too_little and compute != "bf16":
-        fallbacks.append(layers.too_little)
+    fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
         raise errors.UnsupportedDeviceError(f"{'; '.join(fallbacks)} (strict=True)")
-    report = report_of(recipe, layers, compute, reason, device, fallbacks)
+    report = report_of(recipe, layers, coverage, compute, reason, device, fallbacks)
     if recipe.master == "auto":
         asked = getattr(optimizer, "master", "auto")  # one of ours was made with it
         report.master = " or ".join(sorted({master_for(asked, group) for group in groups}))
     fused = on_gpu and recipe.fuse and gathered_on is None
-    return Decisions(recipe, skipped, quantized, formats, layers, fused, report)
+    return Decisions(recipe, skipped, quantized, formats, layers, watched, fused, report)
 
 
 def carry_out(
@@ -177,9 +182,9 @@ def carry_out(
     if store is not None:
         store(session)
     apply_gemms(layers, session.conversion, compute, recipe)
-    if recipe.matmuls and compute != "bf16":
+    if decisions.bare:
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
-        bare = apply_matmuls(model, recipe, alone, session.conversion)
+        bare = apply_matmuls(model, recipe, decisions.bare, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     if optimizer is not None:
         conversion.store_weights(model, layers, session)

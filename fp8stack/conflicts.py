@@ -42,7 +42,7 @@ ACCUMULATION = "gradient accumulation"
 ON_CPU = "a model on the CPU"
 FP8_PRODUCTS = "FP8 products"  # as `choose_compute` decided
 BF16_PRODUCTS = "bf16 products"
-BARE_PARAMETERS = "products by bare parameters (matmuls=True)"  # follows from the recipe
+BARE_PARAMETERS = "products by bare parameters"  # of the recipe, or found in the model
 
 # Properties of an optimizer.
 FOREIGN = "an optimizer of another library"
@@ -225,7 +225,7 @@ def find_conflicts(
     """Yield the rules that a recipe, an optimizer and a model break in `places`, with messages."""
     contexts = {f"{field.name}={getattr(recipe, field.name)!r}" for field in fields(recipe)}
     contexts |= {f"gradients={recipe.gradients!r}, states={recipe.states!r}", *places}
-    contexts |= {BARE_PARAMETERS} if recipe.matmuls else set()
+    contexts |= {BARE_PARAMETERS} if recipe.matmuls is True else set()
     settings = settings_of(recipe)
     if optimizer is not None:
         contexts |= {IS_SGD} if _is(optimizer, "SGD") else set()

@@ -34,7 +34,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "optimizer_backend": ("auto", "fp8stack", "bitsandbytes", "bitsandbytes-paged"),
         "offload": ("none", "cpu"),
         "fuse": (True, False),
-        "matmuls": (False, True),
+        "matmuls": ("auto", True, False),
         "step_in_backward": (False, True),
         "fp8_fast_accum": (None, False, True),
     }
@@ -66,7 +66,8 @@ class Recipe:
         (`fp8stack/nn/select.py`); "all" always does.
     fuse: True joins RMSNorms and MLPs with the casts around them (`fp8stack/nn/mlp.py`): on a GPU, with
         native layers, and not for weights that FSDP2 or DeepSpeed hold.
-    matmuls: True multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear), anywhere in the forward pass.
+    matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks) in modules that own
+        them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
     master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding), or
@@ -95,7 +96,7 @@ class Recipe:
     fp8_fast_accum: bool | None = None
     select: str = "auto"
     fuse: bool = True
-    matmuls: bool = False
+    matmuls: Any = "auto"
     gradients: str = "keep"
     states: str = "keep"
     master: str = "keep"

@@ -18,6 +18,7 @@ from torch import nn
 
 from .levels import Recipe
 from .nn.convert import LayerChoices
+from .nn.coverage import Coverage, by_value, listed
 from .nn.linear import Fp8Layer
 from .nn.select import describe
 from .version import __version__
@@ -47,9 +48,11 @@ class Report:
     gradients: str
     states: str
     master: str
-    converted: list[str] = field(default_factory=list)  # Linear layers in FP8 (or bf16)
+    converted: list[str] = field(default_factory=list)  # Linear and Conv1D layers in FP8 (or bf16)
+    bare: list[str] = field(default_factory=list)  # modules that multiply by bare parameters
     share: float = 1.0  # of the elements of matrices, embeddings apart, those that multiply so too
-    # Linear layers left out: reason and remedy
+    outside: dict[str, str] = field(default_factory=dict)  # matrices that do not: reason
+    # Linear and Conv1D layers left out: reason and remedy
     skipped: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
@@ -68,23 +71,23 @@ class Report:
         return asdict(self) | plain
 
     def __str__(self) -> str:
-        linear = len(self.converted) + len(self.skipped)
         lines = [
             f"fp8stack {self.version} · {self.level} · {self.device}",
             f"GEMM {self.gemm} · gradients {self.gradients} · states {self.states} · master {self.master}",
             f"compute {self.compute} ({self.compute_reason})",
-            f"{len(self.converted)} of {linear} Linear layers in {self.gemm.split()[0]}, "
-            f"{100 * self.share:.0f} % of matrix parameters (embeddings apart)"
-            + _listing("; left out: ", self.skipped),
+            f"{self.gemm.split()[0]} multiplies {100 * self.share:.0f} % of the matrix parameters (embeddings apart): "
+            f"{len(self.converted)} layers"
+            + (f", {len(self.bare)} modules of bare parameters" if self.bare else "")
+            + (f"; outside: {listed(self.outside)}" if self.outside else ""),
         ]
         if self.stored or self.kept:
             masters = " or ".join(_MASTERS[kind] for kind in self.master.split(" or "))
             lines.append(f"{len(self.stored)} matrices stored as bf16 {masters}")
-            lines[-1] += _listing("; kept in their dtype: ", self.kept)
+            lines[-1] += f"; kept in their dtype: {listed(self.kept)}" if self.kept else ""
         if self.bytes_per_parameter:  # without an optimizer there is nothing to count
             size = f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices"
             lines.append(f"{size} (float32 AdamW: 16)")
-        for choice, names in _by_value(self.selected).items():
+        for choice, names in by_value(self.selected).items():
             lines.append(f"{len(names)} × {choice}: {names[0]}")
         if self.fused:
             lines.append(f"{len(self.fused)} RMSNorms and MLPs joined with the casts around them")
@@ -99,6 +102,7 @@ class Report:
 def report_of(
     recipe: Recipe,
     layers: LayerChoices,
+    coverage: Coverage,
     compute: str,
     reason: str,
     device: torch.device,
@@ -129,7 +133,9 @@ def report_of(
         states=states,
         master="the weight" if recipe.master == "keep" else recipe.master,
         converted=[name for name, _ in layers.gemm],
-        share=layers.share,
+        share=coverage.share,
+        bare=coverage.bare,
+        outside=coverage.outside,
         skipped=dict(layers.skipped),
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
@@ -156,24 +162,3 @@ def say(text: object) -> None:
         logger.info("%s", text)
     else:
         logging.StreamHandler().handle(logging.makeLogRecord({"msg": text}))  # to stderr
-
-
-def _listing(title: str, reasons: dict[str, str]) -> str:
-    """Return up to four names with reasons, layers of one reason together."""
-    if not reasons:
-        return ""
-    by_reason, shown = _by_value(reasons), []
-    for reason, names in list(by_reason.items())[:4]:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        shown.append(f"{names[0]}{more} ({reason})")
-    if len(by_reason) > 4:
-        shown.append(f"and {len(by_reason) - 4} more reasons")
-    return title + ", ".join(shown)
-
-
-def _by_value(values: dict[str, str]) -> dict[str, list[str]]:
-    """Return the names that have the same value together."""
-    result: dict[str, list[str]] = {}
-    for name, value in values.items():
-        result.setdefault(value, []).append(name)
-    return result

@@ -6,6 +6,7 @@ import re
 import warnings
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -321,8 +322,12 @@ def test_layers_are_chosen_with_reasons():
     assert kinds == [Fp8Linear, Fp8Linear, StoredEmbedding, nn.Linear]
     assert model.head.weight.dtype is torch.float32
     json.dumps(report.to_dict())
-    assert "2 of 7 Linear layers in fp8, 15 % of matrix" in str(report)
-    assert "weird" in str(report)
+    told = "fp8 multiplies 15 % of the matrix parameters (embeddings apart): 2 layers; outside: "
+    assert told in " ".join(str(report).split())
+    assert "weird.parametrizations.weight.original1 (its weight is computed" in str(
+        report.fallbacks
+    )
+    assert report.outside["conv.weight"] == "convolutions stay as they are"
     with torch.no_grad():
         model.eval()
         assert model.block(torch.randn(5, 2, 128)).isfinite().all()
@@ -485,31 +490,82 @@ def test_formats_of_an_optimizer_that_has_state_are_encoded_anew(recipe, kept, d
     assert losses[-1] < first[0]
 
 
-SHARES = {  # what a model is made of: the share of its matrices in Linear layers
-    "experts": ([Bare, lambda: nn.Linear(64, 64)], 0.2),  # and stacks of matrices, as Mixtral's
-    "bare": ([Bare], 0.0),
-    "half": ([Bare, lambda: nn.Linear(256, 64)], 0.5),
-    "convolutions": ([lambda: nn.Conv1d(64, 64, 3), lambda: nn.Linear(64, 64)], 0.25),
-    "embeddings": ([lambda: nn.Embedding(1000, 64), lambda: nn.Linear(64, 64)], 1.0),
+class Experts(Bare):
+    """Under transformers' choice of how experts multiply."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.config = SimpleNamespace(_experts_implementation=how)
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(1, 64, 64))
+
+    def forward(self, x):
+        return torch.linalg.multi_dot([x + self.positions, x])
+
+
+class MoeRouter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+LINEAR = lambda: nn.Linear(64, 64)  # noqa: E731
+SHARES = {  # what a model is made of, the share that multiplies in FP8, options; and what is warned of, if anything
+    "bare": ([Bare], 1.0, {}, ""),
+    "bare, everywhere": ([Bare], 1.0, {"matmuls": True}, ""),
+    "bare, off": ([Bare], 0.0, {"matmuls": False}, ""),
+    "half": ([Bare, lambda: nn.Linear(256, 64)], 0.5, {"matmuls": False}, ""),
+    "eager experts": ([lambda: Experts("eager"), LINEAR], 1.0, {}, ""),
+    "grouped experts": (
+        [lambda: Experts("grouped_mm"), *[LINEAR] * 12],
+        0.75,
+        {},
+        "75 %.*not 0.w and 2 .*grouped",
+    ),
+    "router": ([MoeRouter, LINEAR], 0.5, {}, ""),
+    "convolutions": (
+        [lambda: nn.Conv1d(64, 64, 3), LINEAR],
+        0.25,
+        {},
+        "only 25 %.*not 0.weight .*convolutions stay",
+    ),
+    "recurrent": (
+        [lambda: nn.LSTM(64, 64), *[LINEAR] * 24],
+        0.75,
+        {},
+        "75 %.*weight_ih_l0 and 1 .*recurrent",
+    ),
+    "positions": ([Positions, LINEAR], 1.0, {}, ""),
+    "embeddings": ([lambda: nn.Embedding(1000, 64), LINEAR], 1.0, {}, ""),
 }
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", SHARES)
 def test_the_card_counts_the_matrices_that_multiply_in_fp8(kind, level):
-    makers, share = SHARES[kind]
+    makers, share, options, told = SHARES[kind]
 
-    def start(**options):
+    def start(**more):
         model = nn.Sequential(*(make() for make in makers))
-        return fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), level, **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return fp8stack.initialize(model, optimizer, level, **options, **more)
 
-    told = rf"only {100 * share:.0f} % of the matrix parameters.*not 0\.\w+ \(\w+\).*matmuls=True"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = fp8stack.get_report(start()[0])
     assert abs(report.share - share) < 1e-12
-    assert f", {100 * share:.0f} % of matrix parameters (embeddings apart)" in str(report)
-    if share >= 0.5:
+    assert f"fp8 multiplies {100 * share:.0f} % of the matrix parameters (embeddings apart)" in str(
+        report
+    )
+    assert (report.outside == {}) == (share == 1)
+    if not told:
         assert not caught
         assert report.fallbacks == []
         start(strict=True)
@@ -521,11 +577,8 @@ def test_the_card_counts_the_matrices_that_multiply_in_fp8(kind, level):
     assert fp8stack.get_report(start(strict=True, compute="bf16")[0]).fallbacks == []
     alone = fp8stack.get_report(start(strict=True, skip=["0"])[0])  # as somebody who knows
     assert abs(alone.share - share) < 1e-12
-    if kind == "convolutions":  # which nothing takes
-        with pytest.raises(UnsupportedDeviceError, match=told):
-            start(strict=True, matmuls=True)
-    else:
-        assert fp8stack.get_report(start(strict=True, matmuls=True)[0]).share == 1.0
+    with pytest.raises(UnsupportedDeviceError, match=told):  # no option takes them
+        start(strict=True, matmuls=True)
 
 
 # --- parameters that came after initialize

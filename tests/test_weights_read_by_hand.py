@@ -123,7 +123,7 @@ def test_a_head_that_is_tied_by_hand_works(kind, level):
         return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     baseline = train(*start())
-    model, optimizer = fp8stack.initialize(*start(), level, strict=True)
+    model, optimizer = fp8stack.initialize(*start(), level, strict=kind is not Closure)
     losses = train(model, optimizer)
     assert baseline[-1] < 0.9 * baseline[0]
     assert abs(losses[-1] - baseline[-1]) < 0.03 * baseline[0]

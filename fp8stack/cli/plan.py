@@ -109,7 +109,8 @@ def _matrices(
     model: nn.Module, kinds: dict[str, str], decisions: Decisions, optimizer: torch.optim.Optimizer
 ) -> list[dict[str, Any]]:
     """Return what became of every matrix: module class, shape, GEMMs, weight, gradient and states."""
-    gemms = {name: decisions.report.gemm.split()[0] for name, _ in decisions.layers.gemm}
+    report, format_ = decisions.report, decisions.report.gemm.split()[0]
+    gemms = dict.fromkeys([*report.converted, *report.bare], format_)
     result = []
     for name, module in model.named_modules():
         for own, p in module.named_parameters(recurse=False):
@@ -121,11 +122,12 @@ def _matrices(
                 master, states = optimizer.master_format(p), optimizer.moment_format(p)
                 weight += f" + {master}" if master not in (None, "none") else ""
             fp8 = decisions.recipe.gradients == "fp8" and p in decisions.quantized
+            full = f"{name}.{own}".lstrip(".")
             row = {
-                "name": f"{name}.{own}".lstrip("."),
+                "name": full,
                 "module": kinds[name],
                 "shape": list(p.shape),
-                "gemm": gemms.get(name, ""),
+                "gemm": "" if full in report.outside else gemms.get(name, ""),
                 "weight": weight,
                 "gradient": "fp8" if fp8 else dtype,
                 "states": dtype if states == "keep" else states,

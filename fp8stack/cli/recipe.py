@@ -20,15 +20,15 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preset", metavar="|".join(PRESETS))
     for field in fields(Recipe):
         flag = "--" + field.name.replace("_", "-")
-        if isinstance(field.default, str) and field.name in CHOICES:
+        if field.default is False:
+            group.add_argument(flag, action="store_true", default=None)
+        elif True in CHOICES.get(field.name, ()):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
+        elif field.name in CHOICES:
             group.add_argument(flag, metavar="|".join(CHOICES[field.name]))
         elif field.default == ():
             formats = "=STATES[,MASTER]" if field.name == "states_for" else ""
             group.add_argument(flag, nargs="+", metavar=f"PATTERN{formats}")
-        elif field.name == "fp8_fast_accum" or field.default is True:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
-        elif isinstance(field.default, bool):
-            group.add_argument(flag, action="store_true", default=None)
         elif isinstance(field.default, int):
             group.add_argument(flag, type=int, metavar="N")
 

@@ -11,13 +11,10 @@ known.
 
 from __future__ import annotations
 
-import dis
-import inspect
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
 from .bf16_storage import StoredEmbedding, StoredLayer
 from .casts import InputCodes, Products, WeightScale
+from .forward_code import owners_read
 from .layer_kinds import is_known, is_turned, kind_of
 from .linear import Bf16Layer, Fp8Layer
 from .mixin import Mixin, class_below, hidden_class, mixed_class
@@ -54,8 +52,6 @@ class LayerChoices:
     stored: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     # Matrices that keep their dtype: name and reason.
     kept: list[tuple[str, str]] = field(default_factory=list)
-    share: float = 1.0  # of the elements of matrices, those that multiply in such GEMMs
-    too_little: str = ""  # told where more than half does not, and nobody asked for that
 
 
 class Conversion:
@@ -119,10 +115,9 @@ def choose_layers(
         if rows != ALWAYS:
             layers.least_rows[name] = rows
     if recipe.master != "keep":
-        # the mode of matmuls=True multiplies by weights of another dtype than the activations
-        read = {} if recipe.matmuls else _read_by_hand(model)
+        # The mode of matmuls=True, in which all of the model runs, takes weights of another dtype than activations.
+        read = {} if recipe.matmuls is True else _read_by_hand(model)
         _choose_storage(model, layers, excluded, quantized, read)
-    _count_products(model, layers, skipped, recipe.matmuls)
     return layers
 
 
@@ -215,41 +210,6 @@ def _unfit(module: nn.Module) -> str:
     return ""
 
 
-def _count_products(
-    model: nn.Module, layers: LayerChoices, skipped: dict[nn.Module, str], matmuls: bool
-) -> None:
-    """Fill in which share of the matrices multiplies in FP8. Embeddings are looked up, so they are not counted."""
-    inside = {module.weight for _, module in layers.gemm}
-    small = {name for name, reason in layers.skipped if reason == TOO_SMALL}
-    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    seen = {p for module in embeddings for p in module.parameters(recurse=False)}
-    sizes, outside = Counter[str](), []
-    for name, module in model.named_modules():
-        bare = matmuls and not is_of_library(module) and module not in skipped
-        for own, p in module._parameters.items():
-            if p is None or p in seen or len(whole_shape(p)) < 2 or not_plain(p):
-                continue
-            seen.add(p)
-            asked = module in skipped or name in small
-            fate = "fp8" if bare or p in inside else "asked" if asked else "left"
-            sizes[fate] += whole_shape(p).numel()
-            if fate == "left":
-                outside.append(f"{name}.{own} ({type(module).__name__})".lstrip("."))
-    layers.share = sizes["fp8"] / sizes.total() if sizes.total() else 1.0
-    if sizes["left"] > sizes["fp8"]:
-        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
-        layers.too_little = (
-            f"only {100 * layers.share:.0f} % of the matrix parameters multiply in FP8, as nn.Linear does: not "
-            f"{outside[0]}{more}. matmuls=True takes products by bare parameters, as of stacked experts; "
-            "what is meant to stay can be named in skip=[...]"
-        )
-
-
-def is_of_library(module: nn.Module) -> bool:
-    """Return whether nobody but a library's authors wrote the forward of `module`: matmuls=True does not look there."""
-    return type(module).__module__.partition(".")[0] in ("torch", "fp8stack", "transformer_engine")
-
-
 def _choose_storage(
     model: nn.Module,
     layers: LayerChoices,
@@ -285,11 +245,10 @@ def _choose_storage(
 def _read_by_hand(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the weights that a forward around their layers reads, as h @ self.embed.weight.t() does, and which does.
 
-    What it reads is in its code, as is what it calls on itself. `getattr`, or a layer in a variable of another name,
-    are not found: skip="layer" is then for the user to say.
+    `getattr`, or a layer in a variable of another name, are not found: skip="layer" is then for the user to say.
     """
     found: dict[Any, str] = {}
-    owners = {kind: _owners_read(kind) for kind in {type(m) for m in model.modules()}}
+    owners = {kind: owners_read(kind) for kind in {type(m) for m in model.modules()}}
     for module in model.modules():
         kind = type(module)
         told = f"{kind.__name__} reads it itself"
@@ -297,21 +256,6 @@ def _read_by_hand(model: nn.Module) -> dict[nn.Parameter, str]:
             if name.rpartition(".")[2] in owners[kind]:
                 found.setdefault(inner._parameters.get("weight"), told)
     return found
-
-
-def _owners_read(kind: type[nn.Module]) -> set[Any]:
-    """Return the names `x` for which the forward of a class, or a method that it calls, reads `x.weight`."""
-    names, owners = ["forward"], set()
-    for name in names:  # which grows
-        found = inspect.getattr_static(kind, name, None)
-        codes = [getattr(inspect.unwrap(getattr(found, "fget", found)), "__code__", None)]
-        for code in filter(inspect.iscode, codes):
-            codes += code.co_consts  # functions inside
-            names += [n for n in code.co_names if not (n in names or hasattr(nn.Module, n))]
-            for owner, read in pairwise(dis.get_instructions(code)):
-                if read.opname == "LOAD_ATTR" and read.argval == "weight":
-                    owners.add(owner.argval)
-    return owners
 
 
 def _storage_of(parameter: nn.Parameter) -> int:

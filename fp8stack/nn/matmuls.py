@@ -1,7 +1,8 @@
 """FP8 products of models that multiply by bare parameters: `x @ self.w`, einsum, F.linear, stacks of experts.
 
-Such a product has no layer whose class could be changed, so it is caught where it is made. Every module with code of
-its own gets a subclass of its class, whose forward runs under a `TorchFunctionMode` that sees all torch functions:
+Such a product has no layer whose class could be changed, so it is caught where it is made. The modules that
+`coverage.py` chose get a subclass of their class, whose forward runs under a `TorchFunctionMode` that sees all torch
+functions. The next modules inside leave the mode again, so that only the code of the chosen ones pays for it.
 
 1. A function that is no matrix product goes on as it is, after one look-up (0.8 µs).
 2. Of a product, exactly one operand must be a parameter or a view of one (`w.t()`, `w[i]`, `w.view(...)`).
@@ -26,32 +27,41 @@ import inspect
 import math
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+)
 
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 
 from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
-from .convert import Conversion, is_of_library
+from .convert import Conversion
+from .forward_code import is_of_library
 from .linear import fp8_matmul
 from .mixin import Mixin, mixed_class
+from .select import least_rows, pays
 
 RECIPES = ("current", "blockwise")  # others become "current"
+TOO_FEW = 'bfloat16 is faster at this size; select="all" takes it'
 _ONE_PARAMETER = "neither or both operands are parameters"
 _NOT_ONE_PRODUCT = "not one matrix product"
 _ARGUMENTS = "arguments that FP8 products do not take"
+_least_rows = functools.cache(least_rows)
 
 
 def apply_matmuls(
     model: nn.Module,
     recipe: Recipe,
+    chosen: Container[nn.Module],  # by `coverage.bare_modules`
     skipped: Iterable[nn.Module],  # what `convert.skipped_modules` returned
     conversion: Conversion,
 ) -> BareMatmuls:
@@ -61,13 +71,27 @@ def apply_matmuls(
         for key, parameter in module._parameters.items():
             if module in bare.skipped or id(parameter) not in bare.places:
                 bare.places[id(parameter)] = module, key, f"{name}.{key}".lstrip(".")
-        if not (is_of_library(module) or isinstance(module, Mixin)) and module not in bare.skipped:
-            if "forward" in vars(module):  # which torch runs, and not the class's
-                bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
-            else:
-                cls = mixed_class(MultipliesParameters, type(module))
-                conversion.change(module, cls, _bare_matmuls=bare)
+        if module not in chosen or is_of_library(module) or isinstance(module, Mixin):
+            continue
+        if "forward" in vars(module):  # which torch runs, and not the class's
+            bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
+        else:
+            cls = mixed_class(MultipliesParameters, type(module))
+            conversion.change(module, cls, _bare_matmuls=bare)
+    watched = [m for m in model.modules() if isinstance(m, MultipliesParameters)]
+    for module in (inner for outer in watched for inner in _next_inside(outer)):
+        if not ("forward" in vars(module) or isinstance(module, LeavesMode)):
+            conversion.change(module, mixed_class(LeavesMode, type(module)))
     return bare
+
+
+def _next_inside(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the next modules inside with a forward of their own, which are none that look for products, nor layers."""
+    for child in module.children():
+        if is_of_library(child) and not isinstance(child, Mixin):
+            yield from _next_inside(child)
+        elif not isinstance(child, Mixin):
+            yield child
 
 
 class BareMatmuls:
@@ -150,10 +174,16 @@ class _Mode(TorchFunctionMode):
         """Multiply in FP8, or return the reason to leave it."""
         if reason := self._obstacle(x, weight, parameter, turned):
             return reason
+        experts = weight.unbind() if weight.dim() > 2 else [weight]
+        inputs: Any = [x] * len(experts)
+        if weight.dim() > 2 and x.dim() > 2:  # a single one is for all experts
+            inputs = x.unbind(-3) if x.shape[-3] > 1 else [x.squeeze(-3)] * len(experts)
+        if x.is_cuda and self.bare.recipe.select == "auto":
+            least = _least_rows(*weight.shape[-2:])
+            if not pays(inputs[0], least, torch.compiler.is_compiling()):
+                return TOO_FEW
         if weight.dim() == 2:
             return self._matrix(x, weight, parameter, turned, bias)
-        experts = weight.unbind()
-        inputs = x.unbind(-3) if x.dim() > 2 else [x] * len(experts)
         pairs = zip(inputs, experts, strict=True)
         return torch.stack([self._matrix(i, w, parameter, turned, None) for i, w in pairs], -3)
 
@@ -174,7 +204,7 @@ class _Mode(TorchFunctionMode):
         if x.device != weight.device or not (x.is_cuda or x.is_cpu):
             return "devices"
         if weight.dim() == 3:
-            apart = x.dim() == 2 or (x.dim() > 2 and x.shape[-3] == weight.shape[0])
+            apart = x.dim() == 2 or (x.dim() > 2 and x.shape[-3] in (1, weight.shape[0]))
             if parameter.dim() < 3 or weight.shape[0] != parameter.shape[0] or not apart:
                 return "batched, and not a stack of experts"
         elif weight.dim() != 2:
@@ -215,13 +245,17 @@ def _linear(mode: _Mode, input: Any, weight: Any, bias: Any = None) -> Tensor | 
 
 
 def _addmm(
-    mode: _Mode, input: Any, mat1: Any, mat2: Any, *more: Any, beta: Any = 1, alpha: Any = 1, **rest: Any
-) -> Tensor | str:  # fmt: skip
-    if more or rest or mat1.dim() != 2 or mat2.dim() != 2:
+    mode: _Mode, input: Any, *pair: Any, beta: Any = 1, alpha: Any = 1, dim: int = 2, **named: Any
+) -> Tensor | str:
+    """`torch.addmm`, or `torch.baddbmm` with dim=3."""
+    pair += tuple(named.pop(n) for n in ("mat1", "mat2", "batch1", "batch2") if n in named)
+    if named or len(pair) != 2 or any(x.dim() != dim for x in pair):
         return _ARGUMENTS
-    if beta == alpha == 1 and input.shape == mat2.shape[1:] and _parameter_of(mat2) is not None:
-        return _linear(mode, mat1, mat2.t(), input)
-    y = mode.matmul(mat1, mat2)
+    a, b = pair
+    biased = beta == alpha == 1 and dim == 2 and input.shape == b.shape[1:]
+    if biased and _parameter_of(b) is not None:
+        return _linear(mode, a, b.t(), input)
+    y = mode.matmul(a, b)
     if isinstance(y, str):
         return y
     y = y if alpha == 1 else y * alpha
@@ -278,11 +312,41 @@ def _einsum(mode: _Mode, equation: Any, *operands: Any) -> Tensor | str:
     return y if isinstance(y, str) or made == out else y.permute([made.index(c) for c in out])
 
 
+def _tensordot(mode: _Mode, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Tensor | str:
+    """The einsum of two operands that sums over `dims` of each: a number, or a list for each."""
+    if isinstance(dims, int):
+        dims = range(a.dim() - dims, a.dim()), range(dims)
+    if out is not None or isinstance(dims, Tensor) or len(dims[0]) != len(dims[1]):
+        return _ARGUMENTS
+    if any(
+        i not in range(-x.dim(), x.dim()) for x, of in zip((a, b), dims, strict=True) for i in of
+    ):
+        return _ARGUMENTS
+    of_a, of_b = (
+        [*string.ascii_letters[: a.dim()]],
+        [*string.ascii_letters[a.dim() : a.dim() + b.dim()]],
+    )
+    for i, j in zip(*dims, strict=True):
+        of_b[j] = of_a[i]
+    kept = [c for c in of_a if c not in of_b] + [c for c in of_b if c not in of_a]
+    y = _einsum(mode, f"{''.join(of_a)},{''.join(of_b)}->{''.join(kept)}", a, b)
+    return y if isinstance(y, str) else y.contiguous()  # laid out as torch's
+
+
+def _grouped(mode: _Mode, *args: Any, **kwargs: Any) -> str:
+    return "products grouped over experts"
+
+
 _SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {
     **dict.fromkeys((torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.mm, Tensor.mm), functools.partial(_matmul, dim=2)),
     **dict.fromkeys((torch.bmm, Tensor.bmm), functools.partial(_matmul, dim=3)),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), functools.partial(_addmm, dim=3)),
+    **dict.fromkeys(
+        (getattr(torch, "_grouped_mm", None), getattr(nn.functional, "grouped_mm", None)), _grouped
+    ),
+    torch.tensordot: _tensordot,
     Tensor.__rmatmul__: lambda mode, input, other: mode.matmul(other, input),
     nn.functional.linear: _linear,
     torch.einsum: _einsum,
@@ -301,6 +365,24 @@ class MultipliesParameters(Mixin):
         names = [name for name in dir(cls) if not hasattr(nn.Module, name)]
         functions = [n for n in names if inspect.isfunction(inspect.getattr_static(cls, n))]
         return {name: _entering(cls, name) for name in ("forward", *functions)}
+
+
+class LeavesMode(Mixin):
+    """Mixed into the class of a module inside one that looks for products: its forward runs without the mode."""
+
+    @staticmethod
+    def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
+        """Return the forward."""
+
+        @functools.wraps(cls.forward, updated=())
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # A graph has no mode that costs time.
+            if torch.compiler.is_compiling() or not isinstance(_get_current_function_mode(), _Mode):
+                return cls.forward(self, *args, **kwargs)
+            with _pop_mode_temporarily():
+                return cls.forward(self, *args, **kwargs)
+
+        return {"forward": forward}
 
 
 def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same_bits, every_two
-from layers import COPIES, REENTRANT, Checkpointed, Root, results, rounded
+from layers import COPIES, REENTRANT, Checkpointed, Root, native, results, rounded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +18,7 @@ import fp8stack
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.levels import recipe_for
 from fp8stack.nn.convert import Conversion, skipped_modules
+from fp8stack.nn.coverage import bare_modules
 from fp8stack.nn.matmuls import MultipliesParameters, _Mode, apply_matmuls
 
 
@@ -37,7 +38,9 @@ def fp8(model, **overrides):
     """Let the model's products run in FP8; return the record of them and what undoes it."""
     recipe = recipe_for("O0", matmuls=True, **overrides)
     conversion = Conversion()
-    return apply_matmuls(model, recipe, skipped_modules(model, recipe)[0], conversion), conversion
+    skipped = skipped_modules(model, recipe)[0]
+    chosen = [m for m, why in bare_modules(model, recipe, skipped).items() if not why]
+    return apply_matmuls(model, recipe, chosen, skipped, conversion), conversion
 
 
 def assert_close(given, exact, what):
@@ -110,6 +113,15 @@ CASES = {
     "stack": Case(lambda x, w: x @ w, (4, 20, 96), (4, 96, 48), 0, 0),
     "stack of batches": Case(lambda x, w: x @ w, (3, 4, 20, 96), (4, 96, 48), 1, 1),
     "stack, one x": Case(lambda x, w: x @ w, (20, 96), (4, 96, 48), None, 0),
+    "stack, one x for all": Case(lambda x, w: x @ w, (3, 1, 20, 96), (4, 96, 48), None, 1),
+    "baddbmm": Case(lambda x, w: torch.baddbmm(x.new_zeros(48), x, w), (4, 20, 96), (4, 96, 48), 0, 0),
+    "baddbmm names": Case(
+        lambda x, w: torch.baddbmm(x.new_zeros(()), batch1=x, batch2=w), (4, 20, 96), (4, 96, 48), 0, 0
+    ),
+    "tensordot": Case(lambda x, w: torch.tensordot(x, w, 1), (5, 16, 96), (96, 48)),
+    "tensordot lists": Case(lambda x, w: torch.tensordot(x, w, ([-1], [1])), (5, 16, 96), (48, 96)),
+    "tensordot left": Case(lambda x, w: torch.tensordot(w, x, ([1], [0])), (96, 17), (48, 96)),
+    "tensordot heads": Case(lambda x, w: torch.tensordot(x, w, 2), (2, 16, 4, 24), (4, 24, 48)),
     "einsum stack": Case(einsum("ecd,edf->ecf"), (4, 20, 96), (4, 96, 48), 0, 0),
     "einsum stack turned": Case(einsum("ecd,efd->ecf"), (4, 20, 96), (4, 48, 96), 0, 0),
     "einsum stack of batches": Case(einsum("becd,edf->becf"), (3, 4, 20, 96), (4, 96, 48), 1, 1),
@@ -298,7 +310,7 @@ LEFT = {
     "small": (lambda x, w: x @ w, (20, 32), (32, 64), "min_numel"),
     "small experts": (lambda x, w: x @ w, (8, 20, 32), (8, 32, 64), "min_numel"),
     "vector": (lambda x, w: x @ w, (20, 5000), (5000,), "not a matrix"),
-    "one expert for all": (lambda x, w: x @ w, (1, 20, 96), (4, 96, 96), "stack of experts"),
+    "expert of none": (lambda x, w: x @ w, (20, 96), (1, 4, 96, 96), "not a matrix"),
     "expanded": (lambda x, w: w.expand(4, -1, -1) @ x, (4, 96, 20), (1, 96, 96), "stack of experts"),
     "four dimensions": (lambda x, w: x @ w, (2, 3, 20, 96), (2, 3, 96, 96), "not a matrix"),
     "einsum, sums": (einsum("ti,io->o"), (20, 96), (96, 96), "not one"),
@@ -388,7 +400,7 @@ def test_skip(device):
     assert not isinstance(model.head, MultipliesParameters)
     y = model(x)
     assert bare.used == {"first.w"}
-    assert bare.left == {"skip": 2}
+    assert bare.left == {"skip": 1}  # its own forward is not looked at
     assert_same_bits(y, model.first(x) @ model.head.w @ model.head.w.t())
     twin = copy.deepcopy(model)
     assert_same_bits(twin(x), y)
@@ -498,6 +510,78 @@ def test_the_mode_is_entered_once():
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 16, 63))
     assert torch._C._len_torch_function_stack() == 0
+
+
+class TiedByHand(nn.Module):
+    """Multiplies by the weight of another module; what is inside does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.probe, self.gain = (
+            nn.Embedding(128, 64),
+            Probe(),
+            nn.Parameter(torch.ones(64, 64)),
+        )
+        self.body = nn.Sequential(nn.Linear(64, 64), nn.ModuleList([Outer(self.probe)])[0])
+
+    def forward(self, tokens):
+        return self.body(self.embed(tokens)) @ self.embed.weight.t()
+
+
+class Outer(nn.Module):
+    """Has a matrix, and no product."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.table = inner, nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x):
+        return self.inner(x) + self.table[0]
+
+
+def test_auto_looks_where_parameters_are_multiplied_and_nowhere_else(device):
+    model, tokens = TiedByHand().to(device), torch.arange(64, device=device).view(2, 32)
+    fp8stack.initialize(model, None, "O0", compute="native", select="all")
+    assert isinstance(model, MultipliesParameters)
+    assert not isinstance(model.body[1], MultipliesParameters)
+    y, report = model(tokens), fp8stack.get_report(model)
+    assert model.probe.modes == 0
+    assert report.multiplied == {"embed.weight"}
+    assert report.outside.keys() == {"body.1.table"}
+    assert "has no product" in report.outside["body.1.table"]
+    h = model.body(model.embed(tokens))
+    assert_same_bits(y, fp8_product(h, model.embed.weight))
+    assert_same_bits(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens), y)
+    for twin in (copied(model) for copied in COPIES.values()):
+        assert_same_bits(twin(tokens), y)
+        assert twin.probe.modes == 0
+    fp8stack.restore(model)
+    assert type(model) is TiedByHand
+    assert type(model.body[1]) is Outer
+
+
+def fp8_product(x, weight):
+    """Return x @ weight.T as a layer of that weight makes it."""
+    layer = nn.Linear(*weight.shape[::-1], bias=False)
+    layer.weight = weight
+    return native(nn.Sequential(layer), x.device.type)(x)
+
+
+def test_what_products_run_without_fp8_is_counted():
+    class Grouped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 64, 64).bfloat16())
+
+        def forward(self, x, ends):
+            return torch._grouped_mm(x, self.w, offs=ends)
+
+    model, ends = Grouped(), torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    fp8stack.initialize(model, None, "O0")
+    model(torch.randn(32, 64).bfloat16(), ends)
+    report = fp8stack.get_report(model)
+    assert report.left_alone == {"products grouped over experts": 1}
+    assert report.multiplied == set()
 
 
 def test_a_converted_module_looks_as_before():

@@ -1,0 +1,179 @@
+"""Which matrices of a model multiply in FP8, which do not, and why.
+
+Layers are one half (`convert.py`). The other half are products by bare parameters, `x @ self.w`: `bare_modules` chooses
+the modules in whose forward such products are looked for (`matmuls.py`). With matmuls="auto" they are those that own a
+matrix, or read the weight of another module, and whose code has a product. No other module pays for the look-up.
+
+`count` then counts elements. Not counted are embeddings, which are looked up, quantized weights, and what is a matrix
+in name only, as the [1, tokens, width] of positions.
+
+Limits: whether a bare parameter is multiplied at all shows in the first forward, in `get_report(model).multiplied`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from fp8stack.levels import Recipe
+from fp8stack.tensor_kinds import not_plain, whole_shape
+
+from .convert import LayerChoices
+from .forward_code import is_of_library, multiplies, owners_read, recomputes_functions
+from .layer_kinds import kind_of
+from .select import TOO_SMALL
+
+# Why a matrix is outside, with nothing to warn of: nobody knows of a product, or it is meant to be there.
+_UNKNOWN = "the code of its module has no product; matmuls=True looks for one everywhere"
+_OFF = "matmuls=False"
+_ROUTER = "routers keep their dtype"
+_CONVOLUTION = "convolutions stay as they are"
+_OPEN = (_UNKNOWN, _OFF, _ROUTER, _CONVOLUTION, TOO_SMALL)
+# And with a product that is known to be left out.
+_GROUPED = "products grouped over experts stay as they are"
+_CLOSURE = "a function of its own that it gives to checkpointing would be recomputed without FP8"
+_GATHERED = "FSDP2 replaces it in each forward"
+_RECURRENT = "torch's recurrent kernels multiply by it themselves"
+_TORCHS = "torch's own function multiplies by it"
+
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+_NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+
+
+@dataclass
+class Coverage:
+    """What multiplies in FP8."""
+
+    share: float  # of the elements of matrices
+    bare: list[str]  # names of modules that multiply by bare parameters
+    outside: dict[str, str]  # by the names of matrices: why they do not
+    fallbacks: list[str] = field(default_factory=list)  # what is to be warned of
+
+
+def bare_modules(
+    model: nn.Module, recipe: Recipe, skipped: dict[nn.Module, str], gathered: bool = False
+) -> dict[nn.Module, str]:
+    """Return the modules in which products by bare parameters are looked for: "", or the reason against it.
+
+    `gathered` says that FSDP2 has sharded the model.
+    """
+    multiplies_, reads = cache(multiplies), cache(owners_read)
+    result: dict[nn.Module, str] = {}
+    for module in model.modules():
+        kind: Any = type(module)
+        if module in skipped or is_of_library(module):
+            continue
+        held = [module, *(m for m in module.children() if isinstance(m, _LISTS))]
+        owned = [p for m in held for p in m._parameters.values() if p is not None and _is_matrix(p)]
+        owns = any(p.numel() >= recipe.min_numel for p in owned)
+        # of transformers' experts
+        how = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        reason = _GROUPED if owns and how not in (None, "eager") else ""
+        if recipe.matmuls is not True:
+            inner = (
+                {n.rpartition(".")[2] for n, _ in module.named_modules()} if reads(kind) else set()
+            )
+            if kind_of(module) or not (owns or reads(kind) & inner):
+                continue
+            reason = reason or (
+                _OFF if recipe.matmuls is False else "" if multiplies_(kind) else _UNKNOWN
+            )
+            reason = reason or (_ROUTER if "router" in kind.__name__.lower() else "")
+            reason = reason or (_CLOSURE if recomputes_functions(kind) else "")
+            reason = reason or (_GATHERED if gathered else "")
+        result.update(dict.fromkeys(held, reason))
+    return result
+
+
+def count(
+    model: nn.Module,
+    layers: LayerChoices,
+    bare: dict[nn.Module, str],
+    skipped: dict[nn.Module, str],
+    least: int,
+) -> Coverage:
+    """Return what multiplies in FP8. `least`: bare parameters of fewer elements do not."""
+    inside = {module.weight for _, module in layers.gemm}
+    why = {
+        m: reason for name, reason in layers.skipped for m in model.get_submodule(name).modules()
+    }
+    seen = {
+        p for m in model.modules() if isinstance(m, _NO_PRODUCTS) for p in m._parameters.values()
+    }
+    sizes, found = (
+        Counter[str](),
+        {},
+    )  # of matrices outside: elements, name, reason, whether that is meant
+    for name, module in model.named_modules():
+        for own, p in module._parameters.items():
+            if p is None or p in seen or not _is_matrix(p):
+                continue
+            seen.add(p)
+            shape = whole_shape(p)
+            reason = why.get(module) or skipped.get(module) or bare.get(module)
+            if p in inside or (reason == "" and shape.numel() >= least and len(shape) <= 3):
+                sizes["fp8"] += shape.numel()
+                continue
+            reason = reason or (_reason(module) if reason is None else _UNKNOWN)
+            if reason == _UNKNOWN and shape.numel() < least:
+                reason = f"smaller than min_numel={least}"
+            meant = module in skipped or reason in (TOO_SMALL, _OFF)
+            sizes["meant" if meant else "left"] += shape.numel()
+            found[f"{name}.{own}".lstrip(".")] = (shape.numel(), reason, meant)
+    found = dict(sorted(found.items(), key=lambda item: -item[1][0]))  # the largest first
+    share = sizes["fp8"] / sizes.total() if sizes.total() else 1.0
+    own = [n for n, m in model.named_modules() if bare.get(m) == "" and not isinstance(m, _LISTS)]
+    coverage = Coverage(share, own, {name: reason for name, (_, reason, _) in found.items()})
+    few = sizes["left"] > sizes["fp8"]
+    left = {
+        name: reason
+        for name, (elements, reason, meant) in found.items()
+        if not meant and (few or (elements >= least and reason not in _OPEN))
+    }
+    if left:
+        told = f"{'only ' * few}{100 * share:.0f} % of the matrix parameters multiply in FP8"
+        meant_to = "What is meant to stay can be named in skip=[...]"
+        coverage.fallbacks.append(f"{told}: not {listed(left)}. {meant_to}")
+    return coverage
+
+
+def listed(reasons: dict[str, str]) -> str:
+    """Return up to four reasons of names, each with the first of these."""
+    by_reason = by_value(reasons)
+    shown = [
+        f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({reason})"
+        for reason, names in [*by_reason.items()][:4]
+    ]
+    return ", ".join(shown) + (
+        f", and {len(by_reason) - 4} more reasons" if len(by_reason) > 4 else ""
+    )
+
+
+def by_value(values: dict[str, str]) -> dict[str, list[str]]:
+    """Return the names that have the same value together."""
+    result: dict[str, list[str]] = {}
+    for name, value in values.items():
+        result.setdefault(value, []).append(name)
+    return result
+
+
+def _is_matrix(p: nn.Parameter | None) -> bool:
+    if p is None or not_plain(p):
+        return False
+    shape = whole_shape(p)
+    in_name_only = len(shape) > 2 and shape[0] == 1
+    return sum(size > 1 for size in shape) > 1 and not in_name_only
+
+
+def _reason(module: nn.Module) -> str:
+    """Return why a matrix that is no layer's, and no bare parameter of a user's module, does not multiply in FP8."""
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return _CONVOLUTION
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+        return _RECURRENT
+    container = isinstance(module, (nn.ModuleDict, nn.ModuleList, nn.Sequential, *_LISTS))
+    return _UNKNOWN if container or not type(module).__module__.startswith("torch.") else _TORCHS
