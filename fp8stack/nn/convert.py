@@ -1,9 +1,9 @@
 """Decide what each layer of a model becomes, then change its class; and change it back.
 
 A layer is converted by assigning to `module.__class__`: parameters, hooks, names, ties and state_dict stay as they are,
-`isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear` or
-transformers' Conv1D (or `nn.Embedding`, for storage) are touched: a subclass may use its weight in ways that cannot be
-known.
+`isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear`,
+`nn.MultiheadAttention` or transformers' Conv1D (or `nn.Embedding`, for storage) are touched: a subclass may use its
+weight in ways that cannot be known.
 
 `choose_layers` only looks; the checks and the summary card are made from what it returns. `apply_gemms` and
 `apply_storage` change the model.
@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
+from .attention import Bf16Attention, Fp8Attention
 from .bf16_storage import StoredEmbedding, StoredLayer
 from .casts import InputCodes, Products, WeightScale
 from .layer_kinds import is_known, is_turned, kind_of
@@ -35,8 +37,11 @@ from .mixin import Mixin, class_below, hidden_class, mixed_class
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import Engine, TeLayer
 
-GEMM_LAYERS = (Fp8Layer, TeLayer, Bf16Layer)
-"""What `apply_gemms` makes of Linear and Conv1D layers."""
+GEMM_LAYERS = (Fp8Layer, TeLayer, Bf16Layer, Fp8Attention, Bf16Attention)
+"""What `apply_gemms` makes of Linear and Conv1D layers, and of nn.MultiheadAttention."""
+FAST_PATHS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""torch's modules that hand the weights in them to C++ in evaluation."""
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 OWN_FORWARD = "its forward was set on the instance, which hides the class's; initialize before whatever does that"
 
 
@@ -44,7 +49,7 @@ OWN_FORWARD = "its forward was set on the instance, which hides the class's; ini
 class LayerChoices:
     """What happens to the layers of a model."""
 
-    # Linear and Conv1D layers that change to FP8 (or bf16) GEMMs.
+    # Linear and Conv1D layers, and attention, that change to FP8 (or bf16) GEMMs.
     gemm: list[tuple[str, nn.Module]] = field(default_factory=list)
     # Of those that are in FP8 for some numbers of rows only, from how many on.
     least_rows: dict[str, LeastRows] = field(default_factory=dict)
@@ -95,25 +100,31 @@ def choose_layers(
     skipped: dict[nn.Module, str],
     quantized: set[nn.Parameter],
     by_size: bool = False,
+    compute: str = "native",
 ) -> LayerChoices:
     """Return what `recipe` does to the layers of `model`, by class and size.
 
     `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted. `by_size`
-    leaves out layers for which FP8 does not pay.
+    leaves out layers for which FP8 does not pay, `compute` is what multiplies.
     """
-    layers, excluded = LayerChoices(), dict(skipped)
+    layers, excluded, unread = LayerChoices(), dict(skipped), dict[Any, str](skipped)
     for module in model.modules():
-        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-            kind = type(module).__name__
-            reason = f"{kind} reads the weights of its layers itself in its fast path"
+        if isinstance(module, FAST_PATHS):
+            reason = f"{type(module).__name__} reads it itself in its fast path"
             excluded = dict.fromkeys(module.modules(), reason) | excluded
-    linears = ((n, m) for n, m in model.named_modules() if kind_of(m))
     least = least_rows_of(model) if by_size else {}
-    for name, module in linears:
+    for name, module in model.named_modules():
+        attends = isinstance(module, nn.MultiheadAttention)
+        if not (attends or isinstance(module, RECURRENT) or kind_of(module)):
+            continue
         rows = least.get(name, ALWAYS)
-        reason = excluded.get(module) or _unfit(module)
+        reason = unread.get(module) or (
+            _unfit_attention(module, compute) if attends else _unfit(module)
+        )
         if reason := reason or (TOO_SMALL if rows == NEVER else ""):
             layers.skipped.append((name, reason))
+            if attends and type(module.out_proj) is NonDynamicallyQuantizableLinear:
+                unread.setdefault(module.out_proj, reason)  # whose forward nobody calls
             continue
         layers.gemm.append((name, module))
         if rows != ALWAYS:
@@ -136,8 +147,17 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
         conversion.change(module, mixed_class(mixin, kind), **attributes)
 
     for name, module in layers.gemm:
-        weight: Any = module.weight
-        if compute == "te":
+        weight: Any = module._parameters.get("weight")
+        if isinstance(module, nn.MultiheadAttention):
+            device, least = module.out_proj.weight.device, layers.least_rows.get(name)
+            three = [Products(recipe, name, device, inputs=inputs) for _ in range(3)]
+            for products in three:
+                products.least_rows = least
+            kept = {} if compute == "bf16" else {"in_products": (*three,)}
+            mixin = Bf16Attention if compute == "bf16" else Fp8Attention
+            cls = mixed_class(mixin, nn.MultiheadAttention)
+            conversion.change(module, cls, layer_name=name, **kept)
+        elif compute == "te":
             change(module, TeLayer, te=Engine(recipe, weight, name))
         elif compute == "bf16":
             change(module, Bf16Layer, layer_name=name)
@@ -194,8 +214,31 @@ def skipped_modules(
     return skipped, idle
 
 
+def _unfit_attention(module: nn.MultiheadAttention, compute: str) -> str:
+    """Return why this attention cannot project in FP8 and what to do about it, or an empty string."""
+    if type(module) is not nn.MultiheadAttention:
+        kind = type(module).__name__
+        return f"is a {kind}, a subclass of nn.MultiheadAttention that may compute otherwise"
+    if compute == "te":
+        return 'TransformerEngine has layers for Linear only; compute="native" takes it'
+    if module.bias_k is not None or module.add_zero_attn:
+        return "it has add_bias_kv or add_zero_attn, which only torch's own forward computes"
+    if "forward" in vars(module):
+        return OWN_FORWARD
+    packed = module._qkv_same_embed_dim
+    names = ["in_proj_weight"] if packed else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    for weight in map(module._parameters.get, names):
+        if weight is None:
+            return "its weight is computed (weight_norm, ...); remove that before initialize"
+        if kind := not_plain(weight):
+            return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
+    return (reason := _unfit(module.out_proj)) and f"its out_proj: {reason}"
+
+
 def _unfit(module: nn.Module) -> str:
     """Return why this layer cannot run FP8 GEMMs and what to do about it, or an empty string."""
+    if isinstance(module, RECURRENT):
+        return "its products are made step by step in one kernel of torch's or cuDNN's, which takes no FP8"
     weight = module._parameters.get("weight")
     if weight is None:  # such a module may be of a class of its own
         return "its weight is computed (weight_norm, ...); remove that before initialize"
@@ -219,7 +262,7 @@ def _count_products(
     model: nn.Module, layers: LayerChoices, skipped: dict[nn.Module, str], matmuls: bool
 ) -> None:
     """Fill in which share of the matrices multiplies in FP8. Embeddings are looked up, so they are not counted."""
-    inside = {module.weight for _, module in layers.gemm}
+    inside = {p for _, module in layers.gemm for p in module._parameters.values()}
     small = {name for name, reason in layers.skipped if reason == TOO_SMALL}
     embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     seen = {p for module in embeddings for p in module.parameters(recurse=False)}
