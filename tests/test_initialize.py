@@ -309,19 +309,22 @@ def test_layers_are_chosen_with_reasons():
     optimizer = torch.optim.AdamW(model.parameters())
     model, _ = fp8stack.initialize(model, optimizer, "O2", skip=["head"])
     report = fp8stack.get_report(model)
-    assert report.converted == ["fits", "narrow"]
+    attention = ["block.self_attn", "block.self_attn.out_proj"]
+    linears = ["block.linear1", "block.linear2"]
+    assert report.converted == ["fits", "narrow", *attention, *linears]
     for name, reason in {
-        "head": 'matches skip="head"', "block.linear1": "reads the weights", "weird": "its weight is computed",
+        "head": 'matches skip="head"', "weird": "its weight is computed",
     }.items():  # fmt: skip
         assert reason in report.skipped[name]
     assert report.stored == ["embed.weight", "fits.weight", "narrow.weight"]
     assert report.kept["conv.weight"] == "Conv2d uses it directly"
     assert report.kept["bare"] == "ModuleDict uses it directly"
+    assert "reads it itself" in report.kept["block.linear1.weight"]
     kinds = [type(model[name]) for name in ("fits", "narrow", "embed", "head")]
     assert kinds == [Fp8Linear, Fp8Linear, StoredEmbedding, nn.Linear]
     assert model.head.weight.dtype is torch.float32
     json.dumps(report.to_dict())
-    assert "2 of 7 Linear layers in fp8, 15 % of matrix" in str(report)
+    assert "6 of 8 Linear layers in fp8, 77 % of matrix" in str(report)
     assert "weird" in str(report)
     with torch.no_grad():
         model.eval()

@@ -23,7 +23,7 @@ from fp8stack.nn import convert, load_scaling_state, scaling_state, select
 from fp8stack.nn.attention import Bf16Attention, Fp8Attention
 from fp8stack.nn.bf16_storage import StoredLayer
 from fp8stack.nn.casts import Products
-from fp8stack.nn.linear import Fp8Layer, bf16_matmul, fp8_matmul
+from fp8stack.nn.linear import Fp8Layer, fp8_matmul
 from fp8stack.nn.select import LeastRows
 
 WIDTH, HEADS, LENGTH, SOURCE = 32, 4, 10, 7
@@ -132,13 +132,14 @@ def test_every_form_of_arguments_has_the_bits_of_torchs_function(
             theirs = WithBatchOfOne(plain) if layout == "unbatched" else plain
             expected, wanted = passed(theirs, given, **named)
         what = f"{number}: {kind} {dims} {padding} {needed} {average} {sizes} {dropout}"
-        if layout == "batch":  # whose SDPA reads q, k and v laid out otherwise
-            for a, b in zip(found + gradients, expected + wanted, strict=True):
-                assert (a - b).norm() <= 1e-2 * b.norm(), what  # a code of FP8 may be the next
-            if dropout == 0 or needed:
-                assert_same_bits(found, expected, what)
-        else:
+        if layout == "seq":
             assert_same_bits(found + gradients, expected + wanted, what)
+            continue
+        # Tensors are laid out otherwise than in torch: sums have other last bits, and a code of FP8 may be the next.
+        for a, b in zip(found + gradients, expected + wanted, strict=True):
+            assert (a - b).norm() <= 1e-2 * b.norm(), what
+        if layout == "unbatched" or dropout == 0 or needed:
+            assert_same_bits(found, expected, what)
 
 
 def test_values_are_those_of_float64_on_operands_that_are_rounded(device):
@@ -214,7 +215,9 @@ def test_products_in_bfloat16_have_the_bits_of_torchs_function(device, monkeypat
     assert fp8stack.get_report(model).converted == ["0", "0.out_proj"]
     given = draw("key is value", "seq", device=device)
     found = passed(model[0], given)
-    monkeypatch.setattr(F, "linear", lambda x, w, b=None: bf16_matmul(x, w, b, ""))
+    multiply = F.linear
+    product = lambda x, w, b: multiply(x.bfloat16(), w.bfloat16()).float() + b  # noqa: E731
+    monkeypatch.setattr(F, "linear", product)
     assert_same_bits(found, passed(plain, given))
 
 
@@ -249,7 +252,7 @@ WRONG = {
     "sources": (lambda x: (x, x, x[:5]), {}, "key and value share S"),
     "no mask": (lambda x: (x, x, x), {"is_causal": True}, "only tells that attn_mask is causal. Pass"),
     "mask": (lambda x: (x, x, x), {"attn_mask": torch.zeros(1, LENGTH)}, r"attn_mask of shape \(1, 10\); it is of"),
-    "padding": (lambda x: (x, x, x), {"key_padding_mask": torch.zeros(3, 1)}, r"key_padding_mask .*; it is of \(3, 10\)"),
+    "padding": (lambda x: (x, x, x), {"key_padding_mask": torch.zeros(3, 1)}, r"key_padding_mask .* is of \(3, 10\)"),
     "features": (lambda x: [x[..., :8]] * 3, {}, r"layer 0 got .*last dimension must be 32"),
 }  # fmt: skip
 
@@ -387,7 +390,7 @@ def steps(model, optimizer, first, count):
 
 
 def start(model, level, **options):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return fp8stack.initialize(model, optimizer, level, strict=True, compute="native", **options)
 
 
@@ -401,9 +404,9 @@ def test_encoders_and_decoders_train_at_every_level_resume_and_are_restored(
     torch.manual_seed(0)
     model = Tagger(decoder=True).to(device)
     keys, plain = list(model.state_dict()), copy.deepcopy(model)
-    expected = steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), 0, 40)
+    expected = steps(plain, torch.optim.AdamW(plain.parameters(), lr=3e-3), 0, 24)
     model, optimizer = start(model, level, fp8_recipe=recipe)
-    losses = steps(model, optimizer, 0, 40)
+    losses = steps(model, optimizer, 0, 24)
     assert expected[-4:].mean() < 0.7 * expected[0]
     assert abs(losses[-4:].mean() / expected[-4:].mean() - 1) < 0.02
     assert list(model.state_dict()) == keys
@@ -413,11 +416,11 @@ def test_encoders_and_decoders_train_at_every_level_resume_and_are_restored(
     assert report.share == 1
     assert report.skipped == {}
     fp8stack.checkpoint.save(tmp_path / "c", model, optimizer)
-    after = steps(model, optimizer, 40, 3)
+    after = steps(model, optimizer, 24, 3)
     torch.manual_seed(1)
     again, other = start(Tagger(decoder=True).to(device), level, fp8_recipe=recipe)
     fp8stack.checkpoint.load(tmp_path / "c", again, other)
-    assert_same_bits(steps(again, other, 40, 3), after)
+    assert_same_bits(steps(again, other, 24, 3), after)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     model, optimizer = fp8stack.restore(model, optimizer)
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
@@ -428,7 +431,7 @@ def test_encoders_and_decoders_train_at_every_level_resume_and_are_restored(
             assert_same_bits(p, weights[name], name)
         else:  # and the remainder's bits
             torch.testing.assert_close(p, weights[name].float(), rtol=2**-8, atol=0)
-    steps(model, optimizer, 43, 1)
+    steps(model, optimizer, 27, 1)
 
 
 def test_only_weights_that_a_fast_path_reads_keep_their_dtype():
@@ -481,7 +484,9 @@ def test_histories_of_all_three_projections_are_saved_and_loaded(device):
         passed(model[0], each)
     state = scaling_state(model)
     assert {name.rpartition(".")[0] for name in state} == {"0", "0.key", "0.value", "0.out_proj"}
-    assert all(state[f"{name}.casts"].tolist() == [2, 2] for name in ("0", "0.key", "0.value"))
+    for name in ("0", "0.key", "0.value"):
+        assert_same_bits(state[f"{name}.casts"], state["0.out_proj.casts"])
+        assert len({float(state[f"{name}.{kind}"][0]) for kind in "xg"}) == 2
     expected = passed(model[0], given[2])
     other = make()
     load_scaling_state(other, state)
@@ -526,7 +531,7 @@ def test_what_is_left_out_is_told_with_the_reason():
         "zero": (nn.MultiheadAttention(WIDTH, HEADS, add_zero_attn=True), "add_bias_kv or add_zero_attn"),
         "wrapped": (wrapped(nn.MultiheadAttention(WIDTH, HEADS)), "its forward was set on the instance"),
         "norm": (of_weight_norm(), "its out_proj: its weight is computed"),
-        "double": (nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64), "its weight is torch.float64"),
+        "wide": (nn.MultiheadAttention(WIDTH, HEADS, dtype=torch.float64), "its weight is torch.float64"),
         "skip": (nn.MultiheadAttention(WIDTH, HEADS), 'matches skip="skip"'),
         "lstm": (nn.LSTM(WIDTH, WIDTH), "takes no FP8"), "gru": (nn.GRU(WIDTH, WIDTH), "takes no FP8"),
         "rnn": (nn.RNN(WIDTH, WIDTH), "takes no FP8"), "cell": (nn.LSTMCell(WIDTH, WIDTH), "takes no FP8"),
