@@ -23,7 +23,7 @@ Reentrant checkpointing of a model in evaluation runs torch's forward first and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +41,15 @@ from .select import pays
 class Attention(Mixin):
     """The forward in training; `convert.py` mixes one of the two classes below into nn.MultiheadAttention."""
 
+    project: Callable[[int, Tensor, Tensor, Tensor | None], Tensor]  # the product of that index
     layer_name: str  # in the model
     embed_dim: int
     num_heads: int
     head_dim: int
     dropout: float
     batch_first: bool
-    in_proj_weight: nn.Parameter | None  # [3 · embed_dim, embed_dim]; or the three have one each
     in_proj_bias: nn.Parameter | None  # [3 · embed_dim]
     out_proj: nn.Module
-
-    def project(self, index: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x @ weight.T + bias, the product of that index."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -68,36 +64,34 @@ class Attention(Mixin):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output, laid out as the query, and the weights [N, L, S] or [N, heads, L, S] if needed."""
         if not self.training and not _wants_gradients(query, key, value, *self.parameters()):
-            own: Any = nn.MultiheadAttention
-            result: tuple[Tensor, Tensor | None] = own.forward(
-                self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return nn.MultiheadAttention.forward(
+                self, query, key, value, key_padding_mask, need_weights, attn_mask,  # type: ignore[arg-type]
+                average_attn_weights, is_causal,
             )  # fmt: skip
-            return result
         with torch._C.DisableTorchFunction():  # see Fp8Layer
-            masks = key_padding_mask, attn_mask
             check: Any = F._mha_shape_check  # type: ignore[attr-defined]
-            batched = check(query, key, value, *masks, self.num_heads)
-            # The places of N, heads, L and head_dim.
-            order = (0, 2, 1, 3) if batched and self.batch_first else (1, 2, 0, 3)
-            back = (0, 2, 1, 3) if batched and self.batch_first else (2, 0, 1, 3)
-            q, k, v = (
-                (x if batched else x.unsqueeze(1))
-                .unflatten(-1, (self.num_heads, self.head_dim))
-                .permute(order)
-                for x in self._in_projection(query, key, value)
-            )
+            batched = check(query, key, value, key_padding_mask, attn_mask, self.num_heads)
+            made = self._in_projection(query, key, value)
+            if not batched:
+                made = [x.unsqueeze(1) for x in made]
+            # the places of N, heads, L and head_dim
+            order, back = ((0, 2, 1, 3),) * 2
+            if not (batched and self.batch_first):
+                order, back = (1, 2, 0, 3), (2, 0, 1, 3)
+            heads = self.num_heads, self.head_dim
+            q, k, v = (x.unflatten(-1, heads).permute(order) for x in made)
             if q.shape[:2] != k.shape[:2] or k.shape != v.shape:
-                raise self._error(
-                    f"query, key and value of shapes {[tuple(x.shape) for x in (query, key, value)]}; they share N, "
-                    "key and value share S, too"
-                )
+                shapes = [tuple(x.shape) for x in (query, key, value)]
+                raise self._error(f"inputs of {shapes}; all share N, and key and value share S")
             if is_causal and attn_mask is None:
-                raise self._error(
-                    "is_causal=True, which only tells that attn_mask is causal. Pass that mask, too"
+                told = (
+                    "is_causal=True, which only says what attn_mask is. Pass the causal mask, too"
                 )
+                raise self._error(told)
             mask = None
             if not is_causal or need_weights or key_padding_mask is not None:
-                mask, is_causal = self._mask(query, q, k, *masks), False
+                sizes, is_causal = (*q.shape[:3], k.shape[2]), False
+                mask = self._mask(sizes, query.dtype, key_padding_mask, attn_mask)
             y, weights = self._attend(q, k, v, mask, need_weights, is_causal)
             y = self.out_proj(y.permute(back).flatten(2))
             if weights is not None and average_attn_weights:
@@ -108,67 +102,57 @@ class Attention(Mixin):
 
     def _in_projection(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return q, k and v [..., embed_dim], laid out as their inputs."""
-        size, packed = self.embed_dim, self.in_proj_weight
-        inputs: Sequence[Tensor] = (query, key, value)
+        inputs, size = [query, key, value], self.embed_dim
+        weights: Sequence[Tensor] = [getattr(self, name) for name in in_weights(self)]
         sizes = [size] * 3
-        if packed is not None and key is value:
-            inputs, sizes = (
-                ((query,), [3 * size]) if query is key else ((query, key), [size, 2 * size])
-            )
-        if packed is None:
-            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-            weights: Sequence[Tensor] = [self.get_parameter(name) for name in names]
-        else:  # a view of the whole is not the parameter, whose last scale casts know
-            weights = packed.split(sizes) if len(sizes) > 1 else (packed,)
-        bias = self.in_proj_bias
-        biases = [None] * 3 if bias is None else bias.split(sizes)
-        made = zip(range(len(sizes)), inputs, weights, biases, strict=False)
-        return [part for operands in made for part in self.project(*operands).split(size, -1)]
+        if len(weights) == 1 and key is value:
+            alike = query is key
+            inputs, sizes = ([query], [3 * size]) if alike else ([query, key], [size, 2 * size])
+        if len(sizes) > len(
+            weights
+        ):  # a part is a view, and no parameter whose last scale casts know
+            weights = weights[0].split(sizes)
+        biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
+        made = [self.project(i, x, weights[i], biases[i]) for i, x in enumerate(inputs)]
+        return [part for y in made for part in y.split(size, -1)]
 
     def _mask(
-        self,
-        query: Tensor,
-        q: Tensor,  # [N, heads, L, head_dim]
-        k: Tensor,  # [N, heads, S, head_dim]
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
+        self, sizes: Sequence[int], dtype: torch.dtype, padding: Tensor | None, mask: Tensor | None
     ) -> Tensor | None:
-        """Return what is to be added to the scores: [1 or N · heads, 1 or L, S]; -inf where a mask is True."""
-        (n, heads, length), source = q.shape[:3], k.shape[2]
-        both = F._none_or_dtype(attn_mask), "attn_mask"
-        padding = F._canonical_mask(key_padding_mask, "key_padding_mask", *both, query.dtype)
-        mask = F._canonical_mask(attn_mask, "attn_mask", None, "", query.dtype, False)
-        if mask is not None:
-            fits = (length, source), (n * heads, length, source)
-            if mask.shape not in fits:
+        """Return what is to be added to the scores: [1 or N · heads, 1 or L, S]; -inf where a mask is True.
+
+        `sizes` are N, heads, L and S, `dtype` is the query's.
+        """
+        (n, heads, length, source), other = sizes, (F._none_or_dtype(mask), "attn_mask")
+        fits = {"attn_mask": [(length, source), (n * heads, length, source)]}
+        fits["key_padding_mask"] = [(n, source), (source,)]
+        for (name, shapes), given in zip(fits.items(), (mask, padding), strict=True):
+            if given is not None and given.shape not in shapes:
                 raise self._error(
-                    f"attn_mask of shape {tuple(mask.shape)}; it is of {fits[0]} or {fits[1]}"
+                    f"{name} of {tuple(given.shape)}; it is {' or '.join(map(str, shapes))}"
                 )
-            mask = mask.unsqueeze(0) if mask.dim() == 2 else mask
+        padding = F._canonical_mask(padding, "key_padding_mask", *other, dtype)
+        mask = F._canonical_mask(mask, "attn_mask", None, "", dtype, False)
+        if mask is not None and mask.dim() == 2:
+            mask = mask.unsqueeze(0)
         if padding is not None:
-            if padding.shape != (n, source) and padding.shape != (source,):
-                raise self._error(
-                    f"key_padding_mask of shape {tuple(padding.shape)}; it is of {(n, source)}"
-                )
-            padding = padding.view(n, 1, 1, source).expand(-1, heads, -1, -1).reshape(-1, 1, source)
+            padding = padding.view(n, 1, 1, source).expand(-1, heads, -1, -1)
+            padding = padding.reshape(n * heads, 1, source)
             mask = padding if mask is None else mask + padding
         return mask
 
     def _attend(
-        self,
-        q: Tensor,  # [N, heads, L, head_dim]
-        k: Tensor,  # [N, heads, S, head_dim]
-        v: Tensor,
-        mask: Tensor | None,  # as `_mask` returns it
-        need_weights: bool,
-        is_causal: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return softmax(q @ k.T / √head_dim + mask) @ v, and the first factor [N, heads, L, S] if needed."""
+        """Return softmax(q @ k.T / √head_dim + mask) @ v, and the first factor [N, heads, L, S] if needed.
+
+        q, k and v are [N, heads, L or S, head_dim], `mask` is as `_mask` returns it.
+        """
         both, dropout = q.shape[:2], self.dropout if self.training else 0.0
         if not need_weights:
             if mask is not None:
                 mask = mask[None] if len(mask) == 1 else mask.unflatten(0, both)
-            return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal), None
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         q, k = q * math.sqrt(1.0 / self.head_dim), k.transpose(-2, -1)
         scores = torch.bmm(q, k) if mask is None else torch.baddbmm(mask, q, k)
@@ -183,6 +167,13 @@ class Attention(Mixin):
 
 def _wants_gradients(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def in_weights(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the in-projection's weights: of one for all three, or of one each."""
+    if module._qkv_same_embed_dim:
+        return ("in_proj_weight",)  # [3 · embed_dim, embed_dim]
+    return ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 class Fp8Attention(Attention):
@@ -226,10 +217,7 @@ def fp8_products(model: nn.Module) -> dict[str, Fp8Product]:
         if isinstance(module, Fp8Layer):
             found[name] = Fp8Product(module, module.products, "weight")
         elif isinstance(module, Fp8Attention):
-            weights = ("in_proj_weight", "", "")
-            if module.in_proj_weight is None:
-                weights = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-            names = name, f"{name}.key".lstrip("."), f"{name}.value".lstrip(".")
-            for key, products, weight in zip(names, module.in_products, weights, strict=True):
-                found[key] = Fp8Product(module, products, weight)
+            weights = *in_weights(module), "", ""
+            for part, products, weight in zip(("", ".key", ".value"), module.in_products, weights):  # noqa: B905
+                found[f"{name}{part}".lstrip(".")] = Fp8Product(module, products, weight)
     return found

@@ -28,7 +28,7 @@ from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
-from .attention import Bf16Attention, Fp8Attention
+from .attention import Bf16Attention, Fp8Attention, in_weights
 from .bf16_storage import StoredEmbedding, StoredLayer
 from .casts import InputCodes, Products, WeightScale
 from .layer_kinds import is_known, is_turned, kind_of
@@ -114,17 +114,15 @@ def choose_layers(
             excluded = dict.fromkeys(module.modules(), reason) | excluded
     least = least_rows_of(model) if by_size else {}
     for name, module in model.named_modules():
-        attends = isinstance(module, nn.MultiheadAttention)
-        if not (attends or isinstance(module, RECURRENT) or kind_of(module)):
+        if not (isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)):
             continue
         rows = least.get(name, ALWAYS)
-        reason = unread.get(module) or (
-            _unfit_attention(module, compute) if attends else _unfit(module)
-        )
+        reason = unread.get(module) or _unfit(module, compute)
         if reason := reason or (TOO_SMALL if rows == NEVER else ""):
             layers.skipped.append((name, reason))
-            if attends and type(module.out_proj) is NonDynamicallyQuantizableLinear:
-                unread.setdefault(module.out_proj, reason)  # whose forward nobody calls
+            inner = module._modules.get("out_proj")
+            if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
+                unread.setdefault(inner, reason)
             continue
         layers.gemm.append((name, module))
         if rows != ALWAYS:
@@ -143,24 +141,23 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
 
     def change(module: nn.Module, mixin: type[Mixin], **attributes: object) -> None:
-        kind: Any = kind_of(module)  # FSDP2's class may lie over it, and is put back afterwards
+        # FSDP2's class may lie over it, and is put back afterwards.
+        kind: Any = kind_of(module) or nn.MultiheadAttention
         conversion.change(module, mixed_class(mixin, kind), **attributes)
 
     for name, module in layers.gemm:
         weight: Any = module._parameters.get("weight")
-        if isinstance(module, nn.MultiheadAttention):
-            device, least = module.out_proj.weight.device, layers.least_rows.get(name)
-            three = [Products(recipe, name, device, inputs=inputs) for _ in range(3)]
-            for products in three:
-                products.least_rows = least
-            kept = {} if compute == "bf16" else {"in_products": (*three,)}
-            mixin = Bf16Attention if compute == "bf16" else Fp8Attention
-            cls = mixed_class(mixin, nn.MultiheadAttention)
-            conversion.change(module, cls, layer_name=name, **kept)
-        elif compute == "te":
+        attends = isinstance(module, nn.MultiheadAttention)
+        if compute == "te":
             change(module, TeLayer, te=Engine(recipe, weight, name))
         elif compute == "bf16":
-            change(module, Bf16Layer, layer_name=name)
+            change(module, Bf16Attention if attends else Bf16Layer, layer_name=name)
+        elif attends:
+            device = next(module.parameters()).device
+            three = tuple(Products(recipe, name, device, inputs=inputs) for _ in range(3))
+            for products in three:
+                products.least_rows = layers.least_rows.get(name)
+            change(module, Fp8Attention, layer_name=name, in_products=three)
         else:
             shared, turned = scales.get(weight), is_turned(module)
             products = Products(recipe, name, weight.device, turned, inputs, shared)
@@ -214,45 +211,33 @@ def skipped_modules(
     return skipped, idle
 
 
-def _unfit_attention(module: nn.MultiheadAttention, compute: str) -> str:
-    """Return why this attention cannot project in FP8 and what to do about it, or an empty string."""
-    if type(module) is not nn.MultiheadAttention:
-        kind = type(module).__name__
-        return f"is a {kind}, a subclass of nn.MultiheadAttention that may compute otherwise"
-    if compute == "te":
-        return 'TransformerEngine has layers for Linear only; compute="native" takes it'
-    if module.bias_k is not None or module.add_zero_attn:
-        return "it has add_bias_kv or add_zero_attn, which only torch's own forward computes"
-    if "forward" in vars(module):
-        return OWN_FORWARD
-    packed = module._qkv_same_embed_dim
-    names = ["in_proj_weight"] if packed else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
-    for weight in map(module._parameters.get, names):
-        if weight is None:
-            return "its weight is computed (weight_norm, ...); remove that before initialize"
-        if kind := not_plain(weight):
-            return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
-    return (reason := _unfit(module.out_proj)) and f"its out_proj: {reason}"
-
-
-def _unfit(module: nn.Module) -> str:
+def _unfit(module: nn.Module, compute: str) -> str:
     """Return why this layer cannot run FP8 GEMMs and what to do about it, or an empty string."""
     if isinstance(module, RECURRENT):
-        return "its products are made step by step in one kernel of torch's or cuDNN's, which takes no FP8"
-    weight = module._parameters.get("weight")
-    if weight is None:  # such a module may be of a class of its own
+        return "one kernel of torch's or cuDNN's makes its products step by step, and takes no FP8"
+    attends = isinstance(module, nn.MultiheadAttention)
+    names = in_weights(module) if attends else ("weight",)
+    weights: list[Any] = [module._parameters.get(name) for name in names]
+    if any(weight is None for weight in weights):  # such a module may be of a class of its own
         return "its weight is computed (weight_norm, ...); remove that before initialize"
-    if not is_known(type(module)):
+    if not is_known(type(module)) and type(module) is not nn.MultiheadAttention:
         below = "transformers' Conv1D" if is_turned(module) else "nn.Linear"
+        below = "nn.MultiheadAttention" if attends else below
         return (
             f"is a {type(module).__name__}, a subclass of {below} that may use its weight otherwise"
         )
-    if kind := not_plain(weight):
+    if kind := next(filter(None, map(not_plain, weights)), ""):
         return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
     if "forward" in vars(module):
         return OWN_FORWARD
+    if isinstance(module, nn.MultiheadAttention):
+        if compute == "te":
+            return 'TransformerEngine has layers for Linear only; compute="native" takes it'
+        if module.bias_k is not None or module.add_zero_attn:
+            return "it has add_bias_kv or add_zero_attn, which only torch's own forward computes"
+        return (reason := _unfit(module.out_proj, compute)) and f"its out_proj: {reason}"
     labels = ("nx", "nf") if is_turned(module) else ("out_features", "in_features")
-    for label, size in zip(labels, whole_shape(weight), strict=True):
+    for label, size in zip(labels, whole_shape(weights[0]), strict=True):
         if size == 0:
             return f"it has 0 {label}: there is nothing to multiply"
     return ""
