@@ -17,7 +17,8 @@ hands the weights to C++ as they are, so at O2 they keep their dtype.
 Limits: with `bias_k`, `bias_v` or `add_zero_attn`, and in a subclass, all is left to torch. A query whose keys are all
 masked has NaN as its result with `need_weights=True`, as in torch; a product with one scale makes all results NaN of
 that. `select="auto"` has one rule for the in-projection, that of one product from embed_dim to 3 × embed_dim.
-Reentrant checkpointing of a model in evaluation runs torch's forward first and recomputes in FP8.
+Reentrant checkpointing of a model in evaluation runs torch's forward first and recomputes in FP8. Hooks of
+`out_proj`, which torch never calls, run.
 """
 
 from __future__ import annotations

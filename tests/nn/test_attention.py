@@ -10,11 +10,12 @@ import itertools
 import pytest
 import torch
 from helpers import NAN, assert_same_bits
-from layers import RECIPE, SelfAttention, count_casts, native, rounded
+from layers import RECIPE, SelfAttention, count_casts, native, results, rounded
 from torch import nn
 from torch.nn import functional as F
 
 import fp8stack
+from fp8stack.comm.fsdp import _weights
 from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3
 from fp8stack.levels import recipe_for
@@ -25,6 +26,7 @@ from fp8stack.nn.bf16_storage import StoredLayer
 from fp8stack.nn.casts import Products
 from fp8stack.nn.linear import Fp8Layer, fp8_matmul
 from fp8stack.nn.select import LeastRows
+from fp8stack.planning.resident_memory import Precision, resident
 
 WIDTH, HEADS, LENGTH, SOURCE = 32, 4, 10, 7
 
@@ -597,3 +599,32 @@ def test_sizes_decide_about_in_and_out_projection(monkeypatch):
         assert torch.equal(attention(x, x, x)[0], plain[0](x, x, x)[0]) == alike
     monkeypatch.setattr(select, "least_rows", lambda *_: select.NEVER)
     assert not fp8stack.get_report(native(encoder(1))).converted
+
+
+def test_ranks_gather_no_weight_in_fp8_that_a_fast_path_reads():
+    model, _ = start(Tagger(decoder=True), "O0")
+    layer = model.decoder.layers[0]
+    assert _weights(model) == {layer.linear1.weight, layer.linear2.weight, model.head.weight}
+
+
+def test_the_mode_of_bare_parameters_does_not_look_into_it(device):
+    x, given = torch.randn(3, LENGTH, WIDTH, device=device), []
+    for matmuls in (False, True):
+        torch.manual_seed(0)
+        model = native(SelfAttention(), device, matmuls=matmuls)
+        given.append(results(model, x))
+        assert not fp8stack.get_report(model).left_alone
+    assert_same_bits(*given)
+
+
+def test_plans_count_the_codes_of_its_weights():
+    sizes = {}
+    for kind in ("attention", "linear"):
+        with torch.device("meta"):
+            model = nn.Sequential(
+                nn.MultiheadAttention(64, 4) if kind == "attention" else nn.Linear(64, 256)
+            )
+        found = resident(model, Precision("O0", torch.float32, True, recipe_for("O0", None)))
+        sizes[kind] = found.codes
+        assert len(found.fp8) == {"attention": 2, "linear": 1}[kind]
+    assert sizes["attention"] == sizes["linear"] + 4  # a scale more
