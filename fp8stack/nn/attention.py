@@ -75,8 +75,7 @@ class Attention(Mixin):
             made = self._in_projection(query, key, value)
             if not batched:
                 made = [x.unsqueeze(1) for x in made]
-            # the places of N, heads, L and head_dim
-            order, back = ((0, 2, 1, 3),) * 2
+            order = back = (0, 2, 1, 3)  # to [N, heads, L, head_dim] and back
             if not (batched and self.batch_first):
                 order, back = (1, 2, 0, 3), (2, 0, 1, 3)
             heads = self.num_heads, self.head_dim
@@ -85,10 +84,9 @@ class Attention(Mixin):
                 shapes = [tuple(x.shape) for x in (query, key, value)]
                 raise self._error(f"inputs of {shapes}; all share N, and key and value share S")
             if is_causal and attn_mask is None:
-                told = (
-                    "is_causal=True, which only says what attn_mask is. Pass the causal mask, too"
+                raise self._error(
+                    "is_causal=True, which tells of a mask. Pass it as attn_mask, too"
                 )
-                raise self._error(told)
             mask = None
             if not is_causal or need_weights or key_padding_mask is not None:
                 sizes, is_causal = (*q.shape[:3], k.shape[2]), False
@@ -109,9 +107,8 @@ class Attention(Mixin):
         if len(weights) == 1 and key is value:
             alike = query is key
             inputs, sizes = ([query], [3 * size]) if alike else ([query, key], [size, 2 * size])
-        if len(sizes) > len(
-            weights
-        ):  # a part is a view, and no parameter whose last scale casts know
+        # Only parts: casts know the last scale of a parameter, and not of a view.
+        if len(sizes) > len(weights):
             weights = weights[0].split(sizes)
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.split(sizes)
         made = [self.project(i, x, weights[i], biases[i]) for i, x in enumerate(inputs)]
@@ -129,9 +126,8 @@ class Attention(Mixin):
         fits["key_padding_mask"] = [(n, source), (source,)]
         for (name, shapes), given in zip(fits.items(), (mask, padding), strict=True):
             if given is not None and given.shape not in shapes:
-                raise self._error(
-                    f"{name} of {tuple(given.shape)}; it is {' or '.join(map(str, shapes))}"
-                )
+                told = " or ".join(map(str, shapes))
+                raise self._error(f"{name} of {tuple(given.shape)}; it is {told}")
         padding = F._canonical_mask(padding, "key_padding_mask", *other, dtype)
         mask = F._canonical_mask(mask, "attn_mask", None, "", dtype, False)
         if mask is not None and mask.dim() == 2:
@@ -172,7 +168,7 @@ def _wants_gradients(*tensors: Tensor) -> bool:
 
 def in_weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the in-projection's weights: of one for all three, or of one each."""
-    if module._qkv_same_embed_dim:
+    if getattr(module, "_qkv_same_embed_dim", True):  # a subclass may not have it
         return ("in_proj_weight",)  # [3 · embed_dim, embed_dim]
     return ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 

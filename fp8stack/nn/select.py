@@ -100,7 +100,7 @@ def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
     """Return the least rows of each Linear and Conv1D layer of `model`, and of the in-projections of attention."""
     sizes, places = {}, {}
     for name, module in model.named_modules():
-        packed = isinstance(module, nn.MultiheadAttention)  # shares its input with no layer
+        packed = type(module) is nn.MultiheadAttention  # shares its input with no layer
         if packed or kind_of(module):
             sizes[name] = sizes_of(module)
             places[name] = (name, "in") if packed else (name.rpartition(".")[0], sizes[name][1])

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 15_212
-TESTS_CAP = 24_803
+LIBRARY_CAP = 15_208
+TESTS_CAP = 24_804
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
