@@ -145,7 +145,7 @@ def decide(
     stored = replace(recipe, master="keep") if gathered_on else recipe
     on_gpu = compute == "native" and device.type == "cuda"
     by_size = on_gpu and recipe.select == "auto"
-    layers = choose_layers(model, stored, skipped, quantized, by_size)
+    layers = choose_layers(model, stored, skipped, quantized, by_size, compute)
     coverage = count(model, layers, bare, skipped, recipe.min_numel)
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from .levels import Recipe
+from .nn.attention import fp8_products
 from .nn.convert import LayerChoices
 from .nn.coverage import Coverage, by_value, listed
-from .nn.linear import Fp8Layer
 from .nn.select import describe
 from .version import __version__
 
@@ -145,8 +145,7 @@ def report_of(
 
 def selected_layers(model: nn.Module) -> dict[str, str]:
     """Return by the names of a model's layers from how many rows of input on they multiply in FP8, if not always."""
-    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, Fp8Layer))
-    rows = {name: layer.products.least_rows for name, layer in layers}
+    rows = {name: p.products.least_rows for name, p in fp8_products(model).items() if p.weight}
     return {name: describe(least) for name, least in rows.items() if least is not None}
 
 

@@ -187,9 +187,21 @@ class Gelu(nn.Module):
         return self.c_proj(nn.functional.gelu(self.c_fc(x), approximate="tanh"))
 
 
+class SelfAttention(nn.Module):
+    """torch's attention of a sequence, or of a batch of them, to itself."""
+
+    def __init__(self, features=32):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(features, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
 MODULES = {
     "layer": lambda: [nn.Linear(32, 48)],
     "conv1d": lambda: [conv1d(32, 48)],
+    "attention": lambda: [SelfAttention()],
     "gelu": lambda: [Gelu()],
     "fused": lambda: [SwiGLU()],
     "norm": lambda: [nn.RMSNorm(32, 1e-5), nn.Linear(32, 48)],
@@ -199,7 +211,8 @@ KINDS = pytest.mark.parametrize(
     ("kind", "recipe"),
     [("layer", "current"), ("layer", "delayed"), ("layer", "blockwise"), ("fused", "current"), ("fused", "delayed"),
      ("norm", "current"), ("bare", "current"), ("conv1d", "current"), ("conv1d", "delayed"), ("conv1d", "blockwise"),
-     ("gelu", "current"), ("gelu", "delayed")],
+     ("gelu", "current"), ("gelu", "delayed"), ("attention", "current"), ("attention", "delayed"),
+     ("attention", "blockwise")],
 )  # fmt: skip
 
 

@@ -186,13 +186,15 @@ def _inside(what: str) -> Iterator[None]:
 
 
 def _weights(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters to send in FP8: the weights of FP8 layers that no other layer shares."""
+    """Return the parameters to send in FP8: the weights of FP8 layers that no other layer shares or reads."""
     weights, others = set[nn.Parameter](), set[nn.Parameter]()
     for module in model.modules():
         # FSDP2 gives a module a subclass of its class
         in_fp8 = any(c.__name__ in _FP8_LAYERS for c in type(module).__mro__)
         for name, p in module.named_parameters(recurse=False):
             (weights if in_fp8 and name == "weight" else others).add(p)
+        if isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention)):
+            others.update(module.parameters())  # in evaluation their fast paths do
     return weights - others
 
 

@@ -50,7 +50,7 @@ from fp8stack.formats import MiniFloat
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.monitor import FIELDS, SUMS
 from fp8stack.levels import check_number
-from fp8stack.nn.linear import Fp8Layer
+from fp8stack.nn.attention import fp8_products
 from fp8stack.nn.te import TeLayer
 from fp8stack.optim import BlockwiseOptimizer
 from fp8stack.optim.sharded import local, local_state
@@ -95,19 +95,21 @@ class Monitor:
         every = check_number("every", every, 1, whole=True)
         if model in _watched:
             raise ModelError("this model has a Monitor; remove() that first.")
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, Fp8Layer | TeLayer)}
-        own = {n: m for n, m in layers.items() if isinstance(m, Fp8Layer)}
-        if others := len(layers) - len(own):
-            _warn(f"{others} layers are TransformerEngine's, whose casts the Monitor does not see")
+        own = fp8_products(model)
+        layers = {n: (p.module, p.weight) for n, p in own.items() if p.weight}
+        others = {n: (m, "weight") for n, m in model.named_modules() if isinstance(m, TeLayer)}
+        if others:
+            _warn(
+                f"{len(others)} layers are TransformerEngine's, whose casts the Monitor does not see"
+            )
         elif not own:
             _warn("the model has no FP8 layers of fp8stack's own: there is nothing to monitor")
         self.every, self.layers = every, list(own)
         self.step: int | None = None  # the step of the numbers that `read` returned last
         self._model = model
-        self._own = own
         # of each layer as it was sampled last; `restore` and `initialize` make others
         self._products: dict[str, Any] = {}
-        self._updates = Updates(layers, optimizer)
+        self._updates = Updates(layers | others, optimizer)
         self._steps, self._open = 0, -1  # steps begun; the step being sampled, or -1
         # of a sample: int64 [layers, kinds, fields], on the device
         self._counts: Tensor | None = None
@@ -212,17 +214,18 @@ class Monitor:
         if self._steps % self.every == 0:
             self._updates.arm(self._steps)
             self._open, self._counts = self._steps, None
-            for index, (name, module) in enumerate(self._own.items()):
-                if isinstance(module, Fp8Layer):  # not restored since
-                    self._products[name] = module.products
-                    module.products.probe = partial(self._count, index)
+            own = fp8_products(self._model)
+            for index, name in enumerate(self.layers):
+                if name in own:  # not restored since
+                    self._products[name] = own[name].products
+                    own[name].products.probe = partial(self._count, index)
         self._steps += 1
 
     def _end_sample(self) -> None:
         if self._open < 0:
             return
-        own = [m.products for m in self._own.values() if isinstance(m, Fp8Layer)]
-        if self._counts is None and any(products.probe is not None for products in own):
+        own = fp8_products(self._model).values()
+        if self._counts is None and any(p.products.probe is not None for p in own):
             _warn_unseen()
         for products in self._products.values():
             products.probe = None
@@ -319,7 +322,7 @@ class Updates:
         ConfigError: for what is no optimizer of torch's, or only wraps one.
     """
 
-    def __init__(self, layers: Mapping[str, Any], optimizer: Any) -> None:
+    def __init__(self, layers: Mapping[str, tuple[nn.Module, str]], optimizer: Any) -> None:
         self._layers, self._optimizer, self._handles = dict(layers), optimizer, list[Any]()
         self._before: dict[str, tuple[Tensor, Tensor]] = {}  # weights, and their samples
         self._armed = -1  # the sampled step whose optimizer step is yet to come, or -1
@@ -361,7 +364,7 @@ class Updates:
         if self._armed < 0 or self._before or in_a_graph():
             return
         owned = {p for group in self._optimizer.param_groups for p in group["params"]}
-        weights = {n: m.weight for n, m in self._layers.items() if m.weight in owned}
+        weights = {n: w for n, of in self._layers.items() if (w := getattr(*of)) in owned}
         if not weights:
             _warn("the optimizer owns no weight of the FP8 layers: there is no update/weight ratio")
         ours = isinstance(self._optimizer, BlockwiseOptimizer)

@@ -43,7 +43,8 @@ from fp8stack.errors import ModelError, warn
 from fp8stack.tensor_kinds import is_sharded
 
 from . import block_call
-from .casts import Products, in_backward
+from .attention import fp8_products
+from .casts import in_backward
 from .mixin import Fused, has_hooks, mixed_class
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -210,10 +211,8 @@ class BlockGraphs:
 
 def _launch_together(block: nn.Module, graphed: bool) -> None:
     """Tell FP8 layers whether their launches cost the host time, by which they choose FP8 or bfloat16."""
-    for module in block.modules():
-        products = vars(module).get("products")
-        if isinstance(products, Products):
-            products.graphed = graphed
+    for _, products, _ in fp8_products(block).values():
+        products.graphed = graphed
 
 
 def _changeable(block: nn.Module, leaves: list[Any]) -> list[Any]:
@@ -243,8 +242,8 @@ def _never(block: nn.Module, leaves: list[Any]) -> str:
     hooked = [name for name, module in block.named_modules() if name and has_hooks(module)]
     if hooked:
         return f"{hooked[0]} has a hook, or a forward of its own, which a graph would not call"
-    for name, module in block.named_modules():
-        if getattr(vars(module).get("products"), "fp8_recipe", "") == "delayed":
+    for name, (_, products, _) in fp8_products(block).items():
+        if products.fp8_recipe == "delayed":
             return f"delayed scaling of {name} keeps other scales and counts in a graph"
     return block_call.RECOMPUTED if block_call.saved_tensors_have_hooks() else ""
 

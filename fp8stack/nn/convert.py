@@ -1,9 +1,9 @@
 """Decide what each layer of a model becomes, then change its class; and change it back.
 
 A layer is converted by assigning to `module.__class__`: parameters, hooks, names, ties and state_dict stay as they are,
-`isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear` or
-transformers' Conv1D (or `nn.Embedding`, for storage) are touched: a subclass may use its weight in ways that cannot be
-known.
+`isinstance(layer, nn.Linear)` stays true, and nothing is copied. Only modules of exactly the class `nn.Linear`,
+`nn.MultiheadAttention` or transformers' Conv1D (or `nn.Embedding`, for storage) are touched: a subclass may use its
+weight in ways that cannot be known.
 
 `choose_layers` only looks; the checks and the summary card are made from what it returns. `apply_gemms` and
 `apply_storage` change the model.
@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
+from .attention import Bf16Attention, Fp8Attention, in_weights
 from .bf16_storage import StoredEmbedding, StoredLayer
 from .casts import InputCodes, Products, WeightScale
 from .forward_code import owners_read
@@ -33,8 +35,11 @@ from .mixin import Mixin, class_below, hidden_class, mixed_class
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import Engine, TeLayer
 
-GEMM_LAYERS = (Fp8Layer, TeLayer, Bf16Layer)
-"""What `apply_gemms` makes of Linear and Conv1D layers."""
+GEMM_LAYERS = (Fp8Layer, TeLayer, Bf16Layer, Fp8Attention, Bf16Attention)
+"""What `apply_gemms` makes of Linear and Conv1D layers, and of nn.MultiheadAttention."""
+FAST_PATHS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
+"""torch's modules that hand the weights in them to C++ in evaluation."""
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 OWN_FORWARD = "its forward was set on the instance, which hides the class's; initialize before whatever does that"
 
 
@@ -42,7 +47,7 @@ OWN_FORWARD = "its forward was set on the instance, which hides the class's; ini
 class LayerChoices:
     """What happens to the layers of a model."""
 
-    # Linear and Conv1D layers that change to FP8 (or bf16) GEMMs.
+    # Linear and Conv1D layers, and attention, that change to FP8 (or bf16) GEMMs.
     gemm: list[tuple[str, nn.Module]] = field(default_factory=list)
     # Of those that are in FP8 for some numbers of rows only, from how many on.
     least_rows: dict[str, LeastRows] = field(default_factory=dict)
@@ -91,25 +96,29 @@ def choose_layers(
     skipped: dict[nn.Module, str],
     quantized: set[nn.Parameter],
     by_size: bool = False,
+    compute: str = "native",
 ) -> LayerChoices:
     """Return what `recipe` does to the layers of `model`, by class and size.
 
     `skipped` is what `skipped_modules` returned, `quantized` are the parameters whose states are converted. `by_size`
-    leaves out layers for which FP8 does not pay.
+    leaves out layers for which FP8 does not pay, `compute` is what multiplies.
     """
-    layers, excluded = LayerChoices(), dict(skipped)
+    layers, excluded, unread = LayerChoices(), dict(skipped), dict[Any, str](skipped)
     for module in model.modules():
-        if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-            kind = type(module).__name__
-            reason = f"{kind} reads the weights of its layers itself in its fast path"
+        if isinstance(module, FAST_PATHS):
+            reason = f"{type(module).__name__} reads it itself in its fast path"
             excluded = dict.fromkeys(module.modules(), reason) | excluded
-    linears = ((n, m) for n, m in model.named_modules() if kind_of(m))
     least = least_rows_of(model) if by_size else {}
-    for name, module in linears:
+    for name, module in model.named_modules():
+        if not (isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)):
+            continue
         rows = least.get(name, ALWAYS)
-        reason = excluded.get(module) or _unfit(module)
+        reason = unread.get(module) or _unfit(module, compute)
         if reason := reason or (TOO_SMALL if rows == NEVER else ""):
             layers.skipped.append((name, reason))
+            inner = module._modules.get("out_proj")
+            if type(inner) is NonDynamicallyQuantizableLinear:  # whose forward nobody calls
+                unread.setdefault(inner, reason)
             continue
         layers.gemm.append((name, module))
         if rows != ALWAYS:
@@ -127,15 +136,23 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
     scales: dict[torch.Tensor, WeightScale | None] = {}  # of weights that layers may share
 
     def change(module: nn.Module, mixin: type[Mixin], **attributes: object) -> None:
-        kind: Any = kind_of(module)  # FSDP2's class may lie over it, and is put back afterwards
+        # FSDP2's class may lie over it, and is put back afterwards.
+        kind: Any = kind_of(module) or nn.MultiheadAttention
         conversion.change(module, mixed_class(mixin, kind), **attributes)
 
     for name, module in layers.gemm:
-        weight: Any = module.weight
+        weight: Any = module._parameters.get("weight")
+        attends = isinstance(module, nn.MultiheadAttention)
         if compute == "te":
             change(module, TeLayer, te=Engine(recipe, weight, name))
         elif compute == "bf16":
-            change(module, Bf16Layer, layer_name=name)
+            change(module, Bf16Attention if attends else Bf16Layer, layer_name=name)
+        elif attends:
+            device = next(module.parameters()).device
+            three = tuple(Products(recipe, name, device, inputs=inputs) for _ in range(3))
+            for products in three:
+                products.least_rows = layers.least_rows.get(name)
+            change(module, Fp8Attention, layer_name=name, in_products=three)
         else:
             shared, turned = scales.get(weight), is_turned(module)
             products = Products(recipe, name, weight.device, turned, inputs, shared)
@@ -189,22 +206,33 @@ def skipped_modules(
     return skipped, idle
 
 
-def _unfit(module: nn.Module) -> str:
+def _unfit(module: nn.Module, compute: str) -> str:
     """Return why this layer cannot run FP8 GEMMs and what to do about it, or an empty string."""
-    weight = module._parameters.get("weight")
-    if weight is None:  # such a module may be of a class of its own
+    if isinstance(module, RECURRENT):
+        return "one kernel of torch's or cuDNN's makes its products step by step, and takes no FP8"
+    attends = isinstance(module, nn.MultiheadAttention)
+    names = in_weights(module) if attends else ("weight",)
+    weights: list[Any] = [module._parameters.get(name) for name in names]
+    if any(weight is None for weight in weights):  # such a module may be of a class of its own
         return "its weight is computed (weight_norm, ...); remove that before initialize"
-    if not is_known(type(module)):
+    if not is_known(type(module)) and type(module) is not nn.MultiheadAttention:
         below = "transformers' Conv1D" if is_turned(module) else "nn.Linear"
+        below = "nn.MultiheadAttention" if attends else below
         return (
             f"is a {type(module).__name__}, a subclass of {below} that may use its weight otherwise"
         )
-    if kind := not_plain(weight):
+    if kind := next(filter(None, map(not_plain, weights)), ""):
         return f"its weight is {kind}; FP8 GEMMs take float32, bfloat16 and float16"
     if "forward" in vars(module):
         return OWN_FORWARD
+    if isinstance(module, nn.MultiheadAttention):
+        if compute == "te":
+            return 'TransformerEngine has layers for Linear only; compute="native" takes it'
+        if module.bias_k is not None or module.add_zero_attn:
+            return "it has add_bias_kv or add_zero_attn, which only torch's own forward computes"
+        return (reason := _unfit(module.out_proj, compute)) and f"its out_proj: {reason}"
     labels = ("nx", "nf") if is_turned(module) else ("out_features", "in_features")
-    for label, size in zip(labels, whole_shape(weight), strict=True):
+    for label, size in zip(labels, whole_shape(weights[0]), strict=True):
         if size == 0:
             return f"it has 0 {label}: there is nothing to multiply"
     return ""

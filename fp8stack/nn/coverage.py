@@ -37,7 +37,6 @@ _OPEN = (_UNKNOWN, _OFF, _ROUTER, _CONVOLUTION, TOO_SMALL)
 _GROUPED = "products grouped over experts stay as they are"
 _CLOSURE = "a function of its own that it gives to checkpointing would be recomputed without FP8"
 _GATHERED = "FSDP2 replaces it in each forward"
-_RECURRENT = "torch's recurrent kernels multiply by it themselves"
 _TORCHS = "torch's own function multiplies by it"
 
 _LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -97,7 +96,7 @@ def count(
     least: int,
 ) -> Coverage:
     """Return what multiplies in FP8. `least`: bare parameters of fewer elements do not."""
-    inside = {module.weight for _, module in layers.gemm}
+    inside = {p for _, module in layers.gemm for p in module._parameters.values()}
     why = {
         m: reason for name, reason in layers.skipped for m in model.get_submodule(name).modules()
     }
@@ -173,7 +172,5 @@ def _reason(module: nn.Module) -> str:
     """Return why a matrix that is no layer's, and no bare parameter of a user's module, does not multiply in FP8."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return _CONVOLUTION
-    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-        return _RECURRENT
     container = isinstance(module, (nn.ModuleDict, nn.ModuleList, nn.Sequential, *_LISTS))
     return _UNKNOWN if container or not type(module).__module__.startswith("torch.") else _TORCHS

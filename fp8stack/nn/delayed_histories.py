@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fp8stack.errors import CheckpointError, warn
 from fp8stack.tensor_kinds import fault_of
 
-from .linear import Fp8Layer
+from .attention import fp8_products
 
 
 def scaling_state(model: nn.Module) -> dict[str, Tensor]:
@@ -63,8 +63,9 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                     f"the history of {name}.{kind} has {saved.numel()} elements, and the recipe's has "
                     f"{histories[kind].size}: amax_history_len is another."
                 )
+    owners = fp8_products(model)
     for name, histories in layers.items():
-        device = model.get_submodule(name).weight.device
+        device = next(owners[name].module.parameters()).device
         for kind, count in zip(("x", "g"), state[f"{name}.casts"].tolist(), strict=True):
             history = histories[kind]
             # without one saved, there was no cast yet
@@ -116,8 +117,7 @@ def restore_scaling(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _delayed(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return what layers that scale so know, by name: the states of input, gradient and weight."""
     found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Fp8Layer) and module.products.fp8_recipe == "delayed":
-            of = module.products
+    for name, (_, of, _) in fp8_products(model).items():
+        if of.fp8_recipe == "delayed":
             found[name] = {"x": of.x_state, "g": of.g_state, "w": of.w_state}
     return found

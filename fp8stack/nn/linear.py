@@ -56,6 +56,8 @@ class Fp8Layer(Mixin):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
+        if input.is_nested and not self.training:  # as torch's encoder gives it
+            return stored_linear(input, weight_of(self), self.bias)
         products, compiled = self.products, torch.compiler.is_compiling()
         # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
@@ -89,12 +91,21 @@ class Bf16Layer(Mixin):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
-        weight = weight_of(self)
-        check_input(input, weight.shape[1], self.layer_name, fp8=False)
-        dtype = output_dtype(input)
-        with torch.autocast(input.device.type, enabled=False):
-            output = nn.functional.linear(input.bfloat16(), weight.bfloat16()).to(dtype)
-        return output if self.bias is None else output + self.bias.to(dtype)
+        if input.is_nested and not self.training:  # as torch's encoder gives it
+            return stored_linear(input, weight_of(self), self.bias)
+        return bf16_matmul(input, weight_of(self), self.bias, self.layer_name)
+
+
+def bf16_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, layer: str) -> Tensor:
+    """Return x @ weight.T + bias [..., out], multiplied in bfloat16, in the dtype of x or autocast's.
+
+    x is [..., in], weight [out, in], bias [out].
+    """
+    check_input(x, weight.shape[1], layer, fp8=False)
+    dtype = output_dtype(x)
+    with torch.autocast(x.device.type, enabled=False):
+        output = nn.functional.linear(x.bfloat16(), weight.bfloat16()).to(dtype)
+    return output if bias is None else output + bias.to(dtype)
 
 
 Fp8Linear, Bf16Linear = mixed_class(Fp8Layer, nn.Linear), mixed_class(Bf16Layer, nn.Linear)

@@ -16,7 +16,7 @@ backward runs. In between, only a change between training and evaluation makes a
 
 Limits. A closure that multiplies by itself, given to `checkpoint`, is recomputed without FP8, which torch reports as
 a mismatch of saved tensors: checkpoint a module or a method. `w.to(dtype)` is not a view. Composite functions are not
-looked into: nn.MultiheadAttention keeps its own in-projection. Under "delayed" these products use current scaling, as a
+looked into, such as `F.multi_head_attention_forward`. Under "delayed" these products use current scaling, as a
 graph has no place to keep their histories. What torch.compile runs is neither counted nor named.
 """
 

@@ -97,11 +97,16 @@ def _solve(a_row: float, wide: float, once: float, host: float) -> LeastRows:
 
 
 def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
-    """Return the least rows of each Linear and Conv1D layer of `model`."""
-    sizes = {n: sizes_of(m) for n, m in model.named_modules() if kind_of(m)}
-    readers = Counter((name.rpartition(".")[0], inner) for name, (_, inner) in sizes.items())
+    """Return the least rows of each Linear and Conv1D layer of `model`, and of the in-projections of attention."""
+    sizes, places = {}, {}
+    for name, module in model.named_modules():
+        packed = type(module) is nn.MultiheadAttention  # shares its input with no layer
+        if packed or kind_of(module):
+            sizes[name] = sizes_of(module)
+            places[name] = (name, "in") if packed else (name.rpartition(".")[0], sizes[name][1])
+    readers = Counter(places.values())
     return {
-        name: least_rows(inner, outer, readers[name.rpartition(".")[0], inner])
+        name: least_rows(inner, outer, readers[places[name]])
         for name, (outer, inner) in sizes.items()
     }
 

@@ -47,7 +47,7 @@ from fp8stack.capability import load_te
 from fp8stack.errors import UnsupportedDeviceError, warn
 from fp8stack.levels import Recipe
 
-from .bf16_storage import output_dtype
+from .bf16_storage import output_dtype, stored_linear
 from .casts import in_backward
 from .layer_kinds import weight_of
 from .linear import check_input, title
@@ -67,6 +67,8 @@ class TeLayer(Mixin):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return input @ weight.T + bias: [..., in] -> [..., out], in the dtype of the input or autocast's."""
+        if input.is_nested and not self.training:  # as torch's encoder gives it
+            return stored_linear(input, weight_of(self), self.bias)
         run = _break_graph if torch.compiler.is_compiling() else _forward
         return run(self, input)
 

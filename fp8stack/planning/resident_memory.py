@@ -17,6 +17,7 @@ from fp8stack.api import Decisions, carry_out, decide
 from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
 from fp8stack.levels import Recipe
 from fp8stack.memory import MemoryUse, measure
+from fp8stack.nn.attention import fp8_products
 from fp8stack.nn.casts import Products, cast_weight
 from fp8stack.nn.convert import skipped_modules
 from fp8stack.nn.layer_kinds import kind_of
@@ -97,14 +98,17 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     for part, nbytes in use_after_step(model, optimizer, decisions, accumulate).bytes.items():
         counted[_PARTS.get(part, "m")] += nbytes  # "other" are counts of steps
     codes, fp8 = 0, []
-    for name, module in model.named_modules():
-        if recipe is not None and isinstance(module, Fp8Layer):
-            weight, products = module.get_parameter("weight"), Products(recipe)
-            products.turned = module.products.turned
+    for name, (module, own, key) in fp8_products(model).items():
+        if recipe is not None and key:
+            weight, products = module.get_parameter(key), Products(recipe)
+            products.turned = own.turned
             cast = cast_weight(weight, products.options(False, weight.dtype), True, 0)
             codes += cast.codes_t.nbytes + cast.scale_t.nbytes
             fp8.append(name)
-        elif kind_of(module) and (precision.autocast or isinstance(module, Bf16Layer)):
+    for module in model.modules():
+        if isinstance(module, Fp8Layer):
+            continue
+        if kind_of(module) and (precision.autocast or isinstance(module, Bf16Layer)):
             weight = module.get_parameter("weight")
             in_bf16 = weight.dtype is torch.bfloat16
             counted["weight copies"] += 0 if in_bf16 else 2 * weight.numel()

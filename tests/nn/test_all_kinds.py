@@ -23,6 +23,7 @@ from torch import nn
 
 import fp8stack
 from fp8stack.nn import fuse, scaling_state
+from fp8stack.nn.attention import fp8_products
 
 
 @pytest.fixture
@@ -61,7 +62,8 @@ def test_recomputation_gives_the_same_bits_and_is_not_remembered(
         for factor in (1.0, 3.0, 0.01, 1.0):
             found += results(run, factor * x, factor * like)
             scale_parameters(0.9, model)
-        found += results(run.eval(), 2 * x)
+        if kind != "attention" or not reentrant:  # its first pass is evaluation without gradients
+            found += results(run.eval(), 2 * x)
         given.append([*found, *scaling_state(model).values()])
     assert_same_bits(*given)
 
@@ -76,7 +78,8 @@ def test_evaluation_gives_the_same_and_leaves_nothing(kind, recipe, mode, x, dev
     with torch.no_grad():
         model(inside)
     trained = results(model.train(), x)
-    assert_same_bits(first, trained[0])
+    if kind != "attention":  # which is torch's own there
+        assert_same_bits(first, trained[0])
     state = scaling_state(model)
     model.eval()
     with mode():
@@ -198,7 +201,7 @@ def test_a_captured_step_reads_the_weights_and_inputs_of_each_replay(kind, recip
         x.copy_(torch.randn(16, 32) * 2.0**i)
         scale_parameters(0.9, ours, theirs)
         graph.replay()
-        for module in theirs.modules():  # in a graph weights have their own scales
-            if recipe == "delayed" and hasattr(module, "products"):
-                module.products.w_state.tensor.zero_()
+        if recipe == "delayed":  # in a graph weights have their own scales
+            for _, products, _ in fp8_products(theirs).values():
+                products.w_state.tensor.zero_()
         assert_same_bits(given, step(theirs))

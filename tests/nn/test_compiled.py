@@ -7,7 +7,18 @@ import torch
 import torch._dynamo.testing
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from helpers import assert_same_bits
-from layers import QKV, RECIPE, RECIPES, SwiGLU, fused, linear, native, results, scale_parameters
+from layers import (
+    QKV,
+    RECIPE,
+    RECIPES,
+    SelfAttention,
+    SwiGLU,
+    fused,
+    linear,
+    native,
+    results,
+    scale_parameters,
+)
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -51,6 +62,7 @@ COMPILED = {
     "bias": lambda device, **options: linear(48, 32, True, device, **options),
     "padded": lambda device, **options: linear(48, 257, False, device, **options),
     "shared input": lambda device, **options: native(QKV(48), device, **options),
+    "attention": lambda device, **options: native(SelfAttention(48), device, **options),
     "fused": lambda device, **options: fused(SwiGLU(48, 80), device, **options),
     "fused, biases": lambda device, **options: fused(
         nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 48)), device, **options
