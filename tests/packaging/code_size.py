@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARY_CAP = 15_008
-TESTS_CAP = 24_263
+LIBRARY_CAP = 15_323
+TESTS_CAP = 24_566
 _NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
