@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import Fp8StackError, GradientError
 from .formats import FLOATS
@@ -40,7 +41,8 @@ def not_plain(parameter: Tensor) -> str:
     """
     data = parameter.data
     data = getattr(data, "_local_tensor", data)  # of a DTensor
-    if type(data).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    plain = (Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)  # which stands for one
+    if type(data).__torch_dispatch__ not in plain:
         return type(data).__name__
     if data.layout is not torch.strided:
         return str(data.layout)

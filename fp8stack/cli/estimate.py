@@ -4,8 +4,9 @@
     fp8stack estimate --hf-config config.json --opt-level O2 --states 4bit --ranks 8 --zero 2 --batch 4 --memory 80
 
 The model is a number of parameters (of which a Llama-style shape is made, and a note says so), sizes, or a Hugging Face
-configuration. Levels stand beside AdamW in float32, AdamW on float32 weights under bf16 autocast, and bitsandbytes'
-8-bit AdamW on bfloat16 weights. `fp8stack.planning` says how the bytes are estimated; nothing is allocated.
+configuration, of which transformers makes the model. Levels stand beside AdamW in float32, AdamW on float32 weights
+under bf16 autocast, and bitsandbytes' 8-bit AdamW on bfloat16 weights. `fp8stack.planning` says how the bytes are
+estimated; nothing is allocated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fp8stack import conflicts, planning
 from fp8stack.capability import FP8_CAPABILITY
 from fp8stack.errors import ConfigError
 from fp8stack.levels import LEVELS, OPTIONS
-from fp8stack.planning import BASELINES, LLAMA, Precision, Setup, Shape
+from fp8stack.planning import BASELINES, LLAMA, HuggingFaceModel, Precision, Setup, Shape
+from fp8stack.planning.peak_memory import Model
 
 from .output import Commands, Lines, add_command, show, size, table
 from .recipe import add_recipe, recipe_of
@@ -48,13 +50,17 @@ def add_parser(commands: Commands) -> None:
     parser = add_command(commands, "estimate", brief)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--parameters", type=_number, metavar="N", help="such as 7e9 or 7B")
-    add("--hf-config", metavar="config.json", help="of Hugging Face, or its folder")
+    add(
+        "--hf-config",
+        metavar="config.json",
+        help="of Hugging Face, or its folder; needs transformers",
+    )
     add("--sizes", action="store_true", help="all of it in the options below")
     add = parser.add_argument
     for name in _SIZES:
         add(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    add("--batch", type=int, default=1, metavar="N", help="sequences of a micro-batch")
-    add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or learned positions")
+    add("--batch", type=int, default=1, metavar="N", help="sequences or images of a micro-batch")
+    add("--seq", type=int, metavar="N", help="tokens of a sequence; 2048, or all positions")
     add("--ranks", type=int, default=1, metavar="N", help="GPUs that share a model's training")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--zero", type=int, choices=(1, 2, 3), help="DeepSpeed's stage")
@@ -88,49 +94,56 @@ def run(options: argparse.Namespace) -> int:
     if options.zero:
         options.sharding = f"zero{options.zero}"
     notes: list[str] = []
-    shape = _shape(options, notes)
+    model = _model(options, notes)
     gib = GPUS[options.gpu][0] if options.gpu else options.memory
     memory = None if gib is None else round(gib * 2**30)
     precisions = [*BASELINES.values(), *_levels(options, notes)]
-    seq = options.seq if options.seq is not None else shape.positions or 2048
     switches = {name: getattr(options, name) for name in _SWITCHES}
+    seq = min(model.positions or 2048, 2048) if options.seq is None else options.seq
     setup = Setup(options.batch, seq, options.ranks, options.sharding, **switches)
     if setup.ranks == 1 and setup.sharding != "none":
         raise ConfigError("--zero, --fsdp and --ddp are for several GPUs; give --ranks above 1.")
-    if 0 < shape.positions < seq:
-        raise ConfigError(f"--seq {seq} is more than the {shape.positions} positions of the model.")
-    columns = [_column(shape, precision, setup, memory) for precision in precisions]
+    columns = [_column(model, precision, setup, memory) for precision in precisions]
     if setup.compile and setup.ranks > 1:
         notes.append("--compile was measured on one GPU; with more, gradients and codes may add")
-    if shape.kv_heads != shape.heads:
-        notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
-    data: dict[str, Any] = {"parameters": shape.parameters, "shape": asdict(shape)}
-    data |= {"setup": asdict(setup), "memory": memory, "precisions": columns, "notes": notes}
-    show(options, data, draw)
+    if isinstance(model, Shape):
+        if model.kv_heads != model.heads:
+            notes.append("fp32 keeps scores: SDPA has no float32 kernel for heads that share keys")
+        told: dict[str, Any] = {"shape": asdict(model)}
+    else:
+        if model.attention == "eager":
+            notes.append("its attention is written out in torch, which keeps scores")
+        told = {"active": model.active, "model": model.name}
+    data = {"parameters": model.parameters, **told, "setup": asdict(setup), "memory": memory}
+    show(options, data | {"precisions": columns, "notes": notes}, draw)
     return 0
 
 
-def _column(shape: Shape, precision: Precision, setup: Setup, memory: int | None) -> dict[str, Any]:
+def _column(model: Model, precision: Precision, setup: Setup, memory: int | None) -> dict[str, Any]:
     """Return the estimate at one precision, and what fits."""
-    e = planning.estimate(shape, precision, setup)
+    e = planning.estimate(model, precision, setup)
     column = {
         "name": precision.name, "brief": precision.brief, "parameters": e.parameters, "bytes": e.parts,
         "moments": e.moments, "moment": e.moment, "peak": e.peak, "overhead": e.overhead, "total": e.total,
     }  # fmt: skip
     if memory:
         column["fits"] = e.total <= memory
-        column["largest_batch"] = planning.largest_batch(shape, precision, setup, memory)
+        column["largest_batch"] = planning.largest_batch(model, precision, setup, memory)
     return column
 
 
 def draw(data: dict[str, Any]) -> Lines:
     """Show a line for each kind of bytes and a column for each precision."""
     setup, columns = data["setup"], data["precisions"]
-    text = (
-        "{parameters:,} parameters: {layers} layers of {hidden:,}, {heads} heads ({kv_heads} of keys and values), "
+    sizes = (
+        "{layers} layers of {hidden:,}, {heads} heads ({kv_heads} of keys and values), "
         "feed-forward {ffn:,}, vocabulary {vocab:,}"
     )
-    yield text.format(parameters=data["parameters"], **data["shape"])
+    if "shape" in data:
+        yield f"{data['parameters']:,} parameters: {sizes.format(**data['shape'])}"
+    else:
+        active = f"{data['active']:,} of them active for a token"
+        yield f"{data['parameters']:,} parameters, {active}: {data['model']}"
     sharding = "" if setup["sharding"] == "none" else f" ({setup['sharding']})"
     more = [f"{setup['ranks']} GPUs{sharding}"] if setup["ranks"] > 1 else []
     more += [name for name in _SWITCHES if setup[name]]
@@ -188,12 +201,13 @@ def _levels(options: argparse.Namespace, notes: list[str]) -> list[Precision]:
 # --- the model
 
 
-def _shape(options: argparse.Namespace, notes: list[str]) -> Shape:
-    """Return the shape that the options describe; note what was made up."""
+def _model(options: argparse.Namespace, notes: list[str]) -> Model:
+    """Return the model that the options describe; note what was made up."""
     sizes = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
     if options.hf_config is not None:
-        anew: dict[str, Any] = {"head_dim": 0} if sizes.keys() & {"hidden", "heads"} else {}
-        return replace(planning.read_config(options.hf_config), **{**sizes, **anew})
+        if sizes:
+            raise ConfigError(f"--hf-config has the sizes; change {sorted(sizes)} in the file.")
+        return HuggingFaceModel(options.hf_config)
     if options.parameters:
         if own := sizes.keys() - {"vocab"}:
             raise ConfigError(f"--parameters makes the sizes; give --sizes with {sorted(own)}.")

@@ -3,7 +3,7 @@
 The file is imported with its folder on sys.path, as if it were run, but not as `__main__`. A file in a package (a
 folder with an __init__.py) is imported as a module of it, as `python -m` would do from the folder that the package lies
 in; the modules beside it also have their plain names, after all others. The function takes nothing and returns a model,
-or (model, optimizer).
+a model and its optimizer, or a batch for it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,21 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
     Raises:
         ModelError: for a file or function that does not exist or raises, or that returns something else.
     """
+    result = call(target, meta)
+    model, optimizer = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    if not isinstance(model, nn.Module) or not fits:
+        what = f"{target} returned {type(result).__name__}"
+        raise ModelError(f"{what}; it must return a torch.nn.Module, or a module and an optimizer.")
+    return model, optimizer
+
+
+def call(target: str, meta: bool = False) -> Any:
+    """Call "file.py:function", on the meta device or not, and return what it returns.
+
+    Raises:
+        ModelError: for a file or function that does not exist or raises.
+    """
     file, _, name = target.rpartition(":")
     if not file or not name or "\0" in file:
         raise ModelError(f"{target!r} must be a file and a function: train.py:build_model.")
@@ -46,7 +61,7 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
         function = _function(path, name)
         with torch.device("meta") if meta else nullcontext():
             more = _ON_META if meta else ""
-            result = function()
+            return function()
     except ModelError:
         raise
     except (Exception, SystemExit) as error:  # the user's code: whatever it raises
@@ -54,12 +69,6 @@ def build(target: str, meta: bool = False) -> tuple[nn.Module, Any]:
         raise ModelError(f"{what}. It is run without arguments.{more}") from error
     finally:
         sys.path[:] = before
-    model, optimizer = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    fits = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-    if not isinstance(model, nn.Module) or not fits:
-        what = f"{target} returned {type(result).__name__}"
-        raise ModelError(f"{what}; it must return a torch.nn.Module, or a module and an optimizer.")
-    return model, optimizer
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:

@@ -1,12 +1,14 @@
 """`fp8stack plan FILE:function`: what `initialize` would do to a model, without the memory for one.
 
-    fp8stack plan train.py:build_model --opt-level O2 --skip 'head'
+    fp8stack plan train.py:build_model --opt-level O2 --skip 'head' --batch train.py:example_batch
 
 The model is built on the meta device, and `initialize` itself decides and changes it there. Bytes are then counted on
 tensors without data, as `fp8stack.memory.measure` counts live ones: before, of the model and torch's optimizer; after,
 at the level. A function that returns a model alone is planned with torch's AdamW.
 
-Not counted: activations, and the FP8 codes that a forward keeps for its backward.
+With --batch the model also runs forward and backward on tensors without data, before (under bf16 autocast, if its
+weights are float32) and at the level, and what that holds is measured (`planning/fake_step.py`). Without it activations
+are not counted, nor the FP8 codes that a forward keeps for its backward, and the table says so.
 """
 
 from __future__ import annotations
@@ -14,21 +16,24 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fp8stack.api import Decisions
 from fp8stack.conversion import check_model
+from fp8stack.errors import ConfigError
 from fp8stack.levels import Recipe
 from fp8stack.memory import PARTS
 from fp8stack.optim import BlockwiseOptimizer
-from fp8stack.planning import at_the_level, use_after_step
+from fp8stack.planning import Held, at_level, at_the_level, measure_step, use_after_step
 from fp8stack.report import Report
 
 from . import machine
-from .load_function import build
+from .load_function import build, call
 from .output import Commands, Lines, add_command, show, size, table
 from .recipe import add_recipe, recipe_of
 
@@ -39,14 +44,50 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "target", metavar="FILE:function", help="returns a model, or (model, optimizer)"
     )
+    brief = (
+        "returns what the model is called with, a tensor, tuple or dict: activations are measured"
+    )
+    parser.add_argument("--batch", metavar="FILE:function", help=brief)
     add_recipe(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     recipe = recipe_of(options)
     model, optimizer = build(options.target, meta=True)
-    show(options, plan(model, optimizer, recipe, machine.device()), draw)
+    data = plan(model, optimizer, recipe, machine.device())
+    if options.batch:
+        compute = data["report"]["compute"]
+        if compute == "te":
+            told = "--batch measures native layers, not TransformerEngine's"
+            raise ConfigError(f"{told}. Add --compute native, or leave --batch out.")
+        data["passes"] = {}
+        for when, held in _measure(options, replace(recipe, compute=compute)).items():
+            use = data["bytes"][when]
+            stays = sum(use.values()) - use["grad"] - use.get("host", 0)
+            peak = stays + max(held.moments(use["grad"]).values())
+            own = {"kept": held.kept, "peak": peak, "unreached": held.unreached}
+            data["passes"][when] = own
+    show(options, data, draw)
     return 0
+
+
+def _measure(options: argparse.Namespace, recipe: Recipe) -> dict[str, Held]:
+    """Run a batch through the model before and at a level, on tensors without data; return what that held."""
+    batch = call(options.batch)
+
+    def forward(model: nn.Module) -> Any:
+        fake = tree_map(lambda x: torch.empty_like(x) if isinstance(x, Tensor) else x, batch)
+        if isinstance(fake, dict):
+            return model(**fake)
+        return model(*fake) if isinstance(fake, (tuple, list)) else model(fake)
+
+    passes = {}
+    for when in ("before", "after"):
+        model, _ = build(options.target, meta=True)
+        level = at_level(recipe, next(model.parameters()).dtype)
+        precision = level if when == "after" else replace(level, recipe=None)
+        passes[when] = measure_step(model, precision, forward, options.target)
+    return passes
 
 
 def plan(
@@ -101,8 +142,16 @@ def draw(data: dict[str, Any]) -> Lines:
     sums = [sum(b.values()) for b in both.values()]
     lines.append(("total", *map(size, sums)))
     lines.append(("bytes/parameter", *(f"{n / max(data['parameters'], 1):.2f}" for n in sums)))
+    passes = list(data.get("passes", {}).values())
+    if passes:
+        lines.append(("activations", *(size(held["kept"]) for held in passes)))
+        lines.append(("peak of a step", *(size(held["peak"]) for held in passes)))
     yield table(("", "before", report.level), lines, right=f"before {report.level}")
-    yield "Activations come on top; nothing was allocated."
+    for name in passes[0]["unreached"][:1] if passes else []:
+        found = f"{len(passes[0]['unreached'])} parameters got no gradient from the batch ({name})"
+        yield f"note: {found}; what leads to them is not in the activations."
+    missing = "" if passes else "Activations come on top: --batch FILE:function measures them. "
+    yield f"{missing}Nothing was allocated."
 
 
 def _matrices(

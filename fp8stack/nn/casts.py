@@ -193,7 +193,7 @@ def cast_matrix(
 ) -> Operand:
     """Quantize a matrix with a scale from its own amax."""
     if ops.is_traced(x) and x.numel():
-        amax = x.abs().amax().float()  # here, where Inductor can fuse it
+        amax = x.detach().abs().amax().float()  # here, where Inductor can fuse it
     plain, turned, scale = ops.cast(x, fmt, codes, transposed, amax, rows_to)
     return Operand(plain, scale, turned, scale)
 

@@ -1,4 +1,4 @@
-"""Transformers as a few numbers: from a count of parameters, or from a Hugging Face configuration.
+"""Transformers as a few numbers: sizes, or a count of parameters.
 
 A `Shape` is a decoder of equal blocks: attention with q, k, v and o projections, then an MLP, each behind a norm. Its
 `skeleton` has the modules of such a model on the meta device, without a forward pass. `fp8stack.initialize` and the
@@ -11,17 +11,15 @@ Mistral-7B, a Llama whose queries share keys and values.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fp8stack.errors import ConfigError, reason_of
+from fp8stack.errors import ConfigError
 from fp8stack.levels import check_number
 
 MOST = 2**24
@@ -139,60 +137,3 @@ def check_sizes(sizes: Mapping[str, Any], *names: str, where: str = "") -> None:
 
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32_000)
 """The family of a model of which only the number of parameters is known."""
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
-"""The `model_type` of configurations that a shape can be made of."""
-
-_SIZES = {
-    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "vocab": "vocab_size",
-    "ffn": "intermediate_size",
-}  # fmt: skip
-_SIZES_OF_GPT2 = {
-    "layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size", "positions": "n_positions",
-}  # fmt: skip
-
-
-def read_config(path: str | Path) -> Shape:
-    """Return the shape that a Hugging Face `config.json` describes, or the one in a folder.
-
-    Raises:
-        ConfigError: for a file that cannot be read, or that is no configuration of a decoder known here.
-    """
-    path = Path(path, "config.json") if Path(path).is_dir() else path
-    try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    # ValueErrors are JSON's, or of whole numbers of thousands of digits
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {reason_of(error)}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__}; a configuration is an object.")
-    return shape_of_config(config, str(path))
-
-
-def shape_of_config(config: Mapping[str, Any], where: str = "the configuration") -> Shape:
-    """Return the shape of a Hugging Face configuration, given as a dict."""
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(
-            f"{where}: model_type={kind!r} is not known here; known: {', '.join(FAMILIES)}. Give --sizes with "
-            "--layers, --hidden, --heads and so on."
-        )
-    if config.get("add_cross_attention"):
-        told = "add_cross_attention=True is not counted. Give --sizes of a decoder that is as large"
-        raise ConfigError(f"{where}: {told}.")
-    gpt2 = kind == "gpt2"
-    keys = _SIZES_OF_GPT2 if gpt2 else _SIZES
-    check_sizes(config, *keys.values(), where=f"{where}: ")
-    sizes: dict[str, Any] = {name: config[key] for name, key in keys.items()}
-    sizes["tied"] = bool(config.get("tie_word_embeddings", gpt2))
-    if gpt2:
-        sizes |= {"kv_heads": sizes["heads"], "ffn": config.get("n_inner") or 4 * sizes["hidden"]}
-        return Shape(**sizes, gated=False, rms=False, bias=True, joint_qkv=True)
-    return Shape(
-        **sizes,
-        kv_heads=config.get("num_key_value_heads") or sizes["heads"],
-        head_dim=config.get("head_dim") or (128 if kind == "qwen3" else 0),
-        bias=bool(config.get("attention_bias", False) and config.get("mlp_bias", False)),
-        qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
-        qk_norm=kind == "qwen3",
-    )

@@ -1,7 +1,9 @@
 """The memory of training on each GPU: what stays, what comes and goes, and when most is held at once.
 
-`resident_memory.py` counts what stays from step to step, and `activation_memory.py` has the formula for activations.
-This module divides the bytes by ranks, adds the buffers of communication, and looks at four moments of a step:
+`resident_memory.py` counts what stays from step to step. This module divides the bytes by ranks, and adds the buffers
+of communication and what a pass holds. Of a model of transformers that was measured (`fake_step.py`): the most before
+the loss, and the most of backward, at each moment with the gradients that are there by then. Of a shape a formula says
+it (`activation_memory.py`), and four moments are looked at:
 
     loss       all activations, and the gradients of log-probabilities and logits
     backward   the first block to go back: all other activations (under checkpointing, one block's again), the buffers
@@ -42,20 +44,25 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
+from fp8stack.errors import ConfigError
 from fp8stack.levels import check_choice
 from fp8stack.nn.casts import FEW_ROWS
 
 from .activation_memory import activations
 from .decoder_shape import Shape, check_sizes
+from .hugging_face import HuggingFaceModel
 from .resident_memory import Precision, Resident, resident
 
+Model: TypeAlias = Shape | HuggingFaceModel
 _WHOLE = ("none", "ddp")  # each rank holds everything
 SHARDINGS = (*_WHOLE, "zero1", "zero2", "zero3", "fsdp")
 CONTEXT = 600 * 2**20  # bytes: CUDA context and cuBLAS' workspaces
 SLACK = 0.03  # of the peak: what the caching allocator cannot use
+_MOST_SEQUENCES = 2**20
 _BUCKET, _LIVE = 5 * 10**8, 105 * 10**7  # elements: DeepSpeed's defaults
 
 
@@ -104,25 +111,51 @@ class Estimate:
         return self.peak + self.overhead
 
 
-def estimate(shape: Shape, precision: Precision, setup: Setup) -> Estimate:
+def estimate(model: Model, precision: Precision, setup: Setup) -> Estimate:
     """Estimate the memory of training.
 
     Raises:
-        ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise at this precision.
+        ConfigError, ModelError, UnsupportedDeviceError: what `initialize` would raise at this precision, and of a
+            HuggingFaceModel what cannot be measured.
     """
     whole, recipe = setup.sharding in _WHOLE, precision.recipe
     if setup.sharding.startswith("zero"):  # float32 partitions, whatever the model was in
         mixed = precision.autocast or precision.weights is not torch.float32
         precision = replace(precision, weights=torch.float32, autocast=mixed)
-    compiled = setup.compile and (recipe is None or recipe.compute != "te")
     fp8_gradients = recipe is not None and recipe.gradients == "fp8" and whole
     in_buckets = fp8_gradients and setup.ranks > 1 and setup.sharding == "none"
-    stays = _resident_of(shape, precision, setup.accumulate)
-    parts = _share(stays, shape, precision, setup)
-    copies = parts["weight copies"] = _weight_copies(stays, shape, precision, setup, compiled)
-    always, gathered, reducing = _communication(stays, shape, precision, setup)
+    stays = _resident_of(model, precision, setup.accumulate)
+    parts = _share(stays, model, precision, setup)
+    always, gathered, reducing = _communication(stays, model, precision, setup)
     if in_buckets:
         always = 0  # gradients lie in the buckets of comm.DataParallel
+    early = parts["gradients"] if setup.accumulate or in_buckets else 0
+    parts["communication"] = always + gathered + reducing
+    if isinstance(model, Shape):
+        moments = _by_formula(model, precision, setup, stays, parts, early, gathered, reducing)
+    else:
+        moments = _by_a_pass(model, precision, setup, parts, early)
+        moments = {name: nbytes + gathered + reducing for name, nbytes in moments.items()}
+    states = sum(parts[kind] for kind in ("weights", "masters", "m", "v"))
+    moments = {name: states + always + nbytes for name, nbytes in moments.items()}
+    return Estimate(parts, moments, model.parameters)
+
+
+def _by_formula(
+    shape: Shape,
+    precision: Precision,
+    setup: Setup,
+    stays: Resident,
+    parts: dict[str, int],
+    early: int,  # gradients that are there before backward
+    gathered: int,
+    reducing: int,
+) -> dict[str, int]:
+    """Return what the moments hold beside weights and states, and add activations to `parts`."""
+    whole, recipe = setup.sharding in _WHOLE, precision.recipe
+    compiled = setup.compile and (recipe is None or recipe.compute != "te")
+    fp8_gradients = recipe is not None and recipe.gradients == "fp8" and whole
+    copies = parts["weight copies"] = _weight_copies(stays, shape, precision, setup, compiled)
     tokens, again = setup.batch * setup.seq, setup.checkpointing
     sharded = not whole and precision.autocast
     each = activations(shape, precision, stays.fp8, setup.seq, sharded, compiled)
@@ -131,8 +164,6 @@ def estimate(shape: Shape, precision: Precision, setup: Setup) -> Estimate:
     alone = tokens * (each.inputs * again + each.block)
     loss, at_loss = tokens * each.loss, tokens * each.at_loss
     in_block = tokens * max(each.at_scores, each.at_block)
-    held = sum(parts[k] for k in ("weights", "weight copies", "masters", "m", "v")) + always
-    early = parts["gradients"] if setup.accumulate or in_buckets else 0
     grown, beside = parts["gradients"], early * compiled
     if compiled and whole:  # all of them at once, in the weights' dtypes
         grown = stays.bytes["weights"]
@@ -140,35 +171,63 @@ def estimate(shape: Shape, precision: Precision, setup: Setup) -> Estimate:
     absent = shape.counts[1] * (not each.at_scores) + shape.vocab * shape.hidden * (not shape.tied)
     there = round(grown * (1 - absent / shape.parameters)) + beside
     largest, passing = stays.largest, gathered + reducing
-    moments = {
-        "loss": held + early + kept + at_loss + gathered // 2,
-        "backward": held + early + kept - loss + block + in_block + largest + passing,
-        "last": held - copies + max(early, there) + alone + in_block + passing,
-        "end": held - copies + grown + beside + largest * fp8_gradients + passing,
-    }
     parts["activations"] = kept + block
     parts["temporary"] = max(at_loss, in_block, largest)
-    parts["communication"] = always + passing
-    return Estimate(parts, moments, shape.parameters)
+    return {
+        "loss": copies + early + kept + at_loss + gathered // 2,
+        "backward": copies + early + kept - loss + block + in_block + largest + passing,
+        "last": max(early, there) + alone + in_block + passing,
+        "end": grown + beside + largest * fp8_gradients + passing,
+    }
 
 
-def largest_batch(shape: Shape, precision: Precision, setup: Setup, memory: int) -> int:
+def _by_a_pass(
+    model: HuggingFaceModel, precision: Precision, setup: Setup, parts: dict[str, int], early: int
+) -> dict[str, int]:
+    """Return what the moments hold beside weights and states, and add activations to `parts`."""
+    compute = precision.recipe.compute if precision.recipe else "auto"
+    if setup.compile or compute == "te":
+        told = "compute='te'" if compute == "te" else "compile=True"
+        remedy = "Leave it out, or give --sizes of a decoder that is as large"
+        raise ConfigError(
+            f"{told} is counted by a formula, which {model.name} has none of. {remedy}."
+        )
+    if setup.sharding not in _WHOLE and precision.autocast:  # in bfloat16 throughout
+        precision = replace(precision, weights=torch.bfloat16, autocast=False)
+    held = model.held(precision, setup.batch, setup.seq, setup.checkpointing)
+    parts["weight copies"], parts["activations"] = 0, held.kept  # which has them
+    parts["temporary"] = max(held.forward, *(most for most, _ in held.backward)) - held.kept
+    return held.moments(parts["gradients"], early)
+
+
+def largest_batch(model: Model, precision: Precision, setup: Setup, memory: int) -> int:
     """Return the largest micro-batch whose total fits in `memory` bytes, 0 if none does."""
 
-    def is_too_large(batch: int) -> bool:
-        return estimate(shape, precision, replace(setup, batch=batch)).total > memory
+    def left(batch: int) -> int:
+        return memory - estimate(model, precision, replace(setup, batch=batch)).total
 
     # Batches of few tokens keep codes of the weights and may take more than larger ones, so they are searched last.
     few = FEW_ROWS // setup.seq
-    batches = range(few + 1, 2**20)
-    if is_too_large(batches[0]):
-        batches = range(1, few + 1)
-    return batches.start - 1 + bisect(batches, False, key=is_too_large)
+    if left(few + 1) < 0:
+        return bisect(range(1, few + 1), False, key=lambda batch: left(batch) < 0)
+    # From there on bytes grow in proportion, or faster: few estimates are needed.
+    fits, more = few + 1, few + 2
+    while left(more) >= 0 and more < _MOST_SEQUENCES:
+        slope = (left(fits) - left(more)) / (more - fits)
+        steps = left(more) // slope + 1 if slope else _MOST_SEQUENCES
+        fits, more = more, min(more + int(steps), _MOST_SEQUENCES)
+    while more - fits > 1:
+        between = left(fits) * (more - fits) // (left(fits) - left(more))
+        middle = min(max(fits + between, fits + 1), more - 1)
+        fits, more = (middle, more) if left(middle) >= 0 else (fits, middle)
+    return fits
 
 
 @lru_cache(maxsize=256)
-def _resident_of(shape: Shape, precision: Precision, accumulate: bool) -> Resident:
-    """Count the first block, and what the second one adds for each that follows."""
+def _resident_of(shape: Model, precision: Precision, accumulate: bool) -> Resident:
+    """Count a model; of a shape the first block, and what the second one adds for each that follows."""
+    if not isinstance(shape, Shape):
+        return resident(shape.skeleton(precision.weights), precision, accumulate)
     one, two = (
         resident(replace(shape, layers=n).skeleton(precision.weights), precision, accumulate)
         for n in (1, 2)
@@ -178,7 +237,7 @@ def _resident_of(shape: Shape, precision: Precision, accumulate: bool) -> Reside
     return replace(one, bytes=counted, codes=one.codes + more * (two.codes - one.codes))
 
 
-def _share(stays: Resident, shape: Shape, precision: Precision, setup: Setup) -> dict[str, int]:
+def _share(stays: Resident, shape: Model, precision: Precision, setup: Setup) -> dict[str, int]:
     """Return what stays on each rank."""
     parts = dict(stays.bytes)
     if setup.sharding in _WHOLE:
@@ -213,7 +272,7 @@ def _weight_copies(
 
 
 def _communication(
-    stays: Resident, shape: Shape, precision: Precision, setup: Setup
+    stays: Resident, shape: Model, precision: Precision, setup: Setup
 ) -> tuple[int, int, int]:
     """Return bytes of buffers that are there always, of gathered weights, and of gradients being reduced."""
     if setup.ranks == 1:

@@ -1,6 +1,7 @@
 """`fp8stack estimate`: what it reads, what it shows, and what it refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -92,16 +93,65 @@ def test_levels_multiply_in_bf16_on_gpus_without_fp8(gpu, estimated):
     assert (there["O2"] == asked["O2"]) == bool(lacking)
 
 
-def test_it_reads_a_config(estimated, tmp_path):
+def test_it_reads_a_config(estimated, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({
         "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 192,
     }))  # fmt: skip
-    data, _ = estimated("--hf-config", str(config))
+    options = ["--hf-config", str(config), "--memory", "1"]
+    data, columns = estimated(*options)
     assert data["setup"]["seq"] == 64  # all of its positions
-    assert data["shape"]["tied"]
-    data, _ = estimated("--hf-config", str(config), "--hidden", "256")
-    assert (data["shape"]["hidden"], data["shape"]["head_dim"]) == (256, 64)
+    assert (data["model"], data["parameters"]) == ("GPT2LMHeadModel", data["active"])
+    for name, column in columns.items():  # no verdict without them
+        assert column["bytes"]["activations"] > 0, name
+        assert column["fits"] == (column["largest_batch"] >= 1)
+    _, one = estimated(*options, "--opt-level", "O2", "--batch", "9")
+    assert one["O2"]["bytes"]["activations"] > 6 * columns["O2"]["bytes"]["activations"]
+    assert main(["estimate", *options, "--opt-level", "O2"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        f"{data['parameters']:,} parameters, {data['active']:,} of them active for a token" in text
+    )
+    assert "keeps scores" not in text
+    refused = {
+        ("--hidden", "256"): "--hf-config has the sizes; change ['hidden'] in the file",
+        ("--seq", "65"): "seq=65, and GPT2LMHeadModel has 64 positions",
+        ("--compile",): "compile=True is counted by a formula, which GPT2LMHeadModel has none of",
+        ("--opt-level", "O2", "--compute", "te"): "compute='te' is counted by a formula",
+    }
+    for more, message in refused.items():
+        assert message in refused_in_a_line(capsys, "estimate", *options, *more)
+    written = {**json.loads(config.read_text()), "attn_implementation": "eager"}
+    config.write_text(json.dumps(written))
+    assert any(
+        "keeps scores" in note for note in estimated(*options, "--opt-level", "O0")[0]["notes"]
+    )
+
+
+def test_the_document_shows_what_a_configuration_gives(tmp_path, capsys):
+    """Its columns but for what fits, of which a minute's search is left out."""
+    document = (Path(__file__).parents[2] / "docs" / "estimate.md").read_text()
+    (tmp_path / "config.json").write_text(re.search(r"```json\n(.*?)```", document, re.S)[1])
+    options = ["--hf-config", str(tmp_path), "--seq", "4096", "--opt-level", "O2"]
+    assert main(["estimate", *options]) == 0
+    shown = [line.split() for line in document.splitlines()]
+    printed = [line.split() for line in capsys.readouterr().out.partition("\n\n")[0].splitlines()]
+    printed = [
+        words for words in printed if "─" not in words[0]
+    ]  # the label of the search is wider
+    assert printed[-1][0] == "total"
+    assert len(printed) == 14
+    assert all(words in shown for words in printed)
+
+
+def test_a_model_that_cannot_run_gets_no_verdict(tmp_path, capsys):
+    """Loops over the experts that were hit look at values; a file of Python is a matter for `plan`."""
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64}
+    config.write_text(json.dumps({"model_type": "mixtral", **sizes, "experts_implementation": "eager"}))  # fmt: skip
+    said = refused_in_a_line(capsys, "estimate", "--hf-config", str(config), "--gpu", "H100")
+    assert "does not run on tensors without data" in said
+    assert "required" in refused_in_a_line(capsys, "estimate", "--model", "mm.py:build", "--gpu", "H100")  # fmt: skip
 
 
 @pytest.mark.parametrize(

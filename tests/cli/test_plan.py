@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 
 import pytest
 import torch
@@ -76,6 +77,30 @@ def moved():
 
 def lazy():
     return nn.LazyLinear(3)
+
+class Looks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+def looks():
+    return Looks(16, 16)
+
+def batch():
+    return torch.zeros(2, 16, dtype=torch.long)
+
+def named():
+    return {"tokens": batch()}
+
+def listed_batch():
+    return (batch(),)
+
+def floats():
+    return torch.zeros(2, 16)
+
+def half():
+    model = Model()
+    model.odd.extra = nn.Linear(8, 8)
+    return model
 
 def need(width):
     return nn.Linear(width, 16)
@@ -194,6 +219,51 @@ def test_a_model_larger_than_any_machine_is_planned(models, capsys):
     assert data["bytes"]["after"]["weight"] < 0.51 * data["bytes"]["before"]["weight"]
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_batch_measures_activations(level, models, capsys):
+    """What is kept when forward is over is what autograd saves of a real model on a CPU."""
+    before = planned(capsys, "models.py:build", "--opt-level", level)
+    assert "passes" not in before
+    data = planned(capsys, "models.py:build", "--opt-level", level, "--batch", "models.py:batch")
+    passes = data.pop("passes")
+    assert data == before
+    for when in ("before", "after"):
+        model, saved = models.build(), weakref.WeakSet()
+        if when == "after":
+            model, _ = fp8stack.initialize(model, torch.optim.AdamW(model.parameters()), level)
+        own = {t.untyped_storage() for t in model.parameters()}
+
+        def keep(tensor, saved=saved):
+            saved.add(tensor.untyped_storage())
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            loss = model(models.batch())
+        kept = sum(storage.nbytes() for storage in saved if storage not in own) + loss.nbytes
+        assert passes[when]["kept"] == pytest.approx(kept, rel=0.001)
+        use = data["bytes"][when]
+        assert passes[when]["peak"] >= sum(use.values()) - use["grad"] + passes[when]["kept"]
+        assert passes[when]["unreached"] == []
+
+
+def test_the_table_says_what_was_measured(models, capsys):
+    assert main(["plan", "models.py:build"]) == 0
+    text = capsys.readouterr().out
+    assert "Activations come on top: --batch FILE:function measures them. Nothing was" in text
+    assert "peak" not in text
+    same = [planned(capsys, "models.py:build", "--batch", f"models.py:{name}")["passes"]
+            for name in ("batch", "named", "listed_batch")]  # fmt: skip
+    assert same[0] == same[1] == same[2]
+    assert main(["plan", "models.py:half", "--batch", "models.py:named"]) == 0
+    text = capsys.readouterr().out
+    assert "Activations come on top" not in text
+    assert "note: 2 parameters got no gradient from the batch (odd.extra.weight)" in text
+    assert "peak of a step" in text
+
+
 @pytest.mark.parametrize("outer", ["planned_outer", "05_planned-outer"])  # as python -m takes it
 def test_a_file_of_a_package_is_imported_as_its_module(
     outer, models, tmp_path, capsys, monkeypatch
@@ -239,6 +309,13 @@ def test_a_file_of_a_package_is_imported_as_its_module(
         ("models.py:broken", "raised KeyError: 'width'"),
         ("models.py:leaves", "raised SystemExit: 0"),
         ("models.py:listed", "returned list; it must return"),
+        (
+            "models.py:looks --batch models.py:floats",
+            "models.py:looks does not run on tensors without data",
+        ),
+        ("models.py:build --batch models.py:floats", "does not run on tensors without data"),
+        ("models.py:build --batch models.py:broken", "models.py:broken raised KeyError"),
+        ("models.py:build --batch models.py:none", "no function 'none'"),
         ("broken.py:build", "No module named 'nothing_of_that_name'"),
     ],
 )
