@@ -32,7 +32,7 @@ from .conversion import COPIED, Session
 from .kernels.ops import kernel_backend
 from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
-from .nn.coverage import bare_modules, count
+from .nn.coverage import KEPT, bare_modules, count
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
 from .nn.mlp import fuse
@@ -96,7 +96,9 @@ class Decisions(NamedTuple):
     quantized: set[nn.Parameter]
     formats: dict[nn.Parameter, tuple[str, str]]
     layers: LayerChoices
-    bare: set[nn.Module]  # where products by bare parameters are looked for
+    bare: dict[
+        nn.Module, str
+    ]  # where products by bare parameters are looked for ("": they are), or why not
     fuse: bool  # RMSNorms and MLPs with the casts around them
     report: Report
 
@@ -123,10 +125,8 @@ def decide(
     compute, reason, fallbacks = choose_compute(recipe, device)
     skipped, idle = skipped_modules(model, recipe, sharded)
     bare = bare_modules(model, recipe, skipped, sharded)
-    watched = {m for m, why in bare.items() if not why} if compute != "bf16" else set()
     places = [conflicts.BF16_PRODUCTS if compute == "bf16" else conflicts.FP8_PRODUCTS]
     places += [conflicts.ON_CPU] if device.type == "cpu" else []
-    places += [conflicts.BARE_PARAMETERS] if watched and recipe.matmuls else []
     fallbacks += conflicts.idle_options(recipe, *places)
     exact = compute == "bf16" and recipe.gradients == "keep"
     if isinstance(optimizer, torch.optim.LBFGS) and not exact:
@@ -159,7 +159,7 @@ def decide(
         asked = getattr(optimizer, "master", "auto")  # one of ours was made with it
         report.master = " or ".join(sorted({master_for(asked, group) for group in groups}))
     fused = on_gpu and recipe.fuse and gathered_on is None
-    return Decisions(recipe, skipped, quantized, formats, layers, watched, fused, report)
+    return Decisions(recipe, skipped, quantized, formats, layers, bare, fused, report)
 
 
 def carry_out(
@@ -182,9 +182,11 @@ def carry_out(
     if store is not None:
         store(session)
     apply_gemms(layers, session.conversion, compute, recipe)
-    if decisions.bare:
+    if "" in decisions.bare.values() and compute != "bf16":
         alone = {model.get_submodule(name) for name, _ in layers.skipped} | decisions.skipped.keys()
-        bare = apply_matmuls(model, recipe, decisions.bare, alone, session.conversion)
+        alone |= {m for m, why in decisions.bare.items() if why in KEPT}
+        chosen = {m for m, why in decisions.bare.items() if not why}
+        bare = apply_matmuls(model, recipe, chosen, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
     if optimizer is not None:
         conversion.store_weights(model, layers, session)

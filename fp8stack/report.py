@@ -78,6 +78,7 @@ class Report:
             f"{self.gemm.split()[0]} multiplies {100 * self.share:.0f} % of the matrix parameters (embeddings apart): "
             f"{len(self.converted)} layers"
             + (f", {len(self.bare)} modules of bare parameters" if self.bare else "")
+            + (" (current scaling)" if self.bare and "delayed" in self.gemm else "")
             + (f"; outside: {listed(self.outside)}" if self.outside else ""),
         ]
         if self.stored or self.kept:

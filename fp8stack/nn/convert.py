@@ -70,9 +70,8 @@ class Conversion:
         """Give `module` the class `cls` and the attributes it needs."""
         before, _, had = self._changed.get(module, (type(module), cls, ()))
         self._changed[module] = before, cls, {*had, *attributes}
-        module.__class__ = cls
-        for name, value in attributes.items():
-            setattr(module, name, value)
+        object.__setattr__(module, "__class__", cls)  # whatever its own `__setattr__` does
+        vars(module).update(attributes)
 
     def check(self, model: nn.Module) -> None:
         """Raise ModelError if a module of `model` got another class since, which undoing would destroy."""
@@ -84,9 +83,9 @@ class Conversion:
     def undo(self) -> None:
         """Give every module its class back."""
         for module, (before, _, attributes) in self._changed.items():
-            module.__class__ = before
+            object.__setattr__(module, "__class__", before)
             for name in attributes:
-                delattr(module, name)
+                vars(module).pop(name, None)
         self._changed.clear()
 
 

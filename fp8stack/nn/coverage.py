@@ -19,12 +19,16 @@ from typing import Any
 
 from torch import nn
 
+from fp8stack.errors import first_line
+from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import not_plain, whole_shape
 
-from .convert import LayerChoices
-from .forward_code import is_of_library, multiplies, owners_read, recomputes_functions
+from .convert import OWN_FORWARD, LayerChoices
+from .forward_code import is_of_library, owners_read, products_in, recomputes_functions
 from .layer_kinds import kind_of
+from .matmuls import MultipliesParameters
+from .mixin import mixed_class
 from .select import TOO_SMALL
 
 # Why a matrix is outside, with nothing to warn of: nobody knows of a product, or it is meant to be there.
@@ -34,8 +38,10 @@ _ROUTER = "routers keep their dtype"
 _CONVOLUTION = "convolutions stay as they are"
 _OPEN = (_UNKNOWN, _OFF, _ROUTER, _CONVOLUTION, TOO_SMALL)
 # And with a product that is known to be left out.
-_GROUPED = "products grouped over experts stay as they are"
-_CLOSURE = "a function of its own that it gives to checkpointing would be recomputed without FP8"
+_GROUPED = 'products grouped over experts stay as they are; experts_implementation="eager" takes them, slowly'
+_CLOSURE = "a function inside its code multiplies, which checkpointing may recompute without FP8"
+KEPT = (_ROUTER, _GROUPED, _CLOSURE)
+"""The reasons for which parameters are not multiplied in FP8 by other modules either."""
 _GATHERED = "FSDP2 replaces it in each forward"
 _TORCHS = "torch's own function multiplies by it"
 
@@ -60,7 +66,7 @@ def bare_modules(
 
     `gathered` says that FSDP2 has sharded the model.
     """
-    multiplies_, reads = cache(multiplies), cache(owners_read)
+    products, reads = cache(products_in), cache(owners_read)
     result: dict[nn.Module, str] = {}
     for module in model.modules():
         kind: Any = type(module)
@@ -69,21 +75,27 @@ def bare_modules(
         held = [module, *(m for m in module.children() if isinstance(m, _LISTS))]
         owned = [p for m in held for p in m._parameters.values() if p is not None and _is_matrix(p)]
         owns = any(p.numel() >= recipe.min_numel for p in owned)
-        # of transformers' experts
-        how = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        reason = _GROUPED if owns and how not in (None, "eager") else ""
+        reason = _GROUPED if owns and _are_grouped(module) else ""
+        reason = reason or (OWN_FORWARD if owns and "forward" in vars(module) else "")
         if recipe.matmuls is not True:
             inner = (
                 {n.rpartition(".")[2] for n, _ in module.named_modules()} if reads(kind) else set()
             )
             if kind_of(module) or not (owns or reads(kind) & inner):
                 continue
+            name = kind.__name__.lower()
+            found = products(kind) - module._modules.keys()
+            reason = reason or (_OFF if recipe.matmuls is False else "" if found else _UNKNOWN)
             reason = reason or (
-                _OFF if recipe.matmuls is False else "" if multiplies_(kind) else _UNKNOWN
+                _ROUTER if "router" in name or name.endswith(("gate", "gating")) else ""
             )
-            reason = reason or (_ROUTER if "router" in kind.__name__.lower() else "")
             reason = reason or (_CLOSURE if recomputes_functions(kind) else "")
             reason = reason or (_GATHERED if gathered else "")
+        if not reason:
+            try:
+                mixed_class(MultipliesParameters, kind)
+            except Exception as error:  # of the class's own metaclass
+                reason = f"its class takes no subclass ({first_line(error)})"
         result.update(dict.fromkeys(held, reason))
     return result
 
@@ -114,12 +126,15 @@ def count(
             seen.add(p)
             shape = whole_shape(p)
             reason = why.get(module) or skipped.get(module) or bare.get(module)
-            if p in inside or (reason == "" and shape.numel() >= least and len(shape) <= 3):
+            fits = shape.numel() >= least and len(shape) <= 3 and p.dtype in FLOATS
+            if p in inside or (reason == "" and fits):
                 sizes["fp8"] += shape.numel()
                 continue
             reason = reason or (_reason(module) if reason is None else _UNKNOWN)
             if reason == _UNKNOWN and shape.numel() < least:
                 reason = f"smaller than min_numel={least}"
+            elif p.dtype not in FLOATS:
+                reason = f"{p.dtype} is not cast to FP8"
             meant = module in skipped or reason in (TOO_SMALL, _OFF)
             sizes["meant" if meant else "left"] += shape.numel()
             found[f"{name}.{own}".lstrip(".")] = (shape.numel(), reason, meant)
@@ -131,7 +146,7 @@ def count(
     left = {
         name: reason
         for name, (elements, reason, meant) in found.items()
-        if not meant and (few or (elements >= least and reason not in _OPEN))
+        if not meant and elements >= least and (few or reason not in _OPEN)
     }
     if left:
         told = f"{'only ' * few}{100 * share:.0f} % of the matrix parameters multiply in FP8"
@@ -160,6 +175,15 @@ def by_value(values: dict[str, str]) -> dict[str, list[str]]:
     return result
 
 
+def _are_grouped(module: nn.Module) -> bool:
+    """Return whether these are experts of transformers, whose configuration has them multiplied by grouped products."""
+    try:
+        how = getattr(vars(module).get("config"), "_experts_implementation", None)
+    except Exception:  # of a configuration that is another's
+        return False
+    return how not in (None, "eager")
+
+
 def _is_matrix(p: nn.Parameter | None) -> bool:
     if p is None or not_plain(p):
         return False
@@ -172,5 +196,4 @@ def _reason(module: nn.Module) -> str:
     """Return why a matrix that is no layer's, and no bare parameter of a user's module, does not multiply in FP8."""
     if isinstance(module, nn.modules.conv._ConvNd):
         return _CONVOLUTION
-    container = isinstance(module, (nn.ModuleDict, nn.ModuleList, nn.Sequential, *_LISTS))
-    return _UNKNOWN if container or not type(module).__module__.startswith("torch.") else _TORCHS
+    return _TORCHS if isinstance(module, (nn.Bilinear, nn.MultiheadAttention)) else _UNKNOWN

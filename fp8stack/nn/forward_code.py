@@ -9,12 +9,14 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
 
+_COMPREHENSIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 _PRODUCTS = {
     "addmm", "baddbmm", "bmm", "einsum", "grouped_mm", "_grouped_mm", "linear", "matmul", "mm", "tensordot",
 }  # fmt: skip
@@ -22,7 +24,10 @@ _PRODUCTS = {
 
 def is_of_library(module: nn.Module) -> bool:
     """Return whether nobody but the authors of torch and the like wrote the forward of `module`."""
-    return type(module).__module__.partition(".")[0] in ("torch", "fp8stack", "transformer_engine")
+    kind = type(module)
+    if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made over another
+        kind = kind.__bases__[0]
+    return kind.__module__.partition(".")[0] in ("torch", "fp8stack", "transformer_engine")
 
 
 def owners_read(kind: type[nn.Module]) -> set[str]:
@@ -30,43 +35,65 @@ def owners_read(kind: type[nn.Module]) -> set[str]:
     return {
         owner.argval
         for code in _codes(kind)
-        for owner, read in pairwise(dis.get_instructions(code))
+        for owner, read in pairwise(_instructions(code))
         if read.opname == "LOAD_ATTR" and read.argval == "weight"
     }
 
 
-def multiplies(kind: type[nn.Module]) -> bool:
-    """Return whether the code names a matrix product, or writes `@`."""
-    return any(
-        not _PRODUCTS.isdisjoint(code.co_names)
-        or any("MATRIX_MULTIPLY" in i.opname or i.argrepr in ("@", "@=") for i in dis.get_instructions(code))
-        for code in _codes(kind)
-    )  # fmt: skip
+def products_in(kind: type[nn.Module]) -> set[str]:
+    """Return the names of matrix products in the code, "@" among them. A submodule may have such a name, too."""
+    return set().union(*map(_products, _codes(kind)))
 
 
 def recomputes_functions(kind: type[nn.Module]) -> bool:
-    """Return whether the code may give a function of its own to activation checkpointing."""
-    codes = [*_codes(kind)]
-    inner = any(isinstance(const, CodeType) for code in codes for const in code.co_consts)
-    return inner and any("checkpoint" in name for code in codes for name in code.co_names)
+    """Return whether the code may have a function of its own recomputed by activation checkpointing.
+
+    It has one that multiplies, which it may give to anything; or the forward is under a decorator that checkpoints.
+    """
+    inner = (
+        const for code in _codes(kind) for const in code.co_consts if isinstance(const, CodeType)
+    )
+    if any(_products(code) for code in inner if code.co_name not in _COMPREHENSIONS):
+        return True
+    layer = inspect.getattr_static(kind, "forward", None)
+    while isinstance(layer, FunctionType) and hasattr(layer, "__wrapped__"):
+        names, known = (*layer.__code__.co_names, *layer.__code__.co_freevars), layer.__globals__
+        if any("checkpoint" in f"{getattr(known.get(n), '__module__', '')}.{n}" for n in names):
+            return True
+        layer = layer.__wrapped__
+    return False
+
+
+def _products(code: CodeType) -> set[str]:
+    written = any(
+        "MATRIX_MULTIPLY" in i.opname or i.argrepr in ("@", "@=") for i in _instructions(code)
+    )
+    return {*code.co_names} & _PRODUCTS | ({"@"} if written else set())
+
+
+def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    return (i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG")
 
 
 def _codes(kind: type[nn.Module]) -> Iterator[CodeType]:
     found: list[Any] = [inspect.getattr_static(kind, "forward", None)]
     seen: set[Any] = set()
     for one in found:  # which grows
-        function = inspect.unwrap(getattr(one, "fget", one))
-        code = getattr(function, "__code__", function)
+        function = one.__func__ if isinstance(one, (staticmethod, classmethod)) else one
+        function = function.fget if isinstance(function, property) else function
+        if isinstance(function, FunctionType):
+            with suppress(ValueError):  # functions that wrap each other
+                function = inspect.unwrap(function)
+        code = function.__code__ if isinstance(function, FunctionType) else function
         if not isinstance(code, CodeType) or code in seen:
             continue
         seen.add(code)
         yield code
         found += code.co_consts  # functions inside
-        known = getattr(function, "__globals__", {})
+        known = function.__globals__ if isinstance(function, FunctionType) else {}
         for name in code.co_names:
             if not hasattr(nn.Module, name):
                 found.append(inspect.getattr_static(kind, name, None))
-            if inspect.isfunction(known.get(name)) and not known[name].__module__.startswith(
-                "torch"
-            ):
-                found.append(known[name])
+            own = known.get(name)
+            if isinstance(own, FunctionType) and not (own.__module__ or "").startswith("torch"):
+                found.append(own)

@@ -43,6 +43,7 @@ from .narrow import narrowed
 from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
+_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _ONE_DNN = threading.Lock()  # its switch is one for all threads
 
 
@@ -308,7 +309,8 @@ def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
         x = x[:rows]
     if x.shape[1] != shape[-1]:
         x = x[:, : shape[-1]].contiguous()
-    return x if len(shape) == 2 else x.view(shape)
+    # Autograd lets nobody write to a view that a Function returns (nn.ReLU(inplace=True)).
+    return x if len(shape) == 2 and not x._is_view() else _unsafe_view(x, shape)
 
 
 def check_input(x: Tensor, features: int, layer: str = "", fp8: bool = True) -> None:

@@ -22,6 +22,7 @@ graph has no place to keep their histories. What torch.compile runs is neither c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -75,14 +76,23 @@ def apply_matmuls(
             continue
         if "forward" in vars(module):  # which torch runs, and not the class's
             bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
-        else:
+        elif _has_plain_forward(module):
             cls = mixed_class(MultipliesParameters, type(module))
             conversion.change(module, cls, _bare_matmuls=bare)
     watched = [m for m in model.modules() if isinstance(m, MultipliesParameters)]
     for module in (inner for outer in watched for inner in _next_inside(outer)):
-        if not ("forward" in vars(module) or isinstance(module, LeavesMode)):
-            conversion.change(module, mixed_class(LeavesMode, type(module)))
+        if _has_plain_forward(module) and not isinstance(module, LeavesMode):
+            with contextlib.suppress(
+                Exception
+            ):  # a class that takes no subclass stays under the mode
+                conversion.change(module, mixed_class(LeavesMode, type(module)))
     return bare
+
+
+def _has_plain_forward(module: nn.Module) -> bool:
+    """Return whether the forward is a method in Python: no built-in, static method or partial, and of the class."""
+    forward = inspect.getattr_static(type(module), "forward", None)
+    return inspect.isfunction(forward) and "forward" not in vars(module)
 
 
 def _next_inside(module: nn.Module) -> Iterator[nn.Module]:
@@ -194,6 +204,8 @@ class _Mode(TorchFunctionMode):
 
     def _obstacle(self, x: Any, weight: Tensor, parameter: Tensor, turned: bool) -> str:
         """Return why torch makes this product, or an empty string. Torch reports what is wrong, too."""
+        if torch._C._are_functorch_transforms_active():
+            return "a transform of torch.func"
         if type(x) is not Tensor or x.layout is not torch.strided or x.is_nested or x.dim() == 0:
             return "the other operand is not a plain tensor"
         dtypes = {x.dtype, weight.dtype, parameter.dtype}
@@ -232,6 +244,7 @@ def _matmul(mode: _Mode, input: Any, *others: Any, dim: int = 0, **named: Any) -
     """A product of two operands; `torch.mm` and `torch.bmm` take those of so many dimensions only."""
     others += tuple(named.values())  # other= or mat2=; out= is one too many
     fits = len(others) == 1 and (dim == 0 or input.dim() == others[0].dim() == dim)
+    fits = fits and (dim != 3 or len(input) == len(others[0]))
     return mode.matmul(input, others[0]) if fits else _ARGUMENTS
 
 
@@ -316,7 +329,10 @@ def _tensordot(mode: _Mode, a: Any, b: Any, dims: Any = 2, out: Any = None) -> T
     """The einsum of two operands that sums over `dims` of each: a number, or a list for each."""
     if isinstance(dims, int):
         dims = range(a.dim() - dims, a.dim()), range(dims)
-    if out is not None or isinstance(dims, Tensor) or len(dims[0]) != len(dims[1]):
+    lists = isinstance(dims, (tuple, list)) and all(
+        isinstance(of, (tuple, list, range)) for of in dims
+    )
+    if out is not None or not lists or len({*map(len, dims)}) != 1 or len(dims) != 2:
         return _ARGUMENTS
     if any(
         i not in range(-x.dim(), x.dim()) for x, of in zip((a, b), dims, strict=True) for i in of
@@ -394,8 +410,11 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = getattr(cls, name)
         if always or in_backward():
-            mode = self._bare_matmuls.modes[int(self.training)]
-            if _get_current_function_mode() is not mode:
+            bare = vars(self).get(
+                "_bare_matmuls"
+            )  # None: made anew by its class, as slices of a Sequential are
+            mode = bare and bare.modes[int(self.training)]
+            if mode and _get_current_function_mode() is not mode:
                 with mode:
                     return own(self, *args, **kwargs)
         return own(self, *args, **kwargs)

@@ -7,6 +7,7 @@ two parents instead. It is freed with the class below it.
 from __future__ import annotations
 
 import copy
+import copyreg
 import types
 from collections.abc import Callable, Container
 from typing import Any
@@ -57,7 +58,7 @@ def mixed_class(mixin: type[Mixin], cls: type[nn.Module]) -> type[nn.Module]:
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = cls.__reduce_ex__(self, protocol)
-        if type(self) is not mixed or reduced[0].__name__ != "__newobj__":
+        if type(self) is not mixed or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced  # the user's own way of pickling
         return (_new, (mixin, cls, *reduced[1][1:]), *reduced[2:])
 

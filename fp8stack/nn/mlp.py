@@ -83,7 +83,8 @@ class FusedMLP(Fused):
             )
             changed = (has_hooks(m) or vars(m).get("p") for m in inner.values() if m)
             if all(pay) and not any(changed) and _can_join(layers):
-                return _mlp(given[0], layers, formula.activation)
+                with torch._C.DisableTorchFunction():  # see Fp8Layer
+                    return _mlp(given[0], layers, formula.activation)
         result: Tensor = self.plain_forward(*given, **named)
         return result
 

@@ -189,7 +189,7 @@ def test_the_table_has_matrices_reasons_and_bytes(models, capsys):
     assert "blocks.*.up.weight 2 Linear 256×64 fp8 bfloat16 + split24 fp8 8bit" in words
     assert "blocks.*.down.weight 2 Linear 64×256 float32 float32 fp32" in words
     text = " ".join(words)
-    assert 'blocks.0.down and 1 more (matches skip="*.down")' in text
+    assert 'blocks.0.down.weight and 1 more (matches skip="*.down")' in text
     assert "position (Model uses it directly" in text
     total = next(row for row in rows if row[:1] == ["bytes/parameter"])
     assert float(total[1]) == 16
@@ -208,7 +208,7 @@ def test_on_a_gpu_without_fp8_bitsandbytes_is_asked_about_that_gpu(models, capsy
 def test_layers_without_a_weight_of_their_own_have_their_reason_too(models, capsys):
     assert main(["plan", "models.py:normed"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "0 (its weight is computed (weight_norm, ...)" in text
+    assert ".original1 (its weight is computed (weight_norm, ...)" in text
     assert "parametrizations.weight.original" in text
 
 

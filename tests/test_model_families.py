@@ -1,0 +1,164 @@
+"""Models as transformers has them, made small by hand: each trains at every level, resumes, and is restored.
+
+"As in float32" is within 1 % of the loss after the same steps, or within twice the noise: what it does to the float32
+run that its weights begin off by a 64th, which is less than what E4M3 rounds off.
+"""
+
+import copy
+import functools
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+import fp8stack
+
+transformers = pytest.importorskip("transformers")
+
+TEXT = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 160,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GQA = TEXT | {"num_key_value_heads": 2}
+SIZED = GQA | {"head_dim": 16}
+EXPERTS = SIZED | {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+IMAGE = {
+    "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32,
+    "patch_size": 8,
+}  # fmt: skip
+T5 = {
+    "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 160,
+    "decoder_start_token_id": 0, "dropout_rate": 0.0,
+}  # fmt: skip
+WHISPER = {
+    "d_model": 128, "vocab_size": 160, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None, "pad_token_id": 0,
+    **{f"{side}_{part}": n for side in ("encoder", "decoder")
+       for part, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 256))},
+}  # fmt: skip
+GPT2 = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 160,
+    "n_positions": 64,
+    "bos_token_id": 1,
+}
+GPT2 |= {"eos_token_id": 2} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+CLIP = {
+    "text_config": TEXT | {"max_position_embeddings": 32},
+    "vision_config": IMAGE,
+    "projection_dim": 64,
+}
+DEEPSEEK = EXPERTS | {
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+}  # fmt: skip
+CONVOLUTIONS, GROUPED = (
+    "convolutions stay as they are",
+    "products grouped over experts stay as they are",
+)
+
+FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of the matrices is outside
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", GPT2, ""),
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", GQA, ""),
+    "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", SIZED, ""),
+    "Gemma": ("GemmaForCausalLM", "GemmaConfig", SIZED, ""),
+    "Gemma 3": ("Gemma3ForCausalLM", "Gemma3TextConfig", SIZED, ""),
+    "Phi": ("PhiForCausalLM", "PhiConfig", TEXT, ""),
+    "T5": ("T5ForConditionalGeneration", "T5Config", T5, ""),
+    "BERT": ("BertForMaskedLM", "BertConfig", TEXT | {"hidden_dropout_prob": 0.0}, ""),
+    "ViT": ("ViTForImageClassification", "ViTConfig", IMAGE | {"num_labels": 64}, ""),
+    "CLIP": ("CLIPModel", "CLIPConfig", CLIP, ""),
+    "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, ""),
+    "Mamba": ("MambaForCausalLM", "MambaConfig", {**TEXT, "state_size": 8}, ""),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", GQA | {"num_local_experts": 4}, GROUPED),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS | {"num_experts": 4}, GROUPED),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, GROUPED),
+    "GPT-OSS": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"num_local_experts": 4}, GROUPED),
+}
+
+
+@functools.cache
+def made(name):
+    """Return a model of a family, the same each time; it is copied before it trains."""
+    kind, config, sizes, _ = FAMILIES[name]
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(getattr(transformers, config)(**sizes)).train()
+
+
+def batch(model, step):
+    """Return the arguments of a call that gives a loss: four sequences, images or both, or spectrograms."""
+    draw = torch.Generator().manual_seed(step % 3)
+    given, image = {}, {"pixel_values": torch.randn(4, 3, 32, 32, generator=draw)}
+    if model.main_input_name == "pixel_values":
+        return image | {"labels": torch.randint(0, 64, (4,), generator=draw)}
+    tokens = torch.randint(3, 160, (4, 32), generator=draw)
+    if model.main_input_name == "input_features":
+        return {"input_features": torch.randn(4, 16, 64, generator=draw), "labels": tokens}
+    given = {"input_ids": tokens}
+    return given | (
+        image | {"return_loss": True} if hasattr(model, "vision_model") else {"labels": tokens}
+    )
+
+
+def train(model, optimizer, steps):
+    """Return the losses of these steps."""
+    losses = []
+    for step in steps:
+        torch.manual_seed(step)
+        loss = model(**batch(model, step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@functools.cache
+def in_float32(name):
+    """Return the mean of the last losses of the float32 run, and what a 64th of the weights does to it at most."""
+    ends = []
+    for nudge in (0, 2**-6, -(2**-6)):
+        model = copy.deepcopy(made(name))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + nudge * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+        ends.append(
+            float(
+                train(model, torch.optim.AdamW(model.parameters(), lr=3e-4), range(12))[-3:].mean()
+            )
+        )
+    return ends[0], max(abs(end - ends[0]) for end in ends)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings(
+    "ignore:fp8stack O. only|fp8stack O. 6", "ignore::fp8stack.errors.Fp8StackWarning"
+)
+def test_a_family_trains_resumes_and_is_restored(name, level, tmp_path):
+    def start():
+        model = copy.deepcopy(made(name))
+        return fp8stack.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-4), level)
+
+    model, optimizer = start()
+    report, reason = fp8stack.get_report(model), FAMILIES[name][-1]
+    assert list(model.state_dict()) == list(made(name).state_dict())
+    assert report.share >= 0.9 or reason in report.outside.values()
+    assert (report.share >= 0.9) == (reason == "") == (report.fallbacks == [])
+    losses = train(model, optimizer, range(8))
+    fp8stack.checkpoint.save(tmp_path / "run", model, optimizer)
+    losses = torch.cat([losses, train(model, optimizer, range(8, 12))])
+    expected, noise = in_float32(name)
+    assert abs(losses[-3:].mean() - expected) <= max(0.01 * abs(expected), 2 * noise)
+    other = start()
+    fp8stack.checkpoint.load(tmp_path / "run", *other)
+    assert_same_bits(train(*other, range(8, 12)), losses[8:])
+    masters = fp8stack.checkpoint.master_state_dict(model, optimizer)
+    fp8stack.restore(model, optimizer)
+    assert_same_bits(model.state_dict(), masters)
+    assert all(
+        type(m) is type(n) for m, n in zip(model.modules(), made(name).modules(), strict=True)
+    )
