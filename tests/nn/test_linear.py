@@ -202,3 +202,15 @@ def test_tensor_parallelism_is_refused_with_what_helps(mesh):
     assert fuse(model) == [""]
     with pytest.raises(ModelError, match="layer w1 got sharded"):
         model(x)
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (4, 32), (2, 3, 32)], ids=str)
+def test_what_follows_may_change_the_result_in_place(shape, device):
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(inplace=True), nn.Linear(48, 32)).to(device)
+    x = torch.randn(shape, device=device)
+    expected = native(
+        nn.Sequential(copy.deepcopy(model[0]), nn.ReLU(), copy.deepcopy(model[2])), device
+    )(x)
+    assert_same_bits(native(model, device)(x), expected)
+    torch._dynamo.reset()
+    assert_same_bits(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)

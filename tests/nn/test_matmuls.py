@@ -36,7 +36,7 @@ class Bare(nn.Module):
 
 def fp8(model, **overrides):
     """Let the model's products run in FP8; return the record of them and what undoes it."""
-    recipe = recipe_for("O0", matmuls=True, **overrides)
+    recipe = recipe_for("O0", **{"matmuls": True, "select": "all", **overrides})
     conversion = Conversion()
     skipped = skipped_modules(model, recipe)[0]
     chosen = [m for m, why in bare_modules(model, recipe, skipped).items() if not why]
@@ -564,7 +564,118 @@ def fp8_product(x, weight):
     """Return x @ weight.T as a layer of that weight makes it."""
     layer = nn.Linear(*weight.shape[::-1], bias=False)
     layer.weight = weight
-    return native(nn.Sequential(layer), x.device.type)(x)
+    return native(nn.Sequential(layer), x.device.type, select="all")(x)
+
+
+class Owner(nn.Module):
+    """Multiplies by its own parameter what another module makes of x."""
+
+    def __init__(self, inner=None, **attributes):
+        super().__init__()
+        self.inner, self.w = inner or nn.Identity(), nn.Parameter(torch.randn(64, 64))
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        y = self.inner(x) @ self.w
+        y += 1
+        return y.relu_()
+
+
+class Settings(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Once(type(nn.Module)):
+    """Takes no two classes of one base."""
+
+    def __new__(mcs, name, bases, body):
+        assert not any(isinstance(base, Once) for base in bases), name
+        return super().__new__(mcs, name, bases, body)
+
+
+class BuiltIn(nn.Module):
+    forward = torch.relu
+
+
+class Static(nn.Module):
+    forward = staticmethod(torch.relu)
+
+
+class Unique(nn.Module, metaclass=Once):
+    def forward(self, x):
+        return x * 2
+
+
+class Router(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return x @ self.w
+
+
+class Aliased(Owner):
+    """Gives a function of its own to checkpointing, under a name that does not say so."""
+
+    def forward(self, x):
+        def product(x):
+            return (x @ self.w).relu() @ self.w
+
+        return again(product, x, use_reentrant=False)
+
+
+again = checkpoint
+ODD = {  # what multiplies in FP8 of it
+    "in place": (Owner, {"w"}),
+    "built-in": (lambda: Owner(BuiltIn()), {"w"}),
+    "static": (lambda: Owner(Static()), {"w"}),
+    "settings": (lambda: Owner(config=Settings()), {"w"}),
+    "unique": (lambda: Owner(Unique()), {"w"}),
+    "router": (lambda: Owner(Router()), {"w"}),
+    "closure": (Aliased, set()),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_modules_go_on_working_by_default(name, device):
+    make, multiplied = ODD[name]
+    torch.manual_seed(0)
+    model, x = make().to(device), torch.randn(2, 32, 64, device=device)
+    kinds, expected = [type(m) for m in model.modules()], make().to(device)
+    expected.load_state_dict(model.state_dict())
+    fp8stack.initialize(model, None, "O0", compute="native", select="all")
+    for y in (model(x), torch.compile(model, backend="aot_eager")(x)):
+        y.sum().backward()
+        assert (y - expected(x)).norm() < 0.1 * y.norm()
+    assert fp8stack.get_report(model).multiplied == multiplied
+    if name == "router":  # its bits are torch's, in a graph, too
+        assert_same_bits(model.inner(x), expected.inner(x))
+        assert "routers keep their dtype" in fp8stack.get_report(model).outside["inner.w"]
+    fp8stack.restore(model)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_transforms_of_torch_func_are_torchs():
+    model, x = Owner(), torch.randn(4, 64)
+    expected = torch.func.grad(lambda x: (model.inner(x) @ model.w).sum())(x)
+    fp8stack.initialize(model, None, "O0")
+    assert_same_bits(torch.func.grad(lambda x: (model.inner(x) @ model.w).sum())(x), expected)
+    assert torch.func.vmap(model)(x).shape == (4, 64)
+
+
+def test_what_a_class_makes_of_an_initialized_module_is_its_own():
+    class Head(nn.Sequential):
+        def __init__(self, *inner):
+            super().__init__(*inner)
+            self.register_parameter("w", nn.Parameter(torch.randn(64, 64)))
+
+        def forward(self, x):
+            return super().forward(x) @ self.w
+
+    model, x = Head(nn.Linear(64, 64)), torch.randn(4, 64)
+    fp8stack.initialize(model, None, "O0")
+    assert type(model)()(x).shape == (4, 64)
 
 
 def test_what_products_run_without_fp8_is_counted():
