@@ -54,10 +54,7 @@ DEEPSEEK = EXPERTS | {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
-CONVOLUTIONS, GROUPED = (
-    "convolutions stay as they are",
-    "products grouped over experts stay as they are",
-)
+GROUPED = "products grouped over experts stay as they are"
 
 FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of the matrices is outside
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", GPT2, ""),
@@ -146,8 +143,8 @@ def test_a_family_trains_resumes_and_is_restored(name, level, tmp_path):
     model, optimizer = start()
     report, reason = fp8stack.get_report(model), FAMILIES[name][-1]
     assert list(model.state_dict()) == list(made(name).state_dict())
-    assert report.share >= 0.9 or reason in report.outside.values()
     assert (report.share >= 0.9) == (reason == "") == (report.fallbacks == [])
+    assert reason == "" or any(told.startswith(reason) for told in report.outside.values())
     losses = train(model, optimizer, range(8))
     fp8stack.checkpoint.save(tmp_path / "run", model, optimizer)
     losses = torch.cat([losses, train(model, optimizer, range(8, 12))])

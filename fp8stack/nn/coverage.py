@@ -78,17 +78,14 @@ def bare_modules(
         reason = _GROUPED if owns and _are_grouped(module) else ""
         reason = reason or (OWN_FORWARD if owns and "forward" in vars(module) else "")
         if recipe.matmuls is not True:
-            inner = (
-                {n.rpartition(".")[2] for n, _ in module.named_modules()} if reads(kind) else set()
-            )
-            if kind_of(module) or not (owns or reads(kind) & inner):
+            read, name = reads(kind), kind.__name__.lower()
+            inside = read and any(n.rpartition(".")[2] in read for n, _ in module.named_modules())
+            if kind_of(module) or not (owns or inside):
                 continue
-            name = kind.__name__.lower()
             found = products(kind) - module._modules.keys()
             reason = reason or (_OFF if recipe.matmuls is False else "" if found else _UNKNOWN)
-            reason = reason or (
-                _ROUTER if "router" in name or name.endswith(("gate", "gating")) else ""
-            )
+            routes = "router" in name or name.endswith(("gate", "gating"))
+            reason = reason or (_ROUTER if routes else "")
             reason = reason or (_CLOSURE if recomputes_functions(kind) else "")
             reason = reason or (_GATHERED if gathered else "")
         if not reason:
@@ -115,10 +112,8 @@ def count(
     seen = {
         p for m in model.modules() if isinstance(m, _NO_PRODUCTS) for p in m._parameters.values()
     }
-    sizes, found = (
-        Counter[str](),
-        {},
-    )  # of matrices outside: elements, name, reason, whether that is meant
+    sizes = Counter[str]()
+    found = {}  # of the matrices outside: elements, the reason, whether that is meant
     for name, module in model.named_modules():
         for own, p in module._parameters.items():
             if p is None or p in seen or not _is_matrix(p):
