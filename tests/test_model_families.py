@@ -45,11 +45,6 @@ GPT2 = {
     "bos_token_id": 1,
 }
 GPT2 |= {"eos_token_id": 2} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-CLIP = {
-    "text_config": TEXT | {"max_position_embeddings": 32},
-    "vision_config": IMAGE,
-    "projection_dim": 64,
-}
 DEEPSEEK = EXPERTS | {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4,
@@ -66,7 +61,6 @@ FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of
     "T5": ("T5ForConditionalGeneration", "T5Config", T5, ""),
     "BERT": ("BertForMaskedLM", "BertConfig", TEXT | {"hidden_dropout_prob": 0.0}, ""),
     "ViT": ("ViTForImageClassification", "ViTConfig", IMAGE | {"num_labels": 64}, ""),
-    "CLIP": ("CLIPModel", "CLIPConfig", CLIP, ""),
     "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, ""),
     "Mamba": ("MambaForCausalLM", "MambaConfig", {**TEXT, "state_size": 8}, ""),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", GQA | {"num_local_experts": 4}, GROUPED),
@@ -85,18 +79,18 @@ def made(name):
 
 
 def batch(model, step):
-    """Return the arguments of a call that gives a loss: four sequences, images or both, or spectrograms."""
+    """Return the arguments of a call that gives a loss: four sequences, images or spectrograms."""
     draw = torch.Generator().manual_seed(step % 3)
-    given, image = {}, {"pixel_values": torch.randn(4, 3, 32, 32, generator=draw)}
     if model.main_input_name == "pixel_values":
-        return image | {"labels": torch.randint(0, 64, (4,), generator=draw)}
+        images, labels = (
+            torch.randn(4, 3, 32, 32, generator=draw),
+            torch.randint(0, 64, (4,), generator=draw),
+        )
+        return {"pixel_values": images, "labels": labels}
     tokens = torch.randint(3, 160, (4, 32), generator=draw)
     if model.main_input_name == "input_features":
         return {"input_features": torch.randn(4, 16, 64, generator=draw), "labels": tokens}
-    given = {"input_ids": tokens}
-    return given | (
-        image | {"return_loss": True} if hasattr(model, "vision_model") else {"labels": tokens}
-    )
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def train(model, optimizer, steps):

@@ -76,7 +76,7 @@ def bare_modules(
         owned = [p for m in held for p in m._parameters.values() if p is not None and _is_matrix(p)]
         owns = any(p.numel() >= recipe.min_numel for p in owned)
         reason = _GROUPED if owns and _are_grouped(module) else ""
-        reason = reason or (OWN_FORWARD if owns and "forward" in vars(module) else "")
+        reason = reason or (OWN_FORWARD if "forward" in vars(module) else "")
         if recipe.matmuls is not True:
             read, name = reads(kind), kind.__name__.lower()
             inside = read and any(n.rpartition(".")[2] in read for n, _ in module.named_modules())

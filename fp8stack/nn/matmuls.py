@@ -74,9 +74,7 @@ def apply_matmuls(
                 bare.places[id(parameter)] = module, key, f"{name}.{key}".lstrip(".")
         if module not in chosen or is_of_library(module) or isinstance(module, Mixin):
             continue
-        if "forward" in vars(module):  # which torch runs, and not the class's
-            bare.left[f"{name or 'the model'} has a forward set on the instance"] += 1
-        elif _has_plain_forward(module):
+        if _has_plain_forward(module):
             cls = mixed_class(MultipliesParameters, type(module))
             conversion.change(module, cls, _bare_matmuls=bare)
     watched = [m for m in model.modules() if isinstance(m, MultipliesParameters)]
