@@ -96,9 +96,7 @@ class Decisions(NamedTuple):
     quantized: set[nn.Parameter]
     formats: dict[nn.Parameter, tuple[str, str]]
     layers: LayerChoices
-    bare: dict[
-        nn.Module, str
-    ]  # where products by bare parameters are looked for ("": they are), or why not
+    bare: dict[nn.Module, str]  # what `coverage.bare_modules` returned
     fuse: bool  # RMSNorms and MLPs with the casts around them
     report: Report
 

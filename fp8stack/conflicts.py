@@ -42,7 +42,7 @@ ACCUMULATION = "gradient accumulation"
 ON_CPU = "a model on the CPU"
 FP8_PRODUCTS = "FP8 products"  # as `choose_compute` decided
 BF16_PRODUCTS = "bf16 products"
-BARE_PARAMETERS = "products by bare parameters"  # of the recipe, or found in the model
+BARE_PARAMETERS = "products by bare parameters (matmuls=True)"  # follows from the recipe
 
 # Properties of an optimizer.
 FOREIGN = "an optimizer of another library"

@@ -48,11 +48,13 @@ class Report:
     gradients: str
     states: str
     master: str
-    converted: list[str] = field(default_factory=list)  # Linear and Conv1D layers in FP8 (or bf16)
+    converted: list[str] = field(
+        default_factory=list
+    )  # layers, attention among them, in FP8 (or bf16)
     bare: list[str] = field(default_factory=list)  # modules that multiply by bare parameters
     share: float = 1.0  # of the elements of matrices, embeddings apart, those that multiply so too
     outside: dict[str, str] = field(default_factory=dict)  # matrices that do not: reason
-    # Linear and Conv1D layers left out: reason and remedy
+    # Layers left out: reason and remedy
     skipped: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason

@@ -432,6 +432,19 @@ def train(
     return losses
 
 
+def train_clipped(model: nn.Module, optimizer, loss_of, steps) -> Tensor:
+    """Take a step on `loss_of(step)` for each of `steps`, its gradients clipped; return the losses."""
+    losses = []
+    for step in steps:
+        loss = loss_of(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
 def through_file(contents: Any) -> Any:
     """Return what torch.save wrote of `contents`, read with weights_only=True."""
     file = io.BytesIO()

@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, train_clipped
 
 import fp8stack
 
@@ -95,16 +95,12 @@ def batch(model, step):
 
 def train(model, optimizer, steps):
     """Return the losses of these steps."""
-    losses = []
-    for step in steps:
+
+    def loss_of(step):
         torch.manual_seed(step)
-        loss = model(**batch(model, step)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+        return model(**batch(model, step)).loss
+
+    return train_clipped(model, optimizer, loss_of, steps)
 
 
 @functools.cache

@@ -43,7 +43,7 @@ from .narrow import narrowed
 from .select import pays
 
 _FUSED_BIAS = (torch.bfloat16, torch.float16)
-_unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
+unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
 _ONE_DNN = threading.Lock()  # its switch is one for all threads
 
 
@@ -60,7 +60,7 @@ class Fp8Layer(Mixin):
         if input.is_nested and not self.training:  # as torch's encoder gives it
             return stored_linear(input, weight_of(self), self.bias)
         products, compiled = self.products, torch.compiler.is_compiling()
-        # Under the mode of matmuls=True, each torch call in here would go through Python, and products of a
+        # Under the mode of `matmuls.py`, each torch call in here would go through Python, and products of a
         # parametrization, or those that do not pay, be made in FP8.
         with torch._C.DisableTorchFunction():
             if pays(input, products.least_rows, compiled or products.graphed):
@@ -310,7 +310,7 @@ def crop(x: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     if x.shape[1] != shape[-1]:
         x = x[:, : shape[-1]].contiguous()
     # Autograd lets nobody write to a view that a Function returns (nn.ReLU(inplace=True)).
-    return x if len(shape) == 2 and not x._is_view() else _unsafe_view(x, shape)
+    return x if len(shape) == 2 and not x._is_view() else unsafe_view(x, shape)
 
 
 def check_input(x: Tensor, features: int, layer: str = "", fp8: bool = True) -> None:

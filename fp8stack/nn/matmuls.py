@@ -80,9 +80,8 @@ def apply_matmuls(
     watched = [m for m in model.modules() if isinstance(m, MultipliesParameters)]
     for module in (inner for outer in watched for inner in _next_inside(outer)):
         if _has_plain_forward(module) and not isinstance(module, LeavesMode):
-            with contextlib.suppress(
-                Exception
-            ):  # a class that takes no subclass stays under the mode
+            # A class that takes no subclass stays under the mode.
+            with contextlib.suppress(Exception):
                 conversion.change(module, mixed_class(LeavesMode, type(module)))
     return bare
 
@@ -187,7 +186,8 @@ class _Mode(TorchFunctionMode):
         if weight.dim() > 2 and x.dim() > 2:  # a single one is for all experts
             inputs = x.unbind(-3) if x.shape[-3] > 1 else [x.squeeze(-3)] * len(experts)
         if x.is_cuda and self.bare.recipe.select == "auto":
-            least = _least_rows(*weight.shape[-2:])
+            rows, cols = weight.shape[-2:]
+            least = _least_rows(rows, cols) if turned else _least_rows(cols, rows)
             if not pays(inputs[0], least, torch.compiler.is_compiling()):
                 return TOO_FEW
         if weight.dim() == 2:
@@ -336,10 +336,8 @@ def _tensordot(mode: _Mode, a: Any, b: Any, dims: Any = 2, out: Any = None) -> T
         i not in range(-x.dim(), x.dim()) for x, of in zip((a, b), dims, strict=True) for i in of
     ):
         return _ARGUMENTS
-    of_a, of_b = (
-        [*string.ascii_letters[: a.dim()]],
-        [*string.ascii_letters[a.dim() : a.dim() + b.dim()]],
-    )
+    letters = [*string.ascii_letters[: a.dim() + b.dim()]]
+    of_a, of_b = letters[: a.dim()], letters[a.dim() :]
     for i, j in zip(*dims, strict=True):
         of_b[j] = of_a[i]
     kept = [c for c in of_a if c not in of_b] + [c for c in of_b if c not in of_a]
@@ -408,9 +406,8 @@ def _entering(cls: type[nn.Module], name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = getattr(cls, name)
         if always or in_backward():
-            bare = vars(self).get(
-                "_bare_matmuls"
-            )  # None: made anew by its class, as slices of a Sequential are
+            # None: made anew by its class, as slices of a Sequential are
+            bare = vars(self).get("_bare_matmuls")
             mode = bare and bare.modes[int(self.training)]
             if mode and _get_current_function_mode() is not mode:
                 with mode:

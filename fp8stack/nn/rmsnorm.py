@@ -51,7 +51,7 @@ class FusedRMSNorm(Fused):
         if other or not _fits(given[0], self.weight):
             result: Tensor = self.plain_forward(*given, **named)
             return result
-        # Under the mode of matmuls=True, each torch call in here would go through Python.
+        # Under the mode of `matmuls.py`, each torch call in here would go through Python.
         with torch._C.DisableTorchFunction():
             weight = offset + self.weight.float() if offset else self.weight
             y, parts = _apply(given[0], weight, eps)

@@ -50,7 +50,7 @@ from fp8stack.levels import Recipe
 from .bf16_storage import output_dtype, stored_linear
 from .casts import in_backward
 from .layer_kinds import weight_of
-from .linear import check_input, title
+from .linear import check_input, title, unsafe_view
 from .mixin import Mixin, mixed_class
 
 ALIGNMENTS = {"current": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32}
@@ -227,7 +227,7 @@ def _forward(layer: TeLayer, input: Tensor) -> Tensor:
     output = layer.te.multiply(layer, input.reshape(-1, in_features), dtype)
     # te.Linear returns a view that autograd lets nobody change in place (nn.ReLU(inplace=True)).
     shape = (*input.shape[:-1], out_features)
-    return cast(Tensor, torch.ops.aten._unsafe_view(output, shape))
+    return unsafe_view(output, shape)
 
 
 @_disable_dynamo  # `torch.compiler.disable` would import torch._dynamo now, which takes a second

@@ -53,10 +53,8 @@ class HuggingFaceModel:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
         given = _read(self.path)
-        for name in (
-            "quantization_config",
-            "auto_map",
-        ):  # weights are new, and code is transformers' own
+        # Weights are new, and code is transformers' own.
+        for name in ("quantization_config", "auto_map"):
             given.pop(name, None)
         try:
             import transformers

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import NAN, assert_same_bits
+from helpers import NAN, assert_same_bits, train_clipped
 from layers import RECIPE, SelfAttention, count_casts, native, results, rounded
 from torch import nn
 from torch.nn import functional as F
@@ -381,17 +381,14 @@ class Tagger(nn.Module):
 
 def steps(model, optimizer, first, count):
     """Train on `count` batches, and return the losses."""
-    losses, device = [], next(model.parameters()).device
-    for step in range(first, first + count):
+    device = next(model.parameters()).device
+
+    def loss_of(step):
         generator = torch.Generator().manual_seed(step % 4)
         tokens = torch.randint(0, 96, (4, 33), generator=generator).to(device)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    return train_clipped(model, optimizer, loss_of, range(first, first + count))
 
 
 def start(model, level, **options):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, train_clipped
 from layers import RECIPE, conv1d, native, results
 from torch import nn
 
@@ -114,16 +114,12 @@ def gpt2(seed=0, **sizes):
 
 def steps(model, optimizer, first, count):
     """Train on `count` batches, and return the losses."""
-    losses = []
-    for step in range(first, first + count):
+
+    def loss_of(step):
         tokens = torch.randint(0, 96, (4, 32), generator=torch.Generator().manual_seed(step % 4))
-        loss = model(input_ids=tokens.to(model.device), labels=tokens.to(model.device)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+        return model(input_ids=tokens.to(model.device), labels=tokens.to(model.device)).loss
+
+    return train_clipped(model, optimizer, loss_of, range(first, first + count))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

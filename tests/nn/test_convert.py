@@ -62,7 +62,7 @@ def test_a_layer_of_no_size_is_left_out_for_that():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_card_says_where_bare_parameters_have_another_scaling(recipe):
     said = (
-        r"fp8_recipe='delayed' has no effect with products by bare parameters: these use "
+        r"fp8_recipe='delayed' has no effect with products by bare parameters \(matmuls=True\): these use "
         r'"current" scaling, and only Linear layers use yours'
     )
     by_itself, _ = fp8stack.initialize(Root(), None, "O0", fp8_recipe=recipe, strict=True)
