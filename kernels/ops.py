@@ -41,7 +41,7 @@ from torch.nn import Parameter
 from fp8stack.errors import ConfigError, warn
 from fp8stack.formats import E4M3, FORMATS, MiniFloat, scale_shape
 
-from .reference import activation, monitor, norm, quantize, widen, wire
+from .reference import activation, monitor, norm, quantize, rows, widen, wire
 from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
@@ -346,6 +346,24 @@ cast_delayed = _operator(
     "cast_delayed(Tensor x, str fmt, int of, bool update, bool again) -> (Tensor, Tensor, Tensor)",
     delayed.cast_delayed,
     lambda x, fmt, *_: _tokens(x, fmt),
+)
+
+
+# --- rows of experts' tokens
+
+
+take_rows = _operator(
+    "take_rows(Tensor codes, Tensor index, bool plain=True, bool transposed=True) -> (Tensor, Tensor)",
+    rows.take_rows,
+    lambda codes, index, plain=True, transposed=True: (
+        codes.new_empty((len(index), codes.shape[1]) if plain else (0, 0)),
+        codes.new_empty((codes.shape[1], len(index)) if transposed else (0, 0)),
+    ),
+)
+sum_rows = _operator(
+    "sum_rows(Tensor x, Tensor places) -> Tensor",
+    rows.sum_rows,
+    lambda x, places: x.new_empty((len(places), x.shape[1])),
 )
 
 

@@ -26,6 +26,7 @@ from fp8stack.tensor_kinds import not_plain, whole_shape
 
 from .convert import OWN_FORWARD, LayerChoices
 from .forward_code import is_of_library, owners_read, products_in, recomputes_functions
+from .grouped import obstacle
 from .layer_kinds import kind_of
 from .matmuls import MultipliesParameters
 from .mixin import mixed_class
@@ -38,9 +39,8 @@ _ROUTER = "routers keep their dtype"
 _CONVOLUTION = "convolutions stay as they are"
 _OPEN = (_UNKNOWN, _OFF, _ROUTER, _CONVOLUTION, TOO_SMALL)
 # And with a product that is known to be left out.
-_GROUPED = 'products grouped over experts stay as they are; experts_implementation="eager" takes them, slowly'
 _CLOSURE = "a function inside its code multiplies, which checkpointing may recompute without FP8"
-KEPT = (_ROUTER, _GROUPED, _CLOSURE)
+KEPT = (_ROUTER, _CLOSURE)
 """The reasons for which parameters are not multiplied in FP8 by other modules either."""
 _GATHERED = "FSDP2 replaces it in each forward"
 _TORCHS = "torch's own function multiplies by it"
@@ -75,7 +75,7 @@ def bare_modules(
         held = [module, *(m for m in module.children() if isinstance(m, _LISTS))]
         owned = [p for m in held for p in m._parameters.values() if p is not None and _is_matrix(p)]
         owns = any(p.numel() >= recipe.min_numel for p in owned)
-        reason = _GROUPED if owns and _are_grouped(module) else ""
+        reason = _reason_of_experts(module) if owns else ""
         reason = reason or (OWN_FORWARD if "forward" in vars(module) else "")
         if recipe.matmuls is not True:
             read, name = reads(kind), kind.__name__.lower()
@@ -170,13 +170,18 @@ def by_value(values: dict[str, str]) -> dict[str, list[str]]:
     return result
 
 
-def _are_grouped(module: nn.Module) -> bool:
-    """Return whether these are experts of transformers, whose configuration has them multiplied by grouped products."""
+def _reason_of_experts(module: nn.Module) -> str:
+    """Return why experts of transformers are not multiplied in FP8, or an empty string; it is for all modules."""
     try:
         how = getattr(vars(module).get("config"), "_experts_implementation", None)
     except Exception:  # of a configuration that is another's
-        return False
-    return how not in (None, "eager")
+        return ""
+    if how in (None, "eager"):
+        return ""
+    if how != "grouped_mm":
+        return f'experts_implementation="{how}" has products of its own; "grouped_mm" is taken'
+    stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
+    return next(filter(None, map(obstacle, stacks)), "")
 
 
 def _is_matrix(p: nn.Parameter | None) -> bool:

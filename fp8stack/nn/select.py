@@ -60,13 +60,18 @@ class LeastRows(NamedTuple):
 ALWAYS, NEVER = LeastRows(*[0] * 4), LeastRows(*[math.inf] * 4)
 
 
-def least_rows(in_features: int, out_features: int, sharing: int = 1) -> LeastRows:
-    """Return from which number of rows on FP8 is faster, for a layer whose input `sharing` layers read."""
+def least_rows(
+    in_features: int, out_features: int, sharing: int = 1, experts: int = 1
+) -> LeastRows:
+    """Return from which number of rows on FP8 is faster, for a layer whose input `sharing` layers read.
+
+    With `experts`, for a product grouped over them, by the rows of all together.
+    """
     size = in_features * out_features
     if in_features % 8 or out_features % 8:
         return ALWAYS
     a_row = PRODUCTS * size - CASTS * (in_features / sharing + out_features)
-    return _solve(a_row, WIDE * in_features, WEIGHT * size + LAUNCHES, HOST)
+    return _solve(a_row, WIDE * in_features, WEIGHT * size * experts + LAUNCHES, HOST)
 
 
 def least_rows_of_mlp(shapes: Sequence[Sequence[int]]) -> LeastRows:
