@@ -45,6 +45,7 @@ from .reference import activation, monitor, norm, quantize, rows, widen, wire
 from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
+from .reference import expert_activation as experts
 from .reference import gradient as gradients
 from .reference import rmsnorm as rms
 from .reference.cast import Cast
@@ -382,6 +383,19 @@ activation_backward_cast = _operator(
     activation.activation_backward_cast,
     _activation_backward,
 )
+expert_activation = _operator(
+    "expert_activation(Tensor gate_up, Tensor weights, str activation) -> (Tensor, Tensor)",
+    experts.expert_activation,
+    lambda x, *_: _matrix(x[:, ::2], "e4m3", True, False)[::2],
+)
+expert_activation_backward = _operator(
+    "expert_activation_backward(Tensor dh, Tensor gate_up, Tensor weights, Tensor h_scale, str activation) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    experts.expert_activation_backward,
+    lambda dh, x, weights, *_: (
+        *_matrix(x, "e4m3"), _matrix(dh, "e4m3", False)[1], torch.empty_like(weights)
+    ),
+)  # fmt: skip
 rmsnorm = _on_each_device(rms.rmsnorm)
 rmsnorm_backward = _on_each_device(rms.rmsnorm_backward)
 count = _on_each_device(monitor.count)

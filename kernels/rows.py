@@ -43,16 +43,22 @@ def _take_rows_kernel(
 
 
 @triton.jit
+def _row(x_ptr, place_ptr, c, cols):
+    """Return a part of the row whose place is given in float32; zeros if it is -1."""
+    place = tl.load(place_ptr)
+    inside = (c < cols) & (place + 0 * c >= 0)  # not a scalar, for Triton's interpreter
+    return tl.load(x_ptr + place.to(tl.int64) * cols + c, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
 def _sum_rows_kernel(
     x_ptr, places_ptr, total_ptr, cols, across, COUNT: tl.constexpr, WIDTH: tl.constexpr
 ):
     token = tl.program_id(0) // across
     c = (tl.program_id(0) % across) * WIDTH + tl.arange(0, WIDTH)
-    total = tl.zeros((WIDTH,), dtype=tl.float32)
-    for i in tl.static_range(COUNT):
-        place = tl.load(places_ptr + token * COUNT + i)
-        inside = (c < cols) & (place >= 0)
-        total += tl.load(x_ptr + place.to(tl.int64) * cols + c, mask=inside, other=0).to(tl.float32)
+    total = _row(x_ptr, places_ptr + token * COUNT, c, cols)
+    for i in tl.static_range(1, COUNT):
+        total += _row(x_ptr, places_ptr + token * COUNT + i, c, cols)
     tl.store(total_ptr + token.to(tl.int64) * cols + c, total, mask=c < cols)
 
 

@@ -25,8 +25,8 @@ from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import not_plain, whole_shape
 
 from .convert import OWN_FORWARD, LayerChoices
+from .experts import is_experts
 from .forward_code import is_of_library, owners_read, products_in, recomputes_functions
-from .grouped import obstacle
 from .layer_kinds import kind_of
 from .matmuls import MultipliesParameters
 from .mixin import mixed_class
@@ -70,13 +70,12 @@ def bare_modules(
     result: dict[nn.Module, str] = {}
     for module in model.modules():
         kind: Any = type(module)
-        if module in skipped or is_of_library(module):
+        if module in skipped or is_of_library(module) or is_experts(module):
             continue
         held = [module, *(m for m in module.children() if isinstance(m, _LISTS))]
         owned = [p for m in held for p in m._parameters.values() if p is not None and _is_matrix(p)]
         owns = any(p.numel() >= recipe.min_numel for p in owned)
-        reason = _reason_of_experts(module) if owns else ""
-        reason = reason or (OWN_FORWARD if "forward" in vars(module) else "")
+        reason = OWN_FORWARD if "forward" in vars(module) else ""
         if recipe.matmuls is not True:
             read, name = reads(kind), kind.__name__.lower()
             inside = read and any(n.rpartition(".")[2] in read for n, _ in module.named_modules())
@@ -168,20 +167,6 @@ def by_value(values: dict[str, str]) -> dict[str, list[str]]:
     for name, value in values.items():
         result.setdefault(value, []).append(name)
     return result
-
-
-def _reason_of_experts(module: nn.Module) -> str:
-    """Return why experts of transformers are not multiplied in FP8, or an empty string; it is for all modules."""
-    try:
-        how = getattr(vars(module).get("config"), "_experts_implementation", None)
-    except Exception:  # of a configuration that is another's
-        return ""
-    if how in (None, "eager"):
-        return ""
-    if how != "grouped_mm":
-        return f'experts_implementation="{how}" has products of its own; "grouped_mm" is taken'
-    stacks = [p for p in module._parameters.values() if p is not None and p.dim() == 3]
-    return next(filter(None, map(obstacle, stacks)), "")
 
 
 def _is_matrix(p: nn.Parameter | None) -> bool:

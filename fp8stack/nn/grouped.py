@@ -23,7 +23,7 @@ offs[-1] on is not defined, as in torch, but counts for the scale of x.
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from . import casts, linear
 from .bf16_storage import output_dtype
 
 _kernel: Any = getattr(torch, "_scaled_grouped_mm", None)
+_PRODUCTS = casts.Products(recipe_for("O0"))  # Dynamo makes no recipe
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
@@ -73,7 +74,13 @@ def grouped_matmul(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
             )
     if reason := obstacle(weight):
         raise ModelError(f"grouped_matmul got {shapes}: {reason}.")
-    return multiply(x, weight, offs, casts.Products(recipe_for("O0")), True)
+    return multiply(x, *as_stack(weight), Groups(offs.int()), _PRODUCTS, True)
+
+
+def as_stack(weight: Tensor) -> tuple[Tensor, bool]:
+    """Return [groups, in, out] as it lies, contiguous, and whether that is turned: not [groups, out, in]."""
+    turned = weight.is_contiguous()
+    return (weight if turned else weight.mT), turned
 
 
 def obstacle(weight: Tensor) -> str:
@@ -94,31 +101,56 @@ def obstacle(weight: Tensor) -> str:
     )
 
 
+class Groups(NamedTuple):
+    """Where the rows of each group are: int32 tensors."""
+
+    ends: Tensor  # [groups], the row behind the last one of each
+    # Of groups that are padded to multiples of 16 rows, as the experts of a model have them; None: they are not padded.
+    index: Tensor | None = None  # [rows], the token in each row; -1: none
+    places: Tensor | None = (
+        None  # [tokens, count], the rows of each token; -1: of an expert that is elsewhere
+    )
+
+
 def multiply(
-    x: Tensor,  # [rows, in]
-    weight: Tensor,  # [groups, in, out], contiguous or the transpose of what is
-    offs: Tensor,  # [groups]
+    x: Tensor,  # [rows, in]; [tokens, in] with `gather`
+    stack: Tensor,  # contiguous, [groups, out, in], or [groups, in, out] if it is turned
+    turned: bool,
+    groups: Groups,
     products: casts.Products,
     train: bool,
+    gather: bool = False,  # take the tokens' rows first, which is half the bytes in FP8
 ) -> Tensor:  # [rows, out]
     """Return the grouped product in FP8, in the dtype of x or autocast's. There is no obstacle."""
-    turned = weight.is_contiguous()
-    stack = weight if turned else weight.mT
-    options = products.options(train, output_dtype(x))
-    options = options._replace(turned=turned, fast=products.fast_groups)
+    options = grouped_options(products, train, output_dtype(x), turned)
     if torch.compiler.is_compiling():
-        return _in_graph(x, stack, offs, *options[:-2])
-    return _multiply(x, stack, offs, options)
+        return _in_graph(x, stack, *groups, gather, *options[:-2])
+    return _multiply(x, stack, groups, gather, options)
 
 
-def _multiply(x: Tensor, stack: Tensor, offs: Tensor, options: casts.Options) -> Tensor:
-    result: Tensor = _GroupedMatmul.apply(x, stack, offs.int(), options)
+def grouped_options(
+    products: casts.Products, train: bool, dtype: torch.dtype, turned: bool
+) -> casts.Options:
+    """Return the settings of a grouped product: scales are current ones, whatever the recipe."""
+    fast, none = products.fast_groups, -1
+    return products.options(train, dtype)._replace(
+        turned=turned, fp8_recipe="current", fast=fast, x_state=none, w_state=none, g_state=none
+    )
+
+
+def _multiply(
+    x: Tensor, stack: Tensor, groups: Groups, gather: bool, options: casts.Options
+) -> Tensor:
+    result: Tensor = _GroupedMatmul.apply(x, stack, groups, gather, options)
     return result
 
 
 _in_graph = ops.define_composite(
-    f"grouped(Tensor x, Tensor stack, Tensor offs, {casts.ARGUMENTS}) -> Tensor",
-    lambda x, stack, offs, *options: _multiply(x, stack, offs, casts.Options(*options)),
+    "grouped(Tensor x, Tensor stack, Tensor ends, Tensor? index, Tensor? places, bool gather, "
+    f"{casts.ARGUMENTS}) -> Tensor",
+    lambda x, stack, ends, index, places, gather, *options: _multiply(
+        x, stack, Groups(ends, index, places), gather, casts.Options(*options)
+    ),
 )
 
 
@@ -126,17 +158,22 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,  # [rows, in]
+        x: Tensor,  # [rows or tokens, in]
         stack: Tensor,  # contiguous, [groups, out, in], or [groups, in, out] if options.turned
-        offs: Tensor,  # int32 [groups]
+        groups: Groups,
+        gather: bool,
         options: casts.Options,
     ) -> Tensor:  # [rows, out]
-        x8 = casts.cast_matrix(x, E4M3, transposed=False)
-        w_operand, w_scale = _cast_stack(stack, not options.turned)
-        y = product(x8.codes, x8.scale, w_operand, w_scale, offs, options.dtype, options.fast)
-        ctx.options, ctx.x_shape, ctx.x_dtype = options, x.shape, x.dtype
-        ctx.save_for_backward(x8.codes, x8.scale, stack, w_scale, offs)
-        return linear.crop(y, (len(x), w_operand.shape[2]))
+        padded = groups.index is not None
+        codes, x_scale, codes_t, _ = casts.cast_matrix(x, E4M3, True, padded and not gather)
+        if gather:
+            codes, codes_t = ops.take_rows(codes, groups.index)
+        operand, w_scale, w_codes_t = cast_stack(stack, options, x.requires_grad, len(codes))
+        y = product(codes, x_scale, operand, w_scale, groups.ends, options.dtype, options.fast)
+        ctx.settings = groups, gather, options, x.shape, x.dtype
+        kept = codes_t if padded else codes
+        ctx.save_for_backward(kept, x_scale, stack, w_codes_t, w_scale)
+        return linear.crop(y, (len(x) if not padded else len(codes), operand.shape[2]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,37 +181,45 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_codes, x_scale, stack, w_scale, offs = ctx.saved_tensors
-    options, dx, dw = ctx.options, None, None
+    x_codes, x_scale, stack, w_codes, w_scale = ctx.saved_tensors
+    groups, gather, options, x_shape, x_dtype = ctx.settings
     (need_x, need_w), _ = casts.runs(ctx, 2, options.traced(grad))
-    g = casts.cast_matrix(grad, E4M3, transposed=False)
+    padded, dx, dw = groups.index is not None, None, None
+    g = casts.cast_matrix(grad, E4M3, need_x or not padded, padded and need_w)
     if need_x:
-        operand, scale = _cast_stack(stack, options.turned, w_scale)
-        dx = product(g.codes, g.scale, operand, scale, offs, ctx.x_dtype, options.fast)
-        dx = linear.crop(dx, ctx.x_shape)
+        operand = stack_for_backward(stack, w_codes, w_scale, options)
+        dx = product(g.codes, g.scale, *operand, groups.ends, x_dtype, options.fast)
+        dx = ops.sum_rows(dx, groups.places) if gather else linear.crop(dx, x_shape)
     if need_w:
-        index, ends = padded_rows(offs, len(grad))
-        sides = [(ops.take_rows(c, index, False)[1], s) for c, s in (g[:2], (x_codes, x_scale))]
-        dw = weight_gradient(*sides, ends, stack.dtype, options.turned, options.fast)
-    return dx, dw, None, None
+        g_codes, ends = g.codes_t, groups.ends
+        if not padded:
+            index, ends = padded_rows(ends, len(grad))
+            g_codes, x_codes = (ops.take_rows(c, index, False)[1] for c in (g.codes, x_codes))
+        dw = weight_gradient((g_codes, g.scale), (x_codes, x_scale), ends, stack.dtype, options)
+    return dx, dw, None, None, None
 
 
-def _cast_stack(
-    stack: Tensor, along_last: bool, last_scale: Tensor | None = None
+def cast_stack(
+    stack: Tensor, options: casts.Options, backward: bool, rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a stack as the second operand of forward, [groups, in, out], its scale, and backward's codes or none."""
+    codes, scale, codes_t, _ = casts.cast_weight(stack, options, backward, rows)
+    return _operand(codes, len(stack), not options.turned), scale, codes_t
+
+
+def stack_for_backward(
+    stack: Tensor, codes: Tensor, scale: Tensor, options: casts.Options
 ) -> tuple[Tensor, Tensor]:
-    """Return a stack [groups, a, b] as the second operand of a product that sums over b, or over a, and its scale.
+    """Return a stack as the second operand for the gradient of x, [groups, out, in], and its scale."""
+    codes, scale = casts.weight_for_backward(stack, codes, scale, options)
+    return _operand(codes, len(stack), options.turned), scale
 
-    The operand is [groups, b, a] if it sums over b, else [groups, a, b]; what is summed over is contiguous.
-    """
-    matrix, layouts = stack.detach().flatten(0, 1), (along_last, not along_last)
-    if last_scale is None:
-        codes, codes_t, scale = ops.cast(matrix, E4M3, *layouts)
-    else:
-        codes, codes_t, scale = ops.recast_with(matrix, E4M3, last_scale, *layouts)
-    groups = len(stack)
-    if along_last:
-        return codes.view(groups, -1, codes.shape[1]).mT, scale
-    return codes_t.view(len(codes_t), groups, -1).permute(1, 2, 0), scale
+
+def _operand(codes: Tensor, groups: int, in_rows: bool) -> Tensor:
+    """Return codes [groups · n, k], or [n, groups · k] if not `in_rows`, as [groups, k, n] of which k is contiguous."""
+    if in_rows:
+        return codes.view(groups, -1, codes.shape[1]).mT
+    return codes.view(len(codes), groups, -1).permute(1, 2, 0)
 
 
 def padded_rows(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -200,7 +245,7 @@ def product(
     b_scale: Tensor,
     offs: Tensor,  # int32 [groups]
     dtype: torch.dtype,
-    fast: bool = True,
+    fast: bool,
 ) -> Tensor:  # [rows, n] in dtype
     """Return (a × a_scale) @ (b × b_scale), each group of rows by its own matrix."""
     if not a.is_cuda:
@@ -218,16 +263,16 @@ def weight_gradient(
     x: tuple[Tensor, Tensor],  # codes [in, rows] of the input, and scale
     ends: Tensor,  # int32 [groups], multiples of 16
     dtype: torch.dtype,
-    turned: bool,
-    fast: bool = True,
+    options: casts.Options,
 ) -> Tensor:
     """Return the gradient of a stack [groups, out, in], or [groups, in, out] if it is turned."""
-    (a, a_scale), (b, b_scale) = (x, g) if turned else (g, x)
+    (a, a_scale), (b, b_scale) = (x, g) if options.turned else (g, x)
     if not a.is_cuda:
         dw: Tensor = _product_on_cpu(a, b.t(), a_scale, b_scale, ends, dtype)
         return dw
     scales = (s.expand(len(ends) * len(m)).contiguous() for m, s in ((a, a_scale), (b, b_scale)))
-    dw = _kernel(a, b.t(), *scales, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": options.fast}
+    dw = _kernel(a, b.t(), *scales, offs=ends, **how)
     return dw.to(dtype)
 
 

@@ -208,7 +208,8 @@ class _Mode(TorchFunctionMode):
             experts, rows, cols = stack.shape
             if not pays(x, _least_rows(rows, cols, 1, experts), torch.compiler.is_compiling()):
                 return TOO_FEW
-        return grouped.multiply(x, stack, offs, self.bare.products_of(parameter, True), self.train)
+        groups, products = grouped.Groups(offs.int()), self.bare.products_of(parameter, True)
+        return grouped.multiply(x, *grouped.as_stack(stack), groups, products, self.train)
 
     def _matrix(self, x: Tensor, weight: Tensor, of: Tensor, turned: bool, bias: Any) -> Tensor:
         if not weight.is_contiguous() and weight.t().is_contiguous():

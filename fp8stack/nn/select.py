@@ -116,17 +116,20 @@ def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
     }
 
 
-def pays(x: Tensor, least: LeastRows | None, compiled: bool = False) -> bool:
+def pays(
+    x: Tensor, least: LeastRows | None, compiled: bool = False, rows: int | None = None
+) -> bool:
     """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8.
 
-    `compiled`: its launches cost the host no time, as in a CUDA graph.
+    `compiled`: its launches cost the host no time, as in a CUDA graph. `rows`: if those of x are not what counts.
     """
     if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
     wide = x.dtype is torch.float32
     if wide and not autocast_is_on(x):
         return True
-    return x.numel() // max(x.shape[-1], 1) >= least[wide + 2 * compiled]
+    rows = x.numel() // max(x.shape[-1], 1) if rows is None else rows
+    return rows >= least[wide + 2 * compiled]
 
 
 def describe(least: LeastRows) -> str:

@@ -33,7 +33,8 @@ def sum_rows(
     places: Tensor,  # int32 [tokens, count] in rows; -1 stands for a row of zeros
 ) -> Tensor:  # [tokens, cols] in the dtype of x
     """Return for each token the sum of its rows, added in float32 one after the other."""
-    total = x.new_zeros((len(places), x.shape[1]), dtype=torch.float32)
-    for place in places.unbind(1):
-        total += torch.where(place[:, None] < 0, 0, x[place.clamp(min=0).long()].float())
-    return total.to(x.dtype)
+    found = torch.where(places[..., None] < 0, 0, x[places.clamp(min=0).long()].float())
+    first, *others = found.unbind(1)
+    for row in others:
+        first = first + row
+    return first.to(x.dtype)

@@ -65,6 +65,25 @@ def sample_arguments(name, shape, device):
             scale = torch.tensor(0.1, device=device)
             yield x / 9, x, x + 1, scale, "silu", "e5m2", 2 * [delayed_state(device)], False, False
             yield x / 9, x, None, scale, "gelu_tanh", "e5m2", [], False, True
+        case "expert_activation":
+            yield torch.randn(64, 2 * 48, device=device), torch.rand(64, device=device), "gelu"
+        case "expert_activation_backward":
+            scale = torch.tensor(0.1, device=device)
+            gate_up = torch.randn(64, 96, device=device).bfloat16()
+            yield (
+                torch.randn(64, 48, device=device),
+                gate_up,
+                torch.rand(64, device=device),
+                scale,
+                "silu",
+            )
+        case "take_rows":
+            codes = ops.cast(torch.randn(20, 32, device=device), E4M3)[0]
+            index = torch.randint(-1, 20, (48,), dtype=torch.int32, device=device)
+            yield from ((codes, index, *layouts) for layouts in ((True, True), (False, True)))
+        case "sum_rows":
+            places = torch.randint(-1, 20, (5, 3), dtype=torch.int32, device=device)
+            yield torch.randn(20, 32, device=device).bfloat16(), places
 
 
 @cache
@@ -78,15 +97,16 @@ def delayed_state(device):
 
 KEPT = []
 INEXACT = (  # sums have an order, exponentials are the device's, and a state lies on one device
-    "matmul_blocks", "activation_cast", "activation_backward_cast", "cast_delayed",
+    "matmul_blocks", "activation_cast", "activation_backward_cast", "cast_delayed", "expert_activation",
+    "expert_activation_backward",
 )  # fmt: skip
 MATRICES = (
     "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "activation_cast",
-    "activation_backward_cast",
+    "activation_backward_cast", "expert_activation", "expert_activation_backward", "take_rows", "sum_rows",
 )  # fmt: skip
 
 
-LAYERS = ("linear", "mlp")  # consist of operators: tests/nn/test_compiled.py
+LAYERS = ("linear", "mlp", "grouped", "experts")  # consist of operators: tests/nn/test_compiled.py
 OPERATORS = sorted(
     name.split("::")[1]
     for name in torch._C._dispatch_get_all_op_names()
@@ -98,7 +118,8 @@ def test_all_operators_are_sampled_here():
     assert OPERATORS == [
         "accumulate_blocks", "activation_backward_cast", "activation_cast",
         "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
-        "matmul_blocks", "quantize_blocks", "recast",
+        "expert_activation", "expert_activation_backward", "matmul_blocks", "quantize_blocks", "recast", "sum_rows",
+        "take_rows",
     ]  # fmt: skip
     for name in OPERATORS:
         assert list(sample_arguments(name, (5, 200), "cpu")), name
