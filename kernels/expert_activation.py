@@ -38,13 +38,14 @@ def _load(ptr, r, c, cols, stride, EVEN: tl.constexpr):
 
 @triton.jit
 def _row_values(
-    d_ptr, x_ptr, w_ptr, r, c, cols,
+    d_ptr, x_ptr, w_ptr, index_ptr, r, c, cols,
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return of the rows r: h, gradients of gate and up (or h), and the gradient of h times h without the weight."""
     g = _load(x_ptr, r, c, cols, 2 * cols, EVEN)
     u = _load(x_ptr + cols, r, c, cols, 2 * cols, EVEN)
-    weight = tl.load(w_ptr + r)[:, None]
+    pair = tl.load(index_ptr + r)
+    weight = tl.load(w_ptr + pair, mask=pair >= 0, other=0).to(tl.float32)[:, None]
     if BACKWARD:
         d = _load(d_ptr, r, c, cols, cols, EVEN).to(tl.float32)
         h, a, b = _values(d * weight, g, u, ACTIVATION, True, True, HARDWARE)
@@ -57,7 +58,7 @@ def _row_values(
 
 @triton.jit
 def _expert_parts_kernel(
-    d_ptr, x_ptr, w_ptr, parts_ptr, cols, tiles, rounds,
+    d_ptr, x_ptr, w_ptr, index_ptr, parts_ptr, cols, tiles, rounds,
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +69,7 @@ def _expert_parts_kernel(
             r = (tile // tl.cdiv(cols, COLS)) * ROWS + tl.arange(0, ROWS)
             c = (tile % tl.cdiv(cols, COLS)) * COLS + tl.arange(0, COLS)
             h, a, b, _s = _row_values(
-                d_ptr, x_ptr, w_ptr, r, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
+                d_ptr, x_ptr, w_ptr, index_ptr, r, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
             )
             if BACKWARD:
                 most = tl.maximum(most, bits_of_magnitude(a))
@@ -80,7 +81,7 @@ def _expert_parts_kernel(
 
 @triton.jit
 def _expert_cast_kernel(
-    d_ptr, x_ptr, w_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, h_t_ptr, h_scale_ptr, sums_ptr,
+    d_ptr, x_ptr, w_ptr, index_ptr, parts_ptr, codes_ptr, codes_t_ptr, scale_ptr, h_t_ptr, h_scale_ptr, sums_ptr,
     rows, cols,
     ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, HARDWARE: tl.constexpr, EVEN: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -93,16 +94,16 @@ def _expert_cast_kernel(
     across = tl.cdiv(cols, COLS)
     q, c = place_tile(tl.program_id(0), across, ROWS, COLS)
     h0, a0, b0, s0 = _row_values(
-        d_ptr, x_ptr, w_ptr, 4 * q, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
+        d_ptr, x_ptr, w_ptr, index_ptr, 4 * q, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
     )
     h1, a1, b1, s1 = _row_values(
-        d_ptr, x_ptr, w_ptr, 4 * q + 1, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
+        d_ptr, x_ptr, w_ptr, index_ptr, 4 * q + 1, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
     )
     h2, a2, b2, s2 = _row_values(
-        d_ptr, x_ptr, w_ptr, 4 * q + 2, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
+        d_ptr, x_ptr, w_ptr, index_ptr, 4 * q + 2, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
     )
     h3, a3, b3, s3 = _row_values(
-        d_ptr, x_ptr, w_ptr, 4 * q + 3, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
+        d_ptr, x_ptr, w_ptr, index_ptr, 4 * q + 3, c, cols, ACTIVATION, BACKWARD, HARDWARE, EVEN
     )
     if BACKWARD:
         # columns beyond a half are not those of the other one
@@ -138,11 +139,12 @@ _launch_cast = Launcher(_expert_cast_kernel, num_warps=8)
 
 def expert_activation(
     gate_up: Tensor,  # bfloat16, float16 or float32 [rows, 2 · cols]; rows a multiple of 64, cols of 16
-    weights: Tensor,  # float32 [rows]
+    weights: Tensor,  # of pairs, floats of any shape
+    index: Tensor,  # int32 [rows], the pair in each row, -1 for none: its weight is 0
     activation: str,
 ) -> tuple[Tensor, Tensor]:  # E4M3 codes [rows, cols], scale float32 0-d
     """Return act(gate) × up × weight in FP8."""
-    codes, _, scale, _, _ = _run(None, gate_up, weights, None, activation)
+    codes, _, scale, _, _ = _run(None, gate_up, weights, index, None, activation)
     return codes, scale
 
 
@@ -150,22 +152,24 @@ def expert_activation_backward(
     dh: Tensor,  # the gradient of what expert_activation cast, [rows, cols]
     gate_up: Tensor,
     weights: Tensor,
+    index: Tensor,
     h_scale: Tensor,  # the scale that expert_activation returned
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return codes [rows, 2 · cols], codes_t and scale of gate_up's gradient, E4M3 codes_t [cols, rows] of what
-    expert_activation cast, and the gradient of the weights, float32 [rows]."""
-    return _run(dh.contiguous(), gate_up, weights, h_scale, activation)
+    expert_activation cast, and the gradient of each row's weight, float32 [rows]."""
+    return _run(dh.contiguous(), gate_up, weights, index, h_scale, activation)
 
 
 def _run(
     dh: Tensor | None,  # None: forward
     x: Tensor,
     weights: Tensor,
+    index: Tensor,
     h_scale: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x, backward = x.contiguous(), dh is not None
+    x, w, backward = x.contiguous(), weights.contiguous(), dh is not None
     rows, cols = x.shape[0], x.shape[1] // 2
     width = 2 * cols if backward else cols
     like: Any = {"dtype": E4M3.dtype}
@@ -182,10 +186,10 @@ def _run(
         found = x.new_empty((parts,), dtype=torch.int32)
         how = activation, backward, casts_in_hardware(x.device), cols % COLS == 0
         _launch_parts(
-            (parts, 1, 1), d, x, weights, found, cols, 2 * tiles, -(-2 * tiles // parts), *how, parts, ROWS // 2, COLS
+            (parts, 1, 1), d, x, w, index, found, cols, 2 * tiles, -(-2 * tiles // parts), *how, parts, ROWS // 2, COLS
         )  # fmt: skip
         _launch_cast(
-            (tiles, 1, 1), d, x, weights, found, codes, codes_t, scale, h_t,
+            (tiles, 1, 1), d, x, w, index, found, codes, codes_t, scale, h_t,
             scale if h_scale is None else h_scale, sums, rows, cols, *how, parts, ROWS, COLS,
         )  # fmt: skip
     return codes, codes_t, scale, h_t, sums.sum(0) if backward else scale

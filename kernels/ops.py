@@ -353,10 +353,19 @@ cast_delayed = _operator(
 # --- rows of experts' tokens
 
 
+route = _operator(
+    "route(Tensor top_k_index, int experts) -> (Tensor, Tensor, Tensor)",
+    rows.route,
+    lambda ids, experts: (
+        ids.new_empty(experts, dtype=torch.int32),
+        ids.new_empty(rows.rows_needed(ids.numel(), experts), dtype=torch.int32),
+        torch.empty_like(ids, dtype=torch.int32),
+    ),
+)
 take_rows = _operator(
-    "take_rows(Tensor codes, Tensor index, bool plain=True, bool transposed=True) -> (Tensor, Tensor)",
+    "take_rows(Tensor codes, Tensor index, int count, bool plain=True, bool transposed=True) -> (Tensor, Tensor)",
     rows.take_rows,
-    lambda codes, index, plain=True, transposed=True: (
+    lambda codes, index, count, plain=True, transposed=True: (
         codes.new_empty((len(index), codes.shape[1]) if plain else (0, 0)),
         codes.new_empty((codes.shape[1], len(index)) if transposed else (0, 0)),
     ),
@@ -384,16 +393,17 @@ activation_backward_cast = _operator(
     _activation_backward,
 )
 expert_activation = _operator(
-    "expert_activation(Tensor gate_up, Tensor weights, str activation) -> (Tensor, Tensor)",
+    "expert_activation(Tensor gate_up, Tensor weights, Tensor index, str activation) -> (Tensor, Tensor)",
     experts.expert_activation,
     lambda x, *_: _matrix(x[:, ::2], "e4m3", True, False)[::2],
 )
 expert_activation_backward = _operator(
-    "expert_activation_backward(Tensor dh, Tensor gate_up, Tensor weights, Tensor h_scale, str activation) "
+    "expert_activation_backward(Tensor dh, Tensor gate_up, Tensor weights, Tensor index, Tensor h_scale, "
+    "str activation) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     experts.expert_activation_backward,
-    lambda dh, x, weights, *_: (
-        *_matrix(x, "e4m3"), _matrix(dh, "e4m3", False)[1], torch.empty_like(weights)
+    lambda dh, x, weights, index, *_: (
+        *_matrix(x, "e4m3"), _matrix(dh, "e4m3", False)[1], torch.empty_like(index, dtype=torch.float32)
     ),
 )  # fmt: skip
 rmsnorm = _on_each_device(rms.rmsnorm)

@@ -8,7 +8,7 @@ permutes back, in bfloat16, or float32 where the weights are. Casting what it pe
 How. Every class of experts that transformers' registry serves (`ALL_EXPERTS_FUNCTIONS`) has the same attributes and the
 same three arguments. Such a module gets a subclass of its class, whose forward is this:
 
-1. `route` gives each pair of token and expert a row. The rows of an expert are padded to a multiple of 16.
+1. `ops.route` gives each pair of token and expert a row. The rows of an expert are padded to a multiple of 16.
 2. Tokens are cast first and then taken by row: a quarter of the bytes. The transposed codes that the gradients of
    weights want are written on the way.
 3. If the gate is act(gate) × up, with an act that `kernels/activation.py` knows, one autograd node does it all:
@@ -29,12 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fp8stack.formats import E4M3
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.activation import ACTIVATIONS
-from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS, aligned
 
 from . import casts, grouped, linear
 from .bf16_storage import autocast_is_on, output_dtype
@@ -114,7 +112,7 @@ class Fp8Experts(Mixin):
 
     def _compute(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module: Any = self
-        groups = route(top_k_index, module.num_experts)
+        groups = grouped.Groups(*ops.route(top_k_index, module.num_experts))
         first, down = (getattr(self, name) for name in stacks_of(self))
         weights, turned = top_k_weights.reshape(top_k_index.shape), module.is_transposed
         if self.activation:
@@ -164,34 +162,6 @@ def activation_of(module: Any) -> str:
     return fitting[0]
 
 
-def route(top_k_index: Tensor, experts: int) -> grouped.Groups:
-    """Return a row for each pair of token and expert [tokens, count], those of an expert next to each other.
-
-    Indices from `experts` on are of experts that other ranks have: such a pair gets no row.
-    """
-    tokens, count = top_k_index.shape
-    pairs = tokens * count
-    rows = aligned(pairs + (ALIGNMENT - 1) * experts, TOKENS)
-    ids, device = top_k_index.reshape(-1), top_k_index.device
-    numbers = torch.arange(experts, device=device)
-    # the pairs of each expert in their order, one expert behind the other: the sum counts them all
-    counted = (ids == numbers[:, None]).view(-1).cumsum(0, dtype=torch.int32).view(experts, pairs)
-    offs = counted[:, -1] if pairs else counted.new_zeros(experts)
-    starts = F.pad(offs[:-1], (1, 0))
-    sizes = (offs - starts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    ends = sizes.cumsum(0, dtype=torch.int32)
-    own = ids.clamp(max=experts - 1)
-    place = counted.gather(0, own[None])[0] - 1 + (ends - sizes - starts)[own]
-    elsewhere = ids >= experts
-    index = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
-    token = torch.arange(pairs, device=device, dtype=torch.int32) // count
-    index[torch.where(elsewhere, rows, place).long()] = token  # the last one is nobody's
-    places = torch.where(elsewhere, -1, place).int().view(tokens, count)
-    # What is left over, rows of zeros, is the last expert's: so all rows are defined.
-    last = torch.arange(experts, device=device) == experts - 1
-    return grouped.Groups(torch.where(last, rows, ends).int(), index[:rows], places)
-
-
 def _biased(module: Any, y: Tensor, name: str, groups: grouped.Groups) -> Tensor:
     """Add the bias of each row's expert."""
     if not module.has_bias:
@@ -202,15 +172,15 @@ def _biased(module: Any, y: Tensor, name: str, groups: grouped.Groups) -> Tensor
 
 
 def _operator(
-    x: Any, first: Any, down: Any, weights: Any, ends: Any, index: Any, places: Any, activation: str, *rest: Any
+    x: Any, first: Any, down: Any, weights: Any, ends: Any, pairs: Any, places: Any, activation: str, *rest: Any
 ) -> Tensor:  # fmt: skip
-    groups, options = grouped.Groups(ends, index, places), casts.Options(*rest)
+    groups, options = grouped.Groups(ends, pairs, places), casts.Options(*rest)
     result: Tensor = _Experts.apply(x, first, down, weights, groups, activation, [options] * 2)
     return result
 
 
 _in_graph = ops.define_composite(
-    "experts(Tensor x, Tensor first, Tensor down, Tensor weights, Tensor ends, Tensor index, Tensor places, "
+    "experts(Tensor x, Tensor first, Tensor down, Tensor weights, Tensor ends, Tensor pairs, Tensor places, "
     f"str activation, {casts.ARGUMENTS}) -> Tensor",
     _operator,
 )
@@ -229,21 +199,20 @@ class _Experts(torch.autograd.Function):
         options: list[casts.Options],
     ) -> Tensor:  # [tokens, in]
         own, of_down = options
-        dtype, ends, places = own.dtype, groups.ends, groups.places.long()
+        dtype, (ends, pairs, places) = own.dtype, groups
         codes, x_scale, _, _ = casts.cast_matrix(x, E4M3, transposed=False)
-        codes, codes_t = ops.take_rows(codes, groups.index, True, first.requires_grad)
-        by_row = torch.zeros(len(codes) + 1, device=x.device)
-        by_row[torch.where(places < 0, len(codes), places)] = weights.float()
+        count, backward = places.shape[1], first.requires_grad
+        codes, codes_t = ops.take_rows(codes, pairs, count, True, backward)
         operand, scale, first_codes = grouped.cast_stack(first, own, x.requires_grad, len(codes))
         gate_up = grouped.product(codes, x_scale, operand, scale, ends, dtype, own.fast)
-        h_codes, h_scale = ops.expert_activation(gate_up, by_row[:-1], activation)
+        h_codes, h_scale = ops.expert_activation(gate_up, weights, pairs, activation)
         operand, down_scale, down_codes = grouped.cast_stack(down, of_down, True, len(codes))
         y = grouped.product(h_codes, h_scale, operand, down_scale, ends, dtype, own.fast)
-        ctx.settings = groups, activation, options, x.dtype, weights.dtype
+        ctx.settings = groups, activation, options, x.dtype
         ctx.save_for_backward(
-            codes_t, x_scale, gate_up, by_row, h_scale, first, first_codes, scale, down, down_codes, down_scale
+            codes_t, x_scale, gate_up, weights, h_scale, first, first_codes, scale, down, down_codes, down_scale
         )  # fmt: skip
-        return ops.sum_rows(y, groups.places)
+        return ops.sum_rows(y, places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -251,17 +220,16 @@ class _Experts(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    codes_t, x_scale, gate_up, by_row, h_scale, *stacks = ctx.saved_tensors
-    groups, activation, (own, of_down), x_dtype, weights_dtype = ctx.settings
-    ends, places = groups.ends, groups.places.long()
+    codes_t, x_scale, gate_up, weights, h_scale, *stacks = ctx.saved_tensors
+    (ends, pairs, places), activation, (own, of_down), x_dtype = ctx.settings
     (need_x, need_first, need_down, need_weights), _ = casts.runs(ctx, 4, own.traced(grad))
     dx = d_first = d_down = d_weights = None
     g = casts.cast_matrix(grad, E4M3, transposed=False)
-    g_codes, g_codes_t = ops.take_rows(g.codes, groups.index, True, need_down)
+    g_codes, g_codes_t = ops.take_rows(g.codes, pairs, places.shape[1], True, need_down)
     operand = grouped.stack_for_backward(*stacks[3:], of_down)
     dh = grouped.product(g_codes, g.scale, *operand, ends, own.dtype, own.fast)
     d_codes, d_codes_t, d_scale, h_codes_t, sums = ops.expert_activation_backward(
-        dh, gate_up, by_row[:-1], h_scale, activation
+        dh, gate_up, weights, pairs, h_scale, activation
     )
     if need_down:
         pair = (g_codes_t, g.scale), (h_codes_t, h_scale)
@@ -272,7 +240,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_x:
         operand = grouped.stack_for_backward(*stacks[:3], own)
         dx = grouped.product(d_codes, d_scale, *operand, ends, x_dtype, own.fast)
-        dx = ops.sum_rows(dx, groups.places)
+        dx = ops.sum_rows(dx, places)
     if need_weights:
-        d_weights = torch.where(places < 0, 0, sums[places.clamp(min=0)]).to(weights_dtype)
+        d_weights = (
+            ops.sum_rows(sums[:, None], places.view(-1, 1)).view_as(weights).to(weights.dtype)
+        )
     return dx, d_first, d_down, d_weights, None, None, None

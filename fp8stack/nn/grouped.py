@@ -26,12 +26,13 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8stack.errors import ModelError
 from fp8stack.formats import E4M3, FLOATS
 from fp8stack.kernels import ops
-from fp8stack.kernels.reference.cast import ALIGNMENT, TOKENS, aligned
+from fp8stack.kernels.reference.cast import ALIGNMENT
+from fp8stack.kernels.reference.rows import rows_needed
 from fp8stack.levels import recipe_for
 
 from . import casts, linear
@@ -105,11 +106,9 @@ class Groups(NamedTuple):
     """Where the rows of each group are: int32 tensors."""
 
     ends: Tensor  # [groups], the row behind the last one of each
-    # Of groups that are padded to multiples of 16 rows, as the experts of a model have them; None: they are not padded.
-    index: Tensor | None = None  # [rows], the token in each row; -1: none
-    places: Tensor | None = (
-        None  # [tokens, count], the rows of each token; -1: of an expert that is elsewhere
-    )
+    # Of groups that are padded to multiples of 16 rows, as `ops.route` makes them; None: they are not padded.
+    pairs: Any = None  # [rows], the pair of token and expert in each row; -1: none
+    places: Any = None  # [tokens, count], the row of each pair; -1: of an expert that is elsewhere
 
 
 def multiply(
@@ -146,10 +145,10 @@ def _multiply(
 
 
 _in_graph = ops.define_composite(
-    "grouped(Tensor x, Tensor stack, Tensor ends, Tensor? index, Tensor? places, bool gather, "
+    "grouped(Tensor x, Tensor stack, Tensor ends, Tensor? pairs, Tensor? places, bool gather, "
     f"{casts.ARGUMENTS}) -> Tensor",
-    lambda x, stack, ends, index, places, gather, *options: _multiply(
-        x, stack, Groups(ends, index, places), gather, casts.Options(*options)
+    lambda x, stack, ends, pairs, places, gather, *options: _multiply(
+        x, stack, Groups(ends, pairs, places), gather, casts.Options(*options)
     ),
 )
 
@@ -164,10 +163,10 @@ class _GroupedMatmul(torch.autograd.Function):
         gather: bool,
         options: casts.Options,
     ) -> Tensor:  # [rows, out]
-        padded = groups.index is not None
+        padded = groups.pairs is not None
         codes, x_scale, codes_t, _ = casts.cast_matrix(x, E4M3, True, padded and not gather)
         if gather:
-            codes, codes_t = ops.take_rows(codes, groups.index)
+            codes, codes_t = ops.take_rows(codes, groups.pairs, groups.places.shape[1])
         operand, w_scale, w_codes_t = cast_stack(stack, options, x.requires_grad, len(codes))
         y = product(codes, x_scale, operand, w_scale, groups.ends, options.dtype, options.fast)
         ctx.settings = groups, gather, options, x.shape, x.dtype
@@ -184,7 +183,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x_codes, x_scale, stack, w_codes, w_scale = ctx.saved_tensors
     groups, gather, options, x_shape, x_dtype = ctx.settings
     (need_x, need_w), _ = casts.runs(ctx, 2, options.traced(grad))
-    padded, dx, dw = groups.index is not None, None, None
+    padded, dx, dw = groups.pairs is not None, None, None
     g = casts.cast_matrix(grad, E4M3, need_x or not padded, padded and need_w)
     if need_x:
         operand = stack_for_backward(stack, w_codes, w_scale, options)
@@ -194,7 +193,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         g_codes, ends = g.codes_t, groups.ends
         if not padded:
             index, ends = padded_rows(ends, len(grad))
-            g_codes, x_codes = (ops.take_rows(c, index, False)[1] for c in (g.codes, x_codes))
+            g_codes, x_codes = (ops.take_rows(c, index, 1, False)[1] for c in (g.codes, x_codes))
         dw = weight_gradient((g_codes, g.scale), (x_codes, x_scale), ends, stack.dtype, options)
     return dx, dw, None, None, None
 
@@ -225,17 +224,17 @@ def _operand(codes: Tensor, groups: int, in_rows: bool) -> Tensor:
 def padded_rows(offs: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return which row to take for each of those of groups padded to multiples of 16, -1 for none, and their ends.
 
-    Both int32: [n] and [groups], where n is the least that always suffices. What is left over the last group has.
+    Both are int32, as those of `ops.route`.
     """
-    n = aligned(rows + (ALIGNMENT - 1) * len(offs), TOKENS)
-    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    n = rows_needed(rows, len(offs))
+    starts = nn.functional.pad(offs[:-1], (1, 0))
     sizes = (offs - starts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     ends = sizes.cumsum(0, dtype=torch.int32)
     place = torch.arange(n, device=offs.device, dtype=torch.int32)
     group = torch.searchsorted(ends, place, right=True).clamp(max=len(offs) - 1)
     row = place + (starts - ends + sizes)[group]
     index = torch.where(row < offs[group], row, -1)
-    return index.int(), torch.cat([ends[:-1], ends.new_full((1,), n)])
+    return index.int(), nn.functional.pad(ends[:-1], (0, 1), value=n)
 
 
 def product(

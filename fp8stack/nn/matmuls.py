@@ -357,7 +357,9 @@ def _tensordot(mode: _Mode, a: Any, b: Any, dims: Any = 2, out: Any = None) -> T
     for i, j in zip(*dims, strict=True):
         of_b[j] = of_a[i]
     kept = [c for c in of_a if c not in of_b] + [c for c in of_b if c not in of_a]
-    y = _einsum(mode, f"{''.join(of_a)},{''.join(of_b)}->{''.join(kept)}", a, b)
+    with torch.autocast(a.device.type, enabled=autocast_is_on(a) and not a.is_cuda):
+        # On a GPU autocast takes the operands' own dtype for it.
+        y = _einsum(mode, f"{''.join(of_a)},{''.join(of_b)}->{''.join(kept)}", a, b)
     return y if isinstance(y, str) else y.contiguous()  # laid out as torch's
 
 

@@ -33,14 +33,14 @@ from fp8stack.formats import E4M3, E5M2, FORMATS
 from fp8stack.kernels import cast, norm, rmsnorm, step, step_scalars
 from fp8stack.kernels.launch import Launcher
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
-from fp8stack.kernels.rows import WIDTH
+from fp8stack.kernels.rows import BLOCK, WIDTH
 
 ARCHITECTURES = (80, 90)
 ALWAYS = ("rows16", "cols16", "rows_padded", "cols_padded")  # multiples of 16
 ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
     "scale_pitch", "scale_step", "blocks", "rank", "call", "timeout",
-    "tiles", "across",
+    "tiles", "across", "pairs", "experts",
 )  # fmt: skip
 NUMBERS = {
     "growth": "fp32",
@@ -213,6 +213,9 @@ def expert_cases():
             yield label, pointers, {"ACTIVATION": "silu", "BACKWARD": backward, "EVEN": even}
 
 
+ROUTED = {"ids_ptr": "i64"} | dict.fromkeys(("counts_ptr", "ends_ptr", "places_ptr"), "i32")
+
+
 def rows_cases():
     for layouts in ((True, True), (False, True)):
         codes = dict.fromkeys(("codes_ptr", "plain_ptr", "turned_ptr"), "fp8e4nv")
@@ -281,6 +284,8 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
     ],
     "_activation_cast_kernel": activation_cases(),
     "_take_rows_kernel": rows_cases(),
+    "_count_pairs_kernel": [("", ROUTED, {"BLOCK": BLOCK})],
+    "_route_kernel": [("", ROUTED, {"BLOCK": BLOCK, "ALIGNMENT": 16, "EXPERTS": 128})],
     "_sum_rows_kernel": [
         (f"{n} rows", {"x_ptr": "bf16", "places_ptr": "i32", "total_ptr": "bf16"}, {"COUNT": n}) for n in (1, 8)
     ],

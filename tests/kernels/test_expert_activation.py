@@ -17,30 +17,29 @@ KINDS = pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "rel
 
 
 def draw(rows, cols, dtype=torch.float32):
-    """Return gate and up, weights of which some are zero, and a gradient."""
-    gate_up = 3 * torch.randn(rows, 2 * cols)
-    weights = torch.rand(rows) * (torch.rand(rows) > 0.2)
-    return gate_up.to(dtype), weights, (1e-3 * torch.randn(rows, cols)).to(dtype)
+    """Return gate and up, the weights of pairs, which pair is in each row, and a gradient."""
+    gate_up, pairs = 3 * torch.randn(rows, 2 * cols), torch.randperm(rows).int()
+    pairs = torch.where(torch.rand(rows) > 0.2, pairs, -1)
+    weights = torch.rand(rows).to(dtype)
+    return gate_up.to(dtype), weights, pairs, (1e-3 * torch.randn(rows, cols)).to(dtype)
 
 
-def both_ways(kernels, gate_up, weights, dh, activation):
-    codes, scale = kernels.expert_activation(gate_up, weights, activation)
-    return (
-        codes,
-        scale,
-        *kernels.expert_activation_backward(dh, gate_up, weights, scale, activation),
-    )
+def both_ways(kernels, gate_up, weights, pairs, dh, activation):
+    codes, scale = kernels.expert_activation(gate_up, weights, pairs, activation)
+    backward = kernels.expert_activation_backward(dh, gate_up, weights, pairs, scale, activation)
+    return codes, scale, *backward
 
 
 @KINDS
 def test_reference_casts_what_autograd_computes(activation):
-    gate_up, weights, dh = draw(64, 48)
-    x, w = (t.double().requires_grad_() for t in (gate_up, weights))
+    gate_up, weights, pairs, dh = draw(64, 48)
+    by_row = torch.where(pairs < 0, 0, weights[pairs.clamp(min=0)])
+    x, w = (t.double().requires_grad_() for t in (gate_up, by_row))
     gate, up = x.chunk(2, 1)
     h = ACTIVATIONS[activation](gate) * up * w[:, None]
     h.backward(dh.double())
     codes, scale, d_codes, d_codes_t, d_scale, h_codes_t, d_weights = both_ways(
-        reference, gate_up, weights, dh, activation
+        reference, gate_up, weights, pairs, dh, activation
     )
     for given, own, exact in ((codes, scale, h.detach()), (d_codes, d_scale, x.grad)):
         right, right_scale = quantize_tensor(exact.float(), E4M3)
@@ -72,10 +71,9 @@ def test_kernels_do_what_the_reference_does(shape, dtype, activation, kernel_dev
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_a_value_that_is_not_finite_makes_the_scale_nan(value, kernel_device):
-    gate_up, weights, dh = (t.to(kernel_device) for t in draw(64, 32))
-    gate_up[3, 40] = value
-    weights[3] = 1.0
+    gate_up, weights, pairs, dh = (t.to(kernel_device) for t in draw(64, 32))
+    gate_up[3, 40], pairs[3] = value, 5
     for kernels in (reference, triton):
-        found = both_ways(kernels, gate_up, weights, dh, "silu")
+        found = both_ways(kernels, gate_up, weights, pairs, dh, "silu")
         assert found[1].isnan()
         assert found[4].isnan()
