@@ -133,8 +133,8 @@ class Fp8Experts(Mixin):
         if getattr(module, "has_post_expert_norm", False):
             y = module.post_expert_norm(y)
         places = groups.places.long()
-        y = y[places.clamp(min=0)] * torch.where(places < 0, 0, weights)[..., None]
-        return y.sum(1).to(x.dtype)
+        weighted: Tensor = y[places.clamp(min=0)] * torch.where(places < 0, 0, weights)[..., None]
+        return weighted.sum(1).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}fp8={self.products[0].name}, grouped"
@@ -145,21 +145,20 @@ def activation_of(module: Any) -> str:
     plain = module.has_gate and not module.has_bias
     if not plain or getattr(module, "has_post_expert_norm", False):
         return ""
+    fitting = [*ACTIVATIONS]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
-        gate, up = 4 * torch.randn(2, 8, 64, device="cpu", dtype=torch.float32)
-        for size in (1.0, 100.0):  # of large inputs limits show
-            try:
-                made = module._apply_gate(torch.cat([size * gate, size * up], -1))
-            except Exception:  # it wants other sizes, or another device
-                return ""
+        drawn = torch.randn(2, 8, 64, device="cpu", dtype=torch.float32)
+    for size in (4.0, 400.0):  # of large inputs limits show
+        gate, up = size * drawn
+        try:
+            made = module._apply_gate(torch.cat([gate, up], -1))
             fitting = [
-                name for name, act in ACTIVATIONS.items()
-                if made.shape == up.shape and torch.allclose(made, act(size * gate) * size * up, 1e-4, 1e-5)
+                name for name in fitting if torch.allclose(made, ACTIVATIONS[name](gate) * up, 1e-4, 1e-5)
             ]  # fmt: skip
-            if not fitting:
-                return ""
-    return fitting[0]
+        except Exception:  # it wants other sizes, or another device
+            return ""
+    return fitting[0] if fitting else ""
 
 
 def _biased(module: Any, y: Tensor, name: str, groups: grouped.Groups) -> Tensor:
@@ -201,12 +200,14 @@ class _Experts(torch.autograd.Function):
         own, of_down = options
         dtype, (ends, pairs, places) = own.dtype, groups
         codes, x_scale, _, _ = casts.cast_matrix(x, E4M3, transposed=False)
-        count, backward = places.shape[1], first.requires_grad
-        codes, codes_t = ops.take_rows(codes, pairs, count, True, backward)
-        operand, scale, first_codes = grouped.cast_stack(first, own, x.requires_grad, len(codes))
+        need_x, need_first, *_ = need = ctx.needs_input_grad
+        codes, codes_t = ops.take_rows(codes, pairs, places.shape[1], True, need_first)
+        operand, scale, first_codes = grouped.cast_stack(first, own, need_x, len(codes))
         gate_up = grouped.product(codes, x_scale, operand, scale, ends, dtype, own.fast)
         h_codes, h_scale = ops.expert_activation(gate_up, weights, pairs, activation)
-        operand, down_scale, down_codes = grouped.cast_stack(down, of_down, True, len(codes))
+        operand, down_scale, down_codes = grouped.cast_stack(
+            down, of_down, True in need, len(codes)
+        )
         y = grouped.product(h_codes, h_scale, operand, down_scale, ends, dtype, own.fast)
         ctx.settings = groups, activation, options, x.dtype
         ctx.save_for_backward(
@@ -220,25 +221,26 @@ class _Experts(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    codes_t, x_scale, gate_up, weights, h_scale, *stacks = ctx.saved_tensors
+    codes_t, x_scale, gate_up, weights, h_scale, *saved = ctx.saved_tensors
+    first, first_codes, first_scale, down, down_codes, down_scale = saved
     (ends, pairs, places), activation, (own, of_down), x_dtype = ctx.settings
     (need_x, need_first, need_down, need_weights), _ = casts.runs(ctx, 4, own.traced(grad))
     dx = d_first = d_down = d_weights = None
     g = casts.cast_matrix(grad, E4M3, transposed=False)
     g_codes, g_codes_t = ops.take_rows(g.codes, pairs, places.shape[1], True, need_down)
-    operand = grouped.stack_for_backward(*stacks[3:], of_down)
+    operand = grouped.stack_for_backward(down, down_codes, down_scale, of_down)
     dh = grouped.product(g_codes, g.scale, *operand, ends, own.dtype, own.fast)
     d_codes, d_codes_t, d_scale, h_codes_t, sums = ops.expert_activation_backward(
         dh, gate_up, weights, pairs, h_scale, activation
     )
     if need_down:
         pair = (g_codes_t, g.scale), (h_codes_t, h_scale)
-        d_down = grouped.weight_gradient(*pair, ends, stacks[3].dtype, of_down)
+        d_down = grouped.weight_gradient(*pair, ends, down.dtype, of_down)
     if need_first:
         pair = (d_codes_t, d_scale), (codes_t, x_scale)
-        d_first = grouped.weight_gradient(*pair, ends, stacks[0].dtype, own)
+        d_first = grouped.weight_gradient(*pair, ends, first.dtype, own)
     if need_x:
-        operand = grouped.stack_for_backward(*stacks[:3], own)
+        operand = grouped.stack_for_backward(first, first_codes, first_scale, own)
         dx = grouped.product(d_codes, d_scale, *operand, ends, x_dtype, own.fast)
         dx = ops.sum_rows(dx, places)
     if need_weights:

@@ -298,5 +298,5 @@ def _product_on_cpu(
 def _shape_of_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offs: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    groups = (len(offs),) if b.dim() == 2 else ()
-    return a.new_empty((*groups, len(a), b.shape[-1]), dtype=dtype)
+    shape = (*offs.shape, len(a), b.shape[-1])  # of groups each
+    return a.new_empty(shape if b.dim() == 2 else shape[1:], dtype=dtype)

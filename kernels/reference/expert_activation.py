@@ -55,4 +55,6 @@ def expert_activation_backward(
 
 
 def _by_row(weights: Tensor, index: Tensor) -> Tensor:
-    return torch.where(index < 0, 0.0, weights.float().flatten()[index.clamp(min=0).long()])[:, None]
+    return torch.where(index < 0, 0.0, weights.float().flatten()[index.clamp(min=0).long()])[
+        :, None
+    ]

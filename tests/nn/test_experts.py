@@ -81,6 +81,16 @@ def test_numbers_are_those_of_transformers_but_for_rounding(kind, dtype, device)
     assert not any(gradient[-1].any() for gradient in stacks)  # of the expert without tokens
 
 
+@pytest.mark.parametrize(("act", "found"), [("gelu", "gelu"), ("relu", "relu"), ("tanh", "")])
+def test_a_gate_is_known_by_what_it_computes(act, found):
+    module, given = build("Qwen3Moe"), draw()
+    module[0].act_fn = transformers.activations.ACT2FN[act]
+    expected = copy.deepcopy(module[0])(*given)
+    ours = native(module)
+    assert ours.activation == found
+    assert (ours(*given) - expected).norm() <= 0.07 * expected.norm()
+
+
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
 def test_a_batch_of_padding_changes_no_bit(kind, device):
     """Rows are padded to what suffices always, so another order of the experts pads otherwise."""
