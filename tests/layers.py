@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8stack
 from fp8stack.capability import native_recipe
 from fp8stack.kernels import ops
+from fp8stack.nn.experts import is_experts
 from fp8stack.nn.mlp import fuse
 
 RECIPES = ("current", "delayed", "blockwise")
@@ -167,6 +168,24 @@ class Root(nn.Module):
 
     def forward(self, x):
         return torch.relu(self.layer(x)) @ self.w
+
+
+def experts_of(family, features, inner, number, count=2):
+    """Return experts of one of transformers' families, with weights of the size that training gives them."""
+    import transformers
+
+    sizes = {
+        "hidden_size": features, "moe_intermediate_size": inner, "intermediate_size": inner, "num_experts": number,
+        "num_local_experts": number, "n_routed_experts": number, "num_hidden_layers": 1, "vocab_size": 96,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": count,
+        "first_k_dense_replace": 0,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    made = next(m for m in model.modules() if is_experts(m))
+    for p in made.parameters():
+        nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    return made
 
 
 def conv1d(in_features, out_features):

@@ -36,7 +36,8 @@ IMPORTED = [
 # And what ranks import of those that this session has tests of, which import them to see that they are there.
 # DeepSpeed's Muon has torch import its compiler.
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-FRAMEWORKS = [MUON, "transformers.trainer", "lightning.pytorch"]
+EXPERTS = "transformers.models.qwen3_moe.modeling_qwen3_moe"
+FRAMEWORKS = [MUON, "transformers.trainer", EXPERTS, "lightning.pytorch"]
 ENVIRONMENT = dict(os.environ)  # that of the session, before any test changes it
 
 

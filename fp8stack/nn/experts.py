@@ -167,7 +167,8 @@ def _biased(module: Any, y: Tensor, name: str, groups: grouped.Groups) -> Tensor
         return y
     rows = torch.arange(len(y), device=y.device, dtype=torch.int32)
     expert = torch.searchsorted(groups.ends, rows, right=True)
-    return y + getattr(module, f"{name}_bias")[expert].to(y.dtype)
+    bias: Tensor = getattr(module, f"{name}_bias")
+    return y + bias[expert].to(y.dtype)
 
 
 def _operator(

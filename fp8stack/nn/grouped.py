@@ -281,7 +281,7 @@ def _product_on_cpu(
 ) -> Tensor:
     """Do what torch's kernel does on a GPU: of a [rows, k] and b [groups, k, n], or of a [m, k] and b [k, n] in groups
     of k."""
-    y = _shape_of_product(a, b, a_scale, b_scale, offs, dtype).zero_()
+    y: Tensor = _shape_of_product(a, b, a_scale, b_scale, offs, dtype).zero_()
     ends = [0, *offs.tolist()]
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
         if start < end:

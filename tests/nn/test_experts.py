@@ -6,20 +6,15 @@ import functools
 import pytest
 import torch
 from helpers import assert_same_bits
+from layers import experts_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
-from fp8stack.nn import experts, grouped
+from fp8stack.nn import grouped
 
 transformers = pytest.importorskip("transformers")
 HIDDEN, INNER, NUMBER, COUNT, TOKENS = 64, 48, 6, 2, 70
-SIZES = {
-    "hidden_size": HIDDEN, "moe_intermediate_size": INNER, "intermediate_size": INNER, "num_experts": NUMBER,
-    "num_local_experts": NUMBER, "n_routed_experts": NUMBER, "num_hidden_layers": 1, "vocab_size": 96,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts_per_tok": COUNT,
-    "first_k_dense_replace": 0,
-}  # fmt: skip
 KINDS = {
     "Qwen3Moe": "silu",
     "Mixtral": "silu",
@@ -29,12 +24,8 @@ KINDS = {
 
 
 def build(kind, device="cpu", dtype=torch.float32):
-    """Return experts of a family, alone, with weights of the size that training gives them."""
-    config = getattr(transformers, f"{kind}Config")(**SIZES)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    made = next(m for m in model.modules() if experts.is_experts(m))
-    for p in made.parameters():
-        nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    """Return a model of the experts of a family, alone."""
+    made = experts_of(kind, HIDDEN, INNER, NUMBER)
     return nn.Sequential(made).to(device, dtype)
 
 
