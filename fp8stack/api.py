@@ -148,6 +148,9 @@ def decide(
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         fallbacks.append(f"{told}: {missing[:3]}.{conversion.SEVERAL}".removesuffix("."))
+    if recipe.frozen and not (layers.frozen or layers.unfrozen):
+        told = "no Linear layer has a frozen weight. Freeze it (requires_grad=False) before initialize"
+        fallbacks.append(f'frozen="{recipe.frozen}" has no effect: {told}')
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -186,6 +189,7 @@ def carry_out(
         chosen = {m for m, why in decisions.bare.items() if not why}
         bare = apply_matmuls(model, recipe, chosen, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
+    conversion.freeze_weights(model, layers, session)
     if optimizer is not None:
         conversion.store_weights(model, layers, session)
         conversion.quantize_gradients(model, decisions.quantized, session)
@@ -228,6 +232,7 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if isinstance(session.returned, BlockwiseOptimizer):
         for parameter, _ in session.stored:
             session.returned.check_unchanged(parameter)
+    conversion.check_frozen(session)
     unfuse(model)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]

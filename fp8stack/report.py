@@ -58,6 +58,9 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
+    frozen: list[str] = field(default_factory=list)  # frozen weights that are kept in FP8
+    unfrozen: dict[str, str] = field(default_factory=dict)  # frozen weights of layers that are not: reason
+    frozen_gib: tuple[float, float] = (0.0, 0.0)  # of both, now and before
     bytes_per_parameter: float = 0.0  # of matrices: weight, master, gradient and optimizer state
     multiplied: set[str] = field(default_factory=set)  # bare parameters multiplied in FP8 so far
     # other products of theirs, by reason, and modules that were left out
@@ -87,6 +90,9 @@ class Report:
             masters = " or ".join(_MASTERS[kind] for kind in self.master.split(" or "))
             lines.append(f"{len(self.stored)} matrices stored as bf16 {masters}")
             lines[-1] += f"; kept in their dtype: {listed(self.kept)}" if self.kept else ""
+        if self.frozen or self.unfrozen:
+            lines.append("frozen weights in FP8: {:.2f} GiB of {:.2f}".format(*self.frozen_gib))
+            lines[-1] += f"; as they are: {listed(self.unfrozen)}" if self.unfrozen else ""
         if self.bytes_per_parameter:  # without an optimizer there is nothing to count
             size = f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices"
             lines.append(f"{size} (float32 AdamW: 16)")
@@ -124,7 +130,10 @@ def report_of(
         states += " paged" if recipe.optimizer_backend == "bitsandbytes-paged" else ""
     on_gpu = device.type == "cuda"
     states += " in pinned host memory" if recipe.offload == "cpu" and on_gpu else ""
-    freed = recipe.step_in_backward
+    freed, left = recipe.step_in_backward, [p for _, p, _ in layers.unfrozen]
+    taken = [p for _, p in layers.frozen]
+    before = sum(p.nbytes for p in [*left, *taken])
+    now = sum(p.nbytes for p in left) + sum(p.numel() for p in taken)
     return Report(
         level=recipe.level,
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU (reference kernels)",
@@ -142,6 +151,9 @@ def report_of(
         skipped=dict(layers.skipped),
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
+        frozen=[name for name, _ in layers.frozen],
+        unfrozen={name: reason for name, _, reason in layers.unfrozen},
+        frozen_gib=(now / 2**30, before / 2**30),
         fallbacks=fallbacks,
     )
 
