@@ -158,9 +158,12 @@ class FrozenWeight(Tensor):
             if moved or func is aten.clone.default:
                 codes, scale = (func(t, **kwargs | {"dtype": None} if moved else kwargs) for t in (x.codes, x.scale))
                 return FrozenWeight(codes, scale, dtype)
+            if func.overloadpacket is aten.to:  # in inference mode, which takes no operator apart
+                return func.decompose(*args, **kwargs)
             if func.is_view and func is not aten.view.dtype:  # a view of codes is one of values
-                views = func(x.codes, *args[1:], **kwargs)
-                return tree_map(lambda codes: FrozenWeight(codes, x.scale, x.dtype), views)
+                with torch.inference_mode(x.is_inference()):  # torch wants a view to be as its base
+                    views = func(x.codes, *args[1:], **kwargs)
+                    return tree_map(lambda codes: FrozenWeight(codes, x.scale, x.dtype), views)
         for argument, given in zip(func._schema.arguments, args, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             items = given if isinstance(given, (list, tuple)) else [given]
