@@ -56,6 +56,8 @@ def sample_arguments(name, shape, device):
             for cast, squares in ((ops.cast_128x128, True), (ops.cast_1x128, False)):
                 b, b_scale = cast(torch.randn(40, x.shape[-1], device=device), E4M3)[:2]
                 yield a, a_scale, b, b_scale, squares, torch.float32
+        case "transpose":
+            yield (grad[0].reshape(-1, x.shape[-1])[:4],)
         case "activation_cast":
             x = x.reshape(-1, x.shape[-1])
             yield x, x + 1, "silu", "e4m3", [], False, False
@@ -82,7 +84,7 @@ INEXACT = (  # sums have an order, exponentials are the device's, and a state li
 )  # fmt: skip
 MATRICES = (
     "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "activation_cast",
-    "activation_backward_cast",
+    "activation_backward_cast", "transpose",
 )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def test_all_operators_are_sampled_here():
     assert OPERATORS == [
         "accumulate_blocks", "activation_backward_cast", "activation_cast",
         "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
-        "matmul_blocks", "quantize_blocks", "recast",
+        "matmul_blocks", "quantize_blocks", "recast", "transpose",
     ]  # fmt: skip
     for name in OPERATORS:
         assert list(sample_arguments(name, (5, 200), "cpu")), name
