@@ -91,7 +91,7 @@ class Report:
             lines.append(f"{len(self.stored)} matrices stored as bf16 {masters}")
             lines[-1] += f"; kept in their dtype: {listed(self.kept)}" if self.kept else ""
         if self.frozen or self.unfrozen:
-            lines.append("frozen weights in FP8: {:.2f} GiB of {:.2f}".format(*self.frozen_gib))
+            lines.append("frozen weights in FP8: {:.3g} GiB of {:.3g}".format(*self.frozen_gib))
             lines[-1] += f"; as they are: {listed(self.unfrozen)}" if self.unfrozen else ""
         if self.bytes_per_parameter:  # without an optimizer there is nothing to count
             size = f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices"

@@ -32,15 +32,17 @@ from torch.utils import swap_tensors
 from torch.utils._pytree import tree_map
 
 from fp8stack.errors import ModelError
-from fp8stack.formats import BLOCK, E4M3, FLOATS
+from fp8stack.formats import BLOCK, E4M3, FLOATS, scale_shape
 from fp8stack.kernels import ops
 from fp8stack.kernels.reference.cast import ALIGNMENT
 from fp8stack.kernels.reference.power_of_two import power_of_two_scale
+from fp8stack.kernels.reference.quantize import encode_scaled
 from fp8stack.tensor_kinds import not_plain
 
 from .layer_kinds import kind_of
 
 aten = torch.ops.aten
+ROWS = 1024  # are cast at a time, in float32
 _RESTORE = 'Call fp8stack.restore(model) first, or initialize without frozen="fp8"'
 
 
@@ -71,17 +73,22 @@ class FrozenWeight(Tensor):
             raise ModelError(f"{told}. {_RESTORE}.")
         x = x.detach().contiguous()
         scale = power_of_two_scale(torch.linalg.vector_norm(x, math.inf).float(), E4M3.max)
-        codes, _, scale = ops.recast_with(x, E4M3, scale, transposed=False)
-        made = cls(codes, scale.clone(), x.dtype)  # not in memory that scales share
+        codes = torch.empty_like(x, dtype=E4M3.dtype)
+        for rows, out in zip(x.split(ROWS), codes.split(ROWS), strict=True):
+            out.view(torch.uint8).copy_(encode_scaled(rows.float(), 1 / scale, E4M3).view(torch.uint8))
+        made = cls(codes, scale, x.dtype)
         if x.dtype is torch.float16 and not torch.equal(x, values := made.dequantize()):
             return cls.quantize(values)  # float16 rounds the smallest of them, so once more
         return made
 
     def dequantize(self) -> Tensor:
         """Return the values as an ordinary tensor."""
-        # A power of two is exact in bfloat16, and may be too small for float16.
-        wide = torch.bfloat16 if self.dtype is torch.bfloat16 else torch.float32
-        return (self.codes.to(wide) * self.scale).to(self.dtype)
+        turned = self.ndim == 2 and self.codes.t().is_contiguous()  # as layers hand it to a product
+        codes = self.codes.t() if turned else self.codes.contiguous()
+        scale = self.scale.expand(scale_shape(codes.shape)).contiguous()
+        dtype = self.dtype if self.dtype in FLOATS else torch.float32
+        values = ops.dequantize_blocks(codes, scale, E4M3, dtype).to(self.dtype)
+        return values.t() if turned else values
 
     def operand(self, transposed: bool, squares: bool) -> tuple[Tensor, Tensor]:
         """Return codes and scale for a product: of [n, k], k being summed over, or `transposed` of [k, n].

@@ -259,6 +259,9 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
         ("most_recent" if latest else "max", {}, {"MOST_RECENT": latest, "MANTISSA": 3, "HISTORY": 1024})
         for latest in (False, True)
     ],
+    "_transpose_kernel": [
+        (label, pointers, {"EVEN": constants["EVEN"]}) for label, pointers, constants in matrix_cases()
+    ],
     "_activation_cast_kernel": activation_cases(),
     "_accumulate_blocks_kernel": accumulate_cases(),
     "_two_shot_kernel": two_shot_cases(),
