@@ -57,12 +57,10 @@ class FrozenWeight(Tensor):
     def __new__(cls: Any, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> FrozenWeight:
         place = codes.shape, codes.stride(), codes.storage_offset()
         made = Tensor._make_wrapper_subclass(cls, *place, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
-        # unpickled as bytes
-        made.codes = codes if codes.dtype is E4M3.dtype else codes.view(E4M3.dtype)
-        made.scale = scale
+        made.codes, made.scale = codes, scale
         return made  # type: ignore[no-any-return]
 
-    codes: Tensor  # float8_e4m3fn
+    codes: Tensor  # of E4M3, as uint8, which gloo and pickle take, too
     scale: Tensor  # float32, 0-d
 
     @classmethod
@@ -73,9 +71,9 @@ class FrozenWeight(Tensor):
             raise ModelError(f"{told}. {_RESTORE}.")
         x = x.detach().contiguous()
         scale = power_of_two_scale(torch.linalg.vector_norm(x, math.inf).float(), E4M3.max)
-        codes = torch.empty_like(x, dtype=E4M3.dtype)
+        codes = torch.empty_like(x, dtype=torch.uint8)
         for rows, out in zip(x.split(ROWS), codes.split(ROWS), strict=True):
-            out.view(torch.uint8).copy_(encode_scaled(rows.float(), 1 / scale, E4M3).view(torch.uint8))
+            out.copy_(encode_scaled(rows.float(), 1 / scale, E4M3).view(torch.uint8))
         made = cls(codes, scale, x.dtype)
         if x.dtype is torch.float16 and not torch.equal(x, values := made.dequantize()):
             return cls.quantize(values)  # float16 rounds the smallest of them, so once more
@@ -87,7 +85,7 @@ class FrozenWeight(Tensor):
         codes = self.codes.t() if turned else self.codes.contiguous()
         scale = self.scale.expand(scale_shape(codes.shape)).contiguous()
         dtype = self.dtype if self.dtype in FLOATS else torch.float32
-        values = ops.dequantize_blocks(codes, scale, E4M3, dtype).to(self.dtype)
+        values = ops.dequantize_blocks(codes.view(E4M3.dtype), scale, E4M3, dtype).to(self.dtype)
         return values.t() if turned else values
 
     def operand(self, transposed: bool, squares: bool) -> tuple[Tensor, Tensor]:
@@ -96,7 +94,7 @@ class FrozenWeight(Tensor):
         `squares`: the scale is repeated for each 128 × 128, as `ops.cast_128x128` lays them out.
         """
         codes = self.codes.contiguous()
-        codes = ops.transpose(codes) if transposed else codes
+        codes = (ops.transpose(codes) if transposed else codes).view(E4M3.dtype)
         if not squares:
             return codes, self.scale
         down, across = (size // BLOCK for size in codes.shape)
@@ -109,7 +107,7 @@ class FrozenWeight(Tensor):
             raise ModelError(f"a part of a frozen weight in FP8 cannot be written. {_RESTORE}.")
         if not isinstance(value, FrozenWeight):
             value = self.quantize(value.to(self.device, self.dtype).expand(self.shape))
-        self.codes.view(torch.uint8).copy_(value.codes.view(torch.uint8))
+        self.codes.copy_(value.codes)
         self.scale.copy_(value.scale)
         return self
 
@@ -142,8 +140,7 @@ class FrozenWeight(Tensor):
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # as bytes: what pickle itself, without torch.save, writes of a float8 tensor cannot be read (torch 2.13)
-        return FrozenWeight, (self.codes.view(torch.uint8), self.scale, self.dtype)
+        return FrozenWeight, (self.codes, self.scale, self.dtype)
 
     # Graphs of torch.compile, and what moves or counts tensors, see the two it consists of.
 
