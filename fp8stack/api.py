@@ -32,7 +32,8 @@ from .conversion import COPIED, Session
 from .kernels.ops import kernel_backend
 from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
-from .nn.coverage import KEPT, bare_modules, count
+from .nn.coverage import KEPT, bare_modules, count, listed
+from .nn.frozen import FrozenWeight, can_swap
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
 from .nn.mlp import fuse
@@ -148,9 +149,10 @@ def decide(
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         fallbacks.append(f"{told}: {missing[:3]}.{conversion.SEVERAL}".removesuffix("."))
-    if recipe.frozen and not (layers.frozen or layers.unfrozen):
-        told = "no Linear layer has a frozen weight. Freeze it (requires_grad=False) before initialize"
-        fallbacks.append(f'frozen="{recipe.frozen}" has no effect: {told}')
+    if recipe.frozen == "fp8" and all(why for _, _, why in layers.frozen):
+        told = "no Linear layer's weight is frozen (requires_grad=False) at the call"
+        told = listed({name: why for name, _, why in layers.frozen}) or told
+        fallbacks.append(f'frozen="fp8" has no effect: {told}')
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -232,7 +234,12 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if isinstance(session.returned, BlockwiseOptimizer):
         for parameter, _ in session.stored:
             session.returned.check_unchanged(parameter)
-    conversion.check_frozen(session)
+    weights = model.named_parameters()
+    if held := [n for n, p in weights if isinstance(p, FrozenWeight) and not can_swap(p)]:
+        told = "outputs of a forward, or weak references, hold frozen weights that are kept in FP8"
+        raise errors.ModelError(
+            f"{told}, so torch cannot replace them: {held[:3]}. Delete those first."
+        )
     unfuse(model)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]

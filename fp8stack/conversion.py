@@ -25,7 +25,7 @@ from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding
 from .nn.bf16_storage import CopiedWeight, StoredLayer
 from .nn.convert import Conversion, LayerChoices, apply_storage
-from .nn.frozen import can_swap, freeze, show_values, thaw
+from .nn.frozen import FrozenWeight, exchange, show_values, thaw
 from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
@@ -181,7 +181,6 @@ class Session:
     gradients: GradientHandle = field(default_factory=GradientHandle)
     # weights that became bfloat16, with the dtype they had
     stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
-    frozen: list[nn.Parameter] = field(default_factory=list)  # weights that became FP8
     undo: list[Callable[[], object]] = field(default_factory=list)  # hooks and options of groups
     lasting: str = ""  # why `restore` cannot undo it, and what else to do
 
@@ -368,22 +367,13 @@ def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> N
 
 def freeze_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:
     """Turn the chosen frozen weights to FP8."""
-    for _, parameter in layers.frozen:
-        freeze(parameter)
-        session.undo.append(partial(thaw, parameter))
-        session.frozen.append(parameter)
+    for _, parameter, reason in layers.frozen:
+        if not reason:
+            exchange(parameter, FrozenWeight.quantize(parameter))
+            session.undo.append(partial(thaw, parameter))
     for module in model.modules():
-        if module._parameters.get("weight") in set(session.frozen):
+        if isinstance(module._parameters.get("weight"), FrozenWeight):
             session.undo.append(module.register_state_dict_post_hook(show_values).remove)
-
-
-def check_frozen(session: Session) -> None:
-    """Raise ModelError if a frozen weight cannot be given back."""
-    if not all(map(can_swap, session.frozen)):
-        raise ModelError(
-            "the outputs of a forward, or weak references, hold frozen weights that are kept in FP8, and torch cannot "
-            "replace these. Delete outputs and losses first."
-        )
 
 
 def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:

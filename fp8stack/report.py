@@ -59,7 +59,7 @@ class Report:
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
     frozen: list[str] = field(default_factory=list)  # frozen weights that are kept in FP8
-    unfrozen: dict[str, str] = field(default_factory=dict)  # frozen weights of layers that are not: reason
+    unfrozen: dict[str, str] = field(default_factory=dict)  # those that are not: reason
     frozen_gib: tuple[float, float] = (0.0, 0.0)  # of both, now and before
     bytes_per_parameter: float = 0.0  # of matrices: weight, master, gradient and optimizer state
     multiplied: set[str] = field(default_factory=set)  # bare parameters multiplied in FP8 so far
@@ -130,10 +130,9 @@ def report_of(
         states += " paged" if recipe.optimizer_backend == "bitsandbytes-paged" else ""
     on_gpu = device.type == "cuda"
     states += " in pinned host memory" if recipe.offload == "cpu" and on_gpu else ""
-    freed, left = recipe.step_in_backward, [p for _, p, _ in layers.unfrozen]
-    taken = [p for _, p in layers.frozen]
-    before = sum(p.nbytes for p in [*left, *taken])
-    now = sum(p.nbytes for p in left) + sum(p.numel() for p in taken)
+    freed = recipe.step_in_backward
+    before = sum(p.nbytes for _, p, _ in layers.frozen)
+    now = sum(p.nbytes if why else p.numel() for _, p, why in layers.frozen)
     return Report(
         level=recipe.level,
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU (reference kernels)",
@@ -151,8 +150,8 @@ def report_of(
         skipped=dict(layers.skipped),
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
-        frozen=[name for name, _ in layers.frozen],
-        unfrozen={name: reason for name, _, reason in layers.unfrozen},
+        frozen=[name for name, _, why in layers.frozen if not why],
+        unfrozen={name: why for name, _, why in layers.frozen if why},
         frozen_gib=(now / 2**30, before / 2**30),
         fallbacks=fallbacks,
     )

@@ -38,9 +38,7 @@ from .launch import Launcher, next_power_of_2
 from .ops import raw_stream
 from .reference.cast import ALIGNMENT, LEAST, MOST, Cast, aligned
 from .reference.delayed_state import STATES
-from .transpose_tiles import (
-    BYTES, load_float, load_rows, magnitude, place_tile, store_both, store_columns,
-)  # fmt: skip
+from .transpose_tiles import load_float, load_rows, magnitude, place_tile, store_both, store_columns
 
 PARTS = 512
 FLAT = 8192
@@ -158,7 +156,7 @@ def _transpose_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     q, c = place_tile(tl.program_id(0), tl.cdiv(cols, COLS), ROWS, COLS)
-    c0, c1, c2, c3 = load_rows(codes_ptr.to(BYTES, bitcast=True), q, c, rows, cols, EVEN)
+    c0, c1, c2, c3 = load_rows(codes_ptr, q, c, rows, cols, EVEN)
     store_columns(c0, c1, c2, c3, codes_t_ptr, q, c, rows, cols, HARDWARE, EVEN)
 
 

@@ -328,7 +328,9 @@ def recast_with(
 
 
 transpose = _operator(
-    "transpose(Tensor codes) -> Tensor", matrix.transpose, lambda codes: codes.new_empty(codes.shape[::-1])
+    "transpose(Tensor codes) -> Tensor",
+    matrix.transpose,
+    lambda codes: codes.new_empty(codes.shape[::-1]),
 )
 cast_1x128 = _operator(
     "cast_1x128(Tensor x, str fmt) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -298,8 +298,7 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
     made only if autograd is to keep it for that product (see above); otherwise it is empty.
     """
     if isinstance(weight, FrozenWeight):
-        blocks = options.fp8_recipe == "blockwise"
-        codes, scale = weight.operand(options.turned, blocks)
+        codes, scale = weight.operand(options.turned, options.fp8_recipe == "blockwise")
         return _without_t(Operand(codes, scale, codes, scale), False)
     if backward and not options.traced(weight):
         # In any process group this may be a whole weight that FSDP gathered, of which a rank must keep nothing.

@@ -58,9 +58,8 @@ class LayerChoices:
     stored: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     # Matrices that keep their dtype: name and reason.
     kept: list[tuple[str, str]] = field(default_factory=list)
-    # Frozen weights to keep in FP8, and those that stay as they are with the reasons.
-    frozen: list[tuple[str, nn.Parameter]] = field(default_factory=list)
-    unfrozen: list[tuple[str, nn.Parameter, str]] = field(default_factory=list)
+    # Frozen weights, each with the reason for which it stays as it is, or "": to be kept in FP8.
+    frozen: list[tuple[str, nn.Parameter, str]] = field(default_factory=list)
 
 
 class Conversion:
@@ -126,10 +125,9 @@ def choose_layers(
         layers.gemm.append((name, module))
         if rows != ALWAYS:
             layers.least_rows[name] = rows
-    if recipe.frozen:
+    if recipe.frozen == "fp8":
         chosen, blocks = {m for _, m in layers.gemm}, recipe.fp8_recipe == "blockwise"
-        found = choose_frozen(model, chosen, dict(layers.skipped), compute, blocks)
-        layers.frozen, layers.unfrozen = found
+        layers.frozen = choose_frozen(model, chosen, dict(layers.skipped), compute, blocks)
     if recipe.master != "keep":
         # The mode of matmuls=True, in which all of the model runs, takes weights of another dtype than activations.
         read = {} if recipe.matmuls is True else _read_by_hand(model)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils import swap_tensors
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8stack.errors import ModelError
 from fp8stack.formats import BLOCK, E4M3, FLOATS, scale_shape
@@ -43,7 +43,7 @@ from .layer_kinds import kind_of
 
 aten = torch.ops.aten
 ROWS = 1024  # are cast at a time, in float32
-_RESTORE = 'Call fp8stack.restore(model) first, or initialize without frozen="fp8"'
+_RESTORE = "Call fp8stack.restore(model) first"
 
 
 class FrozenWeight(Tensor):
@@ -56,7 +56,7 @@ class FrozenWeight(Tensor):
     @staticmethod
     def __new__(cls: Any, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> FrozenWeight:
         place = codes.shape, codes.stride(), codes.storage_offset()
-        made = Tensor._make_wrapper_subclass(cls, *place, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, *place, dtype=dtype, device=codes.device)
         made.codes, made.scale = codes, scale
         return made  # type: ignore[no-any-return]
 
@@ -124,17 +124,15 @@ class FrozenWeight(Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> FrozenWeight:
         if requires_grad:
-            raise ModelError(
-                f"a frozen weight that is kept in FP8 (frozen='fp8') cannot be trained. {_RESTORE}."
-            )
+            told = 'a weight that is kept in FP8 (frozen="fp8") cannot be trained'
+            raise ModelError(f"{told}. {_RESTORE}.")
         return self
 
     # The getter is torch's.
     requires_grad: Any = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined,arg-type]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        body = repr(self.dequantize())[len("tensor(") : -1]
-        return f"FrozenWeight({body}, codes=float8_e4m3fn, scale={float(self.scale)})"
+        return f"FrozenWeight({self.dequantize()}, codes of e4m3)"
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone()
@@ -153,31 +151,39 @@ class FrozenWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        x, kwargs = args[0], kwargs or {}
+        x, kwargs = args[0] if args else None, kwargs or {}
         if isinstance(x, FrozenWeight):
-            dtype = kwargs.get("dtype") or x.dtype
-            moved = func is aten._to_copy.default and dtype in FLOATS
+            dtype, copies = (
+                kwargs.get("dtype") or x.dtype,
+                (aten.clone.default, aten._to_copy.default),
+            )
+            if func in copies and dtype in FLOATS:
+                how = {name: value for name, value in kwargs.items() if name != "dtype"}
+                made = FrozenWeight(func(x.codes, **how), func(x.scale, **how), dtype)
+                vars(made).update(_given(x))
+                return made
             if func is aten.copy_.default:
                 return x.assign_(args[1])
-            if moved or func is aten.clone.default:
-                codes, scale = (func(t, **kwargs | {"dtype": None} if moved else kwargs) for t in (x.codes, x.scale))
-                return FrozenWeight(codes, scale, dtype)
             if func.overloadpacket is aten.to:  # in inference mode, which takes no operator apart
                 return func.decompose(*args, **kwargs)
             if func.is_view and func is not aten.view.dtype:  # a view of codes is one of values
                 with torch.inference_mode(x.is_inference()):  # torch wants a view to be as its base
                     views = func(x.codes, *args[1:], **kwargs)
                     return tree_map(lambda codes: FrozenWeight(codes, x.scale, x.dtype), views)
-        for argument, given in zip(func._schema.arguments, args, strict=False):
+        for i, argument in enumerate(func._schema.arguments):
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
-            items = given if isinstance(given, (list, tuple)) else [given]
-            if written and any(isinstance(item, FrozenWeight) for item in items):
-                raise ModelError(
-                    f"{func} writes to a frozen weight that is kept in FP8 (frozen='fp8'), which rounds to 4 bits: most "
-                    f"of what an adapter adds would be lost. To merge, {_RESTORE[0].lower()}{_RESTORE[1:]}."
-                )
+            if written and any(isinstance(t, FrozenWeight) for t in tree_leaves(given)):
+                told = f'{func} writes to a frozen weight that is kept in FP8 (frozen="fp8")'
+                lost = "Rounding to 4 bits would lose most of what an adapter adds to it"
+                raise ModelError(f"{told}. {lost}. {_RESTORE}, and merge then.")
         args, kwargs = tree_map(values_of, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _given(x: Tensor) -> dict[str, Any]:
+    """Return the attributes that others gave to a parameter."""
+    return {name: value for name, value in vars(x).items() if name not in ("codes", "scale")}
 
 
 def values_of(x: Any) -> Any:
@@ -190,37 +196,34 @@ def values_of(x: Any) -> Any:
 
 def choose_frozen(
     model: nn.Module, chosen: set[nn.Module], skipped: dict[str, str], compute: str, blocks: bool
-) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter, str]]]:
-    """Return the frozen weights of layers that are to be kept in FP8, and those that stay as they are, with reasons.
+) -> list[tuple[str, nn.Parameter, str]]:
+    """Return the frozen weights of layers by name, each with the reason for which it stays as it is, "" if it does not.
 
-    chosen: the modules that are to multiply in FP8 or bfloat16. skipped: reasons for others, by name.
+    chosen: the modules that are to multiply in FP8 or bfloat16. skipped: reasons of others, by name. `blocks`: products
+    have block scales.
     """
-    taken, left, unit = [], [], BLOCK if blocks else ALIGNMENT
+    found, unit = {}, BLOCK if blocks else ALIGNMENT
     owners = defaultdict[Any, list[nn.Module]](list)
     for module in model.modules():
         for p in module._parameters.values():
             owners[p].append(module)
-    weights = {
-        p: name for name, module in model.named_modules()
-        if kind_of(module) and (p := module._parameters.get("weight")) is not None and not p.requires_grad
-    }  # fmt: skip
-    for p, name in weights.items():
-        others = {type(m).__name__ for m in owners[p] if not kind_of(m)}
-        reason = 'TransformerEngine reads it; compute="native" takes it' if compute == "te" else ""
-        reason = reason or skipped.get(name, "")
-        if others:
-            reason = f"{others.pop()} reads it, too"
-        elif not reason and not chosen.issuperset(owners[p]):
-            reason = "a layer that is left alone reads it, too"
-        elif not reason and any(size % unit for size in p.shape):
-            reason = f"its sizes are no multiples of {unit}"
+    for name, module in model.named_modules():
+        p = module._parameters.get("weight")
+        if p is None or p.requires_grad or not_plain(p) or not kind_of(module):
+            continue
+        reason = skipped.get(name, "")
+        if compute == "te":
+            reason = 'TransformerEngine reads it; compute="native" takes it'
+        elif others := [m for m in owners[p] if m not in chosen and m is not module]:
+            reason = f"{type(others[0]).__name__} reads it, too"
+        elif any(size % unit for size in p.shape):
+            reason = reason or f"its sizes are no multiples of {unit}"
         elif not reason and not can_swap(p):
-            reason = "torch cannot replace it: the outputs of a forward, or weak references, hold it"
-        if reason and not not_plain(p):
-            left.append((f"{name}.weight".lstrip("."), p, reason))
-        elif not reason:
-            taken.append((f"{name}.weight".lstrip("."), p))
-    return taken, left
+            reason = (
+                "torch cannot replace it while outputs of a forward, or weak references, hold it"
+            )
+        found[p] = f"{name}.weight".lstrip("."), p, reason
+    return [*found.values()]
 
 
 def can_swap(p: nn.Parameter) -> bool:
@@ -234,19 +237,20 @@ def can_swap(p: nn.Parameter) -> bool:
     return True
 
 
-def freeze(p: nn.Parameter) -> None:
-    """Turn a frozen weight into FP8; it stays the same object."""
-    swap_tensors(p, FrozenWeight.quantize(p))
+def exchange(p: nn.Parameter, new: Tensor) -> None:
+    """Give a parameter, which stays the same object, other contents."""
+    vars(new).update(_given(p))
+    swap_tensors(p, new)
 
 
 def thaw(p: nn.Parameter) -> None:
-    """Turn a weight that `freeze` was given into an ordinary one, of the values that it has in FP8."""
+    """Turn a weight that is kept in FP8 into an ordinary one of the same values."""
     if isinstance(p, FrozenWeight):
-        swap_tensors(p, nn.Parameter(p.dequantize(), False))
+        exchange(p, nn.Parameter(p.dequantize(), False))
 
 
 def show_values(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Put values in the place of codes into a state_dict; a hook of layers."""
-    found = state.get(key := f"{prefix}weight")
-    if isinstance(found, FrozenWeight) and found is not module._parameters["weight"]:  # keep_vars
+    found, own = state.get(key := f"{prefix}weight"), module._parameters["weight"]
+    if isinstance(found, FrozenWeight) and id(found) != id(own):  # else keep_vars=True
         state[key] = found.dequantize().cpu()

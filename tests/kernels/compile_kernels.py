@@ -260,7 +260,7 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
         for latest in (False, True)
     ],
     "_transpose_kernel": [
-        (label, pointers, {"EVEN": constants["EVEN"]}) for label, pointers, constants in matrix_cases()
+        (name, {"codes_t_ptr": "u8"}, {"EVEN": even}) for name, even in (("", True), ("any size", False))
     ],
     "_activation_cast_kernel": activation_cases(),
     "_accumulate_blocks_kernel": accumulate_cases(),
