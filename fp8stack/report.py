@@ -86,6 +86,10 @@ class Report:
             + (" (current scaling)" if self.bare and "delayed" in self.gemm else "")
             + (f"; outside: {listed(self.outside)}" if self.outside else ""),
         ]
+        # such as quantized ones, whose weights are not counted
+        others = [n for n in self.skipped if not any(m.startswith(f"{n}.") for m in self.outside)]
+        if others:
+            lines.append(f"left alone: {listed({n: self.skipped[n] for n in others})}")
         if self.stored or self.kept:
             masters = " or ".join(_MASTERS[kind] for kind in self.master.split(" or "))
             lines.append(f"{len(self.stored)} matrices stored as bf16 {masters}")
