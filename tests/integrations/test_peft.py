@@ -132,7 +132,7 @@ def test_adapters_train_save_resume_and_are_restored(base, level, tmp_path):
     other, other_optimizer = start()
     if base == "bitsandbytes":  # whose layers do not load what their state_dict holds
         peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(model))
-        other_optimizer.load_state_dict(optimizer.state_dict())
+        other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     else:
         checkpoint.save(tmp_path / "all.pt", model, optimizer)
         checkpoint.load(tmp_path / "all.pt", other, other_optimizer)
