@@ -12,8 +12,8 @@ A step is forward, backward and AdamW over the adapters, for one batch, over and
 products" compute="bf16". "bitsandbytes 8bit" has Linear8bitLt for the base, "bitsandbytes 4bit" Linear4bit (NF4).
 
 Each variant has a process of its own. `base GiB` is what model and optimizer hold before the first step, `peak GiB` the
-most that a step takes, `tokens/s` is of the median step, and `loss` that of the last of `--steps` steps. A loss is to be
-compared with that of bf16: the base of all is random, so adapters learn the batch by heart.
+most that a step takes, `tokens/s` is of the median step, and `loss` that of the last of `--steps` steps. Compare it
+with that of bf16: the base of all is random, so adapters learn the batch by heart.
 """
 
 from __future__ import annotations

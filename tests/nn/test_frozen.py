@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import fp8stack
 from fp8stack import checkpoint, memory
 from fp8stack.comm import DataParallel
-from fp8stack.errors import ConfigError, Fp8StackWarning, ModelError
+from fp8stack.errors import Fp8StackWarning, ModelError
 from fp8stack.formats import E4M3
-from fp8stack.integrations import fsdp
 from fp8stack.monitor import Monitor
 from fp8stack.nn import fuse
 from fp8stack.nn.frozen import FrozenWeight
@@ -413,13 +412,6 @@ def test_blocks_take_multiples_of_128_and_nothing_frozen_is_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         native(nn.Sequential(nn.Linear(48, 48)))
-
-
-def test_adapters_that_shard_parameters_refuse_it():
-    model = adapted()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match=r"frozen='fp8' does not go with FSDP2.*Leave it out"):
-        fsdp.attach(model, optimizer, "O2", frozen="fp8")
 
 
 # --- ranks
