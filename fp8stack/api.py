@@ -208,6 +208,8 @@ def carry_out(
 def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, Any]:
     """Undo `initialize`: plain layers, weights in their dtype with all the master's bits, torch's optimizer and state.
 
+    Frozen weights that were kept in FP8 become ordinary ones of the values that they had there.
+
     Returns the model and the optimizer that was given to `initialize`, its state in floating point. A scheduler built
     on either optimizer goes on driving it.
 
@@ -234,12 +236,10 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if isinstance(session.returned, BlockwiseOptimizer):
         for parameter, _ in session.stored:
             session.returned.check_unchanged(parameter)
-    weights = model.named_parameters()
-    if held := [n for n, p in weights if isinstance(p, FrozenWeight) and not can_swap(p)]:
-        told = "outputs of a forward, or weak references, hold frozen weights that are kept in FP8"
-        raise errors.ModelError(
-            f"{told}, so torch cannot replace them: {held[:3]}. Delete those first."
-        )
+    frozen = [n for n, p in model.named_parameters() if isinstance(p, FrozenWeight)]
+    if held := [name for name in frozen if not can_swap(model.get_parameter(name))]:
+        told = f"outputs of a forward, or weak references, hold weights that are kept in FP8: {held[:3]}"
+        raise errors.ModelError(f"{told}. Delete those first: torch cannot replace the weights.")
     unfuse(model)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]

@@ -64,7 +64,7 @@ class FrozenWeight(Tensor):
     scale: Tensor  # float32, 0-d
 
     @classmethod
-    def quantize(cls, x: Tensor) -> FrozenWeight:
+    def quantize(cls, x: Tensor, once: bool = False) -> FrozenWeight:
         """Return a matrix (float32, bfloat16 or float16) in E4M3; the result reports the dtype of x."""
         if x.ndim != 2 or any(size % ALIGNMENT for size in x.shape):
             told = f"a frozen weight in FP8 was given {tuple(x.shape)}; it takes matrices in multiples of {ALIGNMENT}"
@@ -75,8 +75,8 @@ class FrozenWeight(Tensor):
         for rows, out in zip(x.split(ROWS), codes.split(ROWS), strict=True):
             out.copy_(encode_scaled(rows.float(), 1 / scale, E4M3).view(torch.uint8))
         made = cls(codes, scale, x.dtype)
-        if x.dtype is torch.float16 and not torch.equal(x, values := made.dequantize()):
-            return cls.quantize(values)  # float16 rounds the smallest of them, so once more
+        if x.dtype is torch.float16 and not once:  # which rounds the smallest values
+            return cls.quantize(made.dequantize(), once=True)
         return made
 
     def dequantize(self) -> Tensor:
@@ -98,8 +98,7 @@ class FrozenWeight(Tensor):
         if not squares:
             return codes, self.scale
         down, across = (size // BLOCK for size in codes.shape)
-        scale = self.scale.expand(down, across)
-        return codes, pad(scale, (0, -across % 4)).contiguous().t()
+        return codes, pad(self.scale.expand(down, across), (0, -across % 4)).contiguous().t()
 
     def assign_(self, value: Tensor) -> FrozenWeight:
         """Replace the values of the whole by `value`, quantized unless it is of this class."""

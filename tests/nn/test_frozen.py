@@ -107,8 +107,9 @@ def test_a_weight_has_the_nearest_values_of_e4m3_and_keeps_them(dtype, size, dev
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_weight_that_is_not_finite_is_nan_and_zeros_are_zeros(bad):
-    w = torch.zeros(16, 16)
+@DTYPES
+def test_a_weight_that_is_not_finite_is_nan_and_zeros_are_zeros(bad, dtype):
+    w = torch.zeros(16, 16, dtype=dtype)
     assert_same_bits(FrozenWeight.quantize(w).dequantize(), w)
     w[3, 4] = bad
     assert FrozenWeight.quantize(w).dequantize().isnan().all()
@@ -383,7 +384,7 @@ def test_the_card_names_the_weights_that_stay_as_they_are():
     assert model.a.weight is model.b.weight
     assert copy.deepcopy(model).a.weight is not model.a.weight
     y = model(torch.arange(8))[0]
-    with pytest.raises(ModelError, match=r"hold frozen weights .*'a\.weight'"):
+    with pytest.raises(ModelError, match=r"hold weights that are kept in FP8: \['a\.weight'"):
         fp8stack.restore(model)
     assert isinstance(model.a.weight, FrozenWeight)
     del y
@@ -444,12 +445,13 @@ def test_ranks_begin_with_the_base_of_the_first():
 @pytest.mark.gpu
 def test_a_gpu_holds_one_byte_an_element_and_keeps_no_copy():
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(3)))
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     before = torch.cuda.memory_allocated()
     fp8stack.initialize(model, None, "O0", frozen="fp8")
-    assert before - torch.cuda.memory_allocated() > 0.99 * 8 * 2048**2
+    assert before - torch.cuda.memory_allocated() > 0.99 * 3 * 2048**2
     x = torch.randn(8192, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model(x)  # cuBLAS takes its workspace
     held = torch.cuda.memory_allocated()
     y = model(x)
     assert torch.cuda.memory_allocated() - held < 1.1 * y.nbytes
