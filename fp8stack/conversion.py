@@ -360,8 +360,8 @@ def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> N
             change_dtype(parameter, parameter.detach().bfloat16())
         optimizer.set_master(parameter, value)
     for module in model.modules():
-        if (master := masters.get(module._parameters.get("weight"))) is not None:
-            module.__dict__["_fp8stack_master"] = master
+        if held := [masters[p] for p in module._parameters.values() if p in masters]:
+            module.__dict__["_fp8stack_master"] = held
             session.undo.append(partial(module.__dict__.pop, "_fp8stack_master"))
 
 

@@ -41,10 +41,11 @@ from torch.nn import Parameter
 from fp8stack.errors import ConfigError, warn
 from fp8stack.formats import E4M3, FORMATS, MiniFloat, scale_shape
 
-from .reference import activation, monitor, norm, quantize, widen, wire
+from .reference import activation, monitor, norm, quantize, rows, widen, wire
 from .reference import cast as matrix
 from .reference import cast_blocks as blocks
 from .reference import cast_delayed as delayed
+from .reference import expert_activation as experts
 from .reference import gradient as gradients
 from .reference import rmsnorm as rms
 from .reference.cast import Cast
@@ -354,6 +355,33 @@ cast_delayed = _operator(
 )
 
 
+# --- rows of experts' tokens
+
+
+route = _operator(
+    "route(Tensor top_k_index, int experts) -> (Tensor, Tensor, Tensor)",
+    rows.route,
+    lambda ids, experts: (
+        ids.new_empty(experts, dtype=torch.int32),
+        ids.new_empty(rows.rows_needed(ids.numel(), experts), dtype=torch.int32),
+        torch.empty_like(ids, dtype=torch.int32),
+    ),
+)
+take_rows = _operator(
+    "take_rows(Tensor codes, Tensor index, int count, bool plain=True, bool transposed=True) -> (Tensor, Tensor)",
+    rows.take_rows,
+    lambda codes, index, count, plain=True, transposed=True: (
+        codes.new_empty((len(index), codes.shape[1]) if plain else (0, 0)),
+        codes.new_empty((codes.shape[1], len(index)) if transposed else (0, 0)),
+    ),
+)
+sum_rows = _operator(
+    "sum_rows(Tensor x, Tensor places) -> Tensor",
+    rows.sum_rows,
+    lambda x, places: x.new_empty((len(places), x.shape[1])),
+)
+
+
 # --- operations that end in a cast
 
 
@@ -369,6 +397,20 @@ activation_backward_cast = _operator(
     activation.activation_backward_cast,
     _activation_backward,
 )
+expert_activation = _operator(
+    "expert_activation(Tensor gate_up, Tensor weights, Tensor index, str activation) -> (Tensor, Tensor)",
+    experts.expert_activation,
+    lambda x, *_: _matrix(x[:, ::2], "e4m3", True, False)[::2],
+)
+expert_activation_backward = _operator(
+    "expert_activation_backward(Tensor dh, Tensor gate_up, Tensor weights, Tensor index, Tensor h_scale, "
+    "str activation) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    experts.expert_activation_backward,
+    lambda dh, x, weights, index, *_: (
+        *_matrix(x, "e4m3"), _matrix(dh, "e4m3", False)[1], torch.empty_like(index, dtype=torch.float32)
+    ),
+)  # fmt: skip
 rmsnorm = _on_each_device(rms.rmsnorm)
 rmsnorm_backward = _on_each_device(rms.rmsnorm_backward)
 count = _on_each_device(monitor.count)

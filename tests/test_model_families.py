@@ -49,7 +49,6 @@ DEEPSEEK = EXPERTS | {
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1, "num_key_value_heads": 4,
 }  # fmt: skip
-GROUPED = "products grouped over experts stay as they are"
 
 FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of the matrices is outside
     "GPT-2": ("GPT2LMHeadModel", "GPT2Config", GPT2, ""),
@@ -63,10 +62,10 @@ FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of
     "ViT": ("ViTForImageClassification", "ViTConfig", IMAGE | {"num_labels": 64}, ""),
     "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, ""),
     "Mamba": ("MambaForCausalLM", "MambaConfig", {**TEXT, "state_size": 8}, ""),
-    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", GQA | {"num_local_experts": 4}, GROUPED),
-    "Qwen3-MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS | {"num_experts": 4}, GROUPED),
-    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, GROUPED),
-    "GPT-OSS": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"num_local_experts": 4}, GROUPED),
+    "Mixtral": ("MixtralForCausalLM", "MixtralConfig", GQA | {"num_local_experts": 4}, ""),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS | {"num_experts": 4}, ""),
+    "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, ""),
+    "GPT-OSS": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"num_local_experts": 4}, ""),
 }
 
 

@@ -142,6 +142,7 @@ class Products:
         self.name = "e4m3" if recipe.fp8_recipe == "blockwise" else recipe.fp8_format
         self.formats = FORMATS[self.name]
         self.fast = bool(recipe.fp8_fast_accum)
+        self.fast_groups = recipe.fp8_fast_accum is not False  # of products grouped over experts
         self.x_state: DelayedState | None = None
         self.g_state: DelayedState | None = None
         self.w_state: WeightScale | None = None

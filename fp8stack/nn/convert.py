@@ -25,6 +25,7 @@ from fp8stack.errors import did_you_mean
 from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import is_sharded, not_plain, whole_shape
 
+from . import experts
 from .attention import Bf16Attention, Fp8Attention, in_weights
 from .bf16_storage import StoredEmbedding, StoredLayer
 from .casts import InputCodes, Products, WeightScale
@@ -36,8 +37,8 @@ from .mixin import Mixin, class_below, hidden_class, mixed_class
 from .select import ALWAYS, NEVER, TOO_SMALL, LeastRows, least_rows_of
 from .te import Engine, TeLayer
 
-GEMM_LAYERS = (Fp8Layer, TeLayer, Bf16Layer, Fp8Attention, Bf16Attention)
-"""What `apply_gemms` makes of Linear and Conv1D layers, and of nn.MultiheadAttention."""
+GEMM_LAYERS = (Fp8Layer, TeLayer, Bf16Layer, Fp8Attention, Bf16Attention, experts.Fp8Experts)
+"""What `apply_gemms` makes of Linear and Conv1D layers, nn.MultiheadAttention, and experts of transformers."""
 FAST_PATHS = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 """torch's modules that hand the weights in them to C++ in evaluation."""
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -112,7 +113,8 @@ def choose_layers(
             excluded = dict.fromkeys(module.modules(), reason) | excluded
     least = least_rows_of(model) if by_size else {}
     for name, module in model.named_modules():
-        if not (isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)):
+        known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
+        if not (known or experts.is_experts(module)):
             continue
         rows = least.get(name, ALWAYS)
         reason = unread.get(module) or _unfit(module, compute)
@@ -142,13 +144,21 @@ def apply_gemms(layers: LayerChoices, conversion: Conversion, compute: str, reci
 
     def change(module: nn.Module, mixin: type[Mixin], **attributes: object) -> None:
         # FSDP2's class may lie over it, and is put back afterwards.
-        kind: Any = kind_of(module) or nn.MultiheadAttention
+        attends = isinstance(module, nn.MultiheadAttention)
+        kind: Any = nn.MultiheadAttention if attends else kind_of(module)
+        kind = kind or experts.class_of_experts(module)
         conversion.change(module, mixed_class(mixin, kind), **attributes)
 
     for name, module in layers.gemm:
         weight: Any = module._parameters.get("weight")
         attends = isinstance(module, nn.MultiheadAttention)
-        if compute == "te":
+        if experts.is_experts(module):
+            pair = Products(recipe, name), Products(recipe, name)
+            activation, least = experts.activation_of(module), layers.least_rows.get(name)
+            change(
+                module, experts.Fp8Experts, products=pair, activation=activation, least_rows=least
+            )
+        elif compute == "te":
             change(module, TeLayer, te=Engine(recipe, weight, name))
         elif compute == "bf16":
             change(module, Bf16Attention if attends else Bf16Layer, layer_name=name)
@@ -215,6 +225,11 @@ def _unfit(module: nn.Module, compute: str) -> str:
     """Return why this layer cannot run FP8 GEMMs and what to do about it, or an empty string."""
     if isinstance(module, RECURRENT):
         return "one kernel of torch's or cuDNN's makes its products step by step, and takes no FP8"
+    if experts.is_experts(module):
+        if "forward" in vars(module):
+            return OWN_FORWARD
+        other = "" if compute == "native" else f'compute="{compute}" leaves experts to transformers'
+        return other or experts.unfit(module)
     attends = isinstance(module, nn.MultiheadAttention)
     names = in_weights(module) if attends else ("weight",)
     weights: list[Any] = [module._parameters.get(name) for name in names]
@@ -258,8 +273,11 @@ def _choose_storage(
 
     obstacles: by weight, why it keeps its dtype; those of its owners are added.
     """
+    taken = {module for _, module in layers.gemm if experts.is_experts(module)}
     for module in model.modules():
         for name, parameter in module._parameters.items():
+            if module in taken and name in experts.stacks_of(module):
+                continue
             if parameter is not None and (reason := _storage_obstacle(module, name, excluded)):
                 obstacles.setdefault(parameter, reason)
     storages = Counter(_storage_of(p) for p in model.parameters() if not not_plain(p))

@@ -25,6 +25,7 @@ from fp8stack.levels import Recipe
 from fp8stack.tensor_kinds import not_plain, whole_shape
 
 from .convert import OWN_FORWARD, LayerChoices
+from .experts import is_experts
 from .forward_code import is_of_library, owners_read, products_in, recomputes_functions
 from .layer_kinds import kind_of
 from .matmuls import MultipliesParameters
@@ -38,9 +39,8 @@ _ROUTER = "routers keep their dtype"
 _CONVOLUTION = "convolutions stay as they are"
 _OPEN = (_UNKNOWN, _OFF, _ROUTER, _CONVOLUTION, TOO_SMALL)
 # And with a product that is known to be left out.
-_GROUPED = 'products grouped over experts stay as they are; experts_implementation="eager" takes them, slowly'
 _CLOSURE = "a function inside its code multiplies, which checkpointing may recompute without FP8"
-KEPT = (_ROUTER, _GROUPED, _CLOSURE)
+KEPT = (_ROUTER, _CLOSURE)
 """The reasons for which parameters are not multiplied in FP8 by other modules either."""
 _GATHERED = "FSDP2 replaces it in each forward"
 _TORCHS = "torch's own function multiplies by it"
@@ -70,13 +70,12 @@ def bare_modules(
     result: dict[nn.Module, str] = {}
     for module in model.modules():
         kind: Any = type(module)
-        if module in skipped or is_of_library(module):
+        if module in skipped or is_of_library(module) or is_experts(module):
             continue
         held = [module, *(m for m in module.children() if isinstance(m, _LISTS))]
         owned = [p for m in held for p in m._parameters.values() if p is not None and _is_matrix(p)]
         owns = any(p.numel() >= recipe.min_numel for p in owned)
-        reason = _GROUPED if owns and _are_grouped(module) else ""
-        reason = reason or (OWN_FORWARD if "forward" in vars(module) else "")
+        reason = OWN_FORWARD if "forward" in vars(module) else ""
         if recipe.matmuls is not True:
             read, name = reads(kind), kind.__name__.lower()
             inside = read and any(n.rpartition(".")[2] in read for n, _ in module.named_modules())
@@ -168,15 +167,6 @@ def by_value(values: dict[str, str]) -> dict[str, list[str]]:
     for name, value in values.items():
         result.setdefault(value, []).append(name)
     return result
-
-
-def _are_grouped(module: nn.Module) -> bool:
-    """Return whether these are experts of transformers, whose configuration has them multiplied by grouped products."""
-    try:
-        how = getattr(vars(module).get("config"), "_experts_implementation", None)
-    except Exception:  # of a configuration that is another's
-        return False
-    return how not in (None, "eager")
 
 
 def _is_matrix(p: nn.Parameter | None) -> bool:

@@ -7,7 +7,8 @@ functions. The next modules inside leave the mode again, so that only the code o
 1. A function that is no matrix product goes on as it is, after one look-up (0.8 µs).
 2. Of a product, exactly one operand must be a parameter or a view of one (`w.t()`, `w[i]`, `w.view(...)`).
 3. The other one, brought to [..., in], and the view, as [in, out] or [out, in], go to `fp8_matmul`. Gradients reach the
-   parameter through the view, as autograd has it. A parameter [experts, in, out] makes one product per expert.
+   parameter through the view, as autograd has it. A parameter [experts, in, out] makes one product per expert, or one
+   grouped over experts where that is what the model calls (`grouped.py`).
 4. What does not fit is left to torch and counted with the reason, in `BareMatmuls.left`.
 
 The mode is entered by every forward, not by the model's alone, because activation checkpointing calls forward again
@@ -43,6 +44,7 @@ from torch.overrides import (
 from fp8stack.formats import FLOATS
 from fp8stack.levels import Recipe
 
+from . import grouped
 from .bf16_storage import autocast_is_on
 from .casts import InputCodes, Products, in_backward
 from .convert import Conversion
@@ -195,6 +197,20 @@ class _Mode(TorchFunctionMode):
         pairs = zip(inputs, experts, strict=True)
         return torch.stack([self._matrix(i, w, parameter, turned, None) for i, w in pairs], -3)
 
+    def grouped(self, x: Tensor, stack: Tensor, offs: Tensor, parameter: Tensor) -> Tensor | str:
+        """Multiply each group of x [rows, in] by its matrix of `stack` [groups, in, out], or return the reason not to.
+
+        torch multiplies float32 by float32, also under autocast, and then FP8 always pays.
+        """
+        if reason := self._obstacle(x, stack, parameter, True) or grouped.obstacle(stack):
+            return reason
+        if x.is_cuda and self.bare.recipe.select == "auto" and stack.dtype is not torch.float32:
+            experts, rows, cols = stack.shape
+            if not pays(x, _least_rows(rows, cols, 1, experts), torch.compiler.is_compiling()):
+                return TOO_FEW
+        groups, products = grouped.Groups(offs.int()), self.bare.products_of(parameter, True)
+        return grouped.multiply(x, *grouped.as_stack(stack), groups, products, self.train)
+
     def _matrix(self, x: Tensor, weight: Tensor, of: Tensor, turned: bool, bias: Any) -> Tensor:
         if not weight.is_contiguous() and weight.t().is_contiguous():
             weight, turned = weight.t(), not turned  # casts read contiguous matrices
@@ -341,12 +357,21 @@ def _tensordot(mode: _Mode, a: Any, b: Any, dims: Any = 2, out: Any = None) -> T
     for i, j in zip(*dims, strict=True):
         of_b[j] = of_a[i]
     kept = [c for c in of_a if c not in of_b] + [c for c in of_b if c not in of_a]
-    y = _einsum(mode, f"{''.join(of_a)},{''.join(of_b)}->{''.join(kept)}", a, b)
+    with torch.autocast(a.device.type, enabled=autocast_is_on(a) and not a.is_cuda):
+        # On a GPU autocast takes the operands' own dtype for it.
+        y = _einsum(mode, f"{''.join(of_a)},{''.join(of_b)}->{''.join(kept)}", a, b)
     return y if isinstance(y, str) else y.contiguous()  # laid out as torch's
 
 
-def _grouped(mode: _Mode, *args: Any, **kwargs: Any) -> str:
-    return "products grouped over experts"
+def _grouped(mode: _Mode, input: Any, mat2: Any, *, offs: Any = None, **named: Any) -> Tensor | str:
+    """The rows of each group by its own matrix, of a stack [groups, in, out]."""
+    parameter = _parameter_of(mat2)
+    if parameter is None or _parameter_of(input) is not None:
+        return _ONE_PARAMETER
+    plain = (input.dim(), mat2.dim()) == (2, 3) and not any(x is not None for x in named.values())
+    if offs is None or not plain:
+        return _ARGUMENTS
+    return mode.grouped(input, mat2, offs, parameter)
 
 
 _SPELLINGS: dict[Any, Callable[..., Tensor | str]] = {

@@ -60,13 +60,18 @@ class LeastRows(NamedTuple):
 ALWAYS, NEVER = LeastRows(*[0] * 4), LeastRows(*[math.inf] * 4)
 
 
-def least_rows(in_features: int, out_features: int, sharing: int = 1) -> LeastRows:
-    """Return from which number of rows on FP8 is faster, for a layer whose input `sharing` layers read."""
+def least_rows(
+    in_features: int, out_features: int, sharing: int = 1, experts: int = 1
+) -> LeastRows:
+    """Return from which number of rows on FP8 is faster, for a layer whose input `sharing` layers read.
+
+    With `experts`, for a product grouped over them, by the rows of all together.
+    """
     size = in_features * out_features
     if in_features % 8 or out_features % 8:
         return ALWAYS
     a_row = PRODUCTS * size - CASTS * (in_features / sharing + out_features)
-    return _solve(a_row, WIDE * in_features, WEIGHT * size + LAUNCHES, HOST)
+    return _solve(a_row, WIDE * in_features, WEIGHT * size * experts + LAUNCHES, HOST)
 
 
 def least_rows_of_mlp(shapes: Sequence[Sequence[int]]) -> LeastRows:
@@ -111,17 +116,20 @@ def least_rows_of(model: nn.Module) -> dict[str, LeastRows]:
     }
 
 
-def pays(x: Tensor, least: LeastRows | None, compiled: bool = False) -> bool:
+def pays(
+    x: Tensor, least: LeastRows | None, compiled: bool = False, rows: int | None = None
+) -> bool:
     """Return whether a layer with these least rows (None: always) multiplies `x` [..., in_features] in FP8.
 
-    `compiled`: its launches cost the host no time, as in a CUDA graph.
+    `compiled`: its launches cost the host no time, as in a CUDA graph. `rows`: if those of x are not what counts.
     """
     if least is None or x.is_nested or not x.ndim:  # the layer will say what is wrong with it
         return True
     wide = x.dtype is torch.float32
     if wide and not autocast_is_on(x):
         return True
-    return x.numel() // max(x.shape[-1], 1) >= least[wide + 2 * compiled]
+    rows = x.numel() // max(x.shape[-1], 1) if rows is None else rows
+    return rows >= least[wide + 2 * compiled]
 
 
 def describe(least: LeastRows) -> str:

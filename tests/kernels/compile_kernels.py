@@ -33,12 +33,14 @@ from fp8stack.formats import E4M3, E5M2, FORMATS
 from fp8stack.kernels import cast, norm, rmsnorm, step, step_scalars
 from fp8stack.kernels.launch import Launcher
 from fp8stack.kernels.reference.rmsnorm import MOST_COLS
+from fp8stack.kernels.rows import BLOCK, WIDTH
 
 ARCHITECTURES = (80, 90)
 ALWAYS = ("rows16", "cols16", "rows_padded", "cols_padded")  # multiples of 16
 ANY = (  # which may be no multiple of 16
     "blocks_per_row", "count", "rounds", "history", "block_rows", "stride_c", "programs", "all_blocks", "per", "ranks",
     "scale_pitch", "scale_step", "blocks", "rank", "call", "timeout",
+    "tiles", "across", "pairs", "experts",
 )  # fmt: skip
 NUMBERS = {
     "growth": "fp32",
@@ -199,6 +201,27 @@ def parts_cases():
         yield dtype, dict.fromkeys(INPUTS, dtype), SWIGLU | {"BACKWARD": dtype == "bf16"}
 
 
+def expert_cases():
+    for dtype, even in (("bf16", True), ("fp32", False)):
+        pointers = (
+            dict.fromkeys(INPUTS, dtype)
+            | dict.fromkeys((*CODES, "h_t_ptr"), "fp8e4nv")
+            | {"w_ptr": "fp32"}
+        )
+        for backward in (False, True):
+            label = f"{'backward' if backward else 'forward'}, {dtype}" + ", any size" * (not even)
+            yield label, pointers, {"ACTIVATION": "silu", "BACKWARD": backward, "EVEN": even}
+
+
+ROUTED = {"ids_ptr": "i64"} | dict.fromkeys(("counts_ptr", "ends_ptr", "places_ptr"), "i32")
+
+
+def rows_cases():
+    for layouts in ((True, True), (False, True)):
+        codes = dict.fromkeys(("codes_ptr", "plain_ptr", "turned_ptr"), "fp8e4nv")
+        yield str(layouts), codes, dict(zip(("PLAIN", "TURNED"), layouts, strict=True))
+
+
 def rmsnorm_cases():
     longest = 1, MOST_COLS
     for dtype, size in (
@@ -263,6 +286,12 @@ CASES = {  # label, types of pointers, constants (and others, for other kernels 
         (name, {"codes_t_ptr": "u8"}, {"EVEN": even}) for name, even in (("", True), ("any size", False))
     ],
     "_activation_cast_kernel": activation_cases(),
+    "_take_rows_kernel": rows_cases(),
+    "_count_pairs_kernel": [("", ROUTED, {"BLOCK": BLOCK})],
+    "_route_kernel": [("", ROUTED, {"BLOCK": BLOCK, "ALIGNMENT": 16, "EXPERTS": 128})],
+    "_sum_rows_kernel": [
+        (f"{n} rows", {"x_ptr": "bf16", "places_ptr": "i32", "total_ptr": "bf16"}, {"COUNT": n}) for n in (1, 8)
+    ],
     "_accumulate_blocks_kernel": accumulate_cases(),
     "_two_shot_kernel": two_shot_cases(),
     "_rmsnorm_sums_kernel": [
@@ -273,12 +302,14 @@ for cases, kernels in {
     gradient_cases: "largest squares", quantize_cases: "quantize_blocks dequantize_blocks",
     matrix_cases: "cast_tiles recast_tiles refit cast_1x128 cast_128x128 cast_delayed",
     parts_cases: "parts seed activation_parts",
-    wire_cases: "pack reduce unpack", rmsnorm_cases: "rmsnorm rmsnorm_backward",
+    expert_cases: "expert_parts expert_cast", wire_cases: "pack reduce unpack",
+    rmsnorm_cases: "rmsnorm rmsnorm_backward",
 }.items():  # fmt: skip
     CASES |= {f"_{name}_kernel": [*cases()] for name in kernels.split()}
 SIZES = {  # where its module says nothing else
     "BLOCKS": step.BLOCKS, "TILE": norm.TILE, "FLAT": cast.FLAT, "SIZE": step_scalars.SIZE, "PARTS": cast.PARTS,
     "SLOTS": cast.SLOTS, "ROWS": cast.ROWS, "COLS": cast.COLS, "HARDWARE": None,
+    "WIDTH": WIDTH,
 }  # fmt: skip
 
 

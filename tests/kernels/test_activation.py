@@ -6,7 +6,15 @@ where a derivative is next to zero, as what is left there is what rounding left.
 
 import pytest
 import torch
-from helpers import DTYPES, INPUTS, OCP, assert_same_bits, every_two, grid
+from helpers import (
+    DTYPES,
+    INPUTS,
+    OCP,
+    assert_nearly_the_same,
+    assert_same_bits,
+    every_two,
+    grid,
+)
 
 from fp8stack.formats import E4M3, E5M2
 from fp8stack.kernels import activation as triton
@@ -25,32 +33,6 @@ SHAPES = [(1, 1), (1, 130), (130, 1), (64, 128), (65, 70), (17, 33)]
 def draw(shape, dtype=torch.float32, spread=3.0):
     """Return gate, up and a gradient whose sizes differ by powers of ten."""
     return [(torch.randn(shape) * size).to(dtype) for size in (spread, 1.0, 1e-3)]
-
-
-def order(codes, fmt):
-    """Return the place of each code among the values of its format, an integer; NaN's is beyond them."""
-    raw = codes.view(torch.uint8).int()
-    return torch.where(raw >= 128, -(raw & 127), raw)
-
-
-def assert_nearly_the_same(results, expected, fmt):
-    """Compare codes, transposed codes and scale of each operand: no code differs by more than one, and few do."""
-    assert len(results) == len(expected)
-    for given, same in zip(results, expected, strict=True):
-        given = given.to(same.device)
-        assert (given.shape, given.dtype) == (same.shape, same.dtype)
-        if not given.ndim:
-            assert torch.allclose(given, same, rtol=2**-17, atol=0, equal_nan=True)
-            continue
-        own = fmt if given.dtype is fmt.dtype else E4M3
-        difference = (order(given, own) - order(same, own)).abs()
-        distance = (given.float() - same.float()).abs()
-        seen = distance > 2**-18 * own.max
-        assert (difference[seen] <= 1).all()
-        assert (difference[seen] > 0).sum() <= max(2, difference.numel() // 500)
-    for i in range(0, len(results) - 2, 3):  # of backward
-        codes, codes_t = (t.cpu().view(torch.uint8) for t in results[i : i + 2])
-        assert_same_bits(codes_t, codes.t().contiguous())
 
 
 def both_ways(kernels, dh, gate, up, fmt, forward=(), backward=(), kind=SWIGLU):

@@ -46,6 +46,8 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
     ("_activation_cast_kernel", "backward, delayed, bf16"): (107, 51),
     ("_activation_cast_kernel", "gelu, sums, e4m3, bf16"): (87, 57),
     ("_activation_cast_kernel", "gelu_tanh, sums, e4m3, bf16"): (84, 50),
+    ("_expert_cast_kernel", "forward, bf16"): (60, 35),
+    ("_expert_cast_kernel", "backward, bf16"): (150, 90),
     ("_accumulate_blocks_kernel", "bf16"): (80, 62),
     ("_rmsnorm_kernel", "bf16"): 19.8,
     ("_rmsnorm_backward_kernel", "bf16"): 25,
@@ -56,9 +58,11 @@ BUDGETS = {  # (kernel, case): instructions an element; for sm_80 and sm_90 wher
 }
 CASTS = {  # kernels that use the hardware's casts where there are any
     "_cast_tiles_kernel", "_recast_tiles_kernel", "_refit_kernel", "_cast_1x128_kernel", "_cast_128x128_kernel",
-    "_cast_delayed_kernel", "_activation_cast_kernel", "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
+    "_cast_delayed_kernel", "_activation_cast_kernel", "_expert_cast_kernel",
+    "_pack_kernel", "_reduce_kernel", "_unpack_kernel",
     "_two_shot_kernel", "_quantize_blocks_kernel", "_quantize_list_kernel", "_accumulate_blocks_kernel",
 }  # fmt: skip
+INEXACT = ("_activation_", "_expert_", "_rmsnorm_")  # the GPU's exponential and root
 CAST_NOTHING = {
     ("_pack_kernel", "codes"), ("_unpack_kernel", "codes"), ("_quantize_blocks_kernel", "e4m3_root, fp32"),
     ("_quantize_blocks_kernel", "ue3m5, fp32"), ("_quantize_blocks_kernel", "s1e3m4, fp32, odd rows"),
@@ -102,7 +106,7 @@ def is_exact(result):
     """Return whether a kernel is to round as the reference does, operation by operation."""
     if result["kernel"] == "_step_kernel":
         return "exact" in result["case"]
-    if result["kernel"].startswith(("_activation", "_rmsnorm")):  # the GPU's exponential and root
+    if result["kernel"].startswith(INEXACT):
         return False
     return (result["kernel"], result["case"]) != ("_scalars_kernel", "adam")  # powers, in float64
 
@@ -111,7 +115,7 @@ def is_exact(result):
 def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden):
     """No multiply-add, flush of subnormals, approximate division or root, or FP8 cast of the hardware but in casts."""
     exact = [r for r in compiled["results"] if is_exact(r)]
-    inexact = {k for k in compiled["kernels"] if k.startswith(("_activation_", "_rmsnorm_"))}
+    inexact = {k for k in compiled["kernels"] if k.startswith(INEXACT)}
     assert {r["kernel"] for r in exact} == set(compiled["kernels"]) - inexact
     if forbidden == "fp8":
         exact = [r for r in exact if r["kernel"] not in CASTS]
@@ -121,7 +125,7 @@ def test_no_exact_kernel_rounds_otherwise_than_the_reference(compiled, forbidden
 def test_infinities_become_nan_where_the_hardware_would_saturate_them(compiled):
     """In casts whose scale is another matrix's: delayed ones, and those of SwiGLU."""
     spoiling = {r["kernel"] for r in compiled["results"] if r["spoiling"] and r["sm"] == 90}
-    assert spoiling == {"_cast_delayed_kernel", "_activation_cast_kernel"}
+    assert spoiling == {"_cast_delayed_kernel", "_activation_cast_kernel", "_expert_cast_kernel"}
     assert not any(r["spoiling"] for r in compiled["results"] if r["sm"] != 90)
 
 

@@ -67,6 +67,23 @@ def sample_arguments(name, shape, device):
             scale = torch.tensor(0.1, device=device)
             yield x / 9, x, x + 1, scale, "silu", "e5m2", 2 * [delayed_state(device)], False, False
             yield x / 9, x, None, scale, "gelu_tanh", "e5m2", [], False, True
+        case "expert_activation" | "expert_activation_backward":
+            gate_up, weights = torch.randn(64, 96, device=device), torch.rand(50, device=device)
+            pairs = torch.randint(-1, 50, (64,), dtype=torch.int32, device=device)
+            if name == "expert_activation":
+                yield gate_up, weights, pairs, "gelu"
+            else:
+                scale, dh = torch.tensor(0.1, device=device), torch.randn(64, 48, device=device)
+                yield dh, gate_up.bfloat16(), weights.bfloat16(), pairs, scale, "silu"
+        case "route":
+            yield torch.randint(6, (40, 2), device=device), 5
+        case "take_rows":
+            codes = ops.cast(torch.randn(20, 32, device=device), E4M3)[0]
+            index = torch.randint(-1, 40, (48,), dtype=torch.int32, device=device)
+            yield from ((codes, index, 2, *layouts) for layouts in ((True, True), (False, True)))
+        case "sum_rows":
+            places = torch.randint(-1, 20, (5, 3), dtype=torch.int32, device=device)
+            yield torch.randn(20, 32, device=device).bfloat16(), places
 
 
 @cache
@@ -80,15 +97,17 @@ def delayed_state(device):
 
 KEPT = []
 INEXACT = (  # sums have an order, exponentials are the device's, and a state lies on one device
-    "matmul_blocks", "activation_cast", "activation_backward_cast", "cast_delayed",
+    "matmul_blocks", "activation_cast", "activation_backward_cast", "cast_delayed", "expert_activation",
+    "expert_activation_backward",
 )  # fmt: skip
 MATRICES = (
     "cast", "recast", "cast_1x128", "cast_128x128", "cast_delayed", "matmul_blocks", "activation_cast",
-    "activation_backward_cast", "transpose",
+    "activation_backward_cast", "expert_activation", "expert_activation_backward", "route", "take_rows", "sum_rows",
+    "transpose",
 )  # fmt: skip
 
 
-LAYERS = ("linear", "mlp")  # consist of operators: tests/nn/test_compiled.py
+LAYERS = ("linear", "mlp", "grouped", "experts")  # consist of operators: tests/nn/test_compiled.py
 OPERATORS = sorted(
     name.split("::")[1]
     for name in torch._C._dispatch_get_all_op_names()
@@ -100,7 +119,8 @@ def test_all_operators_are_sampled_here():
     assert OPERATORS == [
         "accumulate_blocks", "activation_backward_cast", "activation_cast",
         "cast", "cast_128x128", "cast_1x128", "cast_delayed", "dequantize_blocks",
-        "matmul_blocks", "quantize_blocks", "recast", "transpose",
+        "expert_activation", "expert_activation_backward", "matmul_blocks", "quantize_blocks", "recast", "route",
+        "sum_rows", "take_rows", "transpose",
     ]  # fmt: skip
     for name in OPERATORS:
         assert list(sample_arguments(name, (5, 200), "cpu")), name

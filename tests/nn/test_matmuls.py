@@ -678,23 +678,6 @@ def test_what_a_class_makes_of_an_initialized_module_is_its_own():
     assert type(model)()(x).shape == (4, 64)
 
 
-def test_what_products_run_without_fp8_is_counted():
-    class Grouped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(4, 64, 64).bfloat16())
-
-        def forward(self, x, ends):
-            return torch._grouped_mm(x, self.w, offs=ends)
-
-    model, ends = Grouped(), torch.tensor([8, 16, 24, 32], dtype=torch.int32)
-    fp8stack.initialize(model, None, "O0")
-    model(torch.randn(32, 64).bfloat16(), ends)
-    report = fp8stack.get_report(model)
-    assert report.left_alone == {"products grouped over experts": 1}
-    assert report.multiplied == set()
-
-
 def test_a_converted_module_looks_as_before():
     model = stack()
     signature, text = inspect.signature(model.forward), repr(model)

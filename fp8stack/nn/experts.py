@@ -1,0 +1,248 @@
+"""The experts of transformers' mixtures: grouped products in FP8 with nothing in bfloat16 between the casts.
+
+    y[t] = sum over the experts e of token t of  weight[t, e] × down[e](act(gate[e](x[t])) × up[e](x[t]))
+
+Why: transformers permutes the tokens to the order of their experts, multiplies, activates, multiplies, weights and
+permutes back, in bfloat16, or float32 where the weights are. Casting what it permutes costs what the products save.
+
+How. Every class of experts that transformers' registry serves (`ALL_EXPERTS_FUNCTIONS`) has the same attributes and the
+same three arguments. Such a module gets a subclass of its class, whose forward is this:
+
+1. `ops.route` gives each pair of token and expert a row. The rows of an expert are padded to a multiple of 16.
+2. Tokens are cast first and then taken by row: a quarter of the bytes. The transposed codes that the gradients of
+   weights want are written on the way.
+3. If the gate is act(gate) × up, with an act that `kernels/activation.py` knows, one autograd node does it all:
+   `kernels/expert_activation.py` casts the activation and its gradients, with the router's weights in them. That is
+   found by a trial of the module's own `_apply_gate`.
+4. Otherwise (biases, GPT-OSS's limited gate, norms behind experts) the two products are nodes of their own, and
+   what is between them is the module's own code.
+
+The weights may be stored in bfloat16, whatever the dtype of the tokens. Scales are current ones; see `grouped.py`.
+
+Limits: with config._experts_implementation other than "grouped_mm", "batched_mm", "eager" or None, which name
+transformers' plain ways to compute the same, the module's own forward runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8stack.formats import E4M3
+from fp8stack.kernels import ops
+from fp8stack.kernels.reference.activation import ACTIVATIONS
+
+from . import casts, grouped, linear
+from .bf16_storage import autocast_is_on, output_dtype
+from .mixin import Mixin
+from .select import LeastRows, pays
+
+TAKEN = ("grouped_mm", "batched_mm", "eager", None)
+_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate", "config")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether the forward of a module is what transformers' registry of experts says."""
+    forward: Any = getattr(type(module), "forward", None)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return isinstance(module, Fp8Experts) or (
+        all(hasattr(module, name) for name in _MARKS) and "get_interface" in names
+    )
+
+
+def class_of_experts(module: nn.Module) -> type[nn.Module]:
+    """Return the class of experts that the module is of, without what FSDP2 or fp8stack made over it."""
+    return next(
+        cls for cls in type(module).__mro__ if "forward" in vars(cls) and cls is not Fp8Experts
+    )
+
+
+def stacks_of(module: nn.Module) -> list[str]:
+    """Return the names of the two stacks of matrices."""
+    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+
+
+def unfit(module: Any) -> str:
+    """Return why experts are not multiplied in FP8, or an empty string."""
+    if (how := _implementation(module)) not in TAKEN:
+        return f'experts_implementation="{how}" has products of its own; "grouped_mm" is taken'
+    stacks = [module._parameters.get(name) for name in stacks_of(module)]
+    if any(stack is None or stack.dim() != 3 for stack in stacks):
+        return "its weights are not two stacks of matrices"
+    return next(filter(None, map(grouped.obstacle, stacks)), "")
+
+
+def _implementation(module: Any) -> Any:
+    return getattr(module.config, "_experts_implementation", None)
+
+
+class Fp8Experts(Mixin):
+    """Experts that multiply in FP8; `convert.py` mixes it into their class."""
+
+    mixin_prefix = "Fp8"
+    products: tuple[casts.Products, casts.Products]
+    activation: str  # of ACTIVATIONS; "": the gate is the module's own
+    least_rows: LeastRows | None = None
+    plain_forward: Any
+    down_proj: nn.Parameter
+
+    @staticmethod
+    def mixin_methods(cls: type[nn.Module]) -> dict[str, Any]:
+        """Return the forward of `cls`, by the name that ours calls."""
+        return {"plain_forward": cls.forward}
+
+    def forward(self, *given: Any, **named: Any) -> Tensor:
+        """Return what experts make of [tokens, in], with their indices and weights, [tokens, count]: [tokens, out]."""
+        fits = (
+            len(given) == 3 and not named and isinstance(given[0], Tensor) and given[0].dim() == 2
+        )
+        if not fits or _implementation(self) not in TAKEN or not self._pays(*given[:2]):
+            result: Tensor = self.plain_forward(*given, **named)
+            return result
+        with torch._C.DisableTorchFunction():  # see Fp8Layer
+            return self._compute(*given)
+
+    def _pays(self, x: Tensor, top_k_index: Tensor) -> bool:
+        """Return whether FP8 is faster, by the pairs of token and expert, or the only way for these dtypes."""
+        alike = self.down_proj.dtype is x.dtype or autocast_is_on(x)
+        compiled = torch.compiler.is_compiling()
+        return not alike or pays(x, self.least_rows, compiled, top_k_index.numel())
+
+    def _compute(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        module: Any = self
+        groups = grouped.Groups(*ops.route(top_k_index, module.num_experts))
+        first, down = (getattr(self, name) for name in stacks_of(self))
+        weights, turned = top_k_weights.reshape(top_k_index.shape), module.is_transposed
+        if self.activation:
+            options = [
+                grouped.grouped_options(p, self.training, output_dtype(x), turned) for p in self.products
+            ]  # fmt: skip
+            given = x, first, down, weights
+            if torch.compiler.is_compiling():
+                y = _in_graph(*given, *groups, self.activation, *options[0][:-2])
+            else:
+                y = _Experts.apply(*given, groups, self.activation, options)
+            return y.to(x.dtype)
+        h = grouped.multiply(x, first, turned, groups, self.products[0], self.training, gather=True)
+        h = _biased(module, h, stacks_of(self)[0], groups)
+        h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
+        y = grouped.multiply(h, down, turned, groups, self.products[1], self.training)
+        y = _biased(module, y, "down_proj", groups)
+        if getattr(module, "has_post_expert_norm", False):
+            y = module.post_expert_norm(y)
+        places = groups.places.long()
+        y = y[places.clamp(min=0)] * torch.where(places < 0, 0, weights)[..., None]
+        return y.sum(1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}fp8={self.products[0].name}, grouped"
+
+
+def activation_of(module: Any) -> str:
+    """Return the activation with which the gate of a module is act(gate) × up, found by a trial; "": it is none."""
+    plain = module.has_gate and not module.has_bias
+    if not plain or getattr(module, "has_post_expert_norm", False):
+        return ""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(0)
+        gate, up = 4 * torch.randn(2, 8, 64, device="cpu", dtype=torch.float32)
+        for size in (1.0, 100.0):  # of large inputs limits show
+            try:
+                made = module._apply_gate(torch.cat([size * gate, size * up], -1))
+            except Exception:  # it wants other sizes, or another device
+                return ""
+            fitting = [
+                name for name, act in ACTIVATIONS.items()
+                if made.shape == up.shape and torch.allclose(made, act(size * gate) * size * up, 1e-4, 1e-5)
+            ]  # fmt: skip
+            if not fitting:
+                return ""
+    return fitting[0]
+
+
+def _biased(module: Any, y: Tensor, name: str, groups: grouped.Groups) -> Tensor:
+    """Add the bias of each row's expert."""
+    if not module.has_bias:
+        return y
+    rows = torch.arange(len(y), device=y.device, dtype=torch.int32)
+    expert = torch.searchsorted(groups.ends, rows, right=True)
+    return y + getattr(module, f"{name}_bias")[expert].to(y.dtype)
+
+
+def _operator(
+    x: Any, first: Any, down: Any, weights: Any, ends: Any, pairs: Any, places: Any, activation: str, *rest: Any
+) -> Tensor:  # fmt: skip
+    groups, options = grouped.Groups(ends, pairs, places), casts.Options(*rest)
+    result: Tensor = _Experts.apply(x, first, down, weights, groups, activation, [options] * 2)
+    return result
+
+
+_in_graph = ops.define_composite(
+    "experts(Tensor x, Tensor first, Tensor down, Tensor weights, Tensor ends, Tensor pairs, Tensor places, "
+    f"str activation, {casts.ARGUMENTS}) -> Tensor",
+    _operator,
+)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,  # [tokens, in]
+        first: Tensor,  # [experts, 2 · hidden, in], or [experts, in, 2 · hidden] if its options.turned
+        down: Tensor,  # [experts, in, hidden], or [experts, hidden, in]
+        weights: Tensor,  # [tokens, count]
+        groups: grouped.Groups,
+        activation: str,
+        options: list[casts.Options],
+    ) -> Tensor:  # [tokens, in]
+        own, of_down = options
+        dtype, (ends, pairs, places) = own.dtype, groups
+        codes, x_scale, _, _ = casts.cast_matrix(x, E4M3, transposed=False)
+        count, backward = places.shape[1], first.requires_grad
+        codes, codes_t = ops.take_rows(codes, pairs, count, True, backward)
+        operand, scale, first_codes = grouped.cast_stack(first, own, x.requires_grad, len(codes))
+        gate_up = grouped.product(codes, x_scale, operand, scale, ends, dtype, own.fast)
+        h_codes, h_scale = ops.expert_activation(gate_up, weights, pairs, activation)
+        operand, down_scale, down_codes = grouped.cast_stack(down, of_down, True, len(codes))
+        y = grouped.product(h_codes, h_scale, operand, down_scale, ends, dtype, own.fast)
+        ctx.settings = groups, activation, options, x.dtype
+        ctx.save_for_backward(
+            codes_t, x_scale, gate_up, weights, h_scale, first, first_codes, scale, down, down_codes, down_scale
+        )  # fmt: skip
+        return ops.sum_rows(y, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return linear.backward_once(_backward, ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    codes_t, x_scale, gate_up, weights, h_scale, *stacks = ctx.saved_tensors
+    (ends, pairs, places), activation, (own, of_down), x_dtype = ctx.settings
+    (need_x, need_first, need_down, need_weights), _ = casts.runs(ctx, 4, own.traced(grad))
+    dx = d_first = d_down = d_weights = None
+    g = casts.cast_matrix(grad, E4M3, transposed=False)
+    g_codes, g_codes_t = ops.take_rows(g.codes, pairs, places.shape[1], True, need_down)
+    operand = grouped.stack_for_backward(*stacks[3:], of_down)
+    dh = grouped.product(g_codes, g.scale, *operand, ends, own.dtype, own.fast)
+    d_codes, d_codes_t, d_scale, h_codes_t, sums = ops.expert_activation_backward(
+        dh, gate_up, weights, pairs, h_scale, activation
+    )
+    if need_down:
+        pair = (g_codes_t, g.scale), (h_codes_t, h_scale)
+        d_down = grouped.weight_gradient(*pair, ends, stacks[3].dtype, of_down)
+    if need_first:
+        pair = (d_codes_t, d_scale), (codes_t, x_scale)
+        d_first = grouped.weight_gradient(*pair, ends, stacks[0].dtype, own)
+    if need_x:
+        operand = grouped.stack_for_backward(*stacks[:3], own)
+        dx = grouped.product(d_codes, d_scale, *operand, ends, x_dtype, own.fast)
+        dx = ops.sum_rows(dx, places)
+    if need_weights:
+        d_weights = (
+            ops.sum_rows(sums[:, None], places.view(-1, 1)).view_as(weights).to(weights.dtype)
+        )
+    return dx, d_first, d_down, d_weights, None, None, None
