@@ -93,7 +93,8 @@ def quantized(layer: nn.Linear, kind: str, device: str) -> nn.Module:
     options: dict[str, Any] = {"has_fp16_weights": False}
     if kind == "Linear4bit":
         options = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
-    made = getattr(layers, kind)(*layer.weight.shape[::-1], bias=False, **options)
+    # one that is made on a GPU would not be quantized by a move there
+    made = getattr(layers, kind)(*layer.weight.shape[::-1], bias=False, device="cpu", **options)
     made.load_state_dict({"weight": layer.weight.cpu()})
     moved: nn.Module = made.to(device)  # which quantizes it
     return moved

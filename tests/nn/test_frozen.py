@@ -18,6 +18,7 @@ from fp8stack import checkpoint, memory
 from fp8stack.comm import DataParallel
 from fp8stack.errors import Fp8StackWarning, ModelError
 from fp8stack.formats import E4M3
+from fp8stack.kernels import ops
 from fp8stack.monitor import Monitor
 from fp8stack.nn import fuse
 from fp8stack.nn.frozen import FrozenWeight
@@ -104,6 +105,23 @@ def test_a_weight_has_the_nearest_values_of_e4m3_and_keeps_them(dtype, size, dev
     assert (frozen.shape, frozen.dtype, frozen.nbytes) == (w.shape, dtype, w.nbytes)  # its face
     assert frozen.codes.nbytes + frozen.scale.nbytes == w.numel() + 4
     assert_same_bits(FrozenWeight.quantize(frozen.dequantize()).dequantize().cpu(), values)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"), [(math.inf, (2.66, 2.64, 2.57)), (3, (2.65, 2.59, 2.23))]
+)
+def test_one_scale_a_weight_is_nearly_as_precise_as_many(degrees, expected):
+    """The numbers of `frozen.py` and of the documentation, in percent: one scale, one a square, one for 128 of a row."""
+    torch.manual_seed(0)
+    w = torch.randn(1024, 1024)
+    if degrees < math.inf:
+        w = torch.distributions.StudentT(degrees).sample(w.shape)
+    codes, scale, *_ = ops.cast_128x128(w, E4M3)
+    squares = codes.float() * scale.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    rows = ops.dequantize_blocks(*ops.quantize_blocks(w, E4M3), E4M3)
+    values = FrozenWeight.quantize(w).dequantize(), squares, rows
+    found = [100 * float((v - w).norm() / w.norm()) for v in values]
+    assert found == pytest.approx(expected, abs=0.06)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
