@@ -8,9 +8,9 @@ moment (`casts.py`). Every other reader gets its values, made for that one opera
 The scale is a power of two. So the values are exact in bfloat16 and float32, and quantizing them again gives the same
 values: a state_dict that is saved and loaded, or `fp8stack.restore`, changes no bit. E4M3 is a floating-point format:
 one scale for a matrix costs precision only below 2^-14 of its largest element, and one for each 128 × 128 helps no
-more than that. Relative error in the root mean square, of normal weights and of Student's t with 3 degrees of freedom
-(the largest 55 × the mean square's root): 2.66 % and 2.65 %; with scales of squares 2.64 and 2.59; with scales of
-1 × 128, which backward's product cannot take, 2.57 and 2.23.
+more than that. Relative error in the root mean square, of normal weights and of Student's t with 5 degrees of freedom,
+whose tails are heavy: 2.66 % and 2.65 %; with scales of squares 2.64 and 2.65; with scales of 1 × 128, which backward's
+product cannot take, 2.57 and 2.46.
 
 Writing: `copy_`, `load_state_dict` and `.data =` quantize what they are given. Arithmetic in place is refused, since
 E4M3 would round most of a small change away: merging an adapter comes after `fp8stack.restore`. It cannot be unfrozen.
