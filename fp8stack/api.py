@@ -32,7 +32,8 @@ from .conversion import COPIED, Session
 from .kernels.ops import kernel_backend
 from .levels import Recipe, check_choice, recipe_for
 from .nn.convert import LayerChoices, apply_gemms, choose_layers, skipped_modules
-from .nn.coverage import KEPT, bare_modules, count
+from .nn.coverage import KEPT, bare_modules, count, listed
+from .nn.frozen import FrozenWeight, can_swap
 from .nn.matmuls import apply_matmuls
 from .nn.mixin import unfuse
 from .nn.mlp import fuse
@@ -148,6 +149,10 @@ def decide(
     if missing:
         told = f"{len(missing)} trainable parameters are not in the optimizer and stay as they are"
         fallbacks.append(f"{told}: {missing[:3]}.{conversion.SEVERAL}".removesuffix("."))
+    if recipe.frozen == "fp8" and all(why for _, _, why in layers.frozen):
+        told = "no Linear layer's weight is frozen (requires_grad=False) at the call"
+        told = listed({name: why for name, _, why in layers.frozen}) or told
+        fallbacks.append(f'frozen="fp8" has no effect: {told}')
     fallbacks += notes
     fallbacks += coverage.fallbacks if compute != "bf16" else []
     if strict and fallbacks:
@@ -186,6 +191,7 @@ def carry_out(
         chosen = {m for m, why in decisions.bare.items() if not why}
         bare = apply_matmuls(model, recipe, chosen, alone, session.conversion)
         session.report.multiplied, session.report.left_alone = bare.used, bare.left
+    conversion.freeze_weights(model, layers, session)
     if optimizer is not None:
         conversion.store_weights(model, layers, session)
         conversion.quantize_gradients(model, decisions.quantized, session)
@@ -201,6 +207,8 @@ def carry_out(
 
 def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, Any]:
     """Undo `initialize`: plain layers, weights in their dtype with all the master's bits, torch's optimizer and state.
+
+    Frozen weights that were kept in FP8 become ordinary ones of the values that they had there.
 
     Returns the model and the optimizer that was given to `initialize`, its state in floating point. A scheduler built
     on either optimizer goes on driving it.
@@ -228,6 +236,10 @@ def restore(model: Model, optimizer: torch.optim.Optimizer | None = None) -> tup
     if isinstance(session.returned, BlockwiseOptimizer):
         for parameter, _ in session.stored:
             session.returned.check_unchanged(parameter)
+    frozen = [n for n, p in model.named_parameters() if isinstance(p, FrozenWeight)]
+    if held := [name for name in frozen if not can_swap(model.get_parameter(name))]:
+        told = f"outputs of a forward, or weak references, hold weights that are kept in FP8: {held[:3]}"
+        raise errors.ModelError(f"{told}. Delete those first: torch cannot replace the weights.")
     unfuse(model)
     _MODELS.remove(model)
     del model.__dict__[_KEPT]

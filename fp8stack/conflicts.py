@@ -178,6 +178,8 @@ RULES = (
     # --- FSDP2, and DeepSpeed, whose ZeRO makes one flat tensor of the parameters of a group
     Rule("offload", ("cpu",), (FSDP2, LIGHTNING), "FSDP2 and Lightning's Trainer move an optimizer's states themselves",
          f"{_LEAVE}: FSDP2's CPUOffloadPolicy moves parameters and states"),
+    Rule("frozen", ("fp8",), (FSDP2, DEEPSPEED), "it shards or copies parameters as plain numbers",
+         f"{_LEAVE}: under DDP a base in FP8 is whole on every rank"),
     Rule("matmuls", (True,), (FSDP2,), "it finds products by their parameters, which FSDP2 replaces in each forward",
          _LEAVE),
     *(Rule(option, (value,), (FSDP2, ZERO),

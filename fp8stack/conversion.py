@@ -25,6 +25,7 @@ from .levels import Recipe
 from .nn import GEMM_LAYERS, StoredEmbedding
 from .nn.bf16_storage import CopiedWeight, StoredLayer
 from .nn.convert import Conversion, LayerChoices, apply_storage
+from .nn.frozen import FrozenWeight, exchange, show_values, thaw
 from .nn.matmuls import MultipliesParameters
 from .optim import BlockwiseOptimizer
 from .optim.bitsandbytes import COUNTERPARTS, BitsandbytesOptimizer
@@ -362,6 +363,17 @@ def store_weights(model: nn.Module, layers: LayerChoices, session: Session) -> N
         if held := [masters[p] for p in module._parameters.values() if p in masters]:
             module.__dict__["_fp8stack_master"] = held
             session.undo.append(partial(module.__dict__.pop, "_fp8stack_master"))
+
+
+def freeze_weights(model: nn.Module, layers: LayerChoices, session: Session) -> None:
+    """Turn the chosen frozen weights to FP8."""
+    for _, parameter, reason in layers.frozen:
+        if not reason:
+            exchange(parameter, FrozenWeight.quantize(parameter))
+            session.undo.append(partial(thaw, parameter))
+    for module in model.modules():
+        if isinstance(module._parameters.get("weight"), FrozenWeight):
+            session.undo.append(module.register_state_dict_post_hook(show_values).remove)
 
 
 def change_dtype(parameter: nn.Parameter, value: Tensor) -> None:

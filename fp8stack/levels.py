@@ -28,6 +28,7 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "fp8_recipe": ("current", "delayed", "blockwise", "mxfp8", "nvfp4"),
         "amax_compute_algo": ("max", "most_recent"),
         "select": ("auto", "all"),
+        "frozen": ("keep", "fp8"),
         "gradients": ("keep", "fp8"),
         "states": ("keep", "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"),
         "master": ("keep", "auto", "split24", "split32", "fp16", "fp32", "none"),
@@ -68,6 +69,8 @@ class Recipe:
         native layers, and not for weights that FSDP2 or DeepSpeed hold.
     matmuls: "auto" multiplies by bare parameters in FP8 too (x @ self.w, einsum, F.linear, stacks) in modules that own
         them, or that read another's weight, and have a product in their code; True anywhere in the forward pass.
+    frozen: "fp8" keeps weights of Linear layers that are frozen (requires_grad=False) when `initialize` is called in
+        E4M3, a byte an element, as the base of adapters (`fp8stack/nn/frozen.py`).
     gradients: "fp8" turns the gradient of every quantized matrix into E4M3 blocks during backward.
     states: "8bit", "fp8", "4bit", "fp8-lm", "bf16", "fp32"; see `fp8stack/optim/state_formats.py`.
     master: "split24" (bfloat16 weight + 8 bits), "split32", "fp16" (FP8-LM's), "fp32", "none" (stochastic rounding), or
@@ -97,6 +100,7 @@ class Recipe:
     select: str = "auto"
     fuse: bool = True
     matmuls: Any = "auto"
+    frozen: str = "keep"
     gradients: str = "keep"
     states: str = "keep"
     master: str = "keep"

@@ -58,6 +58,9 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)  # weights now in bfloat16 with a remainder
     kept: dict[str, str] = field(default_factory=dict)  # matrices that keep their dtype: reason
+    frozen: list[str] = field(default_factory=list)  # frozen weights that are kept in FP8
+    unfrozen: dict[str, str] = field(default_factory=dict)  # those that are not: reason
+    frozen_gib: tuple[float, float] = (0.0, 0.0)  # of both, now and before
     bytes_per_parameter: float = 0.0  # of matrices: weight, master, gradient and optimizer state
     multiplied: set[str] = field(default_factory=set)  # bare parameters multiplied in FP8 so far
     # other products of theirs, by reason, and modules that were left out
@@ -83,10 +86,17 @@ class Report:
             + (" (current scaling)" if self.bare and "delayed" in self.gemm else "")
             + (f"; outside: {listed(self.outside)}" if self.outside else ""),
         ]
+        # such as quantized ones, whose weights are not counted
+        others = [n for n in self.skipped if not any(m.startswith(f"{n}.") for m in self.outside)]
+        if others:
+            lines.append(f"left alone: {listed({n: self.skipped[n] for n in others})}")
         if self.stored or self.kept:
             masters = " or ".join(_MASTERS[kind] for kind in self.master.split(" or "))
             lines.append(f"{len(self.stored)} matrices stored as bf16 {masters}")
             lines[-1] += f"; kept in their dtype: {listed(self.kept)}" if self.kept else ""
+        if self.frozen or self.unfrozen:
+            lines.append("frozen weights in FP8: {:.3g} GiB of {:.3g}".format(*self.frozen_gib))
+            lines[-1] += f"; as they are: {listed(self.unfrozen)}" if self.unfrozen else ""
         if self.bytes_per_parameter:  # without an optimizer there is nothing to count
             size = f"{self.bytes_per_parameter:.2f} bytes per parameter of matrices"
             lines.append(f"{size} (float32 AdamW: 16)")
@@ -125,6 +135,8 @@ def report_of(
     on_gpu = device.type == "cuda"
     states += " in pinned host memory" if recipe.offload == "cpu" and on_gpu else ""
     freed = recipe.step_in_backward
+    before = sum(p.nbytes for _, p, _ in layers.frozen)
+    now = sum(p.nbytes if why else p.numel() for _, p, why in layers.frozen)
     return Report(
         level=recipe.level,
         device=torch.cuda.get_device_name(device) if on_gpu else "CPU (reference kernels)",
@@ -142,6 +154,9 @@ def report_of(
         skipped=dict(layers.skipped),
         stored=[name for name, _ in layers.stored],
         kept=dict(layers.kept),
+        frozen=[name for name, _, why in layers.frozen if not why],
+        unfrozen={name: why for name, _, why in layers.frozen if why},
+        frozen_gib=(now / 2**30, before / 2**30),
         fallbacks=fallbacks,
     )
 

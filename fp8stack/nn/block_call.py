@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fp8stack.errors import ModelError, first_line
 from fp8stack.kernels.ops import raw_stream
+from fp8stack.tensor_kinds import inner_tensors
 
 from .mixin import has_hooks
 
@@ -306,7 +307,7 @@ def _state(block: nn.Module, modules: list[nn.Module]) -> list[Any]:
         own = (*module._parameters.values(), *module._buffers.values(), *kept)
         state.append((
             type(module), module.training, [*map(id, module._modules.values())],
-            [(id(x), x.data_ptr(), x.requires_grad) for x in own if x is not None],
+            [(id(x), part.data_ptr(), x.requires_grad) for x in own if x is not None for part in inner_tensors(x)],
             module is not block and has_hooks(module),
             getattr(vars(module).get("products"), "probe", None),
         ))  # fmt: skip

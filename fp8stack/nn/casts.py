@@ -44,6 +44,7 @@ from fp8stack.kernels.reference.delayed_state import STATES, DelayedState
 from fp8stack.levels import Recipe
 from fp8stack.version import __version__
 
+from .frozen import FrozenWeight
 from .notes import capturing, moment, note, noted
 from .select import LeastRows
 
@@ -297,6 +298,9 @@ def cast_weight(weight: Tensor, options: Options, backward: bool, rows: int) -> 
     `backward` says that there will be a product for the gradient of the input, which has `rows` rows. The transpose is
     made only if autograd is to keep it for that product (see above); otherwise it is empty.
     """
+    if isinstance(weight, FrozenWeight):
+        codes, scale = weight.operand(options.turned, options.fp8_recipe == "blockwise")
+        return _without_t(Operand(codes, scale, codes, scale), False)
     if backward and not options.traced(weight):
         # In any process group this may be a whole weight that FSDP gathered, of which a rank must keep nothing.
         ranks = torch.distributed
@@ -333,6 +337,8 @@ def weight_for_backward(
     """Return codes [in, out] and scale of a weight: those that forward saved, or of a new cast if it saved no codes."""
     if codes.numel():
         return codes, scale
+    if isinstance(weight, FrozenWeight):
+        return weight.operand(not options.turned, options.fp8_recipe == "blockwise")
     w, turned = weight.detach(), options.turned
     if options.fp8_recipe == "blockwise":
         plain, plain_scale, plain_t, scale_t = ops.cast_128x128(w, E4M3)

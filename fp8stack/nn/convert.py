@@ -30,6 +30,7 @@ from .attention import Bf16Attention, Fp8Attention, in_weights
 from .bf16_storage import StoredEmbedding, StoredLayer
 from .casts import InputCodes, Products, WeightScale
 from .forward_code import owners_read
+from .frozen import choose_frozen
 from .layer_kinds import is_known, is_turned, kind_of
 from .linear import Bf16Layer, Fp8Layer
 from .mixin import Mixin, class_below, hidden_class, mixed_class
@@ -58,6 +59,8 @@ class LayerChoices:
     stored: list[tuple[str, nn.Parameter]] = field(default_factory=list)
     # Matrices that keep their dtype: name and reason.
     kept: list[tuple[str, str]] = field(default_factory=list)
+    # Frozen weights, each with the reason for which it stays as it is, or "": to be kept in FP8.
+    frozen: list[tuple[str, nn.Parameter, str]] = field(default_factory=list)
 
 
 class Conversion:
@@ -124,6 +127,9 @@ def choose_layers(
         layers.gemm.append((name, module))
         if rows != ALWAYS:
             layers.least_rows[name] = rows
+    if recipe.frozen == "fp8":
+        chosen, blocks = {m for _, m in layers.gemm}, recipe.fp8_recipe == "blockwise"
+        layers.frozen = choose_frozen(model, chosen, dict(layers.skipped), compute, blocks)
     if recipe.master != "keep":
         # The mode of matmuls=True, in which all of the model runs, takes weights of another dtype than activations.
         read = {} if recipe.matmuls is True else _read_by_hand(model)

@@ -27,7 +27,7 @@ def is_of_library(module: nn.Module) -> bool:
     kind = type(module)
     if kind.__module__ == "torch.nn.utils.parametrize":  # a class that it made over another
         kind = kind.__bases__[0]
-    return kind.__module__.partition(".")[0] in ("torch", "fp8stack", "transformer_engine")
+    return kind.__module__.partition(".")[0] in ("torch", "fp8stack", "transformer_engine", "peft")
 
 
 def owners_read(kind: type[nn.Module]) -> set[str]:

@@ -37,6 +37,7 @@ from fp8stack.tensor_kinds import is_sharded
 
 from . import casts
 from .bf16_storage import output_dtype, stored_linear
+from .frozen import values_of
 from .layer_kinds import sizes_of, weight_of
 from .mixin import Mixin, mixed_class
 from .narrow import narrowed
@@ -134,7 +135,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, options: casts.Opt
     w8 = casts.cast_weight(weight, options, grad and x.requires_grad, x8.codes.shape[0])
     if options.probe is not None:
         options.probe("x", x, x8.scale, casts.FORMATS[options.formats].x)
-        options.probe("w", weight, w8.scale, E4M3)
+        options.probe("w", values_of(weight), w8.scale, E4M3)
     if bias is not None and options.dtype in _FUSED_BIAS:
         bias = bias.to(options.dtype)
     # What torch does in Python before it calls C++ is for functorch, and takes as long as a launch.

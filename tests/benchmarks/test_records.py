@@ -16,6 +16,7 @@ import end_to_end
 import frameworks
 import gradients
 import linear
+import lora
 import memory
 import monitor_cost
 import optimizer_accuracy
@@ -62,6 +63,7 @@ def _frozen():
 def _cheap(monkeypatch):
     monkeypatch.setattr(convergence, "ProcessPoolExecutor", AtOnce)
     monkeypatch.setattr(end_to_end, "get_context", lambda _: context_of_ranks())
+    monkeypatch.setattr(lora, "get_context", lambda _: context_of_ranks())
     monkeypatch.setattr(real_models, "get_context", lambda _: context_of_ranks())
     monkeypatch.setattr(resume, "subprocess", SimpleNamespace(run=run_here, PIPE=0, STDOUT=0))
     if not torch.cuda.is_available():
@@ -107,6 +109,7 @@ BENCHMARKS = {  # arguments besides TINY, and the variants that are recorded
     frameworks: (["--steps", "2"], ["fsdp2 bf16", "fsdp2 O2 native"]),
     gradients: (["--steps", "0"], ["bf16", "native current", "native delayed", "native blockwise"]),
     linear: (["--iterations", "10", "--bursts", "1"], ["bf16", linear.NATIVE]),
+    lora: (["--steps", "2"], ["bf16", "O2, frozen fp8", "bitsandbytes 8bit"]),
     memory: (["--most", "1"], ["fp32 AdamW", "bf16, torchao 8bit", "fp8stack O2, 4bit"]),
     monitor_cost: (["--steps", "2", "--blocks", "2"], ["O2"]),
     optimizer_accuracy: (
@@ -153,6 +156,7 @@ ALIKE = {  # a number, and how far off the first variant's it may be
     ddp_step: ("loss", 0.05),
     end_to_end: ("loss", 0.02),
     frameworks: ("loss", 0.02),
+    lora: ("loss", 0.02),
     real_models: ("loss", 0.02),
     wire_parity: ("value", 0.005),
 }

@@ -405,7 +405,7 @@ RULES_OF_FSDP2 = [
 def refuse():
     whole_model, model, late = make(), shard(make()), make()
     optimizer, early = adamw(model), adamw(late)
-    assert len(RULES_OF_FSDP2) == 7
+    assert len(RULES_OF_FSDP2) == 8
     for rule, value in RULES_OF_FSDP2:
         with refused(rule.error, f"{rule.option}={value!r} does not go with FSDP2", model):
             attach(model, adamw(model), **{rule.option: value})
