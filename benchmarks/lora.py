@@ -93,9 +93,10 @@ def quantized(layer: nn.Linear, kind: str, device: str) -> nn.Module:
     options: dict[str, Any] = {"has_fp16_weights": False}
     if kind == "Linear4bit":
         options = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
-    # one that is made on a GPU would not be quantized by a move there
-    made = getattr(layers, kind)(*layer.weight.shape[::-1], bias=False, device="cpu", **options)
-    made.load_state_dict({"weight": layer.weight.cpu()})
+    made = getattr(layers, kind)(*layer.weight.shape[::-1], bias=False, device="meta", **options)
+    options.pop("compute_dtype", None)
+    # from a weight on a CPU, as one that is on a GPU would not be quantized by a move there
+    made.weight = type(made.weight)(layer.weight.cpu(), requires_grad=False, **options)
     moved: nn.Module = made.to(device)  # which quantizes it
     return moved
 

@@ -248,7 +248,9 @@ class _Mode(TorchFunctionMode):
 def _parameter_of(x: Any) -> Tensor | None:
     """Return the parameter that `x` is, or is a view of."""
     base = x if isinstance(x, nn.Parameter) else getattr(x, "_base", None)
-    return base if type(base) is nn.Parameter else None
+    # Dynamo of torch 2.11 gives the base of a view another type.
+    is_plain = type(base) is nn.Parameter or torch.compiler.is_compiling()
+    return base if is_plain and isinstance(base, nn.Parameter) else None
 
 
 # --- the spellings of a product, called as torch's functions are, with the mode first
