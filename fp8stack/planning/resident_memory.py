@@ -105,12 +105,10 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
             codes += _codes_of(weight.shape, weight.dtype, recipe, own.turned)
             fp8.append(name)
     for module in model.modules():
-        if isinstance(module, Fp8Layer):
-            continue
-        if kind_of(module) and (precision.autocast or isinstance(module, Bf16Layer)):
+        copied = precision.autocast or isinstance(module, Bf16Layer)
+        if copied and kind_of(module) and not isinstance(module, Fp8Layer):
             weight = module.get_parameter("weight")
-            in_bf16 = weight.dtype is torch.bfloat16
-            counted["weight copies"] += 0 if in_bf16 else 2 * weight.numel()
+            counted["weight copies"] += 2 * weight.numel() * (weight.dtype is not torch.bfloat16)
     if recipe is not None and recipe.offload == "cpu":
         moved = ("masters", "m", "v")
         counted |= {"host": sum(counted[kind] for kind in moved), **dict.fromkeys(moved, 0)}
