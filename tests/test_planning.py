@@ -30,9 +30,9 @@ from fp8stack.planning import (
 )
 
 GIB = 2**30
-SIZES = {
-    "llama": models.Config("llama", 512, 256, 2, 4, 2, 640, batch=3, sequence=128),
-    "gpt2": models.Config("gpt2", 512, 256, 2, 4, 4, 1024, batch=3, sequence=128),
+SIZES = {  # as many tokens as no matrix has rows: its copies are told apart by their shapes
+    "llama": models.Config("llama", 512, 128, 2, 4, 2, 384, batch=4, sequence=64),
+    "gpt2": models.Config("gpt2", 512, 128, 2, 4, 4, 512, batch=4, sequence=64),
 }
 LEVELS = {
     "O0": ("O0", {}), "O1": ("O1", {}), "O2": ("O2", {}), "4bit": ("O2", {"states": "4bit"}),

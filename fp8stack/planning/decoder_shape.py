@@ -129,10 +129,10 @@ class Shape:
         raise ConfigError(f"{told}. Give a smaller vocab, or layers and hidden.")
 
 
-def check_sizes(sizes: Mapping[str, Any], *names: str, where: str = "") -> None:
-    """Raise ConfigError unless these entries are whole numbers of a possible size; `where` names what has them."""
+def check_sizes(sizes: Mapping[str, Any], *names: str) -> None:
+    """Raise ConfigError unless these entries are whole numbers of a possible size."""
     for name in names:
-        check_number(where + name, sizes.get(name), 1, MOST, whole=True)
+        check_number(name, sizes[name], 1, MOST, whole=True)
 
 
 LLAMA = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14_336, vocab=32_000)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -100,18 +101,14 @@ def resident(model: nn.Module, precision: Precision, accumulate: bool = False) -
     codes, fp8 = 0, []
     for name, (module, own, key) in fp8_products(model).items():
         if recipe is not None and key:
-            weight, products = module.get_parameter(key), Products(recipe)
-            products.turned = own.turned
-            cast = cast_weight(weight, products.options(False, weight.dtype), True, 0)
-            codes += cast.codes_t.nbytes + cast.scale_t.nbytes
+            weight = module.get_parameter(key)
+            codes += _codes_of(weight.shape, weight.dtype, recipe, own.turned)
             fp8.append(name)
     for module in model.modules():
-        if isinstance(module, Fp8Layer):
-            continue
-        if kind_of(module) and (precision.autocast or isinstance(module, Bf16Layer)):
+        copied = precision.autocast or isinstance(module, Bf16Layer)
+        if copied and kind_of(module) and not isinstance(module, Fp8Layer):
             weight = module.get_parameter("weight")
-            in_bf16 = weight.dtype is torch.bfloat16
-            counted["weight copies"] += 0 if in_bf16 else 2 * weight.numel()
+            counted["weight copies"] += 2 * weight.numel() * (weight.dtype is not torch.bfloat16)
     if recipe is not None and recipe.offload == "cpu":
         moved = ("masters", "m", "v")
         counted |= {"host": sum(counted[kind] for kind in moved), **dict.fromkeys(moved, 0)}
@@ -147,7 +144,7 @@ def use_after_step(
     for p in filter(lambda p: p.requires_grad, model.parameters()):
         p.grad = torch.empty_like(p)
         if p in fp8:
-            p.grad = BlockScaledTensor.quantize(p.grad)
+            p.grad = _quantized(p.shape, p.dtype).clone()
             if accumulate:
                 p.grad.add_(p.grad)
     if isinstance(optimizer, BlockwiseOptimizer):
@@ -163,6 +160,24 @@ def use_after_step(
     use = measure(model, optimizer)
     model.zero_grad()
     return use
+
+
+# Layers of a model have few shapes, and a cast on the meta device takes a hundredth of a second.
+
+
+@lru_cache(maxsize=256)
+def _codes_of(shape: torch.Size, dtype: torch.dtype, recipe: Recipe, turned: bool) -> int:
+    """Return the bytes of a weight's codes and scales in the layout of backward."""
+    weight, products = torch.empty(shape, dtype=dtype, device="meta"), Products(recipe)
+    products.turned = turned
+    cast = cast_weight(weight, products.options(False, dtype), True, 0)
+    return cast.codes_t.nbytes + cast.scale_t.nbytes
+
+
+@lru_cache(maxsize=256)
+def _quantized(shape: torch.Size, dtype: torch.dtype) -> BlockScaledTensor:
+    """Return an FP8 gradient on the meta device."""
+    return BlockScaledTensor.quantize(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def _add_bitsandbytes_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

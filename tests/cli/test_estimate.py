@@ -96,17 +96,20 @@ def test_levels_multiply_in_bf16_on_gpus_without_fp8(gpu, estimated):
 def test_it_reads_a_config(estimated, tmp_path, capsys):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({
-        "model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 192,
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 1024, "vocab_size": 192,
     }))  # fmt: skip
-    options = ["--hf-config", str(config), "--memory", "1"]
+    options = ["--hf-config", str(config)]
     data, columns = estimated(*options)
-    assert data["setup"]["seq"] == 64  # all of its positions
+    assert data["setup"]["seq"] == 1024  # all of its positions
     assert (data["model"], data["parameters"]) == ("GPT2LMHeadModel", data["active"])
     for name, column in columns.items():  # no verdict without them
         assert column["bytes"]["activations"] > 0, name
-        assert column["fits"] == (column["largest_batch"] >= 1)
-    _, one = estimated(*options, "--opt-level", "O2", "--batch", "9")
-    assert one["O2"]["bytes"]["activations"] > 6 * columns["O2"]["bytes"]["activations"]
+    _, nine = estimated(*options, "--opt-level", "O2", "--batch", "9", "--memory", "0.65")
+    assert nine["O2"]["bytes"]["activations"] > 6 * columns["O2"]["bytes"]["activations"]
+    fits = {name: column["total"] <= 0.65 * 2**30 for name, column in columns.items()}
+    for name, column in nine.items():
+        assert fits[name] == (column["largest_batch"] >= 1), name
+        assert column["fits"] == (column["largest_batch"] >= 9), name
     assert main(["estimate", *options, "--opt-level", "O2"]) == 0
     text = capsys.readouterr().out
     assert (
@@ -115,7 +118,7 @@ def test_it_reads_a_config(estimated, tmp_path, capsys):
     assert "keeps scores" not in text
     refused = {
         ("--hidden", "256"): "--hf-config has the sizes; change ['hidden'] in the file",
-        ("--seq", "65"): "seq=65, and GPT2LMHeadModel has 64 positions",
+        ("--seq", "1025"): "seq=1025, and GPT2LMHeadModel has 1024 positions",
         ("--compile",): "compile=True is counted by a formula, which GPT2LMHeadModel has none of",
         ("--opt-level", "O2", "--compute", "te"): "compute='te' is counted by a formula",
     }

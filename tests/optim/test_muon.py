@@ -81,7 +81,7 @@ def test_in_float32_it_is_torch_s(nesterov, adjustment, device):
 @pytest.mark.parametrize("states", ["8bit", "fp8"])
 def test_few_bits_of_momentum_leave_the_direction(states, device):
     ((x,), _), ((y,), _) = (
-        move(lambda p, s=s: Muon(p, lr=0.02, states=s), [(128, 256)], device, 10)
+        move(lambda p, s=s: Muon(p, lr=0.02, states=s), [(64, 256)], device, 10)
         for s in (states, "fp32")
     )
     limit = {"8bit": 0.999, "fp8": 0.998}[states]
