@@ -210,9 +210,10 @@ class _Experts(torch.autograd.Function):
             down, of_down, True in need, len(codes)
         )
         y = grouped.product(h_codes, h_scale, operand, down_scale, ends, dtype, own.fast)
-        ctx.settings = groups, activation, options, x.dtype
+        ctx.settings = activation, options, x.dtype
         ctx.save_for_backward(
-            codes_t, x_scale, gate_up, weights, h_scale, first, first_codes, scale, down, down_codes, down_scale
+            codes_t, x_scale, gate_up, weights, h_scale, first, first_codes, scale, down, down_codes, down_scale,
+            *groups,
         )  # fmt: skip
         return ops.sum_rows(y, places)
 
@@ -223,8 +224,8 @@ class _Experts(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     codes_t, x_scale, gate_up, weights, h_scale, *saved = ctx.saved_tensors
-    first, first_codes, first_scale, down, down_codes, down_scale = saved
-    (ends, pairs, places), activation, (own, of_down), x_dtype = ctx.settings
+    first, first_codes, first_scale, down, down_codes, down_scale, ends, pairs, places = saved
+    activation, (own, of_down), x_dtype = ctx.settings
     (need_x, need_first, need_down, need_weights), _ = casts.runs(ctx, 4, own.traced(grad))
     dx = d_first = d_down = d_weights = None
     g = casts.cast_matrix(grad, E4M3, transposed=False)

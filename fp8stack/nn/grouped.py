@@ -169,9 +169,9 @@ class _GroupedMatmul(torch.autograd.Function):
             codes, codes_t = ops.take_rows(codes, groups.pairs, groups.places.shape[1])
         operand, w_scale, w_codes_t = cast_stack(stack, options, x.requires_grad, len(codes))
         y = product(codes, x_scale, operand, w_scale, groups.ends, options.dtype, options.fast)
-        ctx.settings = groups, gather, options, x.shape, x.dtype
+        ctx.settings = gather, options, x.shape, x.dtype
         kept = codes_t if padded else codes
-        ctx.save_for_backward(kept, x_scale, stack, w_codes_t, w_scale)
+        ctx.save_for_backward(kept, x_scale, stack, w_codes_t, w_scale, *groups)
         return linear.crop(y, (len(x) if not padded else len(codes), operand.shape[2]))
 
     @staticmethod
@@ -180,8 +180,8 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x_codes, x_scale, stack, w_codes, w_scale = ctx.saved_tensors
-    groups, gather, options, x_shape, x_dtype = ctx.settings
+    x_codes, x_scale, stack, w_codes, w_scale, *where = ctx.saved_tensors
+    groups, (gather, options, x_shape, x_dtype) = Groups(*where), ctx.settings
     (need_x, need_w), _ = casts.runs(ctx, 2, options.traced(grad))
     padded, dx, dw = groups.pairs is not None, None, None
     g = casts.cast_matrix(grad, E4M3, need_x or not padded, padded and need_w)
