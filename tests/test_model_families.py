@@ -1,4 +1,4 @@
-"""Models as transformers has them, made small by hand: each trains at every level, resumes, and is restored.
+"""Models as transformers, timm and diffusers have them, made small by hand: each trains, resumes, and is restored.
 
 "As in float32" is within 1 % of the loss after the same steps, or within twice the noise: what it does to the float32
 run that its weights begin off by a 64th, which is less than what E4M3 rounds off.
@@ -6,10 +6,13 @@ run that its weights begin off by a 64th, which is less than what E4M3 rounds of
 
 import copy
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import assert_same_bits, train_clipped
+from torch import nn
+from torch.nn import functional as F
 
 import fp8stack
 
@@ -36,6 +39,17 @@ WHISPER = {
     **{f"{side}_{part}": n for side in ("encoder", "decoder")
        for part, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 256))},
 }  # fmt: skip
+PICTURES = {"img_size": 32, "num_heads": 4}
+UNET = {
+    "sample_size": 16, "block_out_channels": (64, 96), "layers_per_block": 1, "cross_attention_dim": 64,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 8, "norm_num_groups": 16,
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "in_channels": 4, "out_channels": 4,
+}  # fmt: skip
+CLIP = {
+    "text_config": TEXT | {"max_position_embeddings": 32},
+    "vision_config": IMAGE,
+    "projection_dim": 64,
+}
 GPT2 = {
     "n_embd": 64,
     "n_layer": 2,
@@ -66,7 +80,34 @@ FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", EXPERTS | {"num_experts": 4}, ""),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK, ""),
     "GPT-OSS": ("GptOssForCausalLM", "GptOssConfig", EXPERTS | {"num_local_experts": 4}, ""),
+    "CLIP": ("CLIPModel", "CLIPConfig", CLIP, ""),
+    "timm ViT": (
+        "timm",
+        "vit_tiny_patch16_224",
+        {**PICTURES, "patch_size": 8, "embed_dim": 96, "depth": 2},
+        "",
+    ),
+    "timm ConvNeXt": (
+        "timm",
+        "convnext_atto",
+        {"depths": (1, 1, 2, 1), "dims": (32, 64, 96, 192)},
+        "",
+    ),
+    "UNet": ("diffusers", "UNet2DConditionModel", UNET, "convolutions"),
 }
+
+
+class Scored(nn.Module):
+    """A model of another library that gives its loss, as transformers' do."""
+
+    def __init__(self, inner, main_input_name):
+        super().__init__()
+        self.inner, self.main_input_name = inner, main_input_name
+
+    def forward(self, labels, **given):
+        if "pixel_values" in given:
+            return SimpleNamespace(loss=F.cross_entropy(self.inner(given["pixel_values"]), labels))
+        return SimpleNamespace(loss=F.mse_loss(self.inner(**given).sample, labels))
 
 
 @functools.cache
@@ -74,12 +115,28 @@ def made(name):
     """Return a model of a family, the same each time; it is copied before it trains."""
     kind, config, sizes, _ = FAMILIES[name]
     torch.manual_seed(0)
+    if kind == "timm":
+        timm = pytest.importorskip("timm", exc_type=ImportError)
+        return Scored(timm.create_model(config, num_classes=64, **sizes), "pixel_values").train()
+    if kind == "diffusers":
+        return Scored(getattr(pytest.importorskip(kind), config)(**sizes), "sample").train()
     return getattr(transformers, kind)(getattr(transformers, config)(**sizes)).train()
 
 
 def batch(model, step):
     """Return the arguments of a call that gives a loss: four sequences, images or spectrograms."""
     draw = torch.Generator().manual_seed(step % 3)
+    if hasattr(
+        model, "logit_scale"
+    ):  # CLIP's loss is of pairs, of which few are learnt by heart in few steps
+        images = torch.randn(16, 3, 32, 32, generator=draw)
+        tokens = torch.randint(3, 160, (16, 16), generator=draw)
+        tokens[:, -1] = 2  # where a text ends
+        return {"input_ids": tokens, "pixel_values": images, "return_loss": True}
+    if model.main_input_name == "sample":
+        images, noise = torch.randn(2, 4, 4, 16, 16, generator=draw)
+        text, at = torch.randn(4, 8, 64, generator=draw), torch.arange(4)
+        return {"sample": images, "timestep": at, "encoder_hidden_states": text, "labels": noise}
     if model.main_input_name == "pixel_values":
         images, labels = (
             torch.randn(4, 3, 32, 32, generator=draw),
@@ -90,6 +147,10 @@ def batch(model, step):
     if model.main_input_name == "input_features":
         return {"input_features": torch.randn(4, 16, 64, generator=draw), "labels": tokens}
     return {"input_ids": tokens, "labels": tokens}
+
+
+def rate_of(name):
+    return 1e-4 if name == "CLIP" else 3e-4
 
 
 def train(model, optimizer, steps):
@@ -109,7 +170,7 @@ def in_float32(name, nudge=0.0):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + nudge * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate_of(name))
     return float(train(model, optimizer, range(12))[-3:].mean())
 
 
@@ -139,7 +200,9 @@ CASES = [
 def test_a_family_trains_resumes_and_is_restored(name, level, tmp_path):
     def start():
         model = copy.deepcopy(made(name))
-        return fp8stack.initialize(model, torch.optim.AdamW(model.parameters(), lr=3e-4), level)
+        return fp8stack.initialize(
+            model, torch.optim.AdamW(model.parameters(), lr=rate_of(name)), level
+        )
 
     model, optimizer = start()
     report, reason = fp8stack.get_report(model), FAMILIES[name][-1]

@@ -7,6 +7,7 @@ import torch
 from helpers import assert_same_bits
 from layers import rounded
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fp8stack
@@ -159,3 +160,14 @@ def test_what_does_not_fit_is_refused(change, told):
     given = {"x": x, "weight": torch.zeros(GROUPS, IN, OUT), "offs": offs, **change}
     with pytest.raises(ModelError, match=told):
         grouped_matmul(**given)
+
+
+def test_a_device_without_grouped_products_is_named(monkeypatch):
+    with FakeTensorMode():
+        stack = torch.empty(2, 16, 16, device="cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert "need compute capability 9.0, this is 8.9" in grouped.obstacle(stack) or (
+        grouped._kernel is None
+    )
+    monkeypatch.setattr(grouped, "_kernel", None)
+    assert "has no grouped products in FP8" in grouped.obstacle(stack)
