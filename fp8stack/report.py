@@ -20,6 +20,7 @@ from .levels import Recipe
 from .nn.attention import fp8_products
 from .nn.convert import LayerChoices
 from .nn.coverage import Coverage, by_value, listed
+from .nn.experts import Fp8Experts
 from .nn.select import describe
 from .version import __version__
 
@@ -164,7 +165,9 @@ def report_of(
 def selected_layers(model: nn.Module) -> dict[str, str]:
     """Return by the names of a model's layers from how many rows of input on they multiply in FP8, if not always."""
     rows = {name: p.products.least_rows for name, p in fp8_products(model).items() if p.weight}
-    return {name: describe(least) for name, least in rows.items() if least is not None}
+    told = {name: describe(least) for name, least in rows.items() if least is not None}
+    experts = {n: m.least_rows for n, m in model.named_modules() if isinstance(m, Fp8Experts)}
+    return told | {name: describe(least, pairs=True) for name, least in experts.items() if least}
 
 
 def say(text: object) -> None:

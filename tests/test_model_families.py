@@ -89,7 +89,7 @@ FAMILIES = {  # name: model, config, its arguments, and why more than a tenth of
     ),
     "timm ConvNeXt": (
         "timm",
-        "convnext_atto",
+        "convnext_tiny",
         {"depths": (1, 1, 2, 1), "dims": (32, 64, 96, 192)},
         "",
     ),

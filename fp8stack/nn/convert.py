@@ -116,8 +116,9 @@ def choose_layers(
         known = isinstance(module, (nn.MultiheadAttention, *RECURRENT)) or kind_of(module)
         if not (known or experts.is_experts(module)):
             continue
-        rows = least.get(name, ALWAYS)
-        reason = unread.get(module) or _unfit(module, compute)
+        rows, reason = least.get(name, ALWAYS), unread.get(module) or _unfit(module, compute)
+        if by_size and not known and not reason:
+            rows = experts.least_rows_of(module)
         if reason := reason or (TOO_SMALL if rows == NEVER else ""):
             layers.skipped.append((name, reason))
             inner = module._modules.get("out_proj")

@@ -37,7 +37,7 @@ from fp8stack.kernels.reference.activation import ACTIVATIONS
 from . import casts, grouped, linear
 from .bf16_storage import autocast_is_on, output_dtype
 from .mixin import Mixin
-from .select import LeastRows, pays
+from .select import LeastRows, least_rows_of_experts, pays
 
 TAKEN = ("grouped_mm", "batched_mm", "eager", None)
 _MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "_apply_gate", "config")
@@ -74,6 +74,12 @@ def unfit(module: Any) -> str:
     return next(filter(None, map(grouped.obstacle, stacks)), "")
 
 
+def least_rows_of(module: Any) -> LeastRows:
+    """Return from how many pairs of token and expert on FP8 is faster, if the weights are of 16 bits."""
+    _, one, other = module.down_proj.shape
+    return least_rows_of_experts(one, other, 3 if module.has_gate else 2, module.num_experts)
+
+
 def _implementation(module: Any) -> Any:
     return getattr(module.config, "_experts_implementation", None)
 
@@ -106,9 +112,10 @@ class Fp8Experts(Mixin):
 
     def _pays(self, x: Tensor, top_k_index: Tensor) -> bool:
         """Return whether FP8 is faster, by the pairs of token and expert, or the only way for these dtypes."""
-        alike = self.down_proj.dtype is x.dtype or autocast_is_on(x)
-        compiled = torch.compiler.is_compiling()
-        return not alike or pays(x, self.least_rows, compiled, top_k_index.numel())
+        dtype = self.down_proj.dtype  # torch multiplies float32 in float32, also under autocast
+        if dtype is torch.float32 or not (dtype is x.dtype or autocast_is_on(x)):
+            return True
+        return pays(x, self.least_rows, torch.compiler.is_compiling(), top_k_index.numel())
 
     def _compute(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module: Any = self

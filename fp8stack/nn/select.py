@@ -26,6 +26,11 @@ busy for longer, which costs time unless the GPU is behind; a fused MLP, which m
 are no multiple of 8 slow bfloat16 down several times, and FP8 pads them, so such layers are always FP8. So are products
 of float32 without autocast.
 
+Experts of transformers (`experts.py`) count pairs of token and expert, and all their matrices are cast, whoever has
+tokens. A pair saves more than its products do, since nothing else of it goes through memory in bfloat16 either: 3e-9 ×
+in × out, summed over its matrices, and 3.3e-5 × (in + hidden). Of 18 measurements of `benchmarks/experts.py` to which
+that is fitted, the sign of one is wrong, by 16 µs. torch multiplies float32 weights in float32, so those are always FP8.
+
 Limits: one fit for all GPUs and recipes; Ada and Blackwell have other ratios. `select="all"` leaves nothing out.
 """
 
@@ -44,6 +49,7 @@ from .layer_kinds import kind_of, sizes_of
 
 PRODUCTS, CASTS, WIDE, WEIGHT, LAUNCHES = 3.7e-9, 2.8e-6, 3.9e-6, 2.1e-6, 6.0  # µs, see above
 ACTIVATION = 2.6e-6  # of a fused MLP without an up
+PAIR_PRODUCTS, PAIR_BYTES = 3e-9, 3.3e-5  # of experts
 HOST, HOST_OF_MLP = 100.0, 500.0  # µs
 TOO_SMALL = 'bfloat16 is faster at this size, however many rows; select="all" takes it'
 
@@ -89,6 +95,16 @@ def least_rows_of_mlp(shapes: Sequence[Sequence[int]]) -> LeastRows:
     return _solve(a_row, WIDE * in_features, once, HOST_OF_MLP)
 
 
+def least_rows_of_experts(features: int, hidden: int, matrices: int, experts: int) -> LeastRows:
+    """Return from how many pairs of token and expert on FP8 is faster than transformers' products in bfloat16.
+
+    Each expert has so many `matrices` of features × hidden.
+    """
+    size = matrices * features * hidden
+    a_pair = PAIR_PRODUCTS * size + PAIR_BYTES * (features + hidden)
+    return LeastRows(*[math.ceil((WEIGHT * size * experts + LAUNCHES) / a_pair)] * 4)
+
+
 def _solve(a_row: float, wide: float, once: float, host: float) -> LeastRows:
     """Return from how many rows on what FP8 saves of each, in µs, is more than what it costs once."""
 
@@ -132,8 +148,10 @@ def pays(
     return rows >= least[wide + 2 * compiled]
 
 
-def describe(least: LeastRows) -> str:
-    """Return what a card says of a layer that is in FP8 for some numbers of rows."""
+def describe(least: LeastRows, pairs: bool = False) -> str:
+    """Return what a card says of a layer, or of experts, that are in FP8 for some numbers of rows, or `pairs`."""
+    if pairs:
+        return f"fp8 from {least.narrow:,.0f} pairs of token and expert on"
     if least.narrow < math.inf:
         return f"fp8 from {least.narrow:,.0f} rows of input on ({least.wide:,.0f} in float32)"
     if least.wide < math.inf:

@@ -1,5 +1,6 @@
 """select="auto": by its size and its rows of input a layer multiplies in FP8 or in bfloat16, and the card says so."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import assert_same_bits
-from layers import SwiGLU
+from layers import SwiGLU, experts_of
 from torch import nn
 
 import fp8stack
@@ -22,9 +23,11 @@ from fp8stack.nn.select import (
     LeastRows,
     describe,
     least_rows,
+    least_rows_of_experts,
     least_rows_of_mlp,
     pays,
 )
+from fp8stack.report import selected_layers
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "layer_shapes.jsonl"
 
@@ -46,6 +49,46 @@ def test_the_rule_is_right_about_what_was_measured():
     assert len(wrong) < 0.08 * len(records), wrong
     lost = sorted((loss for loss, _ in wrong), reverse=True)
     assert lost[4] < 0.1, wrong
+
+
+def test_the_rule_of_experts_is_right_about_what_was_measured():
+    sizes = {"step 3's Qwen3-MoE": (1024, 768, 32, 4), "Qwen3-30B-A3B": (2048, 768, 128, 8)}
+    sizes["Mixtral-8x7B"] = 4096, 14_336, 8, 2
+    wrong = []
+    for record in map(json.loads, (RECORDS.parent / "experts.jsonl").read_text().splitlines()):
+        features, hidden, experts, count = sizes[record["params"]["model"]]
+        least = least_rows_of_experts(features, hidden, 3, experts)
+        chosen = record["params"]["tokens"] * count >= least.narrow
+        if chosen is not (record["fp8"] < record["bf16"]):
+            wrong.append(abs(record["bf16"] / record["fp8"] - 1))
+    assert len(wrong) <= 1
+    assert max(wrong) < 0.05
+
+
+def test_experts_with_few_tokens_are_transformers(monkeypatch):
+    """Where both have 16 bits; torch multiplies float32 weights in float32, and FP8 is always faster."""
+    module, few = nn.Sequential(experts_of("Qwen3Moe", 64, 48, 4)), torch.tensor([[0, 1]] * 8)
+    given = torch.randn(8, 64), few, torch.rand(8, 2)
+    expected = copy.deepcopy(module[0]).bfloat16()(
+        *(t.bfloat16() if t.is_floating_point() else t for t in given)
+    )
+    least = least_rows_of_experts(64, 48, 3, 4)
+    fp8stack.initialize(module, None, "O0", compute="native")
+    experts = module[0]
+    experts.least_rows = least
+    calls = []
+    monkeypatch.setattr(type(experts), "_compute", lambda self, x, *_: calls.append(len(x)) or x)
+    experts(*given)
+    assert calls == [8]
+    experts.bfloat16()
+    given = [t.bfloat16() if t.is_floating_point() else t for t in given]
+    assert_same_bits(experts(*given), expected)
+    many = int(least.narrow) // 2 + 1
+    experts(torch.randn(many, 64).bfloat16(), few[:1].expand(many, 2), torch.rand(many, 2))
+    assert calls == [8, many]
+    assert selected_layers(module) == {
+        "0": f"fp8 from {least.narrow:,} pairs of token and expert on"
+    }
 
 
 def test_more_rows_larger_layers_and_wider_inputs_are_for_fp8():
